@@ -3,6 +3,7 @@
 A place is one layer's keys or values. Each place gets its format from one of the uniform policies that `tune.policies` names.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Self
@@ -84,16 +85,16 @@ def mixed_scales(policy: KVPolicy, shape: KVShape, known: Sequence[tuple[KVPolic
         shape: The model's shape.
         known: Uniform policies with their scales.
     """
-    layers: list[dict[Side, SideScales]] = []
-    for layer in range(shape.layers):
-        static: dict[Side, SideScales] = {}
-        for side, form in policy.sides(layer).items():
-            if form.has_static_scales:
-                static[side] = next(
-                    scales.layers[layer][side] for uniform, scales in known if uniform.sides(layer)[side] == form
-                )
-        layers.append(static)
-    return KVScales(layers=tuple(layers))
+
+    def of(layer: int, side: Side, form: Format) -> SideScales:
+        return next(scales.layers[layer][side] for uniform, scales in known if uniform.sides(layer)[side] == form)
+
+    return KVScales(
+        layers=tuple(
+            {side: of(layer, side, form) for side, form in policy.sides(layer).items() if form.has_static_scales}
+            for layer in range(shape.layers)
+        )
+    )
 
 
 class UnitSensitivity(Record):
@@ -141,44 +142,27 @@ class TuneReport(Record):
     """The policy of fewest bytes within `max_kl` where it was measured; None when none has fewer bytes than 16 bits."""
 
 
+def _kl(one: MeasuredPolicy) -> float:
+    """The KL on the texts held out; infinite where it is not finite."""
+    return math.inf if one.kl_held_out is None else one.kl_held_out
+
+
 def beaten(measured: MeasuredPolicy, others: Sequence[MeasuredPolicy]) -> list[str]:
     """Return the uniform policies that take more bytes than `measured` and have no less KL on the texts held out."""
-    return [
-        other.policy.name
-        for other in others
-        if other.origin == "uniform" and measured.bytes_per_token < other.bytes_per_token and _no_more(measured, other)
-    ]
+    kl, size = _kl(measured), measured.bytes_per_token
+    worse = (other for other in others if other.bytes_per_token > size and math.isfinite(kl) and kl <= _kl(other))
+    return [other.policy.name for other in worse if other.origin == "uniform"]
 
 
 def is_on_front(measured: MeasuredPolicy, others: Sequence[MeasuredPolicy]) -> bool:
     """Return whether no other policy has fewer bytes with no more KL, or as many with less."""
-    if measured.kl_held_out is None:
-        return False
-    return not any(
-        _no_more(other, measured)
-        and (
-            other.bytes_per_token < measured.bytes_per_token
-            or (other.bytes_per_token == measured.bytes_per_token and not _no_more(measured, other))
-        )
-        for other in others
-    )
+    size, kl = cost = measured.bytes_per_token, _kl(measured)
+    costs = ((other.bytes_per_token, _kl(other)) for other in others)
+    return math.isfinite(kl) and not any(other[0] <= size and other[1] <= kl and other != cost for other in costs)
 
 
 def choose(measured: Sequence[MeasuredPolicy], max_kl: float, exact_bytes: int) -> MeasuredPolicy | None:
     """Return the policy of fewest bytes, fewer than `exact_bytes`, whose mean KL is within `max_kl` where it was measured."""
-    within = [
-        one
-        for one in measured
-        if one.kl_check is not None
-        and one.kl_held_out is not None
-        and max(one.kl_check, one.kl_held_out) <= max_kl
-        and one.bytes_per_token < exact_bytes
-    ]
-    return min(within, key=lambda one: (one.bytes_per_token, one.kl_held_out), default=None)
-
-
-def _no_more(first: MeasuredPolicy, second: MeasuredPolicy) -> bool:
-    """Whether the first one's KL is no more than the second one's; a KL that is not finite is more than any."""
-    if first.kl_held_out is None:
-        return False
-    return second.kl_held_out is None or first.kl_held_out <= second.kl_held_out
+    fewer = (one for one in measured if one.kl_check is not None and one.bytes_per_token < exact_bytes)
+    within = [one for one in fewer if max(one.kl_check or 0.0, _kl(one)) <= max_kl]
+    return min(within, key=lambda one: (one.bytes_per_token, _kl(one)), default=None)

@@ -13,17 +13,15 @@ from getpass import getuser
 from pathlib import Path
 from secrets import token_hex
 
-from pipeline.artifacts.locks import alone_at_once
+from pipeline.artifacts.locks import locked_at_once
 from pipeline.core.redaction import clip, copy_redacted, finite_metrics, redact_text, table_columns
 from pipeline.registry.contents import RunPage, Workload
-from pipeline.registry.mlflow_client import Client, Dataset, DatasetInput, InputTag, Metric, MlflowException, Param, RunTag
+from pipeline.registry.mlflow_client import Client, Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from pipeline.registry.tracking import Location
 
 TAG_CHARS = 5000
 DIGEST_CHARS = 36
 """The longest digest of a data set that MLflow takes."""
-VIEW = "mlflow.sharedViewState."
-"""Tags of an experiment with this prefix are views of its page of runs."""
 LOCK = "lock"
 """Tag of a run with the name of its lock, a file of `Location.runs`."""
 
@@ -40,7 +38,7 @@ class ExperimentRuns:
         """Open a run while the block runs and yield its id. It ends as FAILED after an exception, KILLED after Ctrl-C."""
         self.location.runs.mkdir(exist_ok=True)
         lock = self.location.runs / token_hex(8)
-        with alone_at_once(lock):
+        with locked_at_once(lock):
             texts = {name: clip(redact_text(text), TAG_CHARS) for name, text in {**tags, LOCK: lock.name}.items()}
             run_id = self.create_run(title, texts)
             status = "FAILED"
@@ -66,7 +64,7 @@ class ExperimentRuns:
         for lock in {self.location.runs / run.data.tags[LOCK] for run in runs}:
             if not lock.exists():
                 continue
-            with alone_at_once(lock) as died:
+            with locked_at_once(lock) as died:
                 for run in runs if died else ():
                     # Read again: a process closes its run before it lets go of the lock.
                     if run.data.tags[LOCK] == lock.name and self.client.get_run(run.info.run_id).info.status == "RUNNING":
@@ -108,23 +106,6 @@ class ExperimentRuns:
         for name, rows in page.tables.items():
             if rows:
                 self.client.log_table(run_id, table_columns(rows), name)
-
-    def save_view(self, name: str, content: str) -> None:
-        """Save a view of the experiment's page of runs."""
-        self.client.set_experiment_tag(self.experiment_id, VIEW + name, content)
-
-    def views(self) -> list[str]:
-        """Return the names of all saved views, whoever saved them."""
-        tags = self.client.get_experiment(self.experiment_id).tags
-        return [key.removeprefix(VIEW) for key in tags if key.startswith(VIEW)]
-
-    def remove_view(self, name: str) -> None:
-        """Remove a saved view; another command may have done so already."""
-        try:
-            self.client.delete_experiment_tag(self.experiment_id, VIEW + name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
 
 
 def _dataset(workload: Workload) -> DatasetInput:

@@ -30,9 +30,6 @@ FOLDER = "summaries"
 SWEEP = re.compile(r"[\w-][\w.-]{0,99}")
 """What the id of a sweep looks like; it becomes the name of a file."""
 
-NEW_SWEEP = re.compile(r"\d{8}-\d{6}-\d+-[0-9a-f]{4}")
-"""What `new_sweep` makes; the order of names is the order of time."""
-
 NAMED = 5
 """Jobs that did not end of which a message gives the names."""
 

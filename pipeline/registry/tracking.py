@@ -19,6 +19,8 @@ from pipeline.core.strict import StrictModel
 SQLITE = "sqlite:///"
 SCHEMES = (SQLITE, "postgresql", "mysql", "mssql", "http://", "https://")
 ENVIRONMENT = "MLFLOW_TRACKING_URI"
+PORT = 5000
+"""Of the server that a person starts on a store."""
 
 
 class Tracking(StrictModel):
@@ -97,19 +99,13 @@ def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, 
     )
 
 
-def server_command(location: Location, port: int = 5000) -> str | None:
+def server_command(location: Location) -> str | None:
     """Return the shell command that opens MLflow on this store, without passwords; None when a server already does."""
     if location.served:
         return None
     # Without its job runners, which only language-model judges use, the server takes 0.5 GB instead of 2.5.
     switches = "MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false"
-    return f"{switches} {_mlflow()} server --backend-store-uri {_shell_uri(location)} --workers 1 --port {port}"
-
-
-def fetch_command(location: Location, alias: str, folder: str) -> str:
-    """Return the shell command that fetches the engine that an alias points at, with its evidence."""
-    artifacts = f"artifacts download --artifact-uri models:/{location.model_name}@{alias} --dst-path {folder}"
-    return f"{ENVIRONMENT}={_shell_uri(location)} {_mlflow()} {artifacts}"
+    return f"{switches} {_mlflow()} server --backend-store-uri {_shell_uri(location)} --workers 1 --port {PORT}"
 
 
 def _mlflow() -> str:
@@ -121,17 +117,24 @@ def _shell_uri(location: Location) -> str:
     return shlex.quote(location.uri) if not holds_secret(location.uri) else f'"${ENVIRONMENT}"'
 
 
-def compare_url(location: Location, experiment_id: str, view: str, port: int = 5000) -> str:
-    """Return the address of the charts of a saved view of an experiment."""
-    return _page(location, f"experiments/{experiment_id}/runs", {"viewStateShareKey": view, "compareRunsMode": "CHART"}, port)
+def compare_url(location: Location, experiment_id: str, sweep: str) -> str:
+    """Return the address of the charts of a sweep's runs, the least distance first."""
+    query = {
+        "searchFilter": f"tags.sweep = '{sweep}'",
+        "orderByKey": "metrics.`quality/kl_mean`",
+        "orderByAsc": "true",
+        "startTime": "ALL",
+        "compareRunsMode": "CHART",
+    }
+    return _page(location, f"experiments/{experiment_id}/runs", query)
 
 
-def run_url(location: Location, experiment_id: str, run_id: str, port: int = 5000) -> str:
+def run_url(location: Location, experiment_id: str, run_id: str) -> str:
     """Return the address of a run's page."""
-    return _page(location, f"experiments/{experiment_id}/runs/{run_id}", {}, port)
+    return _page(location, f"experiments/{experiment_id}/runs/{run_id}", {})
 
 
-def _page(location: Location, path: str, query: Mapping[str, str], port: int) -> str:
+def _page(location: Location, path: str, query: Mapping[str, str]) -> str:
     """Return the address of a page of MLflow. Without workflowType MLflow 3 opens its pages for traces."""
-    base = redact_text(location.uri).rstrip("/") if location.served else f"http://127.0.0.1:{port}"
+    base = redact_text(location.uri).rstrip("/") if location.served else f"http://127.0.0.1:{PORT}"
     return f"{base}/#/{path}?{urlencode({**query, 'workflowType': 'machine_learning'}, quote_via=quote)}"

@@ -121,7 +121,8 @@ class Chain(BuildChain):
         def fill(out: Path, progress: Progress) -> None:
             self._measured_once(policy, measured.path, None if baseline is None else baseline.path, progress).write(out)
 
-        return self.make(self._recipe("once", "once", inputs, kv=policy.model_dump()), fill, policy)
+        stage = "once" if baseline is not None else "baseline_once"
+        return self.make(self._recipe(stage, "once", inputs), fill, policy)
 
     def _asked(self, policy: KVPolicy, baseline: Artifact | None) -> dict[str, Artifact]:
         """Return what is asked and what it is compared with, by its name among the inputs of an artifact."""

@@ -99,7 +99,8 @@ def evaluate(run: Run) -> Candidate:
     show(config, [candidate], lambda: store, sweep=run.sweep, command=whole())
     if not (config.stage == "all" and candidate.verdict == PASS):  # a promotion says it, too
         compare_in_mlflow([candidate], lambda: store, run.sweep)
-    next_steps.show(next_steps.after_judging(config, [candidate], typed(), promotes=promotes))
+    if not (promotes and candidate.verdict == PASS):  # a promotion says what comes next, too
+        next_steps.show(next_steps.after_judging(config, [candidate], typed()))
     if candidate.verdict != PASS:
         raise NotPassed(candidate)
     if promotes:

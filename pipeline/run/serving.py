@@ -15,7 +15,6 @@ from pipeline.registry.proof import ReplayedEvidence, require_same
 from pipeline.registry.summary import Candidate
 from pipeline.routing import stages as routes
 from pipeline.routing.engines import Engines
-from pipeline.routing.files import read_routing_file
 from pipeline.run.job import Run
 from pipeline.run.showing import compare_in_mlflow, show, warned
 from pipeline.terminal import console, next_steps, tables
@@ -79,18 +78,16 @@ def promote_from(run: Run, last: summary.Summary) -> None:
         )
         compare_in_mlflow(candidates, lambda: store, last.sweep)
         best = next(candidate for candidate in candidates if candidate.name == move.champion)
-        next_steps.show(next_steps.after_promotion(config, move, best.engine.path))
+        next_steps.show(next_steps.after_promotion(config, best.engine.path))
 
 
 @contextmanager
-def _advised(
-    steps: Callable[[Exception], list[Step]], refusals: tuple[type[Exception], ...] = (GateRefusal,)
-) -> Iterator[None]:
+def _advised(step: Callable[[Exception], Step], refusals: tuple[type[Exception], ...] = (GateRefusal,)) -> Iterator[None]:
     """Say what to do next where the block is refused."""
     try:
         yield
     except refusals as error:
-        next_steps.show(steps(error))
+        next_steps.show(step(error))
         raise
 
 
@@ -108,22 +105,22 @@ def rollback(run: Run) -> None:
         UserError: when there is none.
     """
     summary.check_writable(run.config.work)
-    with _advised(lambda _: next_steps.after_rollback(run.config), (UserError,)):
+    with _advised(lambda _: next_steps.after_move(run.config), (UserError,)):
         move = promotion.rollback(run.log(run.registry()))
     with _told(move):
         summary.conclude(run.config.work, move.champion)
     console.result("champion", escape(move.message), champion=move.champion, message=move.message)
-    next_steps.show(next_steps.after_rollback(run.config))
+    next_steps.show(next_steps.after_move(run.config))
 
 
 def route(run: Run) -> None:
     """Give classes of work the engines of a routing file, or one class the engine before."""
     if run.config.routing.rollback is not None:
         routes.roll_back(_engines(run), run.config.routing.rollback, _say)
-        next_steps.show(next_steps.after_rollback(run.config))
+        next_steps.show(next_steps.after_move(run.config))
     else:
         routes.route(_engines(run), run.config.routing, _say)
-        next_steps.show(next_steps.after_route(run.config, sorted(read_routing_file(run.config.routing).by_class)))
+        next_steps.show(next_steps.after_move(run.config))
 
 
 def monitor(run: Run) -> None:
@@ -131,7 +128,7 @@ def monitor(run: Run) -> None:
     try:
         routes.monitor(_engines(run), run.config.monitor, _say)
     finally:
-        next_steps.show(next_steps.after_rollback(run.config))
+        next_steps.show(next_steps.after_move(run.config))
 
 
 def _engines(run: Run) -> Engines:
@@ -170,8 +167,8 @@ def verify(run: Run) -> None:
     for evidence, findings in replays:
         tables.print_findings(evidence.identity.policy, evidence.identity.model, evidence.directory, findings)
 
-    def after(error: Exception) -> list[Step]:
-        return next_steps.after_difference(run.config, differs=isinstance(error, GateRefusal))
+    def after(error: Exception) -> Step:
+        return next_steps.after_difference(differs=isinstance(error, GateRefusal))
 
     with _advised(after, (GateRefusal, MissingRequirement)):
         require_same(f"bundle={directory}", [finding for _, findings in replays for finding in findings])

@@ -1,6 +1,5 @@
 """What is written for people to look at: report.html, and the comparison in MLflow. Neither decides anything."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,6 @@ from pipeline.core.workloads import WorkloadsConfig
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import requested_workloads
 from pipeline.loading import required_libraries
-from pipeline.pages.comparison import outdated, saved_view
 from pipeline.registry.summary import Candidate
 from pipeline.terminal import console, tables
 
@@ -70,17 +68,12 @@ def show(
 
 
 def compare_in_mlflow(candidates: Sequence[Candidate], store: "Callable[[], MlflowStore | None]", sweep: str) -> None:
-    """Save the view of a sweep's comparison and print its address, or that of the only candidate's run. A failure warns."""
+    """Print the address of a sweep's runs in MLflow, or of the only candidate's run. A failure is a warning."""
     with warned("MLflow's comparison is not there"):
         tracked = [candidate for candidate in candidates if candidate.registration is not None]
         opened = store() if tracked else None
-        if opened is None:
-            return
-        if len(tracked) > 1:
-            opened.save_view(sweep, saved_view(sweep, time.time()))
-            for name in outdated(opened.views()):
-                opened.remove_view(name)
-        tables.print_mlflow(opened.location, opened.experiment_id, tracked, sweep)
+        if opened is not None:
+            tables.print_mlflow(opened.location, opened.experiment_id, tracked, sweep)
 
 
 def _exhibits(candidates: Sequence[Candidate]) -> "list[Exhibit]":

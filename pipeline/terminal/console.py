@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.text import Text
 
 from pipeline.artifacts.digest import told
 from pipeline.core.errors import DEBUG_VARIABLE, INTERRUPTED, REFUSALS, describe, exit_code
 from pipeline.core.redaction import printable, redact_text
-from pipeline.terminal.grids import Grid, lay_out
-from pipeline.terminal.phases import Phase, bar, duration, lines
 from pipeline.terminal.streams import RESULT, Streams, line
-from pipeline.terminal.texts import between_words, relative
+from pipeline.terminal.texts import relative
 
 if TYPE_CHECKING:
     from pipeline.core.records import Progress
+    from pipeline.terminal.grids import Grid
 
 MODES = ("human", "json", "quiet")
 """`log=`."""
@@ -37,23 +37,8 @@ PLAIN_WIDTH = 100
 LOGGER = logging.getLogger("kvgate")
 """What rooms say that know nothing of terminals: waits for locks and stores."""
 
-
-class _Shown(Console):
-    """A console that shows paths below the current directory relative to it; under `json` it writes results, of kind `text`."""
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        if self is out and _speech.mode == "json":
-            plain = Console(file=io.StringIO(), highlight=False, width=PLAIN_WIDTH, color_system=None)
-            plain.print(*objects, **options)
-            for text in plain.file.getvalue().splitlines():  # type: ignore[attr-defined]
-                if text.strip():
-                    result("text", message=text.strip())
-        else:
-            super().print(*(relative(one) if isinstance(one, str) else one for one in objects), **options)
-
-
-out = _Shown(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH)
-err = _Shown(highlight=False, stderr=True)
+out = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH)
+err = Console(highlight=False, emoji=False, stderr=True)
 
 
 @dataclass(frozen=True)
@@ -71,7 +56,7 @@ class Job:
     @property
     def name(self) -> str:
         """Return what its lines begin with, `job 2 of 5 int8: `; nothing where a command has one job."""
-        return f"job {self.number} of {self.of} {self.policy}: " if self.of > 1 else ""
+        return f"{self.place[:-2]} {self.policy}: " if self.of > 1 else ""
 
     @property
     def place(self) -> str:
@@ -89,15 +74,22 @@ class _Speech:
     """How this process speaks, and of which job."""
 
     mode: str = "human"
-    """`log=`: `human`, `json` or `quiet`."""
     job: Job | None = None
-    """What it is at work on."""
     begun: list[float] = field(default_factory=list)
     """When its jobs began, in seconds of the monotonic clock."""
     streams: Streams | None = None
     """Both of the process's streams, under `json`."""
     report: Console | None = None
     """Gets what is written into a file, under `json`."""
+
+    @property
+    def name(self) -> str:
+        return printable(self.job.name) if self.job is not None else ""
+
+    @property
+    def target(self) -> Console | None:
+        """What people read from; None where nobody does."""
+        return self.report if self.mode == "json" else out
 
 
 _speech = _Speech()
@@ -116,13 +108,15 @@ def begin(job: Job, about: str | None) -> None:
     ended, took = len(_speech.begun) - 1, _speech.begun[-1] - _speech.begun[0]
     text, fields = f"{job.place}{job.stage} {job.policy}{about or ''}", {}
     if ended and ended == job.number - 1 and not job.beside_others:  # the jobs before it ran here, one after the other
+        from pipeline.terminal.progress import duration
+
         rest = took / ended * (job.of - ended)
         text += f"; {ended} done in {duration(took)}, about {duration(rest)} left"
         fields = {"jobs_done": ended, "jobs_seconds_left": round(rest, 1)}
     if _speech.mode == "json":
         _write({"message": text, **fields})
     elif _speech.mode == "human" and about is not None:
-        out.print(text, style="bold", soft_wrap=True, markup=False)
+        out.print(relative(text), style="bold", soft_wrap=True, markup=False)
 
 
 def end() -> None:
@@ -167,19 +161,25 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        if _speech.mode == "json":
-            _write({"level": record.levelname.lower(), "message": " ".join(text.split())})
-        else:
-            err.print(f"pipeline: {text}", soft_wrap=True, markup=False)
+        _aside(" ".join(text.split()), f"pipeline: {text}", level=record.levelname.lower())
 
 
 def _write(fields: Mapping[str, object]) -> None:
-    about = _speech.job.fields if _speech.job is not None else {}
+    """Write an object: of this job, and an info unless it says otherwise."""
     first = {RESULT: fields[RESULT]} if RESULT in fields else {"level": "info"}
+    whole = {**first, **(_speech.job.fields if _speech.job is not None else {}), **fields}
     if _speech.streams is not None:
-        _speech.streams.write(first | about | dict(fields))
+        _speech.streams.write(whole)
     else:
-        print(line(first | about | dict(fields)), end="", file=sys.stderr, flush=True)
+        print(line(whole), end="", file=sys.stderr, flush=True)
+
+
+def _aside(message: str, human: str, **fields: object) -> None:
+    """Write an object, or print a line on stderr, above a bar where there is one."""
+    if _speech.mode == "json":
+        _write({"message": message, **fields})
+    else:
+        err.print(relative(human), soft_wrap=True, markup=False)
 
 
 def result(kind: str, *lines: str, paste: bool = False, **fields: object) -> None:
@@ -194,39 +194,32 @@ def result(kind: str, *lines: str, paste: bool = False, **fields: object) -> Non
     """
     if _speech.mode == "json":
         _write({RESULT: kind, **fields})
-    target = _target()
+    target = _speech.target
     if target is None:
         return
-    for text in lines:
+    for text in map(relative, lines):
         if paste or not target.is_terminal:
             target.print(text, soft_wrap=True)
         else:
-            stripped = text.lstrip(" ")
-            indent = " " * (len(text) - len(stripped))
-            for part in between_words(Text.from_markup(relative(stripped)), target.width - len(indent)):
-                target.print(Text(indent) + part, soft_wrap=True)
+            indent = len(text) - len(text.lstrip(" "))
+            target.print(Padding(text.lstrip(" "), (0, 0, 0, indent), expand=False))
 
 
 def say(text: str, *, paste: bool = False) -> None:
     """Print a line for people, which is a result of the kind `text` for a log collector; the arguments are as of `result`."""
-    if _speech.mode == "json" and not text.strip():
-        return
-    result("text", text, paste=paste, message=Text.from_markup(text.strip()).plain)
+    if text.strip() or _speech.mode != "json":
+        result("text", text, paste=paste, message=Text.from_markup(text.strip()).plain)
 
 
-def show(kind: str, grid: Grid) -> None:
+def show(kind: str, grid: "Grid") -> None:
     """Print a table, or write its rows as a result."""
+    from pipeline.terminal.grids import lay_out
+
     if _speech.mode == "json":
         _write({RESULT: kind, "title": grid.title, "rows": grid.records()})
-    target = _target()
+    target = _speech.target
     if target is not None:
-        for part in lay_out(grid, target.width):
-            target.print(part, soft_wrap=isinstance(part, Text))
-
-
-def _target() -> Console | None:
-    """Return what people read from; None where nobody does."""
-    return _speech.report if _speech.mode == "json" else out
+        target.print(*lay_out(grid, target.width), sep="\n", crop=False)
 
 
 def step(title: str, path: Path, seconds: float | None) -> None:
@@ -235,25 +228,18 @@ def step(title: str, path: Path, seconds: float | None) -> None:
         _write({"message": f"{title} is ready", "step": title, "artifact": path, "seconds": seconds, "reused": seconds is None})
     elif _speech.mode == "human":
         took = "reused" if seconds is None else f"{seconds:.1f} s"
-        whose = _speech.job.name if _speech.job is not None and _speech.job.beside_others else ""
-        out.print(f"  {whose}{title:<24} {took:>8}  {path}", soft_wrap=True, markup=False)
+        whose = _speech.name if _speech.job is not None and _speech.job.beside_others else ""
+        out.print(relative(f"  {whose}{title:<24} {took:>8}  {path}"), soft_wrap=True, markup=False)
 
 
 def warning(text: str) -> None:
     """Say what somebody should look at."""
-    if _speech.mode == "json":
-        _write({"level": "warning", "message": text})
-    else:
-        err.print(f"pipeline: warning: {text}", soft_wrap=True, markup=False)
+    _aside(text, f"pipeline: warning: {text}", level="warning")
 
 
 def error(text: str, **fields: object) -> None:
     """Say in one line what ended a job."""
-    text = printable(text)
-    if _speech.mode == "json":
-        _write({"level": "error", "message": text, **fields})
-    else:
-        print(f"pipeline: error: {_named()}{relative(text)}", file=sys.stderr)
+    _aside(printable(text), f"pipeline: error: {_speech.name}{printable(text)}", level="error", **fields)
 
 
 def ended_by(problem: Exception) -> None:
@@ -261,23 +247,13 @@ def ended_by(problem: Exception) -> None:
     for text in describe(problem).splitlines():
         error(text, exit_code=exit_code(problem))
     if os.environ.get(DEBUG_VARIABLE) == "1" and not isinstance(problem, REFUSALS):
-        trace = "".join(traceback.format_exception(problem))
-        if _speech.mode == "json":
-            _write({"level": "error", "message": "where it came from", "traceback": trace})
-        else:
-            print(redact_text(trace), file=sys.stderr)
+        trace = redact_text("".join(traceback.format_exception(problem)))
+        _aside("where it came from", trace, level="error", traceback=trace)
 
 
 def interrupted(text: str) -> None:
     """Say what an interruption leaves."""
-    if _speech.mode == "json":
-        _write({"level": "error", "message": f"interrupted; {text}", "exit_code": INTERRUPTED})
-    else:
-        print(f"pipeline: interrupted; {text}", file=sys.stderr)
-
-
-def _named() -> str:
-    return printable(_speech.job.name) if _speech.job is not None else ""
+    _aside(f"interrupted; {text}", f"pipeline: interrupted; {text}", level="error", exit_code=INTERRUPTED)
 
 
 @contextmanager
@@ -295,50 +271,50 @@ def silent() -> Iterator[None]:
 def written_to(path: Path) -> Iterator[None]:
     """Write what the block prints for people into a text file as well, without colours; nothing where the block fails."""
     report = out if _speech.mode != "json" else Console(file=io.StringIO(), highlight=False, width=PLAIN_WIDTH)
-    _speech.report = report
-    report.record = True
+    _speech.report, report.record = report, True
     try:
         yield
     finally:
         text = report.export_text()  # drops what was recorded, too
-        report.record = False
-        _speech.report = None
+        _speech.report, report.record = None, False
     path.write_text(redact_text(text), encoding="utf-8")
 
 
 @contextmanager
-def progress(title: str) -> Iterator["Progress"]:
+def progress(title: str) -> "Iterator[Progress]":
     """Show the progress of what the block does on stderr.
 
-    A terminal gets a bar; anything else gets a line after FIRST_SECONDS, and one every LINE_SECONDS from then on, whether
-    or not anything moved. Messages are printed at once. A block within a block shows nothing of its own.
+    A terminal gets a bar; anything else gets lines, whether or not anything moved. Messages are printed at once. A block within
+    a block shows nothing of its own.
 
     Args:
         title: What is made or done.
 
     Returns:
-        What the block calls with a label, the units that are done, and all of them.
+        What the block calls with a label, the units that are done, and all of them; a message has none.
     """
-    named, shared = _named(), _speech.job is not None and _speech.job.beside_others
-    phase = Phase(title, time.monotonic)
+    from pipeline.terminal import progress as shown
 
-    def say(message: str | None) -> None:
-        if _speech.mode == "human":
-            err.print(f"  {named}{title}: {message or phase.describe()}", soft_wrap=True, markup=False)
-        elif _speech.mode == "json":
-            _write({"message": f"{title}: {message or phase.describe()}", "step": title, **({} if message else phase.fields())})
+    def say(message: str, **fields: Any) -> None:
+        if _speech.mode != "quiet":
+            _aside(f"{title}: {message}", f"  {_speech.name}{title}: {message}", step=title, **fields)
 
     if _showing.locked():
         yield lambda label, _, total: None if total else say(label)
         return
-    with _showing:
-        if _speech.mode == "human" and err.is_terminal and not shared:
-            place = _speech.job.place if _speech.job is not None else ""  # a bar has little room, and jobs take turns
-            showing = bar(err, f"{place}{title}", phase, say)
+    job = _speech.job
+    drawn = _speech.mode == "human" and err.is_terminal and not (job is not None and job.beside_others)
+    phases = shown.Phases(f"{job.place if job is not None else ''}{title}", err if drawn else None)
+
+    def update(label: str, done: int, total: int) -> None:
+        if total:
+            phases.update(label, done, total)
         else:
-            showing = lines(phase, say)
-        with showing as update, told(update):
-            yield update
+            say(label)
+
+    lines = shown.repeated(lambda: say(shown.describe(phases.task), **shown.fields(phases.task)))
+    with _showing, phases.bars if drawn else lines, told(update):
+        yield update
 
 
 @contextmanager

@@ -1,13 +1,11 @@
-"""Tables of named rows that fit any width: numbers stay whole, names wrap or become footnotes, columns move into a next band.
+"""Tables of named rows that fit any width: numbers stay whole, names wrap, columns without room move into a next band.
 
 Rows hold values, not texts: a person sees them formatted, a log collector gets them as they are.
 """
 
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -18,12 +16,9 @@ LEAST_WIDTH = 40
 NAME_WIDTH = 16
 """A name gets so many columns, or as many as it has, before the numbers beside it move into a next band."""
 REMARK_WIDTH = 24
-"""The same of a remark, before it is printed in a band of its own."""
-CELL_WIDTH = 12
-"""Characters of the longest number with decimals that is written out, before it gets an exponent, and of a heading's line."""
-INTEGER_WIDTH = 26
-"""The same of integers: 64 bits with commas."""
-FOOTNOTE_WIDTH = 4
+"""The same of a remark."""
+CELL_WIDTH, INTEGER_WIDTH = 12, 26
+"""Characters of the longest number that is written out, before it gets an exponent; 64 bits with commas fit."""
 EDGES = 2
 """Columns that the box takes at both ends of a row; one more stands between two cells."""
 
@@ -92,88 +87,43 @@ class Grid:
         return records
 
 
-def lay_out(grid: Grid, width: int) -> list[Table | Text]:
-    """Return what shows a grid in so many columns, from top to bottom.
+def lay_out(grid: Grid, width: int) -> list[Table]:
+    """Return the tables that show a grid in so many columns, from top to bottom.
 
-    No number is cut or wrapped at LEAST_WIDTH and above. A name or a remark is wrapped between words; one with a word that is
-    too long for its column is a footnote.
+    No number is cut or wrapped at LEAST_WIDTH and above; names and remarks wrap.
     """
-    return _Layout(grid, max(width, LEAST_WIDTH)).parts()
+    cells = [[column.text(value) for column, value in zip(grid.columns, row.values, strict=True)] for row in grid.rows]
+    names = _widest([grid.heading, *(row.name for row in grid.rows)], NAME_WIDTH)
+    remarks = _widest([grid.remarks, *(row.remark for row in grid.rows)], REMARK_WIDTH) if grid.remarks is not None else 0
+    room = max(width, LEAST_WIDTH) - EDGES - names
+    bands, left = [list[int]()], room
+    for index, column in enumerate(grid.columns):
+        needed = 1 + _widest([*column.heading.split("\n"), *(row[index] for row in cells)])
+        if bands[-1] and needed > left:
+            bands.append([])
+            left = room
+        bands[-1].append(index)
+        left -= needed
+    if remarks and left <= remarks:
+        bands.append([])
+    return [_table(grid, cells, band, title=not number, last=band is bands[-1]) for number, band in enumerate(bands)]
 
 
-class _Layout:
-    def __init__(self, grid: Grid, width: int) -> None:
-        self.grid = grid
-        self.width = width
-        self.cells = [[column.text(value) for column, value in zip(grid.columns, row.values, strict=True)] for row in grid.rows]
-        held = zip_longest(*self.cells, fillvalue="") if self.cells else [()] * len(grid.columns)
-        self.headings = [_narrowed(column.heading) for column in grid.columns]
-        self.widths = [_widest([*cells, *heading.split("\n")]) for cells, heading in zip(held, self.headings, strict=True)]
-        self.names = _widest([grid.heading, *(row.name for row in grid.rows)])
-        self.remarks = 0 if grid.remarks is None else _widest([grid.remarks, *(row.remark for row in grid.rows)])
-        self.footnotes: dict[str, int] = {}
-
-    def parts(self) -> list[Table | Text]:
-        grid = self.grid
-        title = [Text(line, style="italic") for line in textwrap.wrap(grid.title, self.width, break_long_words=False)]
-        room = self.width - EDGES - sum(1 + width for width in self.widths)
-        name, remark = min(self.names, NAME_WIDTH), min(self.remarks, REMARK_WIDTH)
-        every = range(len(grid.columns))
-        if name + (1 + remark if remark else 0) <= room:
-            name = min(self.names, room - (1 + remark if remark else 0))
-            bands = [self._band(every, name, room - 1 - name if remark else 0)]
-        else:
-            name = min(name, max(FOOTNOTE_WIDTH, self.width - EDGES - 1 - max(self.widths, default=0)))
-            shown = [grid.heading, *(line for row in grid.rows for line in self._fitted(row.name, name).split("\n"))]
-            room = self.width - EDGES - _widest(shown)
-            bands = [self._band(band, name, 0) for band in self._bands(room)]
-            if remark:
-                bands.append(self._band([], name, room - 1))
-        notes = [Text(f"  [{number}] {text}") for text, number in self.footnotes.items()]
-        return [*title, *bands, *notes]
-
-    def _bands(self, room: int) -> list[list[int]]:
-        """Return the columns of each band, as many as fit beside the name."""
-        bands: list[list[int]] = []
-        left = 0
-        for index, width in enumerate(self.widths):
-            if not bands or width + 1 > left:
-                bands.append([])
-                left = room
-            bands[-1].append(index)
-            left -= width + 1
-        return bands
-
-    def _band(self, columns: Sequence[int], name: int, remark: int) -> Table:
-        """Return a table of some columns, with names and remarks of so many columns; 0: no remarks."""
-        grid = self.grid
-        table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
-        table.add_column(grid.heading, no_wrap=True)
-        for index in columns:
-            column = grid.columns[index]
-            table.add_column(self.headings[index], justify="left" if column.words else "right", no_wrap=True)
-        if remark:
-            table.add_column(_narrowed(grid.remarks or ""), no_wrap=True)
-        for row, texts in zip(grid.rows, self.cells, strict=True):
-            cells = [Text(texts[index], style=grid.colours.get(texts[index], "")) for index in columns]
-            remarks = [Text(self._fitted(row.remark, remark))] if remark else []
-            table.add_row(Text(self._fitted(row.name, name)), *cells, *remarks, style=row.style)
-        return table
-
-    def _fitted(self, text: str, width: int) -> str:
-        """Return a text wrapped between its words, or the number of the footnote that it becomes."""
-        if len(text) <= width:
-            return text
-        if max(map(len, text.split())) <= width:
-            return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
-        return f"[{self.footnotes.setdefault(text, len(self.footnotes) + 1)}]"
+def _table(grid: Grid, cells: Sequence[Sequence[str]], band: Sequence[int], *, title: bool, last: bool) -> Table:
+    """Return a table of some columns; the last one has the remarks."""
+    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, title=grid.title if title else None, title_justify="left")
+    table.add_column(grid.heading, overflow="fold")
+    for index in band:
+        column = grid.columns[index]
+        table.add_column(column.heading, justify="left" if column.words else "right", no_wrap=True)
+    remarked = last and grid.remarks is not None
+    if remarked:
+        table.add_column(grid.remarks or "", overflow="fold")
+    for row, texts in zip(grid.rows, cells, strict=True):
+        shown = [Text(texts[index], style=grid.colours.get(texts[index], "")) for index in band]
+        table.add_row(Text(row.name), *shown, *([Text(row.remark)] if remarked else []), style=row.style)
+    return table
 
 
-def _widest(texts: Sequence[str]) -> int:
-    return max(map(len, texts), default=0)
-
-
-def _narrowed(heading: str) -> str:
-    """Return a heading with its long lines wrapped between words."""
-    lines = (textwrap.wrap(line, CELL_WIDTH, break_long_words=False, break_on_hyphens=False) for line in heading.split("\n"))
-    return "\n".join(part for wrapped in lines for part in wrapped)
+def _widest(texts: Sequence[str], most: int = 1 << 20) -> int:
+    return min(most, max(map(len, texts), default=0))

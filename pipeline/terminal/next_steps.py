@@ -1,4 +1,4 @@
-"""What to type next: every ending of a command names it."""
+"""What to type next: every ending of a command names it, in one line."""
 
 import math
 import shlex
@@ -11,13 +11,11 @@ from rich.markup import escape
 from pipeline.config import CONF
 from pipeline.config.config import Config
 from pipeline.config.policies import load_policies
-from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.kv import KVShape
 from pipeline.core.strict import StrictModel
 from pipeline.core.workloads import Workload
-from pipeline.registry.promotion import Move
 from pipeline.registry.proof import PASS
 from pipeline.registry.summary import Candidate
-from pipeline.registry.tracking import fetch_command, locate
 from pipeline.terminal import console
 from pipeline.terminal.commands import carried, defaults, differing, judging, promoting, quoted, standing, typed
 from pipeline.terminal.planning_tables import command_line
@@ -44,72 +42,49 @@ class Step(StrictModel):
     """To be pasted into a shell; null where no command does it."""
 
 
-def show(steps: Sequence[Step]) -> None:
+def show(step: Step) -> None:
     """Print what to do next."""
-    if not steps:
-        return
-    lines = ["", "[bold]Next[/]"]
-    for step in steps:
-        lines.append(f"  {escape(step.why)}{':' if step.command is not None else ''}")
-        if step.command is not None:
-            lines.append(f"    {escape(step.command)}")
-    console.result("next", *lines, paste=True, steps=[step.model_dump() for step in steps])
+    lines = ["", f"[bold]Next[/]: {escape(step.why)}{':' if step.command is not None else ''}"]
+    if step.command is not None:
+        lines.append(f"  {escape(step.command)}")
+    console.result("next", *lines, paste=True, **step.model_dump())
 
 
-def after_quantize(base: Sequence[str], *, sweep: bool = False) -> list[Step]:
-    return [Step(why="build the engine", command=judging(base, "stage=build", sweep=sweep))]
+def after_quantize(base: Sequence[str], *, sweep: bool = False) -> Step:
+    return Step(why="build the engine", command=judging(base, "stage=build", sweep=sweep))
 
 
-def after_build(base: Sequence[str], *, sweep: bool = False) -> list[Step]:
-    return [Step(why="judge it against the FP16-KV engine", command=judging(base, "stage=evaluate", sweep=sweep))]
+def after_build(base: Sequence[str], *, sweep: bool = False) -> Step:
+    return Step(why="judge it against the FP16-KV engine", command=judging(base, "stage=evaluate", sweep=sweep))
 
 
 def after_judging(
-    config: Config,
-    candidates: Sequence[Candidate],
-    base: Sequence[str],
-    *,
-    swept: Sequence[str] = (),
-    promotes: bool = False,
-    unfinished: bool = False,
-) -> list[Step]:
+    config: Config, candidates: Sequence[Candidate], base: Sequence[str], *, swept: Sequence[str] = (), unfinished: bool = False
+) -> Step:
     """Say what to do after an evaluation, or after a sweep.
 
     Args:
         config: Of the command; of a sweep, its first job's.
-        candidates: What it judged.
+        candidates: What it judged, at least one.
         base: What was typed.
         swept: Keys that differ between the jobs.
-        promotes: Whether the command promotes what passed by itself.
         unfinished: Whether jobs of the sweep are missing.
     """
     if unfinished:
-        return [Step(why="finish the sweep; what was made is reused", command=judging(base, sweep=bool(swept)))]
-    by_verdict: dict[str, list[Candidate]] = {}
-    for candidate in candidates:
-        by_verdict.setdefault(candidate.verdict, []).append(candidate)
-    steps = []
-    passed = by_verdict.get(PASS, [])
-    if passed and not promotes:
+        return Step(why="finish the sweep; what was made is reused", command=judging(base, sweep=bool(swept)))
+    if any(one.verdict == PASS for one in candidates):
         if config.tracking.enabled:
-            which = "the best that passed" if len(candidates) > 1 else "it"
-            steps.append(Step(why=f"make {which} the champion", command=promoting(config)))
-        else:
-            without = [part for part in base if not part.lstrip("+").startswith("tracking")]
-            why = "register what passed, without which nothing is promoted (what was made is reused)"
-            steps.append(Step(why=why, command=judging(without, "stage=evaluate", sweep=bool(swept))))
-    undecided = by_verdict.get("INCONCLUSIVE", [])
+            return Step(why="make the best that passed the champion", command=promoting(config))
+        without = [part for part in base if not part.lstrip("+").startswith("tracking")]
+        why = "register what passed, without which nothing is promoted (what was made is reused)"
+        return Step(why=why, command=judging(without, "stage=evaluate", sweep=bool(swept)))
+    undecided = [one for one in candidates if one.verdict == "INCONCLUSIVE"]
     if undecided:
-        steps += _ask_more(config, undecided, base, swept)
-    if not passed:
-        failed = by_verdict.get("FAIL", [])
-        steps += [Step(why=f"see where {one.name} lost: {one.report.path}, samples.jsonl beside it") for one in failed[:1]]
-        if failed and not undecided:
-            steps.append(_finer(config, [one.policy for one in failed], base))
-    return steps
+        return _ask_more(config, undecided, base, swept)
+    return _finer(config, [one.policy for one in candidates], base)
 
 
-def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> list[Step]:
+def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> Step:
     """Say by what another evaluation of these candidates would be decided."""
     needed: dict[str, int] = {}
     for workload, count in (item for one in undecided for item in one.samples_needed.items()):
@@ -117,13 +92,11 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     open_gates = {check.gate for one in undecided for check in one.checks if check.status == "INCONCLUSIVE"}
     attempt = config.gates.model_copy(update={"attempt": min(MOST_ATTEMPTS, config.gates.attempt + 1)})
     # What distances and rare events take grows with the logarithm of the level, and the next attempt has a smaller one.
-    more = 2 * math.log(attempt.pass_alpha) / math.log(config.gates.pass_alpha) if open_gates & DISTANCES else 1.0
+    more = 2 * math.log(attempt.pass_alpha) / math.log(config.gates.pass_alpha) if open_gates & set(DISTANCES) else 1.0
     counts = _generated(config.workloads.samples, needed, more)
     names = ", ".join(one.name for one in undecided)
-    hopeless = [name for name, count in counts.items() if count > MOST_SAMPLES]
-    if hopeless:
-        why = f"{names}: in {', '.join(hopeless)} so close to the margin that no number of samples decides it"
-        return [Step(why=why), _finer(config, [one.policy for one in undecided], base)]
+    if any(count > MOST_SAMPLES for count in counts.values()):
+        return _finer(config, [one.policy for one in undecided], base)
     changes = [f"++workloads.samples.{name}={count}" for name, count in counts.items()]
     bfcl = [count for name, count in needed.items() if name.startswith(BFCL)]
     if bfcl:
@@ -131,18 +104,15 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     given = {name: count for name, count in needed.items() if name not in (*counts, "all") and not name.startswith(BFCL)}
     if not changes and not given:
         reason = undecided[0].reasons[0] if undecided[0].reasons else "no reason was recorded"
-        return [Step(why=f"{names}: more samples would not decide: {reason}; docs/trust.md says what each gate asks for")]
-    steps = []
-    if given:
-        asking = ", ".join(f"{count:,} of {name}" for name, count in given.items())
-        steps.append(Step(why=f"add questions to {config.workloads.jsonl}, so that there are about {asking}"))
+        return Step(why=f"{names}: more samples would not decide: {reason}; docs/trust.md says what each gate asks for")
     changes.append(f"gates.attempt={attempt.attempt}")
     only_policies = all(key == "kv" for key in swept)
     if swept and only_policies:
         changes.insert(0, "kv=" + ",".join(dict.fromkeys(one.policy for one in undecided)))
-    sweep = len(undecided) > 1 or not only_policies
-    why = f"{names}: ask so many samples that it is decided"
-    return [*steps, Step(why=why, command=judging(base, *changes, sweep=sweep))]
+    asking = ", ".join(f"{count:,} of {name}" for name, count in given.items())
+    first = f"add questions to {config.workloads.jsonl} (about {asking}), and " if given else ""
+    command = judging(base, *changes, sweep=len(undecided) > 1 or not only_policies)
+    return Step(why=f"{names}: {first}ask so many samples that it is decided", command=command)
 
 
 def _generated(asked: Mapping[Workload, int], needed: Mapping[str, int], more: float) -> dict[str, int]:
@@ -164,9 +134,10 @@ def _generated(asked: Mapping[Workload, int], needed: Mapping[str, int], more: f
 
 def _finer(config: Config, failed: Sequence[str], base: Sequence[str]) -> Step:
     """Return the next finer policy than the largest that failed, or the search by layer where there is none."""
-    ladder = load_policies("kv", config.backend.finer)
-    tried = [config.kv, *_shipped(failed)]
+    known = {path.stem for path in (CONF / "kv").glob("*.yaml")}
+    tried = [config.kv, *load_policies("kv", [name for name in failed if name in known])]
     least = max(policy.bytes_per_token(SHAPE) for policy in tried)
+    ladder = load_policies("kv", config.backend.finer)
     finer = next((one for one in ladder if one.bytes_per_token(SHAPE) > least and one.name not in failed), None)
     if finer is not None:
         return Step(why=f"judge {finer.name}, which keeps more", command=judging(base, f"kv={finer.name}"))
@@ -174,53 +145,29 @@ def _finer(config: Config, failed: Sequence[str], base: Sequence[str]) -> Step:
     return Step(why=why, command=standing(config, "tune"))
 
 
-def _shipped(names: Sequence[str]) -> list[KVPolicy]:
-    known = {path.stem for path in (CONF / "kv").glob("*.yaml")}
-    return load_policies("kv", [name for name in names if name in known])
-
-
-def after_promotion(config: Config, move: Move, engine: Path) -> list[Step]:
-    """Say how the champion is verified, loaded, and taken back."""
-    fetch = fetch_command(locate(config.tracking, config.work, config.model.label), "champion", "champion")
-    steps = [
-        _verifying(config, engine),
-        Step(why="fetch it with its evidence; README.md shows how it is loaded", command=fetch),
-    ]
-    if move.previous is not None:
-        steps.append(Step(why=f"take it back: version {move.previous} serves again", command=standing(config, "rollback")))
-    return steps
-
-
-def _verifying(config: Config, engine: Path) -> Step:
+def after_promotion(config: Config, engine: Path) -> Step:
     trusted = differing("signing.trusted", list(config.signing.trusted), [])
     bundle = f"bundle={quoted(str(engine))}"
     return Step(why="verify the engine that serves", command=command_line(trusted, ["stage=verify", bundle]))
 
 
-def after_no_promotion(config: Config, candidates: Sequence[Candidate]) -> list[Step]:
+def after_no_promotion(config: Config, candidates: Sequence[Candidate]) -> Step:
     """Say what to do where a promotion was refused."""
-    steps = after_rollback(config)
     failed = [one.policy for one in candidates if one.verdict == "FAIL"]
     if failed and not any(one.verdict == PASS for one in candidates):
-        steps.append(_finer(config, failed, [*carried(config, "gates"), "stage=evaluate"]))
-    return steps
+        return _finer(config, failed, [*carried(config, "gates"), "stage=evaluate"])
+    return after_move(config)
 
 
-def after_rollback(config: Config) -> list[Step]:
-    return [Step(why="see what serves now", command=standing(config, "status"))]
+def after_move(config: Config) -> Step:
+    return Step(why="see what serves now", command=standing(config, "status"))
 
 
-def after_route(config: Config, workloads: Sequence[str]) -> list[Step]:
-    """Say how a route goes back, and how to see all of them."""
-    back = [Step(why=f"take {one} back", command=standing(config, "route", f"routing.rollback={one}")) for one in workloads[:1]]
-    return [*back, *after_rollback(config)]
+def after_capacity(base: Sequence[str]) -> Step:
+    return Step(why="ask which policy has evidence for this use", command=judging(base, "stage=recommend"))
 
 
-def after_capacity(base: Sequence[str]) -> list[Step]:
-    return [Step(why="ask which policy has evidence for this use", command=judging(base, "stage=recommend"))]
-
-
-def after_tuning(config: Config, chosen: str, folder: Path | None) -> list[Step]:
+def after_tuning(config: Config, chosen: str, folder: Path | None) -> Step:
     """Say how the policy that a search chose is judged.
 
     Args:
@@ -232,10 +179,10 @@ def after_tuning(config: Config, chosen: str, folder: Path | None) -> list[Step]
     if folder is not None:
         base = ["--config-dir", str(folder), *(base[2:] if base[:1] == ["--config-dir"] else base)]
     base = [part for part in base if not part.lstrip("+~").startswith("tune.")]
-    return [Step(why=f"judge {chosen}", command=judging(base, "stage=evaluate", f"kv={chosen}"))]
+    return Step(why=f"judge {chosen}", command=judging(base, "stage=evaluate", f"kv={chosen}"))
 
 
-def after_status(config: Config, *, judged: bool, promotable: bool, champion: Path | None, prunable: bool) -> list[Step]:
+def after_status(config: Config, *, judged: bool, promotable: bool, champion: Path | None, prunable: bool) -> Step | None:
     """Say what to do with what a work directory holds.
 
     Args:
@@ -245,52 +192,44 @@ def after_status(config: Config, *, judged: bool, promotable: bool, champion: Pa
         champion: The bundle of the engine that serves; None where it is not here.
         prunable: Whether there are artifacts that nothing needs.
     """
-    steps = []
     if not judged:
-        steps.append(Step(why="judge a KV cache, and promote it if it passes", command=standing(config, "all", "kv=fp8")))
+        return Step(why="judge a KV cache, and promote it if it passes", command=standing(config, "all", "kv=fp8"))
     if promotable:
-        steps.append(
-            Step(
-                why="make the best of the last sweep the champion, by its gates (repeat those that it was given)",
-                command=promoting(config),
-            )
-        )
-    if champion is not None:
-        steps.append(_verifying(config, champion))
+        return Step(why="make the best of the last sweep the champion, by its gates", command=promoting(config))
     if prunable:
-        steps.append(Step(why="see what nothing needs any more", command=standing(config, "prune")))
-    return steps
+        return Step(why="see what nothing needs any more", command=standing(config, "prune"))
+    return after_promotion(config, champion) if champion is not None else None
 
 
-def after_no_recommendation(base: Sequence[str]) -> list[Step]:
-    return [Step(why="make the evidence with a command from above, and ask again", command=judging(base, "stage=recommend"))]
+def after_no_recommendation(base: Sequence[str]) -> Step:
+    return Step(why="make the evidence with a command from above, and ask again", command=judging(base, "stage=recommend"))
 
 
-def after_recommendation(config: Config, candidates: Sequence[Candidate], chosen: str) -> list[Step]:
+def after_recommendation(config: Config, candidates: Sequence[Candidate], chosen: str) -> Step:
     """Say how the policy that is recommended is promoted: by its name, where it is a candidate of the last sweep."""
     if any(one.name == chosen and one.registration is not None for one in candidates):
-        return [Step(why=f"make {chosen} the champion", command=promoting(config, f"promote.name={quoted(chosen)}"))]
-    return [Step(why="see which sweep judged it, and what serves", command=standing(config, "status"))]
+        return Step(why=f"make {chosen} the champion", command=promoting(config, f"promote.name={quoted(chosen)}"))
+    return Step(why="see which sweep judged it, and what serves", command=standing(config, "status"))
 
 
-def after_verify(config: Config, *, built: bool) -> list[Step]:
+def after_verify(config: Config, *, built: bool) -> Step:
     """Say what to do with an engine that is the one that was judged; one that is a server is not `built`."""
     if not built:
-        return [Step(why="it is the evidence that was recorded of the server")]
+        return Step(why="it is the evidence that was recorded of the server")
     program = f"from pipeline.api import load; print(load({config.bundle!r}).generate('Copy: 04 Bergen 14 Tartu'))"
     python = begun().removesuffix(" -m pipeline")
-    return [Step(why="it is the engine that was judged: load it", command=f"{python} -c {shlex.quote(program)}")]
+    return Step(why="it is the engine that was judged: load it", command=f"{python} -c {shlex.quote(program)}")
 
 
-def after_difference(config: Config, *, differs: bool) -> list[Step]:
+def after_difference(*, differs: bool) -> Step:
     """Say what to do with an engine that differs from the one that was judged, or of which something is missing."""
     why = "do not serve it; fetch it again, or judge it again" if differs else "bring what is missing, or judge it again"
-    return [Step(why=f"{why}: what is whole is reused, what was altered is made anew"), *after_rollback(config)]
+    return Step(why=f"{why}: what is whole is reused, what was altered is made anew")
 
 
-def after_prune(config: Config, *, would_free: bool) -> list[Step]:
+def after_prune(config: Config, *, would_free: bool) -> Step:
     """Say how what was shown is removed, or how to see what is left."""
     keep = differing("prune.keep_sweeps", config.prune.keep_sweeps, defaults()["prune"]["keep_sweeps"])
     if would_free:
-        return [Step(why="remove it", command=standing(config, "prune", *keep, "prune.apply=true"))]
-    return [Step(why="see what is left", command=standing(config, "status"))]
+        return Step(why="remove it", command=standing(config, "prune", *keep, "prune.apply=true"))
+    return Step(why="see what is left", command=standing(config, "status"))

@@ -33,16 +33,18 @@ class Streams:
     """Both streams while they are JSON."""
 
     def __init__(self) -> None:
-        self._real = {name: os.dup(stream) for name, stream in (("stdout", 1), ("stderr", 2))}
-        self._threads = []
-        for stream in (1, 2):
-            reads, writes = os.pipe()
-            fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-            os.dup2(writes, stream)
-            os.close(writes)
-            thread = threading.Thread(target=self._pass_on, args=(reads,), daemon=True)
+        self._real = {stream: os.dup(stream) for stream in (1, 2)}
+        self._threads = [threading.Thread(target=self._pass_on, args=(self._led(stream),), daemon=True) for stream in (1, 2)]
+        for thread in self._threads:
             thread.start()
-            self._threads.append(thread)
+
+    def _led(self, stream: int) -> int:
+        """Lead a descriptor into a pipe, and return the end to read."""
+        reads, writes = os.pipe()
+        fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        os.dup2(writes, stream)
+        os.close(writes)
+        return reads
 
     def write(self, fields: Mapping[str, object]) -> None:
         """Write an object: a result to stdout, else to stderr."""
@@ -50,16 +52,15 @@ class Streams:
 
     def close(self) -> None:
         """Give the process its streams back, once what was printed has come through."""
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        for name, stream in (("stdout", 1), ("stderr", 2)):
-            os.dup2(self._real[name], stream)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for stream, real in self._real.items():
+            os.dup2(real, stream)
         for thread in self._threads:
             thread.join(LAST_LINES_S)
 
     def _write(self, result: bool, text: str) -> None:
-        content = text.encode("utf-8", errors="replace")
-        descriptor = self._real["stdout" if result else "stderr"]
+        content, descriptor = text.encode("utf-8", errors="replace"), self._real[1 if result else 2]
         while content:
             try:
                 content = content[os.write(descriptor, content) :]
@@ -67,20 +68,14 @@ class Streams:
                 nobody_reads(descriptor)
 
     def _pass_on(self, reads: int) -> None:
+        """Write the lines of others: as they are where a job in a process of its own wrote them, else as messages."""
         with open(reads, encoding="utf-8", errors="replace") as lines:
-            for text in lines:
+            for text in filter(None, map(str.rstrip, lines)):
+                try:
+                    fields = json.loads(text)
+                except ValueError:
+                    fields = None
+                ours = isinstance(fields, dict) and "time" in fields and bool({RESULT, "level"} & fields.keys())
+                message = text + "\n" if ours else line({"level": "info", "message": printable(text), "source": "library"})
                 with suppress(OSError):  # nobody reads any more; what prints must not wait for that
-                    self._pass_line(text.rstrip())
-
-    def _pass_line(self, text: str) -> None:
-        """Write a line of another's: as it is where a job in a process of its own wrote it, else as a message."""
-        if not text:
-            return
-        try:
-            fields = json.loads(text)
-        except ValueError:
-            fields = None
-        if isinstance(fields, dict) and "time" in fields and (RESULT in fields or "level" in fields):
-            self._write(RESULT in fields, text + "\n")
-        else:
-            self._write(False, line({"level": "info", "message": printable(text), "source": "library"}))
+                    self._write(ours and RESULT in fields, message)

@@ -238,11 +238,11 @@ def _disadvantage(candidate: Candidate, champion: Candidate) -> str:
     return f"its mean KL is no lower ({kl:.1e} against {least:.1e}) at as many tokens in the same memory"
 
 
-def print_mlflow(location: Location, experiment_id: str, candidates: Sequence[Candidate], view: str) -> None:
-    """Print how to compare the candidates in MLflow by a saved view, or how to look at the only one."""
+def print_mlflow(location: Location, experiment_id: str, candidates: Sequence[Candidate], sweep: str) -> None:
+    """Print how to compare the candidates in MLflow, or how to look at the only one."""
     run_ids = [candidate.registration.run_id for candidate in candidates if candidate.registration is not None]
     alone = len(run_ids) == 1
-    url = run_url(location, experiment_id, run_ids[0]) if alone else compare_url(location, experiment_id, view)
+    url = run_url(location, experiment_id, run_ids[0]) if alone else compare_url(location, experiment_id, sweep)
     command = server_command(location)
     title = f"\n{'The run' if alone else 'Compare the candidates'} in MLflow:"
     lines = [title, *(f"  {escape(line)}" for line in (command, url) if line is not None)]

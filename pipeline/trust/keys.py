@@ -6,15 +6,16 @@ of one kind of record is none of another. A private key is read from its file wh
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import model_validator
+from pydantic import Field
 
 from pipeline.core.errors import UserError
-from pipeline.core.strict import StrictModel
+from pipeline.core.strict import StrictModel, Unreadable, read_file
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -29,20 +30,8 @@ class SigningConfig(StrictModel):
 
     key: str | None
     """Ed25519 private key that signs evaluations and moves; null signs nothing."""
-    trusted: tuple[str, ...] = ()
+    trusted: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Ed25519 public keys; where there are any, promotions and stage=verify refuse what none of them signed."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _holds_paths(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            given = values.get("trusted")
-            if isinstance(given, list):
-                values = {**values, "trusted": tuple(given)}
-            texts = [values.get("key"), *(values.get("trusted") or ())]
-            if any(isinstance(text, str) and ("BEGIN" in text or "\n" in text) for text in texts):
-                raise ValueError("signing takes the paths of key files, and no keys: configurations are logged")
-        return values
 
 
 class Signature(StrictModel):
@@ -115,58 +104,47 @@ def load_keys(config: SigningConfig) -> Keys:
     """
     if config.key is None and not config.trusted:
         return Keys()
-    trusted = [public_key(_read("signing.trusted", path), f"signing.trusted={path}") for path in config.trusted]
-    signer = None if config.key is None else _private_key(_read("signing.key", config.key), f"signing.key={config.key}")
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    trusted = [public_key(*_read("signing.trusted", path)) for path in config.trusted]
+    signer = None
+    if config.key is not None:
+        content, where = _read("signing.key", config.key)
+        signer = _ed25519(partial(load_pem_private_key, password=None), Ed25519PrivateKey, content, where)
     keys = Keys(signer, {key_id(key): key for key in trusted})
     if signer is not None and trusted and keys.signer_id not in keys.trusted:
         raise UserError(f"signing.key={config.key}: its public key is not among signing.trusted; add it, or sign with another")
     return keys
 
 
-def _read(name: str, path: str) -> bytes:
-    file = Path(path).expanduser()
+def _read(name: str, path: str) -> tuple[bytes, str]:
+    """Return what a key's file holds, and the key and value that named it, for errors."""
     try:
-        if not file.is_file() or file.stat().st_size > KEY_BYTES:
-            raise UserError(f"{name}={path}: is no key file; {HOW}")
-        return file.read_bytes()
-    except OSError as error:
-        raise UserError(f"{name}={path}: cannot be read ({error.strerror})") from error
-
-
-def _private_key(content: bytes, where: str) -> "Ed25519PrivateKey":
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
-    try:
-        key = load_pem_private_key(content, password=None)
-    except TypeError:
-        raise UserError(f"{where}: is encrypted, and nobody can be asked for its passphrase; give it decrypted") from None
-    except (ValueError, UnsupportedAlgorithm):
-        raise UserError(f"{where}: is no private key in PEM; {HOW}") from None
-    if not isinstance(key, Ed25519PrivateKey):
-        raise UserError(f"{where}: is no Ed25519 key; {HOW}")
-    return key
+        return read_file(Path(path).expanduser(), KEY_BYTES), f"{name}={path}"
+    except (OSError, Unreadable) as error:
+        raise UserError(f"{name}={path}: cannot be read: {error}; {HOW}") from None
 
 
 def public_key(content: bytes, where: str) -> "Ed25519PublicKey":
-    """Read a public key.
-
-    Args:
-        content: Its PEM.
-        where: The key and value that named it, for the error.
-
-    Raises:
-        UserError: when it is something else.
-    """
-    from cryptography.exceptions import UnsupportedAlgorithm
+    """Read a public key in PEM. Raises UserError that begins with `where` when it is something else."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
+    key: Ed25519PublicKey = _ed25519(load_pem_public_key, Ed25519PublicKey, content, where)
+    return key
+
+
+def _ed25519(load: Callable[[bytes], object], kind: Any, content: bytes, where: str) -> Any:
+    from cryptography.exceptions import UnsupportedAlgorithm
+
     try:
-        key = load_pem_public_key(content)
+        key = load(content)
+    except TypeError:
+        raise UserError(f"{where}: is encrypted, and nobody can be asked for its passphrase; give it decrypted") from None
     except (ValueError, UnsupportedAlgorithm):
-        raise UserError(f"{where}: is no public key in PEM; {HOW}") from None
-    if not isinstance(key, Ed25519PublicKey):
-        raise UserError(f"{where}: is no Ed25519 key; {HOW}")
+        key = None
+    if not isinstance(key, kind):
+        name = "public" if "Public" in kind.__name__ else "private"
+        raise UserError(f"{where}: is no {name} Ed25519 key in PEM; {HOW}")
     return key

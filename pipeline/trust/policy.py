@@ -72,20 +72,10 @@ class GatePolicy(StrictModel):
     def check_gates(self, gates: Gates) -> None:
         """Check that gates are no looser than this. Raises GateRefusal with every key that is."""
         looser = [
-            f"gates.{name}={_shown(value)} is looser than {_shown(limit)}"
-            for name, value, limit in self._compared(gates)
-            if _is_looser(name, value, limit)
+            f"gates.{name}={_shown(value)} is looser than {_shown(limit)}" for name, value, limit in _looser(gates, self.gates)
         ]
         if looser:
             raise GateRefusal(f"the gate policy of the registered model: {'; '.join(looser)}")
-
-    def _compared(self, gates: Gates) -> list[tuple[str, Any, Any]]:
-        """Return (key, the gates' value, the loosest one) of every key that this limits."""
-        pairs = [(name, getattr(gates, name), getattr(self.gates, name)) for name in BOUNDED]
-        for workload in sorted({*gates.margins, *self.gates.margins}):
-            limit = self.gates.margins.get(workload, self.gates.margin)
-            pairs.append((f"margins.{workload}", gates.margin_of(workload), limit))
-        return [pair for pair in pairs if pair[2] is not None]
 
     def lacking(self, report: EvaluationReport, rows: Sequence[SampleRow]) -> list[str]:
         """Say what a report does not show that this asks for."""
@@ -111,11 +101,7 @@ class GatePolicy(StrictModel):
 
     def loosens(self, before: "GatePolicy") -> list[str]:
         """Say in which keys this is looser than a policy before it."""
-        said = [f"gates.{name}" for name in BOUNDED if _is_looser(name, getattr(self.gates, name), getattr(before.gates, name))]
-        for workload in sorted({*before.gates.margins, *self.gates.margins}):
-            new, old = (one.gates.margins.get(workload, one.gates.margin) for one in (self, before))
-            if _is_looser("margin", new, old):
-                said.append(f"gates.margins.{workload}")
+        said = [f"gates.{name}" for name, *_ in _looser(self.gates, before.gates)]
         covered, old_covered, keys, old_keys = self.covered, before.covered, self.keys(), before.keys()
         others = {
             "min_samples": _is_looser("min_samples", self.min_samples, before.min_samples),
@@ -125,6 +111,15 @@ class GatePolicy(StrictModel):
             "signers": old_keys is not None and (keys is None or not keys.trusted.keys() <= old_keys.trusted.keys()),
         }
         return said + [name for name, looser in others.items() if looser]
+
+
+def _looser(gates: Gates | LoosestGates, limits: LoosestGates) -> list[tuple[str, Any, Any]]:
+    """Return (key, value, limit) of every key whose value is looser than its limit."""
+    pairs = [(name, getattr(gates, name), getattr(limits, name)) for name in BOUNDED]
+    for workload in sorted({*gates.margins, *limits.margins}):
+        value, limit = (one.margins.get(workload, one.margin) for one in (gates, limits))
+        pairs.append((f"margins.{workload}", value, limit))
+    return [pair for pair in pairs if _is_looser(*pair)]
 
 
 def _is_looser(name: str, value: Any, limit: Any) -> bool:

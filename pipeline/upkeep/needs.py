@@ -29,7 +29,7 @@ from pipeline.registry.tracking import locate
 from pipeline.upkeep.disk import UNFINISHED, Piece, walk
 from pipeline.upkeep.registered import Model, read_registered
 
-MEASURED = ("baseline", "round", "once")
+MEASURED = ("baseline", "round", "baseline_once", "once")
 """Stages that measure: what they make is the largest, and only another evaluation on the same samples reads it."""
 REGISTERED_LAST = "candidate"
 """The alias that serves nothing: what it points at is of the last sweep."""

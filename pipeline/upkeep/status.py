@@ -34,13 +34,14 @@ def show_status(config: Config, *, as_json: bool) -> None:
     """Print the status of a work directory, as tables or as one JSON document."""
     found = find(config)
     needs = needs_of(found, config.prune.keep_sweeps)
-    status, steps = make_status(config, found, needs), _steps(config, found, needs)
+    status, step = make_status(config, found, needs), _step(config, found, needs)
     if as_json:
-        whole = {**status, "next": [step.model_dump() for step in steps]}
+        whole = {**status, "next": step.model_dump() if step is not None else None}
         sys.stdout.write(json.dumps(whole, indent=2) + "\n")
     else:
         _print(config, status)
-        next_steps.show(steps)
+        if step is not None:
+            next_steps.show(step)
 
 
 def make_status(config: Config, found: Found, needs: Needs) -> Document:
@@ -66,7 +67,7 @@ def make_status(config: Config, found: Found, needs: Needs) -> Document:
     }
 
 
-def _steps(config: Config, found: Found, needs: Needs) -> list[Step]:
+def _step(config: Config, found: Found, needs: Needs) -> Step | None:
     champions = [model.pointed_at["champion"].identity_digest for model in found.models if "champion" in model.pointed_at]
     here = [found.root / found.evidence[one].identity.reads[0].place for one in champions if one in found.evidence]
     candidates = [[one for one in sweep.summary.candidates if one.model == config.model.label] for sweep in found.sweeps]

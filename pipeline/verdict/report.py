@@ -195,8 +195,12 @@ class Canary(Record):
     """Smaller faults; empty in older reports, and for engines that cannot be given any."""
 
 
+MEMORY = "memory"
+"""Marks a figure of the cache's memory, under which it is tracked."""
+
+
 class SystemMetrics(Record):
-    """Times of the fixed load, and the cache's memory."""
+    """Times of the fixed load, and the cache's memory: figures marked MEMORY, null for a server, which shows none."""
 
     batch: int
     context_tokens: int
@@ -210,18 +214,17 @@ class SystemMetrics(Record):
     inter_token_p50_ms: Number
     inter_token_p95_ms: Number
     inter_token_p99_ms: Number
-    kib_per_token: Number
-    """Computed from the policy: codes and per-token scales of all layers. This and what follows of memory is null for a server,
-    which shows none."""
-    kib_per_token_allocated: Number
+    kib_per_token: Annotated[Number, MEMORY]
+    """Computed from the policy: codes and per-token scales of all layers."""
+    kib_per_token_allocated: Annotated[Number, MEMORY]
     """Measured: bytes of the pool that the engine allocated, over the tokens that its pages hold."""
-    pool_bytes: int | None
-    exact_bytes: int | None
-    window_bytes: int | None
-    static_scale_bytes: int | None
-    budget_gib: float
-    sequence_tokens: int
-    max_live_tokens: int | None
+    pool_bytes: Annotated[int | None, MEMORY]
+    exact_bytes: Annotated[int | None, MEMORY]
+    window_bytes: Annotated[int | None, MEMORY]
+    static_scale_bytes: Annotated[int | None, MEMORY]
+    budget_gib: Annotated[float, MEMORY]
+    sequence_tokens: Annotated[int, MEMORY]
+    max_live_tokens: Annotated[int | None, MEMORY]
     threads: int | None = None
     """CPU threads of the engine; null for an engine that is not told how many to use."""
     attention: str | None = None

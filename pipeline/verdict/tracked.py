@@ -5,21 +5,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from pipeline.verdict.conformance import conformance_numbers
-from pipeline.verdict.report import EvaluationReport
-
-_MEMORY = frozenset(
-    [
-        "kib_per_token",
-        "kib_per_token_allocated",
-        "pool_bytes",
-        "exact_bytes",
-        "window_bytes",
-        "static_scale_bytes",
-        "budget_gib",
-        "sequence_tokens",
-        "max_live_tokens",
-    ]
-)
+from pipeline.verdict.report import MEMORY, EvaluationReport, SystemMetrics
 
 
 def _numbers(prefix: str, record: BaseModel | None) -> Iterator[tuple[str, float]]:
@@ -52,7 +38,7 @@ def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
     for name, value in _numbers("covered_", report.limits):
         yield "quality/" + name, value
     for name, value in _numbers("", report.system):
-        yield ("memory/" if name in _MEMORY else "perf/") + name, value
+        yield ("memory/" if MEMORY in SystemMetrics.model_fields[name].metadata else "perf/") + name, value
     for name in ("decode_tokens_per_s", "decode_tokens_per_s_slow", "decode_tokens_per_s_fast", "kib_per_token"):
         value = getattr(report.baseline_system, name)
         if value is not None:

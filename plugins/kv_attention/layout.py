@@ -10,9 +10,6 @@ row of it begins at a 16-byte boundary. Codes and scales are separate tensors.
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import numpy as np
-import numpy.typing as npt
-
 PAGE_TOKENS = 64
 
 MIN_SCALE = 2.0**-14
@@ -246,23 +243,3 @@ class CacheLayout:
             return {}
         spec: Spec = ("float16", (buffers, self.kv_heads, self.exact_tokens, self.head_dim))
         return {"key_exact": spec, "value_exact": spec}
-
-
-def pack_int4(codes: npt.NDArray[np.integer]) -> npt.NDArray[np.int8]:
-    """Pack two int4 codes into each byte.
-
-    Args:
-        codes: Whole numbers from -7 to 7, (..., D).
-
-    Returns:
-        Bytes (..., D / 2). The low 4 bits hold channel d plus 8; the high 4 bits hold channel d + D / 2 in two's complement,
-        so its sign is the sign of the byte.
-    """
-    low, high = np.split(codes.astype(np.int16), 2, axis=-1)
-    return (16 * high + low + 8).astype(np.int8)
-
-
-def unpack_int4(packed: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
-    """Return the codes (..., D) that `pack_int4` packed into `packed` (..., D / 2)."""
-    codes: npt.NDArray[np.int8] = np.concatenate([(packed & 15) - 8, packed >> 4], axis=-1)
-    return codes

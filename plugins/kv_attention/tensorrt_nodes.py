@@ -188,50 +188,40 @@ def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int,
     return {name: specs[name] for name in node.inputs}
 
 
-def cache_attributes(layout: CacheLayout, sm: int) -> dict[str, int]:
-    """Return the attributes of the append. sm: compute capability, 90 for sm_90."""
-    return {
+def attributes_of(
+    node: Node,
+    layout: CacheLayout,
+    *,
+    sm: int,
+    programs: int = 0,
+    splits: int = 0,
+    scaling: float = 1.0,
+    out: Compute = "fp32",
+) -> dict[str, int]:
+    """Return an operation's attributes, in the order of ATTRIBUTES.
+
+    Args:
+        node: The operation. It takes of the other arguments what it has attributes of.
+        layout: Format of the cache.
+        sm: Compute capability, 90 for sm_90.
+        programs: Programs over the pages of a KV head.
+        splits: Splits over the pages of a sequence.
+        scaling: Factor of the scores before the softmax.
+        out: Type of the result, which is that of the query.
+    """
+    values = {
         "key_format": FORMATS[layout.key.dtype],
         "value_format": FORMATS[layout.value.dtype],
         "value_group": layout.value.group_size or 0,
         "sink_tokens": layout.sink_tokens,
         "recent_tokens": layout.recent_tokens,
+        "programs": programs,
+        "splits": splits,
+        "scaling_bits": float_bits(scaling),
+        "out_format": FORMATS[out],
         "sm": sm,
     }
-
-
-def plan_attributes(layout: CacheLayout, *, programs: int, sm: int) -> dict[str, int]:
-    """Return the attributes of plan_work.
-
-    Args:
-        layout: Format of the cache, of which exact tokens matter.
-        programs: Programs over the pages of a KV head.
-        sm: Compute capability, 90 for sm_90.
-    """
-    return {"sink_tokens": layout.sink_tokens, "recent_tokens": layout.recent_tokens, "programs": programs, "sm": sm}
-
-
-def context_attributes(layout: CacheLayout, *, splits: int, scaling: float, sm: int) -> dict[str, int]:
-    """Return the attributes of context_partial, in order: those of decode_attributes, and `splits` over the pages."""
-    attributes = decode_attributes(layout, scaling=scaling, sm=sm) | {"splits": splits}
-    return {name: attributes[name] for name in ATTRIBUTES["context_partial"]}
-
-
-def decode_attributes(layout: CacheLayout, *, scaling: float, sm: int) -> dict[str, int]:
-    """Return the attributes of decode_partial, in the order of ATTRIBUTES.
-
-    Args:
-        layout: Format of the cache.
-        scaling: Factor of the scores before the softmax.
-        sm: Compute capability, 90 for sm_90.
-    """
-    attributes = cache_attributes(layout, sm) | {"scaling_bits": float_bits(scaling)}
-    return {name: attributes[name] for name in ATTRIBUTES["decode_partial"]}
-
-
-def reduce_attributes(out: Compute, sm: int) -> dict[str, int]:
-    """Return the attributes of decode_reduce and context_reduce. out: type of the result, which is that of the query."""
-    return {"out_format": FORMATS[out], "sm": sm}
+    return {name: values[name] for name in node.attributes}
 
 
 def float_bits(value: float) -> int:

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 
 from pipeline.core.records import Sample
 from stages.workloads import generate
+from stages.workloads.prompts import prompt_ids
 
 CHECKPOINT = Path(__file__).with_name("checkpoint")
 SEED = 1234
@@ -46,18 +47,10 @@ class Forced:
         return torch.nn.functional.cross_entropy(self.logits_NV, self.targets_N, reduction="sum").item()
 
 
-def prompt_ids(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Return the token ids of the prompt, as an engine gets them."""
-    if sample.prompt:
-        return list(tokenizer(sample.prompt)["input_ids"])
-    messages = [{"role": role, "content": content} for role, content in sample.messages]
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-
-
 @torch.no_grad()
 def force(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, sample: Sample) -> Forced:
     """Run a sample through the model in one pass and return its logits at every token of the reference."""
-    prompt = prompt_ids(sample, tokenizer)
+    prompt = prompt_ids(tokenizer, sample)
     reference = list(tokenizer(sample.reference, add_special_tokens=False)["input_ids"])
     if sample.messages:
         reference.append(tokenizer.eos_token_id)

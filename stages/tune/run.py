@@ -5,6 +5,8 @@ program proposes is measured as it is, and the program is asked again with the b
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,53 +48,45 @@ MARGINS = (0.9, 0.5)
 Unit = tuple[Place, ...]
 
 
+@dataclass
 class Tuner:
-    """The search on one model.
+    """The search on one model."""
 
-    Args:
-        bench: Measures policies.
-        shape: The model's shape.
-        uniform: The uniform policies, in the order of the configuration.
-        config: What is searched.
-        search: Texts on which each place is measured alone.
-        check: Texts on which proposals are measured.
-        held_out: Texts on which what is found is measured.
-        progress: Reports the progress.
-    """
+    bench: Bench
+    shape: KVShape
+    uniform: Sequence[KVPolicy]
+    """In the order of the configuration."""
+    config: TuneConfig
+    search: TextSet
+    """Texts on which each place is measured alone."""
+    check: TextSet
+    """Texts on which proposals are measured."""
+    held_out: TextSet
+    """Texts on which what is found is measured."""
+    progress: Progress
+    alone: dict[tuple[Unit, int], float] = field(default_factory=dict)
+    """Mean KL of a unit in the formats of a uniform policy, by its number, everything else at 16 bits."""
 
-    def __init__(
-        self,
-        bench: Bench,
-        shape: KVShape,
-        uniform: Sequence[KVPolicy],
-        config: TuneConfig,
-        search: TextSet,
-        check: TextSet,
-        held_out: TextSet,
-        progress: Progress,
-    ) -> None:
-        self.bench, self.shape, self.uniform, self.config = bench, shape, uniform, config
-        self.search, self.check, self.held_out, self._progress = search, check, held_out, progress
-        whole = config.unit == "layer"
-        layers = range(shape.layers)
-        self.units: list[Unit] = (
-            [tuple((n, side) for side in SIDES) for n in layers] if whole else [((n, side),) for n in layers for side in SIDES]
-        )
-        self.alone: dict[tuple[Unit, int], float] = {}
-        """Mean KL of a unit in the formats of a uniform policy, by its number, everything else at 16 bits."""
+    @cached_property
+    def units(self) -> list[Unit]:
+        """What gets a format of its own: each layer's keys and values apart, or each layer as a whole."""
+        layers = range(self.shape.layers)
+        if self.config.unit == "layer":
+            return [tuple((layer, side) for side in SIDES) for layer in layers]
+        return [((layer, side),) for layer in layers for side in SIDES]
 
     def measure_units(self) -> None:
         """Measure every unit alone in the formats of every uniform policy; formats that policies share are measured once."""
         cells = [(unit, number) for unit in self.units for number in range(len(self.uniform))]
         for done, (unit, number) in enumerate(cells):
-            self._progress("sensitivity [cells]", done, len(cells))
-            formats = {place: self.uniform[number].sides(place[0])[place[1]] for place in unit}
+            self.progress("sensitivity [cells]", done, len(cells))
+            formats = dict(zip(unit, _formats(self.uniform[number], unit), strict=True))
             if all(form.exact for form in formats.values()):
                 self.alone[unit, number] = 0.0
             else:
                 kl = self.bench.kl(self._policy(formats), self.search, above=unit[0][0])
                 self.alone[unit, number] = float(kl.mean())
-        self._progress("sensitivity [cells]", len(cells), len(cells))
+        self.progress("sensitivity [cells]", len(cells), len(cells))
 
     def propose(self, target: float) -> KVPolicy | None:
         """Return the policy of fewest bytes whose KL is within `target` on the texts for checks; None without one."""
@@ -153,29 +147,24 @@ class Tuner:
         ]
 
     def _unit_bytes(self, unit: Unit, policy: KVPolicy) -> int:
-        head_dim, heads = self.shape.head_dim, self.shape.kv_heads
-        return heads * sum(policy.sides(layer)[side].token_bytes(head_dim) for layer, side in unit)
+        return self.shape.kv_heads * sum(form.token_bytes(self.shape.head_dim) for form in _formats(policy, unit))
 
     def _sum(self, chosen: Sequence[int]) -> float:
         return sum(self.alone[unit, number] for unit, number in zip(self.units, chosen, strict=True))
 
     def _sum_of(self, policy: KVPolicy) -> float:
         """The sum of what a policy's units cost alone; NaN where one of them was not measured."""
-        total = 0.0
-        for unit in self.units:
-            formats = [policy.sides(layer)[side] for layer, side in unit]
-            same = (n for n, other in enumerate(self.uniform) if [other.sides(la)[s] for la, s in unit] == formats)
-            number = next(same, None)
-            total += float("nan") if number is None else self.alone[unit, number]
-        return total
+
+        def number(unit: Unit) -> int | None:
+            same = (n for n, other in enumerate(self.uniform) if _formats(other, unit) == _formats(policy, unit))
+            return next(same, None)
+
+        known = ((unit, number(unit)) for unit in self.units)
+        return sum((float("nan") if n is None else self.alone[unit, n]) for unit, n in known)
 
     def _mixed(self, chosen: Sequence[int]) -> KVPolicy:
-        formats = {
-            place: self.uniform[number].sides(place[0])[place[1]]
-            for unit, number in zip(self.units, chosen, strict=True)
-            for place in unit
-        }
-        return self._policy(formats)
+        units = zip(self.units, chosen, strict=True)
+        return self._policy({p: f for unit, n in units for p, f in zip(unit, _formats(self.uniform[n], unit), strict=True)})
 
     def _policy(self, formats: Mapping[Place, Format]) -> KVPolicy:
         exact = {(layer, side): FP16_POLICY.key for layer in range(self.shape.layers) for side in SIDES}
@@ -187,6 +176,10 @@ class Tuner:
 
     def _kl(self, policy: KVPolicy, texts: TextSet) -> float:
         return float(self.bench.kl(policy, texts).mean())
+
+
+def _formats(policy: KVPolicy, unit: Unit) -> list[Format]:
+    return [policy.sides(layer)[side] for layer, side in unit]
 
 
 def tune(
@@ -227,9 +220,7 @@ def tune(
     tuner.measure_units()
     proposed: dict[str, KVPolicy] = {}
     targets = tuner.targets()
-    for done, target in enumerate(
-        targets
-    ):  # ascending: of two with the same bytes, and so the same name, the first has less KL
+    for done, target in enumerate(targets):  # ascending: of two with the same bytes, and so name, the first has less KL
         progress("search [budgets]", done, len(targets))
         policy = tuner.propose(target)
         if policy is not None:

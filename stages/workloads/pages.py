@@ -141,20 +141,6 @@ class Page:
         return tuple(value for other in others for value in other.values)
 
 
-@dataclass(frozen=True)
-class Question:
-    """A conversation about a page that ends with the user's question."""
-
-    messages: list[Message]
-    reference: str
-    mentions: tuple[str, ...]
-    """What a right answer mentions."""
-    distractors: tuple[str, ...]
-    """What it does not mention."""
-    depth: float | None = None
-    """Where the answer stands in the page, from 0 to 1."""
-
-
 def _asked(fact: Fact) -> list[Message]:
     return [("user", fact.question), ("assistant", fact.sentence)]
 
@@ -198,28 +184,44 @@ def make_page(rng: random.Random, difficulty: str, split: documentation.Split) -
     return Page(text, facts, quotes, told, size, worked)
 
 
+@dataclass(frozen=True)
+class Question:
+    """A conversation about a page that ends with the user's question."""
+
+    messages: list[Message]
+    reference: str
+    mentions: tuple[str, ...]
+    """What a right answer mentions."""
+    distractors: tuple[str, ...]
+    """What it does not mention."""
+    depth: float | None = None
+    """Where the answer stands in the page, from 0 to 1."""
+
+
+def _question(messages: list[Message], fact: Fact, page: Page, depth: float | None = None) -> Question:
+    asked: list[Message] = [*messages, ("user", fact.question)]
+    return Question(asked, fact.sentence, fact.values, page.distractors(fact), depth)
+
+
 def lookup(page: Page, rng: random.Random, third: int) -> Question:
     """Ask for one fact of the page, from its first, second or last third of facts: `third` is 0, 1 or 2."""
     facts = page.unasked(SINGLE)
     fact = rng.choice(facts[third * len(facts) // 3 : (third + 1) * len(facts) // 3])
-    depth = page.text.index(fact.sentence) / len(page.text)
-    messages: list[Message] = [*page.messages, ("user", fact.question)]
-    return Question(messages, fact.sentence, fact.values, page.distractors(fact), depth)
+    return _question(page.messages, fact, page, page.text.index(fact.sentence) / len(page.text))
 
 
 def extraction(page: Page, rng: random.Random, _third: int) -> Question:
     """Ask for the two values of a fact."""
-    fact = rng.choice(page.unasked(DOUBLE))
-    messages: list[Message] = [*page.messages, ("user", fact.question)]
-    return Question(messages, fact.sentence, fact.values, page.distractors(fact))
+    return _question(page.messages, rng.choice(page.unasked(DOUBLE)), page)
 
 
 def quotation(page: Page, rng: random.Random, _third: int) -> Question:
     """Ask for what somebody says."""
     speaker = rng.choice(list(page.quotes))
+    sentence = page.quotes[speaker]
     messages: list[Message] = [*page.messages, ("user", f"What does {speaker} say?")]
     others = tuple(sentence for other, sentence in page.quotes.items() if other != speaker)
-    return Question(messages, _quote(speaker, page.quotes[speaker]), (page.quotes[speaker],), others)
+    return Question(messages, _quote(speaker, sentence), (sentence,), others)
 
 
 def recall(page: Page, rng: random.Random, _third: int) -> Question:
@@ -230,8 +232,7 @@ def recall(page: Page, rng: random.Random, _third: int) -> Question:
     others = [other for other in page.unasked(SINGLE) if other.kind != fact.kind]
     for between in rng.sample(others, page.size.between):
         messages += _asked(between)
-    messages.append(("user", fact.question))
-    return Question(messages, fact.sentence, fact.values, page.distractors(fact))
+    return _question(messages, fact, page)
 
 
 QUESTIONS: dict[str, Callable[[Page, random.Random, int], Question]] = {

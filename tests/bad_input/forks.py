@@ -115,7 +115,7 @@ def serve() -> None:
     parse_yaml_once()
     # What every command loads once, and no fork has to load again.
     plan([], multirun=False)
-    for module in ("stages.engines.onnx.backend", "stages.engines.oracle.backend", "stages.evaluate"):
+    for module in ("stages.engines.onnx.backend", "stages.engines.oracle.backend", "stages.evaluate.inputs.tokens"):
         import_module(module)
     assert not set(HEAVY) & set(sys.modules), "the process of the forks is light"
     for line in sys.stdin:

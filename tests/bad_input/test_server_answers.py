@@ -40,8 +40,8 @@ def completion(first: int = 7) -> dict[str, Any]:
     return {"choices": [{"logprobs": logprobs}], "usage": usage, FINGERPRINT: "toy"}
 
 
-def asked(*_: object) -> Client:
-    return Client("backend.url", URL, api_key=None, key_setting="backend.api_key_env=null", timeout_s=1.0, retries=0)
+def asked() -> Client:
+    return Client(CONFIG, "backend.url", URL)
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, bodies: Callable[[str], bytes]) -> None:
@@ -113,7 +113,6 @@ def test_what_a_server_says_of_itself(
     }  # fmt: skip
     said = {**sound, path: replaced(sound[path], data.draw, replacement)}
     answers(monkeypatch, lambda asked: json.dumps(said[asked]).encode())
-    monkeypatch.setattr("stages.engines.openai.server.open_client", asked)
     out: Path = tmp_path_factory.mktemp("server")
     with contextlib.suppress(*REFUSALS):
-        write_server(ask(asked(), "backend.url", None), CONFIG, None, TINY, out, policy=FP16_POLICY)
+        write_server(ask(CONFIG, "backend.url", URL), CONFIG, TINY, out, policy=FP16_POLICY)

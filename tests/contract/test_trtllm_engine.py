@@ -1,22 +1,20 @@
 """Our worker and engine on the fake TensorRT-LLM: forced decode is decoding, from the cache, at the right positions."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from fake_interpreter import make_interpreter
-from trtllm_exports import HEAD_DIM, HEADS, KV_HEADS, LAYERS, VOCABULARY, conf, make_bundle, make_exports, open_engine, scale_of
+from safetensors.torch import load_file
+from trtllm_exports import HEAD_DIM, HEADS, KV_HEADS, LAYERS, conf, make_bundle, make_exports, open_engine, scale_of
 
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy, KVShape
-from pipeline.core.workloads import LoadConfig
 from stages.engines.interpreter.protocol import RunAnswer
 from stages.engines.interpreter.requests import LOOKAHEAD
-from stages.engines.interpreter.tensors import read_tensors
 from stages.engines.trtllm.engine import TrtllmEngine
-from stages.evaluate.decoding.system import measure_system
 
 PROMPT = [7, 300, 12, 44, 1001, 5, 5, 620]
 ANSWER = [9, 13, 700, 700, 2, 1343, 0, 88, 15, 640, 3]
@@ -53,8 +51,8 @@ def engine(request: pytest.FixtureRequest, bundles: dict[tuple[str, str], Path],
 
 def toy_logits(kv: str, tokens: list[int], first: int, checkpoint: Path) -> np.ndarray:
     """The toy's decoded logits, written a second time: read back from codes except for the token itself."""
-    raw = read_tensors(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
-    vectors = raw.values.view("<f2").astype(np.float32)
+    raw = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
+    vectors = raw.float().numpy()
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     scale = max(scale_of(kv))
     mantissa, exponent = np.frexp(vectors / scale)
@@ -76,25 +74,6 @@ def test_forced_decode_returns_the_logits_of_the_decode_path_unchanged_by_the_fo
     got = engine.forced([*PROMPT, *ANSWER], len(PROMPT))
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, toy_logits(kv, [*PROMPT, *ANSWER], len(PROMPT), tiny_checkpoint), rtol=1e-4, atol=1e-4)
-    engine.close()
-
-
-def test_requests_in_flight_together_get_the_rows_of_each_alone(engine: TrtllmEngine) -> None:
-    requests = [([*PROMPT, *ANSWER], len(PROMPT)), ([*PROMPT, *ANSWER[::-1]], len(PROMPT) + 1)]
-    for rows, (tokens, first) in zip(engine.forced_together(requests), requests, strict=True):
-        np.testing.assert_array_equal(rows, engine.forced(tokens, first))
-    engine.close()
-
-
-def test_stepping_gives_the_rows_of_one_pass_whatever_is_fed(engine: TrtllmEngine) -> None:
-    whole = engine.forced([*PROMPT, *ANSWER], len(PROMPT))
-    other = engine.forced([*PROMPT, *ANSWER[::-1]], len(PROMPT))
-    (a, b), first = engine.prefill([PROMPT, PROMPT])
-    assert first.shape == (2, VOCABULARY)
-    for step, (left, right) in enumerate(zip(ANSWER, ANSWER[::-1], strict=True)):
-        rows = engine.decode([a, b], [left, right])
-        np.testing.assert_array_equal(rows, [whole[step], other[step]])
-    engine.release([a, b])
     engine.close()
 
 
@@ -164,15 +143,6 @@ def test_memory_is_the_policys_arithmetic_of_whole_blocks(engine: TrtllmEngine) 
     engine.close()
 
 
-@pytest.mark.parametrize("engine", ["pytorch"], indirect=True)
-def test_times_are_the_runtimes_own(engine: TrtllmEngine) -> None:
-    load = LoadConfig.model_validate({**conf("workloads", "base")["load"], "batch": 2, "context_tokens": 70, "new_tokens": 6})
-    system = measure_system(engine, load)
-    assert system.kib_per_token_allocated == system.kib_per_token
-    assert 0 < (system.inter_token_p50_ms or 0.0) <= (system.inter_token_p99_ms or 0.0)
-    engine.close()
-
-
 def test_only_one_engine_holds_the_gpu(bundles: dict[tuple[str, str], Path], pythons: dict[str, str]) -> None:
     first = open_engine(bundles["engine", "fp8"], pythons["engine"])
     second = open_engine(bundles["engine", "fp16"], pythons["engine"])
@@ -183,13 +153,6 @@ def test_only_one_engine_holds_the_gpu(bundles: dict[tuple[str, str], Path], pyt
     np.testing.assert_array_equal(first.forced(tokens, len(PROMPT)), before)
     assert second._worker is None
     first.close()
-
-
-@pytest.mark.parametrize("engine", ["engine"], indirect=True)
-def test_what_does_not_fit_the_engine_is_refused_by_its_key(engine: TrtllmEngine) -> None:
-    with pytest.raises(UserError, match=r"backend\.max_seq_len=512"):
-        engine.forced([1] * 512, 400)
-    assert engine._worker is None, "nothing was started for it"
 
 
 def test_logits_of_other_positions_are_noticed(work: Path, bundles: dict[tuple[str, str], Path]) -> None:
@@ -210,62 +173,38 @@ def test_both_targets_leave_the_same_manifest(bundles: dict[tuple[str, str], Pat
     assert {"llm_args.yaml", "checkpoint/model.safetensors"} <= served["files"].keys()
 
 
-def test_an_engine_for_another_gpu_or_release_is_refused_with_both_named(
-    work: Path, bundles: dict[tuple[str, str], Path]
-) -> None:
+def test_an_engine_for_another_gpu_is_refused_with_both_named(work: Path, bundles: dict[tuple[str, str], Path]) -> None:
     other = make_interpreter(work / "ada", gpus=("8.9",))
     with pytest.raises(MissingRequirement, match=r"TensorRT-LLM 1\.2\.1 and SM 9\.0.*TensorRT-LLM 1\.2\.1 and SM 8\.9"):
         open_engine(bundles["engine", "fp8"], other)
     mixed = make_interpreter(work / "mixed", gpus=("8.9", "9.0"))
     with pytest.raises(MissingRequirement, match=r"1\.2\.1 and SM 9\.0.*1\.2\.1 and SM 8\.9"):
         open_engine(bundles["engine", "fp8"], mixed)  # it would run on the first
-    newer = make_interpreter(work / "newer", release="1.3.1")
-    with pytest.raises(MissingRequirement, match=r"1\.3\.0rc20.*1\.3\.1"):
-        open_engine(bundles["pytorch", "fp8"], newer)
     without = make_interpreter(work / "without", release="1.3.0rc20", gpus=())
     with pytest.raises(MissingRequirement, match="needs 1 NVIDIA GPU"):
         open_engine(bundles["pytorch", "fp8"], without)
-
-
-def test_a_bundle_that_was_altered_is_refused(
-    bundles: dict[tuple[str, str], Path], pythons: dict[str, str], tmp_path: Path
-) -> None:
-    copy = shutil.copytree(bundles["engine", "fp16"], tmp_path / "copy")
-    (copy / "engine" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"engine/config\.json is not the file that was built"):
-        open_engine(copy, pythons["engine"])
-
-
-def test_an_engine_that_names_gpus_of_two_kinds_is_refused_on_either(
-    bundles: dict[tuple[str, str], Path], pythons: dict[str, str], tmp_path: Path
-) -> None:
-    copy = shutil.copytree(bundles["engine", "fp8"], tmp_path / "copy")
-    record = json.loads((copy / "bundle.json").read_text())
-    record["built_for"]["compute_capabilities"] = ["8.9", "9.0"]  # whichever it was, trtllm-build built for one
-    (copy / "bundle.json").write_text(json.dumps(record))
-    with pytest.raises(MissingRequirement, match=r"SM 8\.9, 9\.0, this machine has TensorRT-LLM 1\.2\.1 and SM 9\.0"):
-        open_engine(copy, pythons["engine"])
 
 
 def test_two_ranks_hold_what_one_held(work: Path, tiny_checkpoint: Path, pythons: dict[str, str]) -> None:
     quantized = make_exports(tiny_checkpoint, work / "quantized-tp", "fp8")
     wide = make_interpreter(work / "wide", gpus=("9.0", "9.0"))
     bundle = make_bundle(quantized, work / "tp", "fp8", wide, tensor_parallel_size=2)
-    whole = read_tensors(quantized / "tensorrt_llm" / "rank0.safetensors")
-    parts = [read_tensors(bundle / "checkpoint" / f"rank{rank}.safetensors") for rank in range(2)]
+    whole = load_file(quantized / "tensorrt_llm" / "rank0.safetensors")
+    parts = [load_file(bundle / "checkpoint" / f"rank{rank}.safetensors") for rank in range(2)]
     for name, tensor in whole.items():
-        pair = [part[name].values for part in parts]
+        pair = [part[name] for part in parts]
         if "qkv" in name:
-            ends = [HEADS * HEAD_DIM // 2, (HEADS + KV_HEADS) * HEAD_DIM // 2]
-            sides = zip(*(np.split(part, ends) for part in pair), strict=True)
-            joined = np.concatenate([np.concatenate(side) for side in sides])
-            np.testing.assert_array_equal(joined, tensor.values)
+            ends = (HEADS * HEAD_DIM // 2, (HEADS + KV_HEADS) * HEAD_DIM // 2)
+            sides = zip(*(part.tensor_split(ends) for part in pair), strict=True)
+            joined = torch.cat([torch.cat(side) for side in sides])
         elif name.endswith(("dense.weight", "proj.weight")):
-            np.testing.assert_array_equal(np.concatenate(pair, 1), tensor.values)
-        elif tensor.values.ndim == 2:
-            np.testing.assert_array_equal(np.concatenate(pair), tensor.values)
+            joined = torch.cat(pair, 1)
+        elif tensor.ndim == 2:
+            joined = torch.cat(pair)
         else:
-            np.testing.assert_array_equal(pair, [tensor.values] * 2)
+            assert torch.equal(pair[0], pair[1])
+            joined = pair[0]
+        assert torch.equal(joined, tensor), name
     engine = open_engine(bundle, wide)
     one = open_engine(make_bundle(quantized, work / "one", "fp8", pythons["engine"]), pythons["engine"])
     tokens = [*PROMPT, *ANSWER]

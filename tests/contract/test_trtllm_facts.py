@@ -111,25 +111,6 @@ def test_what_auto_asks_for_is_what_the_builder_keeps(rewrite: Rewrite) -> None:
         assert state == before, quantization
 
 
-def test_the_recorded_rules_rewrite_what_can_be_asked(rewrite: Rewrite) -> None:
-    """A rule that never applies would prove nothing about what we ask for."""
-    happened = set()
-    for wanted, quantization in asked():
-        for sm, tokens in product((80, 90), (8192, 1 << 20, 1)):
-            state = {**state_of(wanted, quantization, sm), "max_num_tokens": tokens, "max_input_len": 9000}
-            before = dict(state)
-            rewrite(state)
-            happened |= {(key, state[key]) for key in state if state[key] != before[key]}
-    assert happened == {
-        ("max_input_len", 8192),
-        ("max_num_tokens", 16 * 8192),
-        ("max_num_tokens", 64),
-        ("use_fp8_context_fmha", False),
-        ("use_fp8_context_fmha", True),
-        ("use_paged_context_fmha", False),
-    }
-
-
 @pytest.mark.parametrize(
     ("tokens", "batch", "input_len", "bound"),
     [(1025, 2, 500, "64 (a block of the cache) to 1024 (max_batch_size * max_seq_len)"), (63, 2, 32, "64 (a block")],
@@ -257,13 +238,3 @@ def test_the_worker_needs_nothing_but_what_tensorrt_llm_brings() -> None:
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
             for top in {name.partition(".")[0] for name in names} - brought:
                 assert top in sys.stdlib_module_names, (file, top)
-
-
-def test_each_group_of_facts_names_the_file_and_version_that_it_was_read_from() -> None:
-    for facts in (ENGINE, PYTORCH):
-        for source in facts["sources"].values():
-            assert source.keys() >= {"repository", "file"} or "page" in source
-            assert "commit" in source or "note" in source
-        cited = [name for key, names in facts.items() if key.endswith("_from") for name in names]
-        cited += [name for group in facts.values() if isinstance(group, dict) for name in group.get("from", [])]
-        assert set(cited) <= set(facts["sources"])

@@ -1,9 +1,7 @@
 """Our worker and engine on a fake vLLM: it dies, hangs, babbles, lacks a type or a library, and is always gone after."""
 
 import json
-import os
 import re
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +12,10 @@ from vllm_bundles import config_of, make_vllm_bundle, open_vllm
 
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
-from pipeline.core.workloads import LoadConfig
 from pipeline.verdict.thresholds import ScaleChangeKind
 from stages.engines.interpreter.process import probe
 from stages.engines.vllm.library import PROGRAM
 from stages.engines.vllm.targets import refuse_dtype
-from stages.evaluate.decoding.system import measure_system
 from stages.evaluate.delivery import audit_scales
 
 TOKENS = [7, 300, 12, 44, 1001, 5, 5, 620, 9, 13, 700]
@@ -31,82 +27,18 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> P
     return make_vllm_bundle(tiny_checkpoint, folder / "bundle", "fp8", make_vllm_interpreter(folder / "bin"))
 
 
-def await_none_with(folder: Path) -> None:
-    """What was killed is gone when the kernel comes to it."""
-    deadline = time.monotonic() + 20
-    while left := [process for process in Path("/proc").glob("[0-9]*") if _has(process, str(folder))]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
-
-
-def _has(process: Path, text: str) -> bool:
-    try:
-        return text.encode() in (process / "environ").read_bytes() and int(process.name) != os.getpid()
-    except OSError:
-        return False
-
-
-@pytest.mark.parametrize(
-    ("python", "expected"),
-    [
-        (None, "backend.python=null: backend=vllm needs a Python that has vLLM: make vllm"),
-        ("/nowhere/python", "backend.python=/nowhere/python: there is no such program; make vllm"),
-    ],
-)
-def test_no_interpreter_says_how_to_get_one(python: str | None, expected: str) -> None:
-    with pytest.raises(MissingRequirement) as raised:
-        probe(PROGRAM, python)
-    assert str(raised.value).startswith(expected)
-    assert "vllm/vllm-openai:v0.32.0" in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-def test_an_interpreter_whose_vllm_does_not_import_is_missing_it(tmp_path: Path) -> None:
-    with pytest.raises(MissingRequirement, match=r"vLLM cannot be used there \(ImportError: libc10_cuda\.so"):
-        probe(PROGRAM, make_vllm_interpreter(tmp_path / "bin", mode="broken install"))
-
-
 def test_a_release_that_is_too_old_is_refused_with_the_one_that_is_needed(tmp_path: Path) -> None:
     with pytest.raises(MissingRequirement, match=r"has vLLM 0\.11\.2, backend=vllm needs 0\.30 or later; make vllm"):
         probe(PROGRAM, make_vllm_interpreter(tmp_path / "bin", release="0.11.2"))
 
 
-@pytest.mark.parametrize(
-    ("says", "expected"),
-    [
-        ("Welcome to the login node!", "no answer to describe but b'Welcome to the login node!'"),
-        ('{"ok": {"protocol": 7, "release": "0.32.0"}}', "does not speak protocol 1 of this kvgate"),
-        (
-            '{"ok": {"protocol": 1, "release": "0.32.0", "python": "3", "torch": "2", "platform": "cpu"}}',
-            "does not speak protocol",
-        ),
-    ],
-)
-def test_what_is_no_answer_is_told_as_what_it_is(tmp_path: Path, says: str, expected: str) -> None:
-    with pytest.raises(UserError, match=expected) as raised:
-        probe(PROGRAM, make_vllm_interpreter(tmp_path / "bin", says=says))
-    assert "\n" not in str(raised.value)
-    await_none_with(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("crash while loading", "vLLM was ended by SIGABRT in open"),
-        ("no memory", r"vLLM cannot load .*: RuntimeError: No available memory for the cache blocks\. Try increasing"),
-        ("dies while generating", "vLLM was ended by SIGKILL in run"),
-        ("hang while loading", r"backend\.request_timeout_s=2: vLLM did not answer open in time"),
-        ("hang while generating", r"backend\.request_timeout_s=2: vLLM did not answer run in time"),
-    ],
-)
-def test_an_engine_that_fails_is_told_in_a_line_and_leaves_no_process(
-    bundle: Path, tmp_path: Path, mode: str, expected: str
-) -> None:
-    engine = open_vllm(bundle, make_vllm_interpreter(tmp_path / "bin", mode=mode), timeout_s=2 if "hang" in mode else 60)
-    with pytest.raises(UserError, match=expected) as raised:
+def test_a_model_that_vllm_cannot_load_is_told_in_a_line(bundle: Path, tmp_path: Path) -> None:
+    engine = open_vllm(bundle, make_vllm_interpreter(tmp_path / "bin", mode="no memory"))
+    with pytest.raises(
+        UserError, match=r"vLLM cannot load .*: RuntimeError: No available memory for the cache blocks\. Try"
+    ) as raised:
         engine.forced(TOKENS, 4)
     assert "\n" not in str(raised.value)
-    await_none_with(tmp_path)
 
 
 def test_a_row_that_is_not_the_one_vllm_sampled_from_is_noticed(bundle: Path, tmp_path: Path) -> None:
@@ -140,9 +72,7 @@ def test_engine_arguments_that_vllm_refuses_or_changes_are_told(tiny_checkpoint:
         make_vllm_bundle(tiny_checkpoint, tmp_path / "two", "fp8", changing)
 
 
-def test_a_bundle_of_another_release_or_platform_is_refused_with_both(bundle: Path, tmp_path: Path) -> None:
-    with pytest.raises(MissingRequirement, match=r"pinned for vLLM 0\.32\.0, .* has 0\.33\.1"):
-        open_vllm(bundle, make_vllm_interpreter(tmp_path / "newer", release="0.33.1"))
+def test_a_bundle_of_another_platform_is_refused_with_both(bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(MissingRequirement, match=r"pinned for vLLM on cpu, .* has it on tpu"):
         open_vllm(bundle, make_vllm_interpreter(tmp_path / "tpu", mode="on a tpu"))
 
@@ -162,21 +92,11 @@ def test_scales_that_the_engine_does_not_use_are_named_before_it_is_judged(
     engine.close()
 
 
-def test_requests_steps_and_reused_prefixes_give_the_same_rows(bundle: Path, tmp_path: Path) -> None:
+def test_the_checkpoints_scales_are_used_and_reused_prefixes_give_the_same_rows(bundle: Path, tmp_path: Path) -> None:
     engine = open_vllm(bundle, make_vllm_interpreter(tmp_path / "bin"))
     assert audit_scales(engine, ()) == []
-    rows = engine.forced(TOKENS, 4)
-    (handle,), first = engine.prefill([TOKENS[:4]])
-    assert first.shape == (1, 1344)
-    for step, token in enumerate(TOKENS[4:]):
-        np.testing.assert_array_equal(engine.decode([handle], [token])[0], rows[step])
-    assert engine.memory().live_tokens == len(TOKENS)
-    engine.release([handle])
-    assert engine.memory().pool_bytes == 0
     (reused,) = engine.forced_reusing([(TOKENS, 4)])
-    np.testing.assert_array_equal(reused, rows)
-    ((said),) = engine.generate([TOKENS], 5, None)
-    assert len(said) == 5
+    np.testing.assert_array_equal(reused, engine.forced(TOKENS, 4))
     engine.close()
 
 
@@ -190,15 +110,6 @@ def test_the_canary_reads_a_wrong_scale_that_came_in_a_checkpoint(bundle: Path, 
     engine.close()
 
 
-def test_times_and_blocks_are_vllms_own(bundle: Path, tmp_path: Path) -> None:
-    engine = open_vllm(bundle, make_vllm_interpreter(tmp_path / "bin"))
-    load = LoadConfig.model_validate({**conf("workloads", "base")["load"], "batch": 2, "context_tokens": 70, "new_tokens": 6})
-    system = measure_system(engine, load)
-    assert system.time_to_first_token_ms == pytest.approx(1.0)
-    assert system.kib_per_token_allocated == system.kib_per_token
-    engine.close()
-
-
 def test_a_bundle_is_a_checkpoint_and_a_file_for_vllm_serve(bundle: Path) -> None:
     config = json.loads((bundle / "checkpoint" / "config.json").read_text())
     assert config["quantization_config"]["kv_cache_scheme"]["strategy"] == "tensor"
@@ -208,10 +119,3 @@ def test_a_bundle_is_a_checkpoint_and_a_file_for_vllm_serve(bundle: Path) -> Non
     assert text.startswith("# vLLM 0.32.0: vllm serve checkpoint --config engine_args.yaml\n")
     for line in ("kv-cache-dtype: fp8_e4m3", "trust-remote-code: false", "enable-prefix-caching: true", "block-size: 64"):
         assert line in text
-
-
-def test_what_does_not_fit_is_refused_by_its_key(bundle: Path, tmp_path: Path) -> None:
-    engine = open_vllm(bundle, make_vllm_interpreter(tmp_path / "bin"))
-    with pytest.raises(UserError, match=r"backend\.max_model_len=512: a prompt of 400 tokens with 113 more does not fit"):
-        engine.forced([1] * 512, 400)
-    assert engine._worker is None, "nothing was started for it"

@@ -20,7 +20,14 @@ from faults.record import Outcome
 from pipeline.artifacts.digest import code_digest, file_digest, json_digest
 from pipeline.config.compose import plan
 
-CODE = ("stages.evaluate", "stages.engines.onnx.engine", "stages.engines.oracle.engine", "pipeline.run.chain")
+CODE = (
+    "stages.evaluate.measure",
+    "stages.evaluate.once",
+    "stages.evaluate.joining",
+    "stages.engines.onnx.engine",
+    "stages.engines.oracle.engine",
+    "pipeline.run.chain",
+)
 """Modules that judge, and those that are judged."""
 
 

@@ -46,7 +46,7 @@ WORKLOADS = (
 
 SMALL_PROBE = "workloads.probe={max_tokens: 1152, decode_steps: 208, offset_steps: 4, max_batch: 20, requests: 40}"
 
-SOUND = ("calibration", "quantize", "export", "build")
+SOUND = ("calibration", "quantize", "export", "build", "encode")
 """Stages that no fault has a part in."""
 
 
@@ -130,7 +130,7 @@ class Ground:
     def _judge(self, config: Config, fault: Fault | None, without: str = "") -> Judgement:
         own = self.work / "faulty"
         shutil.rmtree(own, ignore_errors=True)
-        shared = SOUND if fault is not None and fault.shared else (*SOUND, "baseline")
+        shared = SOUND if fault is not None and fault.shared else (*SOUND, "baseline", "baseline_once")
         for stage in shared:
             (self.work / "sound" / stage).mkdir(parents=True, exist_ok=True)
             (own / stage).parent.mkdir(parents=True, exist_ok=True)

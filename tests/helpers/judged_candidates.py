@@ -9,7 +9,7 @@ from gate_reports import row
 
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.registry.proof import ReplayedEvidence
-from pipeline.registry.summary import Candidate, Cited, evidence_digest
+from pipeline.registry.summary import Candidate, Cited, Registration, evidence_digest
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Status, Verdict
 
@@ -73,6 +73,12 @@ class MemoryRegistry:
         self.versions: dict[str, dict[str, str]] = {}
         self.moves: list[tuple[str, str]] = []
         self.model: dict[str, str] = {}
+
+    def add(self, candidate: Candidate) -> Candidate:
+        """Register a candidate as the next version; return it with its registration."""
+        version = str(len(self.versions) + 1)
+        self.versions[version] = {**candidate.citations, "kv": candidate.name}
+        return candidate.model_copy(update={"registration": Registration(run_id="run", model_version=version)})
 
     def alias(self, alias: str) -> str | None:
         return self.aliases.get(alias)

@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from plugins.kv_attention import launch, reference
-from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout, SideLayout, Spec
+from plugins.kv_attention.layout import CODES, PAGE_TOKENS, CacheLayout, SideLayout, Spec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KEYS = ["fp16", "bf16", *(f"{dtype} {scales}" for dtype in ("fp8_e4m3", "int8") for scales in ("tensor", "head", "token"))]
+VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in CODES["int4"].group_sizes), "nvfp4 16"]
+"""As `side` parses them: every format that the kernels hold, of keys and of values."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NO_PAGE = 1 << 30
 """A page number far beyond any memory; reading it crashes."""
 

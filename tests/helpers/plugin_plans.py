@@ -20,11 +20,12 @@ from stages.engines.tensorrt.engine import PlanEngine, open_session
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.plan import Parsed
 from stages.engines.tensorrt.plan import Plan as BuiltPlan
-from stages.engines.tensorrt.plugin import build_bundle, write_plugin_graphs
+from stages.engines.tensorrt.plugin import with_plugin, write_plugin_graphs
 from stages.engines.tensorrt.shapes import Limits
 
 BATCH, TOKENS, SM = 5, 320, 89
 """Odd numbers of pages and of buffers; three sequences are padded to four."""
+GPU = {"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580"}
 TENSORRT = Library("tensorrt", LIBRARY.trt, LIBRARY.log)
 TYPES = {"FLOAT16": "HALF", "BFLOAT16": "BF16", "FLOAT8E4M3FN": "FP8"}
 
@@ -51,10 +52,10 @@ class Plans:
                 patch.setattr(f"{plugin}.{name}", lambda *_: 3)
             patch.setattr(f"{plugin}.kernel_digests", lambda *_: {})
             written = write_plugin_graphs(bundled, self.folder, info=self.info, limits=self.limits, sm=SM)
-            build_bundle(
+            build_module.build_bundle(
                 self.onnx_bundle, out, policy=policy, scales=root / f"{policy.name}_scales.json", library="tensorrt",
                 max_batch=BATCH, max_tokens=TOKENS, progress=nothing,
-                gpu={"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580"},
+                gpu=GPU, adapt=with_plugin(GPU),
             )  # fmt: skip
         self.record, _, self.scales = open_bundle(out, "tensorrt")
         self.out = out

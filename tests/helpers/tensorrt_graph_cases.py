@@ -23,7 +23,7 @@ from stages.engines.onnx.export import ComputeDType
 from stages.engines.paged.kernel_layout import KernelLayers
 from stages.engines.tensorrt.append import use_append
 from stages.engines.tensorrt.shapes import Limits
-from stages.engines.tensorrt.surgery import use_context_plugin, use_plugin
+from stages.engines.tensorrt.surgery import use_plugin
 
 PROGRAMS, SPLITS, SM = 3, 3, 89
 TYPES = {"FLOAT": "FLOAT", "FLOAT16": "HALF", "BFLOAT16": "BF16", "FLOAT8E4M3FN": "FP8", "INT8": "INT8", "INT32": "INT32"}
@@ -87,9 +87,9 @@ class Surgery:
 def operate(onnx_bundle: Path, policy: KVPolicy) -> Surgery:
     described, _, _ = open_onnx_bundle(onnx_bundle)
     model = onnx.load(onnx_bundle / "decode.onnx", load_external_data=False)
-    layers = use_plugin(model, described.model, policy, programs=PROGRAMS, sm=SM)
+    layers = use_plugin(model, described.model, policy, "decode", programs=PROGRAMS, sm=SM)
     prefill = onnx.load(onnx_bundle / "prefill.onnx", load_external_data=False)
-    assert use_context_plugin(prefill, described.model, policy, splits=SPLITS, sm=SM) == layers
+    assert use_plugin(prefill, described.model, policy, "prefill", programs=SPLITS, sm=SM) == layers
     limits, graphs = Limits(policy, 4, 512, prefill_rows=3), {"decode": model, "prefill": prefill}
     modes: tuple[Mode, ...] = ("decode", "prefill")
     for mode in modes if layers.layouts else ():

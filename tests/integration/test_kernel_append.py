@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 from amount import STRIDE
-from kernel_cases import DEVICE, NO_PAGE, differing, on_device, poison, side
+from kernel_cases import DEVICE, DTYPES, KEYS, NO_PAGE, VALUES, differing, on_device, poison, side
 from torch import Tensor
 
 from plugins.kv_attention import launch, reference
 from plugins.kv_attention.kernels import variants
-from plugins.kv_attention.layout import CODES, HEAD_DIMS, PAGE_TOKENS, CacheLayout
+from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS, CacheLayout
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings(
@@ -29,9 +29,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:triton.runtime.interpreter",
 )
 
-KEYS = ["fp16", "bf16", *(f"{dtype} {scales}" for dtype in ("fp8_e4m3", "int8") for scales in ("tensor", "head", "token"))]
-VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in CODES["int4"].group_sizes), "nvfp4 16"]
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EXACT = [(0, 0), (4, 64), (0, 5), (3, 0), (2, 3)]
 POSITIONS = [[0, 63], [64], [1, 127, 128], [65, 3]]
 EDGES = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 448.0, -448.0, 464.0, -0.0, 3e38, -1e-40, 2.0**-149, 65519.0])

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import DEVICE, Case, on_device, planned, side
+from kernel_cases import DEVICE, DTYPES, KEYS, VALUES, Case, on_device, planned, side
 from torch import Tensor
 
 from plugins.kv_attention import context, launch, reference
-from plugins.kv_attention.layout import CODES, HEAD_DIMS, PAGE_TOKENS, CacheLayout
+from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS, CacheLayout
 
 torch.set_num_threads(1)
 pytestmark = [
@@ -85,12 +85,9 @@ def chunk_of(key: str, value: str, heads: int, dim: int, lengths: list[int], cou
     return Chunk(Case(layout, lengths, **more), counts)
 
 
-KEYS = ["fp16", "bf16", *(f"{dtype} {scales}" for dtype in ("fp8_e4m3", "int8") for scales in ("tensor", "head", "token"))]
-VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in CODES["int4"].group_sizes), "nvfp4 16"]
 GROUPS = (1, 3, 4, 8, 16)
 EXACT = [(0, 0), (4, 64), (0, 17), (5, 0), (3, 5)]
 RAGGED = [([64, 1], [3, 2]), ([0, 70], [5, 1]), ([65, 63], [0, 4]), ([130], [7])]
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @pytest.mark.parametrize(("number", "value"), list(enumerate(VALUES)))

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from amount import STRIDE
-from kernel_cases import DEVICE, Case, on_device, planned, side
+from kernel_cases import DEVICE, DTYPES, KEYS, VALUES, Case, on_device, planned, side
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from plugins.kv_attention import launch, reference
-from plugins.kv_attention.layout import CODES, HEAD_DIMS, PAGE_TOKENS, CacheLayout
+from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS, CacheLayout
 
 torch.set_num_threads(1)
 pytestmark = [
@@ -62,12 +62,9 @@ def case_of(key: str, value: str, heads: int, dim: int, lengths: list[int], **mo
     return Case(layout, lengths, **more)
 
 
-KEYS = ["fp16", "bf16", *(f"{dtype} {scales}" for dtype in ("fp8_e4m3", "int8") for scales in ("tensor", "head", "token"))]
-VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in CODES["int4"].group_sizes), "nvfp4 16"]
 GROUPS = (1, 3, 4, 8, 16)
 EXACT = [(0, 0), (4, 64), (0, 17), (0, 0), (5, 0), (3, 5), (0, 0)]
 RAGGED = [[64, 1, 129], [0, 127], [200, 65, 63], [128, 5], [0, 191, 2]]
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def matrix() -> list[tuple[str, str, int]]:

@@ -31,7 +31,9 @@ def test_the_sweep_judges_each_cache_against_the_same_baseline_and_promotes_none
     assert [path.name for path in work.parent.iterdir()] == ["work"], "something was written outside the work directory"
     assert "fp8" in result.stdout
     assert "retrieval" in result.stdout
-    assert f"/runs?viewStateShareKey={found['sweep']}&" in result.stdout, "the address of the comparison in MLflow"
+    assert f"/runs?searchFilter=tags.sweep%20%3D%20%27{found['sweep']}%27&" in result.stdout, (
+        "the address of the comparison in MLflow"
+    )
 
 
 def test_the_sweep_is_shown_on_a_page_that_its_runs_in_mlflow_have_too(swept: Swept) -> None:
@@ -135,7 +137,7 @@ def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_pa
     manifest = json.loads((Path(candidate["report"]["path"]).parent / ".manifest.json").read_text())
     inputs = manifest["parts"]["inputs"]
     (baseline,) = [path for path in _only(work / "artifacts" / "baseline") if _digest(path) == inputs["answers"]]
-    (once,) = [path for path in _only(work / "artifacts" / "once") if _digest(path) == inputs["baseline_once"]]
+    (once,) = [path for path in _only(work / "artifacts" / "baseline_once") if _digest(path) == inputs["baseline_once"]]
     workloads = WorkloadsConfig.model_validate(manifest["parts"]["config"]["workloads"])
     evaluate(
         lambda: load_engine(tmp_path / "bundle", threads=1),

@@ -1,13 +1,18 @@
-"""stage=capacity on a config.json alone, through the command line."""
+"""stage=capacity and stage=recommend on a config.json alone: what they print, write and refuse."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from bad_input.case import Case, Commands, Outcome
+from judged_engine import config_of
 
-LLAMA_8B = {
+from pipeline.core.errors import GateRefusal, UserError
+from pipeline.run import planning
+from pipeline.run.inputs import check_inputs
+from pipeline.run.planning import recommend_policy, show_capacity
+
+LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "num_hidden_layers": 32,
@@ -18,80 +23,53 @@ LLAMA_8B = {
     "vocab_size": 128256,
     "max_position_embeddings": 131072,
 }
-ROOT = Path(__file__).resolve().parents[2]
+CONF = Path(__file__).resolve().parents[2] / "conf" / "kv"
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def asked(tmp_path: Path) -> list[str]:
+    """Arguments for a model of which there is a config.json alone."""
     folder = tmp_path / "llama-8b"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA_8B))
-    return folder
-
-
-@pytest.fixture
-def pipeline(model: Path, commands: Commands) -> Callable[..., Outcome]:
-    """Run a command line in a fork, in the directory that the model's lies in."""
-    return lambda *arguments: commands.run(Case("", arguments, (), begins=True), model.parent)
+    return [f"model.path={folder}", f"workdir={tmp_path / 'work'}"]
 
 
 def test_a_config_json_alone_gives_the_capacity_of_every_policy_as_table_and_json(
-    model: Path, pipeline: Callable[..., Outcome]
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bare = ["capacity.gpu_gib=45", "capacity.weights_gib=0", "capacity.reserve_gib=0"]
-    result = pipeline("stage=capacity", f"model.path={model}", "kv=fp8", "kv.sink_tokens=4", *bare)
-    assert result.code == 0, result.stderr
-    work = model.parent / "work"
-    found = {entry["name"]: entry for entry in json.loads((work / "capacity.json").read_text())["policies"]}
-    assert {path.stem for path in (ROOT / "conf" / "kv").glob("*.yaml")} | {"fp8 kv.sink_tokens=4"} == found.keys()
-    assert [found[name]["tokens_that_fit"] for name in ("fp16", "fp8", "int4_g64")] == [368_640, 737_280, 1_387_821]
-    assert [found[name]["tokens_at_ceiling"] for name in ("fp16", "fp8", "int4_g64")] == [258_048, 516_096, 971_475]
-    for name in found:
-        assert f" {name} " in result.stdout
-    assert "1,387,821" in result.stdout
-    assert {path.name for path in model.iterdir()} == {"config.json"}
+    show_capacity(config_of(*asked, "stage=capacity", "kv=fp8", "kv.sink_tokens=4", *bare), False)
+    said = capsys.readouterr().out
+    found = {entry["name"]: entry for entry in json.loads((tmp_path / "work" / "capacity.json").read_text())["policies"]}
+    assert {path.stem for path in CONF.glob("*.yaml")} | {"fp8 kv.sink_tokens=4"} == found.keys()
+    assert all(f" {name} " in said for name in found)
+    assert (found["int4_g64"]["tokens_that_fit"], "1,387,821" in said) == (1_387_821, True)
+    assert {path.name for path in (tmp_path / "llama-8b").iterdir()} == {"config.json"}
 
 
-def test_a_budget_that_no_policy_meets_is_one_line_and_exit_3(model: Path, pipeline: Callable[..., Outcome]) -> None:
-    asked = ["capacity.gpu_gib=17", "capacity.reserve_gib=0", "capacity.concurrency=500"]
-    result = pipeline("stage=capacity", f"model.path={model}", *asked)
-    assert (result.code, result.stderr.count("pipeline: error: ")) == (3, 1)
-    assert "capacity.concurrency=500: no policy admits as many requests, int4_streaming " in result.stderr
+def test_a_budget_that_no_policy_meets_is_refused_with_the_most_that_one_admits(asked: list[str]) -> None:
+    use = ["capacity.gpu_gib=17", "capacity.reserve_gib=0", "capacity.concurrency=500"]
+    with pytest.raises(GateRefusal, match=r"capacity\.concurrency=500: no policy admits as many requests, int4_streaming "):
+        show_capacity(config_of(*asked, "stage=capacity", *use), False)
 
 
-@pytest.mark.parametrize(
-    ("config", "arguments", "expected"),
-    [
-        ({"model_type": "llama"}, [], "config.json has no num_hidden_layers"),
-        (LLAMA_8B | {"kv_lora_rank": 512}, [], "kv_lora_rank=512"),
-        (LLAMA_8B, ["capacity.gpu_gib=8"], "capacity.gpu_gib=8: weights of 14.96 GiB"),
-        (LLAMA_8B, ["-m", "kv=fp8,int8"], "stage=capacity: looks at every policy in one run"),
-        (LLAMA_8B, ["capacity.contexts=[]"], "capacity.contexts: list should have at least 1 item"),
-    ],
-)
 @pytest.mark.parametrize("stage", ["capacity", "recommend"])
-def test_bad_input_is_one_line_exit_2_and_nothing_is_written(
-    model: Path,
-    stage: str,
-    config: dict[str, object],
-    arguments: list[str],
-    expected: str,
-    pipeline: Callable[..., Outcome],
+def test_what_cannot_be_planned_is_refused_before_anything_is_written(asked: list[str], tmp_path: Path, stage: str) -> None:
+    with pytest.raises(UserError, match=f"stage={stage}: looks at every policy in one run"):
+        {"capacity": show_capacity, "recommend": recommend_policy}[stage](config_of(*asked, f"stage={stage}"), True)
+    with pytest.raises(UserError, match=r"capacity\.gpu_gib=8: weights of 14\.96 GiB"):
+        check_inputs(config_of(*asked, f"stage={stage}", "capacity.gpu_gib=8"))
+    assert not (tmp_path / "work").exists()
+
+
+def test_without_evidence_nothing_is_recommended_and_no_store_is_made(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (model / "config.json").write_text(json.dumps(config))
-    result = pipeline(f"model.path={model}", f"stage={stage}", *arguments)
-    assert result.code == 2, result.stderr
-    assert expected.replace("capacity:", f"{stage}:") in result.stderr
-    said = {line.rpartition(f"stage={stage}: ")[2] for line in result.stderr.splitlines()}
-    assert len(said) == 1, "each job of a sweep says the same"
-    left = {path.name for path in model.parent.rglob("*")} - {"work", "sweep", "multirun.yaml", ".summary.json.lock"}
-    assert left <= {model.name, "config.json", "summary.json"}
-
-
-def test_without_evidence_nothing_is_recommended_and_no_store_is_made(model: Path, pipeline: Callable[..., Outcome]) -> None:
-    result = pipeline("stage=recommend", f"model.path={model}", "gates.max_mean_kl=0.02", "kv=int8")
-    assert (result.code, result.stderr.count("pipeline: error: ")) == (3, 1), result.stderr
-    assert "no policy has evidence that covers this use: nothing is recommended" in result.stderr
-    command = f"python -m pipeline -m model.path={model.name} gates.max_mean_kl=0.02 stage=evaluate kv=int4_streaming,"
-    assert command in result.stdout, "its own options, without the policy that it was called with"
-    assert not list(model.parent.rglob("mlflow.db"))
+    """The command for the evidence has this command's own options, without the policy that it was called with."""
+    own = ["stage=recommend", "gates.max_mean_kl=0.02", "kv=int8", "capacity.gpu_gib=80"]
+    monkeypatch.setattr(planning, "typed", lambda: own)
+    with pytest.raises(GateRefusal, match="no policy has evidence that covers this use: nothing is recommended"):
+        recommend_policy(config_of(*asked, *own), False)
+    assert "-m gates.max_mean_kl=0.02 stage=evaluate kv=int4_streaming," in capsys.readouterr().out
+    assert not list(tmp_path.rglob("mlflow.db"))

@@ -95,19 +95,25 @@ def test_the_work_is_divided_for_what_runs_at_once_on_the_gpu_that_builds(
     assert default_programs(info, surgery.limits, sm=90) == surgery.limits.pages
 
 
+@pytest.mark.parametrize("tokens", [1, 7], ids=["step", "chunk"])
 @pytest.mark.parametrize(("name", "tolerance"), [("fp8k_int4v", 4e-3), ("aged", 2e-5)])
 def test_the_plugin_is_given_what_the_function_that_it_replaces_computes_with(
-    name: str, tolerance: float, graphs: dict[str, Surgery], tmp_path: Path
+    name: str, tolerance: float, tokens: int, graphs: dict[str, Surgery], tmp_path: Path
 ) -> None:
     """The ONNX bundle's attention in ONNX Runtime, against the kernels' reference on the node's tensors and attributes."""
-    surgery = graphs[name]
+    surgery, operation = graphs[name], "decode" if tokens == 1 else "context"
     info = surgery.bundle.model
-    feeds, activations = forced(surgery, tmp_path)
+    feeds, activations = forced(surgery, tmp_path, tokens)
     for layer, layout in surgery.layers.layouts.items():
-        attend, join = surgery.node(f"decode_partial.{layer}"), surgery.node(f"decode_reduce.{layer}")
-        roles = dict(zip(node_of("decode_partial", layout).inputs, attend.input, strict=True))
-        inputs = {role: (feeds | activations)[taken] for role, taken in roles.items() if role not in PLAN.outputs}
-        tensors = {role: torch.from_numpy(np.ascontiguousarray(values)) for role, values in inputs.items()}
+        attend, join = (surgery.node(f"{operation}_{part}.{layer}") for part in ("partial", "reduce"))
+        turned = {
+            node.output[0]: activations[node.input[0]].transpose(node.attribute[0].ints)
+            for node in surgery.prefill.graph.node if node.name.endswith(f".by_token.{layer}") and tokens > 1
+        }  # fmt: skip
+        assert len(turned) == (0 if tokens == 1 else 3)
+        roles = dict(zip(node_of(f"{operation}_partial", layout).inputs, attend.input, strict=True))  # type: ignore[arg-type]
+        taken = {role: (feeds | activations | turned)[at] for role, at in roles.items() if role not in PLAN.outputs}
+        tensors = {role: torch.from_numpy(np.ascontiguousarray(values)) for role, values in taken.items()}
         for side in ("key", "value"):
             if getattr(layout, side).dtype == "fp8_e4m3":
                 tensors[f"{side}_pool"] = tensors[f"{side}_pool"].view(torch.float8_e4m3fn)
@@ -115,47 +121,24 @@ def test_the_plugin_is_given_what_the_function_that_it_replaces_computes_with(
                 tensors[f"{side}_scale"] = tensors[f"{side}_scale"].flatten()
         scaling = bits_float(surgery.attributes(attend)["scaling_bits"])
         assert scaling == pytest.approx(info.head_dim**-0.5, rel=1e-6)
-
-        def attention(factor: float, layout: CacheLayout = layout, tensors: dict[str, torch.Tensor] = tensors) -> Any:
-            query, key, value = (tensors[role][:, :, 0] for role in ("query", "key", "value"))
-            return reference.attend(
-                layout, query, key, value, tensors, page_table=tensors["page_table"], lengths=tensors["lengths"],
-                scaling=factor, exact_slots=tensors.get("exact_slots"),
-            ).numpy()  # fmt: skip
-
-        expected = activations[join.output[0]][:, 0].astype(np.float32)
-        assert np.abs(attention(scaling) - expected).max() <= tolerance
-        assert np.abs(attention(2 * scaling) - expected).max() > 5 * tolerance  # it would be seen
-
-
-@pytest.mark.parametrize(("name", "tolerance"), [("fp8k_int4v", 4e-3), ("aged", 2e-5)])
-def test_the_plugin_of_a_chunk_is_given_what_the_function_that_it_replaces_computes_with(
-    name: str, tolerance: float, graphs: dict[str, Surgery], tmp_path: Path
-) -> None:
-    surgery = graphs[name]
-    info, tokens = surgery.bundle.model, 7
-    feeds, activations = forced(surgery, tmp_path, tokens)
-    for layer, layout in surgery.layers.layouts.items():
-        attend, join = surgery.node(f"context_partial.{layer}"), surgery.node(f"context_reduce.{layer}")
-        turned = {
-            node.output[0]: activations[node.input[0]].transpose(node.attribute[0].ints)
-            for node in surgery.prefill.graph.node if node.op_type == "Transpose" and node.output[0] in attend.input
-        }  # fmt: skip
-        assert len(turned) == 3
-        roles = dict(zip(node_of("context_partial", layout).inputs, attend.input, strict=True))
-        inputs = {role: (feeds | turned)[taken] for role, taken in roles.items()}
-        tensors = {role: torch.from_numpy(np.ascontiguousarray(values)) for role, values in inputs.items()}
-        for side in ("key", "value"):
-            if getattr(layout, side).dtype == "fp8_e4m3":
-                tensors[f"{side}_pool"] = tensors[f"{side}_pool"].view(torch.float8_e4m3fn)
-            if f"{side}_scale" in tensors:
-                tensors[f"{side}_scale"] = tensors[f"{side}_scale"].flatten()
-        query, key, value = (tensors[role].flatten(0, 1) for role in ("query", "key", "value"))
-        attended = reference.attend_context(
-            layout, query, key, value, tensors, query_starts=torch.arange(0, 3 * tokens + 1, tokens),
-            page_table=tensors["page_table"], lengths=tensors["lengths"],
-            scaling=bits_float(surgery.attributes(attend)["scaling_bits"]), exact_slots=tensors.get("exact_slots"),
-        )  # fmt: skip
+        new = tuple(x[:, :, 0] if tokens == 1 else x.flatten(0, 1) for x in (tensors[r] for r in ("query", "key", "value")))
         expected = activations[join.output[0]].astype(np.float32)
         assert expected.shape == (3, tokens, info.q_heads, info.head_dim)
-        assert np.abs(attended.numpy().reshape(expected.shape) - expected).max() <= tolerance
+
+        def error(
+            factor: float,
+            layout: CacheLayout = layout,
+            tensors: dict[str, torch.Tensor] = tensors,
+            new: tuple[torch.Tensor, ...] = new,
+            expected: Any = expected,
+        ) -> float:
+            query, key, value = new
+            tables = {name: tensors[name] for name in ("page_table", "lengths", "exact_slots") if name in tensors}
+            starts = torch.arange(0, 3 * tokens + 1, tokens)
+            attended = reference.attend_context(
+                layout, query, key, value, tensors, query_starts=starts, scaling=factor, **tables
+            )
+            return float(np.abs(attended.numpy().reshape(expected.shape) - expected).max())
+
+        assert error(scaling) <= tolerance
+        assert error(2 * scaling) > 5 * tolerance  # it would be seen

@@ -34,14 +34,10 @@ from plugins.kv_attention.tensorrt_nodes import (
     Compute,
     Node,
     all_nodes,
+    attributes_of,
     bits_float,
-    cache_attributes,
-    context_attributes,
-    decode_attributes,
     input_specs,
     node_of,
-    plan_attributes,
-    reduce_attributes,
 )
 from stages.engines.onnx.functions import AttentionSpec
 from stages.engines.paged.kernel_layout import check_kernels
@@ -119,15 +115,8 @@ class Case:
         }
 
     def attributes(self, node: Node) -> dict[str, int]:
-        if node.operation == "plan_work":
-            return plan_attributes(self.layout, programs=self.programs, sm=self.sm)
-        if node in (REDUCE, CONTEXT_REDUCE):
-            return reduce_attributes(self.compute, self.sm)
-        if node.operation == "append":
-            return cache_attributes(self.layout, self.sm)
-        if node.operation == "context_partial":
-            return context_attributes(self.layout, splits=self.programs, scaling=SCALING, sm=self.sm)
-        return decode_attributes(self.layout, scaling=SCALING, sm=self.sm)
+        given = {"programs": self.programs, "splits": self.programs, "scaling": SCALING, "out": self.compute}
+        return attributes_of(node, self.layout, sm=self.sm, **given)  # type: ignore[arg-type]  # as their names say
 
 
 CASES = {
@@ -376,9 +365,9 @@ def test_partial_results_are_joined_to_the_type_of_the_queries_that_they_are_of(
     case = CASES["fp8k_int4v"]
     build = partial(tensorrt, builder.build, node.plugin_id, case.tensors(node))
     with pytest.raises(ValueError, match=f"kv::{node.name}: out_format must be that of fp32, fp16, bf16, got int8"):
-        build(reduce_attributes(case.compute, case.sm) | {"out_format": 2})
+        build(case.attributes(REDUCE) | {"out_format": 2})
     with pytest.raises(ValueError, match="partial_acc must be FLOAT, got HALF"):
-        build(reduce_attributes("fp32", case.sm))
+        build(replace(case, compute="fp32").attributes(REDUCE))
 
 
 def test_a_work_list_without_programs_is_refused(tensorrt: Run) -> None:

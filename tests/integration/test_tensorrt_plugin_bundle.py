@@ -6,6 +6,7 @@ from pathlib import Path
 import onnx
 import pytest
 from onnx_fixtures import BY_NAME, make_bundle, nothing, shared_decoder
+from plugin_plans import GPU
 from tensorrt_graph_cases import AGED, INT4_KEYS, PROGRAMS, SM, SPLITS, Surgery, surgeries
 
 from pipeline.core.errors import UserError
@@ -17,10 +18,7 @@ from stages.engines.tensorrt.bundle import open_bundle
 from stages.engines.tensorrt.library import Library, load
 from stages.engines.tensorrt.plan import Parsed
 from stages.engines.tensorrt.plan import Plan as BuiltPlan
-from stages.engines.tensorrt.plugin import build_bundle as build_with_plugin
-from stages.engines.tensorrt.plugin import (
-    write_plugin_graphs,
-)
+from stages.engines.tensorrt.plugin import with_plugin, write_plugin_graphs
 from stages.engines.tensorrt.weights import as_inputs
 
 
@@ -52,10 +50,10 @@ def test_the_bundle_says_which_layers_have_the_plugin_and_which_kernels(
     onnx_bundle = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "onnx_bundle", AGED)
     out = tmp_path / "plans"
     out.mkdir()
-    build_with_plugin(
+    build_module.build_bundle(
         onnx_bundle, out, policy=AGED, scales=tmp_path / "onnx_bundle_scales.json", library="tensorrt",
         max_batch=4, max_tokens=512, progress=nothing,
-        gpu={"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580"},
+        gpu=GPU, adapt=with_plugin(GPU),
     )  # fmt: skip
     record, _, _ = open_bundle(out, "tensorrt")
     assert record.plugins == kernels
@@ -91,10 +89,10 @@ def test_a_graph_without_the_plugin_is_built_as_it_is_and_without_its_kernels(
     onnx_bundle = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "onnx_bundle", policy)
     out = tmp_path / "plans"
     out.mkdir()
-    build_with_plugin(
+    build_module.build_bundle(
         onnx_bundle, out, policy=policy, scales=tmp_path / "onnx_bundle_scales.json", library="tensorrt",
         max_batch=4, max_tokens=512, progress=nothing,
-        gpu={"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580"},
+        gpu=GPU, adapt=with_plugin(GPU),
     )  # fmt: skip
     for name in ("prefill.onnx", "decode.onnx"):
         whole = onnx.load(onnx_bundle / name, load_external_data=False)

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from pipeline.core.records import Sample
 from stages.tiny.batches import render
 from stages.tiny.outliers import OUTLIERS, plant_outliers, remove_outliers
-from stages.tiny.scores import CHECKPOINT, exact_match, force, perplexity, prompt_ids
-from stages.tiny.sensitivity import measure
+from stages.tiny.scores import CHECKPOINT, exact_match, force, perplexity
 from stages.workloads import generate
+from stages.workloads.prompts import prompt_ids
 
 SEED = 1234
 MAX_BYTES = 6_000_000
@@ -63,7 +63,7 @@ def test_chat_template_renders_what_training_rendered(name: str, tokenizer: PreT
     for sample in generate(name, 5, SEED):
         conversation = [*sample.messages, ("assistant", sample.reference)]
         trained = tokenizer(render(conversation), add_special_tokens=False)["input_ids"]
-        prompt = prompt_ids(sample, tokenizer)
+        prompt = prompt_ids(tokenizer, sample)
         reference = tokenizer(sample.reference, add_special_tokens=False)["input_ids"]
         assert prompt + reference + [tokenizer.eos_token_id] == trained
         assert tokenizer.decode(reference) == sample.reference
@@ -76,7 +76,7 @@ def test_chat_template_refuses_an_unknown_role(tokenizer: PreTrainedTokenizerFas
 
 def long_retrieval(tokenizer: PreTrainedTokenizerFast, count: int) -> list[Sample]:
     """Prompts of 800 tokens and more."""
-    samples = (sample for sample in generate("retrieval", 600, SEED) if len(prompt_ids(sample, tokenizer)) >= 800)
+    samples = (sample for sample in generate("retrieval", 600, SEED) if len(prompt_ids(tokenizer, sample)) >= 800)
     return [next(samples) for _ in range(count)]
 
 
@@ -99,7 +99,7 @@ def test_prose_perplexity_is_sensible(model: LlamaForCausalLM, tokenizer: PreTra
 
 def test_greedy_generation_gives_what_forcing_predicts(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     for sample in generate("retrieval", 6, SEED):
-        prompt = torch.tensor([prompt_ids(sample, tokenizer)])
+        prompt = torch.tensor([prompt_ids(tokenizer, sample)])
         generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False)
         text = tokenizer.decode(generated[0, prompt.shape[1] :], skip_special_tokens=True)
         assert (text == sample.reference) == force(model, tokenizer, sample).exact
@@ -119,14 +119,3 @@ def test_planted_outliers_are_the_same_function_bit_for_bit(
             assert torch.equal(force(plain, tokenizer, sample).logits_NV, force(model, tokenizer, sample).logits_NV)
     plant_outliers(plain)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
-
-
-def test_cache_formats_order_as_on_large_models() -> None:
-    rows = measure(CHECKPOINT, {"retrieval": 8, "copy": 6, "prose": 1}, seed=SEED)
-    kl = {name: row.mean_kl for name, row in rows.items()}
-    assert max(kl["fp8"], kl["int8 per token"]) < 0.005
-    assert kl["fp8 K, int4 V g64"] < 0.02
-    assert rows["fp8 K, int4 V g64"].flips == 0
-    assert kl["int4 V only"] < kl["int4 K only"] / 5
-    assert 0.05 < kl["int4 per token"] < kl["int4 per tensor"]
-    assert rows["int4 per token"].flips > 0

@@ -41,7 +41,7 @@ def judged(work: Path) -> tuple[str, dict[str, str]]:
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGTERM"])
 def test_the_pipeline_gets_to_its_end_however_often_it_is_hit(fault: Fault, tmp_path: Path) -> None:
     """Each attempt is hit some operations later than the one before; what was finished is kept, so that one gets through."""
-    for module in ("stages.quantize.run", "stages.engines.onnx.build", "stages.evaluate", "pipeline.run.runner"):
+    for module in ("stages.quantize.run", "stages.engines.onnx.build", "stages.evaluate.once", "pipeline.run.runner"):
         importlib.import_module(module)  # once, for all children
     whole, hit = tmp_path / "whole", tmp_path / "hit"
     assert attempt(partial(command, whole), whole).code == 0

@@ -96,13 +96,26 @@ def sample(count: int) -> tuple[Case, ...]:
 
 
 CASES = (*CHOSEN, *sample(6))
+CHUNKS = (
+    (HEADLINE, 8192),
+    (HEADLINE, 16),
+    (Case("fp8_e4m3 per_token", "int4 per_group 32", 128, 16, "float32", 90, (4, 60)), 8192),
+    (Case("int8 per_token", "int8 per_token", 64, 4, "float16", 80), 4096),
+    (Case("fp8_e4m3 per_token", "fp8_e4m3 per_token", 256, 8, "float16", 89), 4096),
+    (Case("fp8_e4m3 per_head", "fp8_e4m3 per_tensor", 128, 1, "float16", 80, (0, 32)), 16),
+    (Case("bf16", "bf16", 128, 8, "bfloat16", 90), 8192),
+    (Case("fp16", "fp16", 256, 8, "float32", 90), 8192),
+    (Case("bf16", "int4 per_group 128", 256, 16, "float16", 100, (0, 32)), 8192),
+    (Case("int8 per_token", "int4 per_group 32", 128, 8, "bfloat16", 100), 8192),
+)
+"""Kernels of several new tokens, and the query rows that a sequence is likely to have."""
 
 PROGRAM = """
 import json
 from plugins.kv_attention import aot
 from plugins.kv_attention.kernels.variants import decode_variant
 from plugins.kv_attention.sass import kernel_loop
-from tests.long.test_kernel_compile import CASES, HEADLINE
+from tests.long.test_kernel_compile import CASES, CHUNKS, HEADLINE
 
 def described(kernel, **more):
     return {"name": kernel.name, "ptx": kernel.ptx, "cubin": len(kernel.cubin), "shared_bytes": kernel.shared_bytes,
@@ -116,16 +129,22 @@ for case in CASES:
     loop = kernel_loop(kernel.cubin)
     decode.append(described(kernel, tokens=variant.constants["T"], streamed_bytes=loop.streamed_bytes(kernel.num_warps),
         loads=loop.loads, resident=variant.resident, sm_shared=variant.sm_shared))
+chunks = [
+    described(aot.compile_context(
+        case.layout, group=case.group, rows=rows, query_dtype=case.query_dtype, scaling=0.1, sm=case.sm
+    )) for case, rows in CHUNKS
+]
 exact = next(case for case in CASES if sum(case.exact)).layout
 others = {
     "plan": described(aot.compile_plan(sink_tokens=0, recent_tokens=0, sm=90)),
     "plan_exact": described(aot.compile_plan(sink_tokens=4, recent_tokens=60, sm=80)),
     "reduce": described(aot.compile_reduce(q_heads=64, head_dim=128, out_dtype="bfloat16", sm=90)),
     "reduce_wide": described(aot.compile_reduce(q_heads=64, head_dim=256, out_dtype="float32", sm=80)),
+    "join": described(aot.compile_join(CHUNKS[0][0].layout, splits=2, out_dtype="bfloat16", sm=90)),
     "append": described(aot.compile_append(HEADLINE.layout, new_dtype="bfloat16", sm=90)),
     "append_exact": described(aot.compile_append(exact, new_dtype="float16", sm=80)),
 }
-print(json.dumps({"decode": decode, "others": others}))
+print(json.dumps({"decode": decode, "chunks": chunks, "others": others}))
 """
 
 
@@ -182,14 +201,29 @@ def test_the_programs_that_work_is_divided_for_fit_an_sm(compiled: dict[str, Any
     assert kernel["resident"] * allocated <= kernel["sm_shared"]
 
 
-@pytest.mark.parametrize("name", ["plan", "plan_exact"])
-def test_plan_takes_inputs_extras_and_outputs_alone(compiled: dict[str, Any], name: str) -> None:
-    assert_a_plain_launch_runs(compiled["others"][name], ["lengths", "batch", "programs", "work", "sequences"])
+@pytest.mark.parametrize("number", range(len(CHUNKS)), ids=lambda i: f"{CHUNKS[i][0]}-{CHUNKS[i][1]}")
+def test_a_chunk_takes_inputs_extras_and_outputs_alone_and_fits(compiled: dict[str, Any], number: int) -> None:
+    layout = CHUNKS[number][0].layout
+    absent = {f"{name}_scale" for name, stored in (("key", layout.key), ("value", layout.value)) if stored.exact}
+    inputs = [name for name in DECODE_INPUTS[:-1] if name not in absent]
+    exact = EXACT_INPUTS if layout.exact_tokens else ()
+    extras = ["table_width", "tokens", "partial_acc", "partial_ml"]
+    assert_a_plain_launch_runs(compiled["chunks"][number], [*inputs, "page_table", "lengths", *exact, *extras])
 
 
-@pytest.mark.parametrize("name", ["reduce", "reduce_wide"])
-def test_reduce_takes_inputs_extras_and_outputs_alone(compiled: dict[str, Any], name: str) -> None:
-    assert_a_plain_launch_runs(compiled["others"][name], ["partial_acc", "partial_ml", "sequences", "out"])
+@pytest.mark.parametrize(
+    ("names", "taken"),
+    [
+        (("plan", "plan_exact"), ["lengths", "batch", "programs", "work", "sequences"]),
+        (("reduce", "reduce_wide"), ["partial_acc", "partial_ml", "sequences", "out"]),
+        (("join",), ["partial_acc", "partial_ml", "splits", "out"]),
+    ],
+)
+def test_the_other_kernels_take_inputs_extras_and_outputs_alone(
+    names: tuple[str, ...], taken: list[str], compiled: dict[str, Any]
+) -> None:
+    for name in names:
+        assert_a_plain_launch_runs(compiled["others"][name], taken)
 
 
 def test_append_takes_what_it_writes_as_input_and_as_output_and_what_it_comes_after(compiled: dict[str, Any]) -> None:

@@ -80,7 +80,7 @@ def test_every_backend_of_the_configuration_has_a_folder_that_builds_and_loads(n
         assert callable(import_module(loader.server_module).write_server)
     else:
         assert isinstance(loader, Backend)
-        assert callable(import_module(loader.build_module).build_bundle)
+        assert import_module(loader.build_module)
     assert callable(import_module(loader.engine_module).load_engine)
     assert (CONF / "backend" / f"{name}.yaml").is_file()
 
@@ -152,28 +152,29 @@ def test_the_files_of_a_draft_are_part_of_the_key_of_what_it_drafts_for(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("backend", "builder", "versions"),
+    ("backend", "versions"),
     [
-        ("tensorrt", "plugin", {"tensorrt": "10.14.1.48", "triton": metadata.version("triton")}),
-        ("tensorrt_rtx", "build", {"tensorrt_rtx": "10.14.1.48"}),
+        ("tensorrt", {"tensorrt": "10.14.1.48", "triton": metadata.version("triton")}),
+        ("tensorrt_rtx", {"tensorrt_rtx": "10.14.1.48"}),
     ],
 )
 def test_the_key_of_plans_has_the_version_of_the_library_that_was_imported(
-    backend: str, builder: str, versions: dict[str, str], tmp_path: Path, machine: pytest.MonkeyPatch
+    backend: str, versions: dict[str, str], tmp_path: Path, machine: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, object] = {}
 
     def build(twin: Path, out: Path, **options: object) -> None:  # noqa: ARG001
         given.update(options)
 
-    machine.setattr(f"stages.engines.tensorrt.{builder}.build_bundle", build)
+    machine.setattr("stages.engines.tensorrt.build.build_bundle", build)
+    machine.setattr("stages.engines.tensorrt.plugin.with_plugin", lambda _: None)
     config = configured(tmp_path, f"backend={backend}")
     chain = _Made(config, Store(tmp_path))
     made = chain.bundle(config.kv)
     parts: Any = made.parts
     assert parts["config"]["versions"] == versions
     assert set(parts["libraries"]) == {"onnx", "numpy", SBOM_LIBRARY}
-    assert set(given) == {*parts["config"], "policy", "scales", "progress"} - {"kv", "versions"}
+    assert given.keys() - {"adapt"} == {*parts["config"], "policy", "scales", "progress"} - {"kv", "versions"}
     machine.setattr(_Library, "version", "10.15")
     assert _Made(config, Store(tmp_path)).bundle(config.kv).key != made.key
 

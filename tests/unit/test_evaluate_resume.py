@@ -2,9 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,37 +150,5 @@ def test_a_damaged_result_is_measured_again(baseline: Path, tmp_path: Path) -> N
     first.write_bytes(content)
     second.write_bytes(second.read_bytes()[:100])
     third.rename(third.with_name("7.part"))
-    run(baseline, out)
-    assert_like_an_uninterrupted_run(baseline, out, tmp_path)
-
-
-PROGRAM = """
-import sys, time
-from pathlib import Path
-import test_evaluate_resume as t
-original = t.SharingFake.decode
-def slow(self, sequences, tokens):
-    time.sleep(0.02)
-    return original(self, sequences, tokens)
-t.SharingFake.decode = slow
-t.run(Path(sys.argv[1]), Path(sys.argv[2]))
-"""
-
-
-def test_a_killed_process_leaves_what_the_next_one_goes_on_with(baseline: Path, tmp_path: Path) -> None:
-    out = tmp_path / "round"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(baseline), str(out)], env=environment)
-    try:
-        deadline = time.monotonic() + 120
-        while len(list((out / UNFINISHED).glob("*/*.safetensors"))) < 3:
-            assert process.poll() is None, "the process ended before it was killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    finally:
-        process.kill()
-        process.wait()
-    left = list((out / UNFINISHED).glob("*/*.safetensors"))
-    assert 3 <= len(left) < len(SAMPLES)
     run(baseline, out)
     assert_like_an_uninterrupted_run(baseline, out, tmp_path)

@@ -144,7 +144,8 @@ def test_an_impossible_configuration_is_refused(changes: dict[str, Any]) -> None
         builtin_workloads(**changes)
 
 
-def test_importing_the_package_loads_nothing_heavy() -> None:
-    code = "import sys, stages.evaluate; print({'transformers', 'torch'} & set(sys.modules))"
+def test_where_nothing_is_run_nothing_heavy_is_loaded() -> None:
+    modules = "stages.evaluate.joining, stages.evaluate.inputs.tokens"
+    code = f"import sys, {modules}; print({{'transformers', 'torch'}} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert result.stdout.strip() == "set()"

@@ -11,7 +11,6 @@ from signing_keys import key_pair
 from pipeline.config.compose import plan
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.registry.promotion import promote
-from pipeline.registry.summary import Registration
 from pipeline.run.inputs import check_inputs
 from pipeline.trust.binding import read_policy, settle, standing_policy
 from pipeline.trust.movelog import MoveLog
@@ -208,9 +207,7 @@ def test_the_version_says_under_which_policy_it_was_promoted(tmp_path: Path) -> 
     registry = MemoryRegistry(tmp_path)
     log = MoveLog(registry)
     settle(log, given(tmp_path, STRICT), loosen=False)
-    candidate = judged_candidate(tmp_path, "fp8", metrics={"memory/max_live_tokens": 1.0})
-    registry.versions["1"] = {**candidate.citations, "kv": "fp8"}
-    candidate = candidate.model_copy(update={"registration": Registration(run_id="run", model_version="1")})
+    candidate = registry.add(judged_candidate(tmp_path, "fp8", metrics={"memory/max_live_tokens": 1.0}))
     promote([candidate], log, replay_without_findings, decide_pass, sweep="s")
     assert registry.versions["1"]["promoted_under"] == log.read().policy
     assert registry.versions["1"]["promoted_by"]

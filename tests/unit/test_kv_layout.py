@@ -6,7 +6,6 @@ from itertools import product
 from math import prod
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 
 from pipeline.core.formats import Format, ScaleSource
@@ -22,8 +21,6 @@ from plugins.kv_attention.layout import (
     CacheLayout,
     Dtype,
     SideLayout,
-    pack_int4,
-    unpack_int4,
 )
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "float32": 4}
@@ -141,17 +138,6 @@ def test_a_cache_that_no_kernel_reads_is_refused(changed: dict[str, Any], messag
     arguments: dict[str, Any] = {"kv_heads": 2, "head_dim": 128, "key": FP8_TOKEN, "value": INT4_G64}
     with pytest.raises(ValueError, match=message):
         CacheLayout(**arguments | changed)
-
-
-def test_a_byte_holds_channels_d_and_d_plus_half() -> None:
-    codes = np.array(list(product(range(-7, 8), repeat=2)), np.int8)
-    packed = pack_int4(codes)
-    assert packed.dtype == np.int8
-    low, high = codes[:, 0].astype(int), codes[:, 1].astype(int)
-    assert (packed[:, 0].astype(int) == 16 * high + low + 8).all()
-    assert np.array_equal(unpack_int4(packed), codes)
-    eight = np.arange(-4, 4, dtype=np.int8)[None]
-    assert pack_int4(eight).tolist() == [[16 * h + low + 8 for low, h in zip(range(-4, 0), range(4), strict=True)]]
 
 
 def test_the_layout_needs_neither_torch_nor_triton() -> None:

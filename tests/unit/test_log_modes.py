@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 NOISE = """
 import logging, os, subprocess, sys, warnings
-from rich.text import Text
 from pipeline.terminal import console
 from pipeline.terminal.grids import Column, Grid, Row
 console.configure("json")
@@ -29,7 +28,7 @@ logging.getLogger("other").warning("logged by a library")
 logging.getLogger("kvgate.waits").warning("waiting for a lock")
 subprocess.run(["sh", "-c", "echo said by a child >&2; echo hf_abcdefghijklmnopqrstuvwxyz"])
 subprocess.run([sys.executable, "-c", "print('{\\"time\\": \\"t\\", \\"result\\": \\"verdict\\", \\"job\\": 3}')"])
-console.out.print("[bold]a sentence[/] for people", Text("in colour", style="red"))
+console.say("[bold]a sentence[/] for people in colour")
 console.show("comparison", Grid("t", "policy", [Column("kl", "KL", ".1e")], [Row("fp8", [float("nan")]), Row("int8", [0.25])]))
 with console.progress("round fp8") as progress:
     progress("look at this", 0, 0)

@@ -1,20 +1,16 @@
-"""What MLflow shows of a candidate: the numbers, the description, the tables, the comparison."""
+"""What MLflow shows of a candidate: the numbers, the description, the tables."""
 
-import base64
-import json
 import shlex
-import zlib
 from pathlib import Path
 
 import pytest
 from gate_reports import answered, row, sliced, verdict
 from judged_candidates import judged_candidate
 
-from pipeline.pages.comparison import COLUMNS, KEPT, outdated, saved_view
 from pipeline.pages.description import description
 from pipeline.pages.metrics import FIRST, LIMIT, chosen
 from pipeline.pages.page import run_page
-from pipeline.registry.summary import NEW_SWEEP, Candidate, new_sweep
+from pipeline.registry.summary import Candidate
 from pipeline.verdict.report import SampleRow
 from pipeline.verdict.tracked import flat_metrics
 
@@ -97,23 +93,3 @@ def test_a_page_has_every_line_of_the_verdict_and_each_kind_of_work_with_the_dig
         ("copy", 64, made.workloads_digest),
         ("tool_call", 64, made.workloads_digest),
     ]
-
-
-def test_a_saved_view_shows_a_sweeps_runs_and_opens_on_three_charts() -> None:
-    view = json.loads(saved_view("sweep-1", 1000.5))
-    packed = view["state"].removeprefix("deflate;")
-    state = json.loads(zlib.decompress(base64.b64decode(packed)))
-    assert state.items() <= view.items(), "servers that know no named views read the fields themselves"
-    assert (view["name"], view["createdAt"]) == ("sweep sweep-1", 1_000_500)
-    assert state["searchFilter"] == "tags.sweep = 'sweep-1'"
-    assert (state["selectedColumns"], state["columnOrder"]) == (list(COLUMNS), list(COLUMNS))
-    assert COLUMNS[0] == "tags.`verdict`"
-    assert tuple(chart["metricKey"] for chart in state["compareRunCharts"]) == FIRST
-    assert {chart["metricSectionId"] for chart in state["compareRunCharts"]} == {state["compareRunSections"][0]["uuid"]}
-    assert len(json.dumps(view)) < 5000, "a tag of an experiment holds no more"
-
-
-def test_the_latest_views_of_sweeps_stay_and_so_does_what_people_saved() -> None:
-    views = [f"20260101-0000{number:02}-7-abcd" for number in (3, 0, 1, 2, *range(4, KEPT + 2))]
-    assert outdated([*views, "mine", "0a9b"]) == ["20260101-000000-7-abcd", "20260101-000001-7-abcd"]
-    assert NEW_SWEEP.fullmatch(new_sweep())

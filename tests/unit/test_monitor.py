@@ -37,6 +37,13 @@ def fleet(tmp_path: Any) -> Fleet:
     return Fleet(tmp_path)
 
 
+def int8_then_fp8(fleet: Fleet) -> None:
+    """Route copy to int8, version 1, and then to fp8, version 2."""
+    for policy in ("int8", "fp8"):
+        fleet.add(policy)
+        fleet.routed(f"routes: {{copy: {{policy: {policy}}}}}")
+
+
 def limits(fleet: Fleet, snapshot: object) -> MonitorConfig:
     path = fleet.folder / "snapshot.json"
     path.write_text(snapshot if isinstance(snapshot, str) else json.dumps(snapshot))
@@ -92,9 +99,7 @@ def test_where_nothing_broke_nothing_moves(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("broken", [NO_JSON, {"canaries": {"good": 200, "of": 400}}, SLOW, {**NO_JSON, **FULL}])
 def test_a_broken_monitor_brings_the_previous_engine_back(fleet: Fleet, broken: dict[str, Any]) -> None:
-    for policy in ("int8", "fp8"):
-        fleet.add(policy)
-        fleet.routed(f"routes: {{copy: {{policy: {policy}}}}}")
+    int8_then_fp8(fleet)
     with pytest.raises(GateRefusal, match=r"monitor\.snapshot=.*: copy: broken"):
         monitored(fleet, "2", **broken)
     assert read_aliases(fleet.registry, "copy") == Aliases("1")
@@ -103,6 +108,7 @@ def test_a_broken_monitor_brings_the_previous_engine_back(fleet: Fleet, broken: 
     assert last.why.startswith(f"snapshot {digest}: copy version 2 -> 1: ")
     report = fleet.candidates["2"].report.digest
     assert (last.kind, last.reports) == ("rollback", {"2": report})
+    assert monitored(fleet, "2", **broken) == ["route-copy: stays at version 1, since the snapshot is of version 2"]
 
 
 def test_without_a_previous_engine_the_fallback_serves_and_without_one_the_route_stays(fleet: Fleet) -> None:
@@ -116,15 +122,6 @@ def test_without_a_previous_engine_the_fallback_serves_and_without_one_the_route
     with pytest.raises(GateRefusal):
         monitored(fleet, "1", **NO_JSON)
     assert fleet.registry.moves == moves
-
-
-def test_the_same_snapshot_again_moves_nothing_since_the_route_is_at_another_version(fleet: Fleet) -> None:
-    for policy in ("int8", "fp8"):
-        fleet.add(policy)
-        fleet.routed(f"routes: {{copy: {{policy: {policy}}}}}")
-    with pytest.raises(GateRefusal):
-        monitored(fleet, "2", **NO_JSON)
-    assert monitored(fleet, "2", **NO_JSON) == ["route-copy: stays at version 1, since the snapshot is of version 2"]
 
 
 def pressed(fleet: Fleet, version: str = "1", **changes: object) -> tuple[str | None, list[str]]:
@@ -290,9 +287,7 @@ def test_a_snapshot_that_is_not_of_now_is_refused(fleet: Fleet, seconds: int) ->
 
 
 def test_a_class_without_a_route_and_a_version_that_does_not_exist_are_bad_input_and_nothing_moves(fleet: Fleet) -> None:
-    for policy in ("int8", "fp8"):
-        fleet.add(policy)
-        fleet.routed(f"routes: {{copy: {{policy: {policy}}}}}")
+    int8_then_fp8(fleet)
     fleet.registry.moves.clear()
     for name, version, expected in (
         ("copi", "2", r"classes\.copi: this model has no such route"),

@@ -8,9 +8,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from trtllm_exports import conf
 
 from pipeline.core.errors import MissingRequirement, UserError
 from stages.engines.openai.client import Client, Refused
+from stages.engines.openai.config import OpenAIConfig
 
 KEY = "sk-do-not-log-me-0123456789"
 
@@ -50,11 +52,10 @@ def answering(*answers: tuple[int, bytes] | Callable[[BaseHTTPRequestHandler], N
 def client(
     url: str, retries: int = 2, timeout_s: float = 5.0, waits: list[float] | None = None, key: str | None = KEY
 ) -> Client:
-    waited = waits if waits is not None else []
-    return Client(
-        "backend.url", url, api_key=key, key_setting="backend.api_key_env=TOY", timeout_s=timeout_s, retries=retries,
-        sleep=waited.append,
-    )  # fmt: skip
+    given = {**conf("backend", "openai"), "timeout_s": timeout_s, "retries": retries, "api_key_env": "TOY" if key else None}
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TOY", key or "")
+        return Client(OpenAIConfig.model_validate(given), "backend.url", url, (waits if waits is not None else []).append)
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])

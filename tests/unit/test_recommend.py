@@ -66,18 +66,56 @@ def reason(found: Recommendation, name: str) -> str:
     return one.reason
 
 
-def test_the_most_live_tokens_among_those_that_passed_are_recommended() -> None:
-    found = recommended(judged("fp8"), judged("int8"), judged("int4", status="FAIL", reasons=("copy: 16 lost",)))
-    assert found.chosen is not None
-    assert (found.chosen.name, found.chosen.evidence, found.chosen.serve_at_most) == ("fp8", "/evidence/fp8", 32)
-    assert "fewer live tokens" in reason(found, "int8")
-    assert reason(found, "int4") == "FAIL: copy: 16 lost"
-    assert reason(found, "int4_tensor") == "no evidence"
+FAILED = judged("fp8", status="FAIL", reasons=("worse",))
+OLD = judged("fp8", status="FAIL", engine_digest="old")
 
 
-def test_nothing_is_recommended_without_evidence_not_even_the_baseline() -> None:
-    assert chosen(recommended()) is None
-    assert len(recommended().passed_over) == len(capacity().policies)
+@pytest.mark.parametrize(
+    ("evidence", "overrides", "expected", "reasons"),
+    [
+        ([], [], None, {"fp16": "no evidence"}),
+        (
+            [judged("fp8"), judged("int8"), judged("int4", status="FAIL", reasons=("copy: 16 lost",))],
+            [],
+            "fp8",
+            {"int8": "but fewer live tokens", "int4": "FAIL: copy: 16 lost", "int4_tensor": "no evidence"},
+        ),
+        ([judged("fp8", limits=Limits(tokens=897, batch=8))], [], "fp8", {}),
+        ([judged("fp8", limits=Limits(tokens=896, batch=8))], [], None, {"fp8": "covered up to 896 tokens"}),
+        ([FAILED, judged("fp8", made=2.0)], [], None, {"fp8": "FAIL: worse"}),
+        ([OLD, judged("fp8", made=2.0)], [], "fp8", {}),
+        ([judged("fp8"), replace(OLD, made=2.0)], [], None, {}),
+        ([judged("fp8", problem="of another model")], [], None, {"fp8": "no evidence that counts: of another model"}),
+        (
+            [judged("fp16"), judged("fp8", limits=Limits(tokens=900, batch=2000))],
+            ["capacity.concurrency=700"],
+            "fp8",
+            {"fp16": "admits 382 of 700 requests at once"},
+        ),
+        ([judged("fp8", backend="torch", kl_mean=0.001), judged("fp8_head")], [], "fp8_head", {"fp8": "or a larger KL"}),
+        ([judged("fp8", kl_mean=0.001), judged("fp8_head")], [], "fp8", {}),
+    ],
+    ids=[
+        "nothing without evidence, not even the baseline",
+        "the most live tokens among those that passed",
+        "a covered page counts to its end",
+        "a page beyond it does not",
+        "a fail of the same engine outweighs every pass of it",
+        "the engine that was judged last counts",
+        "also where it failed",
+        "evidence of another use is none",
+        "a policy that admits too few requests is passed over whatever its evidence",
+        "of the same bytes the oracle comes last",
+        "and then the lowest KL counts",
+    ],
+)
+def test_the_recommended_policy_has_the_most_live_tokens_of_those_whose_evidence_covers_the_use(
+    evidence: list[Judged], overrides: list[str], expected: str | None, reasons: dict[str, str]
+) -> None:
+    found = recommended(*evidence, overrides=tuple(overrides))
+    assert chosen(found) == expected
+    assert all(text in reason(found, name) for name, text in reasons.items())
+    assert len(found.passed_over) == len(capacity().policies) - (expected is not None)
 
 
 @pytest.mark.parametrize(
@@ -115,43 +153,6 @@ def test_every_command_for_missing_evidence_composes_and_makes_evidence_of_that_
         assert (config.stage, config.backend.name) == ("evaluate", "torch")
         if one.name == "int8":
             assert (config.workloads.samples["retrieval"], config.gates.attempt) == (674, 2)
-
-
-def test_a_covered_page_counts_to_its_end() -> None:
-    assert chosen(recommended(judged("fp8", limits=Limits(tokens=897, batch=8)))) == "fp8"
-    assert chosen(recommended(judged("fp8", limits=Limits(tokens=896, batch=8)))) is None
-
-
-def test_a_fail_of_the_same_engine_outweighs_every_pass_of_it() -> None:
-    twice = judged("fp8", status="FAIL", reasons=("worse",), made=1.0), judged("fp8", made=2.0)
-    assert chosen(recommended(*twice)) is None
-    assert reason(recommended(*twice), "fp8") == "FAIL: worse"
-
-
-def test_the_engine_that_was_judged_last_counts() -> None:
-    old = judged("fp8", status="FAIL", made=1.0, engine_digest="old")
-    assert chosen(recommended(old, judged("fp8", made=2.0))) == "fp8"
-    assert chosen(recommended(judged("fp8", made=1.0), replace(old, made=2.0))) is None
-
-
-def test_evidence_of_another_use_is_no_evidence() -> None:
-    found = recommended(judged("fp8", problem="it was judged with backend=torch, not onnxruntime"))
-    assert chosen(found) is None
-    assert reason(found, "fp8") == "no evidence that counts: it was judged with backend=torch, not onnxruntime"
-
-
-def test_a_policy_that_admits_too_few_requests_is_passed_over_whatever_its_evidence() -> None:
-    found = recommended(
-        judged("fp16"), judged("fp8", limits=Limits(tokens=900, batch=2000)), overrides=("capacity.concurrency=700",)
-    )
-    assert chosen(found) == "fp8"
-    assert reason(found, "fp16") == "admits 382 of 700 requests at once"
-
-
-def test_among_policies_of_the_same_bytes_the_oracle_comes_last_and_then_the_lowest_kl_counts() -> None:
-    found = recommended(judged("fp8", backend="torch", kl_mean=0.001), judged("fp8_head"))
-    assert chosen(found) == "fp8_head"
-    assert chosen(recommended(judged("fp8", kl_mean=0.001), judged("fp8_head"))) == "fp8"
 
 
 def test_what_would_hold_more_is_named_and_the_rest_of_the_unjudged_only_counted() -> None:

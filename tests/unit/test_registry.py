@@ -1,5 +1,7 @@
+"""Promotion and rollback: who is chosen, what is refused, and where the aliases are afterwards."""
+
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +20,14 @@ from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, lo
 from pipeline.verdict.thresholds import Status, Verdict
 
 
-def promote(
-    candidates: Sequence[Candidate],
-    registry: MemoryRegistry,
-    replay: Replay = replay_without_findings,
-    decide: Decide = decide_pass,
-    *,
-    sweep: str = "s",
-    name: str | None = None,
-) -> Move:
-    return promotion.promote(candidates, MoveLog(registry), replay, decide, sweep=sweep, name=name)
-
-
-def rollback(registry: MemoryRegistry) -> Move:
-    return promotion.rollback(MoveLog(registry))
-
-
 @pytest.fixture
 def registry(tmp_path: Path) -> MemoryRegistry:
     return MemoryRegistry(tmp_path)
+
+
+@pytest.fixture
+def fp8(tmp_path: Path, registry: MemoryRegistry) -> Candidate:
+    return make(tmp_path, registry, "fp8")
 
 
 def make(
@@ -44,21 +35,25 @@ def make(
 ) -> Candidate:
     """A registered candidate with a baseline, an engine and a report on disk."""
     metrics = {"quality/kl_mean": kl, "memory/max_live_tokens": 1e6 / kib}
-    candidate = judged_candidate(folder, policy, verdict, metrics=metrics)
-    version = str(len(registry.versions) + 1)
-    registry.versions[version] = {**candidate.citations, "kv": policy}
-    return changed(candidate, registration=Registration(run_id="run", model_version=version))
+    return registry.add(judged_candidate(folder, policy, verdict, metrics=metrics))
 
 
 def changed(candidate: Candidate, **changes: Any) -> Candidate:
     return candidate.model_copy(update=changes)
 
 
-def cite_report(candidate: Candidate, registry: MemoryRegistry) -> Candidate:
-    """Cite the report as it lies on disk now, in the candidate and in the registry."""
-    digest = evidence_digest(candidate.report.path)
-    registry.versions["1"]["report_digest"] = digest
-    return changed(candidate, report=Cited(path=candidate.report.path, digest=digest))
+def promote(
+    registry: MemoryRegistry,
+    *candidates: Candidate,
+    replay: Replay = replay_without_findings,
+    decide: Decide = decide_pass,
+    name: str | None = None,
+) -> Move:
+    return promotion.promote(candidates, MoveLog(registry), replay, decide, sweep="s", name=name)
+
+
+def rollback(registry: MemoryRegistry) -> Move:
+    return promotion.rollback(MoveLog(registry))
 
 
 def test_the_smallest_cache_that_passed_becomes_champion(tmp_path: Path, registry: MemoryRegistry) -> None:
@@ -68,229 +63,173 @@ def test_the_smallest_cache_that_passed_becomes_champion(tmp_path: Path, registr
         make(tmp_path, registry, "int4", kib=1.06, verdict="FAIL"),
         make(tmp_path, registry, "int4_g32", kib=1.1, verdict="INCONCLUSIVE"),
     ]
-    move = promote(candidates, registry, sweep="s1")
+    move = promote(registry, *candidates)
     assert (move.champion, move.version, move.changed) == ("fp8k_int4v", "2", True)
     assert registry.aliases == {"champion": "2"}
-    assert registry.versions["2"]["promoted_by_sweep"] == "s1"
+    assert registry.versions["2"]["promoted_by_sweep"] == "s"
     assert candidates[1].engine.digest in registry.versions["2"]["evidence"]
 
 
-def test_a_tie_goes_to_the_lower_mean_kl_and_a_missing_one_loses(tmp_path: Path, registry: MemoryRegistry) -> None:
-    better, worse = make(tmp_path, registry, "a", kl=0.01), make(tmp_path, registry, "z", kl=0.02)
-    unknown = changed(worse, name="zz", metrics={**worse.metrics, "quality/kl_mean": None})
-    assert choose([worse, unknown, better]).name == "a"
-
-
-def test_live_tokens_decide_and_not_the_bytes_of_a_token(tmp_path: Path, registry: MemoryRegistry) -> None:
+def test_live_tokens_decide_then_the_lower_mean_kl_and_what_is_unknown_loses(fp8: Candidate) -> None:
     # exact sink and recent tokens cost memory per sequence, which KiB per token does not show
-    small = changed(make(tmp_path, registry, "small", kib=1.0), metrics={"memory/max_live_tokens": 10.0})
-    roomy = changed(make(tmp_path, registry, "roomy", kib=1.1), metrics={"memory/max_live_tokens": 12.0})
-    unknown = changed(make(tmp_path, registry, "unknown", kib=0.5), metrics={})
-    assert choose([small, roomy, unknown]).name == "roomy"
+    def one(name: str, tokens: float | None, kl: float | None, **changes: Any) -> Candidate:
+        return changed(fp8, name=name, metrics={"memory/max_live_tokens": tokens, "quality/kl_mean": kl}, **changes)
+
+    assert choose([one("a", 10.0, 0.1), one("b", 12.0, 0.2), one("c", None, 0.0)]).name == "b"
+    assert choose([one("z", 9.0, 0.02), one("zz", 9.0, None), one("a", 9.0, 0.01)]).name == "a"
+    assert choose([one("oracle", 9.0, 0.0, backend="torch"), one("a", 9.0, 0.1)]).name == "a"
 
 
-def test_nothing_is_promoted_when_none_passed_and_each_reason_is_told(tmp_path: Path, registry: MemoryRegistry) -> None:
-    with pytest.raises(GateRefusal, match=r"int4: FAIL \(mean KL\)"):
-        promote([make(tmp_path, registry, "int4", verdict="FAIL")], registry)
+def test_nothing_is_promoted_when_none_passed_or_none_is_called_so(tmp_path: Path, registry: MemoryRegistry) -> None:
+    int4 = make(tmp_path, registry, "int4", verdict="FAIL")
+    for name in (None, "int4"):
+        with pytest.raises(GateRefusal, match=r"int4: FAIL \(mean KL\)"):
+            promote(registry, int4, name=name)
     with pytest.raises(GateRefusal, match="there is no candidate"):
-        promote([], registry)
+        promote(registry)
+    with pytest.raises(UserError, match=r"promote\.name=fp9: no candidate of the sweep is called so"):
+        promote(registry, int4, name="fp9")
 
 
-def test_promote_refuses_when_the_engine_on_disk_changed(tmp_path: Path, registry: MemoryRegistry) -> None:
-    candidate = make(tmp_path, registry, "fp8")
-    (candidate.engine.path / "bundle.json").write_text("another")
-    with pytest.raises(GateRefusal, match=r"its engine .* is not the one"):
-        promote([candidate], registry)
-    assert registry.moves == []
+def edit(path: Path, **values: str) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def test_promote_refuses_when_baseline_digest_differs(tmp_path: Path, registry: MemoryRegistry) -> None:
-    candidate = make(tmp_path, registry, "fp8")
-    (candidate.baseline.path / "extra").write_text("x")
-    with pytest.raises(GateRefusal, match=r"its baseline .* is not the one"):
-        promote([candidate], registry)
+def cite_report_on(field: str) -> Callable[[Candidate, MemoryRegistry], Candidate]:
+    def forge(candidate: Candidate, registry: MemoryRegistry) -> Candidate:
+        edit(candidate.report.path, **{field: "other"})
+        digest = evidence_digest(candidate.report.path)
+        registry.versions["1"]["report_digest"] = digest
+        return changed(candidate, report=Cited(path=candidate.report.path, digest=digest))
+
+    return forge
 
 
-@pytest.mark.parametrize("field", ["engine_digest", "baseline_digest"])
-def test_promote_refuses_a_report_about_something_else(tmp_path: Path, registry: MemoryRegistry, field: str) -> None:
-    candidate = make(tmp_path, registry, "fp8")
-    report = candidate.report.path
-    report.write_text(json.dumps({**json.loads(report.read_text()), field: "other"}))
-    with pytest.raises(GateRefusal, match=r"about another engine|with another baseline"):
-        promote([cite_report(candidate, registry)], registry)
-
-
-def test_promote_refuses_an_identity_that_was_edited_is_gone_or_is_not_registered(
-    tmp_path: Path, registry: MemoryRegistry
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda c, _: edit(c.engine.path / "bundle.json", kv="x"), "its engine .* is not the one that it cites"),
+        (lambda c, _: (c.baseline.path / "extra").write_text("x") and None, "its baseline .* is not the one that it cites"),
+        (lambda c, _: c.samples.write_text("{}\n") and None, "its report .* is not the one that it cites"),
+        (lambda c, _: c.samples.unlink(), "its report .* is gone"),
+        (lambda c, _: c.identity.path.write_text("edited") and None, r"identity\.json is not the one that it cites"),
+        (lambda c, _: c.identity.path.unlink(), "its identity .* is gone"),
+        (cite_report_on("engine_digest"), "its report is about another engine"),
+        (cite_report_on("baseline_digest"), "its report compares with another baseline"),
+        (lambda _, registry: registry.versions["1"].update(identity_digest="o"), "version 1 cites another identity_digest"),
+        (lambda _, registry: registry.versions.clear(), "version 1 is not in the registry"),
+        (lambda c, _: changed(c, registration=None), "it is not registered"),
+    ],
+)
+def test_promote_refuses_evidence_that_is_not_what_is_cited(
+    fp8: Candidate, registry: MemoryRegistry, damage: Callable[[Candidate, MemoryRegistry], Candidate | None], expected: str
 ) -> None:
-    candidate = make(tmp_path, registry, "fp8")
-    registry.versions["1"]["identity_digest"] = "other"
-    with pytest.raises(GateRefusal, match="version 1 cites another identity_digest"):
-        promote([candidate], registry)
-    candidate.identity.path.write_text("edited")
-    with pytest.raises(GateRefusal, match=r"identity\.json is not the one that it cites"):
-        promote([candidate], registry)
-    candidate.identity.path.unlink()
-    with pytest.raises(GateRefusal, match=r"its identity .* is gone"):
-        promote([candidate], registry)
-
-
-def test_promote_refuses_evidence_that_was_edited_or_is_gone(tmp_path: Path, registry: MemoryRegistry) -> None:
-    candidate = make(tmp_path, registry, "fp8")
-    candidate.samples.write_text('{"id": "b"}\n')
-    with pytest.raises(GateRefusal, match=r"its report .* is not the one"):
-        promote([candidate], registry)
-    gone = changed(candidate, report=Cited(path=tmp_path / "nowhere", digest=candidate.report.digest))
-    with pytest.raises(GateRefusal, match=r"its report .*nowhere is gone"):
-        promote([gone], registry)
-
-
-def test_promote_reads_samples_whose_texts_hold_unicode_line_separators(tmp_path: Path, registry: MemoryRegistry) -> None:
-    candidate = make(tmp_path, registry, "fp8")
-    (sample,) = load_rows(candidate.samples.parent)
-    sample = sample.model_copy(update={"id": "a\u2028b\u2029c\x85d"})
-    candidate.samples.write_text(sample.model_dump_json() + "\n", encoding="utf-8")
-    rows: list[SampleRow] = []
-
-    def decide(_report: EvaluationReport, samples: Sequence[SampleRow]) -> Verdict:
-        rows.extend(samples)
-        return decide_pass(_report, samples)
-
-    promote([cite_report(candidate, registry)], registry, decide=decide)
-    assert rows == [sample]
+    forged = damage(fp8, registry) or fp8
+    with pytest.raises(GateRefusal, match=f"fp8 is not promoted: .*{expected}"):
+        promote(registry, forged)
+    assert registry.moves == []
 
 
 @pytest.mark.parametrize("verdict", ["FAIL", "INCONCLUSIVE"])
-def test_promote_decides_again_and_believes_no_claimed_pass(tmp_path: Path, registry: MemoryRegistry, verdict: Status) -> None:
-    candidate = make(tmp_path, registry, "fp8")
+def test_promote_decides_again_and_believes_no_claimed_pass(fp8: Candidate, registry: MemoryRegistry, verdict: Status) -> None:
+    sample = load_rows(fp8.samples.parent)[0].model_copy(update={"id": "a\u2028b\u2029c\x85d"})
+    fp8.samples.write_text(sample.model_dump_json() + "\n", encoding="utf-8")
+    cited = cite_report_on("policy")(fp8, registry)
 
     def says_no(report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
-        assert report.engine_digest == candidate.engine.digest
-        assert rows == load_rows(candidate.samples.parent)
+        assert report.engine_digest == fp8.engine.digest
+        assert rows == [sample], "unicode line separators end no row"
         return Verdict(status=verdict, reasons=["mean KL too high"], checks=[], samples_needed={})
 
     with pytest.raises(GateRefusal, match=f"it is {verdict}: mean KL too high"):
-        promote([candidate], registry, decide=says_no)
+        promote(registry, cited, decide=says_no)
 
 
-def replay_that_finds(*findings: Finding) -> Replay:
+def replay_that_gives(*findings: Finding, built_for: Limits | None = None) -> Replay:
     def replay(candidate: Candidate) -> ReplayedEvidence:
-        directory = candidate.report.path.parent
-        return ReplayedEvidence(findings, load_report(directory), load_rows(directory))
+        evidence = replay_without_findings(candidate)
+        assert evidence.report is not None
+        exercised = Exercised.merged([]).model_copy(update={"longest_context": 1003, "batch_sizes": {16: 9}})
+        covered = evidence.report.model_copy(update={"coverage": Coverage(overall=exercised, cells=[])})
+        return ReplayedEvidence(findings, covered if built_for else evidence.report, evidence.rows, built_for or Limits())
 
     return replay
 
 
-def test_promote_refuses_on_the_first_finding_that_is_not_the_same(tmp_path: Path, registry: MemoryRegistry) -> None:
-    candidate = make(tmp_path, registry, "fp8")
-    same = Finding("chain", "same", "9 artifacts")
-    differs, missing = Finding("weights", "differs", "recorded a, found b"), Finding("engine: w", "missing", "not in x")
-    for findings, expected in (
-        ((same, differs, missing), "weights: differs, recorded a, found b"),
-        ((same, missing, differs), "engine: w: missing, not in x"),
-    ):
-        with pytest.raises(GateRefusal) as caught:
-            promote([candidate], registry, replay_that_finds(*findings))
-        assert str(caught.value) == f"fp8 is not promoted: {expected}"
+SAME = Finding("chain", "same", "9 artifacts")
+DIFFERS, MISSING = Finding("weights", "differs", "recorded a, found b"), Finding("engine: w", "missing", "not in x")
+LIBRARY = Finding("samples, made again", "missing", "transformers is not installed", library_missing=True)
+
+
+@pytest.mark.parametrize(
+    ("findings", "kind", "expected"),
+    [
+        ((SAME, DIFFERS, MISSING), GateRefusal, "weights: differs, recorded a, found b"),
+        ((SAME, MISSING, DIFFERS), GateRefusal, "engine: w: missing, not in x"),
+        ((LIBRARY, DIFFERS), GateRefusal, "weights: differs, recorded a, found b"),
+        ((LIBRARY,), MissingRequirement, "samples, made again: missing, transformers is not installed"),
+    ],
+)
+def test_promote_refuses_on_the_first_finding_that_is_not_the_same(
+    fp8: Candidate, registry: MemoryRegistry, findings: tuple[Finding, ...], kind: type[Exception], expected: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        promote(registry, fp8, replay=replay_that_gives(*findings))
+    assert str(caught.value) == f"fp8 is not promoted: {expected}"
     assert registry.moves == []
 
 
-COVERED = Coverage(overall=Exercised.merged([]).model_copy(update={"longest_context": 1003, "batch_sizes": {16: 9}}), cells=[])
+def test_promote_refuses_an_identity_that_cannot_be_read(fp8: Candidate, registry: MemoryRegistry) -> None:
+    def replay(_candidate: Candidate) -> ReplayedEvidence:
+        raise UserError("identity.json: schema_version: Field required")
+
+    with pytest.raises(GateRefusal, match=r"fp8 is not promoted: identity\.json: schema_version"):
+        promote(registry, fp8, replay=replay)
 
 
-def replay_of_an_engine_built_for(limits: Limits) -> Replay:
-    def replay(candidate: Candidate) -> ReplayedEvidence:
-        directory = candidate.report.path.parent
-        report = load_report(directory).model_copy(update={"coverage": COVERED})
-        return ReplayedEvidence((), report, load_rows(directory), limits)
-
-    return replay
-
-
-def test_promote_refuses_an_engine_that_allows_more_than_was_judged(tmp_path: Path, registry: MemoryRegistry) -> None:
-    candidate = make(tmp_path, registry, "fp8")
+def test_a_champion_carries_how_far_its_verdict_holds_and_its_engine_allows_no_more(
+    fp8: Candidate, registry: MemoryRegistry
+) -> None:
     for limits, expected in (
         (Limits(tokens=4096, batch=16), "up to 1,003 tokens, batch 16, and its bundle allows 4,096 tokens: build it for 1024"),
         (Limits(tokens=1024, batch=32), "and its bundle allows batches of 32: build it for 16"),
     ):
         with pytest.raises(GateRefusal, match=expected):
-            promote([candidate], registry, replay_of_an_engine_built_for(limits))
+            promote(registry, fp8, replay=replay_that_gives(built_for=limits))
     assert registry.moves == []
-
-
-def test_a_champion_carries_how_far_its_verdict_holds(tmp_path: Path, registry: MemoryRegistry) -> None:
-    move = promote([make(tmp_path, registry, "fp8")], registry, replay_of_an_engine_built_for(Limits(tokens=1024, batch=16)))
-    tags = registry.tags(move.version)
-    assert tags is not None
-    assert (tags["max_tokens"], tags["max_batch"]) == ("1003", "16")
+    move = promote(registry, fp8, replay=replay_that_gives(built_for=Limits(tokens=1024, batch=16)))
+    assert registry.versions["1"].items() >= {"max_tokens": "1003", "max_batch": "16"}.items()
     assert move.message.endswith("is the champion, up to 1,003 tokens, batch 16")
 
 
-def test_a_library_that_the_replay_lacks_is_a_missing_requirement_unless_something_differs(
+def test_previous_is_set_before_champion_moves_and_promoting_the_champion_again_moves_nothing(
     tmp_path: Path, registry: MemoryRegistry
 ) -> None:
-    candidate = make(tmp_path, registry, "fp8")
-    library = Finding("samples, made again", "missing", "transformers is not installed", library_missing=True)
-    with pytest.raises(MissingRequirement, match=r"fp8 is not promoted: .*transformers is not installed"):
-        promote([candidate], registry, replay_that_finds(library))
-    with pytest.raises(GateRefusal, match="verdict, decided again"):
-        promote([candidate], registry, replay_that_finds(library, Finding("verdict, decided again", "differs", "it is FAIL")))
-    assert registry.moves == []
-
-
-def test_promote_refuses_an_identity_that_cannot_be_read(tmp_path: Path, registry: MemoryRegistry) -> None:
-    def replay(_candidate: Candidate) -> ReplayedEvidence:
-        raise UserError("identity.json: schema_version: Field required")
-
-    with pytest.raises(GateRefusal, match=r"fp8 is not promoted: identity\.json: schema_version"):
-        promote([make(tmp_path, registry, "fp8")], registry, replay)
-
-
-def test_promote_refuses_what_the_registry_does_not_know_or_knows_otherwise(tmp_path: Path, registry: MemoryRegistry) -> None:
-    candidate = make(tmp_path, registry, "fp8")
-    with pytest.raises(GateRefusal, match="not registered"):
-        promote([changed(candidate, registration=None)], registry)
-    with pytest.raises(GateRefusal, match="version 9 is not in the registry"):
-        promote([changed(candidate, registration=Registration(run_id="run", model_version="9"))], registry)
-    registry.versions["1"]["report_digest"] = "other"
-    with pytest.raises(GateRefusal, match="version 1 cites another report_digest"):
-        promote([candidate], registry)
-
-
-def test_previous_is_set_before_champion_moves(tmp_path: Path, registry: MemoryRegistry) -> None:
     one, two = make(tmp_path, registry, "int8"), make(tmp_path, registry, "fp8")
-    promote([one], registry, sweep="s1")
-    registry.moves.clear()
-    move = promote([two], registry, sweep="s2")
-    assert registry.moves == [("previous", "1"), ("champion", "2")]
-    assert move.previous == "1"
-
-
-def test_promoting_the_champion_again_moves_nothing(tmp_path: Path, registry: MemoryRegistry) -> None:
-    one, two = make(tmp_path, registry, "int8"), make(tmp_path, registry, "fp8")
-    promote([one], registry, sweep="s1")
-    promote([two], registry, sweep="s2")
-    registry.moves.clear()
-    move = promote([two], registry, sweep="s3")
-    assert not move.changed
-    assert "champion already" in move.message
-    assert registry.moves == []
-    assert registry.aliases == {"champion": "2", "previous": "1"}
+    promote(registry, one)
+    assert promote(registry, two).previous == "1"
+    assert registry.moves[1:] == [("previous", "1"), ("champion", "2")]
+    again = promote(registry, two)
+    assert not again.changed
+    assert "champion already" in again.message
+    assert len(registry.moves) == 3
 
 
 def test_promotion_after_an_interrupted_one_repairs_the_aliases(tmp_path: Path, registry: MemoryRegistry) -> None:
     one, two = make(tmp_path, registry, "int8"), make(tmp_path, registry, "fp8")
-    promote([one], registry, sweep="s1")
+    promote(registry, one)
     registry.aliases["previous"] = "1"  # killed between the two moves
     with pytest.raises(UserError, match="no previous champion"):
         rollback(registry)
-    promote([two], registry, sweep="s2")
+    promote(registry, two)
     assert registry.aliases == {"champion": "2", "previous": "1"}
 
 
 def test_rollback_brings_the_previous_champion_back_once(tmp_path: Path, registry: MemoryRegistry) -> None:
+    with pytest.raises(UserError, match="no previous champion"):
+        rollback(registry)
     for kv in ("int8", "fp8"):
-        promote([make(tmp_path, registry, kv)], registry, sweep=kv)
+        promote(registry, make(tmp_path, registry, kv))
     move = rollback(registry)
     assert (move.champion, move.version) == ("int8", "1")
     assert registry.aliases == {"champion": "1"}
@@ -299,64 +238,41 @@ def test_rollback_brings_the_previous_champion_back_once(tmp_path: Path, registr
         rollback(registry)
 
 
-def test_rollback_without_a_champion_is_an_error(registry: MemoryRegistry) -> None:
-    with pytest.raises(UserError, match="no previous champion"):
-        rollback(registry)
-
-
 def test_what_was_rolled_back_stays_back_until_it_is_judged_anew_or_asked_for_by_name(
     tmp_path: Path, registry: MemoryRegistry
 ) -> None:
     one, two = make(tmp_path, registry, "int8", kib=2.0), make(tmp_path, registry, "fp8", kib=1.0)
-    promote([one], registry, sweep="s1")
-    promote([one, two], registry, sweep="s2")
+    promote(registry, one)
+    promote(registry, one, two)
     rollback(registry)
-    assert promote([one, two], registry, sweep="s3").message == "int8 (version 1) is the champion already"
+    assert promote(registry, one, two).message == "int8 (version 1) is the champion already"
     with pytest.raises(GateRefusal, match=r"fp8: PASS, but it was rolled back at .*: judge it anew, .*promote\.name='fp8'"):
-        promote([two], registry, sweep="s3")
+        promote(registry, two)
     assert registry.aliases == {"champion": "1"}
-    move = promote([one, two], registry, sweep="s3", name="fp8")
-    assert "it had been rolled back at" in move.message
+    assert "it had been rolled back at" in promote(registry, one, two, name="fp8").message
     assert registry.aliases == {"champion": "2", "previous": "1"}
     rollback(registry)
-    judged_anew = make(tmp_path / "anew", registry, "fp8", kib=1.0)
-    report = load_report(judged_anew.report.path.parent).model_copy(update={"workloads_digest": "others"})
-    judged_anew.report.path.write_text(report.model_dump_json())
-    digest = evidence_digest(judged_anew.report.path)
-    judged_anew = changed(judged_anew, report=Cited(path=judged_anew.report.path, digest=digest))
-    registry.versions["3"] |= judged_anew.citations
-    assert promote([one, judged_anew], registry, sweep="s4").version == "3"
-
-
-def test_a_candidate_that_is_asked_for_by_name_must_exist_and_have_passed(tmp_path: Path, registry: MemoryRegistry) -> None:
-    fp8, int4 = make(tmp_path, registry, "fp8"), make(tmp_path, registry, "int4", verdict="FAIL")
-    with pytest.raises(UserError, match=r"promote\.name=fp9: no candidate of the sweep is called so"):
-        promote([fp8, int4], registry, name="fp9")
-    with pytest.raises(GateRefusal, match=r"int4: FAIL \(mean KL\)"):
-        promote([fp8, int4], registry, name="int4")
+    report = load_report(two.report.path.parent).model_copy(update={"workloads_digest": "others"})
+    two.report.path.write_text(report.model_dump_json())
+    cited = Cited(path=two.report.path, digest=evidence_digest(two.report.path))
+    assert promote(registry, one, registry.add(changed(two, report=cited))).version == "3"
 
 
 def test_of_a_summary_only_versions_are_taken_and_their_artifacts_are_decided_again(
-    tmp_path: Path, registry: MemoryRegistry
+    tmp_path: Path, fp8: Candidate, registry: MemoryRegistry
 ) -> None:
-    true = make(tmp_path, registry, "fp8", kib=2.0)
-    edited = changed(
-        true,
-        name="int8",
-        verdict="FAIL",
-        metrics={"memory/max_live_tokens": 1e9},
-        covered="up to 1,000,000 tokens",
-        engine=Cited(path=tmp_path, digest="forged"),
-    )
+    forged = Cited(path=tmp_path, digest="forged")
+    edited = changed(fp8, name="int8", verdict="FAIL", metrics={"memory/max_live_tokens": 1e9}, engine=forged)
     registered = [(Registration(run_id="run", model_version="1"), registry.versions["1"])]
 
-    def find(registration: Registration, _tags: Mapping[str, str]) -> tuple[Candidate, ReplayedEvidence]:
-        return changed(true, registration=registration, verdict="INCONCLUSIVE"), replay_without_findings(true)
+    def again(listed: Sequence[Candidate], model: str = "tiny") -> list[Candidate]:
+        inconclusive = changed(fp8, verdict="INCONCLUSIVE")
+        found = inconclusive, replay_without_findings(fp8)
+        return promotion.judged_again(listed, registered, lambda *_: found, decide_pass, model)
 
-    (found,) = promotion.judged_again([edited, edited], registered, find, decide_pass, "tiny")
-    assert found == true
+    assert again([edited, edited]) == [fp8]
     with pytest.raises(GateRefusal, match="version 1 is of model tiny, not llama"):
-        promotion.judged_again([edited], registered, find, decide_pass, "llama")
+        again([edited], "llama")
     for lost, expected in ((None, "not registered"), (Registration(run_id="r", model_version="9"), "version 9 is not in")):
         with pytest.raises(GateRefusal, match=expected):
-            promotion.judged_again([changed(true, registration=lost)], registered, find, decide_pass, "tiny")
+            again([changed(fp8, registration=lost)])

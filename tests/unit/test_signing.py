@@ -89,7 +89,7 @@ def test_a_file_that_is_no_key_is_named_in_one_line_and_never_shown(tmp_path: Pa
 
 
 def test_a_private_key_is_not_trusted_and_a_signer_must_be(ours: tuple[Path, Path], theirs: tuple[Path, Path]) -> None:
-    with pytest.raises(UserError, match=r"signing\.trusted=.*ours\.pem: is no public key"):
+    with pytest.raises(UserError, match=r"signing\.trusted=.*ours\.pem: is no public Ed25519 key"):
         keys(None, ours[0])
     with pytest.raises(UserError, match=r"signing\.key=.*: its public key is not among signing\.trusted"):
         keys(ours[0], theirs[1])

@@ -63,7 +63,7 @@ def test_one_run_gets_the_address_of_its_page_and_several_that_of_their_comparis
     assert "/#/experiments/7/runs/run-fp8?" in capsys.readouterr().out
     print_mlflow(location, "7", [registered("fp8"), registered("int8")], "sweep-1")
     out = capsys.readouterr().out
-    assert "/#/experiments/7/runs?viewStateShareKey=sweep-1&" in out
+    assert "/#/experiments/7/runs?searchFilter=tags.sweep%20%3D%20%27sweep-1%27&" in out
     assert "run-" not in out
 
 

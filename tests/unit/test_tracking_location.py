@@ -68,11 +68,15 @@ def test_the_command_never_shows_a_password(tmp_path: Path) -> None:
 
 def test_addresses_are_of_the_pages_for_model_training(tmp_path: Path) -> None:
     location = locate(Tracking(), tmp_path, "tiny", {})
-    url = compare_url(location, "7", "20260101-a b", port=5001)
-    assert url.startswith("http://127.0.0.1:5001/#/experiments/7/runs?")
+    url = compare_url(location, "7", "20260101-a b")
+    assert url.startswith("http://127.0.0.1:5000/#/experiments/7/runs?")
     query = parse_qs(urlparse(urlparse(url).fragment).query)
-    training = {"workflowType": ["machine_learning"]}
-    assert query == {"viewStateShareKey": ["20260101-a b"], "compareRunsMode": ["CHART"], **training}
+    expected = {
+        "searchFilter": ["tags.sweep = '20260101-a b'"],
+        "compareRunsMode": ["CHART"],
+        "workflowType": ["machine_learning"],
+    }
+    assert expected.items() <= query.items()
     assert run_url(location, "7", "aa") == "http://127.0.0.1:5000/#/experiments/7/runs/aa?workflowType=machine_learning"
 
 

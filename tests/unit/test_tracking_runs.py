@@ -221,15 +221,6 @@ def test_a_version_says_what_it_costs_and_why_it_failed(store: MlflowStore, tmp_
     assert said == ["PASS. KiB/token 0.5, mean KL 0.123", "FAIL. KiB/token 2. copy: 9 of 9 answers lost"]
 
 
-def test_views_are_listed_and_one_that_is_gone_is_no_error(store: MlflowStore) -> None:
-    for name in ("one", "one", "two"):
-        store.save_view(name, "content")
-    assert sorted(store.views()) == ["one", "two"]
-    for name in ("one", "two", "two"):
-        store.remove_view(name)
-    assert store.views() == []
-
-
 def test_a_bundle_stays_where_it_is_when_the_configuration_says_so(store: MlflowStore, work: Path, tmp_path: Path) -> None:
     other = MlflowStore(locate(Tracking(log_bundle=False), work, "tiny"))
     done = track_one(other, judged(tmp_path, "light"), "a")

@@ -1,6 +1,5 @@
-"""backend=openai: servers by URL."""
+"""backend=openai: servers by URL. Nothing is built; what stands for a server is what it says, and the tokenizer."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -19,16 +18,13 @@ SETTINGS: dict[ServerRole, str] = {"candidate": "url", "baseline": "baseline_url
 
 
 class OpenAIServer(Loader):
-    """Running servers that speak OpenAI's API. What stands for one is a small artifact: what it says, and the tokenizer."""
+    """Running servers that speak OpenAI's API."""
 
     server_module = "stages.engines.openai.server"
+    """Module that records servers: its source, with all that it can import, is part of a record's key."""
+    engine_module = "stages.engines.openai.engine"
     libraries = ("requests",)
-
     config: OpenAIConfig
-
-    @property
-    def engine_module(self) -> str:
-        return "stages.engines.openai.engine"
 
     def check_inputs(self, job: Job) -> None:
         """Refuse what a server is not asked for, a missing url or key, and servers that do not answer."""
@@ -45,31 +41,22 @@ class OpenAIServer(Loader):
             self.facts(role)
 
     def facts(self, role: ServerRole) -> dict[str, object] | None:
-        """Ask a server for its models, its release and its cache: part of its record's key; None where none was given.
+        """Return what a server says of itself, as JSON: part of its record's key; None where no such server was given.
 
         Raises:
             UserError: for a server that is not what the configuration says.
             MissingRequirement: for one that does not answer.
         """
-        from stages.engines.openai.engine import open_client
         from stages.engines.openai.server import ask
 
-        setting = f"backend.{SETTINGS[role]}"
         url = getattr(self.config, SETTINGS[role])
-        if url is None:
-            return None
-        return ask(open_client(self.config, setting, url, self._api_key()), setting, self.config.model)
+        return None if url is None else ask(self.config, f"backend.{SETTINGS[role]}", url)
 
     def record(self, facts: Mapping[str, object], checkpoint: Path, out: Path, *, policy: KVPolicy) -> None:
-        """Check that a server can be judged, and fill the empty directory `out` with what stands for it.
-
-        Raises:
-            UserError: for a server of another model or tokenizer, or one that reuses no prefixes.
-            MissingRequirement: for one that shows too little, or does not answer.
-        """
+        """Check that a server can be judged, and fill the empty directory `out` with what stands for it: see `write_server`."""
         from stages.engines.openai.server import write_server
 
-        write_server(facts, self.config, self._api_key(), checkpoint, out, policy=policy)
+        write_server(facts, self.config, checkpoint, out, policy=policy)
 
     def run_parts(self) -> dict[str, object]:
         return {}
@@ -78,17 +65,7 @@ class OpenAIServer(Loader):
         """Return a server that `record` recorded. Raises UserError when a file of the record was altered."""
         from stages.engines.openai.engine import load_engine
 
-        return load_engine(recorded, self.config, self._api_key())
-
-    def _api_key(self) -> str | None:
-        """Return the servers' key from the environment. Raises UserError where the variable is not set."""
-        name = self.config.api_key_env
-        if name is None:
-            return None
-        key = os.environ.get(name)
-        if not key or not key.isascii() or not key.isprintable():
-            raise UserError(f"backend.api_key_env={name}: the variable {'holds no key' if key else 'is not set'}; export it")
-        return key
+        return load_engine(recorded, self.config)
 
 
 open_backend = OpenAIServer

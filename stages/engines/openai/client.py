@@ -13,6 +13,7 @@ from urllib3.exceptions import HTTPError, ReadTimeoutError
 from pipeline.core.errors import MissingRequirement, UserError, short
 from pipeline.core.redaction import printable
 from pipeline.core.strict import Unreadable, parse_json
+from stages.engines.openai.config import OpenAIConfig
 
 ANSWER_BYTES = 16 << 20
 """The longest answer that is read."""
@@ -48,31 +49,17 @@ class _Answer:
 class Client:
     """A server by its URL."""
 
-    def __init__(
-        self,
-        setting: str,
-        url: str,
-        *,
-        api_key: str | None,
-        key_setting: str,
-        timeout_s: float,
-        retries: int,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, config: OpenAIConfig, setting: str, url: str, sleep: Callable[[float], None] = time.sleep) -> None:
         """Prepare requests; nothing is sent.
 
         Args:
+            config: Time-out, retries, and the variable that holds the key, which is taken out of every message.
             setting: The configuration's key that gives the URL: `backend.url`.
             url: http://HOST:PORT
-            api_key: Sent as a bearer token; it is taken out of every message.
-            key_setting: What the configuration says of the key: `backend.api_key_env=NAME`.
-            timeout_s: Seconds that a request may take.
-            retries: How often it is sent again after a time-out, 429 or 5xx.
             sleep: Waits for so many seconds.
         """
-        self.setting, self.url = setting, url
-        self._api_key, self._key_setting = api_key, key_setting
-        self._timeout_s, self._retries, self._sleep = timeout_s, retries, sleep
+        self.url, self.where = url, f"{setting}={url}"
+        self._config, self._api_key, self._sleep = config, config.api_key(), sleep
         self._session = requests.Session()
         for scheme in ("http://", "https://"):
             self._session.mount(scheme, HTTPAdapter(pool_maxsize=CONNECTIONS))
@@ -110,41 +97,41 @@ class Client:
             parsed = None
         if not isinstance(parsed, dict):
             raise UserError(
-                f"{self.setting}={self.url}: answers {method} {path} with {short(answer.kind) or 'something'}, no JSON object; "
+                f"{self.where}: answers {method} {path} with {short(answer.kind) or 'something'}, no JSON object; "
                 "give the root of a server that speaks OpenAI's API"
             )
         return parsed
 
     def _exchange(self, method: str, path: str, body: dict[str, Any] | None) -> _Answer:
         pause, problem = FIRST_PAUSE_S, ""
-        for attempt in range(self._retries + 1):
+        for attempt in range(self._config.retries + 1):
             if attempt:
                 self._sleep(pause)
             try:
                 answer = self._send(method, path, body)
             except requests.Timeout:
-                problem = f"backend.timeout_s={self._timeout_s:g}: {self.url} did not answer {method} {path} in time"
+                problem = f"backend.timeout_s={self._config.timeout_s:g}: {self.url} did not answer {method} {path} in time"
                 pause = min(2 * pause, LONGEST_PAUSE_S)
                 continue
             if answer.status == HTTPStatus.TOO_MANY_REQUESTS or answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                problem = f"{self.setting}={self.url}: {method} {path} failed with {answer.status} ({self._words(answer.body)})"
+                problem = f"{self.where}: {method} {path} failed with {answer.status} ({self._words(answer.body)})"
                 pause = min(max(2 * pause, _seconds(answer.wait)), LONGEST_PAUSE_S)
                 continue
             return self._checked(method, path, answer)
-        times = f", {self._retries + 1} times" if self._retries else ""
+        times = f", {self._config.retries + 1} times" if self._config.retries else ""
         raise MissingRequirement(f"{problem}{times}; look at the server, or give it longer; {KEPT}")
 
     def _checked(self, method: str, path: str, answer: _Answer) -> _Answer:
         """Return an answer of 200. Raises what `post` raises for any other."""
         if answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             raise UserError(
-                f"{self._key_setting}: {self.url} refuses {method} {path} with {answer.status}; name the environment variable "
-                "that holds its key"
+                f"backend.api_key_env={self._config.api_key_env or 'null'}: {self.url} refuses {method} {path} with "
+                f"{answer.status}; name the environment variable that holds its key"
             )
         if answer.status >= HTTPStatus.BAD_REQUEST:
             raise Refused(answer.status, self._words(answer.body))
         if answer.status != HTTPStatus.OK:  # a redirection is not followed: the key would go along
-            raise UserError(f"{self.setting}={self.url}: answers {method} {path} with {answer.status}; give its own url")
+            raise UserError(f"{self.where}: answers {method} {path} with {answer.status}; give its own url")
         return answer
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None) -> _Answer:
@@ -152,24 +139,24 @@ class Client:
 
         Raises requests.Timeout, and MissingRequirement when nothing answers.
         """
-        for again in (False, True):
+        tries = 0
+        while True:
             try:
                 return self._read(method, path, body)
             except requests.Timeout:
                 raise
             except requests.RequestException as error:
+                tries += 1
                 refused = "refused" in str(error)
-                if again or refused:
+                if tries == 2 or refused:
                     reason = "the connection was refused" if refused else f"the connection broke, {type(error).__name__}"
                     raise MissingRequirement(
-                        f"{self.setting}={self.url}: no server answers {method} {path} there ({reason}); start it, or give its "
-                        f"url; {KEPT}"
+                        f"{self.where}: no server answers {method} {path} there ({reason}); start it, or give its url; {KEPT}"
                     ) from error
-        raise AssertionError("the second try returns or raises")
 
     def _read(self, method: str, path: str, body: dict[str, Any] | None) -> _Answer:
-        deadline = time.monotonic() + self._timeout_s
-        timeout = (min(CONNECT_SECONDS, self._timeout_s), self._timeout_s)
+        deadline = time.monotonic() + self._config.timeout_s
+        timeout = (min(CONNECT_SECONDS, self._config.timeout_s), self._config.timeout_s)
         url = self.url + path
         sent = self._session.request(method, url, json=body, timeout=timeout, stream=True, allow_redirects=False)
         with sent:
@@ -181,9 +168,7 @@ class Client:
                     if time.monotonic() > deadline:  # the library's own limit is between two reads
                         raise requests.Timeout
                     if len(content) > ANSWER_BYTES:
-                        raise UserError(
-                            f"{self.setting}={self.url}: answers {method} {path} with more than {ANSWER_BYTES >> 20} MiB"
-                        )
+                        raise UserError(f"{self.where}: answers {method} {path} with more than {ANSWER_BYTES >> 20} MiB")
             except ReadTimeoutError as error:
                 raise requests.Timeout from error
             except HTTPError as error:

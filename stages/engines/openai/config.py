@@ -1,5 +1,6 @@
 """Configuration of backend=openai."""
 
+import os
 import re
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -8,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from pipeline.core.backends import BackendConfig
+from pipeline.core.errors import UserError
 
 
 class OpenAIConfig(BackendConfig):
@@ -66,3 +68,13 @@ class OpenAIConfig(BackendConfig):
             if url is not None and given.count(url) > 1:
                 raise ValueError(f"{name}={url}: is another one's url as well; give each role a server of its own")
         return self
+
+    def api_key(self) -> str | None:
+        """Return the servers' key from the environment. Raises UserError where the variable is not set."""
+        if self.api_key_env is None:
+            return None
+        key = os.environ.get(self.api_key_env)
+        if not key or not key.isascii() or not key.isprintable():
+            state = "holds no key" if key else "is not set"
+            raise UserError(f"backend.api_key_env={self.api_key_env}: the variable {state}; export it")
+        return key

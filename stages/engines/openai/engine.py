@@ -1,4 +1,4 @@
-"""A recorded server over HTTP: one forced token a request, free answers, times."""
+"""A server over HTTP: one forced token a request, free answers, times."""
 
 import math
 import time
@@ -15,14 +15,24 @@ from stages.engines.openai.client import Client, Refused
 from stages.engines.openai.config import OpenAIConfig
 from stages.engines.openai.protocol import FINGERPRINT, Completion, token_id
 
-BACKEND = "openai"
 COMPLETIONS = "/v1/completions"
 FORCE = 100.0
 """The largest bias of OpenAI's API: the token becomes the most likely one. Raw log-probabilities are those before it."""
-
-
 ROUNDING = 1e-3
 """By which a log-probability may be above 0."""
+
+
+class ServerRecord(BundleRecord):
+    """`bundle.json` of a server: what it said of itself when it was recorded."""
+
+    setting: str
+    """The configuration's key that gives the url."""
+    url: str
+    model: str
+    release: str
+    says: dict[str, str]
+    top_logprobs: int
+    vocab_size: int
 
 
 @dataclass(frozen=True)
@@ -46,61 +56,48 @@ class ServedTimes:
     """Decoded by all prompts together; None where too few came to tell."""
 
 
-class ServerRecord(BundleRecord):
-    """`bundle.json` of a server: what it said of itself when it was recorded."""
-
-    setting: str
-    """The configuration's key that gives the url."""
-    url: str
-    model: str
-    release: str
-    says: dict[str, str]
-    top_logprobs: int
-    vocab_size: int
-
-
-def load_engine(recorded: Path, config: OpenAIConfig, api_key: str | None) -> "OpenAIEngine":
+def load_engine(recorded: Path, config: OpenAIConfig) -> "OpenAIEngine":
     """Return the server that was recorded. Raises UserError when a file of its record is missing or was altered."""
-    record = open_record(recorded, ServerRecord, BACKEND)
-    client = open_client(config, record.setting, record.url, api_key)
+    record = open_record(recorded, ServerRecord, config.name)
+    client = Client(config, record.setting, record.url)
     return OpenAIEngine(client, record, read_record(recorded / POLICY_FILE, KVPolicy))
-
-
-def open_client(config: OpenAIConfig, setting: str, url: str, api_key: str | None) -> Client:
-    """Return a client with the time-outs, retries and key of a configuration."""
-    return Client(
-        setting,
-        url,
-        api_key=api_key,
-        key_setting=f"backend.api_key_env={config.api_key_env or 'null'}",
-        timeout_s=config.timeout_s,
-        retries=config.retries,
-    )
 
 
 class OpenAIEngine:
     """A server as it was recorded. Its requests may come from several threads.
 
-    Raises:
-        MissingRequirement: from every request, when the server is gone, does not answer in time, or fails.
+    Every request raises MissingRequirement when the server is gone, does not answer in time, or fails.
     """
 
     def __init__(self, client: Client, record: ServerRecord, policy: KVPolicy) -> None:
-        self._client = client
+        """`policy` is what the configuration says of its cache; nothing of a server shows it."""
+        self._client, self._where = client, client.where
         self.url, self.model, self.release, self.says = record.url, record.model, record.release, record.says
         self.top_logprobs, self.vocab_size, self.policy = record.top_logprobs, record.vocab_size, policy
-        self._where = f"{record.setting}={record.url}"
 
-    def forced(self, prompt: Sequence[int], token: int) -> Shown:
+    def forced(self, prompt: Sequence[int], token: int | None) -> Shown:
         """Return the log-probabilities of the most likely tokens after `prompt`, and of `token`, which it is made to say.
 
         What the server computed for an earlier prompt that this one begins with comes from its prefix cache.
-        """
-        return self._shown(self._complete(prompt, 1, self.top_logprobs, logit_bias={str(token): FORCE}), token)
+        None forces nothing.
 
-    def likely(self, prompt: Sequence[int]) -> Shown:
-        """Return the most likely tokens after `prompt`, without forcing any."""
-        return self._shown(self._complete(prompt, 1, self.top_logprobs), None)
+        Raises:
+            MissingRequirement: The server says another token than the forced one, or shows none, or no log-probabilities.
+        """
+        bias = {} if token is None else {"logit_bias": {str(token): FORCE}}
+        completion, where = self._complete(prompt, 1, self.top_logprobs, **bias), self._where
+        logprobs = completion.logprobs
+        top = (logprobs.top_logprobs or [None])[0]
+        if not top or not logprobs.tokens or not logprobs.token_logprobs:
+            raise MissingRequirement(f"{where}: gives no log-probabilities of a token; serve with a server that does, as vLLM")
+        logp = {token_id(name, self.vocab_size, where): _number(value, where) for name, value in top.items()}
+        said = token_id(logprobs.tokens[0], self.vocab_size, where)
+        if token is not None and said != token:
+            raise MissingRequirement(
+                f"{where}: said token {said} where logit_bias forced {token}; serve with a server that has it"
+            )
+        logp[said] = _number(logprobs.token_logprobs[0], where)
+        return Shown(logp, completion.usage.prompt_tokens, completion.cached_tokens)
 
     def answer(self, prompt: Sequence[int], max_new_tokens: int, stop_token: int) -> list[int]:
         """Return a greedy continuation without the stop token."""
@@ -125,25 +122,6 @@ class OpenAIEngine:
         (once, first), (whole, last) = together(1), together(1 + steps)
         told = last > first and whole > once
         return ServedTimes(first_token_ms, (last - first) / (whole - once) if told else None)
-
-    def _shown(self, completion: Completion, token: int | None) -> Shown:
-        """Return the first token's distribution of an answer, in which `token` was forced; None where none was.
-
-        Raises:
-            MissingRequirement: The server says another token than the forced one, or shows none, or no log-probabilities.
-        """
-        logprobs, where = completion.logprobs, self._where
-        top = (logprobs.top_logprobs or [None])[0]
-        if not top or not logprobs.tokens or not logprobs.token_logprobs:
-            raise MissingRequirement(f"{where}: gives no log-probabilities of a token; serve with a server that does, as vLLM")
-        logp = {token_id(name, self.vocab_size, where): _number(value, where) for name, value in top.items()}
-        said = token_id(logprobs.tokens[0], self.vocab_size, where)
-        if token is not None and said != token:
-            raise MissingRequirement(
-                f"{where}: said token {said} where logit_bias forced {token}; serve with a server that has it"
-            )
-        logp[said] = _number(logprobs.token_logprobs[0], where)
-        return Shown(logp, completion.usage.prompt_tokens, completion.cached_tokens)
 
     def _complete(self, prompt: Sequence[int], tokens: int, top: int, **more: Any) -> Completion:
         body = {

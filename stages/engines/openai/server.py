@@ -17,7 +17,7 @@ from stages.checkpoints import load_tokenizer
 from stages.engines.bundle import write_bundle
 from stages.engines.openai.client import Client, Refused
 from stages.engines.openai.config import OpenAIConfig
-from stages.engines.openai.engine import BACKEND, COMPLETIONS, OpenAIEngine, ServerRecord, open_client
+from stages.engines.openai.engine import COMPLETIONS, OpenAIEngine, ServerRecord
 from stages.engines.openai.protocol import FINGERPRINT, ModelCard, ModelList, cache_config
 
 SIXTEEN = ("auto", "float16", "bfloat16", "float32")
@@ -30,30 +30,26 @@ SAME_LOGP = 0.1
 """Nats by which two answers to the same prompt may differ in 16-bit arithmetic."""
 
 
-def ask(client: Client, setting: str, model: str | None) -> dict[str, object]:
-    """Return what a server says of itself.
-
-    Args:
-        client: The server.
-        setting: The configuration's key that gives its url.
-        model: The name of the model that is asked for; None for its only one.
+def ask(config: OpenAIConfig, setting: str, url: str) -> dict[str, object]:
+    """Return what a server says of itself. `setting` is the configuration's key that gives its url.
 
     Raises:
         UserError: It has no such model, or does not speak OpenAI's API.
         MissingRequirement: It does not answer.
     """
+    client = Client(config, setting, url)
     try:
         cards = ModelList.model_validate(client.get("/v1/models")).data
     except (Refused, ValidationError) as error:
         reason = f"{error.status}" if isinstance(error, Refused) else "another form"
         raise UserError(
-            f"{setting}={client.url}: has no list of models at /v1/models ({reason}); give the root of a server that speaks "
-            "OpenAI's API"
+            f"{client.where}: has no list of models at /v1/models ({reason}); give the root of a server that "
+            "speaks OpenAI's API"
         ) from error
-    card = _card(cards, setting, client.url, model)
+    card = _card(cards, client.where, config.model)
     return {
         "setting": setting,
-        "url": client.url,
+        "url": url,
         "model": card.id,
         "root": card.root,
         "max_model_len": card.max_model_len,
@@ -62,15 +58,15 @@ def ask(client: Client, setting: str, model: str | None) -> dict[str, object]:
     }
 
 
-def _card(cards: list[ModelCard], setting: str, url: str, model: str | None) -> ModelCard:
+def _card(cards: list[ModelCard], where: str, model: str | None) -> ModelCard:
     names = short(", ".join(card.id for card in cards), 300) or "none"
     if model is None:
         if len(cards) != 1:
-            raise UserError(f"backend.model=null: {setting}={url} serves {names}; name one")
+            raise UserError(f"backend.model=null: {where} serves {names}; name one")
         return cards[0]
     found = next((card for card in cards if card.id == model), None)
     if found is None:
-        raise UserError(f"backend.model={model}: {setting}={url} serves {names}; name what it serves")
+        raise UserError(f"backend.model={model}: {where} serves {names}; name what it serves")
     return found
 
 
@@ -96,15 +92,12 @@ def _says(client: Client, model: str) -> dict[str, str]:
     return {**says, FINGERPRINT: fingerprint} if isinstance(fingerprint, str) else says
 
 
-def write_server(
-    facts: Mapping[str, Any], config: OpenAIConfig, api_key: str | None, checkpoint: Path, out: Path, *, policy: KVPolicy
-) -> None:
+def write_server(facts: Mapping[str, Any], config: OpenAIConfig, checkpoint: Path, out: Path, *, policy: KVPolicy) -> None:
     """Check that a server can be judged, and write its record.
 
     Args:
         facts: What `ask` returned.
         config: The backend's configuration.
-        api_key: The servers' key.
         checkpoint: The model that it is said to serve.
         out: An empty directory.
         policy: The policy that its cache is said to have.
@@ -114,20 +107,20 @@ def write_server(
         MissingRequirement: It shows too little, or does not answer.
     """
     info = inspect_checkpoint(checkpoint)
-    where = f"{facts['setting']}={facts['url']}"
+    client = Client(config, facts["setting"], facts["url"])
+    where = client.where
     _check_cache(facts["says"], where, policy)
     (out / POLICY_FILE).write_text(policy.model_dump_json(indent=1) + "\n", encoding="utf-8")
     for name in TOKENIZER_FILES:
         if (checkpoint / name).is_file():
             shutil.copyfile(checkpoint / name, out / name)
     record = ServerRecord(
-        backend=BACKEND,
+        backend=config.name,
         files={path.name: file_digest(path) for path in sorted(out.iterdir())},
         top_logprobs=config.top_logprobs,
         vocab_size=info.vocab_size,
         **{name: facts[name] for name in ("setting", "url", "model", "release", "says")},
     )
-    client = open_client(config, record.setting, record.url, api_key)
     tokenizer = load_tokenizer(checkpoint)
     _check_tokenizer(client, record, checkpoint, tokenizer, where)
     ids = list(tokenizer(TEXT, add_special_tokens=False)["input_ids"])
@@ -180,7 +173,7 @@ def _check_tokenizer(client: Client, record: ServerRecord, checkpoint: Path, tok
 
 def _check_answers(engine: OpenAIEngine, prompt: list[int], where: str) -> None:
     """Refuse a server that shows too few tokens, or not its own distribution, or reuses no prefix."""
-    free = engine.likely(prompt)
+    free = engine.forced(prompt, None)
     if len(free.logp) < min(engine.top_logprobs, engine.vocab_size):
         raise MissingRequirement(
             f"backend.top_logprobs={engine.top_logprobs}: {where} shows {len(free.logp)} tokens; start it with more (vLLM: "

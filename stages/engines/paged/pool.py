@@ -201,7 +201,7 @@ class PagedPool(SequencePages):
             numbers = lookup([(row.window_pages, row.first_window_page) for row in rows], pages)
             places[self.window_pages] = [(inside, numbers[inside], slots[inside])]
         if self.policy.exact_tokens:
-            places[self.buffers] = self._exact_places(rows, positions, starts + tokens)
+            places[self.buffers] = exact_places(self.policy, rows, positions, starts + tokens)
         return places
 
     def advance(self, handles: Sequence[int], tokens: int) -> None:
@@ -239,9 +239,6 @@ class PagedPool(SequencePages):
             row.first_window_page += 1
         for _ in range(self.policy.window_pages(length) - len(row.window_pages)):
             row.window_pages.append(self._allocate(self.window_pages))
-
-    def _exact_places(self, rows: list[PagedSequence], positions: Indices, ends: Indices) -> list[Places]:
-        return exact_places(self.policy, rows, positions, ends)
 
     def stored(self, handle: int) -> dict[str, tuple[int, npt.NDArray[np.uint8]]]:
         """Return what a sequence's pages hold, by array: the first token's position, and the bytes (H, n, W) of n tokens.

@@ -19,7 +19,7 @@ from onnx import helper, numpy_helper
 
 from pipeline.formats.body import NUMPY_FLOATS, cache_arithmetic
 from plugins.kv_attention.layout import CacheLayout
-from plugins.kv_attention.tensorrt_nodes import Layered, cache_attributes, node_of
+from plugins.kv_attention.tensorrt_nodes import Layered, attributes_of, node_of
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.surgery import INT32, NOT_FINITE, Dims
@@ -151,7 +151,7 @@ def _append_group(graph: onnx.GraphProto, info: ModelInfo, mode: Mode, group: Gr
             node,
             [tensors[name] for name in node.inputs],
             [appended(tensors[name]) for name in node.outputs],
-            cache_attributes(group.layout, sm),
+            attributes_of(node, group.layout, sm=sm),
             f"group{group.number}",
         )
     )

@@ -1,8 +1,10 @@
 """backend=tensorrt_rtx and backend=tensorrt: plans of the ONNX engine's own graphs."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
 from pipeline.artifacts.hardware import gpus
@@ -68,6 +70,16 @@ class PlanBackend(Backend):
         plans = {path.name: path.stat().st_size / 2**20 for path in sorted(bundle.glob("*.plan"))}
         return ["  ".join(f"{name} {size:.1f} MiB" for name, size in plans.items())]
 
+    def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
+        from stages.engines.tensorrt.build import build_bundle
+
+        given = {**self._sizes(), **self._target()}
+        build_bundle(source, out, policy=policy, scales=scales, library=self.library, progress=progress, **given)
+
+    @abstractmethod
+    def _target(self) -> dict[str, Any]:
+        """Return the arguments of build_bundle that say what the plans are for."""
+
     def _sizes(self) -> dict[str, int]:
         return {"max_batch": self.config.max_batch, "max_tokens": self.config.max_tokens}
 
@@ -110,20 +122,8 @@ class RTXBackend(PlanBackend):
         versions = {self.library: load(self.library).version}
         return {"library": self.library, **self._sizes(), "targets": self.targets, "versions": versions}
 
-    def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
-        from stages.engines.tensorrt.build import build_bundle
-
-        build_bundle(
-            source,
-            out,
-            policy=policy,
-            scales=scales,
-            library="tensorrt_rtx",
-            targets=self.targets,
-            progress=progress,
-            max_batch=self.config.max_batch,
-            max_tokens=self.config.max_tokens,
-        )
+    def _target(self) -> dict[str, Any]:
+        return {"targets": self.targets}
 
 
 class TensorRTBackend(PlanBackend):
@@ -156,20 +156,11 @@ class TensorRTBackend(PlanBackend):
         versions = {self.library: load(self.library).version, "triton": triton_version()}
         return {"library": self.library, **self._sizes(), "gpu": first_gpu(), "versions": versions}
 
-    def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
-        from stages.engines.tensorrt.plugin import build_bundle
+    def _target(self) -> dict[str, Any]:
+        from stages.engines.tensorrt.plugin import with_plugin
 
-        build_bundle(
-            source,
-            out,
-            policy=policy,
-            scales=scales,
-            library="tensorrt",
-            gpu=first_gpu(),
-            progress=progress,
-            max_batch=self.config.max_batch,
-            max_tokens=self.config.max_tokens,
-        )
+        gpu = first_gpu()
+        return {"gpu": gpu, "adapt": with_plugin(gpu)}
 
 
 def built_policies(job: Job) -> list[KVPolicy]:

@@ -10,63 +10,40 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import onnx
 
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Progress
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import bits_float
 from stages.engines.base import Mode
 from stages.engines.bundle import BUNDLE_FILE
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
-from stages.engines.tensorrt import build
 from stages.engines.tensorrt.append import Group, append_groups, use_append
-from stages.engines.tensorrt.build import PlanGraphs
+from stages.engines.tensorrt.build import GraphAdapter, PlanGraphs
 from stages.engines.tensorrt.shapes import Limits
-from stages.engines.tensorrt.surgery import use_context_plugin, use_plugin
+from stages.engines.tensorrt.surgery import use_plugin
 
 if TYPE_CHECKING:
     from plugins.kv_attention.aot import CompiledKernel
 
 
-def build_bundle(
-    onnx_bundle: Path,
-    out: Path,
-    *,
-    policy: KVPolicy,
-    scales: Path,
-    library: Literal["tensorrt"],
-    max_batch: int,
-    max_tokens: int,
-    gpu: Mapping[str, str],
-    progress: Progress,
-) -> None:
-    """Write a bundle as stages.engines.tensorrt.build.build_bundle, with the plugin in the layers that the kernels hold.
+def with_plugin(gpu: Mapping[str, str]) -> GraphAdapter:
+    """Return what puts the plugin into the layers that the kernels hold, for build.build_bundle.
 
     Args:
-        onnx_bundle: The bundle whose graphs are built.
-        out: An empty directory.
-        policy: The bundle's policy.
-        scales: The policy's static scales, a kv_scales.json.
-        library: TensorRT; TensorRT for RTX has no plugins.
-        max_batch: Most sequences of a decode step.
-        max_tokens: Most tokens of a sequence.
         gpu: The GPU that builds, an entry of pipeline.artifacts.hardware.gpus().
-        progress: Called with the steps that are done.
 
     Raises:
-        UserError: TensorRT does not take the policy's graphs, or the bundle is too old.
-        MissingRequirement: TensorRT or Triton is not installed, or CUDA uses another GPU.
+        MissingRequirement: CUDA uses another GPU.
     """
     check_gpu(gpu)
     sm = int(gpu["compute_cap"].replace(".", ""))
 
     @contextmanager
-    def with_plugin(graphs: Mapping[Mode, Path], info: ModelInfo, limits: Limits) -> Iterator[PlanGraphs]:
+    def adapt(graphs: Mapping[Mode, Path], info: ModelInfo, limits: Limits) -> Iterator[PlanGraphs]:
         layers = choose_layers(limits.policy, info.shape, info.q_heads)
         if not layers.layouts:
             yield PlanGraphs(graphs, _reasons(layers), {})
@@ -74,18 +51,7 @@ def build_bundle(
         with TemporaryDirectory(prefix="kvgate-") as folder:
             yield write_plugin_graphs(graphs, Path(folder), info=info, limits=limits, sm=sm)
 
-    build.build_bundle(
-        onnx_bundle,
-        out,
-        policy=policy,
-        scales=scales,
-        library=library,
-        max_batch=max_batch,
-        max_tokens=max_tokens,
-        progress=progress,
-        gpu=gpu,
-        adapt=with_plugin,
-    )
+    return adapt
 
 
 def check_gpu(gpu: Mapping[str, str]) -> None:
@@ -129,9 +95,9 @@ def write_plugin_graphs(graphs: Mapping[Mode, Path], folder: Path, *, info: Mode
         )
     models = {mode: onnx.load(graph, load_external_data=False) for mode, graph in graphs.items()}
     programs, splits = default_programs(info, limits, sm), default_splits(info, limits, sm)
-    layers = use_plugin(models["decode"], info, limits.policy, programs=programs, sm=sm)
-    use_context_plugin(models["prefill"], info, limits.policy, splits=splits, sm=sm)
     for mode, model in models.items():
+        count = programs if mode == "decode" else splits
+        layers = use_plugin(model, info, limits.policy, mode, programs=count, sm=sm)
         use_append(model, info, limits, layers, mode, sm=sm)
     register()
     written: dict[Mode, Path] = {mode: folder / graph.name for mode, graph in graphs.items()}

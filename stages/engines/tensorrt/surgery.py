@@ -20,11 +20,8 @@ from plugins.kv_attention.tensorrt_nodes import (
     REDUCE,
     Compute,
     Node,
-    context_attributes,
-    decode_attributes,
+    attributes_of,
     node_of,
-    plan_attributes,
-    reduce_attributes,
 )
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
@@ -37,69 +34,49 @@ PLUGIN_VERSION = "1"
 COMPUTE: dict[str, Compute] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
-def use_plugin(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, *, programs: int, sm: int) -> KernelLayers:
-    """Replace the attention of every layer that the kernels hold, in place, in the decode graph.
+def use_plugin(
+    model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, mode: Mode, *, programs: int, sm: int
+) -> KernelLayers:
+    """Replace the attention of every layer that the kernels hold, in place.
+
+    The plugin of a chunk takes new tokens as they lie in memory for the decoder's linear layers, heads of a token together, and
+    the graph has them by head: Transposes are put before it, which cancel out with those that the decoder has there.
 
     Args:
-        model: The decode graph of a bundle.
+        model: The graph of a bundle.
         info: The bundle's model, with the attention's scaling.
         policy: The bundle's policy.
-        programs: Programs over the pages of a KV head that run at once.
+        mode: Which of the two graphs.
+        programs: Of a decode step, programs over the pages of a KV head that run at once; of a chunk, splits over the pages of
+            a sequence.
         sm: Compute capability of the GPU that the kernels are compiled for, 90 say.
 
     Returns:
         The layers that were replaced, and why the others were not.
     """
-    layers, scaling = choose_layers(policy, info.shape, info.q_heads), _scaling(info)
+    layers, decode = choose_layers(policy, info.shape, info.q_heads), mode == "decode"
+    options: dict[str, Any] = {"scaling": _scaling(info), "out": COMPUTE[info.compute_dtype], "sm": sm}
+    options["programs" if decode else "splits"] = programs
+    plan = {name: f"{name}.plan" for name in PLAN.outputs} if decode else {}
     for layer, layout in layers.layouts.items():
-        node, names = _attention(model, info, policy, layer, "decode")
-        names |= {name: f"{name}.plan" for name in PLAN.outputs}
-        if not any(made.name == PLAN.operation for made in model.graph.node):
+        node, names = _attention(model, info, policy, layer, mode)
+        names |= plan
+        if decode and not any(made.name == PLAN.operation for made in model.graph.node):
             # The exact tokens are the policy's, and with them the work list is the same in every layer.
-            outputs = [names[name] for name in PLAN.outputs]
-            attributes = plan_attributes(layout, programs=programs, sm=sm)
-            model.graph.node.insert(0, plugin_node(PLAN, [names["lengths"]], outputs, attributes))
-        partial = node_of("decode_partial", layout)
-        sums = [f"{name}.{layer}" for name in partial.outputs]
-        attributes = decode_attributes(layout, scaling=scaling, sm=sm)
-        attend = plugin_node(partial, [names[name] for name in partial.inputs], sums, attributes, layer)
-        join = plugin_node(
-            REDUCE, [*sums, names["sequences"]], list(node.output), reduce_attributes(COMPUTE[info.compute_dtype], sm), layer
-        )
-        _replace(model, node, [attend, join])
-    return layers
-
-
-def use_context_plugin(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, *, splits: int, sm: int) -> KernelLayers:
-    """Replace the attention of every layer that the kernels hold, in place, in the prefill graph.
-
-    The plugin takes new tokens as they lie in memory for the decoder's linear layers, heads of a token together, and the graph
-    has them by head: Transposes are put before it, which cancel out with those that the decoder has there.
-
-    Args:
-        model: The prefill graph of a bundle.
-        info: The bundle's model, with the attention's scaling.
-        policy: The bundle's policy.
-        splits: Splits over the pages of a sequence.
-        sm: Compute capability of the GPU that the kernels are compiled for, 90 say.
-
-    Returns:
-        The layers that were replaced, and why the others were not.
-    """
-    layers, scaling = choose_layers(policy, info.shape, info.q_heads), _scaling(info)
-    for layer, layout in layers.layouts.items():
-        node, names = _attention(model, info, policy, layer, "prefill")
+            attributes = attributes_of(PLAN, layout, **options)
+            model.graph.node.insert(0, plugin_node(PLAN, [names["lengths"]], list(plan.values()), attributes))
         turned = []
-        for role in ("query", "key", "value"):
+        for role in () if decode else ("query", "key", "value"):
             by_token = f"{role}.by_token.{layer}"
             turned.append(helper.make_node("Transpose", [names[role]], [by_token], name=by_token, perm=[0, 2, 1, 3]))
             names[role] = by_token
-        partial = node_of("context_partial", layout)
-        sums = [f"{name}.{layer}" for name in partial.outputs]
-        attributes = context_attributes(layout, splits=splits, scaling=scaling, sm=sm)
-        attend = plugin_node(partial, [names[name] for name in partial.inputs], sums, attributes, layer)
-        joined = reduce_attributes(COMPUTE[info.compute_dtype], sm)
-        _replace(model, node, [*turned, attend, plugin_node(CONTEXT_REDUCE, sums, list(node.output), joined, layer)])
+        partial, join = node_of("decode_partial" if decode else "context_partial", layout), REDUCE if decode else CONTEXT_REDUCE
+        sums = {name: f"{name}.{layer}" for name in partial.outputs}
+        taken = [names[name] for name in partial.inputs]
+        attend = plugin_node(partial, taken, list(sums.values()), attributes_of(partial, layout, **options), layer)
+        parts = [(names | sums)[name] for name in join.inputs]
+        joined = plugin_node(join, parts, list(node.output), attributes_of(join, layout, **options), layer)
+        _replace(model, node, [*turned, attend, joined])
     return layers
 
 

@@ -1,0 +1,138 @@
+"""What a stage is doing: how much of how much, how fast, how long the rest takes, as a bar or as lines."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, Task
+from rich.progress import Progress as Bars
+from rich.table import Column
+from rich.text import Text
+
+FIRST_SECONDS = 1.5
+"""Time before the first line of progress where there is no terminal."""
+LINE_SECONDS = 10
+"""Time between two lines from then on."""
+BAR_WIDTH = 20
+
+
+class Phases:
+    """The calls of a stage's progress; each label is a task of rich's, so that one that another interrupts goes on.
+
+    Args:
+        title: What is made or done.
+        terminal: Gets a bar; None: nothing is drawn.
+        clock: Seconds of the monotonic clock.
+    """
+
+    def __init__(self, title: str, terminal: Console | None, clock: Callable[[], float] = time.monotonic) -> None:
+        columns = (_Described(title), BarColumn(BAR_WIDTH))
+        self.bars = Bars(*columns, console=terminal, transient=True, disable=terminal is None, get_time=clock)
+        self._tasks = {"": self.bars.add_task("", total=None)}
+        self._now = ""
+
+    @property
+    def task(self) -> Task:
+        """What the stage is doing; before the first call, and between two files, that it gets ready."""
+        return next(task for task in self.bars.tasks if task.id == self._tasks[self._now])
+
+    def update(self, label: str, done: int, total: int) -> None:
+        """Take a call of the stage's progress."""
+        if label not in self._tasks:
+            self._tasks[label] = self.bars.add_task(label, completed=done, total=total, first=done)
+        elif label and done < next(task for task in self.bars.tasks if task.id == self._tasks[label]).completed:
+            self.bars.reset(self._tasks[label], completed=done, total=total, first=done)  # another round
+        if label != self._now:
+            self.bars.update(self._tasks[self._now], visible=False)
+            self._now = label
+        if label:
+            self.bars.update(self._tasks[label], completed=done, total=total, visible=True)
+
+
+class _Described(ProgressColumn):
+    """What a task is doing, wrapped between words where it has no room."""
+
+    def __init__(self, title: str) -> None:
+        super().__init__(Column(ratio=1))
+        self._title = title
+
+    def render(self, task: Task) -> Text:
+        return Text(f"  {self._title}: {describe(task)}")
+
+
+def describe(task: Task) -> str:
+    """Return what is being done, how much of how much, how fast, and how long the rest takes at that."""
+    seconds = f"{duration(task.elapsed or 0.0)} so far"
+    if task.total is None:
+        return seconds
+    what, unit = split(task.description)
+    text = f"{what} {task.completed:,.0f}/{task.total:,.0f}{f' {unit}' if unit else ''}"
+    rate = rate_of(task)
+    if rate is None:
+        return f"{text}, {seconds}"
+    pace = f"{rate:,.{0 if rate >= 10 else 1}f}/s" if rate >= 1 else f"{duration(1 / rate)} each"
+    return f"{text}, {pace}, {duration((task.remaining or 0.0) / rate)} left"
+
+
+def rate_of(task: Task) -> float | None:
+    """Return the units a second so far: those of a resumed run took no time now. None before any is done, and once all are.
+
+    rich's own rate is of the last 30 seconds, in which a slow step does not end.
+    """
+    done, seconds = task.completed - task.fields["first"], task.elapsed or 0.0
+    return done / seconds if done > 0 and seconds > 0 and not task.finished else None
+
+
+def fields(task: Task) -> dict[str, object]:
+    """Return the same for a log collector."""
+    seconds = round(task.elapsed or 0.0, 1)
+    if task.total is None:
+        return {"seconds": seconds}
+    what, unit = split(task.description)
+    found: dict[str, object] = {"phase": what, "unit": unit, "done": task.completed, "total": task.total, "seconds": seconds}
+    rate = rate_of(task)
+    return found if rate is None else found | {"rate": round(rate, 3), "seconds_left": round((task.remaining or 0.0) / rate, 1)}
+
+
+def split(label: str) -> tuple[str, str]:
+    """Split a label into what is being done, and the unit, which is empty where the label has none.
+
+    >>> split("forced decode [tokens]"), split("build")
+    (('forced decode', 'tokens'), ('build', ''))
+    """
+    what, _, unit = label.removesuffix("]").partition(" [")
+    return what, unit
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words: `45 s`, `1 min 20 s`, `2 h 05 min`.
+
+    >>> [duration(s) for s in (44.6, 80, 7500)]
+    ['45 s', '1 min 20 s', '2 h 05 min']
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"
+
+
+@contextmanager
+def repeated(say: Callable[[], None]) -> Iterator[None]:
+    """Call `say` every LINE_SECONDS while the block runs, also while nothing moves."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        seconds: float = FIRST_SECONDS
+        while not over.wait(seconds):
+            say()
+            seconds = LINE_SECONDS
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

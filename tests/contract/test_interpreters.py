@@ -1,0 +1,156 @@
+"""What every library in an interpreter of its own is held to, by our workers on fakes that take the recorded arguments."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_interpreter import make_interpreter, make_sglang_interpreter, make_vllm_interpreter
+from sglang_bundles import make_sglang_bundle, open_sglang
+from trtllm_exports import conf, make_bundle, make_exports, open_engine
+from vllm_bundles import make_vllm_bundle, open_vllm
+
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.workloads import LoadConfig
+from stages.engines.interpreter.process import Program, probe
+from stages.engines.interpreter.requests import RequestEngine
+from stages.engines.sglang.build import PROGRAM as SGLANG
+from stages.engines.trtllm.library import PROGRAM as TRTLLM
+from stages.engines.vllm.library import PROGRAM as VLLM
+from stages.evaluate.decoding.system import measure_system
+
+TOKENS = [7, 300, 12, 44, 1001, 5, 5, 620, 9, 13, 700]
+FIRST = 4
+VOCABULARY = 1344
+
+
+def trtllm_bundle(checkpoint: Path, out: Path, kv: str, python: str) -> Path:
+    return make_bundle(make_exports(checkpoint, out.with_name("quantized"), kv), out, kv, python)
+
+
+@dataclass(frozen=True)
+class Library:
+    program: Program
+    make: Callable[..., str]
+    """Makes an interpreter."""
+    build: Callable[[Path, Path, str, str], Path]
+    open: Callable[..., RequestEngine]
+    release: str
+    limit: str
+    """What bounds a sequence."""
+    hints: tuple[str, ...]
+    """What says how to get it."""
+    broken: str
+    """Why it does not import."""
+    kv: str = "fp8"
+
+
+LIBRARIES = {
+    "trtllm engine": Library(
+        TRTLLM, make_interpreter, trtllm_bundle, open_engine, "1.2.1", "max_seq_len",
+        ("nvcr.io/nvidia/tensorrt-llm/release:1.2.1", "https://pypi.nvidia.com", "Python 3.10 or 3.12", "==1.2.1"),
+        r"libth_common\.so",
+    ),
+    "trtllm pytorch": Library(
+        TRTLLM, make_interpreter, trtllm_bundle, open_engine, "1.3.0rc20", "max_seq_len", (), r"libth_common\.so"
+    ),
+    "vllm": Library(
+        VLLM, make_vllm_interpreter, make_vllm_bundle, open_vllm, "0.32.0", "max_model_len",
+        ("make vllm", "vllm/vllm-openai:v0.32.0"), r"libc10_cuda\.so",
+    ),
+    "sglang": Library(
+        SGLANG, make_sglang_interpreter, make_sglang_bundle, open_sglang, "0.5.23", "context_length",
+        ("pip install sglang==0.5.23",), "libcudart", kv="fp8_uncalibrated",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=LIBRARIES)
+def library(request: pytest.FixtureRequest) -> Library:
+    return LIBRARIES[request.param]
+
+
+@pytest.fixture(scope="module")
+def python(library: Library, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return library.make(tmp_path_factory.mktemp("interpreter") / "bin", release=library.release)
+
+
+@pytest.fixture(scope="module")
+def bundle(library: Library, python: str, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return library.build(tiny_checkpoint, tmp_path_factory.mktemp("built") / "bundle", library.kv, python)
+
+
+@pytest.fixture(scope="module")
+def engine(library: Library, bundle: Path, python: str) -> Iterator[RequestEngine]:
+    opened = library.open(bundle, python)
+    yield opened
+    opened.close()
+
+
+def test_requests_steps_and_answers_give_the_same_rows(engine: RequestEngine) -> None:
+    rows = engine.forced(TOKENS, FIRST)
+    assert rows.shape == (len(TOKENS) - FIRST, VOCABULARY)
+    assert np.isfinite(rows).all(), "written before they were forced"
+    other = [*TOKENS[:FIRST], *TOKENS[:FIRST:-1]]
+    together = engine.forced_together([(TOKENS, FIRST), (other, FIRST), (TOKENS[2:], 3)])
+    np.testing.assert_array_equal(together[0], rows)
+    handles, first = engine.prefill([TOKENS[:FIRST], other[:FIRST]])
+    assert first.shape == (2, VOCABULARY)
+    for step, fed in enumerate(zip(TOKENS[FIRST:], other[FIRST:], strict=False)):
+        np.testing.assert_array_equal(engine.decode(handles, fed), [together[0][step], together[1][step]])
+    assert engine.memory().live_tokens == len(TOKENS) + len(other) - 1
+    engine.release(handles)
+    assert engine.memory().pool_bytes == 0
+    (said,) = engine.generate([TOKENS], 5, None)
+    assert len(said) == 5
+
+
+def test_the_canarys_cache_is_wrong_and_can_be_taken_back(engine: RequestEngine) -> None:
+    before = engine.forced(TOKENS, FIRST)
+    engine.corrupt_key_scale(0.1)
+    assert np.abs(engine.forced(TOKENS, FIRST) - before).max() > 0.01
+    engine.corrupt_key_scale(10.0)
+    np.testing.assert_allclose(engine.forced(TOKENS, FIRST), before, atol=1e-2)
+
+
+def test_times_are_the_librarys_own(engine: RequestEngine) -> None:
+    load = LoadConfig.model_validate({**conf("workloads", "base")["load"], "batch": 2, "context_tokens": 70, "new_tokens": 6})
+    system = measure_system(engine, load)
+    assert system.time_to_first_token_ms > 0
+    assert 0 < (system.inter_token_p50_ms or 0.0) <= (system.inter_token_p99_ms or 0.0)
+    assert system.kib_per_token_allocated == system.kib_per_token
+
+
+def test_a_prompt_that_does_not_fit_is_refused_by_its_key_before_anything_starts(
+    library: Library, bundle: Path, python: str
+) -> None:
+    engine = library.open(bundle, python)
+    with pytest.raises(UserError, match=rf"backend\.{library.limit}=512: a prompt of 400 tokens with 113 more does not fit"):
+        engine.forced([1] * 512, 400)
+    assert engine._worker is None
+
+
+def test_a_bundle_of_another_release_is_refused_with_both(library: Library, bundle: Path, tmp_path: Path) -> None:
+    newer = library.make(tmp_path / "bin", release="99.1.0")
+    built = library.release.replace(".", r"\.")
+    with pytest.raises(MissingRequirement, match=rf"{library.program.library} {built}.* 99\.1\.0"):
+        library.open(bundle, newer)
+    assert f"{library.program.library} 99.1.0 was not read" in str(probe(library.program, newer).unread)
+    assert probe(library.program, library.make(tmp_path / "same", release=library.release)).unread is None
+
+
+def test_what_is_missing_says_how_to_get_it_in_a_line(library: Library, tmp_path: Path) -> None:
+    broken = library.make(tmp_path / "bin", mode="broken install")
+    name = library.program.library
+    for python, said in (
+        (None, f"backend.python=null: backend={library.program.backend} needs a Python that has {name}"),
+        ("/nowhere/python", "backend.python=/nowhere/python: there is no such program"),
+        (broken, f"backend.python={broken}: {name} cannot be used there (ImportError: {library.broken.replace(chr(92), '')}"),
+    ):
+        with pytest.raises(MissingRequirement) as raised:
+            probe(library.program, python)
+        text = str(raised.value)
+        assert text.startswith(said)
+        assert all(hint in text for hint in library.hints)
+        assert "\n" not in text
