@@ -16,6 +16,7 @@ from pipeline.core.strict import StrictModel, Unreadable, absolute, read_file
 M = TypeVar("M", bound=StrictModel)
 
 MOST_BYTES = 1_000_000
+MOST_DEPTH = 100
 SHOWN_CHARS = 200
 """Of a value, in an error."""
 
@@ -36,15 +37,27 @@ def read_yaml(model: type[M], key: str, file: str | None) -> M:
         text = (
             read_file(absolute(str(file)), MOST_BYTES).decode("utf-8").replace("\t", " ")
         )  # JSON may be indented by them, YAML not
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # a few lines of them make gigabytes
-            raise UserError(f"{where}: uses a YAML alias (*name); write the value out")
+        _refuse_growth(text, where)
         loaded = OmegaConf.load(StringIO(text))  # it refuses a key that is given twice
         content = OmegaConf.to_container(loaded, resolve=False)
+    except UserError:
+        raise
     except Unreadable as error:
         raise UserError(f"{where}: cannot be read: {error}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise UserError(f"{where}: cannot be read ({first_line(error)}); correct it") from None
     return validated(model, json.dumps(content, default=str), where)
+
+
+def _refuse_growth(text: str, where: str) -> None:
+    """Refuse aliases, a few lines of which make gigabytes, and depth, on which the parser spends minutes."""
+    depth = 0
+    for event in yaml.parse(text):
+        if isinstance(event, yaml.AliasEvent):
+            raise UserError(f"{where}: uses a YAML alias (*name); write the value out")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MOST_DEPTH:
+            raise UserError(f"{where}: cannot be read (nested more than {MOST_DEPTH} deep); correct it")
 
 
 def validated(model: type[M], content: str, where: str) -> M:

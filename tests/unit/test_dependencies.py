@@ -42,6 +42,7 @@ BROUGHT = {
     "sqlalchemy": "mlflow",
     "tokenizers": "transformers",
     "tqdm": "transformers",
+    "typing-extensions": "pydantic",
 }
 """Imported and not declared -> the declared distribution that requires it, in the version that fits."""
 
