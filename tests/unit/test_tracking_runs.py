@@ -129,7 +129,7 @@ def test_no_secret_reaches_the_store(work: Path, store: MlflowStore, tmp_path: P
 def test_a_run_that_does_not_end_well_is_closed_as_such_with_its_stages(
     store: MlflowStore, error: type[BaseException], status: str
 ) -> None:
-    runs = []
+    runs = list[str]()
 
     def ends() -> None:
         with store.recorded("ends", {}) as run_id:
