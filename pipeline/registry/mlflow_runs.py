@@ -13,7 +13,7 @@ from getpass import getuser
 from pathlib import Path
 from secrets import token_hex
 
-from pipeline.artifacts.locks import alone_at_once, locked
+from pipeline.artifacts.locks import locked, locked_at_once
 from pipeline.core.redaction import clip, copy_redacted, finite_metrics, redact_text, table_columns
 from pipeline.registry.contents import RunPage, Workload
 from pipeline.registry.mlflow_client import Client, Dataset, DatasetInput, InputTag, Metric, Param, RunTag
@@ -40,7 +40,7 @@ class ExperimentRuns:
         with ExitStack() as stack:
             with locked(self.location.lock, "beginning a run"):
                 lock.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(alone_at_once(lock))
+                stack.enter_context(locked_at_once(lock))
             status = "FAILED"
             try:
                 texts = {name: clip(redact_text(text), TAG_CHARS) for name, text in {**tags, LOCK: lock.name}.items()}
@@ -61,13 +61,13 @@ class ExperimentRuns:
         query = f"attributes.status = 'RUNNING' and tags.{LOCK} = '{lock.name}'"
         for run in self.client.search_runs([self.experiment_id], query):
             self.client.set_terminated(run.info.run_id, status)
-        lock.unlink()
+        lock.unlink(missing_ok=True)
 
     def close_left_open(self) -> None:
         """Close the runs whose process died. Those of other work directories and other programs are not known to be dead."""
         with locked(self.location.lock, "closing runs"):
             for lock in self._locks.glob("*"):
-                with alone_at_once(lock) as died:
+                with locked_at_once(lock) as died:
                     if died:
                         self._close(lock, "KILLED")
 
