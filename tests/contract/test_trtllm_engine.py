@@ -5,14 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from fake_interpreter import make_interpreter
+from safetensors.torch import load_file
 from trtllm_exports import HEAD_DIM, HEADS, KV_HEADS, LAYERS, conf, make_bundle, make_exports, open_engine, scale_of
 
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy, KVShape
 from stages.engines.interpreter.protocol import RunAnswer
 from stages.engines.interpreter.requests import LOOKAHEAD
-from stages.engines.interpreter.tensors import read_tensors
 from stages.engines.trtllm.engine import TrtllmEngine
 
 PROMPT = [7, 300, 12, 44, 1001, 5, 5, 620]
@@ -50,8 +51,8 @@ def engine(request: pytest.FixtureRequest, bundles: dict[tuple[str, str], Path],
 
 def toy_logits(kv: str, tokens: list[int], first: int, checkpoint: Path) -> np.ndarray:
     """The toy's decoded logits, written a second time: read back from codes except for the token itself."""
-    raw = read_tensors(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
-    vectors = raw.values.view("<f2").astype(np.float32)
+    raw = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
+    vectors = raw.float().numpy()
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     scale = max(scale_of(kv))
     mantissa, exponent = np.frexp(vectors / scale)
@@ -188,21 +189,22 @@ def test_two_ranks_hold_what_one_held(work: Path, tiny_checkpoint: Path, pythons
     quantized = make_exports(tiny_checkpoint, work / "quantized-tp", "fp8")
     wide = make_interpreter(work / "wide", gpus=("9.0", "9.0"))
     bundle = make_bundle(quantized, work / "tp", "fp8", wide, tensor_parallel_size=2)
-    whole = read_tensors(quantized / "tensorrt_llm" / "rank0.safetensors")
-    parts = [read_tensors(bundle / "checkpoint" / f"rank{rank}.safetensors") for rank in range(2)]
+    whole = load_file(quantized / "tensorrt_llm" / "rank0.safetensors")
+    parts = [load_file(bundle / "checkpoint" / f"rank{rank}.safetensors") for rank in range(2)]
     for name, tensor in whole.items():
-        pair = [part[name].values for part in parts]
+        pair = [part[name] for part in parts]
         if "qkv" in name:
-            ends = [HEADS * HEAD_DIM // 2, (HEADS + KV_HEADS) * HEAD_DIM // 2]
-            sides = zip(*(np.split(part, ends) for part in pair), strict=True)
-            joined = np.concatenate([np.concatenate(side) for side in sides])
-            np.testing.assert_array_equal(joined, tensor.values)
+            ends = (HEADS * HEAD_DIM // 2, (HEADS + KV_HEADS) * HEAD_DIM // 2)
+            sides = zip(*(part.tensor_split(ends) for part in pair), strict=True)
+            joined = torch.cat([torch.cat(side) for side in sides])
         elif name.endswith(("dense.weight", "proj.weight")):
-            np.testing.assert_array_equal(np.concatenate(pair, 1), tensor.values)
-        elif tensor.values.ndim == 2:
-            np.testing.assert_array_equal(np.concatenate(pair), tensor.values)
+            joined = torch.cat(pair, 1)
+        elif tensor.ndim == 2:
+            joined = torch.cat(pair)
         else:
-            np.testing.assert_array_equal(pair, [tensor.values] * 2)
+            assert torch.equal(pair[0], pair[1])
+            joined = pair[0]
+        assert torch.equal(joined, tensor), name
     engine = open_engine(bundle, wide)
     one = open_engine(make_bundle(quantized, work / "one", "fp8", pythons["engine"]), pythons["engine"])
     tokens = [*PROMPT, *ANSWER]
