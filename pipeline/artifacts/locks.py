@@ -1,4 +1,7 @@
-"""Locks between processes. A wait has a limit, and says after a second what it is for, who holds the lock and until when."""
+"""Locks between processes (flock). A wait has a limit, and says after a second what it is for, who holds the lock, until when.
+
+The system lets go of a lock when its process dies, however it dies.
+"""
 
 import fcntl
 import logging
@@ -8,8 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from pipeline.core.errors import MissingRequirement, UserError
 
@@ -22,7 +23,7 @@ LIMIT_S = 6 * 3600
 QUIET_S = 1.0
 """Seconds of a wait before anything is said of it."""
 POLL_S = 0.05
-"""Seconds between two attempts at a lock that several may share: flock(2) has no wait with a limit."""
+"""Seconds between two attempts: flock(2) has no wait with a limit."""
 
 
 def limit_s(environ: Mapping[str, str] = os.environ) -> float:
@@ -55,70 +56,27 @@ def until(seconds: float) -> str:
 
 
 @contextmanager
-def locked(path: Path, purpose: str) -> Iterator[None]:
+def locked(path: Path, purpose: str, *, together: bool = False) -> Iterator[None]:
     """Hold a lock while the block runs.
 
     Args:
-        path: The lock's file, in a directory that exists.
+        path: The lock's file, in a directory that exists; it is made where it is missing.
         purpose: What it is held for: `the artifact build/ab12`.
+        together: Whether others may hold it so at the same time.
 
     Raises:
-        UserError: The file cannot be made or opened.
+        UserError: The file cannot be made, opened or locked.
         MissingRequirement: Another process held it for all of KVGATE_LOCK_TIMEOUT_S.
-    """
-    seconds, lock = limit_s(), FileLock(path)
-    end = until(seconds)
-    try:
-        # FileLock takes a directory in which no file can be made for one that is about to appear, and waits.
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
-        with announced(lambda: f"{purpose}: {holder(path)} holds {path}; until {end} ({LIMIT}={seconds:g})", QUIET_S):
-            lock.acquire(timeout=seconds)
-    except Timeout as error:
-        raise MissingRequirement(
-            f"{LIMIT}={seconds:g}: {purpose}: {holder(path)} held {path} all that time; end it, or give it longer"
-        ) from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be locked ({error.strerror}); it must be in a folder that you may write to") from error
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def locked_at_once(path: Path) -> Iterator[bool]:
-    """Hold a lock while the block runs, if nobody else does: the block gets whether it does."""
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except (Timeout, OSError):
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        lock.release()
-
-
-@contextmanager
-def shared(path: Path, purpose: str) -> Iterator[None]:
-    """Hold a lock that any number of processes may hold together while the block runs, and `alone_at_once` none beside them.
-
-    The system lets go of it when its process dies, however it dies.
-
-    Args:
-        path: The lock's file, which is made where it is missing.
-        purpose: What a wait for it is for.
-
-    Raises:
-        MissingRequirement: Another process held it alone for all of KVGATE_LOCK_TIMEOUT_S.
     """
     seconds = limit_s()
     end, last = until(seconds), time.monotonic() + seconds
-    lock = _opened(path)
+    try:
+        lock = _opened(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be locked ({error.strerror}); it must be in a folder that you may write to") from error
     try:
         with announced(lambda: f"{purpose}: {holder(path)} holds {path}; until {end} ({LIMIT}={seconds:g})", QUIET_S):
-            while not _flocked(lock, fcntl.LOCK_SH):
+            while not _flocked(lock, fcntl.LOCK_SH if together else fcntl.LOCK_EX):
                 if time.monotonic() > last:
                     raise MissingRequirement(
                         f"{LIMIT}={seconds:g}: {purpose}: {holder(path)} held {path} all that time; end it, or give it longer"
@@ -130,9 +88,13 @@ def shared(path: Path, purpose: str) -> Iterator[None]:
 
 
 @contextmanager
-def alone_at_once(path: Path) -> Iterator[bool]:
-    """Hold a lock alone while the block runs, if nobody else holds it, alone or shared: the block gets whether it does."""
-    lock = _opened(path)
+def locked_at_once(path: Path) -> Iterator[bool]:
+    """Hold a lock alone while the block runs, if nobody else holds it: the block gets whether it does."""
+    try:
+        lock = _opened(path)
+    except OSError:
+        yield False
+        return
     try:
         yield _flocked(lock, fcntl.LOCK_EX)
     finally:
@@ -142,7 +104,7 @@ def alone_at_once(path: Path) -> Iterator[bool]:
 def _opened(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except PermissionError:  # of another user, who may let this one read: enough to share it
+    except PermissionError:  # of another user, who may let this one read: enough to lock it
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -154,22 +116,14 @@ def _flocked(lock: int, how: int) -> bool:
     return True
 
 
-def holders(path: Path) -> list[int]:
-    """Return the processes that hold a lock, as far as this system tells: those of other machines are not seen."""
+def holder(path: Path) -> str:
+    """Return who holds a lock, in words, as far as this system tells: `process 123`. Those of other machines are not seen."""
     try:
         inode = path.stat().st_ino
         locks = [line.split() for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines()]
         # 1: FLOCK ADVISORY WRITE PID MAJOR:MINOR:INODE START END (proc(5)); waiting ones have an arrow before FLOCK
-        return [int(fields[4]) for fields in locks if fields[1] == "FLOCK" and fields[5].endswith(f":{inode}")]
-    except (OSError, ValueError, IndexError):
-        return []
-
-
-def holder(path: Path) -> str:
-    """Return who holds a lock, in words, as far as this system tells: `process 123`."""
-    try:
-        pid = holders(path)[0]
+        pid = next(int(fields[4]) for fields in locks if fields[1] == "FLOCK" and fields[5].endswith(f":{inode}"))
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
+    except (OSError, ValueError, IndexError, StopIteration):
         return "another process"
     return f"process {pid}, which is stopped (kill -CONT {pid} lets it go on)," if state in "Tt" else f"process {pid}"

@@ -26,7 +26,7 @@ from typing import Any
 from pipeline.artifacts.digest import code_digest, files_digest, json_digest, tree_files
 from pipeline.artifacts.files import STORE_FILE, sweep_pool, write_whole
 from pipeline.artifacts.hardware import hardware
-from pipeline.artifacts.locks import locked, locked_at_once, shared
+from pipeline.artifacts.locks import locked, locked_at_once
 from pipeline.core.errors import MissingRequirement, UserError
 
 MANIFEST = ".manifest.json"
@@ -228,7 +228,7 @@ def used(root: Path, *, make: bool) -> Iterator[None]:
         yield
         return
     root.mkdir(parents=True, exist_ok=True)
-    with shared(lock, f"the artifacts in {root}, of which some are being removed"):
+    with locked(lock, f"the artifacts in {root}, of which some are being removed", together=True):
         yield
 
 

@@ -38,23 +38,32 @@ def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
         policy: Formats of the stored keys and values.
         algorithms: The algorithms of the cache that the export can declare, for example UNIFIED_HF_KV.
     """
-    formats = {name: describe_format(form) for name, form in policy.formats}
-    if policy.exact_tokens:
-        return f"{policy.sink_tokens} sink and {policy.recent_tokens} recent exact tokens cannot be declared"
-    if policy.window is not None:
-        return f"other formats for the last {policy.window.tokens} tokens cannot be declared"
-    if policy.eviction is not None:
-        return f"eviction.window_tokens={policy.eviction.window_tokens}: an eviction cannot be declared"
-    if len(set(formats.values())) > 1:
-        listed = ", ".join(f"{name} {description}" for name, description in formats.items())
-        return f"{listed}: the exporters know one algorithm for all keys and values and would mislabel some"
+    reason = beyond_one_format(policy)
+    if reason is not None:
+        return reason
     if policy.key.dtype == "fp16" or algorithm(policy.key) in algorithms:
         return None
     if policy.key.code.modelopt_name and not policy.key.code.modelopt_export:
         wrong = "ModelOpt writes amax / 448 as the scale of a layer, where its quantizer takes amax / 2688: a factor of 6"
     else:
         wrong = "the export has no name for this format and would refuse, drop or mislabel it"
-    return f"{formats['key']} keys and values: {wrong}"
+    return f"{describe_format(policy.key)} keys and values: {wrong}"
+
+
+def beyond_one_format(policy: KVPolicy) -> str | None:
+    """Return what of a policy is not one format for all keys and values of all tokens, which other engines' caches have."""
+    if policy.exact_tokens:
+        return f"{policy.sink_tokens} sink and {policy.recent_tokens} recent exact tokens have no equal there"
+    if policy.window is not None:
+        return f"other formats for the last {policy.window.tokens} tokens have no equal there"
+    if policy.eviction is not None:
+        return f"eviction.window_tokens={policy.eviction.window_tokens}: an eviction has no equal there"
+    formats = {name: describe_format(form) for name, form in policy.formats}
+    if len(set(formats.values())) > 1:
+        return (
+            f"{', '.join(f'{name} {text}' for name, text in formats.items())}: its cache has one type for all keys and values"
+        )
+    return None
 
 
 def holder(policy: KVPolicy) -> str:

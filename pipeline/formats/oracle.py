@@ -4,6 +4,7 @@ Shapes: H KV heads, T tokens, D head_dim, W storage elements of a token, g scale
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,17 @@ class Stored:
     scale: Tensor | None
     """(..., H, T, g) in the type of stored scales; None for static and exact formats."""
     zero: Tensor | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those of the three that there are."""
+        return [tensor for tensor in (self.codes, self.scale, self.zero) if tensor is not None]
+
+
+def each(function: Callable[[list[Tensor]], Tensor], stored: Sequence[Stored]) -> Stored:
+    """Return `function` of the codes, of the scales and of the zeros of `stored`, which are of one format."""
+    parts = [function(list(tensors)) for tensors in zip(*(one.tensors for one in stored), strict=True)]
+    return Stored(*parts, *[None] * (3 - len(parts)))
 
 
 @dataclass(frozen=True)

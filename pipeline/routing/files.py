@@ -111,18 +111,17 @@ class Snapshot(StrictModel):
 
 def read_routing_file(routing: RoutingConfig) -> RoutingFile:
     """Read the routing file, YAML or JSON. Raises UserError with its first problem."""
-    return read_yaml(RoutingFile, routing.path, f"routing.file={routing.file}")
+    return read_yaml(RoutingFile, "routing.file", routing.file)
 
 
 def read_snapshot(monitor: MonitorConfig) -> Snapshot:
     """Read the snapshot, YAML or JSON. Raises UserError with its first problem, also for one that is not of now."""
-    where = f"monitor.snapshot={monitor.snapshot}"
-    snapshot = read_yaml(Snapshot, monitor.path, where)
+    snapshot = read_yaml(Snapshot, "monitor.snapshot", monitor.snapshot)
     if snapshot.taken_at is not None:
         away = abs((datetime.now(UTC) - snapshot.taken_at).total_seconds())
         if away > monitor.max_age_s:
             raise UserError(
-                f"{where}: taken_at={snapshot.taken_at.isoformat()} is {away:,.0f} s from now, "
+                f"monitor.snapshot={monitor.snapshot}: taken_at={snapshot.taken_at.isoformat()} is {away:,.0f} s from now, "
                 f"monitor.max_age_s={monitor.max_age_s} allows fewer; take a new one"
             )
     return snapshot

@@ -1,6 +1,5 @@
 """`routing.*` and `monitor.*` on the command line."""
 
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -18,11 +17,6 @@ class RoutingConfig(StrictModel):
     rollback: Annotated[str, Field(min_length=1)] | None
     """A class whose route goes back to the one before."""
 
-    @property
-    def path(self) -> Path:
-        """The routing file, where there is one."""
-        return Path(str(self.file)).expanduser()
-
 
 class MonitorConfig(StrictModel):
     """The snapshot of stage=monitor, and the limits that break a monitor."""
@@ -37,8 +31,3 @@ class MonitorConfig(StrictModel):
     max_live_share: Annotated[float, Field(gt=0, le=1)]
     """Of the tokens that fit; more is memory pressure."""
     max_age_s: Annotated[int, Field(ge=1)]
-
-    @property
-    def path(self) -> Path:
-        """The snapshot, where there is one."""
-        return Path(str(self.snapshot)).expanduser()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.core.errors import GateRefusal, UserError
+from pipeline.core.strict import absolute
 from pipeline.routing.downshift import step, step_down
 from pipeline.routing.engines import Engine, Engines, check_classes
 from pipeline.routing.files import DEFAULT, ClassSnapshot, read_routing_file, read_snapshot
@@ -42,7 +43,7 @@ def route(engines: Engines, routing: RoutingConfig, say: Say) -> None:
             moves.append(Move(workload, before, after, "the routing file", reports))
         notes = (", as it was" if after == before else "") + (f"; fallback {fallback}" if fallback is not None else "")
         lines.append(f"{alias_of(workload)}: {policy}{notes}")
-    make_moves(engines.log, f"routing file {file_digest(routing.path)[:12]}", moves)
+    make_moves(engines.log, f"routing file {file_digest(absolute(str(routing.file)))[:12]}", moves)
     for line in lines:
         say(line)
 
@@ -89,7 +90,7 @@ def monitor(engines: Engines, limits: MonitorConfig, say: Say) -> None:
             raise UserError(f"{where}: classes.{workload}.version={counted.version}: the registry has no such version")
     decisions = {workload: _decide(engines, workload, counted, limits, say) for workload, counted in snapshot.classes.items()}
     moves = [decision.move for decision in decisions.values() if decision.move is not None]
-    make_moves(engines.log, f"snapshot {file_digest(limits.path)[:12]}", moves)
+    make_moves(engines.log, f"snapshot {file_digest(absolute(str(limits.snapshot)))[:12]}", moves)
     for workload, decision in decisions.items():
         say(f"{alias_of(workload)}: {decision.text}")
     broken = [workload for workload, decision in decisions.items() if decision.refused]

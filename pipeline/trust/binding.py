@@ -17,7 +17,7 @@ def read_policy(config: PromoteConfig) -> GatePolicy | None:
     if config.policy is None:
         return None
     where = f"promote.policy={config.policy}"
-    policy = read_yaml(GatePolicy, config.policy_path, where)
+    policy = read_yaml(GatePolicy, "promote.policy", config.policy)
     check_signers(policy, where)
     if len(_text(policy)) > MOST_CHARS:
         raise UserError(f"{where}: is too long: {len(_text(policy)):,} characters of {MOST_CHARS:,}")

@@ -2,7 +2,6 @@
 
 import json
 from io import StringIO
-from pathlib import Path
 from typing import TypeVar
 
 import yaml
@@ -12,7 +11,7 @@ from pydantic import ValidationError
 
 from pipeline.core.errors import UserError
 from pipeline.core.redaction import clip, redact_text
-from pipeline.core.strict import StrictModel, Unreadable, read_file
+from pipeline.core.strict import StrictModel, Unreadable, absolute, read_file
 
 M = TypeVar("M", bound=StrictModel)
 
@@ -21,19 +20,22 @@ SHOWN_CHARS = 200
 """Of a value, in an error."""
 
 
-def read_yaml(model: type[M], path: Path, where: str) -> M:
+def read_yaml(model: type[M], key: str, file: str | None) -> M:
     """Read a YAML or JSON file.
 
     Args:
         model: What it must be.
-        path: The file.
-        where: The key and value that named it, for errors.
+        key: The key of the command line that names it.
+        file: Its path, as the user gave it.
 
     Raises:
         UserError: with its first problem.
     """
+    where = f"{key}={file}"
     try:
-        text = read_file(path, MOST_BYTES).decode("utf-8").replace("\t", " ")  # JSON may be indented by them, YAML not
+        text = (
+            read_file(absolute(str(file)), MOST_BYTES).decode("utf-8").replace("\t", " ")
+        )  # JSON may be indented by them, YAML not
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # a few lines of them make gigabytes
             raise UserError(f"{where}: uses a YAML alias (*name); write the value out")
         loaded = OmegaConf.load(StringIO(text))  # it refuses a key that is given twice

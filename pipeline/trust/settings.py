@@ -1,6 +1,5 @@
 """`promote.*` on the command line."""
 
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -26,8 +25,3 @@ class PromoteConfig(StrictModel):
     """Whether that file may be looser than the policy that the model has."""
     accept_broken_log: bool
     """Whether to go on where the log of moves cannot be trusted."""
-
-    @property
-    def policy_path(self) -> Path:
-        """The policy file, where there is one."""
-        return Path(str(self.policy)).expanduser()

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
+from pipeline.trust.files import first_line
 from pipeline.trust.keys import Keys, Signature
 
 SIGNATURE_FILE = "identity.sig"
@@ -23,20 +22,6 @@ BUNDLE_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://model_signing/signature/v1.0"
 MOST_BYTES = 16_000_000
-
-
-class _Envelope(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
-
-    payload: str
-    payload_type: str = Field(alias="payloadType")
-    signatures: list[Signature]
-
-
-class _Bundle(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
-
-    envelope: _Envelope = Field(alias="dsseEnvelope")
 
 
 def sign_files(keys: Keys, name: str, digests: Mapping[str, str]) -> str | None:
@@ -89,15 +74,14 @@ def problem_of(keys: Keys, path: Path, name: str, digests: Mapping[str, str]) ->
     try:
         if path.stat().st_size > MOST_BYTES:
             return f"{path.name} is no signature: it has more than {MOST_BYTES:,} bytes"
-        envelope = _Bundle.model_validate_json(path.read_bytes()).envelope
-        payload = base64.b64decode(envelope.payload, validate=True)
-    except (OSError, ValidationError, ValueError) as error:
-        return f"{path.name} is no signature ({str(error).splitlines()[0]})"
-    problem = keys.problem(envelope.payload_type, payload, envelope.signatures)
-    if problem is not None:
-        return problem
-    try:
-        signed = json.loads(payload) == _statement(name, digests)
-    except (ValueError, RecursionError):
-        signed = False
-    return None if signed else f"{path.name} was signed for other files"
+        envelope = json.loads(path.read_bytes())["dsseEnvelope"]
+        payload = base64.b64decode(envelope["payload"], validate=True)
+        signatures = [Signature.model_validate(one) for one in envelope["signatures"]]
+        problem = keys.problem(str(envelope["payloadType"]), payload, signatures)
+        if problem is not None:
+            return problem
+        if json.loads(payload) != _statement(name, digests):
+            return f"{path.name} was signed for other files"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return f"{path.name} is no signature ({first_line(error)})"
+    return None

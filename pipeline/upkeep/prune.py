@@ -17,7 +17,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 
 from pipeline.artifacts.files import POOL
-from pipeline.artifacts.locks import alone_at_once, holder
+from pipeline.artifacts.locks import holder, locked_at_once
 from pipeline.artifacts.store import USE_LOCK
 from pipeline.config.config import Config
 from pipeline.core.errors import MissingRequirement, UserError
@@ -106,7 +106,7 @@ def alone(root: Path) -> Iterator[None]:
     Raises:
         MissingRequirement: when another process uses it.
     """
-    with alone_at_once(root / USE_LOCK) as free:
+    with locked_at_once(root / USE_LOCK) as free:
         if not free:
             who = holder(root / USE_LOCK)
             raise MissingRequirement(

@@ -12,7 +12,7 @@ from pipeline.core.kv import KVPolicy, KVShape, Side
 from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import Canary, Rung, SampleRow
-from stages.evaluate.decoding.noise import first_of_each_workload
+from stages.evaluate.decoding.noise import canary_samples
 from stages.evaluate.decoding.rows import labelled, run_samples, unjudged_rows
 from stages.evaluate.distances.scores import Heads
 from stages.evaluate.inputs.tokens import EncodedSample
@@ -47,10 +47,8 @@ def canary(
         progress: Called with what is being done, and how much of how much.
         twin: The candidate's twin, beside which small faults show.
     """
-    # The longest prompts are taken: a short prompt may consist of exact sink and recent tokens, and then reads no scale.
-    longest = sorted(encoded, key=lambda item: -len(item.prompt))
-    ladder = _ladder(engine, longest, heads, progress, twin) if engine.can(Engine.corrupt_scale) else []
-    subset = longest[: len(first_of_each_workload(encoded, config.canary_samples))]
+    subset = canary_samples(encoded, config)
+    ladder = _ladder(engine, subset[:1], heads, progress, twin) if engine.can(Engine.corrupt_scale) else []
     progress = labelled(progress, "canary: ")
     rows = _decoded(engine, subset, heads, partial(engine.corrupt_key_scale, config.canary_factor), progress)
     return Canary(factor=config.canary_factor, rows=rows, ladder=ladder)
@@ -82,16 +80,15 @@ def small_faults(policy: KVPolicy, shape: KVShape) -> list[SmallFault]:
 
 def _ladder(
     engine: Engine,
-    longest: Sequence[EncodedSample],
+    chosen: Sequence[EncodedSample],
     heads: Heads,
     progress: Progress,
     twin: Twin | None,
 ) -> list[Rung]:
-    """Run the longest sample with each of the small faults, through the steps that serve.
+    """Run the chosen sample with each of the small faults, through the steps that serve.
 
     Beside the twin a small fault shows on any long sample, and each costs a decode and a replay of it.
     """
-    chosen = longest[:1]
     rungs = []
     faults = small_faults(engine.policy, engine.shape)
     for number, fault in enumerate(faults, start=1):

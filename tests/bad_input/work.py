@@ -126,7 +126,7 @@ SNAPSHOTS: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("no JSON", "{", ("cannot be read",)),
     ("a list", "[]", ("object",)),
     ("no classes", '{"classes": {}}', ("classes",)),
-    ("a key twice", '{"classes": {}, "classes": {}}', ("twice",)),
+    ("a key twice", '{"classes": {}, "classes": {}}', ("cannot be read",)),
     ("nested deep", NESTED, ("cannot be read",)),
     ("not UTF-8", b"\xff", ("cannot be read",)),
     ("an integer of 5,000 digits", "9" * 5000, ("cannot be read",)),

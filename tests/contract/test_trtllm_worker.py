@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import tracemalloc
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,11 +21,6 @@ from stages.engines.trtllm.library import PROGRAM
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = [1, 2, 3, 4]
-SAYS_WHAT_IT_IS = (
-    '{"ok": {"protocol": 1, "release": "1.2.1", "python": "3.12.3", "devices": '
-    '[{"name": "Fake", "compute_cap": "9.0", "driver": "580.95"}]}}'
-)
-"""To whatever is asked."""
 
 
 @pytest.fixture(scope="module")
@@ -143,13 +137,6 @@ def test_a_runtime_that_hangs_ends_at_the_timeout(bundle: Path, tmp_path: Path) 
     await_none_with(str(tmp_path / "bin"))
 
 
-def test_a_runtime_that_answers_something_else_is_told_with_what_it_said(bundle: Path, tmp_path: Path) -> None:
-    engine = open_engine(bundle, make_interpreter(tmp_path / "bin", says=SAYS_WHAT_IT_IS))
-    with pytest.raises(UserError, match="does not speak protocol 1 of this kvgate, answered open with"):
-        engine.forced(TOKENS, 1)
-    await_none_with(str(tmp_path / "bin"))
-
-
 def test_the_timeout_covers_a_request_that_is_not_read(tmp_path: Path) -> None:
     started = time.monotonic()
     with Worker(PROGRAM, script(tmp_path, "exec sleep 600")) as worker:
@@ -169,19 +156,6 @@ def test_an_answer_without_an_end_is_cut_off(tmp_path: Path) -> None:
     python = script(tmp_path, "exec cat /dev/zero")
     with Worker(PROGRAM, python) as worker, pytest.raises(UserError, match="answered describe with more than 16 MiB"):
         worker.call("describe", 60, key="k", answer=Description)
-
-
-def test_the_last_words_of_a_long_log_cost_no_memory(tmp_path: Path) -> None:
-    with Worker(PROGRAM, make_interpreter(tmp_path / "bin")) as worker:
-        with (worker.folder / "log").open("r+b") as log:
-            log.truncate(64 << 20)
-            log.seek(0, os.SEEK_END)
-            log.write(b"\n[TRT] the end\n")
-        tracemalloc.start()
-        assert worker.last_line() == "[TRT] the end"
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert peak < 1 << 20
 
 
 @pytest.mark.parametrize("mode", ["hang while loading", "hang while generating"])

@@ -42,7 +42,7 @@ GATES = """
 How many of the faults each gate sees, how many no other gate saw before the evaluation stopped, and what one of
 these gets when that gate is switched off and the evaluation runs on without it. Conformance and the probe see
 nearly everything together: the gates on distances and answers are there for policies, and few faults need them.
-`tests/unit/test_gates_alone.py` has for every gate a report that it alone stops.
+`tests/unit/test_gates.py` has for every gate a report that it alone stops.
 
 | gate | sees | alone | switched off |
 |---|---|---|---|"""

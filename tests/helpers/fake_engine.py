@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.engine import Engine
+from pipeline.core.engine import Continuation, Engine
 from pipeline.core.kv import FP16_POLICY, PAGE_TOKENS, KVPolicy, KVShape
 from pipeline.core.records import MemoryReport, Sample
 from stages.evaluate.inputs.tokens import BundleTokenizer
@@ -96,27 +96,20 @@ class FakeEngine(Engine):
             self.decoded[handle].append(token)
         return np.stack([self._logits(self._live[handle], len(sequences)) for handle in sequences])
 
-    def generate(
+    def _answer(
         self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int | Sequence[int],
+        continuations: Sequence[Continuation],
         stop_token: int | None,
-        *,
-        max_sequences: int | None = None,
-        ended: Callable[[int], None] = lambda _: None,
-    ) -> list[list[int]]:
-        del max_sequences  # it answers one prompt after the other
-        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-        answers: list[list[int]] = []
-        for prompt, limit in zip(prompts, limits, strict=True):
-            answers.append([])
-            while len(answers[-1]) < limit:
-                token = int(self._logits([*prompt, *answers[-1]], 1).argmax())
+        max_sequences: int,  # noqa: ARG002  (it answers one prompt after the other, and prefills none)
+        on_end: Callable[[int], None],
+    ) -> None:
+        for ended, one in enumerate(continuations, start=1):
+            while len(one.tokens) < one.most_tokens:
+                token = int(self._logits(one.tokens, 1).argmax())
                 if token == stop_token:
                     break
-                answers[-1].append(token)
-            ended(len(answers))
-        return answers
+                one.tokens.append(token)
+            on_end(ended)
 
     def _release(self, sequence: int) -> None:
         del self._live[sequence]

@@ -22,6 +22,7 @@ from plugin_graphs import PluginGraph
 
 from stages.engines.onnx.bundle import Tensor
 from stages.engines.tensorrt.bundle import PlanRecord
+from stages.engines.tensorrt.device import Device
 from stages.engines.tensorrt.library import Library
 
 trt = SimpleNamespace(
@@ -36,15 +37,18 @@ NUMPY = {"FLOAT": "f4", "HALF": "f2", "INT8": "i1", "INT32": "i4", "INT64": "i8"
 """numpy's type of the same bytes, by the name of a trt.DataType."""
 
 
-class FakeDevice:
+class FakeDevice(Device):
     """The CPU in place of a GPU; counts what was captured and replayed."""
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
-        self.stream = STREAM
         self.captured = self.replayed = 0
         self.streams = 0
         """How many `running()` there are at the moment."""
+
+    @property
+    def stream(self) -> int:
+        return STREAM
 
     @contextmanager
     def running(self) -> Iterator[None]:

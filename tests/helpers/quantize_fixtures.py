@@ -22,7 +22,6 @@ from stages.quantize.scales import static_scales
 
 FP8 = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="calibrated")
 FP8_UNCALIBRATED = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="uncalibrated")
-INT4_TENSOR = Format(dtype="int4", granularity="per_tensor", scale="calibrated")
 
 
 def static(dtype: str, granularity: Granularity, rotation: Rotation = "none", symmetric: bool = True) -> Format:

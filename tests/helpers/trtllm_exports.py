@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from pipeline.core.kv import KVPolicy
 from pipeline.core.scales import SCALES_FILE
-from stages.engines.interpreter.tensors import RawTensor, read_tensors, write_tensors
 from stages.engines.trtllm.backend import TrtllmBackend
 from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.trtllm.engine import TrtllmEngine, load_engine
@@ -36,10 +37,10 @@ def make_exports(checkpoint: Path, folder: Path, kv: str) -> Path:
     (folder / "checkpoint").symlink_to(checkpoint)
     rng = np.random.default_rng(0)
 
-    def floats(*shape: int) -> RawTensor:
-        return RawTensor("F16", rng.normal(size=shape).astype("<f2").view("<u2"))
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.normal(size=shape).astype("<f2"))
 
-    embedding = read_tensors(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
+    embedding = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
     tensors = {"transformer.vocab_embedding.weight": embedding, "lm_head.weight": embedding}
     tensors["transformer.ln_f.weight"] = floats(HIDDEN)
     served = {"model.embed_tokens.weight": embedding}
@@ -53,9 +54,9 @@ def make_exports(checkpoint: Path, folder: Path, kv: str) -> Path:
         tensors[f"{prefix}mlp.proj.weight"] = floats(HIDDEN, INNER)
         if ALGORITHMS[kv] is not None:
             for name, scale in (("k", key), ("v", value), ("kv", max(key, value))):
-                tensors[f"{prefix}attention.{name}_cache_scaling_factor"] = RawTensor.scalar(scale)
-            served[f"model.layers.{layer}.self_attn.k_proj.k_scale"] = RawTensor.scalar(key)
-            served[f"model.layers.{layer}.self_attn.v_proj.v_scale"] = RawTensor.scalar(value)
+                tensors[f"{prefix}attention.{name}_cache_scaling_factor"] = torch.tensor([scale])
+            served[f"model.layers.{layer}.self_attn.k_proj.k_scale"] = torch.tensor([key])
+            served[f"model.layers.{layer}.self_attn.v_proj.v_scale"] = torch.tensor([value])
     config = {
         "architecture": "LlamaForCausalLM", "dtype": "float16", "logits_dtype": "float16",
         "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_size": HEAD_DIM,
@@ -66,10 +67,10 @@ def make_exports(checkpoint: Path, folder: Path, kv: str) -> Path:
     }  # fmt: skip
     (folder / "tensorrt_llm").mkdir()
     (folder / "tensorrt_llm" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    write_tensors(folder / "tensorrt_llm" / "rank0.safetensors", tensors)
+    save_file({name: t.clone() for name, t in tensors.items()}, folder / "tensorrt_llm" / "rank0.safetensors")
     (folder / "unified_hf").mkdir()
     (folder / "unified_hf" / "config.json").write_text((checkpoint / "config.json").read_text(), encoding="utf-8")
-    write_tensors(folder / "unified_hf" / "model.safetensors", served)
+    save_file(served, folder / "unified_hf" / "model.safetensors")
     sides = {"key": {"scale": [key]}, "value": {"scale": [value]}} if ALGORITHMS[kv] else {}
     (folder / SCALES_FILE).write_text(json.dumps({"layers": [sides] * LAYERS}), encoding="utf-8")
     return folder

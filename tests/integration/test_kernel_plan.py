@@ -1,21 +1,19 @@
 """Work is divided by the lengths of sequences: what each program reads, what partial results cost, whatever the table holds.
 
-The device is one with the numbers of an H100: 132 SMs that run 7 programs each, and 8 KV heads. What a plan says is counted
-once more while the kernels run in Triton's interpreter. Legend: H KV heads, W programs over the pages of a KV head.
+The device is one with the numbers of an H100: 132 SMs that run 7 programs each, and 8 KV heads.
+Legend: H KV heads, W programs over the pages of a KV head.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import DEVICE, Case, planned, side
+from kernel_cases import DEVICE, planned, side
 from torch import Tensor
-from triton.runtime.interpreter import InterpreterBuilder
 
 from plugins.kv_attention import launch
 from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout
@@ -117,52 +115,3 @@ def test_what_is_no_row_of_lengths_is_refused(lengths: Tensor, message: str) -> 
         launch.plan_decode(lengths, programs=1)
     with pytest.raises(ValueError, match="programs must be at least 1, got 0"):
         launch.plan_decode(torch.zeros(1, dtype=torch.int32), programs=0)
-
-
-class Traffic:
-    """Bytes that the interpreted kernels load and store, by tensor and by program."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-        self.bytes: Counter[tuple[str, tuple[int, ...]]] = Counter()
-        self.stored = 0
-        for name in ("create_masked_load", "create_masked_store"):
-            monkeypatch.setattr(
-                InterpreterBuilder, name, self._counted(getattr(InterpreterBuilder, name), name.endswith("load"))
-            )
-
-    def _counted(self, access: Any, load: bool) -> Any:
-        def counted(builder: Any, pointers: Any, *rest: Any) -> Any:
-            mask = (rest[0] if load else rest[1]).data
-            addresses = np.broadcast_to(pointers.data, mask.shape)[mask].astype(np.int64)
-            width = pointers.get_element_ty().primitive_bitwidth // 8
-            self.stored += 0 if load else width * len(addresses)
-            for name, held in self.tensors.items():
-                inside = (addresses >= held.data_ptr()) & (addresses < held.data_ptr() + held.nbytes)
-                self.bytes[name, tuple(builder.grid_idx)] += width * int(inside.sum())
-            return access(builder, pointers, *rest)
-
-        return counted
-
-    def of(self, *names: str) -> int:
-        return sum(count for (name, _), count in self.bytes.items() if name in names)
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="accesses are counted by the interpreter")
-def test_the_kernels_move_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long sequence beside short ones, in a table that is 128k tokens wide, on a device that runs 16 programs at once."""
-    lengths = [4000] + [64] * 7
-    case = Case(CacheLayout(1, 128, side("fp8_e4m3 tensor"), side("int4 64")), lengths, group=4)
-    table = torch.full((len(lengths), 128 * KIB // PAGE_TOKENS), 1 << 30, dtype=torch.int32)
-    table[:, : case.page_table.shape[1]] = case.page_table
-    plan = planned(case.layout, tensor(lengths), launch.choose_programs(len(lengths), 1, table.shape[1], 4, 4))
-    traffic = Traffic(monkeypatch, case.cache)
-    step = (case.query, case.key_new, case.value_new)
-    acc, ml = launch.decode_partials(case.layout, *step, case.cache, table, tensor(lengths), plan, scaling=0.1)
-    assert sum(lengths) * case.layout.token_bytes <= traffic.of(*case.cache) < 1.01 * sum(lengths) * case.layout.token_bytes
-    by_program = Counter({program: count for (name, program), count in traffic.bytes.items() if name == "key_pool"})
-    assert max(by_program.values()) <= 1.5 * sum(by_program.values()) / 16
-    written, traffic.tensors = traffic.stored, {"partial_acc": acc, "partial_ml": ml}
-    out = launch.reduce_partials(acc, ml, plan, case.dtype)
-    assert written == traffic.of("partial_acc", "partial_ml") == plan.sequences[:, 3].sum() * case.group * (128 * 2 + 8)
-    assert (out.float() - case.expected(0.1)).norm() < 4e-3 * case.expected(0.1).norm()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_engine_cases import CLOSE, GUARDED, decode_by_reference, distance, prefill_by_reference, short_model
+from kernel_engine_cases import GUARDED, decode_by_reference, distance, prefill_by_reference, short_model
 from onnx_fixtures import static_scales
 from transfers import counted_transfers
 
@@ -113,30 +113,6 @@ def test_the_runs_before_a_capture_store_nothing(corrupted: bool, engine: Kernel
     with torch.inference_mode():
         DecodePass(engine.model, engine.cache, engine.shape, 4).run()
     assert not changed(before, stored(engine))
-
-
-def test_several_prompts_prefill_in_one_pass_of_one_upload_and_one_read(
-    engine: KernelEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with counted(monkeypatch) as counts:
-        engine.prefill([[1] * 62, [2] * 5, [3]])
-    assert counts == {"uploads": 1, "reads": 1, "captured": 0, "eager": 2, "transfers": []}
-
-
-@pytest.mark.parametrize("corrupted", [False, True])
-def test_a_prompt_prefills_among_others_as_it_does_alone(
-    corrupted: bool, model: Any, engine: KernelEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alone = KernelEngine.from_model(model, GUARDED, static_scales(GUARDED, benchlib.model_shape(model)), prefill_chunk=50)
-    monkeypatch.setattr(engine, "prefill_chunk", 50)
-    prompts = [list(range(10, 130)), [2] * 5, list(range(40, 100)), [3]]
-    for one in (engine, alone) if corrupted else ():
-        one.corrupt_scale(Side.KEY, 2.0, 1)
-    together, logits = engine.prefill(prompts)
-    apart = [alone.prefill([prompt]) for prompt in prompts]
-    assert distance(logits, np.concatenate([rows for _, rows in apart])) < CLOSE
-    handles = [handle for (handle,), _ in apart]
-    assert distance(engine.decode(together, [4, 5, 6, 7]), alone.decode(handles, [4, 5, 6, 7])) < CLOSE
 
 
 def test_a_model_in_bfloat16_stores_what_its_type_gives_and_decodes_within_its_rounding(

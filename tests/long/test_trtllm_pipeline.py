@@ -16,6 +16,7 @@ import pytest
 import yaml
 from fake_interpreter import make_interpreter
 from gate_reports import lines
+from safetensors.torch import load_file
 from trtllm_exports import make_bundle, open_engine
 
 from pipeline.config.compose import plan
@@ -23,7 +24,6 @@ from pipeline.core.errors import GateRefusal, UserError
 from pipeline.run.inputs import check_inputs
 from pipeline.run.runner import run
 from pipeline.verdict.report import load_report
-from stages.engines.interpreter.tensors import read_tensors
 from stages.engines.trtllm import settings
 
 FACTS = Path(__file__).resolve().parents[1] / "contract" / "facts"
@@ -80,7 +80,7 @@ def test_an_engine_of_tensorrt_llm_is_judged_like_any_other(judged: tuple[Path, 
 
 def names_in(path: Path) -> set[str]:
     """Tensors of a file, by the recorded templates."""
-    return {re.sub(r"layers\.\d+\.", "layers.{layer}.", name) for name in read_tensors(path)}
+    return {re.sub(r"layers\.\d+\.", "layers.{layer}.", name) for name in load_file(path)}
 
 
 def test_modelopts_exports_hold_the_recorded_tensors_and_keys(judged: tuple[Path, dict[str, Any]]) -> None:
@@ -91,14 +91,14 @@ def test_modelopts_exports_hold_the_recorded_tensors_and_keys(judged: tuple[Path
             continue
         names = {
             re.sub(r"layers\.\d+\.", "layers.{layer}.", name)
-            for name in read_tensors(exports / "tensorrt_llm" / "rank0.safetensors")
+            for name in load_file(exports / "tensorrt_llm" / "rank0.safetensors")
         }
         assert names <= set(facts["tensors"]["names"])
         config = json.loads((exports / "tensorrt_llm" / "config.json").read_text())
         assert set(config["quantization"]) <= set(facts["quantization"]["keys"])
         served = {
             re.sub(r"layers\.\d+\.", "layers.{layer}.", name)
-            for name in read_tensors(exports / "unified_hf" / "model.safetensors")
+            for name in load_file(exports / "unified_hf" / "model.safetensors")
         }
         quantizes = config["quantization"]["kv_cache_quant_algo"] is not None
         assert {name for name in served if name.endswith("_scale")} == (set(scales) if quantizes else set())

@@ -163,16 +163,6 @@ def test_a_report_of_before_says_nothing_of_it() -> None:
     assert decide(old, rows, GATES).covered is None
 
 
-def test_a_noisy_candidate_is_inconclusive_as_a_noisy_baseline_is() -> None:
-    rows = every_class()
-    noise = report(rows).noise
-    assert noise.fidelity is not None
-    loud = noise.model_copy(update={"fidelity": noise.fidelity.model_copy(update={"kl_mean": 1.0})})
-    verdict = decide(report(rows, candidate_noise=loud), rows, GATES)
-    assert verdict.status == "INCONCLUSIVE"
-    assert "the candidate's own noise" in verdict.reasons[0]
-
-
 def test_limits_of_a_bundle_beyond_what_was_judged_are_named_with_the_fix() -> None:
     judged = Limits(tokens=1003, batch=16)
     assert str(judged) == "up to 1,003 tokens, batch 16"

@@ -33,6 +33,21 @@ def steps_of(*arguments: Any, **options: Any) -> Iterator[Step]:
     return (event for event in decode(*arguments, **options) if isinstance(event, Step))
 
 
+Rows = dict[tuple[int, int], np.ndarray]
+
+
+def rows_of(*arguments: Any, **options: Any) -> Rows:
+    """The logits of a decode by sample and position."""
+    steps = steps_of(*arguments, **options)
+    return {(i, t): row for s in steps for i, t, row in zip(s.samples, s.positions, s.logits_BV, strict=True)}
+
+
+def assert_same(one: Rows, other: Rows) -> None:
+    assert one.keys() == other.keys()
+    for key, row in one.items():
+        np.testing.assert_array_equal(row, other[key])
+
+
 def answers_of(engine: FakeEngine, items: list[EncodedSample], batch_size: int, extra: int = 4) -> dict[int, Finished]:
     events = decode(engine, items, batch_size, Greedy(EOS, extra))
     return {event.sample: event for event in events if isinstance(event, Finished)}
@@ -103,14 +118,7 @@ def test_a_finished_sequence_makes_room_for_the_next() -> None:
 
 
 def test_ragged_batches_give_the_logits_of_single_runs() -> None:
-    def run(batch_size: int) -> dict[tuple[int, int], np.ndarray]:
-        steps = steps_of(fake_engine(SAMPLES), encoded(), batch_size)
-        return {(i, t): row for s in steps for i, t, row in zip(s.samples, s.positions, s.logits_BV, strict=True)}
-
-    alone, together = run(1), run(3)
-    assert alone.keys() == together.keys()
-    for key, row in alone.items():
-        np.testing.assert_array_equal(row, together[key])
+    assert_same(*(rows_of(fake_engine(SAMPLES), encoded(), size) for size in (1, 3)))
 
 
 def test_the_corruption_comes_after_the_prefill_and_before_the_first_decode() -> None:
@@ -135,11 +143,7 @@ def test_an_engine_that_can_is_asked_for_one_pass_and_gives_the_same_steps() -> 
     stepwise, engine = fake_engine(SAMPLES), OnePassFake(fake_engine(SAMPLES).answers)
     assert engine.can(Engine.forced)
     assert not stepwise.can(Engine.forced)
-    together, alone = ({(i, t): row for s in steps for i, t, row in zip(s.samples, s.positions, s.logits_BV, strict=True)}
-                       for steps in (steps_of(engine, encoded(), 3), steps_of(stepwise, encoded(), 1)))  # fmt: skip
-    assert together.keys() == alone.keys()
-    for key, row in alone.items():
-        np.testing.assert_array_equal(row, together[key])
+    assert_same(rows_of(engine, encoded(), 3), rows_of(stepwise, encoded(), 1))
     assert engine.prefilled == []
     list(decode(engine, encoded(), 3, one_pass=False))
     assert len(engine.prefilled) == len(SAMPLES)
@@ -218,14 +222,8 @@ def test_an_engine_that_forks_prefills_no_prompt_twice_and_decodes_no_token_of_t
 
 
 def test_the_logits_of_forced_decode_are_the_same_whether_answers_run_beside_it() -> None:
-    def rows(engine: FakeEngine, greedy: Greedy | None) -> dict[tuple[int, int], np.ndarray]:
-        steps = steps_of(engine, encoded(), 3, greedy)
-        return {(i, t): row for s in steps for i, t, row in zip(s.samples, s.positions, s.logits_BV, strict=True)}
-
-    alone, beside = rows(fake_engine(SAMPLES, wrong=WRONG), None), rows(sharing_engine(SAMPLES, wrong=WRONG), Greedy(EOS, 4))
-    assert alone.keys() == beside.keys()
-    for key, row in alone.items():
-        np.testing.assert_array_equal(row, beside[key])
+    alone = rows_of(fake_engine(SAMPLES, wrong=WRONG), encoded(), 3)
+    assert_same(alone, rows_of(sharing_engine(SAMPLES, wrong=WRONG), encoded(), 3, Greedy(EOS, 4)))
 
 
 def test_logits_that_are_not_finite_are_no_token_and_end_an_answer() -> None:

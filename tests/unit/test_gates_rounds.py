@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gate_reports import CANARY_ROWS, CLASSES, GATES, answered, every_class, fidelity, gates, in_rounds, report, row, verdict
+from gate_reports import CANARY_ROWS, CLASSES, GATES, answered, every_class, gates, in_rounds, report, row, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -24,7 +24,7 @@ from pipeline.statistics.looks import (
 from pipeline.statistics.paired import Pairs, inferiority_p, noninferiority_p
 from pipeline.statistics.power import decision_power, paired_samples, samples_to_decide
 from pipeline.verdict.gates import decide, is_final
-from pipeline.verdict.report import Canary, EvaluationReport, NoiseFloor, SampleRow
+from pipeline.verdict.report import Canary, EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import RULES, Verdict
 
 PLAN = [0.1, 0.25, 0.5, 0.75, 1.0]
@@ -166,27 +166,14 @@ def test_a_plan_that_is_used_up_without_a_decision_is_inconclusive_and_final() -
     assert up_to(rows, 5).samples_needed["copy"] > 160
 
 
-def test_a_canary_that_nobody_noticed_stops_after_the_first_round() -> None:
+@pytest.mark.parametrize("doubled", [False, True])
+def test_what_samples_do_not_decide_stops_after_the_first_round(doubled: bool) -> None:
     seen = [r for r in in_rounds(answered("copy", 160), PLAN) if r.round == 1]
-    judged = report(seen, planned_rounds=PLAN, canary=Canary(factor=0.1, rows=[]))
+    changes = {} if doubled else {"canary": Canary(factor=0.1, rows=[])}
+    judged = report([*seen, seen[0]] if doubled else seen, planned_rounds=PLAN, **changes)
     outcome = decide(judged, seen, GATES)
     assert outcome.status == "FAIL"
     assert is_final(outcome, judged, GATES)
-
-
-def test_an_incomplete_round_stops_at_once() -> None:
-    seen = [r for r in in_rounds(answered("copy", 160), PLAN) if r.round == 1]
-    judged = report([*seen, seen[0]], planned_rounds=PLAN)
-    outcome = decide(judged, seen, GATES)
-    assert outcome.status == "FAIL"
-    assert is_final(outcome, judged, GATES)
-
-
-def test_a_threshold_finer_than_the_noise_floor_is_open_at_every_look() -> None:
-    noise = NoiseFloor(samples=4, fidelity=fidelity(kl_mean=0.06), answer_flips=0)
-    rows = in_rounds(answered("copy", 160), PLAN)
-    outcome = verdict(rows, planned_rounds=PLAN, noise=noise)
-    assert (outcome.status, outcome.round) == ("INCONCLUSIVE", 5)
 
 
 def test_samples_of_a_round_that_was_not_planned_fail() -> None:
@@ -210,13 +197,9 @@ def prose(count: int, mean_kl: float = 2**-10) -> list[SampleRow]:
     return [row("prose", i, mean_kl=mean_kl, **unjudged) for i in range(count)]
 
 
-def test_prose_alone_follows_the_same_looks() -> None:
+def test_prose_alone_follows_the_same_looks_and_a_bet_waits_where_documents_are_near_the_limit() -> None:
     assert stops(prose(400)) == ("PASS", 4)  # the first look whose level 300 requests without a ruined one show 2 % at
     assert stops(prose(400, mean_kl=0.5)) == ("FAIL", 1)
-
-
-def test_a_bet_fails_a_few_documents_that_are_far_off_and_waits_for_more_where_they_are_near() -> None:
-    assert up_to(prose(24, mean_kl=0.5), 1).status == "FAIL"
     assert up_to(prose(24, mean_kl=0.1), 1).status == "INCONCLUSIVE"
 
 
@@ -235,12 +218,6 @@ def test_a_context_bin_fails_at_its_own_look() -> None:
 def test_a_plan_that_does_not_ascend_to_all_samples_is_no_report(shares: list[float]) -> None:
     with pytest.raises(ValidationError, match=r"planned_rounds must ascend to 1 in steps of 0\.01 or more"):
         report(answered("copy", 60), planned_rounds=shares)
-
-
-@pytest.mark.parametrize("most", [0, 21, 2.5])
-def test_a_number_of_rounds_that_makes_no_sense_is_refused(most: float) -> None:
-    with pytest.raises(ValidationError):
-        gates(max_rounds=most)
 
 
 def test_a_report_from_before_there_were_rounds_is_one_round() -> None:

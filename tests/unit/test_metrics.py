@@ -39,30 +39,11 @@ def test_kl_by_hand() -> None:
     assert (steps.top1[0], steps.greedy[0]) == (0.0, 1)
 
 
-def test_the_same_distribution_has_no_distance_and_never_a_negative_one() -> None:
-    baseline = log_softmax(random_logits(100, 1000, 3))
-    steps = compare(baseline.astype(np.float32), baseline, [7] * 100)
-    assert (steps.kl >= 0).all()
-    assert steps.kl.max() < 1e-12
-    assert (steps.top1 == 1).all()
-    assert (steps.top10 == 1).all()
-
-
 def test_top10_overlap_counts_shared_tokens_whatever_their_order() -> None:
     baseline = log_softmax(np.arange(20, 0, -1, dtype=np.float32)[None])  # top ten: 0 to 9
     logits = np.zeros((1, 20), dtype=np.float32)
     logits[0, [9, 8, 7, 6, 15, 16, 17, 18, 19, 14]] = np.arange(10, 20)
     assert compare(baseline.astype(np.float32), log_softmax(logits), [0]).top10[0] == pytest.approx(0.4)
-
-
-def test_a_row_that_is_not_a_number_stays_one_and_spoils_no_other() -> None:
-    logits = random_logits(2, 10, 4)
-    baseline = log_softmax(logits)
-    broken = logits.copy()
-    broken[0, 3] = np.inf
-    steps = compare(baseline.astype(np.float32), log_softmax(broken), [1, 1])
-    assert np.isnan([steps.kl[0], steps.candidate_nll[0], steps.top1[0], steps.top10[0], steps.delta_p[0]]).all()
-    assert steps.kl[1] < 1e-12
 
 
 def statistics(kl: list[float], **changes: list[float]) -> StepStatistics:

@@ -17,7 +17,7 @@ class InterpreterBackend(Backend):
 
     config: InterpreterConfig
     program: ClassVar[Program]
-    libraries: ClassVar[tuple[str, ...]] = ("numpy",)
+    libraries: ClassVar[tuple[str, ...]] = ("numpy", "safetensors")
     running_keys: ClassVar[tuple[str, ...]] = ("request_timeout_s",)
     """Keys of the configuration that decide nothing of a bundle."""
 

@@ -4,7 +4,6 @@ tokens.
 Shapes: H KV heads, S new tokens, T tokens in the cache, D head_dim.
 """
 
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from pipeline.core.formats import Format
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
 from pipeline.core.scales import KVScales
-from pipeline.formats.oracle import Static, Stored
+from pipeline.formats.oracle import Static, Stored, each
 from stages.engines.oracle.attention import Copies, Sources
 from stages.engines.oracle.formats import dequantize, quantize, static_scales
 
@@ -64,9 +63,9 @@ class Pages:
         while done < x.shape[1]:
             offset = self.length % PAGE_TOKENS
             if offset == 0:
-                self.pages.append(_each(_empty_page, [stored]))
+                self.pages.append(each(_empty_page, [stored]))
             count = min(PAGE_TOKENS - offset, x.shape[1] - done)
-            for page, new in zip(_tensors(self.pages[-1]), _tensors(stored), strict=True):
+            for page, new in zip(self.pages[-1].tensors, stored.tensors, strict=True):
                 page[:, offset : offset + count] = new[:, done : done + count]
             self.length += count
             done += count
@@ -80,20 +79,20 @@ class Pages:
     def repeat(self) -> None:
         """Let the second page that it holds be as the first one, unless it holds fewer."""
         if len(self.pages) > 1:
-            self.pages[1] = _each(lambda pages: pages[0].clone(), self.pages[:1])
+            self.pages[1] = each(lambda pages: pages[0].clone(), self.pages[:1])
 
     def read(self, gain: Tensor | None) -> Copies | None:
         """Return all tokens of the pages, dequantized, None without a page."""
         if not self.pages:
             return None
         freed = self.freed * PAGE_TOKENS
-        joined = _each(lambda pages: torch.cat(pages, dim=1)[:, : self.length - freed], self.pages)
+        joined = each(lambda pages: torch.cat(pages, dim=1)[:, : self.length - freed], self.pages)
         sinks = self.sink_pages * PAGE_TOKENS if freed else 0
         return Copies(self.storage.read(joined, gain), sinks + freed, sinks)
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for page in self.pages for t in _tensors(page))
+        return sum(t.nbytes for page in self.pages for t in page.tensors)
 
 
 class Exact:
@@ -187,20 +186,6 @@ def one_pass(policy: KVPolicy, storages: LayerStorage, side: Side, x: Tensor, ga
     exact = Copies(x.half().float()) if policy.exact_tokens else None
     second = None if window is None else Copies(window.read(window.write(x), gain))
     return exact, Copies(base.read(base.write(x), gain)), second, exact, Copies(x)
-
-
-def _tensors(stored: Stored) -> list[Tensor]:
-    return [t for t in (stored.codes, stored.scale, stored.zero) if t is not None]
-
-
-def _each(function: Callable[[list[Tensor]], Tensor], stored: Sequence[Stored]) -> Stored:
-    """`function` of the codes, of the scales and of the zeros of `stored`."""
-
-    def part(tensors: Iterable[Tensor | None]) -> Tensor | None:
-        present = [t for t in tensors if t is not None]
-        return function(present) if present else None
-
-    return Stored(function([s.codes for s in stored]), part(s.scale for s in stored), part(s.zero for s in stored))
 
 
 def _empty_page(like: list[Tensor]) -> Tensor:

@@ -11,14 +11,14 @@ caches allow blocks of any rows. One pass over a sequence is still one pass over
 Shapes: H KV heads, G query heads of each, R new tokens, n kept tokens, S tokens of a view, D head_dim.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from pipeline.core.kv import PAGE_TOKENS, Eviction, KVPolicy, KVShape, Side
-from pipeline.formats.oracle import Stored
+from pipeline.formats.oracle import Stored, each
 from stages.engines.oracle.attention import Span, check_finite
 from stages.engines.oracle.cache import LayerStorage
 
@@ -78,7 +78,7 @@ class HeavyCache:
         new = self.storages[side].write(x)
         if not self.stored:
             return new
-        return _each(lambda old, more: torch.cat([old, more], dim=1), self.stored[side], new)
+        return each(lambda parts: torch.cat(parts, dim=1), [self.stored[side], new])
 
     def _evicted(self) -> "HeavyCache":
         held, heavy = self.positions.shape[1], self.eviction.heavy_tokens
@@ -96,7 +96,7 @@ class HeavyCache:
             self,
             positions=self.positions.gather(1, index),
             weights=self.weights.gather(1, index),
-            stored={side: _each(lambda x, _: _rows(x, index), stored, stored) for side, stored in self.stored.items()},
+            stored={side: each(lambda x: _rows(x[0], index), [stored]) for side, stored in self.stored.items()},
         )
 
     def repeated(self) -> "HeavyCache":
@@ -119,8 +119,8 @@ class HeavyCache:
     @property
     def pool_bytes(self) -> int:
         """Bytes of the pages that the codes fill."""
-        tensors = [t for stored in self.stored.values() for t in (stored.codes, stored.scale, stored.zero) if t is not None]
-        return sum(self.page_count * PAGE_TOKENS * t[:, :1].nbytes for t in tensors)
+        tensors = [tensor for stored in self.stored.values() for tensor in stored.tensors]
+        return sum(self.page_count * PAGE_TOKENS * tensor[:, :1].nbytes for tensor in tensors)
 
     @property
     def exact_bytes(self) -> int:
@@ -163,15 +163,6 @@ def _chunks(span: Span) -> list[range]:
     if span.start is not None:
         return [range(span.begin, span.end)]
     return [range(row, row + 1) for row in range(span.begin, span.end)]
-
-
-def _each(function: Callable[[Tensor, Tensor], Tensor], first: Stored, second: Stored) -> Stored:
-    """`function` of the codes of two, of their scales, and of their zeros."""
-
-    def part(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-        return None if a is None or b is None else function(a, b)
-
-    return Stored(function(first.codes, second.codes), part(first.scale, second.scale), part(first.zero, second.zero))
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:

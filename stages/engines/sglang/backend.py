@@ -14,7 +14,6 @@ class SglangBackend(InterpreterBackend):
 
     build_module = "stages.engines.sglang.build"
     engine_module = "stages.engines.sglang.engine"
-    libraries = ("numpy", "safetensors")
     program = PROGRAM
     config: SglangConfig
 

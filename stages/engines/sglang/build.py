@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.exports import describe_format, holder
+from pipeline.checkpoint.exports import beyond_one_format, describe_format, holder
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
@@ -51,17 +51,14 @@ def build_bundle(
 
 def cache_dtype(policy: KVPolicy, config: SglangConfig) -> str:
     """Return the type of SGLang's cache that holds a policy. Raises UserError when none does."""
-    forms = {describe_format(form) for form in dict(policy.formats).values()}
-    if len(forms) > 1 or policy.exact_tokens or policy.window is not None or policy.eviction is not None:
-        reason = "its cache has one type for all keys and values of all tokens"
-    elif policy.key.exact:
-        if policy.key.dtype == "fp16" or policy.key.code.storage.torch == config.dtype:
+    key, reason = policy.key, beyond_one_format(policy)
+    if reason is None and key.exact:
+        if key.dtype == "fp16" or key.code.storage.torch == config.dtype:
             return "auto"
         reason = f"a cache that is not quantized is of backend.dtype={config.dtype}"
-    elif policy.key.code.sglang is not None and policy.key.scale == "uncalibrated" and policy.key.rotation == "none":
-        return policy.key.code.sglang
-    else:
-        reason = f"{forms.pop()} has no equal there, or takes scales, which are not handed over"
+    if reason is None and key.code.sglang is not None and key.scale == "uncalibrated" and key.rotation == "none":
+        return key.code.sglang
+    reason = reason or f"{describe_format(key)} has no equal there, or takes scales, which are not handed over"
     raise UserError(
         f"kv={policy.name}: backend=sglang cannot hold it ({reason}); choose {CHOICES}, or {holder(policy)}, which runs it"
     )

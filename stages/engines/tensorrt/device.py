@@ -2,31 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
 
 import torch
 
 
-class Device(Protocol):
-    """The device of the tensors, and the stream that everything runs on."""
-
-    torch_device: torch.device
-
-    @property
-    def stream(self) -> int:
-        """CUDA's handle of the stream."""
-        ...
-
-    def running(self) -> Any:
-        """Return a context manager in which torch launches on the stream."""
-        ...
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record what `work` launches, without running it, and return a function that replays it."""
-        ...
-
-
-class CudaDevice:
+class Device:
     """The current GPU, with a stream of its own: on the default stream TensorRT synchronizes the whole device."""
 
     def __init__(self) -> None:
@@ -35,15 +15,18 @@ class CudaDevice:
 
     @property
     def stream(self) -> int:
+        """CUDA's handle of the stream."""
         handle: int = self._stream.cuda_stream
         return handle
 
     @contextmanager
     def running(self) -> Iterator[None]:
+        """Let torch launch on the stream within this context."""
         with torch.cuda.stream(self._stream):
             yield
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record what `work` launches, without running it, and return a function that replays it."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream):
             work()

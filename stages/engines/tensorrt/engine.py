@@ -18,7 +18,7 @@ from stages.engines.onnx.graph_engine import PagedEngine
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.staging import aligned
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, open_bundle
-from stages.engines.tensorrt.device import CudaDevice, Device
+from stages.engines.tensorrt.device import Device
 from stages.engines.tensorrt.library import Library, Name, load
 from stages.engines.tensorrt.pool import TorchPool
 from stages.engines.tensorrt.session import PlanSession
@@ -41,7 +41,7 @@ def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool) -> "PlanEngin
     described, policy, scales = open_bundle(bundle, library)
     trt = load(library)
     check_built_for(bundle, described.built_for, this_machine(trt, described.built_for))
-    device = CudaDevice()
+    device = Device()
     runtime = trt.trt.Runtime(trt.log)
     sessions = {}
     for mode, name in PLANS.items():
@@ -82,7 +82,7 @@ def open_session(
 
 
 class PlanEngine(PagedEngine):
-    """pipeline.core.records.Engine on TensorRT. The graphs read the pool in place, and a step stores its tokens itself."""
+    """The engine on TensorRT. The graphs read the pool in place, and a step stores its tokens itself."""
 
     def __init__(
         self,

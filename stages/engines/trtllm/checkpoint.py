@@ -9,10 +9,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from stages.engines.interpreter.bundle import copy_checkpoint
-from stages.engines.interpreter.tensors import RawTensor, read_tensors, write_tensors
 
 CONFIG_FILE = "config.json"
 KV_SCALE = ".kv_cache_scaling_factor"
@@ -43,38 +44,36 @@ def write_checkpoint(source: Path, out: Path, ranks: int) -> None:
     config = read_config(source)
     config["mapping"] = {"world_size": ranks, "tp_size": ranks, "pp_size": 1}
     (out / CONFIG_FILE).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
-    whole = read_tensors(source / "rank0.safetensors")
+    whole = load_file(source / "rank0.safetensors")
     for rank in range(ranks):
-        part = {name: shard(name, tensor, config, rank, ranks) for name, tensor in whole.items()}
-        write_tensors(out / f"rank{rank}.safetensors", part)
+        part = {name: shard(name, tensor, config, rank, ranks).clone() for name, tensor in whole.items()}
+        save_file(part, out / f"rank{rank}.safetensors")
 
 
-def shard(name: str, tensor: RawTensor, config: dict[str, Any], rank: int, ranks: int) -> RawTensor:
+def shard(name: str, tensor: Tensor, config: dict[str, Any], rank: int, ranks: int) -> Tensor:
     """Return a rank's part of a tensor; scales of a whole tensor and normalisations are the same on every rank.
 
     It works for floating-point and FP8 weights, whose scales are one number a tensor. For these the parts equal what ModelOpt
     0.47 itself exports for several ranks, byte for byte.
     """
-    values = tensor.values
     if name.endswith(ADDED_ONCE) and rank > 0:
-        return RawTensor(tensor.dtype, np.zeros_like(values))
+        return torch.zeros_like(tensor)
     if name.endswith(BY_HEADS):
         queries, heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_size"]
-        ends = np.cumsum([queries * size, heads * size])
-        parts = [np.split(part, ranks)[rank] for part in np.split(values, ends)]
-        return RawTensor(tensor.dtype, np.concatenate(parts))
+        parts = tensor.tensor_split((queries * size, (queries + heads) * size))
+        return torch.cat([part.chunk(ranks)[rank] for part in parts])
     sharded_embedding = config["use_parallel_embedding"] and name.endswith("vocab_embedding.weight")
     if name.endswith(BY_ROWS) or (sharded_embedding and config["embedding_sharding_dim"] == 0):
-        return RawTensor(tensor.dtype, np.split(values, ranks)[rank])
+        return tensor.chunk(ranks)[rank]
     if name.endswith(BY_COLUMNS) or sharded_embedding:
-        return RawTensor(tensor.dtype, np.split(values, ranks, axis=1)[rank])
+        return tensor.chunk(ranks, dim=1)[rank]
     return tensor
 
 
 def kv_scales(checkpoint: Path) -> list[float]:
     """Return the scale of every layer's cache, which keys and values share; empty when the cache is not quantized."""
-    tensors = read_tensors(checkpoint / "rank0.safetensors")
-    scales = {name: tensor.number() for name, tensor in tensors.items() if name.endswith(KV_SCALE)}
+    tensors = load_file(checkpoint / "rank0.safetensors")
+    scales = {name: tensor.item() for name, tensor in tensors.items() if name.endswith(KV_SCALE)}
     return [scales[name] for name in sorted(scales, key=lambda name: int(name.split(".")[2]))]
 
 
@@ -90,9 +89,9 @@ def write_faulted(source: Path, out: Path, factor: float) -> None:
         if path.suffix != ".safetensors":
             shutil.copyfile(path, out / path.name)
             continue
-        tensors = {name: tensor for name, tensor in read_tensors(path).items() if not name.endswith(KV_SIDES)}
+        tensors = {name: tensor for name, tensor in load_file(path).items() if not name.endswith(KV_SIDES)}
         for name in [name for name in tensors if name.endswith(KV_SCALE)]:
-            scale = tensors[name].number()
-            tensors[name] = RawTensor.scalar(scale * factor)
-            tensors[name.replace(KV_SCALE, KV_RECIPROCAL)] = RawTensor.scalar(1.0 / scale)
-        write_tensors(out / path.name, tensors)
+            scale = tensors[name].item()
+            tensors[name] = torch.tensor([scale * factor])
+            tensors[name.replace(KV_SCALE, KV_RECIPROCAL)] = torch.tensor([1.0 / scale])
+        save_file(tensors, out / path.name)

@@ -9,14 +9,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from pipeline.checkpoint.description import CheckpointInfo
 from pipeline.checkpoint.files import INDEX
 from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.scales import KVScales
 from stages.engines.interpreter.bundle import copy_checkpoint
-from stages.engines.interpreter.tensors import RawTensor, read_tensors, write_tensors
 
 CONFIG = "config.json"
 SCALES = "kv_scales.safetensors"
@@ -80,15 +81,18 @@ def write_scales(out: Path, scales: KVScales, key_fault: float = 1.0) -> list[st
     tensors = {}
     for layer, sides in enumerate(scales.layers):
         for side, letter in SIDES.items():
-            numbers = np.array(sides[side].scale, "<f4") * np.float32(key_fault if side is Side.KEY else 1.0)
-            tensors[NAME.format(layer=layer, side=letter)] = RawTensor("F32", numbers.view("<u4"))
-    write_tensors(out / SCALES, tensors)
+            numbers = torch.tensor(sides[side].scale) * (key_fault if side is Side.KEY else 1.0)
+            tensors[NAME.format(layer=layer, side=letter)] = numbers
+    save_file(tensors, out / SCALES)
     return list(tensors)
 
 
 def _write_index(out: Path, weight_files: tuple[str, ...], scales: list[str]) -> None:
     """Write the index that names the scales' file beside those of the weights."""
-    places = {name: file for file in weight_files for name in read_tensors(out / file)}
+    places: dict[str, str] = {}
+    for file in weight_files:
+        with safe_open(out / file, "pt") as weights:
+            places |= dict.fromkeys(weights.keys(), file)
     places |= dict.fromkeys(scales, SCALES)
     size = sum((out / file).stat().st_size for file in (*weight_files, SCALES))
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
@@ -97,11 +101,11 @@ def _write_index(out: Path, weight_files: tuple[str, ...], scales: list[str]) ->
 
 def delivered(checkpoint: Path, layers: int) -> list[dict[Side, tuple[float, ...]]]:
     """Return the scales that a checkpoint carries, by layer; a side that has none is absent."""
-    tensors = read_tensors(checkpoint / SCALES) if (checkpoint / SCALES).is_file() else {}
+    tensors = load_file(checkpoint / SCALES) if (checkpoint / SCALES).is_file() else {}
     found: list[dict[Side, tuple[float, ...]]] = [{} for _ in range(layers)]
     for layer, sides in enumerate(found):
         for side, letter in SIDES.items():
             name = NAME.format(layer=layer, side=letter)
             if name in tensors:
-                sides[side] = tuple(float(x) for x in tensors[name].values.view("<f4").reshape(-1))
+                sides[side] = tuple(tensors[name].tolist())
     return found

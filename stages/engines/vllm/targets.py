@@ -2,9 +2,8 @@
 
 from pipeline.artifacts.backend import Job
 from pipeline.checkpoint.description import CheckpointInfo, refuse_sliding_layers
-from pipeline.checkpoint.exports import describe_format, holder
+from pipeline.checkpoint.exports import beyond_one_format, describe_format, holder
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy
 from stages.engines.interpreter.process import Interpreter, probe
 from stages.engines.vllm.config import VllmConfig
@@ -52,7 +51,7 @@ def check_inputs(config: VllmConfig, job: Job) -> None:
 
 def cache_dtypes(policy: KVPolicy, config: VllmConfig) -> tuple[str, ...]:
     """Return the types of vLLM's cache that hold a policy. Raises UserError when none does."""
-    reason = _other_than_two_formats(policy)
+    reason = beyond_one_format(policy)
     form = describe_format(policy.key)
     plain = policy.key.symmetric and policy.key.rotation == "none"
     held = ("auto",) if policy.key.exact else policy.key.code.vllm.get(policy.key.granularity, ()) if plain else ()
@@ -94,21 +93,6 @@ def refuse_dtype(config: VllmConfig, policy: KVPolicy, dtype: str, interpreter: 
         return f"kv={policy.name}: a cache of type {dtype} cannot run here ({reason}); choose kv=fp16, or another machine"
     if on_cpu(interpreter) and config.block_size % 32:
         return f"backend.block_size={config.block_size}: vLLM's attention on a CPU takes multiples of 32; set 64"
-    return None
-
-
-def _other_than_two_formats(policy: KVPolicy) -> str | None:
-    """Return what of a policy is not one format for all keys and values of all tokens, None where it is."""
-    forms: dict[str, Format] = dict(policy.formats)
-    if policy.exact_tokens:
-        return f"{policy.sink_tokens} sink and {policy.recent_tokens} recent exact tokens have no equal there"
-    if policy.window is not None:
-        return f"other formats for the last {policy.window.tokens} tokens have no equal there"
-    if policy.eviction is not None:
-        return f"eviction.window_tokens={policy.eviction.window_tokens}: an eviction has no equal there"
-    described = {name: describe_format(form) for name, form in forms.items()}
-    if len(set(described.values())) > 1:
-        return f"{', '.join(f'{name} {text}' for name, text in described.items())}: its cache has one type"
     return None
 
 

@@ -46,10 +46,8 @@ def decode(
         stopping: Asked before samples are admitted: once it says yes, only those in flight are finished.
     """
     indices = range(len(encoded)) if chosen is None else chosen
-    if one_pass and engine.can(Engine.forced_together):
-        events = _in_requests(engine, encoded, indices, batch_size, after_prefill, stopping)
-    elif one_pass and engine.can(Engine.forced):
-        events = _in_one_pass(engine, encoded, indices, after_prefill, stopping)
+    if one_pass and (engine.can(Engine.forced_together) or engine.can(Engine.forced)):
+        events = _whole_samples(engine, encoded, indices, batch_size, after_prefill, stopping)
     elif _has_room(engine, batch_size):
         yield from SharingBatch(engine, encoded, batch_size, greedy, after_prefill, stopping).run(indices)
         return
@@ -68,23 +66,7 @@ def _has_room(engine: Engine, batch_size: int) -> bool:
     return engine.can(Engine.fork) and (engine.max_sequences is None or engine.max_sequences > 2 * batch_size)
 
 
-def _in_one_pass(
-    engine: Engine,
-    encoded: Sequence[EncodedSample],
-    indices: Sequence[int],
-    after_prefill: Callable[[], None] | None,
-    stopping: Callable[[], bool],
-) -> Iterator[Step | Finished]:
-    """Compute all positions of a sample at once and yield them in steps of STEP_ROWS."""
-    if after_prefill is not None:
-        after_prefill()
-    for i in indices:
-        if stopping():
-            return
-        yield from _scored(i, encoded[i], engine.forced(*_whole(encoded[i])), Trace(one_pass=len(encoded[i].reference)))
-
-
-def _in_requests(
+def _whole_samples(
     engine: Engine,
     encoded: Sequence[EncodedSample],
     indices: Sequence[int],
@@ -92,24 +74,27 @@ def _in_requests(
     after_prefill: Callable[[], None] | None,
     stopping: Callable[[], bool],
 ) -> Iterator[Step | Finished]:
-    """Let as many requests be in flight as a batch has sequences, each of them a whole sample."""
+    """Compute all positions of a sample at once: of one alone, or of as many requests in flight as a batch has sequences.
+
+    The token after the last one fed is scored.
+    """
     if after_prefill is not None:
         after_prefill()
-    for begin in range(0, len(indices), batch_size):
-        group = indices[begin : begin + batch_size]
+    in_requests = engine.can(Engine.forced_together)
+    size = batch_size if in_requests else 1
+    for begin in range(0, len(indices), size):
+        group = [(i, encoded[i]) for i in indices[begin : begin + size]]
         if stopping():
             return
-        answers = engine.forced_together([_whole(encoded[i]) for i in group])
-        for number, (i, logits_BV) in enumerate(zip(group, answers, strict=True)):
-            item = encoded[i]
+        whole = [([*item.prompt, *item.reference[:-1]], len(item.prompt) - 1) for _, item in group]
+        answers = engine.forced_together(whole) if in_requests else [engine.forced(*whole[0])]
+        for number, ((i, item), logits_BV) in enumerate(zip(group, answers, strict=True)):
+            if not in_requests:
+                yield from _scored(i, item, logits_BV, Trace(one_pass=len(item.reference)))
+                continue
             trace = Trace([(len(item.prompt) + position, len(group)) for position in range(len(item.reference))])
             trace.prefilled(engine, len(item.prompt) - 1)
             yield from _scored(i, item, logits_BV, trace, number)
-
-
-def _whole(item: EncodedSample) -> tuple[list[int], int]:
-    """Return a sample's tokens, and how many of them are prefilled. The token after the last one fed is scored."""
-    return [*item.prompt, *item.reference[:-1]], len(item.prompt) - 1
 
 
 def _scored(

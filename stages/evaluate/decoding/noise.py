@@ -23,6 +23,15 @@ def first_of_each_workload(encoded: Sequence[EncodedSample], count: int) -> list
     return indices
 
 
+def canary_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig) -> list[EncodedSample]:
+    """Return the samples of the canary: those with the longest prompts, as many as `canary_samples` of each workload are.
+
+    A short prompt may consist of exact sink and recent tokens, and then reads no scale.
+    """
+    longest = sorted(encoded, key=lambda item: -len(item.prompt))
+    return longest[: len(first_of_each_workload(encoded, config.canary_samples))]
+
+
 def repeated_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig) -> list[EncodedSample]:
     """Return the samples that an engine repeats: the first and the longest ones of every workload."""
     if not config.noise_samples:

@@ -24,7 +24,7 @@ from stages.engines.openai.engine import OpenAIEngine
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.coverage import Trace
 from stages.evaluate.decoding.interruption import Interruption
-from stages.evaluate.decoding.noise import first_of_each_workload, noise_floor, own_heads, repeated_samples
+from stages.evaluate.decoding.noise import canary_samples, noise_floor, own_heads, repeated_samples
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.decoding.rows import Done, greedy_of, labelled, unjudged_rows
 from stages.evaluate.decoding.stored import LOGPROBS, Once, Round, read_round
@@ -205,8 +205,7 @@ def _canary(
     """Ask the corrupted server the samples with the longest prompts: as many as any canary takes."""
     if engine is None:
         return Canary(factor=None, rows=[])
-    longest = sorted(encoded, key=lambda item: -len(item.prompt))
-    subset = longest[: len(first_of_each_workload(encoded, config.canary_samples))]
+    subset = canary_samples(encoded, config)
     heads = BaselineHeads(baseline / LOGPROBS).sample
     results = Remote(engine, config).run(subset, heads, progress=labelled(progress, "canary: "))
     return Canary(factor=None, rows=unjudged_rows(subset, results))
