@@ -190,4 +190,4 @@ def _longest(directory: Path, record: Mapping[str, Any]) -> int | None:
     described = record.get("model")
     if isinstance(described, dict):
         return described.get("max_position_embeddings")
-    return inspect_checkpoint(directory).max_positions if record["backend"] == "torch" else None
+    return inspect_checkpoint(directory).max_positions if (directory / "config.json").is_file() else None

@@ -25,12 +25,12 @@ NO_NUMBER = (
 """Why there is no other sweeper, and what to use."""
 
 
+Kind = tuple[Callable[[object], bool], str]
+"""What a key's values look like: whether one fits, and what to give instead."""
+
+
 def _is_count(value: object) -> bool:
     return type(value) is int and value > 0
-
-
-def _is_share(value: object) -> bool:
-    return type(value) in (int, float) and 0 < float(str(value)) < 1e6
 
 
 def _is_word(value: object) -> bool:
@@ -38,19 +38,10 @@ def _is_word(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[\w.,:=@%+/&|*()\[\]-]{1,200}", value, re.ASCII) is not None
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What a key's values look like."""
-
-    fits: Callable[[object], bool]
-    fix: str
-
-
-COUNT = Kind(_is_count, "give a whole number above zero")
-JOBS = Kind(lambda value: _is_count(value) or value == -1, "give how many jobs run at once, or -1 for one a core")
-SHARE = Kind(_is_share, "give a number above zero")
-WORD = Kind(_is_word, "give a name of letters, digits and .,:=@%+/&|*()[]-")
-SWITCH = Kind(lambda value: isinstance(value, bool), "give true or false")
+COUNT: Kind = (_is_count, "give a whole number above zero")
+JOBS: Kind = (lambda value: _is_count(value) or value == -1, "give how many jobs run at once, or -1 for one a core")
+SHARE: Kind = (lambda value: type(value) in (int, float) and 0 < float(str(value)) < 1e6, "give a number above zero")
+WORD: Kind = (_is_word, "give a name of letters, digits and .,:=@%+/&|*()[]-")
 
 
 @dataclass(frozen=True)
@@ -137,8 +128,8 @@ def problem(name: str, key: str, value: object) -> str | None:
     if key not in keys:
         fix = f"choose one of {', '.join(keys)}" if keys else f"add hydra/launcher={'|'.join(list(LAUNCHERS)[1:])}"
         return f"hydra.launcher.{key}: may not be set of hydra/launcher={name}; {fix}"
-    kind = keys[key]
-    return None if kind.fits(value) else f"hydra.launcher.{key}={short(value)}: {kind.fix}"
+    fits, fix = keys[key]
+    return None if fits(value) else f"hydra.launcher.{key}={short(value)}: {fix}"
 
 
 def check_sweep(hydra: DictConfig) -> tuple[str, Mapping[str, object]]:
@@ -167,10 +158,10 @@ def check_sweep(hydra: DictConfig) -> tuple[str, Mapping[str, object]]:
     own = dict(_leaves(OmegaConf.to_container(ConfigStore.instance().load(f"hydra/launcher/{name}.yaml").node)))
     composed = dict(_leaves(OmegaConf.to_container(hydra.launcher)))
     for key in {**own, **composed}:
-        if key not in composed or key not in own or composed[key] != own[key]:
-            wrong = problem(name, key, composed.get(key))
-            if wrong is not None:
-                raise UserError(wrong)
+        changed = key not in own or key not in composed or composed[key] != own[key]
+        wrong = problem(name, key, composed.get(key)) if changed else None
+        if wrong is not None:
+            raise UserError(wrong)
     return name, composed
 
 

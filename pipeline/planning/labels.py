@@ -22,12 +22,6 @@ def labelled(shipped: Sequence[KVPolicy], others: Sequence[KVPolicy]) -> list[tu
     return found
 
 
-def overrides_of(label: str) -> list[str]:
-    """Return the arguments that choose a policy of this name: `kv=fp8 kv.sink_tokens=4`."""
-    name, *changes = label.split(" ")
-    return [f"kv={name}", *changes]
-
-
 def _changes(origin: Mapping[str, Any], changed: Mapping[str, Any], place: str) -> Iterator[str]:
     for key, value in changed.items():
         before = origin.get(key)

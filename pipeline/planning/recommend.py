@@ -21,15 +21,11 @@ from dataclasses import dataclass, field
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy
 from pipeline.core.strict import StrictModel
 from pipeline.planning.capacity import Capacity, PolicyCapacity
-from pipeline.planning.labels import overrides_of
 from pipeline.planning.use import CapacityConfig
 from pipeline.verdict.coverage import Limits
 from pipeline.verdict.thresholds import Status
 
 NO_EVIDENCE = "no evidence"
-
-SAMPLES = "SAMPLES.jsonl"
-"""Stands in commands for a file of the user's own samples."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +79,8 @@ class PassedOver(StrictModel):
     name: str
     live_tokens: int
     reason: str
+    """Why, with the keys of the evaluation that would make the evidence which is missing."""
     evidence: str | None
-    command: list[str] | None
-    """Arguments of the command that makes the evidence which is missing; None where none would help."""
 
 
 class Recommendation(StrictModel):
@@ -152,13 +147,9 @@ def _choice(entry: PolicyCapacity, one: Judged) -> Choice:
     )
 
 
-def _passed_over(
-    entry: PolicyCapacity, reason: str, one: Judged | None = None, command: Sequence[str] | None = None
-) -> PassedOver:
-    """Return that a policy is not taken; `command` has the overrides, besides the policy, that make the missing evidence."""
-    whole = None if command is None else ["stage=evaluate", *overrides_of(entry.name), *command]
+def _passed_over(entry: PolicyCapacity, reason: str, one: Judged | None = None) -> PassedOver:
     source = None if one is None else one.source
-    return PassedOver(name=entry.name, live_tokens=entry.live_tokens, reason=reason, evidence=source, command=whole)
+    return PassedOver(name=entry.name, live_tokens=entry.live_tokens, reason=reason, evidence=source)
 
 
 def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig) -> Judged | PassedOver:
@@ -168,8 +159,7 @@ def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig
     judged = sorted(judged, key=lambda one: one.made)
     counting = [one for one in judged if one.problem is None]
     if not counting:
-        reason = f"no evidence that counts: {judged[-1].problem}" if judged else NO_EVIDENCE
-        return _passed_over(entry, reason, command=[])
+        return _passed_over(entry, f"no evidence that counts: {judged[-1].problem}" if judged else NO_EVIDENCE)
     of_engine = [one for one in reversed(counting) if one.engine_digest == counting[-1].engine_digest]
     failed = next((one for one in of_engine if one.status == "FAIL"), None)
     if failed is not None:
@@ -178,35 +168,36 @@ def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig
     if not passes:
         last = of_engine[0]
         more = [f"++workloads.samples.{name}={count}" for name, count in last.samples_needed.items() if name != "all"]
-        return _passed_over(entry, f"INCONCLUSIVE: {_first(last)}", last, [*more, f"gates.attempt={last.attempt + 1}"])
-    covering = next((one for one in passes if not _missing(one, use)[0]), None)
-    if covering is not None:
-        return covering
-    missing, command = _missing(passes[0], use)
-    return _passed_over(entry, f"PASS, but {'; '.join(missing)}", passes[0], command)
+        again = " ".join([*more, f"gates.attempt={last.attempt + 1}"])
+        return _passed_over(entry, f"INCONCLUSIVE: {_first(last)}; judge it again with {again}", last)
+    covering = next((one for one in passes if not _missing(one, use)), None)
+    return covering or _passed_over(entry, f"PASS, but {'; '.join(_missing(passes[0], use))}", passes[0])
 
 
 def _first(one: Judged) -> str:
     return one.reasons[0] if one.reasons else "no reason was given"
 
 
-def _missing(one: Judged, use: CapacityConfig) -> tuple[list[str], list[str]]:
-    """Return what of the use the evidence does not cover, and the overrides of the evaluation that would."""
-    missing: list[str] = []
-    command: list[str] = []
+def _missing(one: Judged, use: CapacityConfig) -> list[str]:
+    """Return what of the use the evidence does not cover, and what an evaluation has to ask to cover it."""
     if one.limits is None:
-        return ["its report does not say how far it holds"], ["workloads=builtin"]
+        return ["its report does not say how far it holds: judge it again"]
+    missing: list[str] = []
     tokens, batch = one.limits.tokens or 0, one.limits.batch or 0
     if -(-tokens // PAGE_TOKENS) * PAGE_TOKENS < use.longest:
-        missing.append(f"covered up to {tokens:,} tokens and {use.longest:,} are asked: ask samples that long")
+        missing.append(
+            f"covered up to {tokens:,} tokens and {use.longest:,} are asked: ask samples that long (workloads=jsonl)"
+        )
     if one.longest_decode < use.new_tokens:
-        missing.append(f"no sample decoded more than {one.longest_decode:,} tokens and answers of {use.new_tokens:,} are asked")
-        command.append(f"workloads.max_scored_tokens={use.new_tokens}")
+        missing.append(
+            f"no sample decoded more than {one.longest_decode:,} tokens and answers of {use.new_tokens:,} are asked: ask "
+            f"samples with such answers and workloads.max_scored_tokens={use.new_tokens}"
+        )
     if use.shared_prefix_tokens and not one.forks:
         missing.append("no shared prefix was exercised: give samples a common document")
-    if missing:
-        command = ["workloads=jsonl", f"workloads.jsonl={SAMPLES}", *command]
     if batch < use.concurrency:
-        missing.append(f"covered up to batch {batch} and {use.concurrency} requests at once are asked")
-        command.append(f"workloads.probe.max_batch={use.concurrency}")
-    return missing, command
+        missing.append(
+            f"covered up to batch {batch} and {use.concurrency} requests at once are asked: "
+            f"workloads.probe.max_batch={use.concurrency}"
+        )
+    return missing

@@ -8,12 +8,12 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from getpass import getuser
 from pathlib import Path
 from secrets import token_hex
 
-from pipeline.artifacts.locks import locked_at_once
+from pipeline.artifacts.locks import locked, locked_at_once
 from pipeline.core.redaction import clip, copy_redacted, finite_metrics, redact_text, table_columns
 from pipeline.registry.contents import RunPage, Workload
 from pipeline.registry.mlflow_client import Client, Dataset, DatasetInput, InputTag, Metric, Param, RunTag
@@ -23,7 +23,7 @@ TAG_CHARS = 5000
 DIGEST_CHARS = 36
 """The longest digest of a data set that MLflow takes."""
 LOCK = "lock"
-"""Tag of a run with the name of its lock, a file of `Location.runs`."""
+"""Tag of a run and its stages with the name of their lock, a file of `Location.runs`."""
 
 
 class ExperimentRuns:
@@ -36,41 +36,45 @@ class ExperimentRuns:
     @contextmanager
     def recorded(self, title: str, tags: Mapping[str, str]) -> Iterator[str]:
         """Open a run while the block runs and yield its id. It ends as FAILED after an exception, KILLED after Ctrl-C."""
-        self.location.runs.mkdir(exist_ok=True)
-        lock = self.location.runs / token_hex(8)
-        with locked_at_once(lock):
-            texts = {name: clip(redact_text(text), TAG_CHARS) for name, text in {**tags, LOCK: lock.name}.items()}
-            run_id = self.create_run(title, texts)
+        lock = self._locks / token_hex(8)
+        with ExitStack() as stack:
+            with locked(self.location.lock, "beginning a run"):
+                lock.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked_at_once(lock))
             status = "FAILED"
             try:
-                yield run_id
+                texts = {name: clip(redact_text(text), TAG_CHARS) for name, text in {**tags, LOCK: lock.name}.items()}
+                yield self.create_run(title, texts)
                 status = "FINISHED"
             except (KeyboardInterrupt, SystemExit):
                 status = "KILLED"
                 raise
             finally:
-                self.client.set_terminated(run_id, status)
-                lock.unlink(missing_ok=True)
+                self._close(lock, status)
+
+    @property
+    def _locks(self) -> Path:
+        return self.location.runs / self.experiment_id
+
+    def _close(self, lock: Path, status: str) -> None:
+        """Close a run that is open still, and its stages, by the lock that they share."""
+        query = f"attributes.status = 'RUNNING' and tags.{LOCK} = '{lock.name}'"
+        for run in self.client.search_runs([self.experiment_id], query):
+            self.client.set_terminated(run.info.run_id, status)
+        lock.unlink(missing_ok=True)
+
+    def close_left_open(self) -> None:
+        """Close the runs whose process died. Those of other work directories and other programs are not known to be dead."""
+        with locked(self.location.lock, "closing runs"):
+            for lock in self._locks.glob("*"):
+                with locked_at_once(lock) as died:
+                    if died:
+                        self._close(lock, "KILLED")
 
     def create_run(self, title: str, tags: Mapping[str, str], start_ms: int | None = None) -> str:
         """Create a run and return its id."""
         owner = {"mlflow.user": getuser(), "mlflow.source.name": "kvgate"}
         return str(self.client.create_run(self.experiment_id, start_ms, {**tags, **owner}, run_name=title).info.run_id)
-
-    def close_left_open(self) -> None:
-        """Close the runs whose process died. Those of other work directories and other programs are not known to be dead."""
-        query = f"attributes.status = 'RUNNING' and tags.{LOCK} != ''"
-        runs = self.client.search_runs([self.experiment_id], query, max_results=1000)
-        for lock in {self.location.runs / run.data.tags[LOCK] for run in runs}:
-            if not lock.exists():
-                continue
-            with locked_at_once(lock) as died:
-                for run in runs if died else ():
-                    # Read again: a process closes its run before it lets go of the lock.
-                    if run.data.tags[LOCK] == lock.name and self.client.get_run(run.info.run_id).info.status == "RUNNING":
-                        self.client.set_terminated(run.info.run_id, "KILLED")
-                if died:
-                    lock.unlink(missing_ok=True)
 
     def attach(self, run_id: str, files: Sequence[Path]) -> None:
         """Log files as artifacts of a run, even of one that has ended. They lose their secrets."""

@@ -25,29 +25,23 @@ from pipeline.terminal import commands, console
 from pipeline.terminal.junit import JUNIT, write_junit
 
 
-def quantize(run: Run) -> None:
-    """Quantize the checkpoint's weights, measure the cache's static scales, and write ModelOpt's exports."""
-    from pipeline.run.judging import quantize
+def make(run: Run) -> Candidate | None:
+    """Make an engine, or what one is made of; judge it."""
+    from pipeline.run import judging
 
-    quantize(run)
-
-
-def build(run: Run) -> None:
-    """Build the engine bundle."""
-    from pipeline.run.judging import build
-
-    build(run)
+    stages: dict[str, Callable[[Run], Candidate | None]] = {"quantize": judging.quantize, "build": judging.build}
+    return stages.get(run.config.stage, judging.evaluate)(run)
 
 
-def evaluate(run: Run) -> Candidate:
-    """Judge the engine against the FP16-KV engine and register it; a stage of all promotes what passed."""
-    from pipeline.run.judging import evaluate
+def tune(run: Run) -> None:
+    """Search formats by layer and side."""
+    from pipeline.run.tuning import tune
 
-    return evaluate(run)
+    tune(run.chain)
 
 
 def move(run: Run) -> None:
-    """Change what serves: promote, rollback, route, monitor; or verify what does."""
+    """Change what serves, or verify what does."""
     from pipeline.run import serving
 
     stages = {
@@ -68,33 +62,22 @@ def plan(run: Run) -> None:
     stages[run.config.stage](run.config, run.sweeping)
 
 
-def tune(run: Run) -> None:
-    """Search formats by layer and side."""
-    from pipeline.run.tuning import tune
-
-    tune(run.chain)
-
-
-def upkeep(run: Run) -> None:
+def keep_up(run: Run) -> None:
     """Say what a work directory holds, or remove what nothing of it needs."""
-    from pipeline.upkeep.prune import prune
-    from pipeline.upkeep.status import show_status
+    from pipeline.upkeep import prune, status
 
     if run.config.stage == "prune":
-        prune(run.config)
+        prune.prune(run.config)
     else:
-        show_status(run.config, as_json=run.as_json)
+        status.show_status(run.config, as_json=run.as_json)
 
 
 STAGES: dict[str, Callable[[Run], Candidate | None]] = {
-    "quantize": quantize,
-    "build": build,
-    "evaluate": evaluate,
-    "all": evaluate,
+    **dict.fromkeys(("quantize", "build", "evaluate", "all"), make),
+    "tune": tune,
     **dict.fromkeys(("promote", "rollback", "verify", "route", "monitor"), move),
     **dict.fromkeys(("capacity", "recommend"), plan),
-    "tune": tune,
-    **dict.fromkeys(("status", "prune"), upkeep),
+    **dict.fromkeys(("status", "prune"), keep_up),
 }
 
 

@@ -64,7 +64,6 @@ def promote_from(run: Run, last: summary.Summary) -> None:
         with console.written_to(config.work / REPORT):
             tables.print_occasion()
             tables.print_promotion(candidates, move)
-            tables.print_baseline_accuracy(candidates)
         show(
             config,
             candidates,
@@ -165,7 +164,8 @@ def verify(run: Run) -> None:
     with console.doing("replaying the evidence"):
         replays = [(evidence, replay(evidence, run.trusted)) for evidence in map(read_evidence, find_evidence(directory))]
     for evidence, findings in replays:
-        tables.print_findings(evidence.identity.policy, evidence.identity.model, evidence.directory, findings)
+        identity = evidence.identity
+        console.show("findings", tables.findings_grid(identity.policy, identity.model, evidence.directory, findings))
 
     def after(error: Exception) -> Step:
         return next_steps.after_difference(differs=isinstance(error, GateRefusal))

@@ -152,7 +152,6 @@ def _conclude(planned: Plan, sweep: str, code: int = 0) -> int:
         with console.written_to(config.work / tables.REPORT):
             tables.print_occasion()
             tables.print_comparison(last.candidates)
-            tables.print_baseline_accuracy(last.candidates)
         store = cache(lambda: open_store(config.tracking, config.work, last.candidates[0].model))
         show(config, last.candidates, store, sweep=sweep, unfinished=last.unfinished, command=last.command)
         compare_in_mlflow(last.candidates, store, sweep)

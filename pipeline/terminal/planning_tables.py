@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.markup import escape
 
 from pipeline.planning.capacity import Capacity
-from pipeline.planning.recommend import NO_EVIDENCE, SAMPLES, Recommendation
+from pipeline.planning.recommend import NO_EVIDENCE, Recommendation
 from pipeline.planning.use import GIB
 from pipeline.terminal.grids import Column, Grid, Row
 from pipeline.terminal.texts import begun
@@ -94,7 +94,7 @@ def recommendation_lines(recommendation: Recommendation, base: Sequence[str]) ->
 
     Args:
         recommendation: What was found.
-        base: Arguments that the commands for missing evidence begin with.
+        base: Arguments that the command for missing evidence begins with.
     """
     chosen = recommendation.chosen
     lines = [f"[yellow]note:[/] {escape(note)}" for note in recommendation.notes]
@@ -111,16 +111,10 @@ def recommendation_lines(recommendation: Recommendation, base: Sequence[str]) ->
     more = [one for one in unjudged if one.live_tokens >= least]
     for one in (one for one in recommendation.passed_over if one not in unjudged):
         lines.append(f"  not {escape(one.name)} ({one.live_tokens:,}): {escape(one.reason)}")
-        if one.command is not None:
-            lines.append(f"    {escape(command_line(base, one.command))}")
     if more:
         lines.append(f"  {NO_EVIDENCE}: {escape(', '.join(f'{one.name} ({one.live_tokens:,})' for one in more))}; make it with")
-        shipped = [one.name for one in more if " " not in one.name]
-        commands = [["stage=evaluate", f"kv={','.join(shipped)}"]] if shipped else []
-        commands += [list(one.command or ()) for one in more if " " in one.name]
-        lines += [f"    {escape(command_line(base, command, sweep=',' in command[1]))}" for command in commands]
+        shipped = ",".join(one.name for one in more if " " not in one.name)  # others are changed on the command line
+        lines.append(f"    {escape(command_line(base, ['stage=evaluate', f'kv={shipped}'], sweep=',' in shipped))}")
     if len(more) < len(unjudged):
         lines.append(f"  and {len(unjudged) - len(more)} without evidence that would hold fewer live tokens")
-    if any(SAMPLES in " ".join(one.command or ()) for one in recommendation.passed_over):
-        lines.append(f"  {SAMPLES}: questions of your own (docs/cli.md) as long as the contexts that are asked")
     return lines

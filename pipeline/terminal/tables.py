@@ -34,12 +34,16 @@ class Measure:
     """Whether it is shown also where no candidate has it."""
 
 
+def _both(name: str, column: Column, *, always: bool = True) -> Measure:
+    return Measure(column, f"{name}_candidate", f"{name}_baseline", always)
+
+
 MEASURES = (
     Measure(Column("kib_per_token", "KiB/token", ".3f"), "memory/kib_per_token", "baseline/kib_per_token"),
     Measure(Column("ppl_ratio", "PPL\nratio", ".4f"), "quality/ppl_ratio", "1"),
     Measure(Column("kl_mean", "mean\nKL", ".1e"), "quality/kl_mean", "0"),
     Measure(Column("top10_overlap", "top-10\noverlap", ".3f"), "quality/top10_overlap", "1"),
-    Measure(Column("accuracy", "right\nanswers", ".3f"), "quality/accuracy_candidate", "quality/accuracy_baseline"),
+    _both("quality/accuracy", Column("accuracy", "right\nanswers", ".3f")),
     Measure(Column("samples", "samples\nasked", ".0f"), "quality/samples", ""),
     Measure(
         Column("decode_tokens_per_s", "decode\ntokens/s", ".0f"), "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s"
@@ -52,18 +56,8 @@ MEASURES = (
         always=False,
     ),
     # tokens a pass under speculative decoding
-    Measure(
-        Column("acceptance_lookup", "a pass,\nlookup", ".2f"),
-        "quality/acceptance_lookup_candidate",
-        "quality/acceptance_lookup_baseline",
-        always=False,
-    ),
-    Measure(
-        Column("acceptance_draft", "a pass,\ndraft", ".2f"),
-        "quality/acceptance_draft_candidate",
-        "quality/acceptance_draft_baseline",
-        always=False,
-    ),
+    _both("quality/acceptance_lookup", Column("acceptance_lookup", "a pass,\nlookup", ".2f"), always=False),
+    _both("quality/acceptance_draft", Column("acceptance_draft", "a pass,\ndraft", ".2f"), always=False),
 )
 
 REPORT = "report.txt"
@@ -83,28 +77,27 @@ def print_occasion() -> None:
     console.say(f"\n{date.today().isoformat()}, {machine['cpu']}, {machine['cores']} cores, {gpus}")
 
 
-def print_comparison(candidates: Sequence[Candidate]) -> None:
-    """Print a row for each engine: what it costs, what it loses, how fast it is; baselines come first."""
-    console.say("")
-    console.show("comparison", comparison(candidates))
-
-
 def comparison(candidates: Sequence[Candidate]) -> Grid:
-    """Return the table of that."""
+    """Return a row for each engine: what it costs, what it loses, how fast it is; baselines come first."""
     shown = [
         one
         for one in MEASURES
         if one.always or any(measured(engine.metrics, one.candidate) is not None for engine in candidates)
     ]
-    rows = []
-    baselines = {candidate.baseline.digest: candidate for candidate in reversed(candidates)}
-    for judged in reversed(baselines.values()):
-        name = "fp16" if len(baselines) == 1 else f"fp16 of {judged.name}"
-        rows.append(Row(name, ["baseline", *(measured(judged.metrics, one.baseline) for one in shown)], style="dim"))
+    rows = [
+        Row(f"fp16{of}", ["baseline", *(measured(judged.metrics, one.baseline) for one in shown)], style="dim")
+        for of, judged in _baselines(candidates)
+    ]
     for engine in candidates:
         rows.append(Row(engine.name, [engine.verdict, *(measured(engine.metrics, one.candidate) for one in shown)]))
     columns = (Column("verdict", "verdict", words=True), *(one.column for one in shown))
     return Grid("KV caches against the FP16-KV engine, on the decode path", "policy", columns, rows, colours=COLOURS)
+
+
+def _baselines(candidates: Sequence[Candidate]) -> list[tuple[str, Candidate]]:
+    """Return a candidate of each baseline, with what tells it from others."""
+    found = {candidate.baseline.digest: candidate for candidate in reversed(candidates)}
+    return [("" if len(found) == 1 else f" of {judged.name}", judged) for judged in reversed(found.values())]
 
 
 def measured(metrics: Mapping[str, float | None], name: str | tuple[str, str]) -> Value:
@@ -115,43 +108,42 @@ def measured(metrics: Mapping[str, float | None], name: str | tuple[str, str]) -
     return metrics.get(name) if "/" in name else name
 
 
-def print_baseline_accuracy(candidates: Sequence[Candidate]) -> None:
-    """Print how often each FP16-KV engine was right, by workload and difficulty; nothing where no workload has difficulties.
+def accuracy_grids(candidates: Sequence[Candidate]) -> list[Grid]:
+    """Return how often each FP16-KV engine was right, by workload and difficulty, where it was asked graded questions.
 
     What a baseline gets wrong a candidate cannot lose: a workload near 0 judges nothing, one near 1 only gross faults.
     """
-    for grid in accuracy_grids(candidates):
-        console.show("baseline_accuracy", grid)
-
-
-def accuracy_grids(candidates: Sequence[Candidate]) -> list[Grid]:
-    """Return a table for each baseline that was asked graded questions."""
     grids = []
-    baselines = {candidate.baseline.digest: candidate for candidate in reversed(candidates)}
-    for judged in reversed(baselines.values()):
+    for of, judged in _baselines(candidates):
         shares = {name: value for name, value in judged.metrics.items() if name.endswith("/accuracy_baseline")}
         parts_of = [name.split("/") for name in shares]  # quality/[workload/[difficulty/]]accuracy_baseline
         graded = {parts[1] for parts in parts_of if len(parts) == 4 and parts[2] in DIFFICULTIES}
-        if not graded:
-            continue
-        of = "" if len(baselines) == 1 else f" of {judged.name}"
         rows = []
         for workload in sorted(graded):
             parts = [workload, *(f"{workload}/{difficulty}" for difficulty in DIFFICULTIES)]
             accuracies = [shares.get(f"quality/{part}/accuracy_baseline") for part in parts]
             rows.append(Row(workload, [judged.metrics.get(f"quality/{workload}/accuracy_judged"), *accuracies]))
         columns = (Column("samples", "samples", ".0f"), *(Column(name, name, ".3f") for name in ("all", *DIFFICULTIES)))
-        grids.append(Grid(f"Right answers of the FP16-KV engine{of}", "workload", columns, rows))
+        if rows:
+            grids.append(Grid(f"Right answers of the FP16-KV engine{of}", "workload", columns, rows))
     return grids
 
 
-def print_findings(policy: str, model: str, directory: Path, findings: Sequence[Finding]) -> None:
-    """Print the findings of a replay of the evidence in a directory, a line each; those that differ come last."""
-    console.show("findings", findings_grid(policy, model, directory, findings))
+def print_comparison(candidates: Sequence[Candidate]) -> None:
+    """Print the candidates beside their baselines, and how often those were right."""
+    console.say("")
+    console.show("comparison", comparison(candidates))
+    print_baseline_accuracy(candidates)
+
+
+def print_baseline_accuracy(candidates: Sequence[Candidate]) -> None:
+    """Print how often the baselines were right."""
+    for grid in accuracy_grids(candidates):
+        console.show("baseline_accuracy", grid)
 
 
 def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[Finding]) -> Grid:
-    """Return the table of that."""
+    """Return the findings of a replay of the evidence in a directory, a row each; those that differ come last."""
     ordered = sorted(findings, key=lambda finding: tuple(FINDING_COLOURS).index(finding.status))
     rows = [Row(finding.name, [finding.status], finding.detail) for finding in ordered]
     columns = (Column("replayed", "replayed", words=True),)

@@ -232,12 +232,3 @@ def test_without_a_gpu_it_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch, c
         "decode_attention.py lacks here: an NVIDIA GPU; Triton; ncu is not on PATH: install Nsight Compute, which comes with "
         "NVIDIA's CUDA toolkit"
     ]
-
-
-COUNTED = """==PROF== Connected to process 7
-"ID","Process ID","Process Name","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
-"0","7","python","decode_partial","Command line profiler metrics","dram__bytes_read.sum","byte","402,653,184"
-"0","7","python","decode_partial","Command line profiler metrics","dram__bytes_write.sum","byte","1,024"
-"1","7","python","decode_reduce","Command line profiler metrics","dram__bytes_read.sum","byte","816"
-"1","7","python","decode_reduce","Command line profiler metrics","dram__bytes_write.sum","byte","0"
-"""

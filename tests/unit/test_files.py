@@ -56,12 +56,6 @@ def test_a_damaged_copy_is_made_again_from_the_owners_file(store: Path, owned: P
     assert (store / "quantize" / "two" / "w").read_text() == "weights"
 
 
-def test_outside_of_a_store_a_file_is_copied(tmp_path: Path, owned: Path) -> None:
-    link_or_copy(owned, tmp_path / "copy")
-    assert (tmp_path / "copy").read_text() == "weights"
-    assert not (tmp_path / "copy").samefile(owned)
-
-
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM])
 def test_what_cannot_be_linked_is_copied(code: int, store: Path, owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
@@ -85,12 +79,6 @@ def test_a_file_system_that_shares_blocks_is_asked_to(tmp_path: Path, owned: Pat
     clone(owned, tmp_path / "copy")
     assert asked == [0x40049409]
     assert (tmp_path / "copy").read_text() == "weights"
-
-
-def test_a_missing_source_is_an_error_that_leaves_nothing(store: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        link_or_copy(tmp_path / "nothing", store / "quantize" / "one" / "copy")
-    assert list((store / "quantize" / "one").iterdir()) == []
 
 
 def test_copies_that_no_artifact_has_go_after_a_day(store: Path, owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:

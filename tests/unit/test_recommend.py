@@ -19,7 +19,7 @@ from pipeline.planning.labels import labelled
 from pipeline.planning.recommend import Judged, Recommendation, recommend
 from pipeline.planning.shapes import ModelShape
 from pipeline.run.planning import recommend_policy
-from pipeline.terminal.planning_tables import command_line, recommendation_lines
+from pipeline.terminal.planning_tables import recommendation_lines
 from pipeline.verdict.coverage import Coverage, Exercised, Limits
 from pipeline.verdict.report import SAMPLES_FILE
 
@@ -121,38 +121,24 @@ def test_the_recommended_policy_has_the_most_live_tokens_of_those_whose_evidence
 @pytest.mark.parametrize(
     ("changes", "overrides", "expected"),
     [
-        ({"limits": Limits(tokens=800, batch=32)}, [], "covered up to 800 tokens and 900 are asked"),
-        ({"limits": Limits(tokens=900, batch=4)}, [], "covered up to batch 4 and 8 requests at once are asked"),
+        ({"limits": Limits(tokens=800, batch=32)}, [], "covered up to 800 tokens and 900 are asked: ask samples that long"),
+        (
+            {"limits": Limits(tokens=900, batch=4)},
+            [],
+            "batch 4 and 8 requests at once are asked: workloads.probe.max_batch=8",
+        ),
+        ({"status": "INCONCLUSIVE", "samples_needed": {"copy": 9}}, [], "with ++workloads.samples.copy=9 gates.attempt=2"),
         ({"limits": None}, [], "its report does not say how far it holds"),
         ({"longest_decode": 100}, [], "no sample decoded more than 100 tokens and answers of 128 are asked"),
         ({"forks": 0}, ["capacity.shared_prefix_tokens=128"], "no shared prefix was exercised"),
     ],
 )
-def test_a_pass_that_does_not_reach_the_use_is_passed_over_with_a_command_that_composes(
+def test_a_pass_that_does_not_reach_the_use_is_passed_over_with_the_keys_that_would(
     changes: dict[str, object], overrides: list[str], expected: str
 ) -> None:
     found = recommended(judged("fp8", **changes), judged("int8"), overrides=tuple(overrides))
     assert chosen(found) == "int8"
     assert expected in reason(found, "fp8")
-    (one,) = (one for one in found.passed_over if one.name == "fp8")
-    assert one.command is not None
-    line = command_line(["model.path=/models/some-llm", "workloads=chat", "workloads.samples.lookup=9"], one.command)
-    arguments = shlex.split(line.partition(" -m pipeline ")[2])
-    config = plan(arguments, multirun=False).jobs[0]
-    assert (config.stage, config.kv.name, config.model.label) == ("evaluate", "fp8", "some-llm")
-
-
-def test_every_command_for_missing_evidence_composes_and_makes_evidence_of_that_policy() -> None:
-    undecided = judged("int8", status="INCONCLUSIVE", samples_needed={"retrieval": 674, "all": 9}, attempt=1)
-    found = recommended(undecided)
-    base = ["model.path=/models/some-llm", "backend=torch"]
-    for one in found.passed_over:
-        assert one.command is not None, one
-        config = plan(shlex.split(command_line(base, one.command))[3:], multirun=False).jobs[0]
-        assert config.kv == POLICIES[one.name]
-        assert (config.stage, config.backend.name) == ("evaluate", "torch")
-        if one.name == "int8":
-            assert (config.workloads.samples["retrieval"], config.gates.attempt) == (674, 2)
 
 
 def test_what_would_hold_more_is_named_and_the_rest_of_the_unjudged_only_counted() -> None:

@@ -7,7 +7,6 @@ import pytest
 
 from pipeline.core.errors import UserError
 from pipeline.registry.summary import (
-    DECIDED,
     Candidate,
     Cited,
     Registration,
@@ -67,16 +66,8 @@ def test_candidates_of_one_policy_that_differ_in_something_else_are_both_kept(tm
     ]
 
 
-def test_a_candidate_survives_the_file(tmp_path: Path) -> None:
-    for candidate in (fp8(reasons=("a", "b")), fp8(registration=None)):
-        record(tmp_path, "one", candidate)
-        assert load(tmp_path).candidates == (candidate,)
-
-
-def test_every_check_of_the_verdict_survives_the_file(tmp_path: Path) -> None:
-    check = Check(
-        gate="max_mean_kl", where="copy [0, 64)", value=0.1, bound=None, threshold=0.02, status="FAIL", reason="too far"
-    )
+def test_a_candidate_survives_the_file_with_every_check_of_its_verdict(tmp_path: Path) -> None:
+    check = Check(gate="max_mean_kl", where="copy", value=0.1, bound=None, threshold=0.02, status="FAIL", reason="too far")
     verdict = Verdict(
         status="FAIL",
         reasons=["far"],
@@ -85,10 +76,9 @@ def test_every_check_of_the_verdict_survives_the_file(tmp_path: Path) -> None:
         detectable={"copy": Detectable(fails_from=0.1, passes_up_to=None)},
         samples_needed={"copy": 900},
     )
-    record(tmp_path, "one", fp8(**Candidate.decided(verdict)))
-    (found,) = load(tmp_path).candidates
-    assert {name: getattr(found, name) for name in DECIDED} == Candidate.decided(verdict)
-    assert found.checks == (check,)
+    for candidate in (fp8(reasons=("a", "b")), fp8(registration=None), fp8(**Candidate.decided(verdict))):
+        record(tmp_path, "one", candidate)
+        assert load(tmp_path).candidates == (candidate,)
 
 
 def test_the_exit_code_of_a_sweep_is_its_worst_until_promotion_decides(tmp_path: Path) -> None:
@@ -188,12 +178,7 @@ def test_a_job_that_a_cluster_runs_again_counts_once_and_as_it_ended_last(tmp_pa
 def test_of_many_jobs_that_did_not_end_the_first_are_named(tmp_path: Path) -> None:
     begin(tmp_path, "one", [f"fp8 seed={seed}" for seed in range(12)])
     finish(tmp_path, "one", 0, job=1)
-    said = load(tmp_path).unfinished
-    assert said is not None
-    assert said.endswith(
-        "1 of 12 jobs ended, not job 2 (fp8 seed=1), job 3 (fp8 seed=2), job 4 (fp8 seed=3), "
-        "job 5 (fp8 seed=4), job 6 (fp8 seed=5), 6 more"
-    )
+    assert str(load(tmp_path).unfinished).endswith("job 5 (fp8 seed=4), job 6 (fp8 seed=5), 6 more")
 
 
 def test_candidates_are_in_the_order_of_the_command_line_however_their_jobs_end(tmp_path: Path) -> None:

@@ -126,11 +126,20 @@ def test_no_secret_reaches_the_store(work: Path, store: MlflowStore, tmp_path: P
 
 
 @pytest.mark.parametrize(("error", "status"), [(RuntimeError, "FAILED"), (KeyboardInterrupt, "KILLED"), (SystemExit, "KILLED")])
-def test_a_run_that_does_not_end_well_is_closed_as_such(store: MlflowStore, error: type[BaseException], status: str) -> None:
-    with pytest.raises(error), track(store, "ends", "fp8", "onnxruntime", {}):
-        raise error
-    runs = store.client.search_runs([store.experiment_id], "tags.sweep = 'ends'", max_results=1)
-    assert runs[0].info.status == status
+def test_a_run_that_does_not_end_well_is_closed_as_such_with_its_stages(
+    store: MlflowStore, error: type[BaseException], status: str
+) -> None:
+    runs = list[str]()
+
+    def ends() -> None:
+        with store.recorded("ends", {}) as run_id:
+            lock = store.client.get_run(run_id).data.tags[LOCK]
+            runs.extend((run_id, store.create_run("a stage", {LOCK: lock})))
+            raise error
+
+    with pytest.raises(error):
+        ends()
+    assert [store.client.get_run(run_id).info.status for run_id in runs] == [status, status]
 
 
 def test_the_same_engine_with_the_same_evidence_is_registered_once(store: MlflowStore, tmp_path: Path) -> None:
@@ -263,23 +272,7 @@ def test_runs_of_dead_processes_are_closed_and_no_others(store: MlflowStore, wor
         for run_id in (dead, child, elsewhere, somebodys, alive):
             status[run_id] = store.client.get_run(run_id).info.status
     assert status == dict.fromkeys((dead, child), "KILLED") | dict.fromkeys((elsewhere, somebodys, alive), "RUNNING")
-    assert list(store.location.runs.iterdir()) == []
-
-
-def test_a_run_that_its_process_closed_after_the_search_stays_as_it_was_closed(
-    store: MlflowStore, work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_id = leave_a_run_open(work)
-    search = store.client.search_runs
-
-    def closed_after_it(*arguments: Any, **options: Any) -> Any:
-        found = search(*arguments, **options)
-        store.client.set_terminated(run_id, "FINISHED")
-        return found
-
-    monkeypatch.setattr(store.client, "search_runs", closed_after_it)
-    store.close_left_open()
-    assert store.client.get_run(run_id).info.status == "FINISHED"
+    assert list(store.location.runs.glob("*/*")) == []
 
 
 def test_a_work_directory_that_was_moved_is_refused_until_its_old_path_leads_there(

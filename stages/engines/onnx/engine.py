@@ -87,7 +87,7 @@ def _decode_session(
 
 
 class OnnxEngine(PagedEngine):
-    """pipeline.core.records.Engine on ONNX Runtime. Deterministic: the same calls give the same logits."""
+    """The engine on ONNX Runtime. Deterministic: the same calls give the same logits."""
 
     def __init__(
         self,

@@ -82,7 +82,7 @@ def open_session(
 
 
 class PlanEngine(PagedEngine):
-    """pipeline.core.records.Engine on TensorRT. The graphs read the pool in place, and a step stores its tokens itself."""
+    """The engine on TensorRT. The graphs read the pool in place, and a step stores its tokens itself."""
 
     def __init__(
         self,
