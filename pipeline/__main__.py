@@ -68,7 +68,7 @@ def _shown_by_hydra(parser: ArgumentParser, arguments: Namespace) -> int:
     from hydra import version
     from hydra._internal.utils import _run_hydra
 
-    import pipeline.config.compose  # noqa: F401 - it stores the options that are no files
+    from pipeline.config import options  # noqa: F401 - importing them stores those that are no files
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints a report of its own and exits with 1
     version.setbase("1.3")

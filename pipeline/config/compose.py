@@ -12,7 +12,6 @@ from typing import Any, TypeVar, get_args
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.callbacks import Callbacks
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -25,18 +24,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigTypeError, OmegaConfBaseException
 from pydantic import ValidationError
 
-from pipeline.config import CONF
+from pipeline.config import CONF, options  # noqa: F401 - importing options stores them
 from pipeline.config.config import JUDGING, MOVING, Config
 from pipeline.config.launchers import BASIC, check_sweep
 from pipeline.config.overrides import MOST_JOBS, OPTION, check_overrides, refuse_code
 from pipeline.core.errors import UserError
 from pipeline.core.redaction import holds_secret, redact_text
-from pipeline.verdict.gates import Gates
 
 T = TypeVar("T")
 TRACKING_URI = "tracking.uri"
-
-ConfigStore.instance().store("default", Gates().model_dump(mode="json"), group="gates")
 
 
 def to_config(composed: DictConfig) -> Config:
