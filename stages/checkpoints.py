@@ -6,6 +6,7 @@ is given a folder of its own, with nothing in it but the configuration, the weig
 transformers is imported by the functions, so that importing this module is cheap.
 """
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -40,11 +41,23 @@ def load_causal_lm(directory: Path, **options: Any) -> Any:
 
 def load_tokenizer(directory: Path) -> Any:
     """Load the tokenizer of a checkpoint or of an engine bundle."""
-    from transformers import AutoTokenizer
+    if _tokenizer_class(directory) == "PreTrainedTokenizerFast":  # AutoTokenizer gives the same, and imports every model
+        from transformers import PreTrainedTokenizerFast as AutoTokenizer
+    else:
+        from transformers import AutoTokenizer
 
     load: Any = AutoTokenizer.from_pretrained
     with _staged(directory, [name for name in ("config.json", *TOKENIZER_FILES) if (directory / name).is_file()]) as staged:
         return load(staged, local_files_only=True, trust_remote_code=False)
+
+
+def _tokenizer_class(directory: Path) -> object:
+    """Return what the tokenizer's configuration names; None where there is none that can be read."""
+    try:
+        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # whoever loads the tokenizer says what is wrong with its files
+        return None
+    return config.get("tokenizer_class") if isinstance(config, dict) else None
 
 
 @contextmanager
