@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from trtllm_exports import LAYERS, conf
 
 from pipeline.core.kv import KVPolicy
@@ -13,6 +14,11 @@ from stages.engines.vllm.engine import VllmEngine, load_engine
 
 KEY_SCALE, VALUE_SCALE = 0.04, 0.02
 SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 512, "kv_cache_gib": 0.05, "threads": 1}
+
+KNOWN_LAYOUT = pytest.mark.skipif(
+    "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="utf-8"),
+    reason="vLLM takes its AMX kernels on this processor, and only the layout of its `vec` kernels is known",
+)
 
 
 def config_of(python: str, **changes: Any) -> VllmConfig:

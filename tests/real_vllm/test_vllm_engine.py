@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from trtllm_exports import conf
-from vllm_bundles import KEY_SCALE, VALUE_SCALE, make_vllm_bundle, open_vllm
+from vllm_bundles import KEY_SCALE, KNOWN_LAYOUT, VALUE_SCALE, make_vllm_bundle, open_vllm
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.checkpoint.files import INDEX
@@ -89,6 +89,7 @@ def test_a_bundle_is_what_vllm_serve_takes(bundles: dict[str, Path], vllm_python
     assert "parsed checkpoint fp8_e4m3 64 True False" in done.stdout, done.stderr[-2000:]
 
 
+@KNOWN_LAYOUT
 def test_a_16_bit_cache_is_the_oracles_but_for_rounding(
     bundles: dict[str, Path], texts: list[list[int]], tiny_checkpoint: Path, vllm_python: str
 ) -> None:
@@ -106,6 +107,7 @@ def mean_kl(expected: np.ndarray, rows: np.ndarray) -> float:
     return float(np.mean([kl_of_rows(a, b[None])[0] for a, b in zip(expected, rows, strict=True)]))
 
 
+@KNOWN_LAYOUT
 def test_fp8_codes_of_this_build_are_rounded_towards_zero_and_read_right(
     fp8: VllmEngine, bundles: dict[str, Path], texts: list[list[int]], tiny_checkpoint: Path
 ) -> None:

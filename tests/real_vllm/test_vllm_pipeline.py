@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from gate_reports import lines
+from vllm_bundles import KNOWN_LAYOUT
 
 from pipeline.config.compose import plan
 from pipeline.core.errors import GateRefusal, UserError
@@ -64,6 +65,7 @@ def check(report: EvaluationReport) -> None:
     assert report.system.time_to_first_token_ms > 0
 
 
+@KNOWN_LAYOUT
 def test_the_tiny_models_fp8_cache_fails_for_what_it_computes_and_not_for_its_answers(tmp_path: Path, vllm_python: str) -> None:
     samples = "workloads.samples={prose: 2, retrieval: 1, copy: 1, tool_call: 1, multi_turn: 0}"
     report, summary = judge(tmp_path / "work", vllm_python, samples, "calibration.max_length=64", "backend.threads=1")
@@ -74,6 +76,7 @@ def test_the_tiny_models_fp8_cache_fails_for_what_it_computes_and_not_for_its_an
     assert lines("canary", report)[0].status == "PASS"
 
 
+@KNOWN_LAYOUT
 def test_a_real_models_fp8_cache_fails_too(tmp_path: Path, vllm_python: str) -> None:
     report, _ = judge(
         tmp_path / "work",
