@@ -30,7 +30,7 @@ def vllm_server(python: str, checkpoint: Path, log: Path, *arguments: str) -> It
     port = free_port()
     command = [
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), "--served-model-name", "tiny",
-        "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "2048", "--enforce-eager",
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager",
         "--block-size", "32", "--max-num-seqs", "4", "--enable-prompt-tokens-details", *arguments,
     ]  # fmt: skip
     quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
