@@ -140,7 +140,7 @@ def test_int8_per_tensor_is_carried_by_the_tensorrt_llm_export_alone(run_stage: 
     ("policy", "reason"),
     [
         ("fp8_e5m2", "fp8_e5m2 per_tensor keys and values: the export has no name"),
-        ("int4_guarded", "overrides.0.key fp8_e4m3 per_tensor: the exporters know one algorithm"),
+        ("int4_guarded", "overrides.0.key fp8_e4m3 per_tensor: its cache has one type for all keys and values"),
     ],
 )
 def test_what_no_export_can_express_is_explained_instead(policy: str, reason: str, run_stage: Callable[..., Path]) -> None:
