@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from amount import STRIDE
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kernel_cases import DEVICE, DTYPES, KEYS, VALUES, Case, on_device, planned, side
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
@@ -227,6 +229,32 @@ def test_rows_that_are_not_seen_are_not_read_and_all_others_are(
         assert (rows[visible] >= row_bytes).all(), (
             f"{name}: rows {((rows < row_bytes) & visible).nonzero()[:3].tolist()} are not"
         )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Case, int]:
+    """Draw a random layout, random lengths and pages, and a number of programs."""
+    dim = draw(st.sampled_from(HEAD_DIMS))
+    fitting = [value for value in VALUES if not (dim == 64 and value == "int4 128")]
+    case = case_of(
+        draw(st.sampled_from(KEYS)),
+        draw(st.sampled_from(fitting)),
+        draw(st.integers(1, 2)),
+        dim,
+        draw(st.lists(st.integers(0, 150), min_size=1, max_size=2)),
+        sink=draw(st.sampled_from((0, 1, 4, 63, 70))),
+        recent=draw(st.sampled_from((0, 1, 7, 64, 65))),
+        group=draw(st.integers(1, 16)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+    return case, draw(st.integers(1, 5))
+
+
+@settings(max_examples=20 if STRIDE == 1 else 8, derandomize=True, deadline=None)
+@given(drawn=cases())
+def test_any_cache_attends_as_the_reference(drawn: tuple[Case, int]) -> None:
+    check(*drawn)
 
 
 @pytest.mark.parametrize(
