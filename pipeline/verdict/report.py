@@ -6,7 +6,7 @@ because JSON has no NaN; the gates treat null as a failure.
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -75,6 +75,11 @@ class SampleRow(Record):
     top10_overlap: Number
     mean_squared_delta_p: Number
     non_finite_steps: int
+    baseline_probability: Number = None
+    """Of the right answer under forced decode: the product over its tokens. Null for samples that are not judged."""
+    candidate_probability: Number = None
+    right_answer: Literal["reference", "baseline"] = "reference"
+    """Whose words are the right answer that is scored: the baseline's own, where the reference's are unlikely."""
     difficulty: str = ""
     """Graded workloads: "easy", "medium" or "hard"."""
     round: Count = 1
