@@ -125,6 +125,15 @@ class Accuracy(Record):
     gained: int
     baseline_valid: float | None
     candidate_valid: float | None
+    baseline_probability: Number = None
+    """Mean probability of the right answers; null where one was not finite, and in older reports."""
+    candidate_probability: Number = None
+
+    @property
+    def recovery(self) -> float | None:
+        """Share of the probability of the right answers that the candidate keeps."""
+        before, after = self.baseline_probability, self.candidate_probability
+        return after / before if before and after is not None else None
 
 
 class Slice(Record):

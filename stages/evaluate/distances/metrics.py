@@ -83,6 +83,10 @@ def accuracy(rows: Sequence[SampleRow]) -> Accuracy | None:
         known = [value for value in values if value is not None]
         return sum(known) / len(known) if known else None
 
+    def mean(values: list[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if len(known) == len(values) else None
+
     return Accuracy(
         judged=len(judged),
         baseline=sum(bool(row.baseline_correct) for row in judged) / len(judged),
@@ -91,6 +95,8 @@ def accuracy(rows: Sequence[SampleRow]) -> Accuracy | None:
         gained=sum(bool(row.candidate_correct) and not row.baseline_correct for row in judged),
         baseline_valid=share([row.baseline_valid for row in judged]),
         candidate_valid=share([row.candidate_valid for row in judged]),
+        baseline_probability=mean([row.baseline_probability for row in judged]),
+        candidate_probability=mean([row.candidate_probability for row in judged]),
     )
 
 
