@@ -195,6 +195,11 @@ def _mean(values: Array) -> float | None:
     return finite(float(values.mean()))
 
 
+def _probability(nll: Array) -> float | None:
+    """Return the probability of tokens one after the other, from the negative log-likelihood of each in nats."""
+    return finite(float(np.exp(-nll.sum())))
+
+
 def _acceptance(baseline: Answer, candidate: Answer) -> dict[str, Acceptance]:
     """Return the acceptance of each drafter that both engines' answers were drafted with."""
     return {
@@ -257,6 +262,8 @@ def make_rows(
             difficulty=item.sample.difficulty,
             round=number,
             acceptance=_acceptance(before, after) if before and after else {},
+            baseline_probability=_probability(steps.baseline_nll) if item.judged else None,
+            candidate_probability=_probability(steps.candidate_nll) if item.judged else None,
         )
         rows.append(row)
     return rows
