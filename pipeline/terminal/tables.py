@@ -9,6 +9,7 @@ from typing import cast
 from rich.markup import escape
 
 from pipeline.artifacts.hardware import hardware
+from pipeline.core.backends import serves_last
 from pipeline.registry import promotion
 from pipeline.registry.promotion import Move
 from pipeline.registry.proof import PASS, Finding
@@ -222,7 +223,7 @@ def _disadvantage(candidate: Candidate, champion: Candidate) -> str:
     tokens, most = promotion.live_tokens(candidate), promotion.live_tokens(champion)
     if tokens < most:
         return f"the same memory holds fewer tokens ({tokens:,.0f} against {most:,.0f})"
-    if candidate.backend == promotion.ORACLE != champion.backend:
+    if serves_last(candidate.backend) and not serves_last(champion.backend):
         return "the oracle does not serve where another engine holds as many tokens"
     kl, least = candidate.metric("quality/kl_mean"), champion.metric("quality/kl_mean")
     return f"its mean KL is no lower ({kl:.1e} against {least:.1e}) at as many tokens in the same memory"

@@ -75,17 +75,19 @@ class SampleRow(Record):
     top10_overlap: Number
     mean_squared_delta_p: Number
     non_finite_steps: int
-    baseline_probability: Number = None
-    """Of the right answer under forced decode: the product over its tokens. Null for samples that are not judged."""
-    candidate_probability: Number = None
-    right_answer: Literal["reference", "baseline"] = "reference"
-    """Whose words are the right answer that is scored: the baseline's own, where the reference's are unlikely."""
     difficulty: str = ""
     """Graded workloads: "easy", "medium" or "hard"."""
     round: Count = 1
     """The round of the evaluation that ran it, from 1: a sequential evaluation stops once its gates have decided."""
     acceptance: dict[str, Acceptance] = Field(default={})
     """By drafter, of its two answers."""
+    baseline_probability: Number = None
+    """Probability of the right answer under the baseline: the product over the scored tokens. Null for samples without one,
+    where a token's is not finite, and in older reports."""
+    candidate_probability: Number = None
+    """The same under the candidate."""
+    right_answer: Literal["reference", "baseline"] = "reference"
+    """Which words of the right answer were scored: the reference's, or those that the baseline says it in."""
 
 
 class Fidelity(Record):
@@ -126,14 +128,16 @@ class Accuracy(Record):
     baseline_valid: float | None
     candidate_valid: float | None
     baseline_probability: Number = None
-    """Mean probability of the right answers; null where one was not finite, and in older reports."""
+    """Mean probability of the right answer under the baseline; null where one of them is, and in older reports."""
     candidate_probability: Number = None
+    """The same under the candidate."""
 
     @property
     def recovery(self) -> float | None:
-        """Share of the probability of the right answers that the candidate keeps."""
-        before, after = self.baseline_probability, self.candidate_probability
-        return after / before if before and after is not None else None
+        """Share of the probability of right answers that the candidate keeps; None where one is unknown, or the first is 0."""
+        if self.candidate_probability is None or not self.baseline_probability:
+            return None
+        return self.candidate_probability / self.baseline_probability
 
 
 class Slice(Record):

@@ -1,6 +1,5 @@
 """Runs samples through an engine, forced decode and answers, and writes what came of them into rows."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -197,8 +196,8 @@ def _mean(values: Array) -> float | None:
 
 
 def _probability(nll: Array) -> float | None:
-    """Return the probability of all tokens, from the negative log-likelihood of each."""
-    return finite(math.exp(-float(nll.sum())))
+    """Return the probability of tokens one after the other, from the negative log-likelihood of each in nats."""
+    return finite(float(np.exp(-nll.sum())))
 
 
 def _acceptance(baseline: Answer, candidate: Answer) -> dict[str, Acceptance]:
@@ -260,11 +259,11 @@ def make_rows(
             top10_overlap=_mean(steps.top10),
             mean_squared_delta_p=_mean(steps.delta_p**2),
             non_finite_steps=int((~np.isfinite(steps.kl)).sum()),
-            baseline_probability=_probability(steps.baseline_nll) if after else None,
-            candidate_probability=_probability(steps.candidate_nll) if after else None,
             difficulty=item.sample.difficulty,
             round=number,
             acceptance=_acceptance(before, after) if before and after else {},
+            baseline_probability=_probability(steps.baseline_nll) if item.judged else None,
+            candidate_probability=_probability(steps.candidate_nll) if item.judged else None,
         )
         rows.append(row)
     return rows
