@@ -16,6 +16,7 @@ FIRST = (KL, MEMORY, LOSS)
 """What the comparison opens on: distance, memory, and accuracy lost as a fraction (below 0 it was gained)."""
 
 THEN = (
+    "quality/recovery",
     "memory/max_live_tokens",
     "quality/accuracy_candidate",
     "quality/accuracy_baseline",

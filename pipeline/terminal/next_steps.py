@@ -12,12 +12,13 @@ from pipeline.config import CONF
 from pipeline.config.config import Config
 from pipeline.config.policies import load_policies
 from pipeline.core.kv import KVShape
+from pipeline.core.overrides import written
 from pipeline.core.strict import StrictModel
 from pipeline.core.workloads import Workload
 from pipeline.registry.proof import PASS
 from pipeline.registry.summary import Candidate
 from pipeline.terminal import console
-from pipeline.terminal.commands import carried, defaults, differing, judging, promoting, quoted, standing, typed
+from pipeline.terminal.commands import carried, defaults, differing, judging, promoting, standing, typed
 from pipeline.terminal.planning_tables import command_line
 from pipeline.terminal.texts import begun
 from pipeline.verdict.gates import GATES
@@ -147,7 +148,7 @@ def _finer(config: Config, failed: Sequence[str], base: Sequence[str]) -> Step:
 
 def after_promotion(config: Config, engine: Path) -> Step:
     trusted = differing("signing.trusted", list(config.signing.trusted), [])
-    bundle = f"bundle={quoted(str(engine))}"
+    bundle = f"bundle={written(str(engine))}"
     return Step(why="verify the engine that serves", command=command_line(trusted, ["stage=verify", bundle]))
 
 
@@ -208,7 +209,7 @@ def after_no_recommendation(base: Sequence[str]) -> Step:
 def after_recommendation(config: Config, candidates: Sequence[Candidate], chosen: str) -> Step:
     """Say how the policy that is recommended is promoted: by its name, where it is a candidate of the last sweep."""
     if any(one.name == chosen and one.registration is not None for one in candidates):
-        return Step(why=f"make {chosen} the champion", command=promoting(config, f"promote.name={quoted(chosen)}"))
+        return Step(why=f"make {chosen} the champion", command=promoting(config, f"promote.name={written(chosen)}"))
     return Step(why="see which sweep judged it, and what serves", command=standing(config, "status"))
 
 

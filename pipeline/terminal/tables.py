@@ -9,6 +9,7 @@ from typing import cast
 from rich.markup import escape
 
 from pipeline.artifacts.hardware import hardware
+from pipeline.core.backends import serves_last
 from pipeline.registry import promotion
 from pipeline.registry.promotion import Move
 from pipeline.registry.proof import PASS, Finding
@@ -183,14 +184,12 @@ def print_conformance(verdict: Verdict) -> None:
 
 
 def print_evidence(report: EvaluationReport, verdict: Verdict) -> None:
-    """Print what the distances are with their errors, what the evaluation could have told, and what was not shown."""
+    """Print what the distances are with their errors, and what was not shown."""
     divergence = report.overall.fidelity.divergence
     for line in divergence.lines if divergence is not None else ():
         console.say(f"  {escape(line)}")
     if report.served is not None:
         console.say(f"  not seen: {escape('; '.join(report.served.unseen))}")
-    for workload, detectable in verdict.detectable.items():
-        console.say(f"  {escape(workload)}: so many samples can tell that {detectable.text}")
     for warning in verdict.warnings:
         console.say(f"  [yellow]warning:[/] {escape(warning)}")
 
@@ -224,7 +223,7 @@ def _disadvantage(candidate: Candidate, champion: Candidate) -> str:
     tokens, most = promotion.live_tokens(candidate), promotion.live_tokens(champion)
     if tokens < most:
         return f"the same memory holds fewer tokens ({tokens:,.0f} against {most:,.0f})"
-    if candidate.backend == promotion.ORACLE != champion.backend:
+    if serves_last(candidate.backend) and not serves_last(champion.backend):
         return "the oracle does not serve where another engine holds as many tokens"
     kl, least = candidate.metric("quality/kl_mean"), champion.metric("quality/kl_mean")
     return f"its mean KL is no lower ({kl:.1e} against {least:.1e}) at as many tokens in the same memory"

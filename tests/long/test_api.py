@@ -29,7 +29,8 @@ from pipeline.api import (
     evaluate,
     load,
 )
-from pipeline.api.calls import _written, compose
+from pipeline.api.calls import compose
+from pipeline.core.overrides import written
 from pipeline.registry import summary
 from pipeline.terminal import console
 
@@ -58,7 +59,7 @@ ASKED = f"Copy:\n{COPIED}"
 
 
 def arguments(values: dict[str, Any]) -> list[str]:
-    return [f"{key}={_written(key, value)}" for key, value in values.items()]
+    return [f"{key}={written(value)}" for key, value in values.items()]
 
 
 def run_command(*overrides: str) -> int:

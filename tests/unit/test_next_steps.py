@@ -104,7 +104,7 @@ def test_an_inconclusive_one_says_how_many_samples_to_ask(tmp_path: Path) -> Non
         ([], {}, "max_mean_kl", "workloads.samples.copy=619"),
         ([], {"copy": 700}, "max_mean_kl", "workloads.samples.retrieval=619"),
         (["gates.attempt=2"], {}, "max_ruined_share", "workloads.samples.copy=358"),
-        ([], {}, "min_baseline_accuracy", "more samples would not decide"),
+        ([], {}, "min_recovery", "more samples would not decide"),
         ([], {"copy": 1_000_000}, "accuracy", "judge int8, which keeps more"),  # no number of samples decides it
     ],
 )
