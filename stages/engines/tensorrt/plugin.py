@@ -24,8 +24,8 @@ from stages.engines.bundle import BUNDLE_FILE
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
 from stages.engines.tensorrt.append import Group, append_groups, use_append
-from stages.engines.tensorrt.backend import TRITON_IS_MISSING
 from stages.engines.tensorrt.build import GraphAdapter, PlanGraphs
+from stages.engines.tensorrt.library import TRITON_IS_MISSING
 from stages.engines.tensorrt.shapes import Limits
 from stages.engines.tensorrt.surgery import use_plugin
 
