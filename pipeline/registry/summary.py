@@ -22,6 +22,8 @@ from pipeline.artifacts.locks import locked
 from pipeline.core.errors import INTERRUPTED, SEVERITY, UserError
 from pipeline.core.redaction import redact_text
 from pipeline.core.strict import StrictModel
+from pipeline.verdict.gates.answers import contradiction
+from pipeline.verdict.gates.recovery import ALL, RECOVERY, kept
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
 from pipeline.verdict.thresholds import Check, Status, Verdict
 
@@ -98,6 +100,39 @@ class Candidate(StrictModel):
         values = {name: getattr(verdict, name) for name in DECIDED if name != "verdict"}
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return {"verdict": verdict.status, **values, **lists}
+
+    @property
+    def recovery(self) -> Check | None:
+        """The line on the probability of the right answers to all questions; None where no question has an answer."""
+        return next((check for check in self.checks if (check.gate, check.where) == (RECOVERY, ALL)), None)
+
+    @property
+    def kept(self) -> str | None:
+        """Say how much of that probability it keeps; None where that is not known."""
+        line = self.recovery
+        if line is None or line.value is None or line.bound is None:
+            return None
+        return kept(line.value, line.bound, line.status)
+
+    @property
+    def contradiction(self) -> str:
+        """Say that greedy answers changed the other way than their probability; nothing where they did not."""
+        lost = {
+            after: (self.metrics.get(f"quality/accuracy_{before}"), self.metrics.get(f"quality/accuracy_{after}"))
+            for before, after in (("baseline", "candidate"), ("baseline_probability", "candidate_probability"))
+        }
+        return contradiction(*((after or 0.0) - (before or 0.0) for before, after in lost.values()))
+
+    @property
+    def figures(self) -> list[str]:
+        """Say what it keeps, then how it answers, how far it is from FP16, and what it costs: what is known of that."""
+        right = [self.metrics.get(f"quality/accuracy_{of}") for of in ("candidate", "baseline")]
+        kl, kib = self.metrics.get("quality/kl_mean"), self.metrics.get("memory/kib_per_token")
+        told = [self.kept, self.contradiction]
+        told.append(None if None in right else "right answers {:.3f}, of FP16 {:.3f}".format(*right))
+        told.append(None if kl is None else f"mean KL {kl:.1e}")
+        told.append("memory unknown" if kib is None else f"{kib:.3f} KiB/token")
+        return [text for text in told if text]
 
     @property
     def samples(self) -> Path:
