@@ -116,17 +116,15 @@ def _needed(evidence: Evidence, limits: Limits, still_open: Collection[str]) -> 
     """Return with how many samples of each kind of work the next attempt would show all answers to hold, with `power`, if their
     rates stay the same: a bound comes nearer with the root of the samples.
 
-    Answers that lost more than the margin have none: no number of samples would show that they hold.
+    Where more than the margin was lost no number of samples would: MOST_SAMPLES.
     """
     if ALL not in still_open:
         return {}
     every, level = _Answers.of(ALL, evidence.judged, limits), evidence.look.pass_level(limits.pass_alpha)
     room = every.difference + every.margin
-    if room <= 0:
-        return {}
-    short = (every.difference - statistics.paired.difference_bound(every.pairs, level, lower=True)) / room
+    short = every.difference - statistics.paired.difference_bound(every.pairs, level, lower=True)
     deviations = [NormalDist().inv_cdf(share) for share in (1 - limits.next_attempt.pass_alpha, limits.power, 1 - level)]
-    times = (short * (deviations[0] + deviations[1]) / deviations[2]) ** 2
+    times = (short / room * (deviations[0] + deviations[1]) / deviations[2]) ** 2 if room > 0 else MOST_SAMPLES
     counts = {name: math.ceil(times * len(rows)) for name, rows in by_workload(evidence.judged).items()}
     return {name: min(count, MOST_SAMPLES) for name, count in counts.items()}
 
