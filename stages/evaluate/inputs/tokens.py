@@ -56,9 +56,20 @@ class EncodedSample:
     sample: Sample
     prompt: tuple[int, ...]
     reference: tuple[int, ...]
-    """Ends with eos when the sample is judged."""
+    """What is forced and scored. Ends with eos when the sample is judged."""
     shared: int = 0
     """Tokens that its prompt begins with like those of its document's other samples; 0 where sharing them is not worth it."""
+    replaced: int = 0
+    """Tokens of the sample's own reference, where the baseline's right answer is scored in its place; else 0."""
+
+    def answered(self, tokens: Sequence[int]) -> "EncodedSample":
+        """Return the sample with a right answer of the baseline in place of its reference."""
+        return replace(self, reference=tuple(tokens), replaced=len(self.reference))
+
+    @property
+    def asked(self) -> int:
+        """Tokens of the sample's own reference, whatever is scored."""
+        return self.replaced or len(self.reference)
 
     @property
     def prefix(self) -> tuple[str, tuple[int, ...]]:
