@@ -117,21 +117,26 @@ class Candidate(StrictModel):
     @property
     def contradiction(self) -> str:
         """Say that greedy answers changed the other way than their probability; nothing where they did not."""
-        lost = {
-            after: (self.metrics.get(f"quality/accuracy_{before}"), self.metrics.get(f"quality/accuracy_{after}"))
-            for before, after in (("baseline", "candidate"), ("baseline_probability", "candidate_probability"))
-        }
-        return contradiction(*((after or 0.0) - (before or 0.0) for before, after in lost.values()))
+        gains = [self._pair(f"quality/accuracy_{{}}{of}") for of in ("", "_probability")]
+        return contradiction(*(0.0 if pair is None else pair[1] - pair[0] for pair in gains))
+
+    def _pair(self, name: str) -> tuple[float, float] | None:
+        """Return a metric of the baseline and of the candidate; None where one is unknown."""
+        before, after = (self.metrics.get(name.format(of)) for of in ("baseline", "candidate"))
+        return None if before is None or after is None else (before, after)
 
     @property
     def figures(self) -> list[str]:
         """Say what it keeps, then how it answers, how far it is from FP16, and what it costs: what is known of that."""
-        right = [self.metrics.get(f"quality/accuracy_{of}") for of in ("candidate", "baseline")]
+        right = self._pair("quality/accuracy_{}")
         kl, kib = self.metrics.get("quality/kl_mean"), self.metrics.get("memory/kib_per_token")
-        told = [self.kept, self.contradiction]
-        told.append(None if None in right else "right answers {:.3f}, of FP16 {:.3f}".format(*right))
-        told.append(None if kl is None else f"mean KL {kl:.1e}")
-        told.append("memory unknown" if kib is None else f"{kib:.3f} KiB/token")
+        told = [
+            self.kept,
+            None if right is None else f"right answers {right[1]:.3f}, of FP16 {right[0]:.3f}",
+            self.contradiction,
+            None if kl is None else f"mean KL {kl:.1e}",
+            "memory unknown" if kib is None else f"{kib:.3f} KiB/token",
+        ]
         return [text for text in told if text]
 
     @property

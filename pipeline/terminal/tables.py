@@ -40,8 +40,8 @@ def _both(name: str, column: Column, *, always: bool = True) -> Measure:
 
 
 MEASURES = (
-    Measure(Column("kib_per_token", "KiB/token", ".3f"), "memory/kib_per_token", "baseline/kib_per_token"),
     Measure(Column("recovery", "recovery", ".3f"), "quality/recovery", "1"),
+    Measure(Column("kib_per_token", "KiB/token", ".3f"), "memory/kib_per_token", "baseline/kib_per_token"),
     Measure(Column("ppl_ratio", "PPL\nratio", ".4f"), "quality/ppl_ratio", "1"),
     Measure(Column("kl_mean", "mean\nKL", ".1e"), "quality/kl_mean", "0"),
     Measure(Column("top10_overlap", "top-10\noverlap", ".3f"), "quality/top10_overlap", "1"),

@@ -113,7 +113,7 @@ def test_an_inconclusive_one_says_how_many_samples_to_ask(tmp_path: Path) -> Non
         ([], {}, "canary", "fp8: open is canary (copy); more samples would not decide: mean KL"),
         ([], {}, RECOVERY, "leave out what FP16 cannot do (copy)"),
         ([], {}, RECOVERY, "workloads.samples.copy=0"),
-        (["workloads.samples={copy: 60}"], {}, RECOVERY, "more samples would not decide"),  # nothing else is asked
+        (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {}, RECOVERY, "more samples would not decide: mean KL"),
         ([], {"copy": 1_000_000}, "accuracy", "judge int8, which keeps more"),  # no number of samples decides it
     ],
 )

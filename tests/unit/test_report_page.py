@@ -146,7 +146,7 @@ def test_depth_by_length_counts_the_baseline_beside_each_policy(judged: list[Exh
 
 def test_every_chart_compiles_without_a_warning(judged: list[Exhibit], tmp_path: Path) -> None:
     charts = make_page(judged, occasion(tmp_path))["charts"]
-    assert set(charts) == {"quality", "context", "position", "depth", "depth_kl", "latency", "rate"}
+    assert set(charts) == {"recovery", "quality", "context", "position", "depth", "depth_kl", "latency", "rate"}
     for name, spec in charts.items():
         assert spec["description"], name
         json.dumps(spec, allow_nan=False)
