@@ -222,8 +222,8 @@ def decoded_again(evidence: Evidence, load: Callable[[Path], Engine], count: int
         from stages.evaluate.inputs.tokens import BundleTokenizer
 
         samples = [sample for sample in load_samples(config) if sample.id in names]
-        tokenizer = BundleTokenizer(engine)
-        found = decode_again(lambda: load(baseline), lambda: load(engine), samples, tokenizer, config) if samples else {}
+        tokenizer, own = BundleTokenizer(engine), {row.id: row.own_tokens for row in rows}
+        found = decode_again(lambda: load(baseline), lambda: load(engine), samples, own, tokenizer, config) if samples else {}
         problem = difference(rows, found, noise)
     status: Literal["same", "differs"] = "same" if problem is None else "differs"
     return [Finding(DECODED_CHECK, status, problem or f"{len(rows)} samples, as recorded")]
