@@ -14,7 +14,7 @@ from pipeline.config.policies import load_policies
 from pipeline.core.kv import KVShape
 from pipeline.core.overrides import written
 from pipeline.core.strict import StrictModel
-from pipeline.core.workloads import Workload
+from pipeline.core.workloads import GSM8K_PROBLEMS, Workload
 from pipeline.registry.proof import PASS
 from pipeline.registry.summary import Candidate
 from pipeline.terminal import console
@@ -114,11 +114,15 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     bfcl = [count for name, count in needed.items() if name.startswith(BFCL)]
     if bfcl:
         changes.append(f"workloads.bfcl.samples={max(bfcl)}")
+    if "gsm8k" in needed:
+        changes.append(f"workloads.gsm8k={min(needed['gsm8k'], GSM8K_PROBLEMS)}")
     changes.append(f"gates.attempt={attempt.attempt}")
     only_policies = all(key == "kv" for key in swept)
     if swept and only_policies:
         changes.insert(0, "kv=" + ",".join(dict.fromkeys(one.policy for one in undecided)))
-    given = {name: count for name, count in needed.items() if name not in (*asked, "all") and not name.startswith(BFCL)}
+    given = {
+        name: count for name, count in needed.items() if name not in (*asked, "all", "gsm8k") and not name.startswith(BFCL)
+    }
     asking = ", ".join(f"{count:,} of {name}" for name, count in given.items())
     parts = [f"leave out what FP16 cannot do ({', '.join(sorted(beyond))})"] if beyond else []
     parts += [f"add questions to {config.workloads.jsonl} (about {asking})"] if given else []

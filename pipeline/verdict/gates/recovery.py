@@ -131,8 +131,9 @@ def _needed(evidence: Evidence, limits: Limits, still_open: Collection[str]) -> 
     level, times = limits.next_attempt.pass_alpha, dict.fromkeys((kind.place for kind in kinds), 1.0)
     for kind in kinds:
         if kind.baseline >= limits.min_baseline_probability:
-            documents = max(limits.min_samples, kind.loss.needed(level, limits.power, MOST_SAMPLES))
-            times[kind.place] = documents / len(kind.loss.values)
+            seen = len(kind.loss.values)
+            more = kind.loss.needed(level, limits.power, MOST_SAMPLES)
+            times[kind.place] = max(limits.min_samples, seen + (kind.place in still_open), more) / seen
     counts = {kind.place: len(kind.rows) for kind in kinds if kind.place != ALL}
     needed = {name: math.ceil(count * max(times[ALL], times[name])) for name, count in counts.items()}
     return {name: min(count, MOST_SAMPLES) for name, count in needed.items() if count > counts[name]}
