@@ -16,6 +16,8 @@ def in_own_words(
 ) -> dict[int, EncodedSample]:
     """Return the samples whose reference the baseline finds unlikely, with its own right answer instead, by their place.
 
+    Where results are scored, each given the steps before, an answer of its own would have no such results.
+
     Args:
         encoded: The samples in tokens.
         results: What came of the baseline.
@@ -24,7 +26,9 @@ def in_own_words(
     """
     instead = {}
     for i, (item, result, answer) in enumerate(zip(encoded, results, answers, strict=True)):
-        if answer is None or not answer.judgement.correct or probability(result.statistics.baseline_nll) >= UNLIKELY:
+        if answer is None or not answer.judgement.correct or item.results:
+            continue
+        if probability(result.statistics.baseline_nll, item) >= UNLIKELY:
             continue
         said = greedy.said(answer.tokens, item)
         if tuple(said) != item.reference:
@@ -34,4 +38,4 @@ def in_own_words(
 
 def likelier(own: SampleResult, reference: SampleResult) -> bool:
     """Return whether the baseline finds its own words more likely than the reference."""
-    return probability(own.statistics.baseline_nll) > probability(reference.statistics.baseline_nll)
+    return bool(own.statistics.baseline_nll.sum() < reference.statistics.baseline_nll.sum())
