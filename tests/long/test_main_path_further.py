@@ -44,40 +44,6 @@ def test_a_route_is_proven_moved_by_monitors_and_refused_without_evidence(swept:
     assert "copy.canaries.of: Field required" in result.stderr
 
 
-def test_control_c_finishes_what_is_in_flight_and_the_same_command_goes_on(swept: Swept, tmp_path: Path) -> None:
-    artifacts = swept[0] / "artifacts"
-    work = tmp_path / "work"  # of its own, so that the sweep's summary stays; what does not depend on samples is there
-    work.mkdir()
-    (work / "artifacts").symlink_to(artifacts)
-    arguments = ["stage=evaluate", "kv=fp8", "tracking=none", "workloads.samples.copy=60", "workloads.rounds=[1.0]"]
-    command = [sys.executable, "-m", "pipeline", f"workdir={work}", *FEW, *arguments]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        deadline = time.monotonic() + 400
-        while not list(artifacts.glob(".partial/baseline/*/unfinished/*/*.safetensors")):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        process.send_signal(signal.SIGSTOP)
-        before = sorted(artifacts.rglob("*"))
-        refused = pipeline(work, "stage=prune", "tracking=none", "prune.keep_sweeps=0", "prune.apply=true")
-        assert refused.returncode == 4, refused.stdout
-        assert f"stage=prune: process {process.pid}, which is stopped" in refused.stderr
-        assert sorted(artifacts.rglob("*")) == before, "nothing that a running job may use is removed"
-        process.send_signal(signal.SIGCONT)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=400)
-    finally:
-        process.kill()
-    assert process.returncode == 130, errors
-    assert re.search(r"finishing \d+ samples in flight; Ctrl-C again stops at once", errors)
-    assert summary(work)["exit_code"] == 130
-    left = list(artifacts.glob(".partial/baseline/*/unfinished/*/*.safetensors"))
-    assert 0 < len(left) < 94
-    assert pipeline(work, *arguments).returncode == 0
-    assert not list(artifacts.glob(".partial/*/*"))
-
-
 @pytest.fixture(scope="module")
 def promoted(swept: Swept) -> Swept:
     """A sweep whose best engine is the champion."""
@@ -136,6 +102,40 @@ def test_the_evidence_in_the_registry_counts_in_another_work_directory(promoted:
     assert result.returncode == 0, result.stderr
     assert "evidence: version 1 of kvgate-tiny" in result.stdout
     assert not (tmp_path / "work" / "artifacts").exists()
+
+
+def test_control_c_finishes_what_is_in_flight_and_the_same_command_goes_on(swept: Swept, tmp_path: Path) -> None:
+    artifacts = swept[0] / "artifacts"
+    work = tmp_path / "work"  # of its own, so that the sweep's summary stays; what does not depend on samples is there
+    work.mkdir()
+    (work / "artifacts").symlink_to(artifacts)
+    arguments = ["stage=evaluate", "kv=fp8", "tracking=none", "workloads.samples.copy=60", "workloads.rounds=[1.0]"]
+    command = [sys.executable, "-m", "pipeline", f"workdir={work}", *FEW, *arguments]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 400
+        while not list(artifacts.glob(".partial/baseline/*/unfinished/*/*.safetensors")):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGSTOP)
+        before = sorted(artifacts.rglob("*"))
+        refused = pipeline(work, "stage=prune", "tracking=none", "prune.keep_sweeps=0", "prune.apply=true")
+        assert refused.returncode == 4, refused.stdout
+        assert f"stage=prune: process {process.pid}, which is stopped" in refused.stderr
+        assert sorted(artifacts.rglob("*")) == before, "nothing that a running job may use is removed"
+        process.send_signal(signal.SIGCONT)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=400)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert re.search(r"finishing \d+ samples in flight; Ctrl-C again stops at once", errors)
+    assert summary(work)["exit_code"] == 130
+    left = list(artifacts.glob(".partial/baseline/*/unfinished/*/*.safetensors"))
+    assert 0 < len(left) < 94
+    assert pipeline(work, *arguments).returncode == 0
+    assert not list(artifacts.glob(".partial/*/*"))
 
 
 def test_the_oracle_reaches_the_verdicts_of_the_onnx_engine_and_its_bundle_can_be_promoted(swept: Swept) -> None:
