@@ -3,6 +3,7 @@
 import ast
 import sys
 import tomllib
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def imported() -> set[str]:
     return names
 
 
-def brought(names: set[str]) -> set[str]:
+def brought(names: Iterable[str]) -> set[str]:
     """What these distributions require themselves: it comes with them, in the version that fits."""
     lines = [line for name in names for line in metadata.requires(name) or []]
     return {canonicalize_name(Requirement(line).name) for line in lines}
