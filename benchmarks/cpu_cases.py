@@ -117,7 +117,7 @@ class AttentionCase:
         model, library = self.graph(), None
         if native:
             library = compiled_kernel(self.heads.dim, self.heads.query // self.heads.kv)
-            use_kernel(model, self.info, self.policy)
+            use_kernel(model, self.info, self.policy, "decode")
         return AttentionSession(self, GraphSession(Path("attention.onnx"), threads, model=model, library=library))
 
 
