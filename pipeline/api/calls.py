@@ -5,11 +5,10 @@ from functools import wraps
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from hydra.core.override_parser.types import Quote, QuotedString
-
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.core.errors import EXIT_CODES, REFUSALS, UserError, describe, exit_code
+from pipeline.core.overrides import written
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,22 +48,4 @@ def compose(values: Mapping[str, object]) -> Config:
     Raises:
         UserError: a line for each problem.
     """
-    return plan([f"{key}={_written(key, value)}" for key, value in values.items()], multirun=False).jobs[0]
-
-
-def _written(key: str, value: object) -> str:
-    """Return a value as an override says it. Texts are quoted, so that none is taken for a number or for several values."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case int() | float():
-            return str(value)  # of NumPy's floats, repr says the type as well
-        case str() | Path():
-            return QuotedString(str(value), Quote.single).with_quotes()
-        case Mapping():
-            return "{" + ", ".join(f"{name}: {_written(f'{key}.{name}', inner)}" for name, inner in value.items()) + "}"
-        case list() | tuple():
-            return "[" + ", ".join(_written(key, inner) for inner in value) + "]"
-    raise UserError(f"{key}: a {type(value).__name__} is no value of a configuration; give a text, a number, a list or a dict")
+    return plan([f"{key}={written(value, key)}" for key, value in values.items()], multirun=False).jobs[0]

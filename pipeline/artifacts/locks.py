@@ -73,10 +73,10 @@ def locked(path: Path, purpose: str, *, together: bool = False) -> Iterator[None
     try:
         lock = _opened(path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be locked ({error.strerror}); it must be in a folder that you may write to") from error
+        raise _unlockable(path, error) from error
     try:
         with announced(lambda: f"{purpose}: {holder(path)} holds {path}; until {end} ({LIMIT}={seconds:g})", QUIET_S):
-            while not _flocked(lock, fcntl.LOCK_SH if together else fcntl.LOCK_EX):
+            while not _flocked(path, lock, fcntl.LOCK_SH if together else fcntl.LOCK_EX):
                 if time.monotonic() > last:
                     raise MissingRequirement(
                         f"{LIMIT}={seconds:g}: {purpose}: {holder(path)} held {path} all that time; end it, or give it longer"
@@ -96,7 +96,7 @@ def locked_at_once(path: Path) -> Iterator[bool]:
         yield False
         return
     try:
-        yield _flocked(lock, fcntl.LOCK_EX)
+        yield _flocked(path, lock, fcntl.LOCK_EX)
     finally:
         os.close(lock)
 
@@ -108,12 +108,18 @@ def _opened(path: Path) -> int:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _flocked(lock: int, how: int) -> bool:
+def _flocked(path: Path, lock: int, how: int) -> bool:
     try:
         fcntl.flock(lock, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:  # of a network's file system without locks
+        raise _unlockable(path, error) from error
     return True
+
+
+def _unlockable(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path}: cannot be locked ({error.strerror}); it must be in a folder that has locks and lets you write")
 
 
 def holder(path: Path) -> str:

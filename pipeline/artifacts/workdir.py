@@ -75,7 +75,7 @@ def check_room(work: Path, given: str, weight_bytes: int) -> None:
     Raises:
         MissingRequirement: with the number of bytes that are missing.
     """
-    memory = all_memory()
+    memory = psutil.virtual_memory().total + psutil.swap_memory().total
     if weight_bytes > memory:
         raise MissingRequirement(lacks("model.path: its weights take", weight_bytes, "this machine has", memory, "of memory"))
     if (work / "artifacts").exists():  # what was made before is used again
@@ -89,11 +89,6 @@ def check_room(work: Path, given: str, weight_bytes: int) -> None:
 def free_bytes(work: Path) -> int:
     """Return the bytes that are free on the disk of a work directory, which need not exist yet."""
     return shutil.disk_usage(next(place for place in (work, *work.parents) if place.is_dir())).free
-
-
-def all_memory() -> int:
-    """Return the bytes of this machine's memory, the swapped part included."""
-    return int(psutil.virtual_memory().total + psutil.swap_memory().total)
 
 
 def check_memory(key: str, cache_bytes: int) -> None:

@@ -25,6 +25,8 @@ class BackendConfig(StrictModel):
     """Whether its engines open in seconds in this process, on any CPU, and hold their cache in this machine's memory."""
     builds: ClassVar[bool] = True
     """Whether it builds its engines; False where it is given running servers."""
+    serves_last: ClassVar[bool] = False
+    """Whether any other engine that is as good serves in its place: it is written to be read."""
     finer: ClassVar[tuple[str, ...]] = ("fp8",)
     """Policies to try in place of one that failed, from few bytes to many."""
 
@@ -54,6 +56,12 @@ class InProcessConfig(BackendConfig):
             return threads
         # Decided here and once: the number is part of an evaluation's key. Where cores cannot be told, their threads are.
         return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+
+
+def serves_last(backend: str) -> bool:
+    """Return whether any other engine that is as good serves in place of one of this backend."""
+    config = backend_configs().get(backend)
+    return config is not None and config.serves_last
 
 
 @cache

@@ -1,13 +1,12 @@
 """The description of a candidate's run in Markdown: its verdict, why, and what to do with it."""
 
-import re
 import shlex
 from pathlib import Path
 
+from pipeline.core.overrides import written
 from pipeline.registry.summary import Candidate
 
 REASONS = 5
-PLAIN = re.compile(r"[\w./:-]+")
 
 
 def description(candidate: Candidate, sweep: str, model: str, workdir: Path) -> str:
@@ -20,7 +19,8 @@ def description(candidate: Candidate, sweep: str, model: str, workdir: Path) -> 
         workdir: The work directory.
     """
     held = f" {candidate.covered}" if candidate.covered is not None else ""
-    head = f"**{candidate.verdict}**{held}: `{candidate.name}` on {candidate.backend}, against the FP16-KV engine."
+    head = f"**{candidate.verdict}**{held}: `{candidate.name}` on {candidate.backend}, against the FP16-KV engine, "
+    head += f"{'; '.join(candidate.figures)}."
     reasons = [f"- {_plain(reason)}" for reason in candidate.reasons[:REASONS]]
     left = len(candidate.reasons) - REASONS
     reasons += [f"- and {left} more, in `checks.json`"] if left > 0 else []
@@ -28,18 +28,13 @@ def description(candidate: Candidate, sweep: str, model: str, workdir: Path) -> 
 
 
 def _next_steps(candidate: Candidate, sweep: str, model: str, workdir: Path) -> str:
-    where = [f"model.path={_value(model)}", f"workdir={_value(str(workdir))}"]
-    replay = shlex.join(["stage=verify", f"bundle={_value(str(candidate.identity.path.parent))}"])
+    where = [f"model.path={written(model)}", f"workdir={written(str(workdir))}"]
+    replay = shlex.join(["stage=verify", f"bundle={written(str(candidate.identity.path.parent))}"])
     lines = [f"python -m pipeline {replay}  # replay the evidence"]
     if candidate.verdict == "PASS":
-        promote = shlex.join([*where, "stage=promote", f"promote.sweep={sweep}", f"promote.name={_value(candidate.name)}"])
+        promote = shlex.join([*where, "stage=promote", f"promote.sweep={sweep}", f"promote.name={written(candidate.name)}"])
         lines.append(f"python -m pipeline {promote}  # make it the champion; repeat the gates.* of its evaluation")
     return "\n".join(["```sh", *lines, "```"])
-
-
-def _value(text: str) -> str:
-    """Quote the value of an override for Hydra where it has to be."""
-    return text if PLAIN.fullmatch(text) else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def _plain(text: str) -> str:

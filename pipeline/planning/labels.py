@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline.core.kv import KVPolicy
+from pipeline.core.overrides import written
 
 
 def labelled(shipped: Sequence[KVPolicy], others: Sequence[KVPolicy]) -> list[tuple[str, KVPolicy]]:
@@ -31,14 +32,3 @@ def _changes(origin: Mapping[str, Any], changed: Mapping[str, Any], place: str) 
             yield from _changes(before, value, f"{place}.{key}")
         else:
             yield f"{place}.{key}={written(value)}"
-
-
-def written(value: object) -> str:
-    """Write a value as Hydra reads it, without spaces."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{written(part)}" for key, part in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(written, value)) + "]"
-    if value is None or isinstance(value, bool):  # 1 is no true
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)

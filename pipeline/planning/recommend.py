@@ -18,6 +18,7 @@ a PASS in another, so that asking again until it passes is no way through.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pipeline.core.backends import serves_last
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy
 from pipeline.core.strict import StrictModel
 from pipeline.planning.capacity import Capacity, PolicyCapacity
@@ -94,13 +95,12 @@ class Recommendation(StrictModel):
     """By live tokens, the most first."""
 
 
-def recommend(capacity: Capacity, judged: Sequence[Judged], oracle: str, notes: Sequence[str] = ()) -> Recommendation:
+def recommend(capacity: Capacity, judged: Sequence[Judged], notes: Sequence[str] = ()) -> Recommendation:
     """Choose a policy.
 
     Args:
         capacity: Of every policy that may be chosen.
         judged: The evidence.
-        oracle: The backend that serves where no other engine holds as many tokens.
         notes: What a reader has to know of the evidence.
     """
     ordered = sorted(capacity.policies, key=_order, reverse=True)
@@ -108,7 +108,7 @@ def recommend(capacity: Capacity, judged: Sequence[Judged], oracle: str, notes: 
         (entry, _assess(entry, [one for one in judged if one.policy == entry.policy], capacity.use)) for entry in ordered
     ]
     covering = [(entry, answer) for entry, answer in assessed if isinstance(answer, Judged)]
-    best = max(covering, key=lambda pair: (*_order(pair[0]), pair[1].backend != oracle, -pair[1].kl_mean), default=None)
+    best = max(covering, key=lambda pair: (*_order(pair[0]), not serves_last(pair[1].backend), -pair[1].kl_mean), default=None)
     passed = []
     for entry, answer in assessed:
         if isinstance(answer, PassedOver):

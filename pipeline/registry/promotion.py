@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pipeline.core.backends import serves_last
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.registry.proof import PASS, Replay, verify
 from pipeline.registry.summary import Candidate, Registration
@@ -21,10 +22,6 @@ from pipeline.trust.movelog import MoveLog
 
 if TYPE_CHECKING:  # statistics take a while to load
     from pipeline.verdict.gates import Decide
-
-
-ORACLE = "torch"
-"""The backend that defines the right logits for the others. It is written to be read, not to serve."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,7 @@ def choose(candidates: Sequence[Candidate], rolled_back: Mapping[str, str] | Non
     left = {} if rolled_back is None or name is not None else rolled_back
     best = max(
         (candidate for candidate in candidates if candidate.verdict == PASS and candidate.report.digest not in left),
-        key=lambda c: (live_tokens(c), c.backend != ORACLE, -c.metric("quality/kl_mean"), c.name),
+        key=lambda c: (live_tokens(c), not serves_last(c.backend), -c.metric("quality/kl_mean"), c.name),
         default=None,
     )
     if best is not None:

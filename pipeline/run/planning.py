@@ -26,7 +26,6 @@ from pipeline.planning.labels import labelled
 from pipeline.planning.recommend import Judged, recommend
 from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
-from pipeline.registry.promotion import ORACLE
 from pipeline.registry.tracking import locate
 from pipeline.run.chain import Chain
 from pipeline.terminal import console, next_steps
@@ -83,7 +82,7 @@ def recommend_policy(config: Config, sweeping: bool) -> None:
         capacity = _capacity(config, [one.policy for one in found])
         checkpoint, notes = _checkpoint_digests(config)
         judged = [_judged(config, capacity, checkpoint, one) for one in found]
-    recommendation = recommend(capacity, judged, ORACLE, notes)
+    recommendation = recommend(capacity, judged, notes)
     for line in (*tables.budget_lines(capacity)[:3], *tables.recommendation_lines(recommendation, _typed())):
         console.say(line, paste=line.startswith("    "))
     path = _write(config, RECOMMENDATION, recommendation)

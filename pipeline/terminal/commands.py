@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from pipeline.config import CONF
 from pipeline.config.config import Config
 from pipeline.core.backends import InProcessConfig
-from pipeline.planning.labels import written
+from pipeline.core.overrides import written
 from pipeline.terminal.planning_tables import command_line
 from pipeline.verdict.gates import Gates
 
@@ -64,19 +64,7 @@ def differing(key: str, value: Any, default: Any) -> list[str]:
     """Return the arguments that make a value of its default; none where they are equal."""
     if isinstance(value, Mapping) and isinstance(default, Mapping):
         return [part for name, inner in value.items() for part in differing(f"{key}.{name}", inner, default.get(name))]
-    return [] if value == default else [f"{'' if default is not None else '++'}{key}={quoted(value)}"]
-
-
-def quoted(value: Any) -> str:
-    """Write a value as Hydra reads it, quoting texts that its grammar would take apart."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{quoted(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(quoted, value)) + "]"
-    if isinstance(value, str) and not all(char.isalnum() or char in "/._-+@%:" for char in value):
-        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-        return f"'{escaped}'"
-    return written(value)
+    return [] if value == default else [f"{'' if default is not None else '++'}{key}={written(value)}"]
 
 
 def judging(base: Sequence[str], *changes: str, sweep: bool = False) -> str:

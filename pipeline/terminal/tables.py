@@ -9,6 +9,7 @@ from typing import cast
 from rich.markup import escape
 
 from pipeline.artifacts.hardware import hardware
+from pipeline.core.backends import serves_last
 from pipeline.registry import promotion
 from pipeline.registry.promotion import Move
 from pipeline.registry.proof import PASS, Finding
@@ -39,6 +40,7 @@ def _both(name: str, column: Column, *, always: bool = True) -> Measure:
 
 
 MEASURES = (
+    Measure(Column("recovery", "recovery", ".3f"), "quality/recovery", "1"),
     Measure(Column("kib_per_token", "KiB/token", ".3f"), "memory/kib_per_token", "baseline/kib_per_token"),
     Measure(Column("ppl_ratio", "PPL\nratio", ".4f"), "quality/ppl_ratio", "1"),
     Measure(Column("kl_mean", "mean\nKL", ".1e"), "quality/kl_mean", "0"),
@@ -154,13 +156,11 @@ def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[F
 def print_verdict(candidate: Candidate) -> None:
     """Print the verdict of one candidate and its reasons, a line each."""
     colour = COLOURS[candidate.verdict]
-    kib_per_token = candidate.metrics.get("memory/kib_per_token")
-    memory = "memory unknown" if kib_per_token is None else f"{kib_per_token:.3f} KiB/token"
-    held = f" {candidate.covered}" if candidate.covered is not None else ""
+    held = f"; {candidate.covered}" if candidate.covered is not None else ""
     more = len(candidate.reasons) - REASONS_SHOWN
     console.result(
         "verdict",
-        f"[{colour}]{candidate.verdict}[/]{held} {escape(candidate.name)}: {memory}",
+        f"[{colour}]{candidate.verdict}[/] {escape(candidate.name)}: {'; '.join(candidate.figures)}{held}",
         *(f"  {escape(reason)}" for reason in candidate.reasons[:REASONS_SHOWN]),
         *([f"  and {more} more in summary.json"] if more > 0 else []),
         candidate=candidate.name,
@@ -183,14 +183,12 @@ def print_conformance(verdict: Verdict) -> None:
 
 
 def print_evidence(report: EvaluationReport, verdict: Verdict) -> None:
-    """Print what the distances are with their errors, what the evaluation could have told, and what was not shown."""
+    """Print what the distances are with their errors, and what was not shown."""
     divergence = report.overall.fidelity.divergence
     for line in divergence.lines if divergence is not None else ():
         console.say(f"  {escape(line)}")
     if report.served is not None:
         console.say(f"  not seen: {escape('; '.join(report.served.unseen))}")
-    for workload, detectable in verdict.detectable.items():
-        console.say(f"  {escape(workload)}: so many samples can tell that {detectable.text}")
     for warning in verdict.warnings:
         console.say(f"  [yellow]warning:[/] {escape(warning)}")
 
@@ -224,7 +222,7 @@ def _disadvantage(candidate: Candidate, champion: Candidate) -> str:
     tokens, most = promotion.live_tokens(candidate), promotion.live_tokens(champion)
     if tokens < most:
         return f"the same memory holds fewer tokens ({tokens:,.0f} against {most:,.0f})"
-    if candidate.backend == promotion.ORACLE != champion.backend:
+    if serves_last(candidate.backend) and not serves_last(champion.backend):
         return "the oracle does not serve where another engine holds as many tokens"
     kl, least = candidate.metric("quality/kl_mean"), champion.metric("quality/kl_mean")
     return f"its mean KL is no lower ({kl:.1e} against {least:.1e}) at as many tokens in the same memory"

@@ -6,7 +6,7 @@ because JSON has no NaN; the gates treat null as a failure.
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -81,6 +81,15 @@ class SampleRow(Record):
     """The round of the evaluation that ran it, from 1: a sequential evaluation stops once its gates have decided."""
     acceptance: dict[str, Acceptance] = Field(default={})
     """By drafter, of its two answers."""
+    baseline_probability: Number = None
+    """Probability of the right answer under the baseline: the product over the scored tokens. Null for samples without one,
+    where a token's is not finite, and in older reports."""
+    candidate_probability: Number = None
+    """The same under the candidate."""
+    right_answer: Literal["reference", "baseline"] = "reference"
+    """Which words of the right answer were scored: the reference's, or those that the baseline says it in."""
+    own_tokens: list[Annotated[int, Field(ge=0)]] = Field(default=[])
+    """The baseline's words in tokens, where they were scored."""
 
 
 class Fidelity(Record):
@@ -120,6 +129,17 @@ class Accuracy(Record):
     gained: int
     baseline_valid: float | None
     candidate_valid: float | None
+    baseline_probability: Number = None
+    """Mean probability of the right answer under the baseline; null where one of them is, and in older reports."""
+    candidate_probability: Number = None
+    """The same under the candidate."""
+
+    @property
+    def recovery(self) -> float | None:
+        """Share of the probability of right answers that the candidate keeps; None where one is unknown, or the first is 0."""
+        if self.candidate_probability is None or not self.baseline_probability:
+            return None
+        return self.candidate_probability / self.baseline_probability
 
 
 class Slice(Record):

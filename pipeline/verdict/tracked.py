@@ -27,6 +27,8 @@ def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
         prefix = f"quality/{where}/" if where else "quality/"
         yield from _numbers(prefix, part.fidelity)
         yield from _numbers(f"{prefix}accuracy_", part.accuracy)
+        if part.accuracy is not None and part.accuracy.recovery is not None:
+            yield f"{prefix}recovery", part.accuracy.recovery
         yield from ((f"{prefix}{name}", length) for name, length in part.acceptance_lengths.items())
     yield "quality/samples", float(report.samples)
     yield from _numbers("quality/compaction_", report.compaction)

@@ -48,7 +48,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, bodies: Callable[[str], bytes]) -> 
     """Let every request to a path be answered with these bytes."""
 
     def read(_: Client, __: str, path: str, ___: object) -> Any:
-        return client_module._Answer(200, "application/json\x1b[31m", "", bodies(path))
+        return client_module._Answer(200, "application/json\x1b[31m", bodies(path))
 
     monkeypatch.setattr(Client, "_read", read)
 

@@ -29,7 +29,8 @@ from pipeline.api import (
     evaluate,
     load,
 )
-from pipeline.api.calls import _written, compose
+from pipeline.api.calls import compose
+from pipeline.core.overrides import written
 from pipeline.registry import summary
 from pipeline.terminal import console
 
@@ -58,7 +59,7 @@ ASKED = f"Copy:\n{COPIED}"
 
 
 def arguments(values: dict[str, Any]) -> list[str]:
-    return [f"{key}={_written(key, value)}" for key, value in values.items()]
+    return [f"{key}={written(value)}" for key, value in values.items()]
 
 
 def run_command(*overrides: str) -> int:
@@ -152,7 +153,7 @@ def test_the_users_process_stays_as_it_was(
     finally:
         mlflow.set_tracking_uri(None)  # type: ignore[arg-type]
     assert result.verdict == "PASS"
-    assert "PASS up to" in capsys.readouterr().out, "as it was asked for"
+    assert "PASS int8: keeps " in capsys.readouterr().out, "as it was asked for"
     assert handlers == {number: signal.getsignal(number) for number in handlers}
     assert (streams, argv) == ((sys.stdout, sys.stderr), sys.argv)
     assert not GlobalHydra.instance().is_initialized()

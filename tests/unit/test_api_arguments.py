@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from pipeline.api import UserError, champion, evaluate, load
 from pipeline.api.engines import LoadedEngine
+from pipeline.core.overrides import written
 
 
 @pytest.mark.parametrize(
@@ -25,6 +28,33 @@ def test_keys_that_a_call_has_no_use_for_are_refused(
         evaluate("tiny", "int8", **given)
     assert said in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+TEXTS = [
+    "fp8",
+    "a b",
+    "tr'ue",
+    "x\\",
+    "true",
+    "NaN",
+    "8K",
+    "1e5",
+    ".5",
+    "a,b",
+    "../x y",
+    "./x",
+    "m\u00fcnchen",
+    "http://h:1/v1",
+    "a=b",
+    "~",
+]
+VALUES = [*TEXTS, None, True, 1, -0.5, {"a": "b:c", "d": [1, "x,y", None]}]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+def test_a_value_is_written_so_that_hydra_reads_it_back(value: object) -> None:
+    read = OverridesParser.create().parse_override(f"key={written(value)}").value()
+    assert OmegaConf.to_container(OmegaConf.create({"key": read})) == {"key": value}
 
 
 @pytest.mark.parametrize("given", [None, 3])

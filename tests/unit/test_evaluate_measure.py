@@ -104,11 +104,29 @@ def test_flips_are_counted_in_both_directions(baseline: Path, tmp_path: Path) ->
     assert row.candidate_generation != row.baseline_generation
 
 
+def test_a_row_holds_the_probability_of_the_right_answer_as_the_product_over_its_tokens(baseline: Path, tmp_path: Path) -> None:
+    report, rows, _ = candidate(baseline, tmp_path, noise=0.5)
+    for row in rows:
+        if row.workload == "tale":
+            assert (row.baseline_probability, row.candidate_probability) == (None, None)
+        else:
+            for nll, product in ((row.baseline_nll, row.baseline_probability), (row.candidate_nll, row.candidate_probability)):
+                assert nll is not None
+                assert product == pytest.approx(np.exp(-nll * row.scored_tokens), rel=1e-9)
+    whole = report.overall.accuracy
+    assert whole is not None
+    assert whole.baseline_probability == pytest.approx(np.mean([r.baseline_probability for r in rows if r.judged]))
+    kept = sum(r.candidate_probability or 0 for r in rows) / sum(r.baseline_probability or 0 for r in rows)
+    assert flat_metrics(report)["quality/recovery"] == whole.recovery == pytest.approx(kept)
+
+
 def test_many_lost_answers_fail_and_are_counted_in_words(baseline: Path, tmp_path: Path) -> None:
     wrong = tuple(f"find-{i}" for i in range(30))
     _, _, verdict = candidate(baseline, tmp_path, wrong=wrong)
     assert verdict.status == "FAIL"
-    assert verdict.reasons[0].startswith("find: 29 of 80 answers lost, 0 gained; accuracy 0.625 vs 0.988")
+    assert any(
+        reason.startswith("find: 29 of 80 answers lost, 0 gained; accuracy 0.625 vs 0.988") for reason in verdict.reasons
+    )
 
 
 def test_prose_is_scored_but_not_judged(baseline: Path, tmp_path: Path) -> None:
@@ -148,6 +166,11 @@ def test_logits_that_are_not_numbers_fail(baseline: Path, tmp_path: Path) -> Non
     assert verdict.status == "FAIL"
     assert report.overall.fidelity.kl_mean is None
     assert rows[0].non_finite_steps == rows[0].scored_tokens
+    assert rows[0].baseline_probability is not None
+    assert rows[0].candidate_probability is None
+    accuracy = report.overall.accuracy
+    assert accuracy is not None
+    assert accuracy.recovery is None
 
 
 def test_a_baseline_that_is_not_a_number_is_refused(tmp_path: Path) -> None:

@@ -1,8 +1,12 @@
 """Waits have a limit, which is named while they last, and say who is waited for."""
 
+import errno
+import fcntl
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -12,6 +16,7 @@ from pipeline.artifacts import locks
 from pipeline.artifacts.locks import LIMIT, holder, locked, locked_at_once
 from pipeline.core.errors import MissingRequirement, UserError
 
+REFUSAL = r"cannot be locked \(.*\); it must be in a folder that has locks and lets you write"
 FORK = multiprocessing.get_context("fork")
 
 
@@ -67,8 +72,19 @@ def test_a_lock_of_a_process_that_was_killed_is_free(held: tuple[Path, int]) -> 
 
 @pytest.mark.parametrize("folder", ["/proc/self", "/proc/self/fd"])
 def test_a_folder_in_which_no_lock_can_be_made_is_refused_and_not_waited_for(folder: str) -> None:
-    expected = r"/proc/self.*: cannot be locked \(.*\); it must be in a folder that you may write to"
-    with pytest.raises(UserError, match=expected), locked(Path(folder, ".lock"), "summary.json"):
+    with pytest.raises(UserError, match=rf"{folder}/\.lock: {REFUSAL}"), locked(Path(folder, ".lock"), "summary.json"):
+        pass
+
+
+@pytest.mark.parametrize("take", [lambda path: locked(path, "summary.json"), locked_at_once])
+def test_a_file_system_without_locks_is_refused(
+    take: Callable[[Path], AbstractContextManager[object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(UserError, match=rf"{tmp_path}/\.lock: {REFUSAL}"), take(tmp_path / ".lock"):
         pass
 
 

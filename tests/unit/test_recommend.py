@@ -54,7 +54,7 @@ def judged(policy: str, **changes: object) -> Judged:
 
 
 def recommended(*evidence: Judged, overrides: tuple[str, ...] = ()) -> Recommendation:
-    return recommend(capacity(*overrides), evidence, "torch")
+    return recommend(capacity(*overrides), evidence)
 
 
 def chosen(found: Recommendation) -> str | None:

@@ -1,7 +1,6 @@
 """Requests to a server that speaks OpenAI's API: time-outs, retries, its key, and every way in which it may not answer."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import requests
 from requests.adapters import HTTPAdapter
 from urllib3.exceptions import HTTPError, ReadTimeoutError
+from urllib3.util import Retry
 
 from pipeline.core.errors import MissingRequirement, UserError, short
 from pipeline.core.redaction import printable
@@ -20,8 +20,10 @@ ANSWER_BYTES = 16 << 20
 CONNECT_SECONDS = 10.0
 CONNECTIONS = 64
 """Kept open at once, for requests from several threads."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""Seconds before a request is sent again: twice as many each time, or what the server asks for."""
+AGAIN = (HTTPStatus.TOO_MANY_REQUESTS, *range(500, 600))
+"""Statuses after which a request is sent again."""
+PAUSE_S, LONGEST_PAUSE_S = 0.5, 30
+"""Seconds before a request is sent again, but for the first time: twice as many each time, or what the server asks for."""
 SHOWN = 300
 """Characters of a server's own words in a message."""
 
@@ -41,28 +43,36 @@ class _Answer:
     status: int
     kind: str
     """Its content type."""
-    wait: str
-    """Its header Retry-After."""
     body: bytes
 
 
 class Client:
     """A server by its URL."""
 
-    def __init__(self, config: OpenAIConfig, setting: str, url: str, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, config: OpenAIConfig, setting: str, url: str) -> None:
         """Prepare requests; nothing is sent.
 
         Args:
             config: Time-out, retries, and the variable that holds the key, which is taken out of every message.
             setting: The configuration's key that gives the URL: `backend.url`.
             url: http://HOST:PORT
-            sleep: Waits for so many seconds.
         """
         self.url, self.where = url, f"{setting}={url}"
-        self._config, self._api_key, self._sleep = config, config.api_key(), sleep
+        self._config, self._api_key = config, config.api_key()
+        self._times = f", {config.retries + 1} times" if config.retries else ""
+        again = Retry(
+            config.retries,
+            connect=0,
+            status_forcelist=AGAIN,
+            allowed_methods=None,
+            backoff_factor=PAUSE_S,
+            backoff_max=LONGEST_PAUSE_S,
+            retry_after_max=LONGEST_PAUSE_S,
+            raise_on_status=False,
+        )
         self._session = requests.Session()
         for scheme in ("http://", "https://"):
-            self._session.mount(scheme, HTTPAdapter(pool_maxsize=CONNECTIONS))
+            self._session.mount(scheme, HTTPAdapter(pool_maxsize=CONNECTIONS, max_retries=again))
         self._session.auth = self._sign
 
     def get(self, path: str) -> dict[str, Any]:
@@ -103,26 +113,16 @@ class Client:
         return parsed
 
     def _exchange(self, method: str, path: str, body: dict[str, Any] | None) -> _Answer:
-        pause, problem = FIRST_PAUSE_S, ""
-        for attempt in range(self._config.retries + 1):
-            if attempt:
-                self._sleep(pause)
-            try:
-                answer = self._send(method, path, body)
-            except requests.Timeout:
-                problem = f"backend.timeout_s={self._config.timeout_s:g}: {self.url} did not answer {method} {path} in time"
-                pause = min(2 * pause, LONGEST_PAUSE_S)
-                continue
-            if answer.status == HTTPStatus.TOO_MANY_REQUESTS or answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                problem = f"{self.where}: {method} {path} failed with {answer.status} ({self._words(answer.body)})"
-                pause = min(max(2 * pause, _seconds(answer.wait)), LONGEST_PAUSE_S)
-                continue
-            return self._checked(method, path, answer)
-        times = f", {self._config.retries + 1} times" if self._config.retries else ""
-        raise MissingRequirement(f"{problem}{times}; look at the server, or give it longer; {KEPT}")
-
-    def _checked(self, method: str, path: str, answer: _Answer) -> _Answer:
         """Return an answer of 200. Raises what `post` raises for any other."""
+        try:
+            answer = self._read(method, path, body)
+        except requests.RequestException as error:
+            raise MissingRequirement(f"{self._silence(error, f'{method} {path}')}; {KEPT}") from error
+        if answer.status in AGAIN:
+            raise MissingRequirement(
+                f"{self.where}: {method} {path} failed with {answer.status} ({self._words(answer.body)}){self._times}; "
+                f"look at the server, or give it longer; {KEPT}"
+            )
         if answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             raise UserError(
                 f"backend.api_key_env={self._config.api_key_env or 'null'}: {self.url} refuses {method} {path} with "
@@ -134,33 +134,22 @@ class Client:
             raise UserError(f"{self.where}: answers {method} {path} with {answer.status}; give its own url")
         return answer
 
-    def _send(self, method: str, path: str, body: dict[str, Any] | None) -> _Answer:
-        """Send a request once; again where a connection that was kept open had been closed meanwhile.
-
-        Raises requests.Timeout, and MissingRequirement when nothing answers.
-        """
-        tries = 0
-        while True:
-            try:
-                return self._read(method, path, body)
-            except requests.Timeout:
-                raise
-            except requests.RequestException as error:
-                tries += 1
-                refused = "refused" in str(error)
-                if tries == 2 or refused:
-                    reason = "the connection was refused" if refused else f"the connection broke, {type(error).__name__}"
-                    raise MissingRequirement(
-                        f"{self.where}: no server answers {method} {path} there ({reason}); start it, or give its url; {KEPT}"
-                    ) from error
+    def _silence(self, error: requests.RequestException, request: str) -> str:
+        """Say why a request has no answer."""
+        reason = getattr(error.args[0], "reason", None) if error.args else None
+        if isinstance(error, requests.Timeout) or isinstance(reason, ReadTimeoutError):
+            limit, times = f"backend.timeout_s={self._config.timeout_s:g}", self._times if reason is not None else ""
+            return f"{limit}: {self.url} did not answer {request} in time{times}; look at the server, or give it longer"
+        why = "was refused" if "refused" in str(error) else f"broke, {type(error).__name__}"
+        return f"{self.where}: no server answers {request} there (the connection {why}); start it, or give its url"
 
     def _read(self, method: str, path: str, body: dict[str, Any] | None) -> _Answer:
-        deadline = time.monotonic() + self._config.timeout_s
+        """Send a request, again where `AGAIN` says so, and read its answer. Raises requests.RequestException without one."""
         timeout = (min(CONNECT_SECONDS, self._config.timeout_s), self._config.timeout_s)
         url = self.url + path
         sent = self._session.request(method, url, json=body, timeout=timeout, stream=True, allow_redirects=False)
         with sent:
-            content = bytearray()
+            content, deadline = bytearray(), time.monotonic() + self._config.timeout_s
             try:
                 # What has arrived, at once: iter_content waits for whole chunks, however slowly a server drips.
                 while chunk := sent.raw.read1(1 << 16, decode_content=True):
@@ -173,8 +162,7 @@ class Client:
                 raise requests.Timeout from error
             except HTTPError as error:
                 raise requests.ConnectionError(error) from error
-            headers = sent.headers
-            return _Answer(sent.status_code, headers.get("Content-Type", ""), headers.get("Retry-After", ""), bytes(content))
+            return _Answer(sent.status_code, sent.headers.get("Content-Type", ""), bytes(content))
 
     def _words(self, body: bytes) -> str:
         """Return what a server says of an error, in one line and without the key, which it may repeat."""
@@ -188,8 +176,3 @@ class Client:
         if self._api_key:
             text = text.replace(self._api_key, "***")
         return printable(" ".join(text.split()))[:SHOWN]
-
-
-def _seconds(header: str) -> float:
-    """Return the seconds of a Retry-After header; 0 for a date or nothing."""
-    return float(header) if header.isdecimal() else 0.0

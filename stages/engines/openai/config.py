@@ -32,7 +32,7 @@ class OpenAIConfig(BackendConfig):
     timeout_s: Annotated[float, Field(gt=0, le=86_400)]
     """Seconds that a request may take."""
     retries: Annotated[int, Field(ge=0, le=100)]
-    """How often a request is sent again after a time-out, 429 or 5xx."""
+    """How often a request is sent again after a time-out, a connection that broke, 429 or 5xx."""
 
     @field_validator("url", "baseline_url", "canary_url")
     @classmethod

@@ -10,6 +10,7 @@ from pipeline.core.backends import InProcessConfig
 class TorchConfig(InProcessConfig):
     """The oracle on a CPU; the attention kernels on a GPU."""
 
+    serves_last = True
     name: Literal["torch"]
     device: Literal["auto", "cpu", "cuda"]
     """auto is cuda where torch finds a GPU."""

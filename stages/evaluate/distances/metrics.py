@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pipeline.statistics.bootstrap import pooled_slope
-from pipeline.verdict.record import finite
+from pipeline.verdict.record import Number, finite
 from pipeline.verdict.report import STEP_FLAG_KL, Acceptance, Accuracy, Compaction, Fidelity, SampleRow, Slice, Slope
 from stages.evaluate.distances.distance import Array, StepStatistics
 from stages.evaluate.distances.divergence import divergence
@@ -79,6 +79,10 @@ def accuracy(rows: Sequence[SampleRow]) -> Accuracy | None:
     if not judged:
         return None
 
+    def mean(values: list[Number]) -> Number:
+        known = [value for value in values if value is not None]
+        return sum(known) / len(values) if len(known) == len(values) else None
+
     def share(values: list[bool | None]) -> float | None:
         known = [value for value in values if value is not None]
         return sum(known) / len(known) if known else None
@@ -91,6 +95,8 @@ def accuracy(rows: Sequence[SampleRow]) -> Accuracy | None:
         gained=sum(bool(row.candidate_correct) and not row.baseline_correct for row in judged),
         baseline_valid=share([row.baseline_valid for row in judged]),
         candidate_valid=share([row.candidate_valid for row in judged]),
+        baseline_probability=mean([row.baseline_probability for row in judged]),
+        candidate_probability=mean([row.candidate_probability for row in judged]),
     )
 
 

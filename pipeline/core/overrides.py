@@ -1,0 +1,38 @@
+"""Values as an override of a command line has them, in Hydra's grammar."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.core.errors import UserError
+
+PLAIN = re.compile(r"(?!(?i:true|false|null|nan|inf)$)(?:\.{0,2}/|[A-Za-z_@])[\w/.@%:+-]*", re.ASCII)
+"""Texts that the grammar takes for nothing else."""
+
+
+def written(value: object, key: str = "") -> str:
+    """Write a value without spaces; a text is quoted where the grammar would take it for something else.
+
+    Raises:
+        UserError: naming `key`, for what is no value of a configuration.
+    """
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return str(value)  # of NumPy's floats, repr says the type as well
+        case str() | Path():
+            return str(value) if PLAIN.fullmatch(str(value)) else _quoted(str(value))
+        case Mapping():
+            return "{" + ",".join(f"{name}:{written(inner, f'{key}.{name}')}" for name, inner in value.items()) + "}"
+        case list() | tuple():
+            return "[" + ",".join(written(inner, key) for inner in value) + "]"
+    raise UserError(f"{key}: a {type(value).__name__} is no value of a configuration; give a text, a number, a list or a dict")
+
+
+def _quoted(text: str) -> str:
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return str(QuotedString(text, Quote.single).with_quotes())
