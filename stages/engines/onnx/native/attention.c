@@ -321,7 +321,7 @@ static Region find_region(const Call *call, int row, int number, int step) {
   return region;
 }
 
-/* Whether an exact slot holds a token that new token `step` reads from it. The slot of residue r holds the newest token of that residue. */
+/* Whether new token `step` reads a token from an exact slot. The slot of residue r holds the newest token of that residue. */
 static int exact_counts(const Layer *layer, int length, int slot, int step) {
   int low = first_token(layer, length + step);
   if (slot < layer->sink) return slot >= low && slot < length;
@@ -424,7 +424,8 @@ static void join(const Partial *partials, int count, const float *query, float s
   for (int d = 0; d < HEAD_DIM; d++) out[d] /= sum;
 }
 
-/* Lists the units of up to `unit_pages` pages of all rows and heads, those of one row and head after one another; returns their number. */
+/* Lists the units of all rows and heads, of up to `unit_pages` pages, those of one row and head after one another; returns
+ * their number. */
 static size_t list_units(const Call *call, int rows, int unit_pages, Unit *units) {
   size_t count = 0;
   for (int row = 0; row < rows; row++)

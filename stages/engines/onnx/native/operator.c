@@ -106,7 +106,8 @@ static const float *floats(const Layer *layer, const void *from, size_t count, f
 }
 
 /* One new token a sequence, `rows` of them. */
-static OrtStatus *decode(Call *call, const OrtKernelContext *context, size_t rows, const float *keys, const float *values, float *out) {
+static OrtStatus *decode(Call *call, const OrtKernelContext *context, size_t rows, const float *keys, const float *values,
+                         float *out) {
   const Layer *layer = call->layer;
   size_t heads = rows * layer->kv_heads, count = list_units(call, (int)rows, UNIT_PAGES, NULL);
   size_t partials = count * GROUP * sizeof(Partial);
@@ -183,7 +184,8 @@ static OrtStatus *compute(void *kernel, OrtKernelContext *context) {
   float *space = layer->half ? malloc((2 * queries + 2 * states) * sizeof(float)) : NULL;
   if (layer->half && !space) REFUSE(api, "no memory for what attention reads as float32");
   call.query = floats(layer, query, queries, space);
-  const float *keys = floats(layer, key, states, space + queries), *values = floats(layer, value, states, space + queries + states);
+  const float *keys = floats(layer, key, states, space + queries);
+  const float *values = floats(layer, value, states, space + queries + states);
   float *results = layer->half ? space + queries + 2 * states : out;
   OrtStatus *status = tokens == 1 ? decode(&call, context, rows, keys, values, results)
                                   : prefill(&call, context, rows, tokens, keys, values, results);

@@ -88,7 +88,8 @@ static void widen_block(void *argument, size_t number) {
 /* ---- products ---- */
 
 /* c (TALL, wide vectors) = a (TALL, inner) times b (inner, wide vectors), added to c or in its place. */
-INLINE void product(int wide, int inner, const float *a, int a_step, const float *b, int b_step, float *c, int c_step, int add) {
+INLINE void product(int wide, int inner, const float *a, int a_step, const float *b, int b_step, float *c, int c_step,
+                    int add) {
   Vec sums[TALL][WIDE];
 #pragma GCC unroll 16
   for (int r = 0; r < TALL; r++)
@@ -117,14 +118,15 @@ INLINE void matrix_product(int rows, int vectors, int inner, const float *a, int
     const float *left = a + (size_t)r * a_step;
     float *out = c + (size_t)r * c_step;
     int v = 0;
-    for (; v + WIDE <= vectors; v += WIDE) product(WIDE, inner, left, a_step, b + v * LANES, width, out + v * LANES, c_step, add);
+    for (; v + WIDE <= vectors; v += WIDE)
+      product(WIDE, inner, left, a_step, b + v * LANES, width, out + v * LANES, c_step, add);
     if (vectors % WIDE) product(vectors % WIDE, inner, left, a_step, b + v * LANES, width, out + v * LANES, c_step, add);
   }
 }
 
 /* ---- one unit ---- */
 
-/* Which tokens [first, last) of a block new token `step` attends to; `unit` is the block's, NULL for new tokens from `start`. */
+/* Which tokens [first, last) of a block new token `step` attends to; `unit` is the block's, NULL for new ones from `start`. */
 static void find_span(const Call *call, const Unit *unit, int start, int step, PageView *span) {
   const Layer *layer = call->layer;
   Region region = {0};
