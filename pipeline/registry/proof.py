@@ -88,7 +88,8 @@ def verify(candidate: Candidate, replay: Replay, decide: "Decide") -> Proof:
     report = evidence.report
     assert report is not None, "a finding says that the report cannot be read"
     for name, digest in evidence.digests.items():
-        _require(candidate.citations[name] == digest, f"version {candidate.version} cites another {name}")
+        what = f"its {name.removesuffix('_digest')} is not the one that version {candidate.version} cites"
+        _require(candidate.citations[name] == digest, what)
     verdict = decide(report, evidence.rows)
     reasons = "; ".join(verdict.reasons)
     _require(verdict.status == PASS, f"decided again from its samples it is {verdict.status}: {reasons}")
