@@ -7,7 +7,6 @@ case.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from statistics import median
 from typing import Any
 
 from rich.table import Table
@@ -134,45 +133,27 @@ def measured(case: Case, storage: str, microseconds: float, copy_bytes_per_s: fl
 
 
 def add_ratios(rows: list[Row]) -> None:
-    """Add to every correct row of one case its speed relative to the fastest correct kernel over fp8, and over bf16.
-
-    The fastest kernel of a storage is compared with itself and has 1. `peers_STORAGE` names the kernels of other libraries that
-    were measured and right: a ratio to kvgate's own kernels alone does not decide a target.
-    """
+    """Add to every correct row of one case its speed relative to the fastest correct peer over fp8, and over bf16."""
     right = [row for row in rows if row.get("correct")]
     for storage in ("fp8", "bf16"):
-        times = [row["microseconds"] for row in right if row["storage"] == storage]
-        peers = [row["kernel"] for row in right if row["storage"] == storage and row["peer"]]
-        for row in right:
-            row[f"over_best_{storage}"] = min(times) / row["microseconds"] if times else None
-            row[f"peers_{storage}"] = peers
+        times = [row["microseconds"] for row in right if row["storage"] == storage and row["peer"]]
+        for row in right if times else ():
+            row[f"over_best_{storage}"] = min(times) / row["microseconds"]
 
 
-@dataclass(frozen=True)
-class Target:
-    """A figure that JUDGED_KERNEL must reach in every large case."""
-
-    field: str
-    """Field of a row."""
-    minimum: float
-    text: str
-    """Meaning of the field, after the minimum."""
-    peers: str | None = None
-    """Field of a row with the peers that it has to be measured beside."""
-
-
-TARGETS = (
-    Target("share_of_copy", 0.85, "share of the measured copy bandwidth"),
-    Target("over_best_fp8", 1.25, "times the fastest FP8 kernel", "peers_fp8"),
-    Target("over_best_bf16", 2.3, "times the fastest bf16 kernel", "peers_bf16"),
-)
+TARGETS = {
+    "share_of_copy": (0.85, "of the measured copy bandwidth"),
+    "over_best_fp8": (1.25, "times the fastest FP8 peer"),
+    "over_best_bf16": (2.3, "times the fastest bf16 peer"),
+}
+"""Figures that JUDGED_KERNEL must reach in every large case: field of a row -> minimum, and what it is of."""
 
 
 def judge(rows: Sequence[Row]) -> list[Row]:
     """Return a verdict on every target over the measured large cases and the ragged ones.
 
-    "missed": a case is below the minimum, is not a number, or its output is wrong. "no peer": no case is, but one of them was
-    not measured beside another library's kernel. "not measured": there is no such case. Otherwise "met".
+    "missed": a case is below the minimum, is not a number, or its output is wrong. "not measured": there is no case with the
+    figure, for lack of a peer say. Otherwise "met".
     """
     large = [
         row
@@ -180,31 +161,26 @@ def judge(rows: Sequence[Row]) -> list[Row]:
         if row["kernel"] == JUDGED_KERNEL and "microseconds" in row and (row["kv_bytes"] >= LARGE_BYTES or row.get("ragged"))
     ]
     verdicts = []
-    for target in TARGETS:
-        cases = [row for row in large if not row["correct"] or row.get(target.field) is not None]
-        values = [row[target.field] for row in cases if row["correct"]]
-        met = sum(value >= target.minimum for value in values)
-        alone = sum(1 for row in cases if target.peers is not None and not row.get(target.peers))
-        failed = len(cases) > met
+    for field, (minimum, what) in TARGETS.items():
+        values = [row[field] if row["correct"] else 0.0 for row in large if field in row or not row["correct"]]
+        met = sum(value >= minimum for value in values)
         verdicts.append(
             {
-                "target": f"{JUDGED_KERNEL}: {target.minimum:g} {target.text}, from {LARGE_BYTES // 10**6} MB of cache on",
-                "cases": len(cases),
+                "target": f"{JUDGED_KERNEL}: {minimum:g} {what}, from {LARGE_BYTES // 10**6} MB of cache on",
+                "cases": len(values),
                 "met": met,
-                "without_peer": alone,
                 "worst": min(values, default=None),
-                "median": median(values) if values else None,
-                "verdict": "not measured" if not cases else "missed" if failed else "no peer" if alone else "met",
+                "verdict": "not measured" if not values else "met" if met == len(values) else "missed",
             }
         )
     return verdicts
 
 
 def exit_code(rows: Sequence[Row]) -> int:
-    """Return 1 if an output was wrong, 3 if a target was missed or lacks a peer, otherwise 0."""
+    """Return 1 if an output was wrong, 3 if a target was missed, otherwise 0."""
     if not all(row.get("correct", True) for row in rows):
         return 1
-    return 3 if {verdict["verdict"] for verdict in judge(rows)} & {"missed", "no peer"} else 0
+    return 3 if any(verdict["verdict"] == "missed" for verdict in judge(rows)) else 0
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -213,18 +189,12 @@ def table(rows: Sequence[Row]) -> Table:
     for name in ("B", "T", "G", "kernel", "us", "KV MB", "GB/s", "of copy", "x fp8", "x bf16", "error", "chosen"):
         out.add_column(name, justify="left" if name in ("kernel", "chosen") else "right")
     for row in rows:
-        tokens = f"{row['tokens'] // 1024}k" if row["tokens"] >= 1024 else str(row["tokens"])
-        case = (str(row["batch"]), row.get("ragged") or tokens, str(row["group"]))
+        case = (str(row["batch"]), row.get("ragged") or f"{row['tokens']:,}", str(row["group"]))
         if "microseconds" not in row:
             out.add_row(*case, row["kernel"], *[""] * 7, row["skipped"])
             continue
-        chosen = ", ".join(f"{key} {value}" for key, value in row["chosen"].items())
-        error = f"{row['relative_error']:.1e}{'' if row['correct'] else ' WRONG'}"
         figures = (f"{row['microseconds']:.1f}", f"{row['kv_bytes'] / 1e6:.0f}", f"{row['gb_per_s']:.0f}")
-        ratios = (_ratio(row.get("share_of_copy")), _ratio(row.get("over_best_fp8")), _ratio(row.get("over_best_bf16")))
-        out.add_row(*case, row["kernel"], *figures, *ratios, error, chosen)
+        ratios = (f"{row[field]:.2f}" if field in row else "" for field in TARGETS)
+        error = f"{row['relative_error']:.1e}{'' if row['correct'] else ' WRONG'}"
+        out.add_row(*case, row["kernel"], *figures, *ratios, error, row["chosen"])
     return out
-
-
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"

@@ -1,4 +1,4 @@
-"""The peers of decode_attention.py: torch's SDPA, FlashInfer and vLLM, where they are installed.
+"""The kernels of decode_attention.py: kvgate's as shipped, and as peers torch's SDPA, FlashInfer and vLLM, where installed.
 
 FlashInfer reads kvgate's pools as they are (its layout HND), vLLM as a view with tokens before heads. Calls follow the
 signatures of FlashInfer 0.6.18 and vLLM 0.32.0.
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.attention_cases import STORAGES
 from benchmarks.attention_step import FILL_PAGES, Candidate, Kernel, Step
-from plugins.kv_attention import reference
+from plugins.kv_attention import launch, reference
 from plugins.kv_attention.layout import PAGE_TOKENS
 
 WORKSPACE_BYTES = 512 << 20
@@ -27,6 +28,15 @@ SEGMENTS = 16
 
 TURBOQUANT = {"mse_bits": 0, "value_quant_bits": 4, "key_fp8": True}
 """vLLM's turboquant_k8v4: FP8 keys without a scale, values of 4 bits with a scale and a zero a token."""
+
+
+def _shipped(step: Step) -> Iterator[Candidate]:
+    """kvgate's launch, with the work list that a step makes once for all its layers."""
+    programs = launch.default_programs(step.layout, step.query, step.page_table, step.scaling)
+    plan = launch.plan_decode(step.lengths, programs=programs)
+    inputs = (step.layout, step.query, step.key_new, step.value_new, step.cache, step.page_table, step.lengths, plan)
+    run = partial(launch.decode_attention, *inputs, scaling=step.scaling)
+    yield Candidate(lambda: run, f"programs {programs}")
 
 
 def _sdpa(step: Step) -> Iterator[Candidate]:
@@ -51,8 +61,8 @@ def _sdpa(step: Step) -> Iterator[Candidate]:
     def as_rows() -> Tensor:
         return scaled_dot_product_attention(rows, keys, values, scale=step.scaling).flatten(1, 2)
 
-    yield Candidate(lambda: grouped, {"heads": "grouped"})
-    yield Candidate(lambda: as_rows, {"heads": "as rows"})
+    yield Candidate(lambda: grouped, "grouped heads")
+    yield Candidate(lambda: as_rows, "heads as rows")
 
 
 def _wrapper(step: Step, tensor_cores: bool, backend: str, query: Tensor, *scales: Tensor) -> Callable[[], Tensor]:
@@ -87,7 +97,7 @@ def _flashinfer(step: Step) -> Iterator[Candidate]:
     backends = ((True, "fa2"), (False, "auto")) if step.storage == "fp8" else ((True, "fa2"), (True, "fa3"), (False, "auto"))
     for tensor_cores, backend in backends:
         prepare = partial(_wrapper, step, tensor_cores, backend, step.query)
-        yield Candidate(prepare, {"tensor_cores": tensor_cores, "backend": backend})
+        yield Candidate(prepare, f"{backend}{', tensor cores' * tensor_cores}")
 
 
 def _flashinfer_fp8_query(step: Step) -> Iterator[Candidate]:
@@ -95,7 +105,7 @@ def _flashinfer_fp8_query(step: Step) -> Iterator[Candidate]:
     case = step.case
     scales = (torch.ones(heads, device=step.query.device) for heads in (case.q_heads, case.kv_heads, case.kv_heads))
     query = step.query.to(torch.float8_e4m3fn)
-    yield Candidate(partial(_wrapper, step, True, "fa3", query, *scales), {"backend": "fa3"})
+    yield Candidate(partial(_wrapper, step, True, "fa3", query, *scales), "fa3")
 
 
 def _flashinfer_xqa(step: Step) -> Iterator[Candidate]:
@@ -117,7 +127,7 @@ def _flashinfer_xqa(step: Step) -> Iterator[Candidate]:
             kv_layout="HND",
         )
 
-    yield Candidate(prepare, {"backend": "auto"})
+    yield Candidate(prepare)
 
 
 def _token_major(step: Step) -> tuple[Tensor, Tensor]:
@@ -183,7 +193,7 @@ def _vllm_triton(step: Step) -> Iterator[Candidate]:
         return run
 
     for segments in (SEGMENTS, None):
-        yield Candidate(partial(prepare, segments), {"segments": segments})
+        yield Candidate(partial(prepare, segments), f"segments {segments}")
 
 
 def _vllm_flash(step: Step) -> Iterator[Candidate]:
@@ -214,7 +224,7 @@ def _vllm_flash(step: Step) -> Iterator[Candidate]:
             fa_version=3,
         )
 
-    yield Candidate(prepare, {"fa_version": 3})
+    yield Candidate(prepare)
 
 
 def _vllm_turboquant(step: Step) -> Iterator[Candidate]:
@@ -249,10 +259,11 @@ def _vllm_turboquant(step: Step) -> Iterator[Candidate]:
             **form,
         )
 
-    yield Candidate(prepare, {})
+    yield Candidate(prepare)
 
 
-PEERS = (
+KERNELS = (
+    *(Kernel(storage, storage, _shipped, 4e-3, with_new=True) for storage in STORAGES),
     Kernel("flashinfer fp8", "fp8", _flashinfer, 3e-2, library="flashinfer"),
     Kernel("flashinfer fp8 query", "fp8", _flashinfer_fp8_query, 1e-1, library="flashinfer"),
     Kernel("flashinfer xqa fp8", "fp8", _flashinfer_xqa, 1e-1, library="flashinfer"),

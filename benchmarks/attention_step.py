@@ -6,7 +6,6 @@ Shapes: B sequences, N pages, P pages of the longest sequence, H KV heads in gro
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,8 +83,8 @@ class Candidate:
     prepare: Callable[[], Callable[[], Tensor]]
     """Returns a function that runs the kernel and returns (B, Hq, D). If it fails for a peer, the peer's other candidates
     still count."""
-    chosen: dict[str, Any]
-    """Parameters in which it differs from the kernel's other candidates."""
+    chosen: str = ""
+    """In what it differs from the kernel's other candidates."""
 
 
 @dataclass(frozen=True)

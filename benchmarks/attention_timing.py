@@ -2,17 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from benchmarks import attention_cases
 from benchmarks.attention_cases import Case, Row
-from benchmarks.attention_counters import launched
-from benchmarks.attention_kernels import unavailable_reason
 from benchmarks.attention_step import Candidate, Kernel, Step, relative_error
 
 COPY_BYTES = 4 << 30
@@ -123,9 +121,7 @@ def run_case(case: Case, kernels: Sequence[Kernel], timer: Timer, target: Measur
         for kernel in (kernel for kernel in kernels if kernel.storage == storage):
             row = {**case.describe(), "kernel": kernel.name, "storage": storage, "peer": kernel.peer}
             copies = kernel.extra_copies + (step is None)
-            reason = unavailable_reason(kernel, case) or _does_not_fit(
-                case, copies * case.allocated_bytes(storage), target.device
-            )
+            reason = _unavailable(kernel, case) or _does_not_fit(case, copies * case.allocated_bytes(storage), target.device)
             if reason is not None:
                 rows.append(row | {"skipped": reason})
                 continue
@@ -135,16 +131,11 @@ def run_case(case: Case, kernels: Sequence[Kernel], timer: Timer, target: Measur
     return rows
 
 
-def run_once(kernel: Kernel, step: Step, candidate: int) -> None:
-    """Run one candidate of a kernel once between the marks that a profiler waits for, after runs that compile and warm up."""
-    run = list(kernel.candidates(step))[candidate].prepare()
-    for _ in range(WARM_UP):
-        run()
-    torch.cuda.synchronize()
-    torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
-    run()
-    torch.cuda.synchronize()
-    torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+def _unavailable(kernel: Kernel, case: Case) -> str | None:
+    """Why a kernel cannot run on this machine or over these sequences, None when it can."""
+    if kernel.library is not None and find_spec(kernel.library) is None:
+        return f"{kernel.library} is not installed"
+    return None if kernel.ragged or not case.ragged else "takes sequences of one length only"
 
 
 def _measure(kernel: Kernel, step: Step, timer: Timer, target: MeasuredDevice) -> Row:
@@ -152,42 +143,31 @@ def _measure(kernel: Kernel, step: Step, timer: Timer, target: MeasuredDevice) -
 
     A peer that fails, when it is prepared or when it runs, gets a reason instead of figures. A kernel of kvgate raises.
     """
-    tried: list[tuple[float, Callable[[], Tensor], Candidate, int]] = []
-    failed: list[Row] = []
-    candidates = kernel.candidates(step)
-    while True:
-        chosen: Row = {}
-        try:
-            candidate = next(candidates, None)
-            if candidate is None:
-                break
-            chosen = candidate.chosen
-            run = candidate.prepare()
-            tried.append((timer(run, TUNING_RUNS)[0], run, candidate, len(tried) + len(failed)))
-        except Exception as failure:
-            # Tuning tries variants beyond a GPU's shared memory and registers; the default candidate, which is first, must run.
-            beyond_gpu = isinstance(failure, OutOfResources) and tried
-            if not kernel.peer and not beyond_gpu:
-                raise
-            failed.append({**chosen, "reason": _reason(failure)})
-    if not tried:
-        return {"skipped": f"failed: {failed[0]['reason']}", "failed": failed}
-    _, run, best, number = min(tried, key=lambda timed: timed[0])
+    tried: list[tuple[float, Callable[[], Tensor], Candidate]] = []
+    failed: list[str] = []
     try:
+        for candidate in kernel.candidates(step):
+            try:
+                run = candidate.prepare()
+                tried.append((timer(run, TUNING_RUNS)[0], run, candidate))
+            except Exception as failure:
+                if not kernel.peer:
+                    raise
+                failed.append(f"{candidate.chosen} {_reason(failure)}".strip())
+        if not tried:
+            return {"skipped": f"failed: {failed[0]}", "failed": failed}
+        _, run, best = min(tried, key=lambda timed: timed[0])
         microseconds, out = timer(run, None)
     except Exception as failure:
         if not kernel.peer:
             raise
-        failed.append({**best.chosen, "reason": _reason(failure)})
         return {"skipped": f"failed: {_reason(failure)}", "failed": failed}
     error = relative_error(kernel, step, out)
     return attention_cases.measured(step.case, step.storage, microseconds, target.copy_bytes_per_s) | {
         "relative_error": error,
         "correct": error <= kernel.tolerance,
         "chosen": best.chosen,
-        "candidate": number,
-        "launched": launched(run) if target.device.type == "cuda" else [],
-        "tried": [{**candidate.chosen, "microseconds": time} for time, _, candidate, _ in tried],
+        "tried": {candidate.chosen: time for time, _, candidate in tried},
         "failed": failed,
     }
 

@@ -1,14 +1,12 @@
 """Decode attention on a GPU: fp8 keys with int4 values beside fp8, bf16, torch's SDPA, FlashInfer, vLLM, and a plain copy.
 
     python -m benchmarks.decode_attention --json benchmarks/results/decode_attention_h200.json
-    python -m benchmarks.decode_attention --judge benchmarks/results/decode_attention_h200.json     # again, without a GPU
 
-Prints a table and whether the targets are met. Exit code 4 when a GPU, Triton or, with --counters, Nsight Compute is missing,
-3 when a target is missed or was measured beside no peer, 1 when a kernel's output was wrong.
+Prints a table and whether the targets are met. Exit code 4 when a GPU or Triton is missing, 3 when a target is missed, 1 when a
+kernel's output was wrong.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,7 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks import attention_cases, attention_counters
+from benchmarks import attention_cases
 from benchmarks.attention_cases import BATCHES, GROUPS, RAGGED, TOKENS, Row
 from benchmarks.recording import log, results_record, write_json
 
@@ -84,45 +82,31 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--groups", type=_numbers, default=GROUPS, help="query heads per KV head: 4,8")
     out.add_argument("--ragged", type=_names, default=tuple(RAGGED), help=f"of {', '.join(RAGGED)}; empty for none")
     out.add_argument("--kernels", type=_names, help="only these: fp8k_int4v,fp8,flashinfer fp8")
-    out.add_argument("--counters", type=_names, default=[], help="count the DRAM bytes of these kernels, too, by ncu")
     out.add_argument("--seed", type=int, default=None, help="of the random inputs; a new one each time by default")
-    out.add_argument("--judge", type=Path, help="judge this results file again, and measure nothing")
-    out.add_argument("--once", help="run this kernel once on the only case, for a profiler, and measure nothing")
-    out.add_argument("--candidate", type=int, default=0, help="with --once, which of its candidates")
     return out
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark with command-line arguments. Returns the exit code."""
     arguments = parser().parse_args(argv)
-    if arguments.judge is not None:
-        return report(json.loads(arguments.judge.read_text(encoding="utf-8"))["results"])
     lacking = [
         *(["an NVIDIA GPU"] if not torch.cuda.is_available() else []),
         *(["Triton"] if find_spec("triton") is None else []),
-        *([reason] if arguments.counters and (reason := attention_counters.missing()) is not None else []),
     ]
     if lacking:
         log(f"decode_attention.py lacks here: {'; '.join(lacking)}")
         return 4
-    from benchmarks.attention_kernels import KERNELS
-    from benchmarks.attention_step import Step
-    from benchmarks.attention_timing import GpuTimer, MeasuredDevice, copy_rate, run_case, run_once
+    from benchmarks.attention_peers import KERNELS
+    from benchmarks.attention_timing import GpuTimer, MeasuredDevice, copy_rate, run_case
 
     by_name = {kernel.name: kernel for kernel in KERNELS}
     requested = list(by_name) if arguments.kernels is None else arguments.kernels
-    unknown = {*requested, *arguments.counters, *([arguments.once] if arguments.once else [])} - by_name.keys()
-    unknown |= set(arguments.ragged) - RAGGED.keys()
+    unknown = (set(requested) - by_name.keys()) | (set(arguments.ragged) - RAGGED.keys())
     if unknown:
         parser().error(f"unknown: {', '.join(sorted(unknown))}; kernels: {', '.join(by_name)}; ragged: {', '.join(RAGGED)}")
     cases = list(attention_cases.grid(arguments.batches, arguments.tokens, arguments.groups, arguments.ragged))
     device = torch.device("cuda", torch.cuda.current_device())
     seed = int(torch.seed() % 2**31) if arguments.seed is None else arguments.seed
-    if arguments.once:
-        kernel = by_name[arguments.once]
-        with torch.inference_mode():
-            run_once(kernel, Step(cases[0], kernel.storage, device, seed), arguments.candidate)
-        return 0
     properties, timer = gpu(device), GpuTimer(device)
     copy_bytes_per_s = copy_rate(timer, device)
     target = MeasuredDevice(device, copy_bytes_per_s)
@@ -131,21 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with torch.inference_mode():
         for number, case in enumerate(cases):
             log(f"B {case.batch}, T {case.tokens}, G {case.group} {case.describe()['ragged']}")
-            measured = run_case(case, [by_name[name] for name in requested], timer, target, seed + number)
+            rows += run_case(case, [by_name[name] for name in requested], timer, target, seed + number)
             torch.cuda.empty_cache()
-            for row in measured:
-                if row["kernel"] in arguments.counters and "microseconds" in row:
-                    row["dram"] = attention_counters.dram_bytes(once_arguments(row, seed + number))
-            rows += measured
             write_json(arguments.json, content(rows, properties, copy_bytes_per_s) | {"seed": seed})
     return report(rows)
-
-
-def once_arguments(row: Row, seed: int) -> list[str]:
-    """Return the command line that runs a measured row's kernel once."""
-    batches = "" if row["ragged"] else str(row["batch"])
-    sizes = ["--batches", batches, "--tokens", str(row["tokens"]), "--groups", str(row["group"]), "--ragged", row["ragged"]]
-    return ["--once", row["kernel"], "--candidate", str(row["candidate"]), *sizes, "--seed", str(seed)]
 
 
 def report(rows: list[Row]) -> int:
@@ -153,9 +126,8 @@ def report(rows: list[Row]) -> int:
     console = Console()
     console.print(attention_cases.table(rows))
     for verdict in attention_cases.judge(rows):
-        worst = "" if verdict["worst"] is None else f", worst {verdict['worst']:.2f}, median {verdict['median']:.2f}"
-        alone = f", {verdict['without_peer']} without a peer" if verdict["without_peer"] else ""
-        console.print(f"{verdict['verdict']}: {verdict['target']} ({verdict['met']} of {verdict['cases']} cases{worst}{alone})")
+        worst = "" if verdict["worst"] is None else f", worst {verdict['worst']:.2f}"
+        console.print(f"{verdict['verdict']}: {verdict['target']} ({verdict['met']} of {verdict['cases']} cases{worst})")
     return attention_cases.exit_code(rows)
 
 

@@ -95,6 +95,7 @@ def files_digest(files: Mapping[str, str], under: str = "") -> str:
     return json_digest({path[len(prefix) :]: digest for path, digest in files.items() if path.startswith(prefix)})
 
 
+@cache
 def _source(module: str) -> Path | None:
     """Return the source file of one of our modules; None for a name that is not a module, but of something inside one.
 
@@ -108,10 +109,19 @@ def _source(module: str) -> Path | None:
     return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
 
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements below a node, however deep; `ast.walk` would look into expressions, which hold no imports, too."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        inner = getattr(node, field, None)
+        for statement in inner if isinstance(inner, list) else ():
+            yield statement
+            yield from _statements(statement)
+
+
 @cache
 def _first_party_imports(path: Path, module: str) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in _statements(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -128,8 +138,8 @@ def reachable_modules(entry: str) -> dict[str, Path]:
     todo = [entry]
     while todo:
         name = todo.pop()
-        source = _source(name)
-        if name in modules or source is None:
+        source = _source(name) if name not in modules else None
+        if source is None:
             continue
         modules[name] = source
         parents = {name.rsplit(".", 1)[0]} if "." in name else set()

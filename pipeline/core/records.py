@@ -23,7 +23,7 @@ def no_progress(label: str, done: int, total: int) -> None:
 
 LineCheck = Literal["none", "exact", "mention", "json", "tool_call"]
 """The checks that a line of the user's own file may ask for."""
-Check = Literal[LineCheck, "bfcl"]
+Check = Literal[LineCheck, "bfcl", "number"]
 
 PREFILL_CHUNK = 1024
 """Tokens of one prefill run. They attend to each other exactly, and to earlier chunks through the quantized cache."""
@@ -39,7 +39,8 @@ class Sample:
     messages: tuple[tuple[str, str], ...] = ()
     prompt: str = ""
     check: Check = "exact"
-    """How an answer is judged: not at all, as text, by what it mentions, as JSON, as a call of one of `tools`, or by BFCL."""
+    """How an answer is judged: not at all, as text, by what it mentions, as JSON, as a call of one of `tools`, by BFCL, or by
+    its last number."""
     document: str = ""
     """The bootstrap resamples the samples of one document together. Empty: the sample is a document of its own."""
     depth: float | None = None
@@ -54,6 +55,8 @@ class Sample:
     """For check "mention": what a right answer does not mention."""
     difficulty: str = ""
     """Graded workloads: "easy", "medium" or "hard"."""
+    results: tuple[tuple[int, int], ...] = ()
+    """What of the reference says whether it is right, each part by its first character and its end; empty: all of it."""
 
     @property
     def cluster(self) -> str:

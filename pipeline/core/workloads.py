@@ -62,6 +62,10 @@ BFCL_REFUSED = {
 """First words of BFCL's other categories -> why they are refused."""
 
 
+GSM8K_PROBLEMS = 1319
+"""Of the test set."""
+
+
 class BfclConfig(StrictModel):
     """Function calls from BFCL v4, each category a workload `bfcl_CATEGORY`."""
 
@@ -131,6 +135,8 @@ class WorkloadsConfig(StrictModel):
     """The user's own samples: one JSON object a line (docs/cli.md lists the keys); added to the built-in ones."""
     bfcl: BfclConfig | None = None
     """Samples of BFCL beside them; None asks none."""
+    gsm8k: Annotated[int, Field(ge=0, le=GSM8K_PROBLEMS)] = 0
+    """Problems of GSM8K beside them, drawn with the seed."""
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     batch_size: Annotated[int, Field(ge=1, le=1024)]
     """Sequences decoded together; a finished one makes room for the next."""
@@ -164,7 +170,7 @@ class WorkloadsConfig(StrictModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if not any(self.samples.values()) and self.jsonl is None and self.bfcl is None:
+        if not any(self.samples.values()) and self.jsonl is None and self.bfcl is None and not self.gsm8k:
             raise ValueError("samples must ask for at least one sample, or jsonl must name a file")
         edges = self.context_bins
         if len(edges) < 2 or edges[0] < 0 or any(low >= high for low, high in pairwise(edges)):

@@ -117,6 +117,15 @@ class DryChain(Chain):
             return super().shape
         return inspect_gguf(locate_checkpoint(self.config.model.path)).info.shape
 
+    @cached_property
+    def _rounds(self) -> int:
+        """How many rounds there are, also of samples that nobody encoded yet."""
+        if is_there(self.encoded_samples):
+            return super()._rounds
+        from stages.evaluate.inputs.rounds import assign_rounds
+
+        return len(assign_rounds(self._samples, self.config.workloads.rounds))
+
     def _is_decided(self, made: Mapping[str, Artifact]) -> bool:
         """Whether the gates want no further round: after rounds that are not there, every round may be wanted."""
         return is_there(*made.values()) and super()._is_decided(made)

@@ -38,9 +38,6 @@ from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
 BOUND_TOLERANCE = 1e-9
 """Relative tolerance between recorded and recomputed bounds, because SciPy versions may sum in different orders."""
 
-DETECTABLE_TOLERANCE = 2e-4
-"""To which it is found what samples could have told."""
-
 SAMPLES_CHECK = "samples, made again"
 DECODED_CHECK = "samples, decoded again"
 VERDICT_CHECK = "verdict, decided again"
@@ -226,8 +223,8 @@ def decoded_again(evidence: Evidence, load: Callable[[Path], Engine], count: int
         from stages.evaluate.inputs.tokens import BundleTokenizer
 
         samples = [sample for sample in load_samples(config) if sample.id in names]
-        tokenizer = BundleTokenizer(engine)
-        found = decode_again(lambda: load(baseline), lambda: load(engine), samples, tokenizer, config) if samples else {}
+        tokenizer, own = BundleTokenizer(engine), {row.id: row.own_tokens for row in rows}
+        found = decode_again(lambda: load(baseline), lambda: load(engine), samples, own, tokenizer, config) if samples else {}
         problem = difference(rows, found, noise)
     status: Literal["same", "differs"] = "same" if problem is None else "differs"
     return [Finding(DECODED_CHECK, status, problem or f"{len(rows)} samples, as recorded")]
@@ -307,8 +304,7 @@ def _difference(where: str, recorded: object, found: object) -> str | None:
         inner = (_difference(f"{where}.{i}", *both) for i, both in enumerate(zip(recorded, found, strict=True)))
         return next((text for text in inner if text is not None), None)
     if isinstance(recorded, float) and isinstance(found, float):
-        room = DETECTABLE_TOLERANCE if where.startswith("verdict.detectable") else 1e-12
-        same = math.isclose(recorded, found, rel_tol=BOUND_TOLERANCE, abs_tol=room)
+        same = math.isclose(recorded, found, rel_tol=BOUND_TOLERANCE, abs_tol=1e-12)
     else:
         same = recorded == found
     return None if same else f"recorded {where} {recorded}, found {found}"

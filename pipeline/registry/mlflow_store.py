@@ -1,8 +1,8 @@
 """The tracking store. Importing it imports MLflow, which takes 2 s: import it inside functions.
 
-A candidate is a top-level run (nested candidates collapse in MLflow's charts), and its stages are child runs. An engine with
-its evidence is a logged model and a version of the registered model. Both are looked up by the digests of the evidence, so
-that judging the same engine again, in any sweep, makes no second version.
+A candidate is a top-level run (nested candidates collapse in MLflow's charts), and the stages that it made are child runs. An
+engine with its evidence is a logged model and a version of the registered model. Both are looked up by the digests of the
+evidence, so that judging the same engine again, in any sweep, makes no second version.
 """
 
 import json
@@ -74,14 +74,12 @@ class MlflowStore(ExperimentRuns):
             self.log(run_id, params=flat_params(config))
             yield run_id
 
-    def log_stage(
-        self, run_id: str, name: str, params: Mapping[str, object], *, digest: str, seconds: float, reused: bool
-    ) -> None:
+    def log_stage(self, run_id: str, name: str, params: Mapping[str, object], *, digest: str, seconds: float) -> None:
         """Log a finished stage of a run: see `CandidateRun.stage`."""
         end = int(time.time() * 1000)
-        tags = {"mlflow.parentRunId": run_id, "stage": name, "artifact_digest": digest, "reused": str(reused).lower()}
+        tags = {"mlflow.parentRunId": run_id, "stage": name, "artifact_digest": digest}
         tags[LOCK] = self.client.get_run(run_id).data.tags[LOCK]
-        child = self.create_run(name, tags, end if reused else end - int(seconds * 1000))
+        child = self.create_run(name, tags, end - int(seconds * 1000))
         self.log(child, params=flat_params(params), metrics={"perf/seconds": seconds})
         self.client.set_terminated(child, "FINISHED", end)
 

@@ -23,7 +23,7 @@ from pipeline.core.errors import INTERRUPTED, SEVERITY, UserError
 from pipeline.core.redaction import redact_text
 from pipeline.core.strict import StrictModel
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
-from pipeline.verdict.thresholds import Check, Detectable, Status, Verdict
+from pipeline.verdict.thresholds import Check, Status, Verdict
 
 FILE = "summary.json"
 FOLDER = "summaries"
@@ -35,7 +35,7 @@ NAMED = 5
 
 SCHEMA_VERSION: Final = 1
 
-DECIDED = ("verdict", "reasons", "covered", "checks", "warnings", "detectable", "samples_needed")
+DECIDED = ("verdict", "reasons", "covered", "checks", "warnings", "samples_needed")
 """What a verdict decides of a candidate."""
 
 
@@ -75,8 +75,6 @@ class Candidate(StrictModel):
     """Every line that the verdict was decided by, context bins included. Summaries from before they were written lack them."""
     warnings: tuple[str, ...] = ()
     """What was not shown and keeps no candidate from passing."""
-    detectable: Mapping[str, Detectable] = {}
-    """Workload -> what samples like these can tell of it."""
     samples_needed: Mapping[str, int] = {}
     """Inconclusive workload, or "all" -> samples that would decide it if its rates stay the same."""
     metrics: Mapping[str, float | None]

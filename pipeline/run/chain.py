@@ -106,7 +106,7 @@ class Chain(BuildChain):
             )
 
         recipe = self._recipe(stage, "measure", inputs, round=number)
-        return self.make(recipe, fill, policy, f" {number}/{len(self._rounds)}", resumable=True)
+        return self.make(recipe, fill, policy, f" {number}/{self._rounds}", resumable=True)
 
     def once(self, policy: KVPolicy, measured: Artifact, baseline: Artifact | None = None) -> Artifact:
         """Return what is measured of `policy`'s engine a single time.
@@ -209,7 +209,7 @@ class Chain(BuildChain):
         self.check_alike(policy)
         candidate = made[round_input(1)] = self.round(policy, 1)
         made["once"] = self.once(policy, candidate, answers)
-        for number in range(2, len(self._rounds) + 1):
+        for number in range(2, self._rounds + 1):
             if self._is_decided(made):
                 break
             made[answers_input(number)] = self.baseline(number)
@@ -297,11 +297,9 @@ class Chain(BuildChain):
         return load_samples(self.config.workloads)
 
     @cached_property
-    def _rounds(self) -> list[list[Sample]]:
-        """The samples of each round."""
-        from stages.evaluate.inputs.rounds import assign_rounds
-
-        return assign_rounds(self._samples, self.config.workloads.rounds)
+    def _rounds(self) -> int:
+        """How many rounds there are."""
+        return max(self._encoded.numbers)
 
     @cached_property
     def _tokenizer(self) -> "BundleTokenizer":

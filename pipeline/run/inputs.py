@@ -167,7 +167,7 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
         raise UserError("workloads.speculation: a server drafts as it was started to; leave it null with backend=openai")
     if speculation is not None and speculation.draft is not None:
         check_draft(speculation.draft, locate_checkpoint(config.model.path))
-    given = config.workloads.file is not None or config.workloads.bfcl is not None
+    given = config.workloads.file is not None or config.workloads.bfcl is not None or config.workloads.gsm8k > 0
     if not given and not config.gates.margins and _context(config, checkpoint)[0] >= GENERATED_TOKENS:
         return []
     from stages.evaluate.inputs.samples import load_samples

@@ -84,7 +84,8 @@ def evaluate(run: Run) -> Candidate:
         )
         for stage in chain.finished:
             artifact = stage.artifact
-            tracked.stage(stage.title, stage.params, digest=artifact.digest, seconds=artifact.seconds, reused=artifact.reused)
+            if not artifact.reused:
+                tracked.stage(stage.title, stage.params, digest=artifact.digest, seconds=artifact.seconds)
         with console.doing("registering the engine"):
             page = run_page(candidate, report, rows, sweep=run.sweep, model=config.model.path, workdir=config.work)
             candidate = tracked.conclude(candidate, page)

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from pipeline.statistics import bounds as bounds
     from pipeline.statistics import looks as looks
     from pipeline.statistics import paired as paired
-    from pipeline.statistics import power as power
 else:
 
     def __getattr__(name: str) -> object:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import betaincinv
+from scipy.special import betaincinv, ndtri
 
 Array = npt.NDArray[np.float64]
 
@@ -51,6 +51,13 @@ def by_document(values: Sequence[float], weights: Sequence[float], documents: Se
         return np.asarray(np.bincount(index, weights=np.asarray(values) * np.asarray(weights)) / total)
 
 
+def document_totals(values: Sequence[float], documents: Sequence[str]) -> Array:
+    """Return each document's sum, over the mean size of a document: their mean is that of all samples, shape (documents,)."""
+    _, index = np.unique(np.asarray(documents), return_inverse=True)
+    totals = np.bincount(index, weights=np.asarray(values, np.float64))
+    return np.asarray(totals * len(totals) / len(values))
+
+
 def log_wealth_below(values: Array, limit: float, worst: float) -> float:
     """Return the log of the wealth against "the mean is `limit` or more"; neither it nor a value is above `worst`."""
     return _log_wealth(_gains(limit - values, worst - limit), SHARES_FOR_PASS)
@@ -74,6 +81,14 @@ def _log_wealth(gains: Array, shares: Sequence[float]) -> float:
     """The log of the mean wealth over `shares`; a gain is what a bet of everything would add, at least -1."""
     logs = [float(np.log1p(share * np.maximum(gains, -1.0)).sum()) for share in shares]
     return float(np.logaddexp.reduce(logs)) - math.log(len(shares))
+
+
+def documents_to_reach(steps: Array, enough: float, power: float) -> float:
+    """Return about how many steps like these reach `enough` with a probability of `power`; infinite where they do not grow."""
+    growth, spread = float(steps.mean()), float(ndtri(power)) * float(steps.std())
+    if not growth > 0:
+        return math.inf
+    return math.ceil(((spread + math.sqrt(spread * spread + 4 * growth * enough)) / (2 * growth)) ** 2)
 
 
 def upper_bound(values: Array, alpha: float, worst: float) -> float:

@@ -11,7 +11,7 @@ integration (Armitage, McPherson and Rowe, JRSS A 132 (1969) 235-244).
 - FAIL spends `alpha sqrt(share)`, the power family of Kim and DeMets (Biometrika 74 (1987) 149-154) with exponent 1/2: a third
   of it after a tenth of the samples, so that a broken engine is refused there.
 
-Both are compared with others by `python -m benchmarks.gate_characteristics`. With one look every level is `alpha` itself.
+With one look every level is `alpha` itself.
 """
 
 import math

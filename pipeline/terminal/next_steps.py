@@ -14,7 +14,7 @@ from pipeline.config.policies import load_policies
 from pipeline.core.kv import KVShape
 from pipeline.core.overrides import written
 from pipeline.core.strict import StrictModel
-from pipeline.core.workloads import Workload
+from pipeline.core.workloads import GSM8K_PROBLEMS, Workload
 from pipeline.registry.proof import PASS
 from pipeline.registry.summary import Candidate
 from pipeline.terminal import console
@@ -102,7 +102,10 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     bfcl = [count for name, count in needed.items() if name.startswith(BFCL)]
     if bfcl:
         changes.append(f"workloads.bfcl.samples={min(max(bfcl), MOST_SAMPLES)}")
-    given = {name: count for name, count in needed.items() if name not in (*counts, "all") and not name.startswith(BFCL)}
+    if "gsm8k" in needed:
+        changes.append(f"workloads.gsm8k={min(needed['gsm8k'], GSM8K_PROBLEMS)}")
+    others = (*counts, "all", "gsm8k")
+    given = {name: count for name, count in needed.items() if name not in others and not name.startswith(BFCL)}
     if not changes and not given:
         reason = undecided[0].reasons[0] if undecided[0].reasons else "no reason was recorded"
         return Step(why=f"{names}: more samples would not decide: {reason}; docs/trust.md says what each gate asks for")

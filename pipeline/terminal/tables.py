@@ -184,14 +184,12 @@ def print_conformance(verdict: Verdict) -> None:
 
 
 def print_evidence(report: EvaluationReport, verdict: Verdict) -> None:
-    """Print what the distances are with their errors, what the evaluation could have told, and what was not shown."""
+    """Print what the distances are with their errors, and what was not shown."""
     divergence = report.overall.fidelity.divergence
     for line in divergence.lines if divergence is not None else ():
         console.say(f"  {escape(line)}")
     if report.served is not None:
         console.say(f"  not seen: {escape('; '.join(report.served.unseen))}")
-    for workload, detectable in verdict.detectable.items():
-        console.say(f"  {escape(workload)}: so many samples can tell that {detectable.text}")
     for warning in verdict.warnings:
         console.say(f"  [yellow]warning:[/] {escape(warning)}")
 

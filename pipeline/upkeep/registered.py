@@ -1,16 +1,18 @@
 """What the tracking store says of the engines of a work directory: versions, aliases, moves. Nothing in it changes.
 
-A store in SQLite is read without MLflow, which takes seconds to import; MLflow's client asks servers and other databases.
+MLflow's client is asked, which takes two seconds to import. Of a SQLite file the answer is kept until the file changes.
 """
 
-import sqlite3
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import closing
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from urllib.parse import quote
+from functools import cached_property
 
-from pipeline.core.errors import UserError
-from pipeline.registry.reaching import check_reachable, named
+from pydantic import TypeAdapter
+
+from pipeline.artifacts.cache import ForeignFolder, own_cache
+from pipeline.artifacts.digest import json_digest
+from pipeline.artifacts.files import write_whole
 from pipeline.registry.tracking import Location
 from pipeline.trust.history import History, read_history
 from pipeline.trust.keys import Keys
@@ -43,12 +45,16 @@ class Model:
     """A registered model: its versions, and where its aliases point."""
 
     name: str
-    versions: Mapping[str, Version]
+    tags: dict[str, str]
+    versions: dict[str, Version]
     """By number."""
-    aliases: Mapping[str, str]
+    aliases: dict[str, str]
     """Alias -> version, as the registry has it."""
-    history: History
-    """The log of moves, which decides where aliases belong."""
+
+    @cached_property
+    def history(self) -> History:
+        """The log of moves, which decides where aliases belong."""
+        return read_history(self.tags, Keys())
 
     @property
     def pointed_at(self) -> dict[str, Version]:
@@ -62,6 +68,12 @@ class Model:
         return {alias: self.versions[number] for alias, number in every.items() if number in self.versions}
 
 
+_KEPT = TypeAdapter(tuple[str, list[Model]])
+"""A question about a SQLite file, and the answer."""
+SQLITE_HEADER = 100
+"""Bytes that a file of SQLite begins with; among them a counter of its changes."""
+
+
 def read_registered(location: Location, identities: Collection[str]) -> list[Model]:
     """Read the configured registered model, and each model of which a version cites an identity.
 
@@ -72,57 +84,42 @@ def read_registered(location: Location, identities: Collection[str]) -> list[Mod
     Raises:
         UserError, MissingRequirement: when the store cannot be read.
     """
-    if location.file is None:
-        return sorted(_from_client(location, identities), key=lambda model: model.name)
-    if not location.file.is_file():
+    file = location.file
+    if file is None:
+        return _ask(location, identities)
+    if not file.is_file() or not file.stat().st_size:
         return []
-    check_reachable(location)
+    # What changes with every change of the file: the counter in its header, and the log that some keep beside it.
+    log = file.with_name(f"{file.name}-wal")
+    with file.open("rb") as stream:
+        state = stream.read(SQLITE_HEADER).hex(), log.stat().st_mtime_ns if log.is_file() else 0
+    question = json_digest([state, sorted(identities), location.model_name])
     try:
-        database = sqlite3.connect(f"file:{quote(str(location.file))}?mode=ro", uri=True, timeout=location.timeout_s)
-        with closing(database):
-            return _from_tables(database, {location.model_name}, identities)
-    except sqlite3.Error as error:
-        raise UserError(f"{named(location)} cannot be read: {error}; run a stage that tracks, which upgrades it") from error
+        kept = own_cache("registered") / f"{json_digest(str(file))}.json"
+    except (ForeignFolder, OSError):
+        return _ask(location, identities)
+    with suppress(OSError, ValueError):
+        before, models = _KEPT.validate_json(kept.read_bytes())
+        if before == question:
+            return models
+    models = _ask(location, identities)
+    with suppress(OSError):
+        write_whole(kept, _KEPT.dump_json((question, models)).decode())
+    return models
 
 
-def _from_tables(database: sqlite3.Connection, names: set[str], identities: Collection[str]) -> list[Model]:
-    if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'registered_models'").fetchone():
-        return []
-    tags: dict[tuple[str, str], dict[str, str]] = {}
-    for name, number, key, value in database.execute("SELECT name, version, key, value FROM model_version_tags"):
-        tags.setdefault((name, str(number)), {})[key] = value
-    names = names | {name for (name, _), of in tags.items() if of.get(IDENTITY_TAG) in identities}
-    found = []
-    for (name,) in database.execute("SELECT name FROM registered_models ORDER BY name").fetchall():
-        if name in names:
-            of_model = database.execute("SELECT key, value FROM registered_model_tags WHERE name = ?", (name,))
-            aliases = database.execute("SELECT alias, version FROM registered_model_aliases WHERE name = ?", (name,))
-            versions = database.execute(
-                "SELECT version, creation_time FROM model_versions WHERE name = ? AND current_stage != 'Deleted_Internal'",
-                (name,),
-            )
-            made = [Version(str(number), tags.get((name, str(number)), {}), at / 1000) for number, at in versions]
-            found.append(_model(name, dict(of_model), dict(aliases), made))
-    return found
-
-
-def _from_client(location: Location, identities: Collection[str]) -> Iterable[Model]:
+def _ask(location: Location, identities: Collection[str]) -> list[Model]:
     from pipeline.registry.mlflow_client import Client, MlflowException
 
-    client = Client(location)
+    client, models = Client(location), list[Model]()
     names = {location.model_name}
     for digest in identities:
         names |= {str(one.name) for one in client.search_model_versions(f"tags.{IDENTITY_TAG} = '{digest}'")}
-    for name in names:
-        try:
+    for name in sorted(names):
+        with suppress(MlflowException):  # nothing was registered yet
             model = client.get_registered_model(name)
-        except MlflowException:  # nothing was registered yet
-            continue
-        versions = client.search_model_versions(f"name = '{name}'")
-        made = [Version(str(one.version), one.tags, one.creation_timestamp / 1000) for one in versions]
-        yield _model(name, model.tags, model.aliases, made)
-
-
-def _model(name: str, tags: Mapping[str, str], aliases: Mapping[str, object], versions: Iterable[Version]) -> Model:
-    by_number = {one.number: one for one in versions}
-    return Model(name, by_number, {alias: str(number) for alias, number in aliases.items()}, read_history(tags, Keys()))
+            found = client.search_model_versions(f"name = '{name}'")
+            versions = {str(one.version): Version(str(one.version), one.tags, one.creation_timestamp / 1000) for one in found}
+            aliases = {alias: str(number) for alias, number in model.aliases.items()}
+            models.append(Model(name, dict(model.tags), versions, aliases))
+    return models

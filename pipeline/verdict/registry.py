@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pipeline.verdict.report import EvaluationReport, SampleRow
-from pipeline.verdict.thresholds import Check, Detectable, Limits
+from pipeline.verdict.thresholds import Check, Limits
 
 if TYPE_CHECKING:
     from pipeline.statistics.looks import Look
@@ -74,8 +74,6 @@ class Gate:
     """Its place in a verdict. Those that look are next to each other."""
     looks: bool = False
     """Whether it looks at the growing samples, after each round. The others judge the report as it stands."""
-    pass_lasts: bool = False
-    """Whether a PASS at an earlier look lasts, as that of a test which spends its error does; a FAIL always does."""
     stops: bool = False
     """Whether nothing else can be judged where it fails."""
     is_main: bool = False
@@ -84,8 +82,6 @@ class Gate:
     """How many of the distances that are tested together are its own."""
     needed: Needed[Any] | None = None
     """From the places of open lines to samples, by place, with which the next attempt would decide if rates stay the same."""
-    detectable: Callable[[Evidence, Any], dict[str, Detectable]] | None = None
-    """What so many samples can tell, by workload."""
 
 
 GATES: list[Gate] = []

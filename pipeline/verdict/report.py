@@ -88,6 +88,8 @@ class SampleRow(Record):
     """The same under the candidate."""
     right_answer: Literal["reference", "baseline"] = "reference"
     """Which words of the right answer were scored: the reference's, or those that the baseline says it in."""
+    own_tokens: list[Annotated[int, Field(ge=0)]] = Field(default=[])
+    """The baseline's words in tokens, where they were scored."""
 
 
 class Fidelity(Record):

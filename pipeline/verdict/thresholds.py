@@ -8,11 +8,12 @@ from pydantic import Field
 from pipeline.core.strict import StrictModel
 from pipeline.verdict.record import Record
 
-RULES = 5
+RULES = 6
 """Version of the gates' rules. 1: one look at all samples, and Holm's procedure for PASS as well as for FAIL. 2: bootstraps of
 distances, a tail and a slope that passed where they did not fail, and flips of a document taken to be alike. 3: counts
 of samples that share documents were rounded against the candidate, and an INCONCLUSIVE asked for other numbers of samples.
-4: an INCONCLUSIVE asked for more samples where answers were open alone, and a FAIL asked for some."""
+4: an INCONCLUSIVE asked for more samples where answers were open alone, and a FAIL asked for some. 5: a PASS needed each kind
+of work's greedy answers to be non-inferior, and no probability of an answer was looked at."""
 
 MOST_SAMPLES = 1_000_000
 """Cap of the number of samples that an INCONCLUSIVE asks for; texts say "over a million" there."""
@@ -49,8 +50,8 @@ class Limits(StrictModel):
     """Probability with which an engine equal to the baseline passes, for the samples that an INCONCLUSIVE asks for."""
     max_rounds: Annotated[int, Field(ge=1, le=20)] = 5
     """Looks at the growing samples; the last is at all that are planned."""
-    min_samples: Annotated[int, Field(ge=1), Looser.SMALLER] = 32
-    """A workload with fewer judged samples cannot pass, nor can a report without answers that has fewer documents."""
+    min_samples: Annotated[int, Field(ge=1), Looser.SMALLER] = 15
+    """A kind of work with questions about fewer documents cannot pass, nor can a report without answers that has fewer."""
 
     @property
     def pass_alpha(self) -> float:
@@ -81,22 +82,6 @@ class Check(Record):
     reason: str
 
 
-class Detectable(Record):
-    """What an evaluation of this size can tell of one workload, in accuracy lost, as a fraction; null where it cannot."""
-
-    fails_from: float | None
-    """A true loss of this much or more fails with `gates.power`."""
-    passes_up_to: float | None
-    """A true loss of this much or less passes with `gates.power`; the flips beside it are those that were seen."""
-
-    @property
-    def text(self) -> str:
-        """Both in points of accuracy."""
-        passes = "no loss passes" if self.passes_up_to is None else f"a loss of {100 * self.passes_up_to:.1f} points passes"
-        fails = "none fails" if self.fails_from is None else f"one of {100 * self.fails_from:.1f} fails"
-        return f"{passes}, {fails}"
-
-
 class Verdict(Record):
     """The decision of the gates, and its reasons."""
 
@@ -106,8 +91,6 @@ class Verdict(Record):
     checks: list[Check]
     warnings: list[str] = Field(default=[])
     """What was not shown and keeps no candidate from passing."""
-    detectable: dict[str, Detectable] = Field(default={})
-    """The minimum detectable effect of each workload that has answers. Evidence of rules before 3 lacks it."""
     samples_needed: dict[str, int]
     """Of an INCONCLUSIVE: workload, or "all" -> samples with which the next attempt would decide it if its rates stay the same.
     Workloads that passed are among them where the next attempt, which errs with less, would leave them open."""

@@ -6,8 +6,9 @@ Needs neither a GPU nor a driver. TRITON_INTERPRET must not be set: Triton reads
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from plugins.kv_attention.kernels.decode import decode_partial
 from plugins.kv_attention.kernels.plan import plan_work
 from plugins.kv_attention.kernels.reduce import decode_reduce
 from plugins.kv_attention.kernels.variants import (
+    Setting,
     Variant,
     append_variant,
     decode_variant,
@@ -30,7 +32,18 @@ from plugins.kv_attention.kernels.variants import (
     plan_variant,
     reduce_variant,
 )
-from plugins.kv_attention.layout import CacheLayout, SideLayout
+from plugins.kv_attention.layout import SideLayout
+from plugins.kv_attention.tensorrt_nodes import Operation
+
+KERNELS: dict[Operation, tuple[Any, Callable[[Setting], Variant]]] = {
+    "plan_work": (plan_work, plan_variant),
+    "decode_partial": (decode_partial, decode_variant),
+    "decode_reduce": (decode_reduce, reduce_variant),
+    "context_partial": (context_partial, context_variant),
+    "context_reduce": (context_reduce, join_variant),
+    "append": (append, append_variant),
+}
+"""Each operation's kernel, and what specialises it."""
 
 POINTERS = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "int8": "*i8", "float8_e4m3fn": "*u8"}
 """Triton's pointer type for each of torch's element types. Kernels load float8 as bytes."""
@@ -63,142 +76,55 @@ class CompiledKernel:
     """(name, Triton type) of inputs, int32 extras and outputs, in order."""
 
 
-def compile_decode(layout: CacheLayout, *, group: int, query_dtype: str, scaling: float, sm: int) -> CompiledKernel:
-    """Compile decode_partial for any batch and number of programs: grid (H, Y), Y the rows of the work list.
+@cache
+def compile_operation(operation: Operation, setting: Setting) -> CompiledKernel:
+    """Compile the kernel of an operation, once a process, for any number of sequences, pages, buffers and layers.
 
-    The int32 extra `table_width` is the number of columns of page_table.
-
-    Args:
-        layout: Format of the cache.
-        group: Query heads per KV head.
-        query_dtype: torch's name of the type of query, key_new and value_new.
-        scaling: Factor of the scores.
-        sm: Compute capability, 90 for sm_90.
+    Grids: plan_work (plan_grid(programs)), decode_partial (H, Y), decode_reduce (Hq, B), context_partial (blocks, H, S),
+    context_reduce (X * Hq), append (ceil(H / R), B, L), with Y the rows of the work list, blocks as context_blocks counts
+    them, S = context_splits(splits), R = append_variant(...).constants["R"].
+    context_partial is that of sequences with as many new tokens each, `tokens`.
+    Tensors that append writes in place are passed twice, as TensorRT does: as the inputs `*_in`, which are not read, and as
+    the outputs. Nor is `attended` read, what the step's last attention returned.
 
     Raises:
-        ValueError: The group or the scaling is out of range.
         RuntimeError: Triton interprets its kernels in this process, or ptxas refuses the PTX.
     """
-    variant = decode_variant(layout, group=group, query_dtype=query_dtype, scaling=scaling, sm=sm)
-    types = _attention_types(layout, query_dtype) | {"work": "*i32", "sequences": "*i32"}
-    return compile_kernel(decode_partial, types, variant, sm)
+    kernel, specialise = KERNELS[operation]
+    assert setting.sm is not None, "kernels are compiled for a compute capability"
+    return compile_kernel(kernel, parameter_types(operation, setting), specialise(setting), setting.sm)
 
 
-def compile_plan(*, sink_tokens: int, recent_tokens: int, sm: int) -> CompiledKernel:
-    """Compile plan_work: grid (plan_grid(programs)). Its int32 extras are `batch` and `programs`.
+def parameter_types(operation: Operation, setting: Setting) -> dict[str, str | None]:
+    """Return Triton's type of every parameter that is no constexpr, by name; None for a tensor that there is not.
 
-    Args:
-        sink_tokens: Exact tokens of the layout at the beginning of a sequence.
-        recent_tokens: Exact tokens of the layout at its end.
-        sm: Compute capability, 90 for sm_90.
-
-    Raises:
-        RuntimeError: As compile_decode.
+    Kernels name what they have in common alike. The int32 extras are the number of columns of page_table (`table_width`), of
+    new tokens of a sequence (`tokens`), of splits, programs and sequences (`batch`), and the second dimensions of the append's
+    pools and exact buffers (`pages`, `buffers`).
     """
-    types = {"lengths": "*i32", "batch": "i32", "programs": "i32", "work": "*i32", "sequences": "*i32"}
-    return compile_kernel(plan_work, types, plan_variant(sink_tokens=sink_tokens, recent_tokens=recent_tokens), sm)
-
-
-def compile_reduce(*, q_heads: int, head_dim: int, out_dtype: str, sm: int) -> CompiledKernel:
-    """Compile decode_reduce for any batch and number of programs: grid (Hq, B).
-
-    Args:
-        q_heads: Hq.
-        head_dim: D.
-        out_dtype: torch's name of the type of the output, which is that of the queries.
-        sm: Compute capability, 90 for sm_90.
-
-    Raises:
-        RuntimeError: As compile_decode.
-    """
-    variant = reduce_variant(q_heads=q_heads, head_dim=head_dim, out_dtype=out_dtype, sm=sm)
-    types = {
-        "partial_acc": POINTERS[partial_dtype(out_dtype)],
-        "partial_ml": "*fp32",
-        "sequences": "*i32",
-        "out": POINTERS[out_dtype],
-    }
-    return compile_kernel(decode_reduce, types, variant, sm)
-
-
-def compile_context(layout: CacheLayout, *, group: int, rows: int, query_dtype: str, scaling: float, sm: int) -> CompiledKernel:
-    """Compile context_partial for any number of sequences with as many new tokens each: grid (blocks, H, S).
-
-    Blocks are those of context_blocks, S is context_splits(splits). The int32 extras are `table_width`, the number of columns
-    of page_table, and `tokens`, the new tokens of each sequence.
-
-    Args:
-        layout: Format of the cache.
-        group: Query heads per KV head.
-        rows: Query rows of a KV head that a sequence is likely to have.
-        query_dtype: torch's name of the type of query, key_new and value_new.
-        scaling: Factor of the scores.
-        sm: Compute capability, 90 for sm_90.
-
-    Raises:
-        ValueError: The group or the scaling is out of range.
-        RuntimeError: As compile_decode.
-    """
-    variant = context_variant(layout, group=group, rows=rows, query_dtype=query_dtype, scaling=scaling, sm=sm)
-    types = _attention_types(layout, query_dtype) | {"query_starts": None, "tokens": "i32", "sequences": None}
-    return compile_kernel(context_partial, types, variant, sm)
-
-
-def compile_join(layout: CacheLayout, *, splits: int, out_dtype: str, sm: int) -> CompiledKernel:
-    """Compile context_reduce: grid (X * Hq). Its int32 extra `splits` is S.
-
-    Args:
-        layout: Format of the cache.
-        splits: S, as context_splits returns it.
-        out_dtype: torch's name of the type of the output, which is that of the queries.
-        sm: Compute capability, 90 for sm_90.
-
-    Raises:
-        RuntimeError: As compile_decode.
-    """
-    variant = join_variant(layout, splits=splits, out_dtype=out_dtype, sm=sm)
-    types = {
-        "partial_acc": POINTERS[partial_dtype(out_dtype)],
-        "partial_ml": "*fp32",
-        "splits": "i32",
-        "out": POINTERS[out_dtype],
-    }
-    return compile_kernel(context_reduce, types, variant, sm)
-
-
-def compile_append(layout: CacheLayout, *, new_dtype: str, sm: int) -> CompiledKernel:
-    """Compile append for any number of layers and sequences: grid (ceil(H / R), B, L), R = append_variant(...).constants["R"].
-
-    Tensors written in place are passed twice, as TensorRT does: as the inputs `*_in`, which are not read, and as the outputs.
-    Nor is `attended` read, what the step's last attention returned, of the type of the new keys.
-    The int32 extras are `pages` and `table_width`, the second dimensions of the pools and of page_table, and, with exact
-    tokens, `buffers`, the second dimension of the exact buffers.
-
-    Args:
-        layout: Format of the cache.
-        new_dtype: torch's name of the type of key_new and value_new.
-        sm: Compute capability, 90 for sm_90.
-
-    Raises:
-        RuntimeError: As compile_decode.
-    """
-    exact = layout.exact_tokens > 0
-    written = {name: POINTERS[dtype] for name, (dtype, _) in (layout.pools(1) | layout.exact_buffers(1)).items()}
-    types = {name: written.get(name.removesuffix("_in")) for name in append.arg_names} | {
-        "key_new": POINTERS[new_dtype],
-        "value_new": POINTERS[new_dtype],
-        "page_table": "*i32",
-        "lengths": "*i32",
+    layout, new = setting.layout, POINTERS[setting.dtype]
+    sides = {"key": layout.key, "value": layout.value}
+    exact = "*fp16" if layout.exact_tokens else None
+    stored = {name: POINTERS[dtype] for name, (dtype, _) in (layout.pools(1) | layout.exact_buffers(1)).items()}
+    types: dict[str, str | None] = {
+        **dict.fromkeys(("query", "key_new", "value_new", "attended", "out"), new),
+        **dict.fromkeys(("page_table", "lengths", "work", "sequences"), "*i32"),
+        **dict.fromkeys(("table_width", "tokens", "splits", "programs", "batch", "pages"), "i32"),
         "exact_slots": "*i32" if exact else None,
-        "attended": POINTERS[new_dtype],
-        "key_scale": "*fp32" if layout.key.has_static_scales else None,
-        "value_scale": "*fp32" if layout.value.has_static_scales else None,
-        "pages": "i32",
-        "table_width": "i32",
         "buffers": "i32" if exact else None,
+        "partial_acc": POINTERS[partial_dtype(setting.dtype)],
+        "partial_ml": "*fp32",
+        **{name: stored.get(name) for side in sides for name in (f"{side}_pool", f"{side}_scale_pool", f"{side}_exact")},
+        **{f"{name}_scale": "*fp32" if side.has_static_scales else None for name, side in sides.items()},
     }
-    variant = append_variant(layout, sm=sm)
-    return compile_kernel(append, {name: kind for name, kind in types.items() if name not in variant.constants}, variant, sm)
+    if operation == "append":
+        return types | {f"{name}_in": kind for name, kind in types.items()}
+    # The attention kernels take dynamic scales by the name of static ones, and those of blocks beside the layer's.
+    types |= {f"{name}_scale": _scale_pointer(side) for name, side in sides.items()}
+    types["value_block_scale"] = POINTERS[layout.value.scale_storage] if layout.value.layer_scale else None
+    if operation == "context_partial":
+        types |= {"query_starts": None, "sequences": None}
+    return types
 
 
 def compile_kernel(kernel: Any, types: Mapping[str, str | None], variant: Variant, sm: int) -> CompiledKernel:
@@ -208,7 +134,7 @@ def compile_kernel(kernel: Any, types: Mapping[str, str | None], variant: Varian
 
     Args:
         kernel: A triton.JITFunction.
-        types: Triton's type of each parameter that is not a constexpr; None for a tensor that the layout does not have.
+        types: As parameter_types returns them.
         variant: Constexprs and launch options.
         sm: Compute capability, 90 for sm_90.
 
@@ -217,8 +143,9 @@ def compile_kernel(kernel: Any, types: Mapping[str, str | None], variant: Varian
     """
     if not isinstance(kernel, triton.JITFunction):
         raise RuntimeError("Triton interprets its kernels: unset TRITON_INTERPRET before the first import of triton to compile")
-    constants: dict[str, Any] = variant.constants | {name: None for name, kind in types.items() if kind is None}
-    signature = {name: types.get(name) or "constexpr" for name in kernel.arg_names}
+    signature = {name: "constexpr" if name in variant.constants else types[name] or "constexpr" for name in kernel.arg_names}
+    absent = {name for name, kind in signature.items() if kind == "constexpr"} - variant.constants.keys()
+    constants: dict[str, Any] = variant.constants | dict.fromkeys(absent)
     aligned = {
         (number,): [["tt.divisibility", 16]] for number, name in enumerate(kernel.arg_names) if signature[name].startswith("*")
     }
@@ -283,26 +210,6 @@ def assemble(ptx: str, sm: int) -> tuple[bytes, int, int]:
     if registers is None or not spills:
         raise RuntimeError(f"ptxas reported no registers or spills: {process.stderr.strip()}")
     return cubin, int(registers[1]), sum(map(int, spills))
-
-
-def _attention_types(layout: CacheLayout, query_dtype: str) -> dict[str, str | None]:
-    """Types of the parameters that decode_partial and context_partial have in common."""
-    exact = "*fp16" if layout.exact_tokens else None
-    return dict.fromkeys(("query", "key_new", "value_new"), POINTERS[query_dtype]) | {
-        "key_pool": POINTERS[layout.key.storage],
-        "value_pool": POINTERS[layout.value.storage],
-        "key_scale": _scale_pointer(layout.key),
-        "value_scale": _scale_pointer(layout.value),
-        "value_block_scale": POINTERS[layout.value.scale_storage] if layout.value.layer_scale else None,
-        "page_table": "*i32",
-        "lengths": "*i32",
-        "key_exact": exact,
-        "value_exact": exact,
-        "exact_slots": "*i32" if layout.exact_tokens else None,
-        "table_width": "i32",
-        "partial_acc": POINTERS[partial_dtype(query_dtype)],
-        "partial_ml": "*fp32",
-    }
 
 
 def _scale_pointer(side: SideLayout) -> str | None:

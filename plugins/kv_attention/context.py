@@ -7,6 +7,8 @@ Shapes: B sequences, X new tokens of all of them, H KV heads, Hq query heads, D 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +16,12 @@ from torch import Tensor
 from plugins.kv_attention.checks import check_attended, check_cache, check_index, check_tables
 from plugins.kv_attention.kernels.context import SPLIT_TOKENS, context_partial, context_reduce
 from plugins.kv_attention.kernels.context_variants import context_blocks, context_splits, context_variant, join_variant
-from plugins.kv_attention.kernels.variants import Variant
 from plugins.kv_attention.launch import (
     INTERPRETED_PROGRAMS,
     as_bytes,
-    compute_capability,
     partial_type,
     scale_tensors,
+    setting_of,
     sm_count,
 )
 from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout
@@ -36,19 +37,6 @@ def choose_splits(blocks: int, kv_heads: int, max_pages: int, programs: int) -> 
         programs: Programs that the GPU runs at once.
     """
     return max(1, min(programs // (blocks * kv_heads), max_pages * PAGE_TOKENS // int(SPLIT_TOKENS)))
-
-
-def variant_of(layout: CacheLayout, query: Tensor, sequences: int, scaling: float) -> Variant:
-    """Return the variant for queries (X, Hq, D) of so many sequences."""
-    group = query.shape[1] // layout.kv_heads
-    return context_variant(
-        layout,
-        group=group,
-        rows=-(-len(query) * group // sequences),
-        query_dtype=str(query.dtype).removeprefix("torch."),
-        scaling=scaling,
-        sm=compute_capability(query.device),
-    )
 
 
 def context_attention(
@@ -86,20 +74,9 @@ def context_attention(
     Raises:
         ValueError: A tensor does not fit the layout.
     """
-    partial_acc, partial_ml = context_partials(
-        layout,
-        query,
-        key_new,
-        value_new,
-        cache,
-        page_table,
-        lengths,
-        query_starts=query_starts,
-        scaling=scaling,
-        splits=splits,
-        exact_slots=exact_slots,
-    )
-    return join_partials(layout, partial_acc, partial_ml, query.dtype)
+    chunk = (query, key_new, value_new, cache, page_table, lengths)
+    options: dict[str, Any] = {"query_starts": query_starts, "scaling": scaling, "splits": splits, "exact_slots": exact_slots}
+    return join_partials(layout, *context_partials(layout, *chunk, **options), query.dtype)
 
 
 def context_partials(
@@ -135,7 +112,8 @@ def context_partials(
     check_tables(layout, sequences, page_table, lengths, exact_slots, query.device)
     if query_starts is not None:
         check_index("query_starts", query_starts, (sequences + 1,), query.device)
-    variant = variant_of(layout, query, sequences, scaling)
+    rows = -(-tokens * (q_heads // layout.kv_heads) // sequences)
+    variant = context_variant(setting_of(layout, query, scaling, rows))
     blocks = context_blocks(tokens, sequences, variant, ragged=query_starts is not None)
     if splits is None:
         splits = choose_splits(blocks, layout.kv_heads, page_table.shape[1], _programs(query.device, variant.resident))
@@ -179,9 +157,8 @@ def join_partials(layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor, 
         (X, Hq, D) in `dtype`.
     """
     tokens, q_heads, parts, dim = partial_acc.shape
-    sm = compute_capability(partial_acc.device)
-    variant = join_variant(layout, splits=parts, out_dtype=str(dtype).removeprefix("torch."), sm=sm)
     out = partial_acc.new_empty((tokens, q_heads, dim), dtype=dtype)
+    variant = join_variant(replace(setting_of(layout, out), splits=parts - 1))
     with torch.cuda.device_of(partial_acc):  # type: ignore[no-untyped-call]
         context_reduce[(tokens * q_heads,)](partial_acc, partial_ml, parts, out, **variant.constants, **variant.options)
     return out

@@ -20,7 +20,7 @@ from plugins.kv_attention.kernels.decode import decode_partial
 from plugins.kv_attention.kernels.plan import plan_work
 from plugins.kv_attention.kernels.reduce import decode_reduce
 from plugins.kv_attention.kernels.variants import (
-    Variant,
+    Setting,
     append_variant,
     decode_variant,
     partial_dtype,
@@ -29,7 +29,7 @@ from plugins.kv_attention.kernels.variants import (
     reduce_variant,
     work_rows,
 )
-from plugins.kv_attention.layout import CacheLayout
+from plugins.kv_attention.layout import HEAD_DIMS, CacheLayout, SideLayout
 
 INTERPRETED_PROGRAMS = 4
 """Programs of all KV heads in the interpreter, which runs one after the other: a few, so that the reduce has work."""
@@ -72,9 +72,14 @@ def default_programs(layout: CacheLayout, query: Tensor, page_table: Tensor, sca
     (batch, max_pages), device = page_table.shape, query.device
     if device.type == "cpu":
         return choose_programs(batch, layout.kv_heads, max_pages, sm_count=INTERPRETED_PROGRAMS, resident=1)
-    group, dtype = query.shape[1] // layout.kv_heads, str(query.dtype).removeprefix("torch.")
-    variant = decode_variant(layout, group=group, query_dtype=dtype, scaling=scaling, sm=compute_capability(device))
-    return choose_programs(batch, layout.kv_heads, max_pages, sm_count=sm_count(device), resident=variant.resident)
+    resident = decode_variant(setting_of(layout, query, scaling)).resident
+    return choose_programs(batch, layout.kv_heads, max_pages, sm_count=sm_count(device), resident=resident)
+
+
+def setting_of(layout: CacheLayout, new: Tensor, scaling: float = 1.0, rows: int = 1) -> Setting:
+    """Return the setting of a launch for queries (B, Hq, D), or for new keys. rows: as in Setting."""
+    group, dtype = new.shape[-2] // layout.kv_heads, str(new.dtype).removeprefix("torch.")
+    return Setting(layout, dtype, compute_capability(new.device), group, scaling, rows)
 
 
 def plan_decode(lengths: Tensor, *, programs: int, sink_tokens: int = 0, recent_tokens: int = 0) -> Plan:
@@ -97,7 +102,8 @@ def plan_decode(lengths: Tensor, *, programs: int, sink_tokens: int = 0, recent_
     check_index("lengths", lengths, (batch,), lengths.device)
     rows = work_rows(programs, batch, exact=sink_tokens + recent_tokens > 0)
     plan = Plan(lengths.new_empty(rows, 5), lengths.new_empty(batch, 4))
-    variant = plan_variant(sink_tokens=sink_tokens, recent_tokens=recent_tokens)
+    exact = CacheLayout(1, HEAD_DIMS[0], SideLayout("fp16"), SideLayout("fp16"), sink_tokens, recent_tokens)
+    variant = plan_variant(Setting(exact))
     with torch.cuda.device_of(lengths):  # type: ignore[no-untyped-call]
         plan_work[(plan_grid(programs),)](lengths, batch, programs, *plan, **variant.constants, **variant.options)
     return plan
@@ -115,7 +121,6 @@ def decode_attention(
     *,
     scaling: float,
     exact_slots: Tensor | None = None,
-    variant: Variant | None = None,
 ) -> Tensor:
     """Run the attention of one decode step of one layer.
 
@@ -130,7 +135,6 @@ def decode_attention(
         plan: As plan_decode makes it of these lengths.
         scaling: Factor of the scores before the softmax.
         exact_slots: (B) int32, exact buffer of each sequence; required with exact tokens.
-        variant: Specialisation of decode_partial to use instead of the default one, for tuning.
 
     Returns:
         (B, Hq, D) in the type of query.
@@ -138,20 +142,8 @@ def decode_attention(
     Raises:
         ValueError: A tensor does not fit the layout.
     """
-    partial_acc, partial_ml = decode_partials(
-        layout,
-        query,
-        key_new,
-        value_new,
-        cache,
-        page_table,
-        lengths,
-        plan,
-        scaling=scaling,
-        exact_slots=exact_slots,
-        variant=variant,
-    )
-    return reduce_partials(partial_acc, partial_ml, plan, query.dtype)
+    step = (query, key_new, value_new, cache, page_table, lengths, plan)
+    return reduce_partials(layout, *decode_partials(layout, *step, scaling=scaling, exact_slots=exact_slots), plan, query.dtype)
 
 
 def decode_partials(
@@ -166,7 +158,6 @@ def decode_partials(
     *,
     scaling: float,
     exact_slots: Tensor | None = None,
-    variant: Variant | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run decode_partial: the attention of every part. Arguments and errors are those of decode_attention.
 
@@ -182,14 +173,7 @@ def decode_partials(
     rows = plan.work.shape[0]
     check_index("work", plan.work, (rows, 5), query.device)
     check_index("sequences", plan.sequences, (batch, 4), query.device)
-    if variant is None:
-        variant = decode_variant(
-            layout,
-            group=q_heads // layout.kv_heads,
-            query_dtype=str(query.dtype).removeprefix("torch."),
-            scaling=scaling,
-            sm=compute_capability(query.device),
-        )
+    variant = decode_variant(setting_of(layout, query, scaling))
     partial_acc = query.new_empty((rows + batch, q_heads, dim), dtype=partial_type(query.dtype))
     partial_ml = query.new_empty((rows + batch, q_heads, 2), dtype=torch.float32)
     arguments = (
@@ -230,10 +214,11 @@ def partial_type(dtype: torch.dtype) -> torch.dtype:
     return kind
 
 
-def reduce_partials(partial_acc: Tensor, partial_ml: Tensor, plan: Plan, dtype: torch.dtype) -> Tensor:
+def reduce_partials(layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor, plan: Plan, dtype: torch.dtype) -> Tensor:
     """Run decode_reduce: join the parts of decode_partials to the attention's output.
 
     Args:
+        layout: Format of the cache.
         partial_acc: (R, Hq, D) float16 or float32.
         partial_ml: (R, Hq, 2) float32.
         plan: That of decode_partials.
@@ -243,9 +228,8 @@ def reduce_partials(partial_acc: Tensor, partial_ml: Tensor, plan: Plan, dtype: 
         (B, Hq, D) in `dtype`.
     """
     batch, q_heads, dim = len(plan.sequences), *partial_acc.shape[1:]
-    sm, name = compute_capability(partial_acc.device), str(dtype).removeprefix("torch.")
-    variant = reduce_variant(q_heads=q_heads, head_dim=dim, out_dtype=name, sm=sm)
     out = partial_acc.new_empty((batch, q_heads, dim), dtype=dtype)
+    variant = reduce_variant(setting_of(layout, out))
     with torch.cuda.device_of(partial_acc):  # type: ignore[no-untyped-call]
         decode_reduce[(q_heads, batch)](partial_acc, partial_ml, plan.sequences, out, **variant.constants, **variant.options)
     return out
@@ -286,7 +270,7 @@ def append(
     check_cache(layout, cache, (layers,), key_new.device)
     exact = layout.exact_tokens > 0
     check_tables(layout, batch, page_table, lengths, exact_slots, key_new.device)
-    variant = append_variant(layout, sm=compute_capability(key_new.device))
+    variant = append_variant(setting_of(layout, key_new))
     written = ("key_pool", "key_scale_pool", "value_pool", "value_scale_pool", "key_exact", "value_exact")
     with torch.cuda.device_of(key_new):  # type: ignore[no-untyped-call]
         append_kernel[(-(-heads // variant.constants["R"]), batch, layers)](

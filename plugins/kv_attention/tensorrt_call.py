@@ -8,7 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from plugins.kv_attention.kernels.context_variants import context_splits
+from plugins.kv_attention.kernels.context_variants import WIDEST, context_splits
+from plugins.kv_attention.kernels.variants import Setting
 from plugins.kv_attention.layout import HEAD_DIMS, CacheLayout, Granularity, SideLayout
 from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, FORMATS, Compute, Node, bits_float, input_specs
 
@@ -92,7 +93,7 @@ class Call:
             partial = "partial_acc" in self.tensors
             dim = self.fixed("partial_acc", self._dim_axis, "head_dim") if partial else HEAD_DIMS[0]
             exact = (self.attributes.get(f"{name}_tokens", 0) for name in ("sink", "recent"))
-            return CacheLayout(1, dim, SideLayout("fp16"), SideLayout("fp16"), *exact)
+            return CacheLayout(self.q_heads, dim, SideLayout("fp16"), SideLayout("fp16"), *exact)
         heads = self.fixed("key", self._heads_axis, "the number of KV heads")
         dim, group = self.fixed("key", 3, "head_dim"), self.attributes["value_group"]
         sinks, recent = self.attributes["sink_tokens"], self.attributes["recent_tokens"]
@@ -129,8 +130,15 @@ class Call:
 
     @property
     def scaling(self) -> float:
-        """Factor of the scores before the softmax."""
-        return bits_float(self.attributes["scaling_bits"])
+        """Factor of the scores before the softmax; 1 where there are none."""
+        return bits_float(self.attributes["scaling_bits"]) if "scaling_bits" in self.attributes else 1.0
+
+    @property
+    def setting(self) -> Setting:
+        """What the kernel is compiled for: of several new tokens, for a chunk of a prompt."""
+        layout, splits = self.layout, max(1, self.splits - 1)
+        group = 1 if self.node.operation == "append" else self.q_heads // layout.kv_heads
+        return Setting(layout, COMPUTE[self.compute], self.attributes["sm"], group, self.scaling, WIDEST, splits)
 
     @property
     def splits(self) -> int:

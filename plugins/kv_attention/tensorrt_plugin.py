@@ -21,7 +21,6 @@ of no order between reading a pool and writing it, so the append takes what the 
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 try:
@@ -34,17 +33,14 @@ except ImportError as error:
     ) from error
 
 from plugins.kv_attention import aot
-from plugins.kv_attention.kernels.context_variants import WIDEST, context_splits, context_variant
+from plugins.kv_attention.kernels.context_variants import context_splits, context_variant
 from plugins.kv_attention.kernels.variants import append_variant, plan_grid, work_rows
-from plugins.kv_attention.tensorrt_call import COMPUTE, Call
+from plugins.kv_attention.tensorrt_call import Call
 from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, PARTIAL_TYPES, Node, all_nodes
 
 MINIMUM, BEYOND = (10, 14), (12, 0)
 """First release whose Python package the declarations were checked against, and first one that is refused: NVIDIA's package
 has read them in 10.14, 10.16, 11.0 and 11.4. Ahead-of-time plugins exist since 10.9."""
-
-CHUNK_ROWS = WIDEST
-"""Query rows that the kernel of context_partial is chosen for: those of a chunk, which is prefilled."""
 
 POINTERS = {"FLOAT": "*fp32", "HALF": "*fp16", "BF16": "*bf16", "FP8": "*u8", "INT8": "*i8", "INT32": "*i32"}
 """Triton's pointer type for each trt.DataType. Kernels read float8 as bytes."""
@@ -115,7 +111,7 @@ def kernel_launch(call: Call, outputs: Sequence[Any]) -> Any:
         RuntimeError: The plugin's tensors are not the kernel's parameters, or the kernel needs more shared memory than a
             plain launch has.
     """
-    kernel, grid = compile_kernel(call)
+    kernel = aot.compile_operation(call.node.operation, call.setting)
     plugin_id = call.node.plugin_id
     extras = [name for name, kind in kernel.parameters if kind == "i32"]
     arguments = [
@@ -129,7 +125,7 @@ def kernel_launch(call: Call, outputs: Sequence[Any]) -> Any:
     if kernel.shared_bytes > aot.SHARED_LIMIT:
         raise RuntimeError(f"{plugin_id} needs {kernel.shared_bytes} bytes of shared memory; a launch has {aot.SHARED_LIMIT}")
     launch = trtp.KernelLaunchParams()
-    launch.grid_x, launch.grid_y, launch.grid_z = grid
+    launch.grid_x, launch.grid_y, launch.grid_z = launch_grid(call)
     launch.block_x = 32 * kernel.num_warps
     launch.shared_mem = kernel.shared_bytes
     integers = trtp.SymIntExprs(len(extras))
@@ -161,57 +157,29 @@ def integer_argument(call: Call, name: str) -> Any:
     return call.size(*dimensions[name])
 
 
-def compile_kernel(call: Call) -> tuple[aot.CompiledKernel, tuple[Any, Any, Any]]:
-    """Compile the kernel of a call. Returns it and its grid, in symbolic expressions of the shapes."""
-    layout, sm = call.layout, call.attributes["sm"]
-    if call.node.operation == "plan_work":
-        kernel = _plan_kernel(sink_tokens=layout.sink_tokens, recent_tokens=layout.recent_tokens, sm=sm)
-        return kernel, (plan_grid(call.attributes["programs"]), 1, 1)
-    if call.node.operation == "decode_reduce":
-        out = COMPUTE[call.format("out_format")]
-        kernel = _reduce_kernel(q_heads=call.q_heads, head_dim=layout.head_dim, out_dtype=out, sm=sm)
-        return kernel, (call.q_heads, call.size("sequences", 0), 1)
-    if call.node.operation == "context_reduce":
-        kernel = _join_kernel(layout, splits=call.splits, out_dtype=COMPUTE[call.format("out_format")], sm=sm)
-        return kernel, (_product(call.size("partial_acc", 0), call.size("partial_acc", 1)) * call.q_heads, 1, 1)
-    if call.node.operation == "context_partial":
-        group = call.q_heads // layout.kv_heads
-        options: dict[str, Any] = {
-            "group": group,
-            "rows": CHUNK_ROWS,
-            "query_dtype": COMPUTE[call.compute],
-            "scaling": call.scaling,
-            "sm": sm,
-        }
-        columns = context_variant(layout, **options).constants["N"]
-        blocks = (call.size("query", 1) * group + (columns - 1)) // columns
-        return _context_kernel(layout, **options), (_product(call.size("query", 0), blocks), layout.kv_heads, call.splits)
-    if call.node.operation == "append":
-        kernel = _append_kernel(layout, new_dtype=COMPUTE[call.compute], sm=sm)
-        programs = -(-layout.kv_heads // append_variant(layout, sm=sm).constants["R"])
-        return kernel, (programs, call.size("key", 1), call.size("key", 0))
-    kernel = _decode_kernel(
-        layout,
-        group=call.q_heads // layout.kv_heads,
-        query_dtype=COMPUTE[call.compute],
-        scaling=call.scaling,
-        sm=sm,
-    )
-    return kernel, (layout.kv_heads, call.size("work", 0), 1)
+def launch_grid(call: Call) -> tuple[Any, Any, Any]:
+    """Return the grid of a call's kernel, in symbolic expressions of the shapes."""
+    heads, setting, size = call.layout.kv_heads, call.setting, call.size
+    match call.node.operation:
+        case "plan_work":
+            return plan_grid(call.attributes["programs"]), 1, 1
+        case "decode_partial":
+            return heads, size("work", 0), 1
+        case "decode_reduce":
+            return call.q_heads, size("sequences", 0), 1
+        case "context_partial":
+            columns = context_variant(setting).constants["N"]
+            blocks = (size("query", 1) * setting.group + (columns - 1)) // columns
+            return _product(size("query", 0), blocks), heads, call.splits
+        case "context_reduce":
+            return _product(size("partial_acc", 0), size("partial_acc", 1)) * call.q_heads, 1, 1
+        case "append":
+            return -(-heads // append_variant(setting).constants["R"]), size("key", 1), size("key", 0)
 
 
 def _product(first: Any, second: Any) -> Any:
     """The product of two sizes, each an int or a symbolic expression, which takes an int on its right only."""
     return second * first if isinstance(first, int) else first * second
-
-
-# Cached, because all layers of an engine use the same few kernels.
-_plan_kernel = cache(aot.compile_plan)
-_decode_kernel = cache(aot.compile_decode)
-_reduce_kernel = cache(aot.compile_reduce)
-_append_kernel = cache(aot.compile_append)
-_context_kernel = cache(aot.compile_context)
-_join_kernel = cache(aot.compile_join)
 
 
 def declare(node: Node) -> None:

@@ -14,7 +14,8 @@ from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import SampleRow
 from stages.evaluate.decoding.noise import own_heads
 from stages.evaluate.decoding.rows import run_samples
-from stages.evaluate.inputs.tokens import BundleTokenizer, encode
+from stages.evaluate.inputs.checks import judge
+from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
 
 FACTOR = 2.0
 """A mean KL may be as many times larger or smaller: one code that rounds the other way moves it."""
@@ -38,6 +39,7 @@ def decode_again(
     open_baseline: Callable[[], Engine],
     open_engine: Callable[[], Engine],
     samples: Sequence[Sample],
+    own_tokens: Mapping[str, Sequence[int]],
     tokenizer: BundleTokenizer,
     config: WorkloadsConfig,
 ) -> dict[str, Decoded]:
@@ -47,14 +49,22 @@ def decode_again(
         open_baseline: Loads the FP16-KV engine.
         open_engine: Loads the candidate.
         samples: At least one.
+        own_tokens: The words of the baseline that were scored in place of a sample's reference, by its id.
         tokenizer: The tokenizer of the engine bundle.
         config: What was asked in the evaluation.
 
     Returns:
-        What each sample gave, by its id.
+        What each sample gave, by its id; without samples whose own words are no right answer.
     """
-    encoded = encode(samples, tokenizer, config.max_scored_tokens)
-    baseline, batch_size = open_baseline(), config.batch_size
+    baseline, batch_size, encoded = open_baseline(), config.batch_size, list[EncodedSample]()
+    for item in encode(samples, tokenizer, config.max_scored_tokens):
+        own = own_tokens.get(item.sample.id, ())
+        if not own:
+            encoded.append(item)
+        elif item.judged and max(own) < baseline.vocab_size and judge(item.sample, tokenizer.text(own)).correct:
+            encoded.append(item.answered(own))
+    if not encoded:
+        return {}
     heads, _ = own_heads(lambda done: run_samples(baseline, encoded, None, batch_size, no_progress, done=done), encoded)
     results = run_samples(open_engine(), encoded, heads, batch_size, no_progress)
     found = {}
@@ -76,7 +86,7 @@ def difference(rows: Sequence[SampleRow], again: Mapping[str, Decoded], noise: f
     for row in rows:
         now = again.get(row.id)
         if now is None:
-            return f"sample {row.id} is none that was asked"
+            return f"sample {row.id} is none that was asked, or what was scored is no right answer to it"
         kl = row.mean_kl if row.mean_kl is not None else float("nan")
         room = NOISE_TIMES * noise + LEAST_KL
         if not (now.mean_kl <= FACTOR * kl + room and kl <= FACTOR * now.mean_kl + room):

@@ -76,7 +76,7 @@ def join(
         engines: What the report cites.
         config: Context bins and drafters.
     """
-    asked = [encoded.round(number) for number in range(1, len(rounds) + 1)]
+    asked = [baseline.scored(encoded.round(number)) for number, (baseline, _) in enumerate(rounds, start=1)]
     columns = [list(zip(asked, part, strict=True)) for part in zip(*rounds, strict=True)]
     (before, after) = ([answer for items, one in part for answer in one.answers_to(items)] for part in columns)
     parts = [steps for items, candidate in columns[1] for steps in candidate.statistics_of(items)]

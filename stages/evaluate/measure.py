@@ -22,7 +22,8 @@ from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.coverage import coverage
 from stages.evaluate.decoding.decode import shares
 from stages.evaluate.decoding.interruption import Interruption, interruption
-from stages.evaluate.decoding.results import SampleResult, unfinished
+from stages.evaluate.decoding.results import ResultFolder, SampleResult, unfinished
+from stages.evaluate.decoding.right_answers import in_own_words, likelier
 from stages.evaluate.decoding.rows import Answer, Done, greedy_of, judged_answers, labelled, run_samples
 from stages.evaluate.decoding.speculation import speculated
 from stages.evaluate.decoding.stored import LOGPROBS, Measured, Round, read_round
@@ -53,12 +54,15 @@ class Subject(Protocol):
         baseline: Round | None,
         *,
         progress: Progress,
-        greedy: Greedy,
+        greedy: Greedy | None,
         known: dict[int, SampleResult],
         done: Done,
         interruption: Interruption,
     ) -> list[SampleResult]:
-        """Ask the samples whose results are not known, and return the results of all; see `run_samples`."""
+        """Ask the samples whose results are not known, and return the results of all; see `run_samples`.
+
+        The first run is the one that is compared with a twin.
+        """
         ...
 
     def seen(self, encoded: Sequence[EncodedSample], results: Sequence[SampleResult], progress: Progress) -> dict[str, Any]:
@@ -78,6 +82,8 @@ def measure(
 ) -> None:
     """Ask an engine the samples of a round; a candidate is compared with the baseline, and the baseline's heads are kept.
 
+    Where the baseline answers rightly and finds its own words likelier than the reference, its own words are scored, of both.
+
     Args:
         subject: The engine.
         encoded: The samples of the round.
@@ -94,7 +100,7 @@ def measure(
         KeyboardInterrupt: The user asked for an end; the samples that have finished are kept.
     """
     digest, greedy = workloads_digest(encoded), greedy_of(tokenizer, config)
-    known, heads, named = None, None, labelled(progress, "baseline: ")
+    known, heads, named, scored = None, None, labelled(progress, "baseline: "), list(encoded)
     if baseline is not None:
         known, heads, named = read_round(baseline), BaselineHeads(baseline / LOGPROBS).sample, progress
         if (known.record.samples_digest, known.record.vocab_size) != (digest, subject.vocab_size):
@@ -102,30 +108,38 @@ def measure(
                 f"workloads: {baseline} was measured on other samples or another vocabulary than the candidate's; delete that "
                 "directory, so that the baseline is measured again"
             )
+        scored = known.scored(encoded)
 
-    with unfinished(out, digest) as folder:
+    with unfinished(out, workloads_digest(scored)) as folder:
 
-        def keep(i: int, result: SampleResult, own: SampleHeads | None) -> None:
-            if heads is None and not np.isfinite(result.statistics.baseline_nll).all():
-                raise UserError(f"{subject.not_finite} on sample {encoded[i].sample.id}")
-            folder.save(i, result, own)
+        def run(
+            items: Sequence[EncodedSample], into: ResultFolder, greedy: Greedy | None, label: Progress
+        ) -> list[SampleResult]:
+            def keep(i: int, result: SampleResult, own: SampleHeads | None) -> None:
+                if heads is None and not np.isfinite(result.statistics.baseline_nll).all():
+                    raise UserError(f"{subject.not_finite} on sample {items[i].sample.id}")
+                into.save(i, result, own)
+
+            return subject.run(
+                items, heads, known, progress=label, greedy=greedy, known=into.load(), done=keep, interruption=noted
+            )
 
         with interruption() as noted:
-            results = subject.run(
-                encoded,
-                heads,
-                known,
-                progress=named,
-                greedy=greedy,
-                known=folder.load(),
-                done=keep,
-                interruption=noted,
-            )
+            results = run(scored, folder, greedy, named)
+            said = judged_answers(scored, results, tokenizer)
+            own = in_own_words(scored, results, said, greedy) if heads is None else {}
+            items, kept = list(own.values()), [(folder, i) for i in range(len(scored))]
+            if items:
+                again = folder.beside(workloads_digest(items))
+                anew = run(items, again, None, labelled(named, "own answers: "))
+                for place, (i, result) in enumerate(zip(own, anew, strict=True)):
+                    if likelier(result, results[i]):
+                        scored[i], results[i], kept[i] = items[place], results[i].scored_anew(result), (again, place)
         if heads is None:
-            BaselineHeads.write(out / LOGPROBS, ((item.sample.id, folder.heads(i)) for i, item in enumerate(encoded)))
-        said = judged_answers(encoded, results, tokenizer)
+            stored = ((item.sample.id, of.heads(i)) for item, (of, i) in zip(scored, kept, strict=True))
+            BaselineHeads.write(out / LOGPROBS, stored)
         beside: Sequence[Answer | None] = known.answers_to(encoded) if known is not None else ()
-        said = speculated(said, encoded, config.speculation, greedy, named, beside)
+        said = speculated(said, scored, config.speculation, greedy, named, beside)
         answers = {item.sample.id: answer for item, answer in zip(encoded, said, strict=True) if answer is not None}
         checks = [(finite(full), finite(head)) for result in results for full, head in result.checks.tolist()]
         record = Measured(
@@ -133,7 +147,8 @@ def measure(
             vocab_size=subject.vocab_size,
             policy=subject.policy.name,
             checks=checks,
-            **subject.seen(encoded, results, named),
+            right_answers={item.sample.id: list(item.reference) for item in scored if item.replaced and heads is None},
+            **subject.seen(scored, results, named),
         )
         Round(record, answers, StepStatistics.joined([result.statistics for result in results])).write(out)
 
@@ -169,9 +184,9 @@ class Local:
     def run(
         self, encoded: Sequence[EncodedSample], heads: Heads | None, baseline: Round | None, **options: Any
     ) -> list[SampleResult]:
-        """Decode the samples, forced, while the twin looks on."""
+        """Decode the samples, forced, the first time while the twin looks on."""
         observe: dict[str, Any] = {}
-        if self.twin is not None:
+        if self.twin is not None and self.comparison is None:
             self.comparison = self._comparison(self.twin, encoded, heads, baseline, options["progress"])
             observe = {"observe": self.comparison.take}
         return run_samples(self.engine, encoded, heads, self.config.batch_size, **options, **observe)

@@ -45,6 +45,9 @@ def once(
         baseline: What `measure` wrote of the baseline in that round; None for the baseline itself.
         open_engine: Loads the candidate that the canary corrupts, an engine of its own; None runs no canary.
     """
+    answers = read_round(measured)
+    first_round = answers if baseline is None else read_round(baseline)
+    encoded = first_round.scored(encoded)
     subset, greedy, batch = repeated_samples(encoded, config), greedy_of(tokenizer, config), config.batch_size
     named = progress if baseline is not None else labelled(progress, "baseline: ")
     floor, first = labelled(named, "noise floor: "), list[SampleResult]()
@@ -52,7 +55,7 @@ def once(
         own: Heads = BaselineHeads(measured / LOGPROBS).sample
     else:
         own, first = own_heads(lambda done: run_samples(engine, subset, None, batch, floor, done=done), subset)
-        twin = None if twin is None else twin.beside(read_round(baseline).record.conformance)
+        twin = None if twin is None else twin.beside(first_round.record.conformance)
     # Another batch composition: one by one, or in pairs where they ran one by one; batched and token by token where they ran in
     # one pass. Whole requests stay whole requests: each step of one would be a request of its own.
     in_requests = engine.can(Engine.forced_together)
@@ -60,7 +63,7 @@ def once(
     second = run_samples(engine, subset, own, size, floor, greedy=greedy, one_pass=in_requests)
     traced = list(zip([*subset, *subset], (result.trace for result in [*first, *second]), strict=False))
     found = Once(
-        noise=noise_floor(subset, second, read_round(measured).answers_to(subset), tokenizer),
+        noise=noise_floor(subset, second, answers.answers_to(subset), tokenizer),
         free_answers=free_answers(engine, subset, batch, greedy, named),
         reused=reused_prefixes(engine, subset),
         probe=None if twin is None else probe(engine, twin, config.probe, batch, named),

@@ -237,21 +237,21 @@ def _load(system: SystemMetrics) -> str:
 
 def _asked(exhibits: Sequence[Exhibit]) -> Iterator[tuple[str, ...]]:
     """Yield the workloads as they were asked of the candidate that was asked most of each."""
-    whole: dict[str, tuple[Slice, Candidate]] = {}
+    whole: dict[str, Slice] = {}
     planned: dict[str, None] = {}
     for exhibit, report in reports(exhibits):
         planned |= dict.fromkeys([*report.planned_workloads, *(row.workload for row in exhibit.rows)])
         for part in report.slices:
             name = part.workload or ""
-            if part.whole and name and (name not in whole or part.samples > whole[name][0].samples):
-                whole[name] = part, exhibit.candidate
+            if part.whole and name and (name not in whole or part.samples > whole[name].samples):
+                whole[name] = part
     undecided = [e.candidate for e in exhibits if e.candidate.verdict == "INCONCLUSIVE"]
     for workload in planned:
         if workload not in whole:
-            yield workload, "0", "0", "not asked yet", "–", "", ""
+            yield workload, "0", "0", "not asked yet", "–", ""
             continue
-        part, candidate = whole[workload]
-        counted, told = part.accuracy, candidate.detectable.get(workload)
+        part = whole[workload]
+        counted = part.accuracy
         needed = max((one.samples_needed.get(workload, 0) for one in undecided), default=0)
         yield (
             workload,
@@ -259,7 +259,6 @@ def _asked(exhibits: Sequence[Exhibit]) -> Iterator[tuple[str, ...]]:
             f"{part.documents:,}",
             f"{counted.judged:,}" if counted is not None else "none: distances alone",
             number(counted.baseline, ".3f") if counted is not None else "–",
-            told.text if told is not None else "",
             f"about {needed:,}" if needed else "",
         )
 

@@ -19,7 +19,7 @@ NAMED = {
         workloads.context_bins=[0] workloads.canary_factor=1.0 workloads.canary_factor=inf workloads.canary_factor=nan
         workloads.load.batch=5000 workloads.load.budget_gib=nan workloads.load.budget_gib=-1.0 workloads.load=null
         workloads.probe=null workloads.probe.max_batch=1 workloads.speculation={lookup_tokens:0}
-        workloads.speculation=yes
+        workloads.speculation=yes workloads.gsm8k=-1 workloads.gsm8k=1320 workloads.gsm8k=many workloads.gsm8k={samples:9}
         gates=null gates.max_mean_kl=nan gates.max_mean_kl=inf gates.max_mean_kl=-0.1 gates.max_mean_kl=low
         gates.max_mean_kl=null gates.alpha=0 gates.alpha=nan gates.alpha=0.9 gates.power=1.0 gates.margin=-0.05
         gates.margin=inf gates.margin=1.0 gates.margins=[] +gates.margins.copy=nan +gates.margins.poems=0.1

@@ -148,11 +148,7 @@ def decide_without(without: str, report: EvaluationReport, rows: Sequence[Sample
     """Decide as the gates do, but for the lines of one of them."""
     verdict = decide(report, rows, gates)
     checks = [check for check in verdict.checks if check.gate != without]
-    return (
-        verdict
-        if len(checks) == len(verdict.checks)
-        else conclude(checks, verdict.samples_needed, verdict.round, verdict.detectable)
-    )
+    return verdict if len(checks) == len(verdict.checks) else conclude(checks, verdict.samples_needed, verdict.round)
 
 
 @contextmanager

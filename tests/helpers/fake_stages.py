@@ -121,7 +121,13 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name, function in (("calibration", calibrate), ("run", quantize), ("export", _export)):
         fake(f"quantize.{name}", calibration_texts=function, quantize=function, export=function)
-    encoded = SimpleNamespace(write=lambda out: (out / "encoded.json").write_text(""), round=lambda _: QUESTIONS[:4])
+
+    def encoded(rounds: int) -> Any:
+        def write(out: Path) -> None:
+            (out / "encoded.json").write_text(str(rounds))
+
+        return SimpleNamespace(numbers=range(1, rounds + 1), round=lambda _: QUESTIONS[:4], write=write)
+
     nothing = SimpleNamespace(read=lambda _: None)
     fake("evaluate.inputs.samples", load_samples=lambda _: QUESTIONS)
     fake(
@@ -130,8 +136,8 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     fake(
         "evaluate.inputs.tokens",
-        encode_rounds=lambda *_: encoded,
-        read_encoded=lambda _: encoded,
+        encode_rounds=lambda _, __, config: encoded(len(config.rounds)),
+        read_encoded=lambda directory: encoded(int((directory / "encoded.json").read_text())),
         BundleTokenizer=lambda _: None,
     )
     fake("evaluate.measure", measure=_measure, Local=lambda engine, *_: engine)

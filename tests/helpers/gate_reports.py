@@ -53,6 +53,8 @@ def row(workload: str, index: int, before: bool = True, after: bool = True, **ch
         "top10_overlap": 0.95,
         "mean_squared_delta_p": 1e-4,
         "non_finite_steps": 0,
+        "baseline_probability": 0.25,
+        "candidate_probability": 0.25,
     }
     return SampleRow.model_validate({**values, **changes})
 

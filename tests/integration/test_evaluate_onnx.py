@@ -1,6 +1,7 @@
 """The evaluation on real engines: the tiny model on ONNX Runtime, a few samples of some workloads."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import yaml
 from evaluations import evaluate, measure_baseline
 from gate_reports import lines
 from onnx_fixtures import tiny_decoder
+from word_problems import write_problems
 
 from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy
 from pipeline.core.workloads import WorkloadsConfig
@@ -19,6 +21,7 @@ from stages.evaluate.decoding.batches import Finished, Greedy
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
+from stages.workloads import gsm8k
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = {"prose": 2, "retrieval": 6, "tool_call": 2, "copy": 3}
@@ -164,3 +167,21 @@ def test_an_eviction_that_loses_nothing_is_its_format_and_one_that_loses_the_rec
     assert held is not None
     assert of_fp16 is not None
     assert held == of_fp16, "tokens that were evicted are not live"
+
+
+def test_problems_that_the_tiny_model_cannot_solve_still_say_how_probable_their_results_are(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = write_problems(tmp_path / "test.jsonl")
+    monkeypatch.setattr(gsm8k, "_data_file", lambda: path)
+    asked = config().model_copy(update={"samples": {}, "gsm8k": 2})
+    samples, options = load_samples(asked), {"tokenizer": bench.tokenizer, "config": asked}
+    measure_baseline(lambda: load_engine(bench.fp16, threads=1), samples, tmp_path / "baseline", **options)  # type: ignore[arg-type]
+    evaluate(lambda: load_engine(bench.fp16, threads=1), samples, tmp_path / "baseline", tmp_path / "report", **options)  # type: ignore[arg-type]
+    rows = load_rows(tmp_path / "report")
+    assert [(row.workload, row.judged, row.baseline_correct) for row in rows] == [("gsm8k", True, False)] * 2
+    for row, sample in zip(rows, samples, strict=True):
+        assert row.baseline_probability is not None
+        assert row.baseline_nll is not None
+        assert row.baseline_probability == pytest.approx(row.candidate_probability, rel=1e-4)
+        assert 0 < math.exp(-row.baseline_nll * row.scored_tokens) < row.baseline_probability, sample.id

@@ -249,12 +249,13 @@ COMPILE = """
 import json, re, subprocess, sys, tempfile
 from collections import Counter
 from triton import knobs
-from plugins.kv_attention.aot import compile_append
+from plugins.kv_attention.aot import compile_operation
+from plugins.kv_attention.kernels.variants import Setting
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 
 for case in json.load(sys.stdin):
     layout = CacheLayout(case["heads"], case["dim"], SideLayout(*case["key"]), SideLayout(*case["value"]), *case["exact"])
-    kernel = compile_append(layout, new_dtype=case["dtype"], sm=case["sm"])
+    kernel = compile_operation("append", Setting(layout, case["dtype"], case["sm"]))
     with tempfile.NamedTemporaryFile() as file:
         file.write(kernel.cubin)
         file.flush()

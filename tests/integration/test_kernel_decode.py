@@ -51,7 +51,7 @@ def check(case: Case, programs: int, scaling: float | None = None) -> None:
     assert written.any(1).sum() <= sum(max(1, n) for n in pages) + len(pages) * (layout.exact_tokens > 0)
     assert weight[written].isfinite().all()
     assert (maximum[weight == 0.0] == -math.inf).all()
-    out = launch.reduce_partials(partial_acc, partial_ml, plan, case.dtype)
+    out = launch.reduce_partials(layout, partial_acc, partial_ml, plan, case.dtype)
     assert out.dtype == case.dtype
     for length, actual, expected in zip(case.lengths, out.float().cpu(), case.expected(scaling), strict=True):
         error = (actual - expected).norm() / expected.norm()
@@ -155,7 +155,9 @@ def test_means_in_float16_add_no_more_error_than_the_outputs_own_rounding(
     singles = launch.decode_partials(case.layout, **arguments)
     assert halves[0].dtype == torch.float16
     assert singles[0].dtype == torch.float32
-    joined, without = (launch.reduce_partials(*part, plan, torch.float32).double().cpu() for part in (halves, singles))
+    joined, without = (
+        launch.reduce_partials(case.layout, *part, plan, torch.float32).double().cpu() for part in (halves, singles)
+    )
     expected = attention_in_float64(case, scaling)
     rounding = (expected.to(dtype).double() - expected).norm()
     assert (joined - without).norm() <= limit * rounding

@@ -13,7 +13,7 @@ from tensorrt_graph_cases import INT4_KEYS, Surgery, forced, operate, surgeries
 
 from pipeline.core.kv import KVPolicy
 from plugins.kv_attention import launch, reference
-from plugins.kv_attention.kernels.variants import decode_variant
+from plugins.kv_attention.kernels.variants import Setting, decode_variant
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import PLAN, bits_float, node_of
 from stages.engines.tensorrt.plugin import default_programs
@@ -88,7 +88,7 @@ def test_the_work_is_divided_for_what_runs_at_once_on_the_gpu_that_builds(
     info = surgery.bundle.model
     programs = default_programs(info, replace(surgery.limits, max_tokens=1 << 17), sm=90)
     (resident,) = {
-        decode_variant(layout, group=info.q_heads // info.kv_heads, query_dtype=info.compute_dtype, scaling=1.0, sm=90).resident
+        decode_variant(Setting(layout, info.compute_dtype, 90, info.q_heads // info.kv_heads)).resident
         for layout in surgery.layers.layouts.values()
     }
     assert programs == 132 * resident // info.kv_heads

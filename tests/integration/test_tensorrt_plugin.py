@@ -25,7 +25,7 @@ from tensorrt_stubs_builder import Plan, Tensor, Triple
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.formats.graph import onnx_type
 from plugins.kv_attention.kernels.context_variants import WIDEST, context_splits, context_variant
-from plugins.kv_attention.kernels.variants import append_variant, plan_grid
+from plugins.kv_attention.kernels.variants import Setting, append_variant, plan_grid
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 from plugins.kv_attention.tensorrt_nodes import (
     CONTEXT_REDUCE,
@@ -227,7 +227,7 @@ def test_several_new_tokens_are_launched_for_every_block_of_rows_head_and_split(
         ("FLOAT", (batch, tokens, *fixed, triple(2))),
     ]
     dtype = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[case.compute]
-    variant = context_variant(case.layout, group=case.group, rows=WIDEST, query_dtype=dtype, scaling=SCALING, sm=case.sm)
+    variant = context_variant(Setting(case.layout, dtype, case.sm, case.group, SCALING, WIDEST))
     blocks = tuple(b * -(-x * case.group // variant.constants["N"]) for b, x in zip(batch, tokens, strict=True))
     assert plan.grid == (blocks, triple(case.layout.kv_heads), triple(case.programs + 1))
     check_kernel(plan, node, case, [width, tokens])
@@ -252,7 +252,7 @@ def test_the_append_writes_all_layers_into_outputs_like_its_inputs_and_declares_
     assert plan.aliases == {}
     assert [name for name in tensors if name not in node.outputs][-3:].count("attended") == 1
     assert plan.outputs == [(tensors[name].dtype, tuple(map(triple, tensors[name].dims))) for name in node.outputs]
-    programs = -(-case.layout.kv_heads // append_variant(case.layout, sm=case.sm).constants["R"])
+    programs = -(-case.layout.kv_heads // append_variant(Setting(case.layout, sm=case.sm)).constants["R"])
     assert plan.grid == (triple(programs), triple(case.sizes["T"]), triple(case.sizes["L"]))
     sizes = ["N", "P", *(["M"] if case.layout.exact_tokens else [])]
     check_kernel(plan, node, case, [triple(case.sizes[letter]) for letter in sizes])

@@ -7,9 +7,10 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from interruptions import FORK, attempt
@@ -26,9 +27,10 @@ from pipeline.registry.runs import track
 from pipeline.registry.summary import Candidate, Cited, evidence_digest
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 from pipeline.run import runner
+from pipeline.upkeep import registered
 from pipeline.upkeep.disk import Piece, distinct_bytes, freed_bytes, walk
 from pipeline.upkeep.prune import Plan, alone, make_plan, remove
-from pipeline.upkeep.registered import _from_client, read_registered
+from pipeline.upkeep.registered import read_registered
 from pipeline.upkeep.status import show_status
 
 MODEL = "model.path=/models/some-llm"
@@ -179,12 +181,30 @@ def test_baselines_go_first_and_identities_before_what_they_name(ground: Ground)
     assert "tune" in kinds
 
 
-def test_a_file_of_sqlite_is_read_as_mlflow_reads_it(ground: Ground) -> None:
+def test_what_mlflow_said_of_a_sqlite_file_is_kept_until_the_file_changes(
+    ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     cited = {file_digest(path) for path in ground.artifacts.glob("identity/*/identity.json")}
-    location = locate(Tracking(), ground.work, "another-llm", {})
-    (read,), (asked,) = read_registered(location, cited), list(_from_client(location, cited))
-    assert read.name == "kvgate-some-llm"
-    assert read == asked
+    database = shutil.copy(ground.work / "mlflow.db", tmp_path)
+    location = locate(Tracking(uri=f"sqlite:///{database}"), ground.work, "another-llm", {})
+    asked = []
+
+    def counted(*arguments: Any) -> list[registered.Model]:
+        asked.append(arguments)
+        return ask(*arguments)
+
+    ask = registered._ask
+    monkeypatch.setattr(registered, "_ask", counted)
+    first, again = (read_registered(location, cited) for _ in range(2))
+    assert [model.name for model in first] == ["kvgate-some-llm"]
+    assert again == first
+    assert len(asked) == 1
+    MlflowStore(replace(location, model_name="kvgate-some-llm")).set_alias("canary", "1")
+    (changed,) = read_registered(location, cited)
+    assert changed.aliases == {**first[0].aliases, "canary": "1"}
+    assert len(asked) == 2
+    assert read_registered(location, set()) == [], "another question is asked"
 
 
 def test_the_bytes_that_are_said_are_those_that_are_freed(copied: Path) -> None:

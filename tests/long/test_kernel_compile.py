@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.sass_cases import POLICIES
+from benchmarks.compile_matrix import COMPILED, POLICIES
 from plugins.kv_attention import aot
-from plugins.kv_attention.kernels.variants import decode_variant
+from plugins.kv_attention.kernels.variants import Setting, decode_variant
 from plugins.kv_attention.launch import choose_programs
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 
@@ -43,6 +43,9 @@ class Case:
     @property
     def layout(self) -> CacheLayout:
         return CacheLayout(8, self.head_dim, side(self.key), side(self.value), *self.exact)
+
+    def setting(self, rows: int = 1) -> Setting:
+        return Setting(self.layout, self.query_dtype, self.sm, self.group, 0.1, rows)
 
 
 def side(text: str) -> SideLayout:
@@ -83,7 +86,7 @@ CHOSEN = (
 
 
 def sample(count: int) -> tuple[Case, ...]:
-    """Draw variants from all of them, the same ones every time; benchmarks/sass_report.py --all compiles the rest."""
+    """Draw variants from all of them, the same ones every time."""
     draw = random.Random(4).choice
     plain = ("fp16", "bf16", "fp8_e4m3 per_head", "fp8_e4m3 per_token", "int8 per_tensor", "int8 per_token")
     values = (*plain, "nvfp4 per_group 16", "int4 per_token", "int4 per_group 32", "int4 per_group 64")
@@ -113,7 +116,8 @@ CHUNKS = (
 PROGRAM = """
 import json
 from plugins.kv_attention import aot
-from plugins.kv_attention.kernels.variants import decode_variant
+from plugins.kv_attention.kernels.variants import Setting, decode_variant
+from plugins.kv_attention.layout import CacheLayout, SideLayout
 from plugins.kv_attention.sass import kernel_loop
 from tests.long.test_kernel_compile import CASES, CHUNKS, HEADLINE
 
@@ -123,26 +127,22 @@ def described(kernel, **more):
 
 decode = []
 for case in CASES:
-    arguments = dict(group=case.group, query_dtype=case.query_dtype, scaling=0.1, sm=case.sm)
-    kernel = aot.compile_decode(case.layout, **arguments)
-    variant = decode_variant(case.layout, **arguments)
+    kernel = aot.compile_operation("decode_partial", case.setting())
+    variant = decode_variant(case.setting())
     loop = kernel_loop(kernel.cubin)
     decode.append(described(kernel, tokens=variant.constants["T"], streamed_bytes=loop.streamed_bytes(kernel.num_warps),
         loads=loop.loads, resident=variant.resident, sm_shared=variant.sm_shared))
-chunks = [
-    described(aot.compile_context(
-        case.layout, group=case.group, rows=rows, query_dtype=case.query_dtype, scaling=0.1, sm=case.sm
-    )) for case, rows in CHUNKS
-]
-exact = next(case for case in CASES if sum(case.exact)).layout
+chunks = [described(aot.compile_operation("context_partial", case.setting(rows))) for case, rows in CHUNKS]
+wide = CacheLayout(8, 256, SideLayout("fp16"), SideLayout("fp16"))
+exact = next(case for case in CASES if sum(case.exact)).setting()
 others = {
-    "plan": described(aot.compile_plan(sink_tokens=0, recent_tokens=0, sm=90)),
-    "plan_exact": described(aot.compile_plan(sink_tokens=4, recent_tokens=60, sm=80)),
-    "reduce": described(aot.compile_reduce(q_heads=64, head_dim=128, out_dtype="bfloat16", sm=90)),
-    "reduce_wide": described(aot.compile_reduce(q_heads=64, head_dim=256, out_dtype="float32", sm=80)),
-    "join": described(aot.compile_join(CHUNKS[0][0].layout, splits=2, out_dtype="bfloat16", sm=90)),
-    "append": described(aot.compile_append(HEADLINE.layout, new_dtype="bfloat16", sm=90)),
-    "append_exact": described(aot.compile_append(exact, new_dtype="float16", sm=80)),
+    "plan": described(aot.compile_operation("plan_work", HEADLINE.setting())),
+    "plan_exact": described(aot.compile_operation("plan_work", exact)),
+    "reduce": described(aot.compile_operation("decode_reduce", HEADLINE.setting())),
+    "reduce_wide": described(aot.compile_operation("decode_reduce", Setting(wide, "float32", 80, 8))),
+    "join": described(aot.compile_operation("context_reduce", HEADLINE.setting())),
+    "append": described(aot.compile_operation("append", HEADLINE.setting())),
+    "append_exact": described(aot.compile_operation("append", exact)),
 }
 print(json.dumps({"decode": decode, "chunks": chunks, "others": others}))
 """
@@ -247,7 +247,7 @@ def test_portable_ptx_is_made_for_targets_that_it_knows(compiled: dict[str, Any]
 @pytest.mark.parametrize(("key", "head_dim", "resident"), [("fp8_e4m3 per_tensor", 128, 7), ("int8 per_token", 256, 8)])
 def test_work_is_divided_for_as_many_programs_as_run_at_once(kv_heads: int, key: str, head_dim: int, resident: int) -> None:
     layout = CacheLayout(kv_heads, head_dim, side(key), side("int4 per_group 64"))
-    variant = decode_variant(layout, group=8, query_dtype="bfloat16", scaling=0.1, sm=90)
+    variant = decode_variant(Setting(layout, "bfloat16", 90, 8, 0.1))
     assert variant.resident == resident
     programs = choose_programs(1, kv_heads, 1 << 20, sm_count=132, resident=variant.resident)
     assert programs * kv_heads <= 132 * resident < (programs + 1) * kv_heads
@@ -257,7 +257,7 @@ def test_compiling_in_a_process_that_interprets_is_refused() -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("kernels are compiled here")
     with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"):
-        aot.compile_decode(HEADLINE.layout, group=8, query_dtype="bfloat16", scaling=0.1, sm=90)
+        aot.compile_operation("decode_partial", HEADLINE.setting())
 
 
 def test_a_hidden_parameter_that_is_used_is_not_stripped() -> None:
@@ -283,7 +283,5 @@ def test_every_kernel_of_the_matrix_compiles_without_spills_by_the_ptxas_of_the_
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads(file.read_text())["results"]
     assert {row["sm"] for row in rows} == set(TARGETS)
-    kernels = {"decode", "plan", "reduce", "append", "context chunk", "context drafts", "context_reduce"}
-    assert {row["kernel"] for row in rows} == kernels
-    assert len(rows) == len(TARGETS) * len(kernels) * len(POLICIES)
+    assert len(rows) == len(TARGETS) * len(COMPILED) * len(POLICIES)
     assert all(row["spills"] == 0 and row["shared_bytes"] <= aot.SHARED_LIMIT for row in rows)

@@ -21,7 +21,7 @@ from pipeline.verdict.gates import Gates, decide
 from pipeline.verdict.thresholds import Verdict
 
 STRICT = """
-gates: {margin: 0.05, margins: {retrieval: 0.02}, alpha: 0.05, max_mean_kl: 0.05, min_samples: 32, allow_scale_changes: []}
+gates: {margin: 0.05, margins: {retrieval: 0.02}, alpha: 0.05, max_mean_kl: 0.05, min_samples: 15, allow_scale_changes: []}
 min_samples: 64
 required_workloads: [retrieval, copy]
 """
@@ -51,7 +51,7 @@ def decided(policy: GatePolicy, thresholds: Gates, rows: Any, **measured: Any) -
         ({"margins": {"copy": 0.1}}, "gates.margins.copy=0.1 is looser than 0.05"),
         ({"margin": 0.03}, "gates.margins.retrieval=0.03 is looser than 0.02"),
         ({"alpha": 0.2}, "gates.alpha=0.2 is looser than 0.05"),
-        ({"min_samples": 4}, "gates.min_samples=4 is looser than 32"),
+        ({"min_samples": 4}, "gates.min_samples=4 is looser than 15"),
         ({"max_mean_kl": 1.0}, "gates.max_mean_kl=1 is looser than 0.05"),
         ({"allow_scale_changes": ("missing",)}, r"gates.allow_scale_changes=\[missing\] is looser than \[\]"),
     ],
@@ -170,7 +170,7 @@ def pem(folder: Path, name: str) -> str:
 def test_each_way_of_being_looser_is_named(tmp_path: Path) -> None:
     one, two = pem(tmp_path, "one"), pem(tmp_path, "two")
     pairs = [
-        ("gates: {min_samples: 32}", "gates: {min_samples: 31}", ["gates.min_samples"]),
+        ("gates: {min_samples: 15}", "gates: {min_samples: 14}", ["gates.min_samples"]),
         ("gates: {margin: 0.05}", "gates: {margin: 0.05, margins: {copy: 0.1}}", ["gates.margins.copy"]),
         ("gates: {margin: 0.05}", "gates: {margin: 0.05, margins: {copy: 0.01}}", []),
         ("gates: {allow_scale_changes: []}", "gates: {allow_scale_changes: [merged]}", ["gates.allow_scale_changes"]),

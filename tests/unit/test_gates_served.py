@@ -1,7 +1,7 @@
 """A server by URL: what it does not show keeps it from passing, and what it shows can fail it."""
 
 import pytest
-from gate_reports import GATES, every_class, report, verdict
+from gate_reports import GATES, answered, every_class, report, verdict
 
 from pipeline.verdict.delivery import Served, ServerSeen
 from pipeline.verdict.gates import decide, is_final
@@ -61,9 +61,9 @@ def test_without_a_corrupted_server_the_canary_is_open_and_with_a_blind_one_it_f
     assert "backend.canary_url=null" in reason
 
 
-@pytest.mark.parametrize(("lost", "final"), [(0, True), (6, False)])
-def test_no_round_is_run_for_what_no_round_would_show(lost: int, final: bool) -> None:
-    rows = every_class(retrieval=lost)
+@pytest.mark.parametrize(("kept", "final"), [(1.0, True), (0.953, False)])
+def test_no_round_is_run_for_what_no_round_would_show(kept: float, final: bool) -> None:
+    rows = [r.model_copy(update={"candidate_probability": 0.25 * kept}) for r in answered("copy", 120)]
     judged = report(rows, served=served(canary_url=None), canary=Canary(factor=None, rows=[]), planned_rounds=[0.95, 1.0])
     assert is_final(decide(judged, rows, GATES), judged, GATES) is final
 

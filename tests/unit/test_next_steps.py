@@ -99,12 +99,13 @@ def test_an_inconclusive_one_says_how_many_samples_to_ask(tmp_path: Path) -> Non
     ("base", "needed", "gate", "says"),
     [
         (["workloads=bfcl"], {"bfcl_multiple": 500}, "accuracy", "workloads.bfcl.samples=500"),
+        (["workloads=gsm8k"], {"gsm8k": 5000}, "accuracy", "workloads.gsm8k=1319"),
         (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {"custom": 500}, "accuracy", "500 of custom"),
         (["workloads.samples.copy=4"], {"all": 32}, "min_samples", "workloads.samples.copy=32"),
         ([], {}, "max_mean_kl", "workloads.samples.copy=619"),
         ([], {"copy": 700}, "max_mean_kl", "workloads.samples.retrieval=619"),
         (["gates.attempt=2"], {}, "max_ruined_share", "workloads.samples.copy=358"),
-        ([], {}, "min_baseline_accuracy", "more samples would not decide"),
+        ([], {}, "min_recovery", "more samples would not decide"),
         ([], {"copy": 1_000_000}, "accuracy", "judge int8, which keeps more"),  # no number of samples decides it
     ],
 )

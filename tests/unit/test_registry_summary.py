@@ -18,7 +18,7 @@ from pipeline.registry.summary import (
     load,
     record,
 )
-from pipeline.verdict.thresholds import Check, Detectable, Verdict
+from pipeline.verdict.thresholds import Check, Verdict
 
 FP8 = Candidate(
     name="fp8",
@@ -73,7 +73,6 @@ def test_a_candidate_survives_the_file_with_every_check_of_its_verdict(tmp_path:
         reasons=["far"],
         checks=[check],
         warnings=["no fork was exercised"],
-        detectable={"copy": Detectable(fails_from=0.1, passes_up_to=None)},
         samples_needed={"copy": 900},
     )
     for candidate in (fp8(reasons=("a", "b")), fp8(registration=None), fp8(**Candidate.decided(verdict))):

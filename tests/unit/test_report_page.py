@@ -72,10 +72,10 @@ def test_every_line_of_every_verdict_is_on_the_page_with_its_reason(judged: list
 
 def test_a_check_is_as_bad_as_the_worst_of_its_places(judged: list[Exhibit], tmp_path: Path) -> None:
     accuracy = next(gate for gate in make_page(judged, occasion(tmp_path))["gates"] if gate.key == "accuracy")
-    assert [cell.check.status for cell in accuracy.worst] == ["PASS", "INCONCLUSIVE", "FAIL"]
-    assert accuracy.counts[2] == "0 of 4"
-    assert {place.where for place in accuracy.places} == {"retrieval", "copy", "retrieval [0, 256)", "copy [0, 256)"}
-    assert all(place.where.startswith(str(place.workload)) for place in accuracy.places)
+    assert [cell.check.status for cell in accuracy.worst] == ["PASS", "WARNING", "FAIL"]
+    of = {place.where: place.workload for place in accuracy.places}
+    assert of.pop("all") is None
+    assert of == {where: where.partition(" ")[0] for where in ("retrieval", "copy", "retrieval [0, 256)", "copy [0, 256)")}
 
 
 def test_context_bins_are_a_second_layer_with_the_answers_that_changed(
@@ -188,7 +188,7 @@ def test_answers_lost_and_gained_stand_beside_the_prompt_of_the_same_sample(judg
 
 
 def test_what_a_policy_that_failed_changes_comes_last(judged: list[Exhibit]) -> None:
-    assert [exhibit.candidate.verdict for exhibit in judged] == ["INCONCLUSIVE", "INCONCLUSIVE", "FAIL"]
+    assert [exhibit.candidate.verdict for exhibit in judged] == ["PASS", "PASS", "FAIL"]
     cards = changed_answers(judged).cards
     sound = [any(flip.policy < 2 for flip in card.flips) for card in cards]
     assert sound == sorted(sound, reverse=True)

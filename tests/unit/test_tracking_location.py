@@ -92,5 +92,5 @@ def test_tracking_that_is_off_logs_nothing_and_opens_no_store(tmp_path: Path) ->
     store = open_store(Tracking(enabled=False), tmp_path, "tiny")
     assert store is None
     with track(store, "sweep", "fp8", "onnxruntime", {}) as run:
-        run.stage("build", {}, digest="d", seconds=1.0, reused=False)
+        run.stage("build", {}, digest="d", seconds=1.0)
     assert list(tmp_path.iterdir()) == []

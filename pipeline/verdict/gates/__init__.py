@@ -24,7 +24,7 @@ from pydantic import create_model
 from pipeline import statistics
 from pipeline.verdict.registry import GATES, LINES, Evidence, Gate, Needed
 from pipeline.verdict.report import EvaluationReport, SampleRow
-from pipeline.verdict.thresholds import MOST_SAMPLES, RULES, Check, Detectable, LineStatus, Status, Verdict
+from pipeline.verdict.thresholds import MOST_SAMPLES, RULES, Check, Status, Verdict
 
 __all__ = ["GATES", "LINES", "Decide", "Gates", "conclude", "decide", "is_final"]
 
@@ -32,9 +32,9 @@ for _module in pkgutil.iter_modules(__path__):
     __import__(f"{__name__}.{_module.name}")
 
 if TYPE_CHECKING:
-    from pipeline.verdict.gates import answers, delivery, rare
+    from pipeline.verdict.gates import answers, delivery, rare, recovery
 
-    class Gates(answers.Limits, rare.Limits, delivery.Limits):
+    class Gates(answers.Limits, recovery.Limits, rare.Limits, delivery.Limits):
         """The thresholds that are read outside of their gates."""
 
 else:
@@ -69,20 +69,18 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) ->
             answered = {name for name, has_answers in report.planned_workloads.items() if has_answers}
             gates.check_margins(answered | {row.workload for row in whole.judged})
             seen = [_look(some, replace(whole, look=look), gates) for look in looks]
-            checks += _decided(seen, some, report) if seen else [_no_look(report, rounds, gates)]
+            checks += _decided(seen, report) if seen else [_no_look(report, rounds, gates)]
             continue
         for gate in some:
             checks += gate.check(whole, gates)
             if gate.stops and any(check.status == "FAIL" for check in checks):
-                return conclude(checks, {}, looks=0, detectable={})
-    detectable: dict[str, Detectable] = {}
+                return conclude(checks, {}, looks=0)
     needed: dict[str, int] = {}
     for gate in GATES if looks else ():
-        detectable |= gate.detectable(whole, gates) if gate.detectable is not None else {}
         if gate.needed is not None:
             checks, numbers = _advised(checks, gate, gate.needed, whole, gates)
             needed |= numbers
-    verdict = conclude(checks, needed, len(looks), detectable)
+    verdict = conclude(checks, needed, len(looks))
     return verdict.model_copy(update={"covered": None if report.limits is None else str(report.limits)})
 
 
@@ -106,31 +104,25 @@ def _look(some: Sequence[Gate], whole: Evidence, gates: Gates) -> list[Check]:
     return [check.model_copy(update={"reason": check.reason + whole.look.place}) for check in checks]
 
 
-def _decided(seen: Sequence[Sequence[Check]], some: Sequence[Gate], report: EvaluationReport) -> list[Check]:
-    """Return one check for each line and place: its latest that failed, else its latest PASS that lasts, else its last.
+def _decided(seen: Sequence[Sequence[Check]], report: EvaluationReport) -> list[Check]:
+    """Return one check for each line and place: its latest that failed, else that of the last look.
 
     A lower bound of a server's KL passes nothing; above a limit it fails as any other.
 
     Args:
         seen: The checks of each look, at least one look.
-        some: The gates that look.
         report: What was measured.
     """
-    lasting = {key for gate in some if gate.pass_lasts for key in gate.lines}
-    by_key: dict[tuple[str, str], list[Check]] = {}
-    for checks in (seen[-1], *seen):  # the last look first, for its order; a bin may have failed at an earlier one only
-        for check in checks:
-            by_key.setdefault((check.gate, check.where), []).append(check)
-    decided = []
-    for (name, _), history in by_key.items():
-        statuses: tuple[LineStatus, ...] = ("FAIL", "PASS") if name in lasting else ("FAIL",)
-        found = [check for status in statuses for check in reversed(history) if check.status == status]
-        check = found[0] if found else history[-1]
-        if report.served is not None and LINES[name].lower_bound and check.status == "PASS":
-            reason = f"{check.reason}, of a lower bound, which shows no PASS"
-            check = check.model_copy(update={"status": "WARNING", "reason": reason})
-        decided.append(check)
-    return decided
+    decided: dict[tuple[str, str], Check] = {(check.gate, check.where): check for check in seen[-1]}
+    for checks in seen:
+        decided |= {(check.gate, check.where): check for check in checks if check.status == "FAIL"}
+    return [_of_server(check) if report.served is not None else check for check in decided.values()]
+
+
+def _of_server(check: Check) -> Check:
+    if not LINES[check.gate].lower_bound or check.status != "PASS":
+        return check
+    return check.model_copy(update={"status": "WARNING", "reason": f"{check.reason}, of a lower bound, which shows no PASS"})
 
 
 def _no_look(report: EvaluationReport, rounds: int, gates: Gates) -> Check:
@@ -152,9 +144,9 @@ def _advised(
     attempt = gates.next_attempt.attempt
 
     def said(check: Check) -> Check:
-        if check.gate not in gate.lines or check.status != "INCONCLUSIVE" or check.where not in needed:
+        count = needed.get(check.where, sum(needed.values()) if check.where == "all" else 0)
+        if check.gate not in gate.lines or check.status != "INCONCLUSIVE" or not count:
             return check
-        count = needed[check.where]
         amount = f"{count:,}" if count < MOST_SAMPLES else "over a million"
         advice = f"; about {amount} samples would decide with gates.attempt={attempt}"
         return check.model_copy(update={"reason": check.reason + advice})
@@ -162,7 +154,7 @@ def _advised(
     return [said(check) for check in checks], needed
 
 
-def conclude(checks: Sequence[Check], needed: Mapping[str, int], looks: int, detectable: Mapping[str, Detectable]) -> Verdict:
+def conclude(checks: Sequence[Check], needed: Mapping[str, int], looks: int) -> Verdict:
     """The verdict is the worst status of its checks; its reasons are those of the checks with that status, and what every
     verdict says."""
     main = {key for gate in GATES if gate.is_main for key in gate.lines}
@@ -171,15 +163,12 @@ def conclude(checks: Sequence[Check], needed: Mapping[str, int], looks: int, det
     undecided = [check.reason for check in checks if check.status == "INCONCLUSIVE"]
     status: Status = "FAIL" if failures else "INCONCLUSIVE" if undecided else "PASS"
     passes = [check.reason for check in checks if check.gate in main] or [check.reason for check in checks]
-    open_places = {check.where for check in checks if check.status == "INCONCLUSIVE"}
-    asks_more = status == "INCONCLUSIVE" and not open_places.isdisjoint(needed)
     return Verdict(
         status=status,
         reasons=[*(failures or undecided or passes), *(check.reason for check in checks if check.gate in always)],
         checks=list(checks),
         warnings=[check.reason for check in checks if check.status == "WARNING"],
-        detectable=dict(detectable),
-        samples_needed=dict(needed) if asks_more else {},
+        samples_needed=dict(needed) if status == "INCONCLUSIVE" else {},
         round=looks,
         rules=RULES,
     )

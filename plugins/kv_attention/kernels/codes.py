@@ -10,6 +10,80 @@ import triton
 import triton.language as tl
 
 
+def for_bytes(declared, body, outputs):
+    """Return inline assembly that runs `body` for each of the four bytes of two words, which have `outputs` results each.
+
+    In `body` %0 to %3 are the results of a byte, %pair is PRMT's selector of the byte of both words, widened with zeros by what
+    follows, and %signed that of both bytes, each widened with its sign.
+    """
+    text = ""
+    for byte in range(4):
+        one = body.replace("%pair", f"0x{4 + byte}{4 + byte}{byte}{byte}")
+        one = one.replace("%signed", f"0x{12 + byte:x}{4 + byte}{8 + byte:x}{byte}")
+        for number in range(outputs):
+            one = one.replace(f"%{number}", f"${byte * outputs + number}")
+        text += one
+    return tl.constexpr("{" + declared + text + "}")
+
+
+INT4_WORDS = for_bytes(
+    """
+    .reg .b32 pair, low, high, offset, shrink, mend;
+    mov.b32 offset, 0xe408e408;
+    mov.b32 shrink, 0x2c002c00;
+    mov.b32 mend, 0xd480d480;""",
+    """
+    prmt.b32 pair, $16, $17, %pair;
+    lop3.b32 low, pair, 0x000f000f, 0x64006400, 0xea;
+    lop3.b32 high, pair, 0x00f000f0, 0x64806480, 0x6a;
+    add.f16x2 low, low, offset;
+    fma.rn.f16x2 high, high, shrink, mend;
+    mov.b32 {%0, %1}, low;
+    mov.b32 {%2, %3}, high;""",
+    outputs=4,
+)
+INT8_WORDS = for_bytes(
+    """
+    .reg .b32 pair, offset;
+    mov.b32 offset, 0xe480e480;""",
+    """
+    prmt.b32 pair, $8, $9, %pair;
+    lop3.b32 pair, pair, 0x00ff00ff, 0x64806480, 0x6a;
+    add.f16x2 pair, pair, offset;
+    mov.b32 {%0, %1}, pair;""",
+    outputs=2,
+)
+# The arithmetic of decode_e4m3.
+E4M3_WORDS = for_bytes(
+    """
+    .reg .b32 pair, factor;
+    mov.b32 factor, 0x5c005c00;""",
+    """
+    prmt.b32 pair, $8, $9, %signed;
+    shl.b32 pair, pair, 7;
+    and.b32 pair, pair, 0xbf80bf80;
+    mul.f16x2 pair, pair, factor;
+    mov.b32 {%0, %1}, pair;""",
+    outputs=2,
+)
+E4M3_WORDS_BY_HARDWARE = tl.constexpr("""{
+    .reg .b32 pairs;
+    .reg .b16 first, second;
+    prmt.b32 pairs, $8, $9, 0x5140;
+    mov.b32 {first, second}, pairs;
+    cvt.rn.f16x2.e4m3x2 pairs, first;
+    mov.b32 {$0, $1}, pairs;
+    cvt.rn.f16x2.e4m3x2 pairs, second;
+    mov.b32 {$2, $3}, pairs;
+    prmt.b32 pairs, $8, $9, 0x7362;
+    mov.b32 {first, second}, pairs;
+    cvt.rn.f16x2.e4m3x2 pairs, first;
+    mov.b32 {$4, $5}, pairs;
+    cvt.rn.f16x2.e4m3x2 pairs, second;
+    mov.b32 {$6, $7}, pairs;
+    }""")
+
+
 @triton.constexpr_function
 def streams_of(dtype):
     """Return the codes of a stored byte or element: 2 of 4 bits, else 1."""
@@ -101,131 +175,16 @@ def decode_words(even, odd, DTYPE: tl.constexpr, PTX: tl.constexpr, FP8: tl.cons
     """
     if PTX and DTYPE == "int4":
         codes = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 pair, low, high, offset, shrink, mend;
-            mov.b32 offset, 0xe408e408;
-            mov.b32 shrink, 0x2c002c00;
-            mov.b32 mend, 0xd480d480;
-            prmt.b32 pair, $16, $17, 0x4400;
-            lop3.b32 low, pair, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 high, pair, 0x00f000f0, 0x64806480, 0x6a;
-            add.f16x2 low, low, offset;
-            fma.rn.f16x2 high, high, shrink, mend;
-            mov.b32 {$0, $1}, low;
-            mov.b32 {$2, $3}, high;
-            prmt.b32 pair, $16, $17, 0x5511;
-            lop3.b32 low, pair, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 high, pair, 0x00f000f0, 0x64806480, 0x6a;
-            add.f16x2 low, low, offset;
-            fma.rn.f16x2 high, high, shrink, mend;
-            mov.b32 {$4, $5}, low;
-            mov.b32 {$6, $7}, high;
-            prmt.b32 pair, $16, $17, 0x6622;
-            lop3.b32 low, pair, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 high, pair, 0x00f000f0, 0x64806480, 0x6a;
-            add.f16x2 low, low, offset;
-            fma.rn.f16x2 high, high, shrink, mend;
-            mov.b32 {$8, $9}, low;
-            mov.b32 {$10, $11}, high;
-            prmt.b32 pair, $16, $17, 0x7733;
-            lop3.b32 low, pair, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 high, pair, 0x00f000f0, 0x64806480, 0x6a;
-            add.f16x2 low, low, offset;
-            fma.rn.f16x2 high, high, shrink, mend;
-            mov.b32 {$12, $13}, low;
-            mov.b32 {$14, $15}, high;
-            }""",
-            "=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-            [even, odd],
-            dtype=(tl.float16,) * 16,
-            is_pure=True,
-            pack=1,
-        )
-    elif PTX and DTYPE == "int8":
-        codes = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 pair, offset;
-            mov.b32 offset, 0xe480e480;
-            prmt.b32 pair, $8, $9, 0x4400;
-            lop3.b32 pair, pair, 0x00ff00ff, 0x64806480, 0x6a;
-            add.f16x2 pair, pair, offset;
-            mov.b32 {$0, $1}, pair;
-            prmt.b32 pair, $8, $9, 0x5511;
-            lop3.b32 pair, pair, 0x00ff00ff, 0x64806480, 0x6a;
-            add.f16x2 pair, pair, offset;
-            mov.b32 {$2, $3}, pair;
-            prmt.b32 pair, $8, $9, 0x6622;
-            lop3.b32 pair, pair, 0x00ff00ff, 0x64806480, 0x6a;
-            add.f16x2 pair, pair, offset;
-            mov.b32 {$4, $5}, pair;
-            prmt.b32 pair, $8, $9, 0x7733;
-            lop3.b32 pair, pair, 0x00ff00ff, 0x64806480, 0x6a;
-            add.f16x2 pair, pair, offset;
-            mov.b32 {$6, $7}, pair;
-            }""",
-            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-            [even, odd],
-            dtype=(tl.float16,) * 8,
-            is_pure=True,
-            pack=1,
-        )
-    elif PTX and FP8:
-        codes = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 pairs;
-            .reg .b16 first, second;
-            prmt.b32 pairs, $8, $9, 0x5140;
-            mov.b32 {first, second}, pairs;
-            cvt.rn.f16x2.e4m3x2 pairs, first;
-            mov.b32 {$0, $1}, pairs;
-            cvt.rn.f16x2.e4m3x2 pairs, second;
-            mov.b32 {$2, $3}, pairs;
-            prmt.b32 pairs, $8, $9, 0x7362;
-            mov.b32 {first, second}, pairs;
-            cvt.rn.f16x2.e4m3x2 pairs, first;
-            mov.b32 {$4, $5}, pairs;
-            cvt.rn.f16x2.e4m3x2 pairs, second;
-            mov.b32 {$6, $7}, pairs;
-            }""",
-            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-            [even, odd],
-            dtype=(tl.float16,) * 8,
-            is_pure=True,
-            pack=1,
+            INT4_WORDS, "=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,r,r", [even, odd], (tl.float16,) * 16, True, 1
         )
     elif PTX:
-        # The arithmetic of decode_e4m3.
-        codes = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 pair, factor;
-            mov.b32 factor, 0x5c005c00;
-            prmt.b32 pair, $8, $9, 0xc480;
-            shl.b32 pair, pair, 7;
-            and.b32 pair, pair, 0xbf80bf80;
-            mul.f16x2 pair, pair, factor;
-            mov.b32 {$0, $1}, pair;
-            prmt.b32 pair, $8, $9, 0xd591;
-            shl.b32 pair, pair, 7;
-            and.b32 pair, pair, 0xbf80bf80;
-            mul.f16x2 pair, pair, factor;
-            mov.b32 {$2, $3}, pair;
-            prmt.b32 pair, $8, $9, 0xe6a2;
-            shl.b32 pair, pair, 7;
-            and.b32 pair, pair, 0xbf80bf80;
-            mul.f16x2 pair, pair, factor;
-            mov.b32 {$4, $5}, pair;
-            prmt.b32 pair, $8, $9, 0xf7b3;
-            shl.b32 pair, pair, 7;
-            and.b32 pair, pair, 0xbf80bf80;
-            mul.f16x2 pair, pair, factor;
-            mov.b32 {$6, $7}, pair;
-            }""",
-            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-            [even, odd],
-            dtype=(tl.float16,) * 8,
-            is_pure=True,
-            pack=1,
-        )
+        if DTYPE == "int8":
+            WORDS: tl.constexpr = INT8_WORDS
+        elif FP8:
+            WORDS: tl.constexpr = E4M3_WORDS_BY_HARDWARE
+        else:
+            WORDS: tl.constexpr = E4M3_WORDS
+        codes = tl.inline_asm_elementwise(WORDS, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [even, odd], (tl.float16,) * 8, True, 1)
     else:
         codes = ()
         for j in tl.static_range(4):

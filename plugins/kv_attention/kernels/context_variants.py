@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from plugins.kv_attention.kernels.variants import SM_SHARED, STAGES, WIDE, Variant, decode_variant
-from plugins.kv_attention.layout import CacheLayout
+from plugins.kv_attention.kernels.variants import STAGES, WIDE, Setting, Variant, decode_variant
 
 WGMMA_SM = 90
 """First compute capability whose matrix instruction takes its second operand from shared memory."""
@@ -22,48 +21,28 @@ many, which 8 warps hold in 32 registers a thread."""
 NEW = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
-def context_variant(layout: CacheLayout, *, group: int, rows: int, query_dtype: str, scaling: float, sm: int | None) -> Variant:
-    """Return the variant of context_partial.
-
-    Args:
-        layout: Format of the cache.
-        group: Query heads per KV head.
-        rows: Query rows of a KV head that a sequence is likely to have: its new tokens times `group`.
-        query_dtype: "float16", "bfloat16" or "float32", of queries and of new keys and values.
-        scaling: Factor of the scores before the softmax.
-        sm: Compute capability (90), or None for Triton's interpreter.
-
-    Raises:
-        ValueError: The group or the scaling is out of range.
-    """
-    decode = decode_variant(layout, group=group, query_dtype=query_dtype, scaling=scaling, sm=sm)
-    dim = layout.head_dim
-    terms = decode.constants["PARTS"]
+def context_variant(setting: Setting) -> Variant:
+    """Return the variant of context_partial."""
+    decode, layout, sm = decode_variant(setting), setting.layout, setting.sm
+    dim, terms = layout.head_dim, decode.constants["PARTS"]
     # Sinks, recent and new tokens take more registers of float32: they are as wide as the queries, and in terms as well.
-    numbers = dim * (4 if query_dtype == "float32" else terms)
+    numbers = dim * (4 if setting.dtype == "float32" else terms)
     widest = WIDEST if sm is None or sm >= WGMMA_SM else WIDEST // 2
-    columns = NARROW if rows <= NARROW else max(NARROW, min(widest, QUERY_NUMBERS * widest // WIDEST // numbers))
+    columns = NARROW if setting.rows <= NARROW else max(NARROW, min(widest, QUERY_NUMBERS * widest // WIDEST // numbers))
     wide = any(side.dtype in WIDE for side in (layout.key, layout.value))
     # The largest tiles leave no shared memory for two of them.
     stages = 1 if wide and dim == 256 else STAGES
     tile = 16 if wide or dim == 256 else 32
     constants = decode.constants | {
         "T": tile,
-        "U": 16 if dim == 256 or query_dtype == "float32" else 32,
+        "U": 16 if dim == 256 or setting.dtype == "float32" else 32,
         "N": columns,
-        "NEW": NEW[query_dtype],
+        "NEW": NEW[setting.dtype],
         "STAGES": stages,
     }
     warps = 4 if columns == NARROW and numbers <= 256 else 8
     shared = 2 * tile * layout.token_bytes // layout.kv_heads + 2 * columns * dim * terms + 2 * tile * columns
-    return replace(
-        decode,
-        constants=constants,
-        num_warps=warps,
-        num_stages=stages,
-        shared_bytes=shared,
-        sm_shared=SM_SHARED.get(sm or 0, Variant.sm_shared),
-    )
+    return replace(decode, constants=constants, num_warps=warps, num_stages=stages, shared_bytes=shared)
 
 
 def context_blocks(tokens: int, sequences: int, variant: Variant, *, ragged: bool) -> int:
@@ -86,18 +65,8 @@ def context_splits(splits: int) -> int:
     return splits + 1
 
 
-def join_variant(layout: CacheLayout, *, splits: int, out_dtype: str, sm: int | None) -> Variant:
-    """Return the variant of context_reduce.
-
-    Args:
-        layout: Format of the cache.
-        splits: S, as context_splits returns it.
-        out_dtype: "float16", "bfloat16" or "float32".
-        sm: Compute capability (90), or None for Triton's interpreter.
-    """
-    constants = {
-        "D": layout.head_dim,
-        "BLOCK": 1 << (splits - 1).bit_length(),
-        "ROUND": sm is None and out_dtype == "bfloat16",
-    }
+def join_variant(setting: Setting) -> Variant:
+    """Return the variant of context_reduce."""
+    block = 1 << (context_splits(setting.splits) - 1).bit_length()
+    constants = {"D": setting.layout.head_dim, "BLOCK": block, "ROUND": setting.rounds_bfloat16}
     return Variant(constants, num_warps=1, num_stages=1)

@@ -9,10 +9,30 @@ assembly and one of plain arithmetic, and both give the same numbers.
 import triton
 import triton.language as tl
 
-from plugins.kv_attention.kernels.codes import decode_e4m3
+from plugins.kv_attention.kernels.codes import decode_e4m3, for_bytes
 
 NVFP4_GAIN = tl.constexpr(16384.0)
 """2^14: what decoded numbers are to be multiplied with, besides the layer's scale."""
+
+
+SCALED_WORDS = for_bytes(
+    """
+    .reg .b32 pair, low, high, sign;""",
+    """
+    prmt.b32 pair, $16, $17, %pair;
+    shl.b32 low, pair, 1;
+    shl.b32 sign, pair, 4;
+    shr.u32 high, pair, 3;
+    and.b32 low, low, 0x0e000e00;
+    and.b32 high, high, 0x0e000e00;
+    lop3.b32 low, low, sign, 0x80008000, 0xf8;
+    lop3.b32 high, high, pair, 0x80008000, 0xf8;
+    mul.f16x2 low, low, $18;
+    mul.f16x2 high, high, $19;
+    mov.b32 {%0, %1}, low;
+    mov.b32 {%2, %3}, high;""",
+    outputs=4,
+)
 
 
 @triton.jit
@@ -100,62 +120,12 @@ def _scale_pairs(even, odd, FP8: tl.constexpr):
 def _scaled_pairs(even, odd, low_scale, high_scale):
     """Decode the four bytes of words of an even and an odd token, and multiply by pairs of scales."""
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 pair, low, high, sign;
-        prmt.b32 pair, $16, $17, 0x4400;
-        shl.b32 low, pair, 1;
-        shl.b32 sign, pair, 4;
-        shr.u32 high, pair, 3;
-        and.b32 low, low, 0x0e000e00;
-        and.b32 high, high, 0x0e000e00;
-        lop3.b32 low, low, sign, 0x80008000, 0xf8;
-        lop3.b32 high, high, pair, 0x80008000, 0xf8;
-        mul.f16x2 low, low, $18;
-        mul.f16x2 high, high, $19;
-        mov.b32 {$0, $1}, low;
-        mov.b32 {$2, $3}, high;
-        prmt.b32 pair, $16, $17, 0x5511;
-        shl.b32 low, pair, 1;
-        shl.b32 sign, pair, 4;
-        shr.u32 high, pair, 3;
-        and.b32 low, low, 0x0e000e00;
-        and.b32 high, high, 0x0e000e00;
-        lop3.b32 low, low, sign, 0x80008000, 0xf8;
-        lop3.b32 high, high, pair, 0x80008000, 0xf8;
-        mul.f16x2 low, low, $18;
-        mul.f16x2 high, high, $19;
-        mov.b32 {$4, $5}, low;
-        mov.b32 {$6, $7}, high;
-        prmt.b32 pair, $16, $17, 0x6622;
-        shl.b32 low, pair, 1;
-        shl.b32 sign, pair, 4;
-        shr.u32 high, pair, 3;
-        and.b32 low, low, 0x0e000e00;
-        and.b32 high, high, 0x0e000e00;
-        lop3.b32 low, low, sign, 0x80008000, 0xf8;
-        lop3.b32 high, high, pair, 0x80008000, 0xf8;
-        mul.f16x2 low, low, $18;
-        mul.f16x2 high, high, $19;
-        mov.b32 {$8, $9}, low;
-        mov.b32 {$10, $11}, high;
-        prmt.b32 pair, $16, $17, 0x7733;
-        shl.b32 low, pair, 1;
-        shl.b32 sign, pair, 4;
-        shr.u32 high, pair, 3;
-        and.b32 low, low, 0x0e000e00;
-        and.b32 high, high, 0x0e000e00;
-        lop3.b32 low, low, sign, 0x80008000, 0xf8;
-        lop3.b32 high, high, pair, 0x80008000, 0xf8;
-        mul.f16x2 low, low, $18;
-        mul.f16x2 high, high, $19;
-        mov.b32 {$12, $13}, low;
-        mov.b32 {$14, $15}, high;
-        }""",
+        SCALED_WORDS,
         "=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r",
         [even, odd, low_scale, high_scale],
-        dtype=(tl.float16,) * 16,
-        is_pure=True,
-        pack=1,
+        (tl.float16,) * 16,
+        True,
+        1,
     )
 
 

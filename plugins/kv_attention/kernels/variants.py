@@ -67,30 +67,50 @@ class Variant:
         return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
 
 
-def decode_variant(layout: CacheLayout, *, group: int, query_dtype: str, scaling: float, sm: int | None) -> Variant:
-    """Return the variant of decode_partial.
-
-    Args:
-        layout: Format of the cache.
-        group: Query heads per KV head, at most GROUP_LIMIT.
-        query_dtype: "float16", "bfloat16" or "float32".
-        scaling: Factor of the scores before the softmax.
-        sm: Compute capability (90), or None for Triton's interpreter.
+@dataclass(frozen=True)
+class Setting:
+    """What kernels are specialised for. Each kernel depends on a part of a setting.
 
     Raises:
         ValueError: The group or the scaling is out of range.
     """
-    if not 1 <= group <= GROUP_LIMIT:
-        raise ValueError(f"query heads per KV head must be 1 to {GROUP_LIMIT}, got {group}")
-    if not scaling > 0.0:
-        raise ValueError(f"scaling must be positive, got {scaling}")
+
+    layout: CacheLayout
+    dtype: str = "float32"
+    """Type of queries, of new keys and values, and of results: "float16", "bfloat16" or "float32"."""
+    sm: int | None = None
+    """Compute capability (90), or None for Triton's interpreter."""
+    group: int = 1
+    """Query heads per KV head, at most GROUP_LIMIT."""
+    scaling: float = 1.0
+    """Factor of the scores before the softmax."""
+    rows: int = 1
+    """Query rows of a KV head that a sequence is likely to have: its new tokens times `group`."""
+    splits: int = 1
+    """Splits of context_partial over the pages."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.group <= GROUP_LIMIT:
+            raise ValueError(f"query heads per KV head must be 1 to {GROUP_LIMIT}, got {self.group}")
+        if not self.scaling > 0.0:
+            raise ValueError(f"scaling must be positive, got {self.scaling}")
+
+    @property
+    def rounds_bfloat16(self) -> bool:
+        """Whether a kernel rounds its bfloat16 results by integer arithmetic, because the interpreter truncates."""
+        return self.sm is None and self.dtype == "bfloat16"
+
+
+def decode_variant(setting: Setting) -> Variant:
+    """Return the variant of decode_partial."""
+    layout, group, sm = setting.layout, setting.group, setting.sm
     value, dim = layout.value, layout.head_dim
     width, groups = value.width(dim), value.groups(dim)
     # A value row is read in chunks. Each lies within one scale group of its stream, so that the scale can be folded into p. Of
     # nvfp4, whose scales are multiplied into the codes, it is as many channels as a word of four scales covers.
     chunk = min(width, 64 if value.layer_scale else dim // groups) if groups else width
     columns = max(8, 1 << (group - 1).bit_length())
-    parts = _query_parts(layout.key, query_dtype, sm)
+    parts = _query_parts(layout.key, setting.dtype, sm)
     size = columns * dim * parts
     tile, warps = _tile_and_warps(layout, size, sm)
     stages = STAGES if size < 8192 else 1
@@ -100,7 +120,7 @@ def decode_variant(layout: CacheLayout, *, group: int, query_dtype: str, scaling
         "T": tile,
         "N": columns,
         "D": dim,
-        "SCALING": scaling,
+        "SCALING": setting.scaling,
         "PARTS": parts,
         "KEY": layout.key.dtype,
         "KEY_SCALE": _scale_kind(layout.key, "token"),
@@ -154,9 +174,10 @@ def _tile_and_warps(layout: CacheLayout, size: int, sm: int | None) -> tuple[int
     return 32 if value.packed else 16, 4
 
 
-def plan_variant(*, sink_tokens: int, recent_tokens: int) -> Variant:
-    """Return the variant of plan_work, for any number of sequences and programs. Exact tokens are those of the layout."""
-    constants = {"SINK": sink_tokens, "RECENT": recent_tokens, "ROWS": PLAN_ROWS, "BLOCK": PLAN_BLOCK}
+def plan_variant(setting: Setting) -> Variant:
+    """Return the variant of plan_work, for any number of sequences and programs."""
+    layout = setting.layout
+    constants = {"SINK": layout.sink_tokens, "RECENT": layout.recent_tokens, "ROWS": PLAN_ROWS, "BLOCK": PLAN_BLOCK}
     return Variant(constants, num_warps=4, num_stages=1)
 
 
@@ -178,16 +199,10 @@ def partial_dtype(query_dtype: str) -> str:
     return "float32" if query_dtype == "float32" else "float16"
 
 
-def reduce_variant(*, q_heads: int, head_dim: int, out_dtype: str, sm: int | None) -> Variant:
-    """Return the variant of decode_reduce.
-
-    Args:
-        q_heads: Hq.
-        head_dim: D.
-        out_dtype: "float16", "bfloat16" or "float32".
-        sm: Compute capability (90), or None for Triton's interpreter.
-    """
-    constants = {"HQ": q_heads, "D": head_dim, "ROUND": sm is None and out_dtype == "bfloat16"}
+def reduce_variant(setting: Setting) -> Variant:
+    """Return the variant of decode_reduce."""
+    layout = setting.layout
+    constants = {"HQ": layout.kv_heads * setting.group, "D": layout.head_dim, "ROUND": setting.rounds_bfloat16}
     return Variant(constants, num_warps=4, num_stages=1)
 
 
@@ -206,13 +221,9 @@ def _query_parts(key: SideLayout, query_dtype: str, sm: int | None) -> int:
     return 1 if query_bits <= (8 if key.dtype == "bf16" else 11) else 2
 
 
-def append_variant(layout: CacheLayout, *, sm: int | None) -> Variant:
-    """Return the variant of append, for any number of layers and sequences and any type of new keys and values.
-
-    Args:
-        layout: Format of the cache.
-        sm: Compute capability (90), or None for Triton's interpreter.
-    """
+def append_variant(setting: Setting) -> Variant:
+    """Return the variant of append, for any number of layers and sequences and any type of new keys and values."""
+    layout, sm = setting.layout, setting.sm
     key, value, dim = layout.key, layout.value, layout.head_dim
     static_scales = {name: shape[0] for name, (_, shape) in layout.static_scales().items()}
     constants = {

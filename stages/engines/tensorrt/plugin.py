@@ -6,17 +6,19 @@ plan, which needs neither Python nor a plugin library to run.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import cast
 
 import onnx
 
 from pipeline.core.errors import MissingRequirement, UserError
+from plugins.kv_attention.kernels.context_variants import WIDEST, context_blocks, context_variant
+from plugins.kv_attention.kernels.variants import Setting, decode_variant
 from plugins.kv_attention.layout import CacheLayout
-from plugins.kv_attention.tensorrt_nodes import bits_float
+from plugins.kv_attention.tensorrt_nodes import Operation, bits_float, float_bits
 from stages.engines.base import Mode
 from stages.engines.bundle import BUNDLE_FILE
 from stages.engines.onnx.bundle import ModelInfo
@@ -26,8 +28,8 @@ from stages.engines.tensorrt.build import GraphAdapter, PlanGraphs
 from stages.engines.tensorrt.shapes import Limits
 from stages.engines.tensorrt.surgery import use_plugin
 
-if TYPE_CHECKING:
-    from plugins.kv_attention.aot import CompiledKernel
+PARTS: tuple[Operation, ...] = ("decode_partial", "decode_reduce", "context_partial", "context_reduce")
+"""The plugin nodes of a layer's attention, in both graphs."""
 
 
 def with_plugin(gpu: Mapping[str, str]) -> GraphAdapter:
@@ -125,12 +127,8 @@ def default_programs(info: ModelInfo, limits: Limits, sm: int) -> int:
 
     with _triton():
         from plugins.kv_attention import launch
-        from plugins.kv_attention.kernels.variants import decode_variant
-    group = info.q_heads // info.kv_heads
-    resident = min(
-        decode_variant(layout, group=group, query_dtype=info.compute_dtype, scaling=1.0, sm=sm).resident
-        for layout in choose_layers(limits.policy, info.shape, info.q_heads).layouts.values()
-    )
+    layouts = choose_layers(limits.policy, info.shape, info.q_heads).layouts.values()
+    resident = min(decode_variant(_setting(layout, info, sm)).resident for layout in layouts)
     batch, pages, sm_count = limits.max_batch, limits.sequence_pages, launch.sm_count(torch.device("cuda"))
     return launch.choose_programs(batch, info.kv_heads, pages, sm_count=sm_count, resident=resident)
 
@@ -141,10 +139,9 @@ def default_splits(info: ModelInfo, limits: Limits, sm: int) -> int:
 
     with _triton():
         from plugins.kv_attention import context, launch
-        from plugins.kv_attention.kernels.context_variants import WIDEST, context_blocks, context_variant
-    group, splits = info.q_heads // info.kv_heads, []
+    splits = []
     for layout in choose_layers(limits.policy, info.shape, info.q_heads).layouts.values():
-        variant = context_variant(layout, group=group, rows=WIDEST, query_dtype=info.compute_dtype, scaling=1.0, sm=sm)
+        variant = context_variant(_setting(layout, info, sm))
         programs = launch.sm_count(torch.device("cuda")) * variant.resident
         blocks = context_blocks(limits.chunk, 1, variant, ragged=False)
         splits.append(context.choose_splits(blocks, info.kv_heads, limits.sequence_pages, programs))
@@ -156,35 +153,23 @@ def kernel_digests(
 ) -> dict[str, str]:
     """Return the sha256 of the PTX of each plugin node of the two graphs, by the node's name."""
     with _triton():
-        from plugins.kv_attention import aot
-        from plugins.kv_attention.kernels.context_variants import WIDEST, context_splits
+        from plugins.kv_attention.aot import compile_operation
     given = {node.name: {a.name: a.i for a in node.attribute} for model in models.values() for node in model.graph.node}
-    compiled: dict[str, str] = {}
-
-    def digest(compile_one: "Callable[..., CompiledKernel]", *layout: CacheLayout, **options: object) -> str:
-        """All layers of an engine use the same few kernels."""
-        key = repr((compile_one.__name__, layout, options))
-        if key not in compiled:
-            compiled[key] = hashlib.sha256(compile_one(*layout, **options).ptx.encode()).hexdigest()
-        return compiled[key]
-
-    sm, dtype, heads = given["plan_work"]["sm"], info.compute_dtype, info.q_heads
-    exact = {name: given["plan_work"][name] for name in ("sink_tokens", "recent_tokens")}
-    digests = {"plan_work": digest(aot.compile_plan, **exact, sm=sm)}
-    for group in groups:
-        digests[group.array("append")] = digest(aot.compile_append, group.layout, new_dtype=dtype, sm=sm)
-    for layer, layout in layers.layouts.items():
-        decode, chunk = (given[f"{kind}_partial.{layer}"] for kind in ("decode", "context"))
-        query = {"group": heads // info.kv_heads, "query_dtype": dtype, "scaling": bits_float(decode["scaling_bits"]), "sm": sm}
-        digests |= {
-            f"decode_partial.{layer}": digest(aot.compile_decode, layout, **query),
-            f"decode_reduce.{layer}": digest(aot.compile_reduce, q_heads=heads, head_dim=info.head_dim, out_dtype=dtype, sm=sm),
-            f"context_partial.{layer}": digest(aot.compile_context, layout, rows=WIDEST, **query),
-            f"context_reduce.{layer}": digest(
-                aot.compile_join, layout, splits=context_splits(chunk["splits"]), out_dtype=dtype, sm=sm
-            ),
-        }
+    layouts = {"plan_work": next(iter(layers.layouts.values()))} | {group.array("append"): group.layout for group in groups}
+    layouts |= {f"{part}.{layer}": layout for layer, layout in layers.layouts.items() for part in PARTS}
+    digests = {}
+    for name, layout in layouts.items():
+        operation, _, layer = name.partition(".")
+        scaling = bits_float(given[name].get("scaling_bits", float_bits(1.0)))
+        splits = given.get(f"context_partial.{layer}", {}).get("splits", 1)
+        setting = _setting(layout, info, given[name]["sm"], scaling, splits)
+        digests[name] = hashlib.sha256(compile_operation(cast(Operation, operation), setting).ptx.encode()).hexdigest()
     return digests
+
+
+def _setting(layout: CacheLayout, info: ModelInfo, sm: int, scaling: float = 1.0, splits: int = 1) -> Setting:
+    """What the kernels of a layer are compiled for: of several new tokens, for a chunk of a prompt."""
+    return Setting(layout, info.compute_dtype, sm, info.q_heads // info.kv_heads, scaling, WIDEST, splits)
 
 
 @contextmanager

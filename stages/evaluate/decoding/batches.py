@@ -73,7 +73,11 @@ class Greedy:
 
     def limit(self, item: EncodedSample) -> int:
         """Return the most tokens of an answer to a sample."""
-        return len(item.reference) + self.extra_tokens
+        return item.asked + self.extra_tokens
+
+    def followed(self, item: EncodedSample) -> tuple[int, ...]:
+        """Return the answer of an engine that finds every forced token most likely, which a cut one may end without a stop."""
+        return item.reference[:-1] if item.reference[-1] == self.stop_token else item.reference
 
     def said(self, answer: Sequence[int], item: EncodedSample) -> list[int]:
         """Return all tokens of a finished answer: with the stop token, unless it was cut."""
@@ -212,7 +216,8 @@ class Batch:
         del self.running[sample]
         item, answer = self.encoded[sample], None
         if self.greedy is not None and item.judged:
-            answer = tuple(self.answers.pop(sample, item.reference[:-1]))
+            own = self.answers.pop(sample, None)
+            answer = self.greedy.followed(item) if own is None else tuple(own)
         return Finished(sample, answer, self.prefilled.pop(sample), self.decoded.pop(sample), self.traces.pop(sample))
 
 

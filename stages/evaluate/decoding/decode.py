@@ -125,7 +125,7 @@ def _then_answers(
         elif event.sample in deviating:
             deviating[event.sample] = event
         else:
-            answer = encoded[event.sample].reference[:-1]
+            answer = greedy.followed(encoded[event.sample])
             yield Finished(event.sample, answer, event.prefilled, event.decoded, event.trace)
     forced = {i: event for i, event in deviating.items() if event is not None}
     for event in FreeBatch(engine, encoded, batch_size, greedy).run(list(forced)):

@@ -5,7 +5,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +42,18 @@ class SampleResult:
     """(reference tokens, 3), of a server: probability, by the baseline, of the tokens that both showed; tokens of the prompt;
     those from the prefix cache, NaN where the server does not say."""
 
+    def scored_anew(self, again: "SampleResult") -> "SampleResult":
+        """Return what came of a sample whose answer was forced after its reference: the same answer, scored by that pass."""
+        seen = None if self.seen is None or again.seen is None else np.concatenate([self.seen, again.seen])
+        return replace(
+            again,
+            answer=self.answer,
+            prefilled=self.prefilled + again.prefilled,
+            decoded=self.decoded + again.decoded,
+            trace=self.trace.joined(again.trace),
+            seen=seen,
+        )
+
 
 class ResultFolder:
     """Results in a directory, a file each, written at once or not at all. A file's name has the digest of its bytes.
@@ -52,6 +64,10 @@ class ResultFolder:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
+
+    def beside(self, digest: str) -> "ResultFolder":
+        """Return the folder of what is scored anew of some of these samples, which goes with this one."""
+        return ResultFolder(self.directory.with_name(f"{self.directory.name}-{digest}"))
 
     def save(self, sample: int, result: SampleResult, heads: SampleHeads | None) -> None:
         """Save what came of a sample; `heads` are the baseline's."""
@@ -96,11 +112,11 @@ class ResultFolder:
 def unfinished(out: Path, digest: str) -> Iterator[ResultFolder]:
     """Give the folder of the samples that have finished; it goes when all of them have.
 
-    Results of an interrupted call count only for samples with the same digest.
+    Results of an interrupted call count only for samples with the same digest, which the names of their folders begin with.
     """
     root = out / UNFINISHED
     for other in root.glob("*"):
-        if other.name != digest:
+        if not other.name.startswith(digest):
             shutil.rmtree(other)
     yield ResultFolder(root / digest)
     shutil.rmtree(root)

@@ -195,9 +195,15 @@ def _mean(values: Array) -> float | None:
     return finite(float(values.mean()))
 
 
-def _probability(nll: Array) -> float | None:
-    """Return the probability of tokens one after the other, from the negative log-likelihood of each in nats."""
-    return finite(float(np.exp(-nll.sum())))
+def probability(nll: Array, item: EncodedSample) -> float:
+    """Return the probability of the right answer: of all its tokens one after the other, or the mean over its results.
+
+    Args:
+        nll: Negative log-likelihood of each scored token, in nats.
+        item: The sample with what was scored of it.
+    """
+    parts = item.results or ((0, len(nll)),)
+    return float(np.mean([np.exp(-nll[start:stop].sum()) for start, stop in parts]))
 
 
 def _acceptance(baseline: Answer, candidate: Answer) -> dict[str, Acceptance]:
@@ -224,8 +230,8 @@ def make_rows(
     """Build the rows of all samples, in order.
 
     Args:
-        encoded: The samples in tokens.
-        statistics: Of the reference tokens of each.
+        encoded: The samples with what was scored of them.
+        statistics: Of the scored tokens of each.
         baseline: The baseline's answers, None where the sample is not judged.
         candidate: The candidate's.
         rounds: The round that ran each.
@@ -262,8 +268,10 @@ def make_rows(
             difficulty=item.sample.difficulty,
             round=number,
             acceptance=_acceptance(before, after) if before and after else {},
-            baseline_probability=_probability(steps.baseline_nll) if item.judged else None,
-            candidate_probability=_probability(steps.candidate_nll) if item.judged else None,
+            baseline_probability=finite(probability(steps.baseline_nll, item)) if item.judged else None,
+            candidate_probability=finite(probability(steps.candidate_nll, item)) if item.judged else None,
+            right_answer="baseline" if item.replaced else "reference",
+            own_tokens=list(item.reference) if item.replaced else [],
         )
         rows.append(row)
     return rows

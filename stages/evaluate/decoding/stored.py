@@ -47,6 +47,8 @@ class Measured(BaseModel):
     """Type of the engine's activations, where it was compared with its twin."""
     scale_changes: list[ScaleChange] | None = None
     served: ServerSeen | None = None
+    right_answers: dict[str, list[int]] = {}
+    """Of the baseline: the tokens of its own right answers that are scored in place of references, by sample."""
 
 
 class Once(BaseModel):
@@ -85,12 +87,17 @@ class Round:
     statistics: StepStatistics
     """Of its scored tokens, one sample after the other."""
 
+    def scored(self, encoded: Sequence[EncodedSample]) -> list[EncodedSample]:
+        """Return samples of the round with what is scored of them, where this is the baseline's round."""
+        own = self.record.right_answers
+        return [item.answered(own[item.sample.id]) if item.sample.id in own else item for item in encoded]
+
     def answers_to(self, encoded: Sequence[EncodedSample]) -> list[Answer | None]:
         """Return the answer to each sample, None for a sample that is not judged."""
         return [self.answers.get(item.sample.id) for item in encoded]
 
     def statistics_of(self, encoded: Sequence[EncodedSample]) -> list[StepStatistics]:
-        """Return the statistics of the reference tokens of each sample of the round."""
+        """Return the statistics of the scored tokens of each sample of the round, as `scored` of the baseline gives them."""
         ends = np.cumsum([0, *(len(item.reference) for item in encoded)]).tolist()
         return [self.statistics.part(start, stop) for start, stop in pairwise(ends)]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline.core.records import Sample
 from stages.workloads.bfcl import correct_calls
+from stages.workloads.gsm8k import final_number
 
 
 class _NotStrictJson(ValueError):
@@ -94,13 +95,16 @@ def judge(sample: Sample, text: str) -> Judgement:
         For check "exact": correct when `text` is the reference, character by character. For "mention": correct when `text`
         mentions all of `sample.mentions`, or the reference where there are none, and none of `sample.distractors`. For "json"
         and "tool_call": valid when `text` is strict JSON (and calls a declared tool), correct when its value is the
-        reference's. For "bfcl": correct when BFCL's checker accepts the calls.
+        reference's. For "bfcl": correct when BFCL's checker accepts the calls. For "number": correct when `text` ends with the
+        reference's number.
     """
     assert sample.check != "none", "prose has no right answer"
     if sample.check == "exact":
         return Judgement(valid=None, correct=text == sample.reference)
     if sample.check == "bfcl":
         return Judgement(valid=None, correct=correct_calls(sample, text))
+    if sample.check == "number":
+        return Judgement(valid=None, correct=final_number(text) == final_number(sample.reference))
     if sample.check == "mention":
         return Judgement(valid=None, correct=_mentions_the_answer_only(sample, text))
     try:

@@ -20,6 +20,7 @@ from pipeline.core.workloads import Workload, WorkloadsConfig
 from stages.evaluate.inputs.checks import mentions, strict_json, words_of
 from stages.workloads import generate
 from stages.workloads.bfcl import bfcl_samples
+from stages.workloads.gsm8k import gsm8k_samples
 
 
 class _Strict(BaseModel):
@@ -66,7 +67,7 @@ _FIXES = {
 
 
 def load_samples(config: WorkloadsConfig) -> list[Sample]:
-    """Return every sample of an evaluation: the generated ones, those of BFCL, then those of the user's JSONL file.
+    """Return every sample of an evaluation: the generated ones, those of BFCL and GSM8K, then those of the user's JSONL file.
 
     Loads no model and no tokenizer, so that a bad file is reported before anything expensive starts.
 
@@ -82,6 +83,8 @@ def load_samples(config: WorkloadsConfig) -> list[Sample]:
     samples = [s for name, count in counts.items() for s in generate(name, count, config.seed, "evaluation")]
     if config.bfcl is not None:
         samples += bfcl_samples(config.bfcl, config.seed)
+    if config.gsm8k:
+        samples += gsm8k_samples(config.gsm8k, config.seed)
     if config.file is not None:
         samples += read_jsonl(config.file, {sample.id for sample in samples})
     return samples

@@ -16,7 +16,7 @@ from stages.checkpoints import load_tokenizer
 from stages.evaluate.inputs.rounds import assign_rounds
 from stages.workloads.prompts import prompt_ids
 
-LATER_FIELDS = ("difficulty", "mentions", "distractors", "expected")
+LATER_FIELDS = ("difficulty", "mentions", "distractors", "expected", "results")
 """Fields of a sample that came after the first reports."""
 
 
@@ -43,6 +43,24 @@ class BundleTokenizer:
         """Return the ids of a text, without special tokens."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def spans(self, text: str, parts: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """Return the tokens of a text that hold each part: the first one's place, and the end.
+
+        Args:
+            text: The text.
+            parts: Places of characters, of each part its first and its end.
+
+        Raises:
+            UserError: The tokenizer does not say which characters its tokens are.
+        """
+        if not self._tokenizer.is_fast:
+            raise UserError(
+                "workloads.gsm8k: the tokenizer says of no token where it stands; give the checkpoint a tokenizer.json"
+            )
+        offsets = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        holding = [[n for n, (a, b) in enumerate(offsets) if a < stop and b > start] for start, stop in parts]
+        return tuple((tokens[0], tokens[-1] + 1) for tokens in holding if tokens)
+
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
         decoded = self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -56,9 +74,22 @@ class EncodedSample:
     sample: Sample
     prompt: tuple[int, ...]
     reference: tuple[int, ...]
-    """Ends with eos when the sample is judged."""
+    """What is forced and scored. Ends with eos when the sample is judged."""
     shared: int = 0
     """Tokens that its prompt begins with like those of its document's other samples; 0 where sharing them is not worth it."""
+    replaced: int = 0
+    """Tokens of the sample's own reference, where the baseline's right answer is scored in its place; else 0."""
+    results: tuple[tuple[int, int], ...] = ()
+    """Parts of the reference whose mean probability counts, each by its first token and its end; empty: all of it at once."""
+
+    def answered(self, tokens: Sequence[int]) -> "EncodedSample":
+        """Return the sample with a right answer of the baseline in place of its reference."""
+        return replace(self, reference=tuple(tokens), replaced=len(self.reference))
+
+    @property
+    def asked(self) -> int:
+        """Tokens of the sample's own reference, whatever is scored."""
+        return self.replaced or len(self.reference)
 
     @property
     def prefix(self) -> tuple[str, tuple[int, ...]]:
@@ -91,7 +122,8 @@ def encode(samples: Sequence[Sample], tokenizer: BundleTokenizer, max_scored_tok
             part, least = ("reference", 1) if not reference else ("prompt", 2)
             raise UserError(f"workloads: the {part} of sample {sample.id} is too short; it needs {least} token(s) or more")
         reference = reference[:max_scored_tokens] if sample.check == "none" else [*reference, tokenizer.eos_token_id]
-        encoded.append(EncodedSample(sample, tuple(prompt), tuple(reference)))
+        results = tokenizer.spans(sample.reference, sample.results) if sample.results else ()
+        encoded.append(EncodedSample(sample, tuple(prompt), tuple(reference), results=results))
     return _with_shared_prefixes(encoded)
 
 

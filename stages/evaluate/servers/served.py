@@ -130,7 +130,7 @@ def ask(
     count = len(item.reference)
     statistics, seen, own = StepStatistics.empty(count), np.full((count, 3), np.nan), []
     judged = greedy is not None and item.judged
-    answer = engine.answer(item.prompt, count + greedy.extra_tokens, greedy.stop_token) if judged and greedy else None
+    answer = engine.answer(item.prompt, greedy.limit(item), greedy.stop_token) if judged and greedy else None
     contradiction, agrees = None, True
     if answer is None:
         engine.forced(item.prompt, item.reference[0])
@@ -172,6 +172,8 @@ def once_served(
 
     `corrupted` is the server with a corrupted scale; None where there is none.
     """
+    answers = read_round(measured)
+    encoded = (answers if baseline is None else read_round(baseline)).scored(encoded)
     subset, greedy = repeated_samples(encoded, config), greedy_of(tokenizer, config)
     named = progress if baseline is not None else labelled(progress, "baseline: ")
     if baseline is None:
@@ -184,12 +186,12 @@ def once_served(
         named("noise floor [samples]", done, len(subset))
         again.append(ask(engine, item, own(item.sample.id), greedy, threading.Event()))
     results = [one.result for one in again]
-    answers = [result.answer for result in results if result.answer is not None]
+    free = [result.answer for result in results if result.answer is not None]
     return Once(
-        noise=noise_floor(subset, results, read_round(measured).answers_to(subset), tokenizer),
+        noise=noise_floor(subset, results, answers.answers_to(subset), tokenizer),
         free_answers=FreeAnswers(
-            samples=len(answers),
-            tokens=sum(map(len, answers)),
+            samples=len(free),
+            tokens=sum(map(len, free)),
             contradictions=[one.contradiction for one in again if one.contradiction is not None],
         ),
         system=_system(engine, config.load, named),

@@ -1,0 +1,146 @@
+"""Recovery: the share of the probability of the right answers that the candidate keeps, of all questions and by kind of work.
+
+Forced decode gives the probability of a question's right answer under both engines, and recovery is the sum of the candidate's
+over the sum of the baseline's. A PASS needs it: one number a question says more than whether a greedy answer flipped (Miller
+2024, arXiv 2411.00640). Documents are what is tested, by a bet (`pipeline.statistics.bounds`): a document that was seen counts
+whole, one that was not is taken to lose at most OUTLIER times the limit.
+
+`python -m benchmarks.gate_recovery` compares the bet with other bounds on rows that were measured.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from pipeline import statistics
+from pipeline.verdict import thresholds
+from pipeline.verdict.record import finite
+from pipeline.verdict.registry import Evidence, Line, by_workload, gate
+from pipeline.verdict.report import SampleRow
+from pipeline.verdict.thresholds import MOST_SAMPLES, Check, LineStatus, Looser, Share
+
+if TYPE_CHECKING:
+    from pipeline.statistics.bets import Mean, Result
+
+RECOVERY = "min_recovery"
+ALL = "all"
+_Kept = Annotated[float, Field(gt=0, lt=1), Looser.SMALLER]
+
+
+class Limits(thresholds.Limits):
+    min_recovery: _Kept = 0.95
+    """Share of the probability of right answers that the candidate keeps, over all questions: llm-compressor's rule."""
+    min_workload_recovery: _Kept = 0.9
+    """The same for each kind of work, of which there are fewer questions."""
+    min_baseline_probability: Annotated[Share, Looser.SMALLER] = 0.02
+    """A kind of work whose right answers are less probable under the baseline, in the mean, has nothing to lose: no PASS."""
+
+    def least_recovery(self, place: str) -> float:
+        """Return the limit of all questions, or of one kind of work."""
+        return self.min_recovery if place == ALL else self.min_workload_recovery
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The questions of one kind of work, or all of them."""
+
+    place: str
+    rows: Sequence[SampleRow]
+    limit: float
+    baseline: float
+    """Mean probability of the right answers."""
+    loss: "Mean"
+    """Of each document; its mean is that of the lost probability."""
+
+    @classmethod
+    def of(cls, place: str, rows: Sequence[SampleRow], limits: Limits) -> "_Kind":
+        limit = limits.least_recovery(place)
+        before, after = (
+            [math.nan if value is None else value for value in column]
+            for column in (
+                [row.baseline_probability for row in rows],
+                [row.candidate_probability for row in rows],
+            )
+        )
+        documents = [row.document for row in rows]
+        base, kept = (statistics.bounds.document_totals(column, documents) for column in (before, after))
+        mean = float(base.mean())
+        # What a document may lose is in proportion to what it has.
+        loss = base - kept - (1 - limit) * (base - mean)
+        worst = (1 - limit) * mean
+        return cls(place, rows, limit, mean, statistics.bets.Mean(loss, worst, -statistics.bets.OUTLIER * worst, whole=True))
+
+    def recovery(self, loss: float) -> float:
+        """Return the recovery of a mean loss."""
+        return 1 - loss / self.baseline if self.baseline > 0 else math.nan
+
+    def check(self, limits: Limits, result: "Result") -> Check:
+        """Return the line of a test's result."""
+        status: LineStatus = result.decision or "INCONCLUSIVE"
+        value, bound = self.recovery(float(self.loss.values.mean())), self.recovery(result.bound)
+        documents, advice = len(self.loss.values), ""
+        if status != "FAIL" and not self.baseline >= limits.min_baseline_probability:
+            status = "INCONCLUSIVE"
+            advice = (
+                f"; their mean probability under the baseline, {self.baseline:.2g}, is below gates.min_baseline_probability "
+                f"({limits.min_baseline_probability:g}): ask what the model can do"
+            )
+            advice += f", or leave {self.place} out" if self.place != ALL else ""
+        elif status == "PASS" and documents < limits.min_samples:
+            status, advice = "INCONCLUSIVE", f"; {documents} documents, gates.min_samples is {limits.min_samples}"
+        key = RECOVERY if self.place == ALL else "min_workload_recovery"
+        judgement = {"PASS": "at least", "FAIL": "at most"}.get(status, "no more is shown than")
+        return Check(
+            gate=RECOVERY,
+            where=self.place,
+            value=finite(value),
+            bound=finite(bound),
+            threshold=self.limit,
+            status=status,
+            reason=(
+                f"{self.place}: keeps {100 * value:.1f} % of the probability of right answers "
+                f"({judgement} {100 * bound:.1f} %, with {100 * (1 - result.level):.4g} % certainty), "
+                f"{key} is {100 * self.limit:g} %{advice}"
+            ),
+        )
+
+
+def _kinds(evidence: Evidence, limits: Limits) -> list[_Kind]:
+    judged = evidence.judged
+    if not judged:
+        return []
+    return [_Kind.of(place, rows, limits) for place, rows in [(ALL, judged), *by_workload(judged).items()]]
+
+
+def _needed(evidence: Evidence, limits: Limits, still_open: Collection[str]) -> dict[str, int]:
+    """Return with how many samples of each kind of work the next attempt would decide, if its documents are like these.
+
+    A kind that the baseline rarely gets right has none: more of the same samples would not help.
+    """
+    kinds = _kinds(evidence, limits)
+    level, times = limits.next_attempt.pass_alpha, dict.fromkeys((kind.place for kind in kinds), 1.0)
+    for kind in kinds:
+        if kind.place in still_open and kind.baseline >= limits.min_baseline_probability:
+            documents = max(limits.min_samples, kind.loss.needed(level, limits.power, MOST_SAMPLES))
+            times[kind.place] = documents / len(kind.loss.values)
+    counts = {kind.place: len(kind.rows) for kind in kinds if kind.place != ALL}
+    needed = {name: math.ceil(count * max(times[ALL], times[name])) for name, count in counts.items()}
+    return {name: min(count, MOST_SAMPLES) for name, count in needed.items() if count > counts[name]}
+
+
+@gate(
+    Limits,
+    {RECOVERY: Line("Recovery", "share of the probability of right answers that is kept", per="workload", equal=1.0)},
+    rank=19,
+    looks=True,
+    is_main=True,
+    needed=_needed,
+)
+def recovery(evidence: Evidence, limits: Limits) -> Iterator[Check]:
+    """Test all questions together and each kind of work. A wrong FAIL of any has `gates.alpha` (Bonferroni)."""
+    kinds = _kinds(evidence, limits)
+    for kind in kinds:
+        yield kind.check(limits, kind.loss.test(limits.alpha / len(kinds), limits.pass_alpha))

