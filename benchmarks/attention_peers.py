@@ -33,7 +33,7 @@ TURBOQUANT = {"mse_bits": 0, "value_quant_bits": 4, "key_fp8": True}
 def _shipped(step: Step) -> Iterator[Candidate]:
     """kvgate's launch, with the work list that a step makes once for all its layers."""
     programs = launch.default_programs(step.layout, step.query, step.page_table, step.scaling)
-    plan = launch.plan_decode(step.lengths, programs=programs)
+    plan = launch.plan_decode(step.layout, step.lengths, programs=programs)
     inputs = (step.layout, step.query, step.key_new, step.value_new, step.cache, step.page_table, step.lengths, plan)
     run = partial(launch.decode_attention, *inputs, scaling=step.scaling)
     yield Candidate(lambda: run, f"programs {programs}")

@@ -1,7 +1,6 @@
 """The tiny checkpoint as benchmarks of engines use it: its model, tokens, policies, scales and ONNX bundles."""
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from benchmarks.recording import ROOT, log, version
+from benchmarks.recording import ROOT
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.core.scales import KVScales
 from stages.checkpoints import load_tokenizer
@@ -21,20 +20,10 @@ from stages.workloads.prompts import token_ids
 from stages.workloads.prose import collection
 
 CHECKPOINT = ROOT / "stages" / "tiny" / "checkpoint"
-POLICIES = ("int4_g64", "fp8k_int4v", "fp8", "int8")
-"""Policies to measure. The first one's ratios are the headline, because it has the peers' bits and group size."""
 
 
 def quiet(*_: object) -> None:
     """Discard the progress that stages report; the benchmarks log their own."""
-
-
-def require(*packages: str) -> None:
-    """Exit with code 4 unless all packages are installed."""
-    missing = [name for name in packages if version(name) is None]
-    if missing:
-        log(f"{' and '.join(missing)} must be installed for this benchmark: pip install -e '.[bench]'")
-        sys.exit(4)
 
 
 def load_policy(name: str) -> KVPolicy:

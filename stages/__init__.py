@@ -1,1 +1,1 @@
-"""The work behind the pipeline's stages: workloads, engines, quantization, evaluation, the tiny model, the self-test."""
+"""The work behind the pipeline's stages: workloads, engines, quantization, evaluation, the tiny model."""

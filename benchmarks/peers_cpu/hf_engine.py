@@ -9,8 +9,13 @@ import torch
 from transformers import Cache, DynamicCache, QuantizedCache
 
 from benchmarks.benchlib import load_model
-from benchmarks.peers import AXES, GROUP_SIZE, RESIDUAL
 from benchmarks.peers_cpu.contender import CacheBytes, Contender, Logits, Setting
+
+GROUP_SIZE, RESIDUAL = 64, 128
+"""QuantizedCache's defaults: groups of 64, and up to 127 tokens in full precision, quantized by every 128th step."""
+
+AXES = {"quanto": 0, "hqq": 1}
+"""transformers' documentation recommends axis 0 for quanto and 1 for hqq."""
 
 _MODELS: dict[str, Any] = {}
 

@@ -29,7 +29,7 @@ from pipeline.trust.keys import Keys
 from pipeline.trust.statement import SIGNATURE_FILE, sign_files
 from pipeline.verdict.gates import Gates
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
-from pipeline.verdict.thresholds import Verdict
+from pipeline.verdict.thresholds import RULES, Verdict
 
 IDENTITY_FILE = "identity.json"
 BUNDLE_FILE = "bundle.json"
@@ -177,6 +177,14 @@ class Identity(StrictModel):
         return [self.link("engine"), self.link("baseline"), self.link("evaluation")]
 
 
+def by_other_rules(status: object, rules: int, kvgate: object) -> str:
+    """Say that a verdict was decided by other rules of the gates, and what to do."""
+    return (
+        f"{status} by rules {rules} of the gates, this kvgate has rules {RULES}, by which the same samples may get another "
+        f"verdict: judge it again with stage=evaluate, or verify it with the kvgate that wrote it ({kvgate})"
+    )
+
+
 def read_identity(path: Path) -> Identity:
     """Read an identity.json.
 
@@ -184,12 +192,24 @@ def read_identity(path: Path) -> Identity:
         UserError: with the first problem, when the file is no identity or names files outside of its evidence.
     """
     try:
-        return Identity.model_validate_json(path.read_bytes())
+        content = path.read_bytes()
+        return Identity.model_validate_json(content)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except ValidationError as error:
         first = error.errors()[0]
-        raise UserError(f"{path}: {'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}") from None
+        problem = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
+        raise UserError(f"{path}: {_other_rules(content) or problem}") from None
+
+
+def _other_rules(content: bytes) -> str | None:
+    """Say by which other rules of the gates, which have other thresholds, an identity was decided; None where it was not."""
+    try:
+        written = json.loads(content)
+        status, rules, kvgate = written["verdict"]["status"], int(written["verdict"].get("rules", 1)), written["kvgate"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return by_other_rules(status, rules, kvgate) if rules != RULES else None
 
 
 def make_identity(

@@ -24,7 +24,7 @@ from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.engine import Engine
 from pipeline.core.errors import REFUSALS, MissingRequirement, UserError
 from pipeline.core.workloads import WorkloadsConfig
-from pipeline.evidence.identity import IDENTITY_FILE, bindings, read_bundle, signed_files
+from pipeline.evidence.identity import IDENTITY_FILE, bindings, by_other_rules, read_bundle, signed_files
 from pipeline.evidence.reading import Evidence, lineage, read_evidence
 from pipeline.loading import required_libraries
 from pipeline.registry.proof import Finding, ReplayedEvidence
@@ -34,6 +34,7 @@ from pipeline.trust.statement import SIGNATURE_FILE, problem_of
 from pipeline.verdict.coverage import Limits
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
+from pipeline.verdict.thresholds import RULES
 
 BOUND_TOLERANCE = 1e-9
 """Relative tolerance between recorded and recomputed bounds, because SciPy versions may sum in different orders."""
@@ -274,16 +275,13 @@ def _verdict(evidence: Evidence, report: EvaluationReport) -> Finding:
     What other rules decided is not compared, because the same rows may give another verdict by these: the rules are missing.
     """
     recorded = evidence.identity.verdict
+    if recorded.rules != RULES:
+        detail = by_other_rules(recorded.status, recorded.rules, evidence.identity.kvgate)
+        return Finding(VERDICT_CHECK, "missing", detail)
     try:
         verdict = decide(report, evidence.rows, evidence.identity.gates)
     except UserError as error:
         return Finding(VERDICT_CHECK, "differs", str(error))
-    if verdict.rules != recorded.rules:
-        detail = (
-            f"{recorded.status} by rules {recorded.rules} of the gates, this kvgate has rules {verdict.rules}: verify it with "
-            f"the kvgate that wrote it ({evidence.identity.kvgate}), or evaluate again"
-        )
-        return Finding(VERDICT_CHECK, "missing", detail)
     if verdict.status != recorded.status:
         detail = f"recorded {recorded.status}, it is {verdict.status}: {verdict.reasons[0]}"
         return Finding(VERDICT_CHECK, "differs", detail)

@@ -19,7 +19,8 @@ def description(candidate: Candidate, sweep: str, model: str, workdir: Path) -> 
         workdir: The work directory.
     """
     held = f" {candidate.covered}" if candidate.covered is not None else ""
-    head = f"**{candidate.verdict}**{held}: `{candidate.name}` on {candidate.backend}, against the FP16-KV engine."
+    head = f"**{candidate.verdict}**{held}: `{candidate.name}` on {candidate.backend}, against the FP16-KV engine, "
+    head += f"{'; '.join(candidate.figures)}."
     reasons = [f"- {_plain(reason)}" for reason in candidate.reasons[:REASONS]]
     left = len(candidate.reasons) - REASONS
     reasons += [f"- and {left} more, in `checks.json`"] if left > 0 else []

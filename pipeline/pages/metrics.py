@@ -11,12 +11,11 @@ from pipeline.registry.summary import Candidate
 LIMIT = 40
 """Metrics of a run, at most."""
 
-KL, MEMORY, LOSS = "quality/kl_mean", "memory/kib_per_token", "quality/accuracy_loss"
-FIRST = (KL, MEMORY, LOSS)
-"""What the comparison opens on: distance, memory, and accuracy lost as a fraction (below 0 it was gained)."""
+FIRST = ("quality/recovery", "memory/kib_per_token", "quality/kl_mean")
+"""What the comparison opens on: the share of the probability of right answers that is kept, memory, distance."""
 
 THEN = (
-    "quality/recovery",
+    "quality/accuracy_loss",
     "memory/max_live_tokens",
     "quality/accuracy_candidate",
     "quality/accuracy_baseline",
@@ -42,12 +41,12 @@ THEN = (
     "quality/acceptance_draft_candidate",
     "quality/acceptance_draft_baseline",
 )
-BY_WORKLOAD = ("kl_mean", "accuracy_loss")
+BY_WORKLOAD = ("recovery", "kl_mean", "accuracy_loss")
 """Of each kind of work, in the order of their names, as far as the limit goes."""
 
 
 def with_losses(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Return the metrics with the accuracy lost beside each pair of accuracies."""
+    """Return the metrics with the accuracy lost, as a fraction (below 0 it was gained), beside each pair of accuracies."""
     found = dict(metrics)
     for name, before in metrics.items():
         prefix, ending, rest = name.partition("accuracy_baseline")

@@ -26,6 +26,8 @@ SHOWN = (
     "candidate_generation",
     "mean_kl",
     "max_kl",
+    "baseline_probability",
+    "candidate_probability",
     "top10_overlap",
     "top1_agreement",
     "baseline_nll",

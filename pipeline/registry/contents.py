@@ -53,12 +53,10 @@ def registered_as(model_name: str, version: str) -> str:
 
 
 def verdict_line(candidate: Candidate) -> str:
-    """Return the description of a version: its verdict, what it costs and loses, and why it did not pass where it did not."""
-    told = {"KiB/token": "memory/kib_per_token", "mean KL": "quality/kl_mean", "answers lost": "quality/accuracy_lost"}
-    figures = [f"{name} {value:.3g}" for name, metric in told.items() if (value := candidate.metrics.get(metric)) is not None]
+    """Return the description of a version: its verdict, what it keeps and costs, and why it did not pass where it did not."""
     held = f" {candidate.covered}" if candidate.covered is not None else ""
     why = [candidate.reasons[0]] if candidate.verdict != "PASS" and candidate.reasons else []
-    return redact_text(". ".join([f"{candidate.verdict}{held}", *([", ".join(figures)] if figures else []), *why]))
+    return redact_text(". ".join([f"{candidate.verdict}{held}: {'; '.join(candidate.figures)}", *why]))
 
 
 def collect_evidence(candidate: Candidate, folder: Path) -> None:

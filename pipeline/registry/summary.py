@@ -22,6 +22,8 @@ from pipeline.artifacts.locks import locked
 from pipeline.core.errors import INTERRUPTED, SEVERITY, UserError
 from pipeline.core.redaction import redact_text
 from pipeline.core.strict import StrictModel
+from pipeline.verdict.gates.answers import contradiction
+from pipeline.verdict.gates.recovery import ALL, RECOVERY, kept
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
 from pipeline.verdict.thresholds import Check, Status, Verdict
 
@@ -98,6 +100,44 @@ class Candidate(StrictModel):
         values = {name: getattr(verdict, name) for name in DECIDED if name != "verdict"}
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return {"verdict": verdict.status, **values, **lists}
+
+    @property
+    def recovery(self) -> Check | None:
+        """The line on the probability of the right answers to all questions; None where no question has an answer."""
+        return next((check for check in self.checks if (check.gate, check.where) == (RECOVERY, ALL)), None)
+
+    @property
+    def kept(self) -> str | None:
+        """Say how much of that probability it keeps; None where that is not known."""
+        line = self.recovery
+        if line is None or line.value is None or line.bound is None:
+            return None
+        return kept(line.value, line.bound, line.status)
+
+    @property
+    def contradiction(self) -> str:
+        """Say that greedy answers changed the other way than their probability; nothing where they did not."""
+        gains = [self._pair(f"quality/accuracy_{{}}{of}") for of in ("", "_probability")]
+        return contradiction(*(0.0 if pair is None else pair[1] - pair[0] for pair in gains))
+
+    def _pair(self, name: str) -> tuple[float, float] | None:
+        """Return a metric of the baseline and of the candidate; None where one is unknown."""
+        before, after = (self.metrics.get(name.format(of)) for of in ("baseline", "candidate"))
+        return None if before is None or after is None else (before, after)
+
+    @property
+    def figures(self) -> list[str]:
+        """Say what it keeps, then how it answers, how far it is from FP16, and what it costs: what is known of that."""
+        right = self._pair("quality/accuracy_{}")
+        kl, kib = self.metrics.get("quality/kl_mean"), self.metrics.get("memory/kib_per_token")
+        told = [
+            self.kept,
+            None if right is None else f"right answers {right[1]:.3f}, of FP16 {right[0]:.3f}",
+            self.contradiction,
+            None if kl is None else f"mean KL {kl:.1e}",
+            "memory unknown" if kib is None else f"{kib:.3f} KiB/token",
+        ]
+        return [text for text in told if text]
 
     @property
     def samples(self) -> Path:

@@ -118,11 +118,11 @@ def _shell_uri(location: Location) -> str:
 
 
 def compare_url(location: Location, experiment_id: str, sweep: str) -> str:
-    """Return the address of the charts of a sweep's runs, the least distance first."""
+    """Return the address of the charts of a sweep's runs, first those that keep most of the probability of right answers."""
     query = {
         "searchFilter": f"tags.sweep = '{sweep}'",
-        "orderByKey": "metrics.`quality/kl_mean`",
-        "orderByAsc": "true",
+        "orderByKey": "metrics.`quality/recovery`",
+        "orderByAsc": "false",
         "startTime": "ALL",
         "compareRunsMode": "CHART",
     }

@@ -21,7 +21,9 @@ from pipeline.terminal import console
 from pipeline.terminal.commands import carried, defaults, differing, judging, promoting, standing, typed
 from pipeline.terminal.planning_tables import command_line
 from pipeline.terminal.texts import begun
-from pipeline.verdict.gates import GATES
+from pipeline.verdict.gates import GATES, LINES
+from pipeline.verdict.gates.recovery import RECOVERY
+from pipeline.verdict.thresholds import Check
 
 MOST_SAMPLES = 100_000
 """Of a workload (`workloads.samples`)."""
@@ -32,7 +34,9 @@ BFCL = "bfcl_"
 SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
 """By whose bytes policies are compared."""
 DISTANCES = {key for gate in GATES if gate.tests is not None for key in gate.lines}
-"""Gates that more samples decide, besides those on answers."""
+"""Lines that more samples decide, and that say no number."""
+COUNTED = {key for gate in GATES if gate.needed is not None for key in gate.lines}
+"""Lines that say with how many samples they are decided."""
 
 
 class Step(StrictModel):
@@ -86,37 +90,60 @@ def after_judging(
 
 
 def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> Step:
-    """Say by what another evaluation of these candidates would be decided."""
+    """Say what of these candidates is open, and by what another evaluation of them would be decided."""
     needed: dict[str, int] = {}
     for workload, count in (item for one in undecided for item in one.samples_needed.items()):
         needed[workload] = max(count, needed.get(workload, 0))
-    open_gates = {check.gate for one in undecided for check in one.checks if check.status == "INCONCLUSIVE"}
+    still_open = [check for one in undecided for check in one.checks if check.status == "INCONCLUSIVE"]
+    asked = {name: count for name, count in config.workloads.samples.items() if count}
+    beyond = {check.where for check in still_open if check.gate == RECOVERY} & (asked.keys() - needed.keys())
+    stuck = [check for check in still_open if not (_samples_decide(check, needed) or check.where in beyond < asked.keys())]
+    said = f"{', '.join(one.name for one in undecided)}: open is {_places(still_open)}"
+    if stuck or not still_open:
+        reason = stuck[0].reason if stuck else "no check was recorded"
+        return Step(why=f"{said}; more samples would not decide: {reason}; docs/trust.md says what each gate asks for")
     attempt = config.gates.model_copy(update={"attempt": min(MOST_ATTEMPTS, config.gates.attempt + 1)})
-    # What distances and rare events take grows with the logarithm of the level, and the next attempt has a smaller one.
-    more = 2 * math.log(attempt.pass_alpha) / math.log(config.gates.pass_alpha) if open_gates & set(DISTANCES) else 1.0
-    counts = _generated(config.workloads.samples, needed, more)
-    names = ", ".join(one.name for one in undecided)
-    if any(count > MOST_SAMPLES for count in counts.values()):
-        return _finer(config, [one.policy for one in undecided], base)
+    # The next attempt errs with less: what bounds take grows with its logarithm. Distances that are open say no number.
+    more = math.log(attempt.pass_alpha) / math.log(config.gates.pass_alpha)
+    counts = _generated(asked, needed, 2 * more if any(check.gate in DISTANCES for check in still_open) else more)
+    if max((*counts.values(), *needed.values()), default=0) > MOST_SAMPLES:
+        finer = _finer(config, [one.policy for one in undecided], base)
+        return finer.model_copy(update={"why": f"{said}, too near the limit for any number of samples: {finer.why}"})
+    counts |= dict.fromkeys(beyond, 0)
     changes = [f"++workloads.samples.{name}={count}" for name, count in counts.items()]
     bfcl = [count for name, count in needed.items() if name.startswith(BFCL)]
     if bfcl:
-        changes.append(f"workloads.bfcl.samples={min(max(bfcl), MOST_SAMPLES)}")
+        changes.append(f"workloads.bfcl.samples={max(bfcl)}")
     if "gsm8k" in needed:
         changes.append(f"workloads.gsm8k={min(needed['gsm8k'], GSM8K_PROBLEMS)}")
-    others = (*counts, "all", "gsm8k")
-    given = {name: count for name, count in needed.items() if name not in others and not name.startswith(BFCL)}
-    if not changes and not given:
-        reason = undecided[0].reasons[0] if undecided[0].reasons else "no reason was recorded"
-        return Step(why=f"{names}: more samples would not decide: {reason}; docs/trust.md says what each gate asks for")
     changes.append(f"gates.attempt={attempt.attempt}")
     only_policies = all(key == "kv" for key in swept)
     if swept and only_policies:
         changes.insert(0, "kv=" + ",".join(dict.fromkeys(one.policy for one in undecided)))
+    given = {
+        name: count for name, count in needed.items() if name not in (*asked, "all", "gsm8k") and not name.startswith(BFCL)
+    }
     asking = ", ".join(f"{count:,} of {name}" for name, count in given.items())
-    first = f"add questions to {config.workloads.jsonl} (about {asking}), and " if given else ""
-    command = judging(base, *changes, sweep=len(undecided) > 1 or not only_policies)
-    return Step(why=f"{names}: {first}ask so many samples that it is decided", command=command)
+    parts = [f"leave out what FP16 cannot do ({', '.join(sorted(beyond))})"] if beyond else []
+    parts += [f"add questions to {config.workloads.jsonl} (about {asking})"] if given else []
+    why = "; ".join([said, *parts, "ask so many samples that it is decided"])
+    return Step(why=why, command=judging(base, *changes, sweep=len(undecided) > 1 or not only_policies))
+
+
+def _samples_decide(check: Check, needed: Mapping[str, int]) -> bool:
+    """Whether more samples decide an open line; the line of an engine's own noise has no bound."""
+    if check.gate in DISTANCES:
+        return check.bound is not None
+    return check.gate in COUNTED and (check.where in needed or (check.where == "all" and bool(needed)))
+
+
+def _places(still_open: Sequence[Check]) -> str:
+    """Say what is open: `recovery (all, copy), mean KL (prose)`."""
+    places: dict[str, dict[str, None]] = {}
+    for check in still_open:
+        title = LINES[check.gate].title if check.gate in LINES else check.gate
+        places.setdefault(title[0].lower() + title[1:], {})[check.where] = None
+    return ", ".join(f"{title} ({', '.join(wheres)})" for title, wheres in places.items())
 
 
 def _generated(asked: Mapping[Workload, int], needed: Mapping[str, int], more: float) -> dict[str, int]:
@@ -125,7 +152,7 @@ def _generated(asked: Mapping[Workload, int], needed: Mapping[str, int], more: f
     Args:
         asked: How many there were.
         needed: How many answers take, by workload; "all" is the least of every one.
-        more: How many times as many are asked in any case: distances that are open say no number.
+        more: How many times as many are asked in any case.
     """
     counts = {name: count for name, count in needed.items() if name in get_args(Workload)}
     least = needed.get("all", 0)

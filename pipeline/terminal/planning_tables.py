@@ -105,6 +105,7 @@ def recommendation_lines(recommendation: Recommendation, base: Sequence[str]) ->
             f"[green]Take {escape(chosen.name)}[/]: {chosen.live_tokens:,} live tokens in {chosen.requests:,} requests; PASS "
             f"{chosen.covered} on backend={chosen.backend}, so serve at most {chosen.serve_at_most:,} at once"
         )
+        lines += [f"  {escape(reason)}" for reason in chosen.reasons[:1]]
         lines.append(f"  evidence: {chosen.evidence} (engine {chosen.engine_digest[:12]})")
     least = 0 if chosen is None else chosen.live_tokens
     unjudged = [one for one in recommendation.passed_over if one.reason == NO_EVIDENCE]

@@ -40,6 +40,7 @@ def _both(name: str, column: Column, *, always: bool = True) -> Measure:
 
 
 MEASURES = (
+    Measure(Column("recovery", "recovery", ".3f"), "quality/recovery", "1"),
     Measure(Column("kib_per_token", "KiB/token", ".3f"), "memory/kib_per_token", "baseline/kib_per_token"),
     Measure(Column("ppl_ratio", "PPL\nratio", ".4f"), "quality/ppl_ratio", "1"),
     Measure(Column("kl_mean", "mean\nKL", ".1e"), "quality/kl_mean", "0"),
@@ -155,13 +156,11 @@ def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[F
 def print_verdict(candidate: Candidate) -> None:
     """Print the verdict of one candidate and its reasons, a line each."""
     colour = COLOURS[candidate.verdict]
-    kib_per_token = candidate.metrics.get("memory/kib_per_token")
-    memory = "memory unknown" if kib_per_token is None else f"{kib_per_token:.3f} KiB/token"
-    held = f" {candidate.covered}" if candidate.covered is not None else ""
+    held = f"; {candidate.covered}" if candidate.covered is not None else ""
     more = len(candidate.reasons) - REASONS_SHOWN
     console.result(
         "verdict",
-        f"[{colour}]{candidate.verdict}[/]{held} {escape(candidate.name)}: {memory}",
+        f"[{colour}]{candidate.verdict}[/] {escape(candidate.name)}: {'; '.join(candidate.figures)}{held}",
         *(f"  {escape(reason)}" for reason in candidate.reasons[:REASONS_SHOWN]),
         *([f"  and {more} more in summary.json"] if more > 0 else []),
         candidate=candidate.name,

@@ -181,8 +181,8 @@ def _print_model(model: Document) -> None:
 def _print_sweep(sweep: Document) -> None:
     rows = []
     for one in sweep["candidates"]:
-        why = one["covered"] if one["verdict"] == PASS else next(iter(one["reasons"]), None)
-        because = "; ".join(filter(None, (None if one["evidence"] else "its evidence is gone", why)))
+        gone, covered = None if one["evidence"] else "its evidence is gone", one["covered"] if one["verdict"] == PASS else None
+        because = "; ".join(filter(None, (gone, next(iter(one["reasons"]), None), covered)))
         rows.append(Row(one["name"], [one["verdict"], one["version"] or "-", one["model"], one["backend"]], because))
     missing = f", which did not finish: {sweep['unfinished'].rpartition(': ')[2]}" if sweep["unfinished"] else ""
     title = f"sweep {sweep['sweep']}{missing or ('' if rows else ': no candidate')}"

@@ -29,7 +29,7 @@ from plugins.kv_attention.kernels.variants import (
     reduce_variant,
     work_rows,
 )
-from plugins.kv_attention.layout import HEAD_DIMS, CacheLayout, SideLayout
+from plugins.kv_attention.layout import CacheLayout
 
 INTERPRETED_PROGRAMS = 4
 """Programs of all KV heads in the interpreter, which runs one after the other: a few, so that the reduce has work."""
@@ -82,14 +82,13 @@ def setting_of(layout: CacheLayout, new: Tensor, scaling: float = 1.0, rows: int
     return Setting(layout, dtype, compute_capability(new.device), group, scaling, rows)
 
 
-def plan_decode(lengths: Tensor, *, programs: int, sink_tokens: int = 0, recent_tokens: int = 0) -> Plan:
+def plan_decode(layout: CacheLayout, lengths: Tensor, *, programs: int) -> Plan:
     """Make the work list of a decode step on the device.
 
     Args:
+        layout: Format of the cache; of it the exact tokens matter.
         lengths: (B) int32, tokens before the current one.
         programs: W, programs over the pages of a KV head.
-        sink_tokens: Exact tokens of the layout at the beginning of a sequence.
-        recent_tokens: Exact tokens of the layout at its end.
 
     Raises:
         ValueError: The lengths are no such tensor, or there is no program.
@@ -100,10 +99,9 @@ def plan_decode(lengths: Tensor, *, programs: int, sink_tokens: int = 0, recent_
         raise ValueError(f"lengths must be (B), got {tuple(lengths.shape)}")
     batch = len(lengths)
     check_index("lengths", lengths, (batch,), lengths.device)
-    rows = work_rows(programs, batch, exact=sink_tokens + recent_tokens > 0)
+    rows = work_rows(programs, batch, exact=layout.exact_tokens > 0)
     plan = Plan(lengths.new_empty(rows, 5), lengths.new_empty(batch, 4))
-    exact = CacheLayout(1, HEAD_DIMS[0], SideLayout("fp16"), SideLayout("fp16"), sink_tokens, recent_tokens)
-    variant = plan_variant(Setting(exact))
+    variant = plan_variant(Setting(layout))
     with torch.cuda.device_of(lengths):  # type: ignore[no-untyped-call]
         plan_work[(plan_grid(programs),)](lengths, batch, programs, *plan, **variant.constants, **variant.options)
     return plan

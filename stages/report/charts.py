@@ -26,10 +26,14 @@ VERDICTS = {
     "baseline": (FAINT, "diamond"),
 }
 """Colour, one of the page's own that change with its theme, and shape."""
+LOOKS: Spec = {
+    name: {"field": "verdict", "scale": {"domain": list(VERDICTS), "range": [v[i] for v in VERDICTS.values()]}, "title": None}
+    for i, name in enumerate(("color", "shape"))
+}
 SERIES = ("#3a86d4", "#d9772b", "#2a9d8f", "#c0569b", "#a08a1c", "#7d70ec", "#d1495b", "#5c9e3c")
 """Colours with a contrast of 3 to 1 at least on both of the page's backgrounds."""
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3])
-TEXTS = {"policy", "verdict", "workload", "steps", "context", "depth"}
+TEXTS = {"place", "policy", "verdict", "workload", "steps", "context", "depth"}
 """Fields that are no numbers."""
 
 
@@ -38,6 +42,7 @@ def specifications(data: Numbers, names: Sequence[str]) -> dict[str, Spec]:
     kls = [one for one in data["depth"] if one["kl"] is not None]
     latencies, rates = ([t for t in data["times"] if t[f] is not None] for f in ("inter_token_p50_ms", "decode_tokens_per_s"))
     charts = {
+        "recovery": _recovery(data["recovery"], names) if data["recovery"] else None,
         "quality": _quality(data["quality"]) if any(one["verdict"] != "baseline" for one in data["quality"]) else None,
         "context": _context(data, names) if data["context"] else None,
         "position": _position(data, names) if data["position"] else None,
@@ -116,14 +121,6 @@ def _quality(data: list[Datum]) -> Spec:
     floor = {"calculate": f"'A/A floor: ' + {exact}", "as": "says"}
     of_baseline = "datum.verdict === 'baseline'"
     faded = {"condition": {"test": f"{CHOSEN} || {of_baseline}", "value": 1}, "value": 0.25}
-    looks = {
-        name: {
-            "field": "verdict",
-            "scale": {"domain": list(VERDICTS), "range": [v[i] for v in VERDICTS.values()]},
-            "title": None,
-        }
-        for i, name in enumerate(("color", "shape"))
-    }
     told = _tooltip(policy="policy", verdict="verdict", kib="KiB/token", exact="distance", limit="gate")
     front = {"type": "line", "interpolate": "step-after", "strokeWidth": 1.5, "opacity": 0.6, "color": FAINT}
     point = {"type": "point", "filled": True, "size": 130}
@@ -137,7 +134,7 @@ def _quality(data: list[Datum]) -> Spec:
             _level(_of("limit"), LIMIT, [7, 4], AT_RIGHT, transform=[*_where("isValid(datum.limit)"), limit, gate]),
             _level(y, FAINT, [2, 3], AT_LEFT, transform=[*_where(of_baseline), floor]),
             {"transform": _where("datum.front"), "mark": front, "encoding": {"x": x, "y": y}},
-            {"mark": point, "encoding": {"x": x, "y": y, **looks, "opacity": faded, "tooltip": told}},
+            {"mark": point, "encoding": {"x": x, "y": y, **LOOKS, "opacity": faded, "tooltip": told}},
             *(
                 {
                     "transform": _where(condition),
@@ -257,14 +254,38 @@ def _panels(data: list[Datum], names: Sequence[str], shade: Spec) -> Spec:
             },
         ],
     }
-    panels = _chart(
-        f"{shade['description']} by depth of the answer in the prompt and length of the prompt, a panel for each engine.",
-        {"depths": data},
-        transform=_where(WITH_BASELINE, OF_WORKLOAD),
-        facet={"field": "policy", "type": "nominal", "sort": [BASELINE, *names], "title": None},
-        columns=3,
-        spec=panel,
-    )
+    said = f"{shade['description']} by depth of the answer in the prompt and length of the prompt, a panel for each engine."
+    return _side_by_side(said, {"depths": data}, names, panel, WITH_BASELINE, OF_WORKLOAD)
+
+
+def _recovery(data: list[Datum], names: Sequence[str]) -> Spec:
+    """Return a panel for each policy, a row for each kind of work: recovery, a line to its bound, a tick at its limit."""
+    places = list(dict.fromkeys(one["place"] for one in data))
+    x = _of("value", "recovery", scale={"zero": False, "nice": True}, axis={"format": ".0%", "tickCount": 4})
+    told = _tooltip(policy="policy", place="work", value="recovery", bound="bound", limit="limit")
+    limit = {"type": "tick", "thickness": 2, "size": 16, "color": LIMIT}
+    panel = {
+        "width": 230,
+        "height": {"step": 22},
+        "encoding": {"y": {"field": "place", "type": "nominal", "sort": places, "title": None}},
+        "layer": [
+            {
+                "transform": [{"calculate": "max(0, datum.bound)", "as": "low"}],
+                "mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.6},
+                "encoding": {"x": x, "x2": {"field": "low"}},
+            },
+            {"mark": limit, "encoding": {"x": {**x, "field": "limit"}}},
+            {"mark": {"type": "point", "filled": True, "size": 90}, "encoding": {"x": x, **LOOKS, "tooltip": told}},
+        ],
+    }
+    said = "Share of the probability of right answers that is kept, with its bound and limit, a panel for each policy."
+    return _side_by_side(said, {"recoveries": data}, names, panel, CHOSEN, f"workload === '' || {OF_WORKLOAD}")
+
+
+def _side_by_side(said: str, data: dict[str, list[Datum]], names: Sequence[str], panel: Spec, *shown: str) -> Spec:
+    """Return a panel for each engine, of the data that meet all conditions."""
+    facet = {"field": "policy", "type": "nominal", "sort": [BASELINE, *names], "title": None}
+    panels = _chart(said, data, transform=_where(*shown), facet=facet, columns=3, spec=panel)
     return {key: value for key, value in panels.items() if key not in ("width", "autosize")}  # each panel has its own
 
 

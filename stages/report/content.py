@@ -20,19 +20,24 @@ MOST_POLICIES = 16
 """Policies that are shown in full; those beyond have their row of the overview."""
 WORST: tuple[LineStatus, ...] = ("PASS", "WARNING", "INCONCLUSIVE", "FAIL")
 """From the best to the worst."""
+BOUND = "bound"
 OVERVIEW = (
-    ("KiB/token", "memory/kib_per_token", "baseline/kib_per_token", ".3f"),
-    ("PPL ratio", "quality/ppl_ratio", "1", ".4f"),
-    ("mean KL", "quality/kl_mean", "0", ""),
-    ("top-10 overlap", "quality/top10_overlap", "1", ".3f"),
+    ("recovery", "quality/recovery", "1", ".1%"),
+    ("its bound", BOUND, "", ".1%"),
     ("right answers", "quality/accuracy_candidate", "quality/accuracy_baseline", ".3f"),
     ("lost", "quality/accuracy_lost", "", ".0f"),
     ("gained", "quality/accuracy_gained", "", ".0f"),
+    ("mean KL", "quality/kl_mean", "0", ""),
+    ("PPL ratio", "quality/ppl_ratio", "1", ".4f"),
+    ("top-10 overlap", "quality/top10_overlap", "1", ".3f"),
+    ("KiB/token", "memory/kib_per_token", "baseline/kib_per_token", ".3f"),
     ("samples", "quality/samples", "", ".0f"),
     ("decode tokens/s", "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s", ",.0f"),
 )
-"""Heading, the candidate's metric, the baseline's metric (or its value by definition), format; without one, of any size."""
+"""Heading, the candidate's metric, the baseline's metric (or its value by definition), format; without one, of any size.
+BOUND is that of the line on recovery."""
 COLUMNS = {
+    "recovery": {"recovery": "value", "bound": "bound", "limit": "limit", "line": "verdict"},
     "quality": {
         "KiB/token": "kib",
         "measure": "measure",
@@ -120,7 +125,7 @@ def make_page(exhibits: Sequence[Exhibit], occasion: Occasion) -> dict[str, Any]
     return {
         "occasion": occasion,
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "lead": _lead([exhibit.candidate for exhibit in exhibits]),
+        "lead": _lead([exhibit.candidate for exhibit in exhibits], occasion.champion),
         "rows": list(_overview(exhibits, occasion)),
         "headings": [heading for heading, *_ in OVERVIEW],
         "policies": [exhibit.candidate for exhibit in full],
@@ -144,12 +149,14 @@ def make_page(exhibits: Sequence[Exhibit], occasion: Occasion) -> dict[str, Any]
     }
 
 
-def _lead(candidates: Sequence[Candidate]) -> str:
+def _lead(candidates: Sequence[Candidate], champion: str | None) -> str:
     words = {"PASS": "held up", "INCONCLUSIVE": "not decided", "FAIL": "failed"}
     counts = {status: sum(c.verdict == status for c in candidates) for status in words}
     told = ", ".join(f"{count} {words[status]}" for status, count in counts.items() if count)
     noun = "KV cache" if len(candidates) == 1 else "KV caches"
-    return f"{len(candidates)} {noun} judged against FP16 on the decode path: {told}."
+    first = next((c for c in candidates if c.name == champion or len(candidates) == 1), None)
+    keeps = f" {first.name} {first.kept}." if first is not None and first.kept is not None else ""
+    return f"{len(candidates)} {noun} judged against FP16 on the decode path: {told}.{keeps}"
 
 
 def _overview(exhibits: Sequence[Exhibit], occasion: Occasion) -> Iterator[Row]:
@@ -162,12 +169,14 @@ def _overview(exhibits: Sequence[Exhibit], occasion: Occasion) -> Iterator[Row]:
         note = occasion.passed_over.get(candidate.name, "")
         if not note:
             note = candidate.reasons[0] if candidate.verdict != "PASS" and candidate.reasons else candidate.covered or ""
+        note = "; ".join(filter(None, (note, candidate.contradiction)))
         cells = tuple(_figure(candidate, metric, form) for _, metric, _, form in OVERVIEW)
         yield Row(candidate.name, candidate.verdict, candidate.name == occasion.champion, note, cells)
 
 
 def _figure(candidate: Candidate, metric: str, form: str) -> str:
-    value = candidate.metrics.get(metric)
+    line = candidate.recovery
+    value = candidate.metrics.get(metric) if metric != BOUND else None if line is None else line.bound
     return number(value, form) if form else quantity(value)
 
 
@@ -248,7 +257,7 @@ def _asked(exhibits: Sequence[Exhibit]) -> Iterator[tuple[str, ...]]:
     undecided = [e.candidate for e in exhibits if e.candidate.verdict == "INCONCLUSIVE"]
     for workload in planned:
         if workload not in whole:
-            yield workload, "0", "0", "not asked yet", "–", ""
+            yield workload, "0", "0", "not asked yet", "", "–", ""
             continue
         part = whole[workload]
         counted = part.accuracy
@@ -258,9 +267,20 @@ def _asked(exhibits: Sequence[Exhibit]) -> Iterator[tuple[str, ...]]:
             f"{part.samples:,}",
             f"{part.documents:,}",
             f"{counted.judged:,}" if counted is not None else "none: distances alone",
+            _scored(workload, exhibits),
             number(counted.baseline, ".3f") if counted is not None else "–",
             f"about {needed:,}" if needed else "",
         )
+
+
+def _scored(workload: str, exhibits: Sequence[Exhibit]) -> str:
+    """Say in whose words right answers were scored."""
+    words = {
+        row.id: row.right_answer for exhibit in exhibits for row in exhibit.rows if row.workload == workload and row.judged
+    }
+    own = sum(of == "baseline" for of in words.values())
+    parts = {"the reference's": len(words) - own, "FP16's own": own}
+    return ", ".join(f"{name} ({count:,})" if own else name for name, count in parts.items() if count)
 
 
 def _identity(exhibit: Exhibit) -> dict[str, str]:

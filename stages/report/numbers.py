@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from pipeline.verdict.gates import LINES
+from pipeline.verdict.gates.recovery import RECOVERY
 from pipeline.verdict.record import finite
 from pipeline.verdict.report import EvaluationReport, SampleRow, SystemMetrics
 from stages.evaluate.distances.metrics import context_bin
@@ -43,6 +44,7 @@ TITLES = {key: LINES[key].title + (", off 1" if LINES[key].equal else "") for ke
 def numbers(exhibits: Sequence[Exhibit]) -> Numbers:
     """Return the numbers of each chart by its name; those of dots are of the samples behind `context`."""
     return {
+        "recovery": recoveries(exhibits),
         "quality": quality(exhibits),
         "context": by_context(exhibits),
         "dots": _dots(exhibits),
@@ -62,6 +64,18 @@ def distance(key: str, value: float | None) -> float | None:
 def _drawn(value: float | None) -> float | None:
     """Return a number as a logarithmic axis has it, with three digits."""
     return None if value is None or not math.isfinite(value) else float(f"{max(value, FLOOR):.3g}")
+
+
+def recoveries(exhibits: Sequence[Exhibit]) -> list[Datum]:
+    """Return what every policy keeps of the probability of right answers, of all questions first and then by kind of work."""
+    return [
+        {"policy": exhibit.candidate.name, "verdict": check.status, "place": check.where}
+        | {"workload": ALL if check.where == "all" else check.where}
+        | {"value": check.value, "bound": check.bound, "limit": check.threshold}
+        for exhibit in exhibits
+        for check in exhibit.candidate.checks
+        if check.gate == RECOVERY and check.value is not None and check.bound is not None
+    ]
 
 
 def reports(exhibits: Sequence[Exhibit]) -> list[tuple[Exhibit, EvaluationReport]]:

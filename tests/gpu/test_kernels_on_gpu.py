@@ -55,8 +55,7 @@ class Decoder:
         tables: dict[str, Any] = {"page_table": self.page_table, "lengths": self.lengths, "exact_slots": self.slots}
         outs, (query, key, value) = [], self.inputs
         programs = launch.default_programs(self.layout, query[0], self.page_table, 0.1)
-        exact = {"sink_tokens": self.layout.sink_tokens, "recent_tokens": self.layout.recent_tokens}
-        plan = launch.plan_decode(self.lengths, programs=programs, **exact)
+        plan = launch.plan_decode(self.layout, self.lengths, programs=programs)
         for layer, new in enumerate(zip(query, key, value, strict=True)):
             cache = {name: tensor[layer] for name, tensor in self.cache.items()}
             outs.append(launch.decode_attention(self.layout, *new, cache, plan=plan, scaling=0.1, **tables))

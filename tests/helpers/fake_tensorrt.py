@@ -43,8 +43,6 @@ class FakeDevice(Device):
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self.captured = self.replayed = 0
-        self.streams = 0
-        """How many `running()` there are at the moment."""
 
     @property
     def stream(self) -> int:
@@ -52,9 +50,7 @@ class FakeDevice(Device):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        self.streams += 1
         yield
-        self.streams -= 1
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         self.captured += 1

@@ -121,5 +121,4 @@ def differing(actual: Tensor, expected: Tensor) -> Tensor:
 
 def planned(layout: CacheLayout, lengths: Tensor, programs: int) -> launch.Plan:
     """Return the work list of a step over such lengths, for `programs` over the pages of a KV head."""
-    exact = {"sink_tokens": layout.sink_tokens, "recent_tokens": layout.recent_tokens}
-    return launch.plan_decode(lengths, programs=programs, **exact)
+    return launch.plan_decode(layout, lengths, programs=programs)

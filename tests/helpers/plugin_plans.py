@@ -42,21 +42,9 @@ class Plans:
         bundled: dict[Mode, Path] = {mode: self.onnx_bundle / f"{mode}.onnx" for mode in PLANS}
         self.limits = Limits(policy, BATCH, TOKENS)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(build_module, "load", lambda _: TENSORRT)
-            patch.setattr(build_module, "parse", parse_as_tensorrt)
-            patch.setattr(build_module, "build", lambda parsed, *_: BuiltPlan(b"plan", [], parsed.inputs, parsed.outputs))
-            plugin = "stages.engines.tensorrt.plugin"
-            patch.setattr(f"{plugin}.check_gpu", nothing)
-            patch.setattr(f"{plugin}.register", nothing)
-            for name in ("default_programs", "default_splits"):
-                patch.setattr(f"{plugin}.{name}", lambda *_: 3)
-            patch.setattr(f"{plugin}.kernel_digests", lambda *_: {})
+            stand_in_for_tensorrt(patch)
             written = write_plugin_graphs(bundled, self.folder, info=self.info, limits=self.limits, sm=SM)
-            build_module.build_bundle(
-                self.onnx_bundle, out, policy=policy, scales=root / f"{policy.name}_scales.json", library="tensorrt",
-                max_batch=BATCH, max_tokens=TOKENS, progress=nothing,
-                gpu=GPU, adapt=with_plugin(GPU),
-            )  # fmt: skip
+            build_with_plugin(self.onnx_bundle, out, policy)
         self.record, _, self.scales = open_bundle(out, "tensorrt")
         self.out = out
         self.graphs = {mode: onnx.load(path, load_external_data=False) for mode, path in written.graphs.items()}
@@ -73,6 +61,34 @@ class Plans:
         engines = {mode: FakeEngine(self.onnx_bundle / f"{mode}.onnx", self.record, mode, plugins[mode]) for mode in PLANS}
         sessions = {mode: open_session(TENSORRT, engines[mode], device, self.record, mode, cuda_graphs=True) for mode in PLANS}
         return PlanEngine(self.out, self.record, self.record.limits(self.policy), self.scales, sessions, device), plugins
+
+
+def stand_in_for_tensorrt(patch: pytest.MonkeyPatch) -> list[onnx.ModelProto]:
+    """Let a bundle with the plugin be built without TensorRT, GPU and kernels. Returns the graphs that are parsed."""
+    parsed: list[onnx.ModelProto] = []
+
+    def parse(library: Library, path: Path) -> Parsed:
+        parsed.append(onnx.load(path, load_external_data=False))
+        return parse_as_tensorrt(library, path)
+
+    plugin = "stages.engines.tensorrt.plugin"
+    patch.setattr(build_module, "load", lambda _: TENSORRT)
+    patch.setattr(build_module, "parse", parse)
+    patch.setattr(build_module, "build", lambda parsed, *_: BuiltPlan(b"plan", [], parsed.inputs, parsed.outputs))
+    patch.setattr(f"{plugin}.check_gpu", nothing)
+    patch.setattr(f"{plugin}.register", nothing)
+    for name in ("default_programs", "default_splits"):
+        patch.setattr(f"{plugin}.{name}", lambda *_: 3)
+    patch.setattr(f"{plugin}.kernel_digests", lambda *_: {})
+    return parsed
+
+
+def build_with_plugin(onnx_bundle: Path, out: Path, policy: KVPolicy) -> None:
+    scales = onnx_bundle.with_name(f"{onnx_bundle.name}_scales.json")
+    build_module.build_bundle(
+        onnx_bundle, out, policy=policy, scales=scales, library="tensorrt",
+        max_batch=BATCH, max_tokens=TOKENS, progress=nothing, gpu=GPU, adapt=with_plugin(GPU),
+    )  # fmt: skip
 
 
 def parse_as_tensorrt(library: Library, path: Path) -> Parsed:

@@ -22,6 +22,7 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
 
 SMS, RESIDENT, HEADS = 132, 7, 8
+PLAIN = CacheLayout(1, 64, side("fp16"), side("fp16"))
 KIB = 1024
 
 
@@ -112,6 +113,6 @@ def test_every_page_is_read_once_and_every_part_is_joined(lengths: list[int], pr
 )
 def test_what_is_no_row_of_lengths_is_refused(lengths: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        launch.plan_decode(lengths, programs=1)
+        launch.plan_decode(PLAIN, lengths, programs=1)
     with pytest.raises(ValueError, match="programs must be at least 1, got 0"):
-        launch.plan_decode(torch.zeros(1, dtype=torch.int32), programs=0)
+        launch.plan_decode(PLAIN, torch.zeros(1, dtype=torch.int32), programs=0)

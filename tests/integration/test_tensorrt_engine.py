@@ -1,7 +1,6 @@
 """The engine over TensorRT plans: its pages, shapes and bindings, with TensorRT's runtime replaced by ONNX Runtime."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +21,7 @@ from stages.engines.tensorrt.engine import PlanEngine, open_session
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.plan import Plan
 from stages.engines.tensorrt.pool import TorchPool
-from stages.engines.tensorrt.session import PlanSession, Step
-from stages.selftest.checks import shape_changes
+from stages.engines.tensorrt.session import Step
 
 POLICIES = ["fp8k_int4v", "int8_asym", "ages"]
 BATCH, TOKENS = 3, 320
@@ -256,27 +254,6 @@ def test_a_gpu_without_room_names_the_keys_that_size_the_cache(pairs: dict[str, 
     monkeypatch.setattr("stages.engines.tensorrt.pool.torch.zeros", full)
     with pytest.raises(UserError, match=rf"^backend\.max_batch={BATCH}, backend\.max_tokens={TOKENS}: .*lower one of the two"):
         pairs["int8_asym"].tensorrt()
-
-
-def test_the_leak_check_fills_its_tensors_on_the_stream_that_runs_the_plan(
-    pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Zeros that another stream is still writing would be written while the plan reads and writes there."""
-    pair = pairs["ages"]
-    engine, device, fakes = pair.tensorrt(cuda_graphs=False)
-    streams: list[int] = []
-    real = PlanSession.tensor
-
-    def watched(session: PlanSession, *arguments: Any) -> torch.Tensor:
-        streams.append(device.streams)
-        return real(session, *arguments)
-
-    monkeypatch.setattr(PlanSession, "tensor", watched)
-    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
-    shape_changes(engine, pair.record, pair.policy)(4)
-    assert [context.runs for context in fakes["decode"].contexts] == [4]
-    assert streams
-    assert set(streams) == {1}
 
 
 def test_the_pool_is_bound_where_it_lies_and_never_moves(pairs: dict[str, Pair]) -> None:

@@ -19,7 +19,7 @@ from pipeline.statistics.bets import OUTLIER
 from pipeline.verdict.conformance import Conformance, EngineConformance
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import Canary, Compaction, NoiseFloor, Rung, SampleRow
-from pipeline.verdict.thresholds import Check
+from pipeline.verdict.thresholds import MOST_SAMPLES, Check
 
 Rows = list[SampleRow]
 UNJUDGED: dict[str, Any] = {
@@ -230,6 +230,22 @@ def test_the_samples_that_an_open_verdict_asks_for_pass_at_the_next_attempt() ->
     needed = verdict([r for r in rows if r.workload == "copy"], gates(max_ruined_share=0.5)).samples_needed
     assert needed["copy"] > 20
     assert verdict(answered("copy", needed["copy"], **kept), gates(attempt=2, max_ruined_share=0.5)).status == "PASS"
+
+
+def test_kinds_that_passed_are_asked_more_too_where_the_next_attempt_errs_with_less() -> None:
+    open_kind = [r.model_copy(update={"candidate_probability": 0.25 * 0.82}) for r in answered("copy", 15)]
+    needed = verdict([*answered("retrieval", 15), *open_kind], gates(max_ruined_share=0.5)).samples_needed
+    assert needed["copy"] > 15
+    assert needed["retrieval"] > 15
+
+
+def test_answers_that_are_open_say_with_how_many_their_loss_is_shown_to_be_within_the_margin() -> None:
+    needed = verdict(losing(17, pages(144))).samples_needed
+    count = max(needed.values())
+    assert needed == dict.fromkeys(CLASSES, count)
+    assert 144 < count < MOST_SAMPLES
+    assert verdict(losing(17 * count // 144, pages(count)), gates(attempt=2)).status == "PASS"
+    assert set(verdict(losing(32, pages(144))).samples_needed.values()) == {MOST_SAMPLES}
 
 
 @pytest.mark.parametrize(("rows", "needed"), [(HOPELESS, {}), (prose(2), {"all": 15})])

@@ -62,7 +62,6 @@ ROOMS = (
     "pipeline.dry",
     "pipeline.api",
     "pipeline.__main__",
-    "stages.selftest",
     "stages.lm_eval",
     "benchmarks",
     "examples",

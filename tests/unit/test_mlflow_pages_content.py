@@ -28,9 +28,10 @@ def broken(tmp_path: Path) -> Candidate:
     return judged(tmp_path, answered("copy", 64, lost=40) + answered("tool_call", 64, lost=1))
 
 
-def test_a_run_begins_with_distance_memory_and_accuracy_lost(broken: Candidate) -> None:
+def test_a_run_begins_with_recovery_memory_and_distance(broken: Candidate) -> None:
     metrics = chosen(broken)
-    assert tuple(metrics)[:3] == FIRST == ("quality/kl_mean", "memory/kib_per_token", "quality/accuracy_loss")
+    assert tuple(metrics)[:3] == FIRST == ("quality/recovery", "memory/kib_per_token", "quality/kl_mean")
+    assert metrics["quality/copy/recovery"] == 1.0
     assert metrics["quality/accuracy_loss"] == pytest.approx(41 / 128)
     assert metrics["quality/copy/accuracy_loss"] == 0.625
 
@@ -51,6 +52,7 @@ def test_the_description_has_the_verdict_its_reasons_and_the_replay(broken: Cand
     text = description(broken, "sweep-1", "pkg://stages.tiny/checkpoint", WORK)
     lines = text.splitlines()
     assert lines[0].startswith("**FAIL**")
+    assert "against the FP16-KV engine, keeps 100.0 % of the probability of right answers (at least 9" in lines[0]
     assert any(line.startswith("- copy: 40 of 64 answers lost") for line in lines)
     assert "promote" not in text
     assert f"stage=verify bundle={broken.identity.path.parent}" in text

@@ -1,5 +1,6 @@
 """Every ending names the next command, and that command is one: it composes as it is printed."""
 
+import math
 import shlex
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pipeline.config.config import Config
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.terminal import commands, next_steps
 from pipeline.terminal.next_steps import Step
+from pipeline.verdict.gates.recovery import RECOVERY
 from pipeline.verdict.thresholds import Check, Status
 
 TYPED = [
@@ -47,7 +49,8 @@ def candidate(
     folder: Path, name: str, verdict: Status, needed: dict[str, int] | None = None, gate: str = "accuracy"
 ) -> Candidate:
     judged = judged_candidate(folder, name.partition(" ")[0], verdict, metrics={})
-    check = Check(gate=gate, where="copy", value=0.0, bound=0.0, threshold=0.0, status=verdict, reason="mean KL")
+    where = next(iter(needed or ["copy"]))
+    check = Check(gate=gate, where=where, value=0.0, bound=0.0, threshold=0.0, status=verdict, reason="mean KL")
     return judged.model_copy(update={"name": name, "samples_needed": needed or {}, "checks": (check,)})
 
 
@@ -88,11 +91,14 @@ def test_after_an_experiment_the_promotion_finds_what_the_experiment_made(tmp_pa
 
 def test_an_inconclusive_one_says_how_many_samples_to_ask(tmp_path: Path) -> None:
     config = config_of(*TYPED, "kv=int8")
-    judged = candidate(tmp_path, "int8", "INCONCLUSIVE", {"copy": 700, "retrieval": 300})
-    after = composed(next_steps.after_judging(config, [judged], [*TYPED, "kv=int8"]))
+    judged = candidate(tmp_path, "int8", "INCONCLUSIVE", {"copy": 700, "retrieval": 400}, RECOVERY)
+    step = next_steps.after_judging(config, [judged], [*TYPED, "kv=int8"])
+    assert step.why == "int8: open is recovery (copy); ask so many samples that it is decided"
+    after = composed(step)
     assert (after.kv.name, after.gates.attempt) == ("int8", 2)
-    assert (after.workloads.samples["copy"], after.workloads.samples["retrieval"]) == (700, 300)
-    assert after.workloads.samples["tool_call"] == config.workloads.samples["tool_call"]
+    assert (after.workloads.samples["copy"], after.workloads.samples["retrieval"]) == (700, 400)
+    # what passed with all that were asked passes at the smaller level of the next attempt with so many
+    assert after.workloads.samples["tool_call"] == math.ceil(160 * math.log(0.0025) / math.log(0.045))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +111,10 @@ def test_an_inconclusive_one_says_how_many_samples_to_ask(tmp_path: Path) -> Non
         ([], {}, "max_mean_kl", "workloads.samples.copy=619"),
         ([], {"copy": 700}, "max_mean_kl", "workloads.samples.retrieval=619"),
         (["gates.attempt=2"], {}, "max_ruined_share", "workloads.samples.copy=358"),
-        ([], {}, "min_recovery", "more samples would not decide"),
+        ([], {}, "canary", "fp8: open is canary (copy); more samples would not decide: mean KL"),
+        ([], {}, RECOVERY, "leave out what FP16 cannot do (copy)"),
+        ([], {}, RECOVERY, "workloads.samples.copy=0"),
+        (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {}, RECOVERY, "more samples would not decide: mean KL"),
         ([], {"copy": 1_000_000}, "accuracy", "judge int8, which keeps more"),  # no number of samples decides it
     ],
 )

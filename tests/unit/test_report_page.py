@@ -96,6 +96,32 @@ def test_the_front_is_what_no_other_policy_beats_in_bytes_and_distance(judged: l
     assert all(one["limit"] == 0.05 for one in data if one is not baseline)
 
 
+def test_the_page_leads_with_what_is_kept_of_the_probability_of_right_answers(judged: list[Exhibit], tmp_path: Path) -> None:
+    page = make_page(judged, occasion(tmp_path, champion="fp8"))
+    assert re.search(r"fp8 keeps 100\.0 % of the probability of right answers \(at least 9\d\.\d %\)\.$", page["lead"])
+    assert page["headings"][:3] == ["recovery", "its bound", "right answers"]
+    line = judged[0].candidate.recovery
+    assert line is not None
+    assert line.bound is not None
+    assert page["rows"][0].cells[:2] == ("1", "")
+    assert page["rows"][1].cells[:2] == ("100.0%", f"{line.bound:.1%}")
+    places = [(one["policy"], one["place"]) for one in page["charts"]["recovery"]["datasets"]["recoveries"]]
+    assert places == [(name, place) for name in ("fp8", "int8", "int4") for place in ("all", "copy", "retrieval")]
+
+
+def test_answers_that_change_the_other_way_than_their_probability_are_said(tmp_path: Path) -> None:
+    made = exhibit(tmp_path, "fp8", rows(3, candidate_probability=0.26))
+    assert make_page([made], occasion(tmp_path))["rows"][1].note.endswith(
+        "; gains probability of right answers and loses greedy ones"
+    )
+
+
+def test_it_is_said_where_right_answers_were_scored_in_the_words_of_fp16(tmp_path: Path) -> None:
+    of = [*rows(0, ["copy"]), *rows(0, ["retrieval"])[:30], *rows(0, ["retrieval"], right_answer="baseline")[30:]]
+    scored = {line[0]: line[4] for line in make_page([exhibit(tmp_path, "fp8", of)], occasion(tmp_path))["asked"]}
+    assert scored == {"copy": "the reference's", "retrieval": "the reference's (30), FP16's own (10)"}
+
+
 def test_kl_by_position_covers_every_scored_token_once(judged: list[Exhibit]) -> None:
     steps = [one for one in numbers.by_position(judged[:1]) if one["workload"] == numbers.ALL]
     assert sum(one["tokens"] for one in steps) == STEPS * len(judged[0].rows)
@@ -120,7 +146,7 @@ def test_depth_by_length_counts_the_baseline_beside_each_policy(judged: list[Exh
 
 def test_every_chart_compiles_without_a_warning(judged: list[Exhibit], tmp_path: Path) -> None:
     charts = make_page(judged, occasion(tmp_path))["charts"]
-    assert set(charts) == {"quality", "context", "position", "depth", "depth_kl", "latency", "rate"}
+    assert set(charts) == {"recovery", "quality", "context", "position", "depth", "depth_kl", "latency", "rate"}
     for name, spec in charts.items():
         assert spec["description"], name
         json.dumps(spec, allow_nan=False)
@@ -301,7 +327,7 @@ def test_numbers_that_are_not_finite_are_dashes(judged: list[Exhibit], tmp_path:
     candidate = judged[0].candidate.model_copy(update={"metrics": {"quality/kl_mean": float("nan")}})
     broken = replace(judged[0], candidate=candidate, rows=of, report=report.model_copy(update={"slices": slices}))
     page = make_page([broken], occasion(tmp_path))
-    assert page["rows"][1].cells[2] == "–"
+    assert page["rows"][1].cells[page["headings"].index("mean KL")] == "–"
     assert "nan" not in render([broken], occasion(tmp_path)).split("<script")[0].lower().replace("nano", "")
 
 

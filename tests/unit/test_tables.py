@@ -1,13 +1,16 @@
 """What a run prints at its end."""
 
+import re
 from pathlib import Path
 
 import pytest
+from gate_reports import answered, sliced, verdict
 from judged_candidates import judged_candidate
 
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.registry.tracking import Tracking, locate
-from pipeline.terminal.tables import accuracy_grids, comparison, print_mlflow
+from pipeline.terminal.tables import accuracy_grids, comparison, print_mlflow, print_verdict
+from pipeline.verdict.tracked import flat_metrics
 
 UNGRADED = {
     "quality/accuracy_baseline": 0.9,
@@ -27,6 +30,24 @@ def test_a_graded_workload_shows_the_baselines_accuracy_by_difficulty(tmp_path: 
     (grid,) = accuracy_grids(judged)
     assert [(row.name, list(row.values)) for row in grid.rows] == [("lookup", [120.0, 0.75, 0.95, None, 0.55])]
     assert accuracy_grids([judged_candidate(tmp_path, "fp8", metrics=UNGRADED)]) == []
+
+
+def test_a_verdict_begins_with_what_is_kept_and_the_comparison_with_recovery(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = answered("copy", 64, lost=1, candidate_probability=0.252)
+    metrics = flat_metrics(sliced(rows)) | {"memory/kib_per_token": 1.0}
+    judged = judged_candidate(tmp_path, "fp8", metrics=metrics).model_copy(update=Candidate.decided(verdict(rows)))
+    print_verdict(judged)
+    first = " ".join(capsys.readouterr().out.split()).partition(" all:")[0]
+    assert re.fullmatch(
+        r"PASS fp8: keeps 100\.8 % of the probability of right answers \(at least 9\d\.\d %\); right answers 0\.984, of FP16 "
+        r"1\.000; gains probability of right answers and loses greedy ones; mean KL 0\.0e\+00; 1\.000 KiB/token",
+        first,
+    )
+    grid = comparison([judged])
+    assert [column.key for column in grid.columns][:2] == ["verdict", "recovery"]
+    assert [row.values[1] for row in grid.rows] == ["1", pytest.approx(1.008)]
 
 
 @pytest.mark.parametrize(

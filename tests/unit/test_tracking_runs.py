@@ -226,7 +226,7 @@ def test_a_version_says_what_it_costs_and_why_it_failed(store: MlflowStore, tmp_
         store.client.get_model_version("kvgate-tiny", version(done)).description
         for done in (passed, track_one(store, failed, "a"))
     ]
-    assert said == ["PASS. KiB/token 0.5, mean KL 0.123", "FAIL. KiB/token 2. copy: 9 of 9 answers lost"]
+    assert said == ["PASS: mean KL 1.2e-01; 0.500 KiB/token", "FAIL: 2.000 KiB/token. copy: 9 of 9 answers lost"]
 
 
 def test_a_bundle_stays_where_it_is_when_the_configuration_says_so(store: MlflowStore, work: Path, tmp_path: Path) -> None:

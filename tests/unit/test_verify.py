@@ -11,7 +11,7 @@ from evidence_copies import ALL, code, edit, member, replayed, resealed, wrong
 from judged_engine import exported, judged_engine
 
 from pipeline.artifacts.digest import file_digest, files_digest, json_digest
-from pipeline.core.errors import MissingRequirement
+from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.evidence.reading import find_evidence
 from pipeline.verdict.thresholds import RULES
@@ -141,10 +141,16 @@ def test_a_verdict_by_older_rules_is_not_compared_and_says_what_to_do(copy: Path
     edit(copy / IDENTITY_FILE, age)
     (finding,) = (finding for finding in replayed(copy) if finding.status != "same")
     assert (finding.name, finding.status) == ("verdict, decided again", "missing")
-    assert finding.detail.startswith(
-        f"PASS by rules 1 of the gates, this kvgate has rules {RULES}: verify it with the kvgate that wrote"
-    )
+    assert finding.detail.startswith(f"PASS by rules 1 of the gates, this kvgate has rules {RULES}, by which the same samples")
+    assert "judge it again with stage=evaluate" in finding.detail
     assert code(copy) == 4
+
+
+def test_an_identity_with_thresholds_of_older_rules_is_refused_for_its_rules(copy: Path) -> None:
+    edit(copy / IDENTITY_FILE, lambda i: (i["gates"].update(min_baseline_accuracy=0.2), i["verdict"].update(rules=5)))
+    with pytest.raises(UserError, match=f"PASS by rules 5 of the gates, this kvgate has rules {RULES}.*stage=evaluate"):
+        replayed(copy)
+    assert code(copy) == 2
 
 
 def test_a_verdict_of_another_round_is_named(copy: Path) -> None:

@@ -79,7 +79,7 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) ->
     for gate in GATES if looks else ():
         if gate.needed is not None:
             checks, numbers = _advised(checks, gate, gate.needed, whole, gates)
-            needed |= numbers
+            needed |= {where: max(count, needed.get(where, 0)) for where, count in numbers.items()}
     verdict = conclude(checks, needed, len(looks))
     return verdict.model_copy(update={"covered": None if report.limits is None else str(report.limits)})
 

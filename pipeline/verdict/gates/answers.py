@@ -8,8 +8,10 @@ of the margin was lost, which more samples settle.
 Where no sample has an answer the distances decide alone, with `min_samples` documents or more.
 """
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -19,7 +21,7 @@ from pipeline.core.errors import UserError
 from pipeline.verdict import thresholds
 from pipeline.verdict.registry import Evidence, Line, by_workload, gate
 from pipeline.verdict.report import SampleRow
-from pipeline.verdict.thresholds import Check, LineStatus, Looser, Margin
+from pipeline.verdict.thresholds import MOST_SAMPLES, Check, LineStatus, Looser, Margin
 
 if TYPE_CHECKING:
     from pipeline.statistics.paired import Pairs
@@ -110,11 +112,29 @@ def _bins(evidence: Evidence, limits: Limits) -> Iterator[_Answers]:
             yield _Answers.of(part.place, inside, limits)
 
 
+def _needed(evidence: Evidence, limits: Limits, still_open: Collection[str]) -> dict[str, int]:
+    """Return with how many samples of each kind of work the next attempt would show all answers to hold, with `power`, if their
+    rates stay the same: a bound comes nearer with the root of the samples.
+
+    Where more than the margin was lost no number of samples would: MOST_SAMPLES.
+    """
+    if ALL not in still_open:
+        return {}
+    every, level = _Answers.of(ALL, evidence.judged, limits), evidence.look.pass_level(limits.pass_alpha)
+    room = every.difference + every.margin
+    short = every.difference - statistics.paired.difference_bound(every.pairs, level, lower=True)
+    deviations = [NormalDist().inv_cdf(share) for share in (1 - limits.next_attempt.pass_alpha, limits.power, 1 - level)]
+    times = (short / room * (deviations[0] + deviations[1]) / deviations[2]) ** 2 if room > 0 else MOST_SAMPLES
+    counts = {name: math.ceil(times * len(rows)) for name, rows in by_workload(evidence.judged).items()}
+    return {name: min(count, MOST_SAMPLES) for name, count in counts.items()}
+
+
 @gate(
     Limits,
     {ACCURACY: Line("Right answers", "points that the policy gains or loses against FP16", per="workload")},
     rank=20,
     looks=True,
+    needed=_needed,
 )
 def accuracy(evidence: Evidence, limits: Limits) -> Iterator[Check]:
     """Test all answers together for a PASS, and each kind of work and context bin for a FAIL, at Holm's levels."""
@@ -139,22 +159,22 @@ def _together(every: _Answers, level: float) -> Check:
         status = "INCONCLUSIVE"
     else:
         status = "WARNING"
-    return every.check(status, level, _contradiction(every))
+    gained = sum((row.candidate_probability or 0.0) - (row.baseline_probability or 0.0) for row in every.rows)
+    said = contradiction(every.difference, gained)
+    return every.check(status, level, said and f"; the candidate {said}")
 
 
-def _contradiction(every: _Answers) -> str:
-    """Say where answers and their probability change in opposite directions."""
-    before, after = (
-        sum(value or 0.0 for value in column)
-        for column in (
-            [row.baseline_probability for row in every.rows],
-            [row.candidate_probability for row in every.rows],
-        )
-    )
-    if every.difference * (after - before) >= 0:
+def contradiction(answers: float, probability: float) -> str:
+    """Say that greedy answers and the probability of right ones change in opposite directions; nothing where they do not.
+
+    Args:
+        answers: Right answers of the candidate less those of the baseline.
+        probability: The same of their probability.
+    """
+    if answers * probability >= 0:
         return ""
-    moved = ("gains", "loses") if after > before else ("loses", "gains")
-    return f"; the candidate {moved[0]} probability of right answers and {moved[1]} greedy ones"
+    moved = ("gains", "loses") if probability > 0 else ("loses", "gains")
+    return f"{moved[0]} probability of right answers and {moved[1]} greedy ones"
 
 
 @gate(

@@ -43,6 +43,12 @@ class Limits(thresholds.Limits):
         return self.min_recovery if place == ALL else self.min_workload_recovery
 
 
+def kept(value: float, bound: float, status: LineStatus) -> str:
+    """Say a recovery and its bound, which are shares, as people say it."""
+    judgement = {"PASS": "at least", "FAIL": "at most"}.get(status, "no more is shown than")
+    return f"keeps {100 * value:.1f} % of the probability of right answers ({judgement} {100 * bound:.1f} %)"
+
+
 @dataclass(frozen=True)
 class _Kind:
     """The questions of one kind of work, or all of them."""
@@ -92,7 +98,6 @@ class _Kind:
         elif status == "PASS" and documents < limits.min_samples:
             status, advice = "INCONCLUSIVE", f"; {documents} documents, gates.min_samples is {limits.min_samples}"
         key = RECOVERY if self.place == ALL else "min_workload_recovery"
-        judgement = {"PASS": "at least", "FAIL": "at most"}.get(status, "no more is shown than")
         return Check(
             gate=RECOVERY,
             where=self.place,
@@ -101,8 +106,7 @@ class _Kind:
             threshold=self.limit,
             status=status,
             reason=(
-                f"{self.place}: keeps {100 * value:.1f} % of the probability of right answers "
-                f"({judgement} {100 * bound:.1f} %, with {100 * (1 - result.level):.4g} % certainty), "
+                f"{self.place}: {kept(value, bound, status)} with {100 * (1 - result.level):.4g} % certainty, "
                 f"{key} is {100 * self.limit:g} %{advice}"
             ),
         )
@@ -118,14 +122,18 @@ def _kinds(evidence: Evidence, limits: Limits) -> list[_Kind]:
 def _needed(evidence: Evidence, limits: Limits, still_open: Collection[str]) -> dict[str, int]:
     """Return with how many samples of each kind of work the next attempt would decide, if its documents are like these.
 
-    A kind that the baseline rarely gets right has none: more of the same samples would not help.
+    Kinds that passed are among them, because the next attempt errs with less. A kind that the baseline rarely gets right has
+    none: more of the same samples would not help.
     """
-    kinds = _kinds(evidence, limits)
+    kinds = _kinds(evidence, limits) if still_open else []
+    if not kinds or not kinds[0].baseline >= limits.min_baseline_probability:
+        return {}
     level, times = limits.next_attempt.pass_alpha, dict.fromkeys((kind.place for kind in kinds), 1.0)
     for kind in kinds:
-        if kind.place in still_open and kind.baseline >= limits.min_baseline_probability:
-            documents = max(limits.min_samples, kind.loss.needed(level, limits.power, MOST_SAMPLES))
-            times[kind.place] = documents / len(kind.loss.values)
+        if kind.baseline >= limits.min_baseline_probability:
+            seen = len(kind.loss.values)
+            more = kind.loss.needed(level, limits.power, MOST_SAMPLES)
+            times[kind.place] = max(limits.min_samples, seen + (kind.place in still_open), more) / seen
     counts = {kind.place: len(kind.rows) for kind in kinds if kind.place != ALL}
     needed = {name: math.ceil(count * max(times[ALL], times[name])) for name, count in counts.items()}
     return {name: min(count, MOST_SAMPLES) for name, count in needed.items() if count > counts[name]}

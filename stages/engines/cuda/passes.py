@@ -138,8 +138,7 @@ class DecodePass:
         """The step's work list, which the first of the layers that share it makes: their exact tokens are the policy's."""
         programs = launch.default_programs(layout, query, self.page_table, scaling)
         if programs not in self._plans:
-            exact = {"sink_tokens": layout.sink_tokens, "recent_tokens": layout.recent_tokens}
-            self._plans[programs] = launch.plan_decode(self._lengths, programs=programs, **exact)
+            self._plans[programs] = launch.plan_decode(layout, self._lengths, programs=programs)
         return self._plans[programs]
 
     def _forward(self) -> None:

@@ -17,9 +17,7 @@ from pipeline.core.records import Progress
 from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.engines.onnx.refusals import refuse_zeros_in_scales
 from stages.engines.tensorrt.config import PlanConfig, TensorRTRTXConfig
-from stages.engines.tensorrt.library import Name, load
-
-TRITON_IS_MISSING = "backend=tensorrt needs Triton for the attention plugin: pip install 'kvgate[kernels]'"
+from stages.engines.tensorrt.library import TRITON_IS_MISSING, Name, load
 
 
 class PlanBackend(Backend):

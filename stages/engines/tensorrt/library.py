@@ -27,6 +27,8 @@ HOW_TO_GET: dict[Name, str] = {
     ),
 }
 
+TRITON_IS_MISSING = "backend=tensorrt needs Triton for the attention plugin: pip install 'kvgate[kernels]'"
+
 
 @dataclass(frozen=True)
 class Library:

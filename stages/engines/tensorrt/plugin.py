@@ -25,6 +25,7 @@ from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
 from stages.engines.tensorrt.append import Group, append_groups, use_append
 from stages.engines.tensorrt.build import GraphAdapter, PlanGraphs
+from stages.engines.tensorrt.library import TRITON_IS_MISSING
 from stages.engines.tensorrt.shapes import Limits
 from stages.engines.tensorrt.surgery import use_plugin
 
@@ -180,6 +181,4 @@ def _triton() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
-        raise MissingRequirement(
-            "backend=tensorrt needs Triton for the attention plugin: pip install 'kvgate[kernels]'"
-        ) from error
+        raise MissingRequirement(TRITON_IS_MISSING) from error

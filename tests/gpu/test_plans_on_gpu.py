@@ -1,0 +1,193 @@
+"""Plans of backend=tensorrt on a machine with TensorRT and a GPU: what no other test can see.
+
+python -m pytest -m gpu tests/gpu/test_plans_on_gpu.py
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.artifacts.store import Store
+from pipeline.config.compose import plan
+from pipeline.core.engine import Engine
+from pipeline.core.errors import MissingRequirement
+from pipeline.core.kv import KVPolicy
+from pipeline.run.chain import Chain
+from pipeline.run.inputs import check_inputs
+from plugins.kv_attention.tensorrt_nodes import NAMESPACE, all_nodes
+from stages.engines.oracle.config import TorchConfig
+from stages.engines.oracle.engine import load_engine as load_oracle
+from stages.engines.tensorrt.bundle import PLANS, PlanRecord, open_bundle
+from stages.engines.tensorrt.engine import PlanEngine, load_engine
+from stages.engines.tensorrt.library import Library, load
+from stages.engines.tensorrt.plugin import register
+from stages.engines.tensorrt.surgery import PLUGIN_VERSION
+from stages.evaluate.distances.distance import log_softmax
+
+pytestmark = pytest.mark.gpu
+
+MAX_KL = 0.01
+"""Largest KL in nats per token between the oracle (float32) and the plans (float16), which round activations."""
+CORRUPTION_GAIN = 10.0
+"""A corrupted key scale must raise the KL this many times, or the logits do not come from the cache."""
+LEAK_BYTES, SHAPE_CHANGES = 4096, 400
+"""Bytes of device memory that a shape change may cost on average; the leak known from TensorRT 11.1 costs more."""
+POLICY = ("kv=fp8k_int4v", "kv.sink_tokens=4", "kv.recent_tokens=64")
+"""With exact tokens: the append overwrites them, after an attention that reads them, and TensorRT must keep that order."""
+PLUGIN_FREE_PROGRAM = """
+import sys
+import tensorrt as trt
+log = trt.Logger(trt.Logger.ERROR)
+engine = trt.Runtime(log).deserialize_cuda_engine(open(sys.argv[1], "rb").read())
+assert engine is not None, "the plan does not load"
+assert not [name for name in sys.modules if name.startswith(("plugins", "triton"))]
+"""
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    try:
+        return load("tensorrt")
+    except MissingRequirement as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="module")
+def chain(library: Library, tmp_path_factory: pytest.TempPathFactory) -> Chain:  # noqa: ARG001  (without it nothing is built)
+    overrides = ["backend=tensorrt", "stage=build", "tracking=none", f"workdir={tmp_path_factory.mktemp('work')}", *POLICY]
+    config = plan(overrides, multirun=False).jobs[0]
+    check_inputs(config)
+    return Chain(config, Store(config.work / "artifacts"))
+
+
+@pytest.fixture(scope="module")
+def policy(chain: Chain) -> KVPolicy:
+    return chain.config.kv
+
+
+@pytest.fixture(scope="module")
+def bundle(chain: Chain, policy: KVPolicy) -> Path:
+    return chain.bundle(policy).path
+
+
+@pytest.fixture(scope="module")
+def record(bundle: Path) -> PlanRecord:
+    return open_bundle(bundle, "tensorrt")[0]
+
+
+@pytest.fixture
+def engine(bundle: Path) -> Callable[..., PlanEngine]:
+    return lambda cuda_graphs=True: load_engine(bundle, library="tensorrt", cuda_graphs=cuda_graphs)
+
+
+def tokens(engine: Engine, size: int) -> list[int]:
+    """Return random token ids, the same ones at every call."""
+    return np.random.default_rng(size).integers(0, engine.vocab_size, size).tolist()  # type: ignore[no-any-return]
+
+
+def test_every_operation_is_in_tensorrts_registry_once_the_plugin_is_loaded(library: Library) -> None:
+    register()
+    registry = library.trt.get_plugin_registry()
+    names = [node.name for node in all_nodes()]
+    assert [name for name in names if registry.get_creator(name, PLUGIN_VERSION, NAMESPACE) is None] == []
+
+
+def test_a_plan_contains_its_kernels_and_loads_in_a_process_without_the_plugin(bundle: Path, record: PlanRecord) -> None:
+    assert record.plugins, "the policy's layers kept their function bodies"
+    command = [sys.executable, "-c", PLUGIN_FREE_PROGRAM, str(bundle / PLANS["decode"])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_both_kernels_run_for_an_odd_batch_of_sequences_of_unequal_length(engine: Callable[..., PlanEngine]) -> None:
+    one = engine(cuda_graphs=False)
+    handles, _ = one.prefill([tokens(one, size) for size in (5, 64, 129)])
+    assert np.isfinite(one.decode(handles, [1, 2, 3])).all()
+
+
+def test_the_pool_of_fp8_keys_is_bound_as_fp8_in_linear_layout(library: Library, bundle: Path) -> None:
+    plan_of_decode = library.trt.Runtime(library.log).deserialize_cuda_engine((bundle / PLANS["decode"]).read_bytes())
+    assert plan_of_decode is not None, library.take_errors()
+    assert plan_of_decode.get_tensor_dtype("key_pool.0").name == "FP8"
+    assert "linear" in plan_of_decode.get_tensor_format_desc("key_pool.0").lower()
+
+
+def test_plans_store_the_tokens_of_a_prompt_and_of_launched_captured_and_replayed_steps(
+    engine: Callable[..., PlanEngine],
+) -> None:
+    one = engine()
+    (sequence,), _ = one.prefill([tokens(one, 70)])
+    for token in range(3):
+        one.decode([sequence], [token])
+    for layer, copies in enumerate(one.stored(sequence)):
+        for side, copy in copies.items():
+            lost = np.flatnonzero(~copy.codes.any((0, 2)))
+            assert not lost.size, f"{side}s of layer {layer}: tokens {lost[:5]} are not in the pool"
+
+
+def test_forced_decode_gives_the_oracles_logits_and_other_ones_with_a_corrupted_key_scale(
+    engine: Callable[..., PlanEngine], chain: Chain, policy: KVPolicy
+) -> None:
+    built = chain.bundle(policy, TorchConfig(name="torch", device="cpu", threads=1)).path
+
+    def forced_kl(*, broken: bool) -> float:
+        """Mean KL from the oracle's distributions, in nats per token; `broken` corrupts the key scale after the prefill."""
+        one, oracle = engine(), load_oracle(built, threads=1)
+        text, divergences = tokens(one, 230), []
+        (mine, _), (exact, _) = one.prefill([text[:200]]), oracle.prefill([text[:200]])
+        if broken:
+            one.corrupt_key_scale(0.1)
+        for token in text[200:]:
+            expected, found = (log_softmax(x.decode(at, [token])) for x, at in ((oracle, exact), (one, mine)))
+            divergences.append(float((np.exp(expected) * (expected - found)).sum()))
+        return float(np.mean(divergences))
+
+    kl = forced_kl(broken=False)
+    assert kl <= MAX_KL
+    assert forced_kl(broken=True) >= CORRUPTION_GAIN * kl
+
+
+def test_captured_steps_give_bit_for_bit_the_logits_of_launched_ones(engine: Callable[..., PlanEngine]) -> None:
+    logits = []
+    for captured in (False, True):
+        one = engine(cuda_graphs=captured)
+        handles, _ = one.prefill([tokens(one, size) for size in (60, 7)])
+        logits.append([one.decode(handles, [step, step + 1]) for step in range(8)])
+    assert one.session("decode").replayed_shapes
+    assert np.array_equal(logits[0], logits[1])
+
+
+def test_shape_changes_cost_no_device_memory(engine: Callable[..., PlanEngine], record: PlanRecord, policy: KVPolicy) -> None:
+    """NVIDIA/TensorRT issue 4849: one execution context of the decode plan gets many other shapes, and runs at each."""
+    one = engine(cuda_graphs=False)
+    session, limits = one.session("decode"), record.limits(policy)
+    context: Any = session.context()
+    most = {"B": limits.max_batch, "S": 1, "P": limits.sequence_pages, "Y": max(1, limits.sequence_window_pages)}
+    for name, tensor in session.bound.items():
+        session.check(context.set_input_shape(name, tuple(tensor.shape)), f"{name} of shape {tuple(tensor.shape)}")
+    with session.device.running():  # The zeros are written before the first run, which is on that stream.
+        described = session.inputs | session.outputs
+        tensors = session.bound | session.written
+        tensors |= {name: session.tensor(tensor, most) for name, tensor in described.items() if name not in tensors}
+    for name, tensor in tensors.items():
+        session.check(context.set_tensor_address(name, tensor.data_ptr()), f"the address of {name}")
+
+    def change(times: int) -> None:
+        for turn in range(times):
+            sizes = most | {"B": 1 + turn % limits.max_batch, "P": 1 + turn % limits.sequence_pages}
+            for name, described_input in session.inputs.items():
+                if name not in session.bound:
+                    session.check(context.set_input_shape(name, session.shape(described_input, sizes)), f"sizes {sizes}")
+            session.check(context.execute_async_v3(session.device.stream), "a run")
+            torch.cuda.synchronize()
+
+    change(SHAPE_CHANGES // 4)  # The first ones allocate what is allocated only once.
+    free_bytes = torch.cuda.mem_get_info()[0]
+    change(SHAPE_CHANGES)
+    assert free_bytes - torch.cuda.mem_get_info()[0] <= LEAK_BYTES * SHAPE_CHANGES
