@@ -98,9 +98,9 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     "1 answer is lost": (every_class(retrieval=1), {}, "PASS", set(), ""),
     "2 answers are lost": (every_class(retrieval=2), {}, "PASS", set(), ""),
     "12 answers are lost": (every_class(retrieval=4, copy=4, tool_call=4), {}, "PASS", set(), ""),
-    "1 of 60 answers is lost": (losing(1, pages(15)), {}, "PASS", set(), ""),
-    "2 of 60 are lost, more than half of the margin": (
-        losing(2, pages(15)), {}, "INCONCLUSIVE", {"accuracy"}, "all: 2 of 60 answers lost, 0 gained; accuracy 0.967 vs 1.000"),
+    "2 of 60 answers are lost": (losing(2, pages(15)), {}, "PASS", set(), ""),
+    "3 of 60 are lost, nearly the margin": (
+        losing(3, pages(15)), {}, "INCONCLUSIVE", {"accuracy"}, "all: 3 of 60 answers lost, 0 gained; accuracy 0.950 vs 1.000"),
     "20 answers are lost": (every_class(retrieval=20), {}, "FAIL", {"accuracy"}, ""),
     "answers are lost while every distribution stays close": (
         every_class(retrieval=25), {}, "FAIL", {"accuracy"},
@@ -119,9 +119,9 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     "samples of few documents": (shared(every_class(), 8), {}, "INCONCLUSIVE", {"min_recovery", *OPEN_MEANS}, ""),
     "probability that is lost": (every_class_keeping(0.9), {}, "FAIL", {"min_recovery"}, "all: keeps 90.0 %"),
     "probability that is lost in one kind of work": (
-        copies(candidate_probability=0.2), {}, "FAIL", {"min_recovery"}, "copy: keeps 80.0 % of the probability"),
+        copies(baseline_probability=0.05, candidate_probability=0.035), {}, "FAIL", {"min_recovery"}, "copy: keeps 70.0 %"),
     "a kind of work at its limit": (
-        copies(candidate_probability=0.225), {}, "INCONCLUSIVE", {"min_recovery"}, "copy: keeps 90.0 %"),
+        copies(baseline_probability=0.05, candidate_probability=0.04), {}, "INCONCLUSIVE", {"min_recovery"}, "copy: keeps 80"),
     "one page that loses everything": (first(1, candidate_probability=0.0), {}, "PASS", set(), ""),
     "one page of 15 that loses everything": (
         [*pages(15)[:-4], *(r.model_copy(update={"candidate_probability": 0.0}) for r in pages(15)[-4:])],
@@ -240,11 +240,11 @@ def test_kinds_that_passed_are_asked_more_too_where_the_next_attempt_errs_with_l
 
 
 def test_answers_that_are_open_say_with_how_many_their_loss_is_shown_to_be_within_the_margin() -> None:
-    needed = verdict(losing(17, pages(144))).samples_needed
+    needed = verdict(losing(22, pages(144))).samples_needed
     count = max(needed.values())
     assert needed == dict.fromkeys(CLASSES, count)
     assert 144 < count < MOST_SAMPLES
-    assert verdict(losing(17 * count // 144, pages(count)), gates(attempt=2)).status == "PASS"
+    assert verdict(losing(22 * count // 144, pages(count)), gates(attempt=2)).status == "PASS"
     assert set(verdict(losing(32, pages(144))).samples_needed.values()) == {MOST_SAMPLES}
 
 

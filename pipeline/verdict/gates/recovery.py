@@ -33,8 +33,8 @@ _Kept = Annotated[float, Field(gt=0, lt=1), Looser.SMALLER]
 class Limits(thresholds.Limits):
     min_recovery: _Kept = 0.95
     """Share of the probability of right answers that the candidate keeps, over all questions: llm-compressor's rule."""
-    min_workload_recovery: _Kept = 0.9
-    """The same for each kind of work, of which there are fewer questions."""
+    min_workload_recovery: _Kept = 0.8
+    """The same for each kind of work. It is what 15 questions can show without passing broken caches: 0.9 takes about 40."""
     min_baseline_probability: Annotated[Share, Looser.SMALLER] = 0.02
     """A kind of work whose right answers are less probable under the baseline, in the mean, has nothing to lose: no PASS."""
 
