@@ -1,5 +1,7 @@
 """What an evaluation exercised: counted where samples are decoded, written into verdicts, and a limit of promotions."""
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 from fake_engine import EOS, CharTokenizer, fake_engine, sharing_engine
@@ -79,6 +81,22 @@ def test_free_answers_that_forced_decode_contradicts_are_named() -> None:
     found = free_answers(engine, items, 2, Greedy(EOS, 4)).contradictions
     assert len(found) == 3
     assert found[0].startswith("sample short: after 1 free tokens it said 7, which forced decode finds")
+
+
+def test_only_free_answers_that_decode_steps_did_not_give_are_forced() -> None:
+    engine = fake_engine(SAMPLES)
+    items = encode(SAMPLES, CharTokenizer(), 9)
+    given = engine.generate([item.prompt for item in items], 9, EOS)
+    other = [*given[0][:1], 7, *given[0][2:]]
+    forced: list[list[int]] = []
+    step = engine.decode
+    with patch.object(engine, "generate", lambda *_, **__: given):
+        engine.decode = lambda handles, tokens: (forced.append(list(tokens)), step(handles, tokens))[1]  # type: ignore[method-assign]
+        assert not free_answers(engine, items, 2, Greedy(EOS, 4), decoded=given).contradictions
+        assert forced == []
+        free_answers(engine, items, 2, Greedy(EOS, 4), decoded=[other, None, given[2]])
+    assert {len(tokens) for tokens in forced} <= {1, 2}
+    assert forced[0] == [given[0][0], given[1][0]], "the first differs, and of the second nothing is known"
 
 
 def test_free_answers_are_counted_while_they_are_given_and_forced() -> None:
