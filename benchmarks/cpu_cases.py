@@ -1,4 +1,4 @@
-"""One layer's decode attention over a random cache, as a graph of its own: with the function's body or with the kernel."""
+"""One layer's attention over a random cache, as a graph of its own: with the function's body or with the kernel."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.formats.body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET, layer_function
 from pipeline.formats.graph import onnx_type
 from pipeline.formats.spec import FLOAT16
+from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import AttentionSpec, attention_function
@@ -38,12 +39,14 @@ class Heads:
 
 @dataclass
 class AttentionCase:
-    """Sequences of some lengths in the pool of one layer, with random codes, and one new token of each."""
+    """Sequences of some lengths in the pool of one layer, with random codes, and one new token or a prompt's chunk of each."""
 
     policy: KVPolicy
     heads: Heads
     lengths: tuple[int, ...]
     compute: ComputeDType = "float32"
+    tokens: int = 1
+    """New tokens of each sequence."""
     seed: int = 0
     inputs: dict[str, Array] = field(init=False)
     """All inputs of the graph, by name."""
@@ -61,7 +64,8 @@ class AttentionCase:
         kind = NUMPY_FLOATS[self.compute]
         counts = {"query": self.heads.query, "key": self.heads.kv, "value": self.heads.kv}
         self.inputs = {
-            name: rng.standard_normal((len(handles), count, 1, self.heads.dim)).astype(kind) for name, count in counts.items()
+            name: rng.standard_normal((len(handles), count, self.tokens, self.heads.dim)).astype(kind)
+            for name, count in counts.items()
         }
         self.inputs |= pool.tables(handles)
         self.cache_bytes = 0
@@ -77,7 +81,12 @@ class AttentionCase:
     def spec(self) -> AttentionSpec:
         heads = self.heads
         shape = KVShape(1, heads.kv, heads.dim)
-        return AttentionSpec(self.policy, shape, 0, heads.query, heads.dim**-0.5, self.compute, "decode")
+        return AttentionSpec(self.policy, shape, 0, heads.query, heads.dim**-0.5, self.compute, self.mode)
+
+    @property
+    def mode(self) -> Mode:
+        """The graph that the attention is of."""
+        return "decode" if self.tokens == 1 else "prefill"
 
     @property
     def info(self) -> ModelInfo:
@@ -93,7 +102,7 @@ class AttentionCase:
         spec, heads = self.spec, self.heads
         kind = FLOAT_TYPES[self.compute]
         inputs = [
-            helper.make_tensor_value_info(name, kind, ["B", count, 1, heads.dim])
+            helper.make_tensor_value_info(name, kind, ["B", count, self.tokens, heads.dim])
             for name, count in (("query", heads.query), ("key", heads.kv), ("value", heads.kv))
         ]
         inputs += [helper.make_tensor_value_info(name, onnx.TensorProto.INT32, dims) for name, dims in spec.tables.items()]
@@ -104,7 +113,7 @@ class AttentionCase:
             inputs.append(helper.make_tensor_value_info(name, onnx_type(FLOAT16), dims))
         names = ["query", "key", "value", *spec.tables, *spec.cache]
         node = helper.make_node(layer_function("PagedAttention", 0), names, ["attended"], name="attention.0", domain=DOMAIN)
-        out = helper.make_tensor_value_info("attended", kind, ["B", 1, heads.query, heads.dim])
+        out = helper.make_tensor_value_info("attended", kind, ["B", self.tokens, heads.query, heads.dim])
         return helper.make_model(
             helper.make_graph([node], "attention", inputs, [out]),
             functions=[attention_function(spec)],
@@ -117,7 +126,7 @@ class AttentionCase:
         model, library = self.graph(), None
         if native:
             library = compiled_kernel(self.heads.dim, self.heads.query // self.heads.kv)
-            use_kernel(model, self.info, self.policy)
+            use_kernel(model, self.info, self.policy, self.mode)
         return AttentionSession(self, GraphSession(Path("attention.onnx"), threads, model=model, library=library))
 
 
@@ -132,10 +141,10 @@ class AttentionSession:
         for name, values in case.inputs.items():
             session.bind_input(name, values)
         dtype = NUMPY_FLOATS[case.compute]
-        self._out = session.output("attended", (len(case.lengths), 1, heads.query, heads.dim), dtype)
+        self._out = session.output("attended", (len(case.lengths), case.tokens, heads.query, heads.dim), dtype)
 
     def run(self) -> Array:
-        """Return the result (B, 1, Hq, D), which the next run overwrites."""
+        """Return the result (B, S, Hq, D), which the next run overwrites."""
         self._session.run()
         return self._out
 

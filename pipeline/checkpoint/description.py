@@ -103,31 +103,47 @@ def describe_checkpoint(
         raise refusal(path, "the checkpoint is already quantized; give the unquantized one")
     config = DEFAULTS[ARCHITECTURES[architecture]] | config
     rope_scaling = _rope_scaling(path, config)
-    layers = _integer(path, config, "num_hidden_layers")
     _check_values(path, config)
-    windows = layer_windows(path, config, layers)
-    q_heads = _integer(path, config, "num_attention_heads")
-    hidden_size = _integer(path, config, "hidden_size")
-    kv_heads = _integer(path, config, "num_key_value_heads", default=q_heads)
-    head_dim = _integer(path, config, "head_dim", default=hidden_size // q_heads)
-    if config.get("head_dim") is None and hidden_size % q_heads:
-        raise refusal(path, f"config.json has no head_dim, and {q_heads} heads do not divide {hidden_size}")
-    if q_heads % kv_heads:
-        raise refusal(path, f"num_key_value_heads={kv_heads} must divide num_attention_heads={q_heads}")
-    if head_dim % 2:
-        raise refusal(path, f"head_dim={head_dim} must be even (rotary embeddings, packed INT4)")
+    integer(path, config, "hidden_size")
+    shape, q_heads = attention_shape(path, config)
     return CheckpointInfo(
         path=path,
         architecture=architecture,
-        shape=KVShape(layers, kv_heads, head_dim, windows if any(windows) else ()),
+        shape=shape,
         q_heads=q_heads,
-        vocab_size=_integer(path, config, "vocab_size"),
+        vocab_size=integer(path, config, "vocab_size"),
         mlp_columns=config.get("intermediate_size"),
         max_positions=_positions(path, config),
         rope_scaling=rope_scaling,
         weight_files=weight_files,
         other_files=other_files,
     )
+
+
+def attention_shape(path: Path, config: dict[str, Any]) -> tuple[KVShape, int]:
+    """Return what the cache of a decoder of any family stores, and how many query heads a layer has.
+
+    Args:
+        path: Of the checkpoint, for errors.
+        config: The content of config.json over DEFAULTS.
+
+    Raises:
+        UserError: naming `model.path`, the key, and what to do.
+    """
+    layers, q_heads = (integer(path, config, key) for key in ("num_hidden_layers", "num_attention_heads"))
+    kv_heads = integer(path, config, "num_key_value_heads", default=q_heads)
+    if config.get("head_dim") is not None:
+        head_dim = integer(path, config, "head_dim")
+    else:
+        head_dim, rest = divmod(integer(path, config, "hidden_size"), q_heads)
+        if rest:
+            raise refusal(path, f"config.json has no head_dim, and {q_heads} heads do not divide hidden_size; add head_dim")
+    if q_heads % kv_heads:
+        raise refusal(path, f"num_key_value_heads={kv_heads} must divide num_attention_heads={q_heads}")
+    if head_dim % 2:
+        raise refusal(path, f"head_dim={head_dim} must be even (rotary embeddings, packed INT4)")
+    windows = layer_windows(path, config, layers)
+    return KVShape(layers, kv_heads, head_dim, windows if any(windows) else ()), q_heads
 
 
 def _architecture(path: Path, config: dict[str, Any]) -> str:
@@ -143,7 +159,8 @@ def _architecture(path: Path, config: dict[str, Any]) -> str:
     return architecture
 
 
-def _integer(path: Path, config: dict[str, Any], key: str, default: int | None = None) -> int:
+def integer(path: Path, config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """Return a size of config.json. Raises UserError for one that is missing, without a default, or is none."""
     value = config.get(key)
     if value is None and default is not None:
         return default
@@ -155,7 +172,7 @@ def _integer(path: Path, config: dict[str, Any], key: str, default: int | None =
 
 def _positions(path: Path, config: dict[str, Any]) -> int:
     """Return the longest sequence: scaled where the length before scaling is given, as Qwen gives YaRN's."""
-    given = _integer(path, config, "max_position_embeddings")
+    given = integer(path, config, "max_position_embeddings")
     scaling = config.get("rope_scaling") or {}
     original, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
     return max(given, int(original * factor)) if original and factor else given

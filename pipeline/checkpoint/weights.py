@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from pipeline.checkpoint.description import ARCHITECTURES, CheckpointInfo
+from pipeline.checkpoint.description import DEFAULTS, CheckpointInfo, attention_shape, integer
 from pipeline.checkpoint.files import INDEX, MOST_JSON_BYTES, read_json
 from pipeline.core.errors import UserError, short
 from pipeline.core.redaction import printable
@@ -33,7 +33,7 @@ def check_weights(info: CheckpointInfo) -> None:
         UserError: naming the file, the tensor, and what to do: a file that is no safetensors, a tensor that is missing, has
             another shape or type, is in two files, or is no part of the model.
     """
-    expected = dict(expected_tensors(info, read_json(info.path, "config.json")))
+    expected = dict(expected_tensors(info.path, read_json(info.path, "config.json")))
     found: dict[str, str] = {}
     for file in info.weight_files:
         for name, dtype, shape in _tensors(info.path, file):
@@ -65,16 +65,22 @@ def check_weights(info: CheckpointInfo) -> None:
     _check_index(info, found)
 
 
-def expected_tensors(info: CheckpointInfo, config: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
-    """Yield the name and the shape of every tensor of the model that config.json, whose content is `config`, describes."""
-    kind, hidden, head_dim = ARCHITECTURES[info.architecture], _size(info, config, "hidden_size"), info.shape.head_dim
-    columns = _size(info, config, "intermediate_size")
-    queries, keys = info.q_heads * head_dim, info.shape.kv_heads * head_dim
+def expected_tensors(path: Path, config: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
+    """Yield the name and the shape of every tensor of the model that config.json, whose content is `config`, describes.
+
+    `path` is the checkpoint's, for errors.
+    """
+    kind = config["model_type"]
+    config = DEFAULTS[kind] | config
+    hidden, columns, vocabulary = (integer(path, config, key) for key in ("hidden_size", "intermediate_size", "vocab_size"))
+    cache, q_heads = attention_shape(path, config)
+    head_dim = cache.head_dim
+    queries, keys = q_heads * head_dim, cache.kv_heads * head_dim
     has_bias = kind in ("llama", "qwen3") and bool(config.get("attention_bias", False))
     attention = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries)}
     mlp = {"gate_proj": (columns, hidden), "up_proj": (columns, hidden), "down_proj": (hidden, columns)}
-    yield "model.embed_tokens.weight", (info.vocab_size, hidden)
-    for layer in range(info.shape.layers):
+    yield "model.embed_tokens.weight", (vocabulary, hidden)
+    for layer in range(cache.layers):
         prefix = f"model.layers.{layer}"
         for name, shape in attention.items():
             yield f"{prefix}.self_attn.{name}.weight", shape
@@ -91,7 +97,7 @@ def expected_tensors(info: CheckpointInfo, config: dict[str, Any]) -> Iterator[t
         yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
     yield "model.norm.weight", (hidden,)
     if not config.get("tie_word_embeddings", False):
-        yield "lm_head.weight", (info.vocab_size, hidden)
+        yield "lm_head.weight", (vocabulary, hidden)
 
 
 def check_tokenizer(info: CheckpointInfo) -> None:
@@ -172,13 +178,6 @@ def _template_problem(template: str) -> str | None:
 def _is_computed(name: str) -> bool:
     """Whether transformers makes a tensor that the model has no place for: rotary frequencies, a tied output matrix."""
     return name.endswith(".rotary_emb.inv_freq") or name == "lm_head.weight"
-
-
-def _size(info: CheckpointInfo, config: dict[str, object], key: str) -> int:
-    value = config.get(key)
-    if type(value) is not int or value < 1:
-        raise UserError(f"model.path={info.path}: config.json: {key} must be a positive integer, got {short(value)}")
-    return value
 
 
 def _tensors(path: Path, file: str) -> Iterator[tuple[str, str, Shape]]:

@@ -162,6 +162,16 @@ class Identity(StrictModel):
         return next(link for link in self.chain if link.key == self.roles[role])
 
     @property
+    def digests(self) -> dict[str, str]:
+        """Of the engine, its baseline and their report, by the names under which a model version cites them."""
+        evaluation = self.link("evaluation").files
+        return {
+            "engine_digest": self.link("engine").digest,
+            "baseline_digest": self.link("baseline").digest,
+            "report_digest": files_digest({name: evaluation[name] for name in (REPORT_FILE, SAMPLES_FILE)}),
+        }
+
+    @property
     def reads(self) -> list[Link]:
         """The artifacts that a replay, a promotion, a way back and a route read; what these were made from is read by none."""
         return [self.link("engine"), self.link("baseline"), self.link("evaluation")]
@@ -333,8 +343,7 @@ def bindings(identity: Identity, record: Mapping[str, Any], report: EvaluationRe
     bound["processor"] = f"{machine['cpu']}, {machine['cores']} cores, {machine['machine']}"
     gpus = [" ".join(f"{name}={value}" for name, value in sorted(gpu.items())) for gpu in machine["gpus"]]
     bound["gpus"] = "; ".join(gpus) or "none"
-    bound |= {"engine": engine.digest, "baseline": identity.link("baseline").digest}
-    bound["report"] = files_digest({name: evaluation.files[name] for name in (REPORT_FILE, SAMPLES_FILE)})
+    bound |= {name.removesuffix("_digest"): digest for name, digest in identity.digests.items()}
     # A key that the evidence of an older kvgate does not have is no part of its digest.
     gates = identity.gates.model_dump(mode="json", exclude_unset=True)
     if report.limits is not None:

@@ -61,10 +61,11 @@ def replay_candidate(
     findings = replay(evidence, trusted)
     if decode is not None and all(finding.status == "same" for finding in findings):
         findings += decode(evidence)
-    # Of a bundle that cannot be read or is gone a finding says so, which stops the promotion.
-    intact = evidence.engine is not None and all(finding.status == "same" for finding in findings)
-    built_for = Limits.of_bundle(read_bundle(evidence.engine)) if intact and evidence.engine is not None else Limits()
-    return ReplayedEvidence(findings, evidence.report, evidence.rows, built_for)
+    if evidence.engine is None or any(finding.status != "same" for finding in findings):
+        return ReplayedEvidence(findings, evidence.report, evidence.rows)
+    digests = evidence.identity.digests | {"identity_digest": file_digest(candidate.identity.path)}
+    built_for = Limits.of_bundle(read_bundle(evidence.engine))
+    return ReplayedEvidence(findings, evidence.report, evidence.rows, digests, built_for)
 
 
 def replay(evidence: Evidence, trusted: Sequence[Keys] = ()) -> list[Finding]:
@@ -144,8 +145,8 @@ def _abbreviated(value: object) -> str:
 
 def _files(what: str, folder: Path | None, digests: Mapping[str, str], only: bool = False) -> list[Finding]:
     """Compare the files of `folder` with their digests; with `only`, other files beside them are ignored."""
-    if folder is None:
-        return [Finding(what, "missing", f"copy it to {what}/ beside {IDENTITY_FILE}")]
+    if folder is None or not folder.is_dir():
+        return [Finding(what, "missing", f"copy it to {what}/ beside {IDENTITY_FILE}, or judge it again with stage=evaluate")]
     if only:
         kinds = {name: kind_of(folder / name) for name in digests if os.path.lexists(folder / name)}
     else:

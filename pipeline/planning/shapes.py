@@ -9,16 +9,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.description import ARCHITECTURES, DEFAULTS, MOST_LAYERS, CheckpointInfo
+from pipeline.checkpoint.description import ARCHITECTURES, DEFAULTS, attention_shape, integer
 from pipeline.checkpoint.files import read_json
 from pipeline.checkpoint.weights import Shape, expected_tensors
-from pipeline.checkpoint.windows import layer_windows
 from pipeline.core.errors import UserError, short
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVShape
 from pipeline.gguf.model import inspect_gguf
-
-NEEDED = "num_hidden_layers, num_attention_heads, num_key_value_heads, and head_dim or hidden_size"
 
 STATE = "some layers keep a state of constant size in place of keys and values"
 OTHER_CACHES = {
@@ -32,9 +29,6 @@ OTHER_CACHES = {
     "block_configs": "layers have shapes of their own",
 }
 """Keys of config.json of models whose caches are not counted here -> why."""
-
-LARGEST = 1 << 22
-"""No size of a model comes near it."""
 
 AWQ_BLOCK = 128
 """Input channels that share an INT4 weight's float16 scale."""
@@ -119,68 +113,29 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
     for key, reason in OTHER_CACHES.items():
         if config.get(key):
             raise UserError(f"model.path={path}: config.json: {key}={short(config[key])}: {reason}; its cache is not counted")
-    kind, notes = str(config.get("model_type")), list[str]()
+    kind = str(config.get("model_type"))
     known = kind in DEFAULTS
     config = DEFAULTS.get(kind, {}) | config
-    layers, q_heads = (_size(path, config, key) for key in ("num_hidden_layers", "num_attention_heads"))
-    every_head = known and config.get("num_key_value_heads") is None
-    kv_heads = q_heads if every_head else _size(path, config, "num_key_value_heads")
-    if config.get("head_dim") is not None:
-        head_dim = _size(path, config, "head_dim")
-    else:
-        hidden = _size(path, config, "hidden_size")
-        if hidden % q_heads:
-            raise UserError(f"model.path={path}: config.json has no head_dim, and {q_heads} heads do not divide {hidden}")
-        head_dim = hidden // q_heads
-        if not known:
-            notes.append(f"config.json has no head_dim: taken as hidden_size / num_attention_heads = {head_dim}")
-    if q_heads % kv_heads:
-        raise UserError(f"model.path={path}: num_key_value_heads={kv_heads} must divide num_attention_heads={q_heads}")
-    if head_dim % 2:
-        raise UserError(f"model.path={path}: head_dim={head_dim} must be even (packed INT4)")
-    shape = KVShape(layers, kv_heads, head_dim)
+    if not known:
+        integer(path, config, "num_key_value_heads")
+    shape, q_heads = attention_shape(path, config)
+    assumed = f"config.json has no head_dim: taken as hidden_size / num_attention_heads = {shape.head_dim}"
     positions = config.get("max_position_embeddings")
     return ModelShape(
         path=path,
-        kv=shape,
+        kv=KVShape(shape.layers, shape.kv_heads, shape.head_dim),
         q_heads=q_heads,
-        windows=layer_windows(path, config, layers),
+        windows=shape.windows or (None,) * shape.layers,
         max_positions=positions if type(positions) is int and positions > 0 else None,
-        tensors=_tensors(path, config, shape, q_heads),
-        notes=tuple(notes),
+        tensors=_tensors(path, config),
+        notes=() if known or config.get("head_dim") is not None else (assumed,),
     )
 
 
-def _tensors(path: Path, config: dict[str, Any], shape: KVShape, q_heads: int) -> tuple[tuple[str, Shape], ...] | None:
+def _tensors(path: Path, config: dict[str, Any]) -> tuple[tuple[str, Shape], ...] | None:
     """The model's tensors; None for other families than the engines', and for weights that are quantized already."""
-    classes = config.get("architectures")
-    name = str(classes[0]) if isinstance(classes, list) and len(classes) == 1 else ""
-    if (
-        name not in ARCHITECTURES
-        or ARCHITECTURES[name] != config.get("model_type")
-        or config.get("quantization_config") is not None
-    ):
+    name = config.get("architectures")
+    served = [[architecture] for architecture, kind in ARCHITECTURES.items() if kind == config.get("model_type")]
+    if name not in served or config.get("quantization_config") is not None:
         return None
-    info = CheckpointInfo(
-        path=path,
-        architecture=name,
-        shape=shape,
-        q_heads=q_heads,
-        vocab_size=_size(path, config, "vocab_size"),
-        mlp_columns=config.get("intermediate_size"),
-        max_positions=1,
-        rope_scaling=None,
-        weight_files=(),
-        other_files=(),
-    )
-    return tuple(expected_tensors(info, config))
-
-
-def _size(path: Path, config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    if value is None:
-        raise UserError(f"model.path={path}: config.json has no {key}; a capacity needs {NEEDED}: add it")
-    most = MOST_LAYERS if key == "num_hidden_layers" else LARGEST
-    if type(value) is not int or not 0 < value <= most:
-        raise UserError(f"model.path={path}: config.json: {key} must be an integer from 1 to {most:,}, got {short(value)}")
-    return value
+    return tuple(expected_tensors(path, config))

@@ -150,10 +150,10 @@ def promote(
     """
     best = choose(candidates, log.read().rolled_back("champion"), name)
     try:
-        proof = verify(best, replay, decide, log.registry)
+        covered = verify(best, replay, decide).covered
     except (GateRefusal, MissingRequirement) as error:
         raise type(error)(f"{best.name} is not promoted: {error}") from error
-    version, registry, covered = proof.version, log.registry, proof.covered
+    version, registry = best.version, log.registry
     with log.changing() as history:
         old, previous = registry.alias("champion"), registry.alias("previous")
         if old == version:

@@ -145,6 +145,12 @@ class Candidate(StrictModel):
         return self.report.path.with_name(SAMPLES_FILE)
 
     @property
+    def version(self) -> str:
+        """Its version of the registered model."""
+        assert self.registration is not None, "a registered candidate"
+        return self.registration.model_version
+
+    @property
     def citations(self) -> dict[str, str]:
         """Digests, and the key that signed, by the names of the tags under which a model version cites them."""
         cited = {

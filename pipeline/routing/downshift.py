@@ -10,6 +10,7 @@ the present one in the same memory, over the same baseline (so of the same model
 An engine that a rollback left is not chosen for the class again until a routing file names it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.core.errors import GateRefusal, MissingRequirement
@@ -61,41 +62,43 @@ def _young_values(policy: KVPolicy) -> tuple[object, ...]:
     return window or policy.value, overrides
 
 
-def step_down(engines: Engines, now: Engine, workload: str, quality_holds: bool) -> tuple[Engine | None, list[str]]:
-    """Return the first engine in the order that is proven for the class, and why those before it are not taken.
+def step_down(engines: Engines, now: Engine, workload: str, quality_holds: bool, say: Callable[[str], None]) -> Engine:
+    """Return the first engine in the order that is proven for the class.
 
     Args:
         engines: The registered ones.
         now: The present one.
         workload: The class.
         quality_holds: Whether keys may lose anything.
+        say: Is told why those before it are not taken.
+
+    Raises:
+        GateRefusal: where none is proven.
     """
-    passed_over, larger = list[str](), list[Engine]()
+    larger = list[Engine]()
     rolled_back = engines.log.read().rolled_back(alias_of(workload))
     for registration, tags in engines.registered():
         cites = tags.get("baseline_digest") == now.candidate.baseline.digest
         if tags.get("verdict") != PASS or not cites or registration.model_version == now.version:
             continue
-        if tags.get("report_digest") in rolled_back:
-            passed_over.append(f"version {registration.model_version} ({tags.get('kv')}): was rolled back")
-            continue
         try:
             engine = engines.find(registration, tags)
         except GateRefusal as error:
-            passed_over.append(str(error))
+            say(f"{workload}: not {error}")
             continue
-        if engine.load != now.load:
-            passed_over.append(f"{engine}: its live tokens are of another workloads.load")
+        if engine.report in rolled_back:
+            say(f"{workload}: not {engine}: was rolled back")
+        elif engine.load != now.load:
+            say(f"{workload}: not {engine}: its live tokens are of another workloads.load")
         elif engine.live_tokens > now.live_tokens:
             larger.append(engine)
     for engine in sorted(larger, key=lambda engine: (step(now, engine), -int(engine.version))):
-        if step(now, engine).keys and not quality_holds:
-            passed_over.append(f"{engine}: its keys lose too, and not every monitor of quality is shown to hold")
-            continue
         try:
+            if step(now, engine).keys and not quality_holds:
+                raise GateRefusal("its keys lose too, and not every monitor of quality is shown to hold")
             engines.prove(engine, workload)
         except (GateRefusal, MissingRequirement) as error:
-            passed_over.append(f"{engine}: {error}")
-            continue
-        return engine, passed_over
-    return None, passed_over
+            say(f"{workload}: not {engine}: {error}")
+        else:
+            return engine
+    raise GateRefusal(f"no smaller engine is proven for {workload}")

@@ -31,9 +31,7 @@ class Engine:
 
     @property
     def version(self) -> str:
-        registration = self.candidate.registration
-        assert registration is not None, "a registered engine"
-        return registration.model_version
+        return self.candidate.version
 
     @property
     def report(self) -> str:
@@ -87,7 +85,7 @@ class Engines:
             MissingRequirement: when a library that the replay takes is not installed.
         """
         if engine.version not in self.proofs:
-            self.proofs[engine.version] = verify(engine.candidate, self.replay, self.decide, self.log.registry)
+            self.proofs[engine.version] = verify(engine.candidate, self.replay, self.decide)
         if workload == DEFAULT:  # the verdict is about everything that was asked
             return
         checks = self.proofs[engine.version].verdict.checks

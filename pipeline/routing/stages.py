@@ -9,8 +9,8 @@ from pipeline.core.strict import absolute
 from pipeline.routing.downshift import step, step_down
 from pipeline.routing.engines import Engine, Engines, check_classes
 from pipeline.routing.files import DEFAULT, ClassSnapshot, read_routing_file, read_snapshot
-from pipeline.routing.monitors import Readings, read_monitors
-from pipeline.routing.moves import Aliases, Move, alias_of, make_moves, read_aliases, way_back
+from pipeline.routing.monitors import quality_holds, read_monitors
+from pipeline.routing.moves import Move, alias_of, make_moves, read_aliases, way_back
 from pipeline.routing.settings import MonitorConfig, RoutingConfig
 
 Say = Callable[[str], None]
@@ -103,29 +103,21 @@ def _decide(engines: Engines, workload: str, counted: ClassSnapshot, limits: Mon
     if counted.version != before.now:
         return Decision(f"stays at version {before.now}, since the snapshot is of version {counted.version}")
     readings = read_monitors(counted, limits)
-    for reading in readings.all:
+    for reading in readings:
         say(f"{workload}: {reading.name} {reading.status}: {reading.text}")
-    why = "; ".join(f"{reading.name}: {reading.text}" for reading in readings.all if reading.status == "broken")
-    pressure = readings.memory.status == "broken"
+    why = "; ".join(f"{reading.name}: {reading.text}" for reading in readings if reading.status == "broken")
+    broken = {reading.kind for reading in readings if reading.status == "broken"}
     try:
         # Slow requests under memory pressure wait for memory, and the engine before holds less.
-        if readings.quality_is_broken or (readings.latency.status == "broken" and not pressure):
+        if "quality" in broken or broken == {"latency"}:
             move = way_back(engines.log, workload, before, why)
             return Decision(str(move), move, refused=True)
-        if pressure:
-            move = _step_down(engines, workload, before, readings, why, say)
+        if "memory" in broken:
+            now = engines.find(*next(one for one in engines.registered() if one[0].model_version == before.now))
+            smaller = step_down(engines, now, workload, quality_holds(readings), say)
+            why = f"{why}; {smaller.candidate.name} takes {step(now, smaller).text}"
+            move = Move(workload, before, before.moved_to(smaller.version), why, {smaller.version: smaller.report})
             return Decision(str(move), move)
     except GateRefusal as error:
         return Decision(f"stays at version {before.now}: {error} ({why})", refused=True)
     return Decision(f"stays at version {before.now}")
-
-
-def _step_down(engines: Engines, workload: str, before: Aliases, readings: Readings, why: str, say: Say) -> Move:
-    present = engines.find(*next(one for one in engines.registered() if one[0].model_version == before.now))
-    smaller, passed_over = step_down(engines, present, workload, readings.quality_holds)
-    for line in passed_over:
-        say(f"{workload}: not {line}")
-    if smaller is None:
-        raise GateRefusal(f"no smaller engine is proven for {workload}")
-    text = f"{why}; {smaller.candidate.name} takes {step(present, smaller).text}"
-    return Move(workload, before, before.moved_to(smaller.version), text, {smaller.version: smaller.report})

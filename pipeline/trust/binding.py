@@ -8,7 +8,7 @@ from pipeline.core.errors import GateRefusal, UserError
 from pipeline.trust.files import read_yaml, validated
 from pipeline.trust.history import History, compact, digest
 from pipeline.trust.movelog import MOST_CHARS, MoveLog
-from pipeline.trust.policy import GatePolicy, check_signers
+from pipeline.trust.policy import GatePolicy
 from pipeline.trust.settings import PromoteConfig
 
 
@@ -18,7 +18,6 @@ def read_policy(config: PromoteConfig) -> GatePolicy | None:
         return None
     where = f"promote.policy={config.policy}"
     policy = read_yaml(GatePolicy, "promote.policy", config.policy)
-    check_signers(policy, where)
     if len(_text(policy)) > MOST_CHARS:
         raise UserError(f"{where}: is too long: {len(_text(policy)):,} characters of {MOST_CHARS:,}")
     return policy
@@ -39,9 +38,7 @@ def standing_policy(log: MoveLog, history: History) -> GatePolicy | None:
             f"the gate policy of the registered model, tag {tag}, is not the one that the log of moves binds: "
             "give its file with promote.policy=FILE"
         )
-    policy = validated(GatePolicy, text, tag)
-    check_signers(policy, tag)
-    return policy
+    return validated(GatePolicy, text, tag)
 
 
 def settle(log: MoveLog, given: GatePolicy | None, *, loosen: bool) -> GatePolicy | None:

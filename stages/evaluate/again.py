@@ -5,15 +5,17 @@ differs between two runs of one engine is left room for, so that it tells engine
 neighbours.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.core.engine import Engine
 from pipeline.core.records import Sample, no_progress
 from pipeline.core.workloads import WorkloadsConfig
+from pipeline.verdict.record import finite
 from pipeline.verdict.report import SampleRow
 from stages.evaluate.decoding.noise import own_heads
-from stages.evaluate.decoding.rows import run_samples
+from stages.evaluate.decoding.rows import probability, run_samples
 from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
 
@@ -24,15 +26,19 @@ NOISE_TIMES = 10
 """So many times the engine's own noise is allowed on top."""
 NLL = 0.02
 """Most that a mean NLL may be off, in nats, and as a share of it."""
+PROBABILITY = 0.05
+"""Most that the probability of a right answer may be off, beside what noise changes of it by Pinsker's inequality."""
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """Means over the scored tokens of a sample, in nats."""
+    """Means over the scored tokens of a sample, in nats, and the probability of its right answer where it has one."""
 
     mean_kl: float
     baseline_nll: float
     candidate_nll: float
+    baseline_probability: float | None
+    candidate_probability: float | None
 
 
 def decode_again(
@@ -71,7 +77,10 @@ def decode_again(
     for item, result in zip(encoded, results, strict=True):
         steps = result.statistics
         means = (float(values.mean()) for values in (steps.kl, steps.baseline_nll, steps.candidate_nll))
-        found[item.sample.id] = Decoded(*means)
+        of_answer = (
+            finite(probability(nll, item)) if item.judged else None for nll in (steps.baseline_nll, steps.candidate_nll)
+        )
+        found[item.sample.id] = Decoded(*means, *of_answer)
     return found
 
 
@@ -96,4 +105,9 @@ def difference(rows: Sequence[SampleRow], again: Mapping[str, Decoded], noise: f
             recorded = float("nan") if recorded is None else recorded
             if not abs(found - recorded) <= NLL * (1 + abs(recorded)) + noise:
                 return f"sample {row.id} has a {name.replace('_nll', '')} NLL of {recorded:.4f}, decoded again {found:.4f}"
+        moved = PROBABILITY + math.sqrt(noise * row.scored_tokens / 2)
+        for name in ("baseline_probability", "candidate_probability"):
+            recorded, found = getattr(row, name), getattr(now, name)
+            if (recorded is None) != (found is None) or (found is not None and not abs(found - recorded) <= moved):
+                return f"sample {row.id} has a {name.replace('_', ' ')} of {recorded}, decoded again {found}"
     return None

@@ -56,7 +56,13 @@ def judged_candidate(
 def replay_without_findings(candidate: Candidate) -> ReplayedEvidence:
     """A replay to which everything is the same."""
     directory = candidate.report.path.parent
-    return ReplayedEvidence((), load_report(directory), load_rows(directory))
+    digests = {
+        "engine_digest": files_digest(tree_files(candidate.engine.path)),
+        "baseline_digest": files_digest(tree_files(candidate.baseline.path)),
+        "report_digest": evidence_digest(candidate.report.path),
+        "identity_digest": file_digest(candidate.identity.path),
+    }
+    return ReplayedEvidence((), load_report(directory), load_rows(directory), digests)
 
 
 def decide_pass(_report: EvaluationReport, _rows: Sequence[SampleRow]) -> Verdict:

@@ -23,9 +23,13 @@ from stages.engines.onnx.native.rewrite import refusals, use_kernel
 
 LENGTHS = (1, 63, 64, 65, 128, 190, 300, 700)
 """Around the ends of pages, with one page or several in a window of 64 or 128 tokens, in units of 256 tokens."""
+CHUNK = 145
+"""Tokens of a prompt: blocks of 64, the last one of 17."""
 HEADS = Heads(4, 2, 64)
 ROUNDING = 1e-5
 """float32 sums in another order, relative to the largest result: measured 2e-6."""
+CHUNK_ROUNDING = 3e-5
+"""The same of a chunk, which has 145 times as many results: measured 1.04e-5, of E5M2, whose random keys have large scores."""
 
 torch.set_num_threads(1)
 
@@ -42,6 +46,7 @@ def difference(case: AttentionCase) -> float:
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_the_kernel_equals_the_functions_body(policy: KVPolicy) -> None:
     assert difference(AttentionCase(policy, HEADS, LENGTHS)) < ROUNDING
+    assert difference(AttentionCase(policy, HEADS, (1, 190, 300), tokens=CHUNK)) < CHUNK_ROUNDING
 
 
 @pytest.mark.parametrize(
@@ -58,16 +63,18 @@ def test_the_kernel_equals_the_functions_body(policy: KVPolicy) -> None:
 def test_other_heads_equal_the_functions_body(heads: Heads, name: str) -> None:
     policy = BY_NAME.get(name) or KVPolicy(name=name, key=fmt("int4", "per_group", group_size=128), value=BY_NAME["int4"].value)
     assert difference(AttentionCase(policy, heads, (1, 70, 129))) < ROUNDING
+    assert difference(AttentionCase(policy, heads, (70,), tokens=CHUNK)) < CHUNK_ROUNDING
 
 
 def test_a_long_context_equals_the_functions_body() -> None:
     assert difference(AttentionCase(BY_NAME["fp8k_int4v"], HEADS, (20_001,))) < ROUNDING
 
 
-def test_float16_compute_is_closer_to_float32_than_the_functions_body() -> None:
+@pytest.mark.parametrize("tokens", [1, CHUNK])
+def test_float16_compute_is_closer_to_float32_than_the_functions_body(tokens: int) -> None:
     """Scores of size 1 in float16 are off by 2**-11; the kernel computes in float32 and rounds inputs and results alone."""
-    case = AttentionCase(BY_NAME["fp8k_int4v"], HEADS, LENGTHS, compute="float16")
-    single = AttentionCase(BY_NAME["fp8k_int4v"], HEADS, LENGTHS)
+    case = AttentionCase(BY_NAME["fp8k_int4v"], HEADS, LENGTHS, compute="float16", tokens=tokens)
+    single = AttentionCase(BY_NAME["fp8k_int4v"], HEADS, LENGTHS, tokens=tokens)
     single.inputs |= {name: case.inputs[name].astype(np.float32) for name in ("query", "key", "value")}
     exact = single.session(native=True).run()
     native, body = (np.abs(case.session(native=native).run() - exact).max() for native in (True, False))
@@ -75,13 +82,14 @@ def test_float16_compute_is_closer_to_float32_than_the_functions_body() -> None:
     assert native <= body
 
 
+@pytest.mark.parametrize("tokens", [1, CHUNK])
 @pytest.mark.parametrize("name", ["fp8", "int4_g32", "ages"])
-def test_threads_and_the_rest_of_the_batch_do_not_change_a_bit(name: str) -> None:
-    case = AttentionCase(BY_NAME[name], HEADS, LENGTHS)
+def test_threads_and_the_rest_of_the_batch_do_not_change_a_bit(name: str, tokens: int) -> None:
+    case = AttentionCase(BY_NAME[name], HEADS, LENGTHS, tokens=tokens)
     one = case.session(native=True, threads=1).run()
     np.testing.assert_array_equal(case.session(native=True, threads=2).run(), one)
     for row in (2, 7):
-        alone = AttentionCase(BY_NAME[name], HEADS, LENGTHS[row : row + 1])
+        alone = AttentionCase(BY_NAME[name], HEADS, LENGTHS[row : row + 1], tokens=tokens)
         by_row = {"query", "key", "value", *case.spec.tables}
         alone.inputs = {key: value[row : row + 1] if key in by_row else value for key, value in case.inputs.items()}
         np.testing.assert_array_equal(alone.session(native=True).run()[0], one[row])
@@ -120,7 +128,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8", "fp8k_int4v_aged"])
-def test_an_engine_decodes_alike_with_the_kernel_and_without(name: str, decoder: Path, tmp_path: Path) -> None:
+def test_an_engine_answers_alike_with_the_kernel_and_without(name: str, decoder: Path, tmp_path: Path) -> None:
     bundle = make_bundle(decoder, tmp_path / "bundle", BY_NAME[name])
     files = tree_files(bundle)
     rng = np.random.default_rng(0)
@@ -129,9 +137,12 @@ def test_an_engine_decodes_alike_with_the_kernel_and_without(name: str, decoder:
     for attention in ("native", "graph"):
         engine = load_engine(bundle, threads=1, attention=attention)
         assert engine.attention == {"native": "native in 2 of 2 layers", "graph": "graph"}[attention]
-        handles, _ = engine.prefill(texts)
-        logits.append(np.array([engine.decode(handles, [step] * len(handles)) for step in range(3)]))
-    np.testing.assert_allclose(logits[0], logits[1], atol=2e-5)
+        handles, of_prompts = engine.prefill(texts)
+        logits.append(np.array([of_prompts, *(engine.decode(handles, [step] * len(handles)) for step in range(3))]))
+    apart = np.abs(logits[0] - logits[1]).max(-1)
+    assert apart[0].max() < 2e-5  # a prompt of one chunk does not read the cache
+    assert np.median(apart) < 1e-4
+    assert apart.max() < 1e-3  # a key between two codes within float32 rounding may get the other one
     assert not np.array_equal(logits[0], logits[1])
     assert tree_files(bundle) == files
     assert "PagedAttention_0" in {body.name for body in onnx.load(bundle / "decode.onnx", load_external_data=False).functions}
@@ -158,10 +169,11 @@ def test_a_head_of_half_a_vector_is_refused_by_layer() -> None:
     assert "no multiple of 32" in refusals(info.model_copy(update={"head_dim": 16}), BY_NAME["int4"])[0]
 
 
+@pytest.mark.parametrize("tokens", [1, CHUNK])
 @pytest.mark.parametrize("name", ["page_table", "exact_slots", "lengths", "window_table"])
-def test_a_table_that_leads_outside_of_the_pool_is_refused(name: str) -> None:
+def test_a_table_that_leads_outside_of_the_pool_is_refused(name: str, tokens: int) -> None:
     """A bundle's graph may come from anybody, and may compute the attention's inputs as it likes."""
-    case = AttentionCase(BY_NAME["ages"], HEADS, (200, 300))
+    case = AttentionCase(BY_NAME["ages"], HEADS, (200, 300), tokens=tokens)
     case.inputs[name][-1] = 1 << 20
     session = case.session(native=True)
     with pytest.raises(Exception, match="a table of the attention names a page outside of its pool"):
@@ -189,11 +201,11 @@ def test_a_graph_that_is_not_the_policys_or_names_the_kernel_itself_is_refused()
     other = case.graph()
     other.graph.node[0].input.append("query")
     with pytest.raises(UserError, match="PagedAttention_0 is not the attention of the bundle's policy"):
-        use_kernel(other, case.info, case.policy)
+        use_kernel(other, case.info, case.policy, "decode")
     other = case.graph()
     other.functions[0].node[0].domain = "kvgate.native"
     with pytest.raises(UserError, match=r"it names kvgate\.native, which no bundle does"):
-        use_kernel(other, case.info, case.policy)
+        use_kernel(other, case.info, case.policy, "decode")
 
 
 # ---- the compiler ----
@@ -283,4 +295,5 @@ def test_the_kernel_for_processors_without_avx512_equals_the_functions_body(
         "int4_hadamard",
     ):
         assert difference(AttentionCase(BY_NAME[name], HEADS, LENGTHS)) < ROUNDING
+        assert difference(AttentionCase(BY_NAME[name], HEADS, (190,), tokens=CHUNK)) < CHUNK_ROUNDING
     assert len(list(own_cache.iterdir())) == 1

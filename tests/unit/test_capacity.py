@@ -208,12 +208,12 @@ def test_shapes_of_other_architectures_are_read_where_they_say_enough(tmp_path: 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"num_hidden_layers": None}, "config.json has no num_hidden_layers; a capacity needs num_hidden_layers, "),
-        ({"hidden_size": None}, "config.json has no hidden_size"),
-        ({"num_attention_heads": "32"}, "num_attention_heads must be an integer from 1 to"),
-        ({"num_hidden_layers": 10**12}, "num_hidden_layers must be an integer from 1 to"),
+        ({"num_hidden_layers": None}, "config.json: num_hidden_layers must be a positive integer, at most 4,096, got None"),
+        ({"hidden_size": None}, "config.json: hidden_size must be"),
+        ({"num_attention_heads": "32"}, "num_attention_heads must be a positive integer"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers must be a positive integer"),
         ({"num_key_value_heads": 5}, "num_key_value_heads=5 must divide num_attention_heads=32"),
-        ({"model_type": "falcon", "num_key_value_heads": None}, "config.json has no num_key_value_heads"),
+        ({"model_type": "falcon", "num_key_value_heads": None}, "config.json: num_key_value_heads must be"),
         ({"kv_lora_rank": 512}, "kv_lora_rank=512: a token has one latent vector for all heads (MLA)"),
         ({"layer_types": ["linear_attention"] * 32}, "layer_types holds 'linear_attention'"),
         ({"layer_types": ["full_attention"]}, "layer_types must name each of the 32 layers"),

@@ -52,5 +52,9 @@ def test_numbers_that_are_missing_or_of_nobody_are_different(rows: list[SampleRo
     for name in ("mean_kl", "baseline_nll", "candidate_nll"):
         for value in (None, math.nan):
             assert difference([rows[3].model_copy(update={name: value})], found, 0.0) is not None
+    for name in ("baseline_probability", "candidate_probability"):
+        for value in (None, 0.0):
+            forged = rows[3].model_copy(update={name: value})
+            assert "decoded again" in str(difference([forged], found, 0.0))
     shifted = rows[3].model_copy(update={"candidate_nll": (rows[3].candidate_nll or 0.0) + 0.5})
     assert "candidate NLL" in str(difference([shifted], found, 0.0))

@@ -14,7 +14,7 @@ from pipeline.config.compose import plan
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.routing.downshift import step
 from pipeline.routing.files import ClassSnapshot, read_snapshot
-from pipeline.routing.monitors import read_monitors
+from pipeline.routing.monitors import Reading, quality_holds, read_monitors
 from pipeline.routing.moves import Aliases, read_aliases
 from pipeline.routing.settings import MonitorConfig
 from pipeline.routing.stages import monitor
@@ -57,8 +57,13 @@ def monitored(fleet: Fleet, version: str = "1", **changes: object) -> list[str]:
     return said
 
 
-def read(**changes: object) -> Any:
+def read(**changes: object) -> list[Reading]:
     return read_monitors(ClassSnapshot.model_validate({**WELL, **changes}), LIMITS)
+
+
+def validity(good: int, of: int) -> str:
+    (status,) = (one.status for one in read(json_validity={"good": good, "of": of}) if one.name == "JSON validity")
+    return status
 
 
 @pytest.mark.parametrize(
@@ -67,26 +72,21 @@ def read(**changes: object) -> Any:
      (1900, 2000, "broken"), (1999, 2000, "holds")],
 )  # fmt: skip
 def test_a_monitor_breaks_where_the_bound_shows_it_and_too_few_requests_are_unknown(good: int, of: int, expected: str) -> None:
-    (validity, _) = read(json_validity={"good": good, "of": of}).quality
-    assert validity.status == expected
+    assert validity(good, of) == expected
 
 
 def test_a_fleet_at_the_limit_is_taken_for_broken_no_more_often_than_alpha() -> None:
     n, least = 300, LIMITS.min_json_validity
-    chance = 0.0
-    for good in range(n + 1):
-        (validity, _) = read(json_validity={"good": good, "of": n}).quality
-        if validity.status == "broken":
-            chance += math.comb(n, good) * least**good * (1 - least) ** (n - good)
-    assert 0 < chance <= LIMITS.alpha
+    broken = [good for good in range(n + 1) if validity(good, n) == "broken"]
+    assert 0 < sum(math.comb(n, good) * least**good * (1 - least) ** (n - good) for good in broken) <= LIMITS.alpha
 
 
 def test_a_class_without_json_or_canaries_has_no_such_monitor_and_its_quality_is_not_shown_to_hold() -> None:
     readings = read(json_validity=None, canaries=None)
-    assert [reading.name for reading in readings.all] == ["latency within 800 ms", "memory"]
-    assert not readings.quality_holds
-    assert not readings.quality_is_broken
-    assert read().quality_holds
+    assert [(reading.name, reading.status) for reading in readings] == [("latency within 800 ms", "holds"), ("memory", "holds")]
+    assert not quality_holds(readings)
+    assert quality_holds(read())
+    assert not quality_holds(read(canaries={"good": 9, "of": 10}))
 
 
 def test_where_nothing_broke_nothing_moves(fleet: Fleet) -> None:

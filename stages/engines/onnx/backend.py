@@ -65,7 +65,7 @@ class OnnxBackend(Backend):
         return load_engine(bundle, threads=self.config.threads, attention=self.config.attention)
 
     def describe(self, bundle: Path) -> list[str]:
-        """Return which attention decodes, and the layers that the kernel does not hold."""
+        """Return what computes attention, and the layers that the kernel does not hold."""
         attention = self._attention()
         if attention == "graph":
             return ["attention: standard ONNX operators"]

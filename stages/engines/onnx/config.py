@@ -21,5 +21,5 @@ class OnnxRuntimeConfig(GraphConfig, InProcessConfig):
 
     name: Literal["onnxruntime"]
     attention: CpuAttention
-    """What computes a decode step's attention: the kernel that is compiled on this machine, or the graph's own operators.
+    """What computes attention over the cache: the kernel that is compiled on this machine, or the graph's own operators.
     auto is native where there is a C compiler."""

@@ -44,7 +44,7 @@ def load_engine(
     Args:
         bundle: The bundle's directory.
         threads: Threads of ONNX Runtime.
-        attention: What computes a decode step's attention: `native` is the compiled kernel, in the layers that it holds;
+        attention: What computes attention over the cache: `native` is the compiled kernel, in the layers that it holds;
             `graph` the functions' bodies; `auto` is native where this machine has a C compiler.
         max_pages: Most pages of the pool, which grows as needed.
         prefill_chunk: Tokens of one prefill run: a longer prompt attends over the quantized cache of its earlier chunks.
@@ -72,18 +72,22 @@ def load_engine(
     return engine
 
 
-def _decode_session(
+def _sessions(
     directory: Path, bundle: Bundle, policy: KVPolicy, threads: int, *, native: bool
-) -> tuple[GraphSession, str]:
-    """The decode graph, and what computes its attention."""
-    path, info = directory / "decode.onnx", bundle.model
+) -> tuple[dict[Mode, GraphSession], str]:
+    """The prefill and the decode graph, and what computes their attention."""
+    info = bundle.model
+    paths: dict[Mode, Path] = {"prefill": directory / "prefill.onnx", "decode": directory / "decode.onnx"}
     held = info.layers - len(refusals(info, policy)) if native else 0
     if not held:
-        return GraphSession(path, threads), "graph"
+        return {mode: GraphSession(path, threads) for mode, path in paths.items()}, "graph"
     library = compiled_kernel(info.head_dim, info.q_heads // info.kv_heads)
-    model = onnx.load(path, load_external_data=False)
-    use_kernel(model, info, policy)
-    return GraphSession(path, threads, model=model, library=library), f"native in {held} of {info.layers} layers"
+    sessions = {}
+    for mode, path in paths.items():
+        model = onnx.load(path, load_external_data=False)
+        use_kernel(model, info, policy, mode)
+        sessions[mode] = GraphSession(path, threads, model=model, library=library)
+    return sessions, f"native in {held} of {info.layers} layers"
 
 
 class OnnxEngine(PagedEngine):
@@ -103,9 +107,7 @@ class OnnxEngine(PagedEngine):
         super().__init__(bundle.model.vocab_size, scales, pool, prefill_chunk=prefill_chunk)
         self.threads = threads
         self._float = NUMPY_FLOATS[bundle.model.compute_dtype]
-        decode, self.attention = _decode_session(directory, bundle, pool.policy, threads, native=native)
-        prefill = GraphSession(directory / "prefill.onnx", threads)
-        self._sessions: dict[Mode, GraphSession] = {"prefill": prefill, "decode": decode}
+        self._sessions, self.attention = _sessions(directory, bundle, pool.policy, threads, native=native)
         self._bound: dict[Mode, Spans] = {}
         """The spans of the pool's arrays that are bound to each session's inputs."""
         for session in self._sessions.values():

@@ -297,10 +297,11 @@ INLINE int first_token(const Layer *layer, int length) {
 
 INLINE int larger(int a, int b) { return a > b ? a : b; }
 
-static Region find_region(const Call *call, int row, int number) {
+/* A region as new token `step` of a row attends to it; the first one attends to the most. */
+static Region find_region(const Call *call, int row, int number, int step) {
   const Layer *layer = call->layer;
   int length = call->lengths[row], end = length - layer->recent;
-  int start = layer->windowed ? call->window_starts[row] : end, low = larger(layer->sink, first_token(layer, length));
+  int start = layer->windowed ? call->window_starts[row] : end, low = larger(layer->sink, first_token(layer, length + step));
   Region region = {0};
   if (number == EXACT) {
     region.keys = &call->stores[EXACT_KEY], region.values = &call->stores[EXACT_VALUE];
@@ -320,9 +321,9 @@ static Region find_region(const Call *call, int row, int number) {
   return region;
 }
 
-/* Whether an exact slot holds a token that is read from it. The slot of residue r holds the newest token of that residue. */
-static int exact_counts(const Layer *layer, int length, int slot) {
-  int low = first_token(layer, length);
+/* Whether new token `step` reads a token from an exact slot. The slot of residue r holds the newest token of that residue. */
+static int exact_counts(const Layer *layer, int length, int slot, int step) {
+  int low = first_token(layer, length + step);
   if (slot < layer->sink) return slot >= low && slot < length;
   int newest = length - 1, age = (newest - (slot - layer->sink)) % layer->recent;
   if (age < 0) age += layer->recent;
@@ -366,7 +367,7 @@ static void view_page(const Call *call, const Unit *unit, const Region *region, 
 static void attend_unit(void *argument, size_t number) {
   const Call *call = argument;
   const Unit *unit = &call->units[number];
-  Region region = find_region(call, unit->row, unit->region);
+  Region region = find_region(call, unit->row, unit->region, 0);
   const Side *key_side = region.keys->side, *value_side = region.values->side;
   Partial *partials = call->partials + number * GROUP;
   float query[GROUP][HEAD_DIM], bias[GROUP], scores[GROUP][PAGE], sums[GROUP][HEAD_DIM] = {{0}};
@@ -382,7 +383,7 @@ static void attend_unit(void *argument, size_t number) {
     if (!region.key_table) {
       int any = 0;
       for (int t = 0; t < view.last; t++) {
-        int counts = exact_counts(call->layer, call->lengths[unit->row], page * PAGE + t);
+        int counts = exact_counts(call->layer, call->lengths[unit->row], page * PAGE + t, 0);
         for (int q = 0; q < GROUP && !counts; q++) scores[q][t] = -INFINITY;
         any |= counts;
       }
@@ -423,17 +424,18 @@ static void join(const Partial *partials, int count, const float *query, float s
   for (int d = 0; d < HEAD_DIM; d++) out[d] /= sum;
 }
 
-/* Lists the units of all rows and heads, those of one row and head after one another; returns their number. */
-static size_t list_units(const Call *call, int rows, Unit *units) {
+/* Lists the units of all rows and heads, of up to `unit_pages` pages, those of one row and head after one another; returns
+ * their number. */
+static size_t list_units(const Call *call, int rows, int unit_pages, Unit *units) {
   size_t count = 0;
   for (int row = 0; row < rows; row++)
     for (int head = 0; head < call->layer->kv_heads; head++)
       for (int number = 0; number < REGIONS; number++) {
-        Region region = find_region(call, row, number);
+        Region region = find_region(call, row, number, 0);
         if (region.last <= region.first) continue;
         int end = (region.last + PAGE - 1) / PAGE;
-        for (int page = region.first / PAGE; page < end; page += UNIT_PAGES, count++) {
-          int pages = end - page < UNIT_PAGES ? end - page : UNIT_PAGES;
+        for (int page = region.first / PAGE; page < end; page += unit_pages, count++) {
+          int pages = end - page < unit_pages ? end - page : unit_pages;
           if (units) units[count] = (Unit){row, head, number, page, pages};
         }
       }

@@ -1,5 +1,6 @@
-/* The operator that ONNX Runtime calls: reads its attributes and inputs, and runs attention.c on the session's own threads. */
-#include "attention.c"
+/* The operator that ONNX Runtime calls: reads its attributes and inputs, and runs attention.c, or of several new
+ * tokens a sequence prefill.c, on the session's own threads. */
+#include "prefill.c"
 
 #define TRY(call) \
   do { \
@@ -80,7 +81,7 @@ static OrtStatus *read_store(const Layer *layer, const OrtKernelContext *context
 static int in_bounds(const Call *call, int row) {
   if (call->lengths[row] < 0 || (call->layer->windowed && call->window_starts[row] < 0)) return 0;
   for (int number = 0; number < REGIONS; number++) {
-    Region region = find_region(call, row, number);
+    Region region = find_region(call, row, number, 0);
     if (region.last <= region.first) continue;
     if (number == EXACT) {
       int32_t slot = call->exact_slots[row];
@@ -104,15 +105,59 @@ static const float *floats(const Layer *layer, const void *from, size_t count, f
   return to;
 }
 
+/* One new token a sequence, `rows` of them. */
+static OrtStatus *decode(Call *call, const OrtKernelContext *context, size_t rows, const float *keys, const float *values,
+                         float *out) {
+  const Layer *layer = call->layer;
+  size_t heads = rows * layer->kv_heads, count = list_units(call, (int)rows, UNIT_PAGES, NULL);
+  size_t partials = count * GROUP * sizeof(Partial);
+  char *scratch = malloc(partials + count * sizeof(Unit) + 1);
+  if (!scratch) REFUSE(layer->api, "no memory for the partial results of attention");
+  Unit *units = (Unit *)(scratch + partials);
+  list_units(call, (int)rows, UNIT_PAGES, units);
+  call->units = units, call->partials = (Partial *)scratch;
+  OrtStatus *status = count ? ORT_PARALLEL_FOR(layer->api)(context, attend_unit, count, 0, call) : NULL;
+  for (size_t head = 0, unit = 0; head < heads && !status; head++) {
+    size_t first = unit;
+    while (unit < count && (size_t)units[unit].row * layer->kv_heads + units[unit].head == head) unit++;
+    for (int q = 0; q < GROUP; q++) {
+      size_t at = (head * GROUP + q) * HEAD_DIM;
+      join(call->partials + first * GROUP + q, (int)(unit - first), call->query + at, layer->scaling, keys + head * HEAD_DIM,
+           values + head * HEAD_DIM, out + at);
+    }
+  }
+  free(scratch);
+  return status;
+}
+
+/* `tokens` new tokens of each of `rows` sequences. */
+static OrtStatus *prefill(Call *call, const OrtKernelContext *context, size_t rows, size_t tokens, const float *keys,
+                          const float *values, float *out) {
+  const Layer *layer = call->layer;
+  size_t heads = rows * layer->kv_heads, cached = list_units(call, (int)rows, 1, NULL), chunk = (tokens + PAGE - 1) / PAGE;
+  size_t chunks = (tokens + TOKENS - 1) / TOKENS, count = cached + heads * chunk;
+  char *scratch = malloc(count * sizeof(Block) + cached * sizeof(Unit));
+  if (!scratch) REFUSE(layer->api, "no memory for the keys and values of a prompt");
+  Unit *units = (Unit *)(scratch + count * sizeof(Block));
+  list_units(call, (int)rows, 1, units);
+  call->units = units;
+  Prefill all = {*call, keys, values, out, (Block *)scratch, (int)tokens, (int)heads, (int)cached, (int)chunk, (int)chunks};
+  OrtStatus *status = ORT_PARALLEL_FOR(layer->api)(context, widen_block, count, 0, &all);
+  /* As many batches as units: threads take the next one when they are free. */
+  if (!status) status = ORT_PARALLEL_FOR(layer->api)(context, attend_tokens, heads * chunks, heads * chunks, &all);
+  free(scratch);
+  return status;
+}
+
 static OrtStatus *compute(void *kernel, OrtKernelContext *context) {
   const Layer *layer = kernel;
   const OrtApi *api = layer->api;
   Call call = {.layer = layer};
   const void *query = NULL, *key = NULL, *value = NULL;
   int type = layer->half ? ORT_FLOAT16 : ORT_FLOAT;
-  int64_t shape[] = {-1, (int64_t)layer->kv_heads * GROUP, 1, HEAD_DIM};
+  int64_t shape[] = {-1, (int64_t)layer->kv_heads * GROUP, -1, HEAD_DIM};
   TRY(tensor(api, context, 0, type, 4, shape, &query));
-  int64_t new_shape[] = {shape[0], layer->kv_heads, 1, HEAD_DIM};
+  int64_t new_shape[] = {shape[0], layer->kv_heads, shape[2], HEAD_DIM};
   TRY(tensor(api, context, 1, type, 4, new_shape, &key));
   TRY(tensor(api, context, 2, type, 4, new_shape, &value));
   int64_t table[] = {shape[0], -1}, window_table[] = {shape[0], -1};
@@ -127,43 +172,25 @@ static OrtStatus *compute(void *kernel, OrtKernelContext *context) {
   for (int row = 0; row < shape[0]; row++)
     if (!in_bounds(&call, row)) REFUSE(api, "a table of the attention names a page outside of its pool");
 
-  const int64_t out_shape[] = {shape[0], 1, shape[1], HEAD_DIM};
+  const int64_t out_shape[] = {shape[0], shape[2], shape[1], HEAD_DIM};
   OrtValue *out_value;
   void *out;
   TRY(ORT_OUTPUT(api)(context, 0, out_shape, 4, &out_value));
   TRY(ORT_TENSOR_DATA(api)(out_value, &out));
 
-  size_t rows = (size_t)shape[0], heads = rows * layer->kv_heads, queries = heads * GROUP;
-  size_t count = list_units(&call, (int)rows, NULL);
-  size_t widened = layer->half ? (queries + 2 * heads + queries) * HEAD_DIM * sizeof(float) : 0;
-  size_t partials = count * GROUP * sizeof(Partial);
-  char *scratch = malloc(partials + widened + count * sizeof(Unit) + 1);
-  if (!scratch) return ORT_CREATE_STATUS(api)(ORT_FAIL, "kvgate: no memory for the partial results of attention");
-  float *space = (float *)(scratch + partials);
-  Unit *units = (Unit *)(scratch + partials + widened);
-  list_units(&call, (int)rows, units);
-  call.units = units, call.partials = (Partial *)scratch;
-  call.query = floats(layer, query, queries * HEAD_DIM, space);
-  const float *keys = floats(layer, key, heads * HEAD_DIM, space + queries * HEAD_DIM);
-  const float *values = floats(layer, value, heads * HEAD_DIM, space + (queries + heads) * HEAD_DIM);
-  float *results = layer->half ? space + (queries + 2 * heads) * HEAD_DIM : out;
-
-  OrtStatus *status = count ? ORT_PARALLEL_FOR(api)(context, attend_unit, count, 0, &call) : NULL;
-  if (!status) {
-    size_t unit = 0;
-    for (size_t head = 0; head < heads; head++) {
-      size_t first = unit;
-      while (unit < count && (size_t)units[unit].row * layer->kv_heads + units[unit].head == head) unit++;
-      for (int q = 0; q < GROUP; q++) {
-        size_t at = (head * GROUP + q) * HEAD_DIM;
-        join(call.partials + first * GROUP + q, (int)(unit - first), call.query + at, layer->scaling, keys + head * HEAD_DIM,
-             values + head * HEAD_DIM, results + at);
-      }
-    }
-    if (layer->half)
-      for (size_t i = 0; i < queries * HEAD_DIM; i += LANES) to_half((uint16_t *)out + i, load(results + i));
-  }
-  free(scratch);
+  size_t rows = (size_t)shape[0], tokens = (size_t)shape[2], states = rows * tokens * layer->kv_heads * HEAD_DIM;
+  if (!states) return NULL;
+  size_t queries = states * GROUP;
+  float *space = layer->half ? malloc((2 * queries + 2 * states) * sizeof(float)) : NULL;
+  if (layer->half && !space) REFUSE(api, "no memory for what attention reads as float32");
+  call.query = floats(layer, query, queries, space);
+  const float *keys = floats(layer, key, states, space + queries);
+  const float *values = floats(layer, value, states, space + queries + states);
+  float *results = layer->half ? space + queries + 2 * states : out;
+  OrtStatus *status = tokens == 1 ? decode(&call, context, rows, keys, values, results)
+                                  : prefill(&call, context, rows, tokens, keys, values, results);
+  for (size_t i = 0; i < queries && layer->half && !status; i += LANES) to_half((uint16_t *)out + i, load(results + i));
+  free(space);
   return status;
 }
 

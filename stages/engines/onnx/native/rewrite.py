@@ -1,4 +1,4 @@
-"""A decode graph whose attention over the cache is the compiled kernel's: kv.PagedAttention_N becomes one node.
+"""A graph whose attention over the cache is the compiled kernel's: kv.PagedAttention_N becomes one node.
 
 The graph on disk keeps its function bodies, which every other runtime executes; this is done to the copy in memory that a
 session loads. ONNX Runtime would take a registered operator in place of a function of the same name, but every layer's function
@@ -14,6 +14,7 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, Side
 from pipeline.formats.body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, layer_function
 from pipeline.formats.fp16.spec import FP16
+from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import AttentionSpec
@@ -39,20 +40,21 @@ def refusals(info: ModelInfo, policy: KVPolicy) -> dict[int, str]:
     return {layer: reason for layer in range(info.layers) if (reason := _refusal(_spec(info, policy, layer))) is not None}
 
 
-def use_kernel(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy) -> None:
+def use_kernel(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, mode: Mode) -> None:
     """Replace the attention of every layer that the kernel holds by its operator, in place.
 
     Args:
-        model: The decode graph of a bundle.
+        model: The prefill or decode graph of a bundle.
         info: The bundle's model.
         policy: The bundle's policy.
+        mode: Which graph.
 
     Raises UserError for a graph that is not of this model and policy.
     """
     refused = refusals(info, policy)
     if NATIVE_DOMAIN.encode() in model.SerializeToString():
         # The kernel trusts the attributes of its operators, because no other place than this one writes any.
-        raise UserError(f"decode.onnx: it names {NATIVE_DOMAIN}, which no bundle does: build the engine again")
+        raise UserError(f"{mode}.onnx: it names {NATIVE_DOMAIN}, which no bundle does: build the engine again")
     nodes = {node.op_type: node for node in model.graph.node if node.domain == DOMAIN}
     bodies = {body.name: body for body in model.functions}
     for layer in range(info.layers):
@@ -62,13 +64,13 @@ def use_kernel(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy) -> Non
         spec = _spec(info, policy, layer)
         node, body = nodes.get(function), bodies.get(function)
         if node is None or body is None or len(node.input) != len(_inputs(spec)) or len(node.output) != 1:
-            raise UserError(f"decode.onnx: {function} is not the attention of the bundle's policy: build the engine again")
+            raise UserError(f"{mode}.onnx: {function} is not the attention of the bundle's policy: build the engine again")
         (result,) = node.output
         fields = attributes(spec)
         name = OPERATORS[info.compute_dtype]
         node.CopyFrom(helper.make_node(name, list(node.input), [result], name=node.name, domain=NATIVE_DOMAIN, **fields))
         model.functions.remove(body)
-        dims: list[int | str] = ["B", 1, info.q_heads, info.head_dim]
+        dims: list[int | str] = ["B", 1 if mode == "decode" else "S", info.q_heads, info.head_dim]
         model.graph.value_info.append(helper.make_tensor_value_info(result, FLOAT_TYPES[info.compute_dtype], dims))
     model.opset_import.append(helper.make_opsetid(NATIVE_DOMAIN, 1))
 
