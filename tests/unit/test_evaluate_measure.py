@@ -195,6 +195,7 @@ def test_the_canary_comes_last_and_leaves_its_fault_in_the_one_engine_that_is_op
     report = evaluate(open_engine, SAMPLES, baseline, tmp_path)
     assert [(engine.key_scale, engine.live) for engine in opened] == [(brief_workloads().canary_factor, 0)]
     assert report.candidate_noise is not None
+    assert report.candidate_noise.fidelity is not None
     assert report.candidate_noise.fidelity.kl_max == pytest.approx(0.0, abs=1e-9), "measured before the fault"
 
 
