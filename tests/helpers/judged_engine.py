@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 
 from gate_reports import every_class, report
@@ -45,8 +46,7 @@ def judged_engine(
     `measured` is what the report says besides, and `keys` sign. A store may hold engines of several policies, `kv`.
     """
     workloads = ["workloads=jsonl", f"workloads.jsonl={jsonl}"] if jsonl is not None else [SAMPLES]
-    config = plan([*workloads, "model.path=/models/some-llm"], multirun=False).jobs[0]
-    policy = plan([f"kv={kv}"], multirun=False).jobs[0].kv
+    config, policy = config_of(*workloads, "model.path=/models/some-llm"), config_of(f"kv={kv}").kv
     store, chain = Store(root), []
 
     def make(stage: str, title: str, inputs: dict[str, str], write: Callable[[Path], None], **recipe: object) -> Artifact:
@@ -128,5 +128,7 @@ def exported(evidence: Path, target: Path, *roles: str) -> Path:
     return target
 
 
+@cache
 def config_of(*overrides: str) -> Config:
+    """Compose a configuration, which takes a tenth of a second, once for all tests: nobody can change one."""
     return plan(overrides, multirun=False).jobs[0]

@@ -1,31 +1,14 @@
 """The rows of a sound cache in the evaluation of a broken one, with every digest made to fit: who refuses it, and by what."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from main_path import pipeline
 from signing_keys import key_pair
 
 from pipeline.artifacts.digest import tree_files
-
-FEW = [
-    "workloads.samples={prose: 4, retrieval: 24, tool_call: 24, copy: 24, multi_turn: 24}",
-    "workloads.max_scored_tokens=48",
-    "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
-    "gates.margin=0.45",
-    "gates.max_ruined_share=0.1",
-    "gates.min_samples=8",
-    "calibration.samples=8",
-    "backend.threads=1",
-]
-
-
-def pipeline(work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pipeline", f"workdir={work}", *FEW, *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=work.parent, timeout=900)
 
 
 @pytest.fixture(scope="module")

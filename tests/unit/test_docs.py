@@ -104,15 +104,15 @@ def test_every_path_that_is_named_exists(document: str) -> None:
 
 
 def commands() -> list[tuple[str, str]]:
-    """Every `python -m pipeline ...` in a block or in a line, without its comment."""
-    pairs = []
+    """Every `python -m pipeline ...` in a block or in a line, without its comment, and the first document that has it."""
+    first: dict[str, str] = {}
     for document, text in TEXT.items():
         joined = text.replace("\\\n", " ")
         for line in re.findall(r"(?:^|[`\s])python -m pipeline +([^`\n]*)", joined, re.MULTILINE):
             arguments = re.split(r" +#| {3,}", line)[0].strip()
             if "=" in arguments and not arguments.startswith("[") and document != "CHANGELOG.md":
-                pairs.append((document, arguments))
-    return pairs
+                first.setdefault(arguments, document)
+    return [(document, command) for command, document in first.items()]
 
 
 @pytest.mark.parametrize(("document", "command"), commands(), ids=lambda value: value)

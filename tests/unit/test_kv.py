@@ -1,6 +1,8 @@
 """KV policies: exact byte arithmetic against published figures, and refusals that name key, value and fix."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import pytest
@@ -134,12 +136,6 @@ def test_pages_stay_where_a_layer_or_the_policy_still_reads_them(
     assert len(changed.evicted_pages(1000, KVShape(3, 8, 128, windows))) == lost
 
 
-def test_an_eviction_is_refused_of_a_model_whose_layers_slide() -> None:
-    evicting = policy("fp8").model_copy(update={"eviction": Eviction(window_tokens=128)})
-    with pytest.raises(UserError, match=r"^kv\.eviction\.window_tokens=128: 2 of the model's 3 layers .* kv\.eviction=null$"):
-        evicting.check_shape(KVShape(3, 8, 128, windows=(None, 70, 70)))
-
-
 def test_an_evicting_sequence_costs_what_it_keeps_and_a_token_what_its_format_takes() -> None:
     plain, streaming = policy("fp8"), policy("fp8_streaming")
     assert streaming.bytes_per_token(LLAMA_8B) == plain.bytes_per_token(LLAMA_8B)
@@ -164,33 +160,6 @@ def test_a_policy_holds_no_more_live_tokens_for_what_it_has_lost(evicting: KVPol
     assert live_tokens(evicting, LLAMA_8B, 45 * GIB, tokens) <= kept
 
 
-@pytest.mark.parametrize("changes", [{"sink_tokens": 4}, {"recent_tokens": 32}])
-def test_heavy_hitters_are_kept_by_their_attention_alone(changes: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"eviction\.heavy_tokens=256 keeps tokens by their attention alone: set sink_tokens"):
-        KVPolicy.model_validate(heavy_hitters().model_dump() | changes)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"sink_tokens": 4, "eviction": {"window_tokens": 64}}, r"eviction\.sink_tokens=0 keeps fewer .* set at least 64"),
-        ({"recent_tokens": 48, "eviction": {"window_tokens": 64}}, r"recent_tokens=48 must divide a page of 64 tokens"),
-        (
-            {"window": {"tokens": 128, "key": dict(FP16_POLICY.key)}, "eviction": {"window_tokens": 64}},
-            r"window\.tokens=128 must be at most eviction\.window_tokens=64",
-        ),
-        ({"eviction": {"window_tokens": 100}}, "multiple of 64"),
-        ({"eviction": {"window_tokens": 0}}, "greater than or equal to 64"),
-        ({"eviction": {"window_tokens": 64, "sink_tokens": 4}}, "multiple of 64"),
-    ],
-)
-def test_an_eviction_that_loses_what_the_policy_reads_or_is_no_whole_pages_is_refused(
-    fields: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ValidationError, match=message):
-        KVPolicy.model_validate({**dict(policy("fp8")), **fields})
-
-
 def test_an_overridden_layer_has_its_own_formats_and_no_window() -> None:
     fp8, int4 = policy("fp8").key, policy("int4").key
     guarded = KVPolicy(
@@ -206,30 +175,6 @@ def test_an_overridden_layer_has_its_own_formats_and_no_window() -> None:
     shape = KVShape(layers=3, kv_heads=2, head_dim=64)
     assert guarded.bytes_per_token(shape) == 2 * ((64 + 64) + (34 + 34) + (34 + 64))
     assert guarded.window_page_bytes(shape) == 64 * 2 * (128 + 64)
-
-
-def test_an_override_of_a_layer_that_the_model_has_not_is_refused() -> None:
-    one = policy("fp8").model_copy(update={"overrides": (LayerOverride(layers=(1, 4), key=policy("fp16").key),)})
-    with pytest.raises(UserError, match=r"kv\.overrides\.0\.layers=\[1, 4\]: the model has 4 layers, the last is 3"):
-        one.check_shape(KVShape(layers=4, kv_heads=1, head_dim=64))
-
-
-def test_a_layer_with_two_formats_for_one_side_is_refused() -> None:
-    twice = {"layers": [1], "key": policy("fp16").key}
-    with pytest.raises(ValidationError, match="overrides give layer 1 two key formats"):
-        KVPolicy.model_validate({**dict(policy("fp8")), "overrides": [twice, twice]})
-
-
-@pytest.mark.parametrize("fields", [{"window": {"tokens": 64}}, {"overrides": [{"layers": [0]}]}])
-def test_a_window_or_override_without_a_format_is_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(ValidationError, match="key and value are both null"):
-        KVPolicy.model_validate({**dict(policy("fp8")), **fields})
-
-
-@pytest.mark.parametrize("tokens", [0, 63, 100])
-def test_a_window_is_whole_pages(tokens: int) -> None:
-    with pytest.raises(ValidationError, match="tokens"):
-        Window(tokens=tokens, key=policy("fp8").key)
 
 
 @pytest.mark.parametrize("dtype", CODES)
@@ -273,26 +218,63 @@ def test_a_format_that_does_not_fit_together_is_refused_by_name(fields: dict[str
         Format.model_validate(fields)
 
 
-def test_a_group_that_does_not_divide_the_head_is_refused() -> None:
-    wide = policy("fp8k_int4v").model_copy(
-        update={"value": Format(dtype="int4", granularity="per_group", group_size=128, scale="dynamic")}
-    )
-    with pytest.raises(UserError, match=r"kv\.value\.group_size=128 does not divide the model's head_dim 64"):
-        wide.check_shape(KVShape(layers=1, kv_heads=1, head_dim=64))
+HEAVY = {"eviction": {"window_tokens": 256, "heavy_tokens": 256}}
+TWICE = {"layers": [1], "key": FP16_POLICY.key}
 
 
-def test_a_rotation_of_a_head_that_is_no_power_of_two_is_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"kv\.key\.rotation=hadamard needs a head_dim that is a power of two, the model has 96"
-    ):
-        policy("int4_hadamard").check_shape(KVShape(layers=1, kv_heads=1, head_dim=96))
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (HEAVY | {"sink_tokens": 4}, r"eviction\.heavy_tokens=256 keeps tokens by their attention alone: set sink_tokens"),
+        (HEAVY | {"recent_tokens": 32}, r"eviction\.heavy_tokens=256 keeps tokens by their attention alone: set sink_tokens"),
+        ({"sink_tokens": 4, "eviction": {"window_tokens": 64}}, r"eviction\.sink_tokens=0 keeps fewer .* set at least 64"),
+        ({"recent_tokens": 48, "eviction": {"window_tokens": 64}}, r"recent_tokens=48 must divide a page of 64 tokens"),
+        (
+            {"window": {"tokens": 128, "key": FP16_POLICY.key}, "eviction": {"window_tokens": 64}},
+            r"window\.tokens=128 must be at most eviction\.window_tokens=64",
+        ),
+        ({"eviction": {"window_tokens": 100}}, "multiple of 64"),
+        ({"eviction": {"window_tokens": 0}}, "greater than or equal to 64"),
+        ({"eviction": {"window_tokens": 64, "sink_tokens": 4}}, "multiple of 64"),
+        *(({"window": {"tokens": tokens, "key": FP16_POLICY.key}}, r"window\.tokens") for tokens in (0, 63, 100)),
+        ({"window": {"tokens": 64}}, "key and value are both null"),
+        ({"overrides": [{"layers": [0]}]}, "key and value are both null"),
+        ({"overrides": [TWICE, TWICE]}, "overrides give layer 1 two key formats"),
+    ],
+)
+def test_a_policy_that_contradicts_itself_is_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        KVPolicy.model_validate({**dict(policy("fp8")), **fields})
 
 
-def test_a_wrong_group_below_a_window_is_named_with_its_key() -> None:
-    group = Format(dtype="int4", granularity="per_group", group_size=128, scale="dynamic")
-    windowed = policy("fp8").model_copy(update={"window": Window(tokens=64, value=group)})
-    with pytest.raises(UserError, match=r"kv\.window\.value\.group_size=128 does not divide"):
-        windowed.check_shape(KVShape(layers=1, kv_heads=1, head_dim=64))
+GROUPS_OF_128 = Format(dtype="int4", granularity="per_group", group_size=128, scale="dynamic")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "shape", "message"),
+    [
+        ("fp8k_int4v", {"value": GROUPS_OF_128}, {}, r"kv\.value\.group_size=128 does not divide the model's head_dim 64"),
+        ("fp8", {"window": Window(tokens=64, value=GROUPS_OF_128)}, {}, r"kv\.window\.value\.group_size=128 does not divide"),
+        ("int4_hadamard", {}, {"head_dim": 96}, r"kv\.key\.rotation=hadamard needs a head_dim that is a power of two, .* 96"),
+        (
+            "fp8",
+            {"overrides": (LayerOverride(layers=(1, 4), key=FP16_POLICY.key),)},
+            {},
+            r"kv\.overrides\.0\.layers=\[1, 4\]: the model has 4 layers, the last is 3",
+        ),
+        (
+            "fp8",
+            {"eviction": Eviction(window_tokens=128)},
+            {"windows": (None, 70, 70, None)},
+            r"^kv\.eviction\.window_tokens=128: 2 of the model's 4 layers .* kv\.eviction=null$",
+        ),
+    ],
+)
+def test_a_policy_that_the_model_cannot_hold_is_refused_by_its_key(
+    name: str, changes: dict[str, object], shape: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        policy(name).model_copy(update=changes).check_shape(replace(KVShape(layers=4, kv_heads=1, head_dim=64), **shape))
 
 
 def test_scales_survive_their_file() -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from gate_reports import GATES
-from judged_engine import judged_engine
+from judged_engine import config_of, judged_engine
 
-from pipeline.config.compose import plan
+from pipeline.config.config import Config
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import read_evidence
 from pipeline.registry.summary import Candidate, Cited, Registration
@@ -57,9 +57,12 @@ def work(tmp_path: Path) -> Path:
     return tmp_path / "work"
 
 
+def config_at(work: Path) -> Config:
+    return config_of("model.path=/models/some-llm").model_copy(update={"workdir": str(work)})
+
+
 def show(work: Path, shown: Candidate, store: Runs | None) -> None:
-    config = plan(["model.path=/models/some-llm", f"workdir={work}"], multirun=False).jobs[0]
-    showing.show(config, [shown], lambda: store, sweep="s")  # type: ignore[arg-type, return-value]
+    showing.show(config_at(work), [shown], lambda: store, sweep="s")  # type: ignore[arg-type, return-value]
 
 
 def test_the_page_in_the_work_directory_is_the_one_that_is_attached(work: Path) -> None:
@@ -89,12 +92,7 @@ def test_prompts_of_the_users_own_file_stay_in_the_work_directory(work: Path) ->
 
 def test_no_store_is_opened_without_a_registered_candidate(work: Path) -> None:
     shown = candidate(judged_engine(work / "artifacts"), registration=None)
-
-    def never() -> None:
-        pytest.fail("opened")
-
-    config = plan(["model.path=/models/some-llm", f"workdir={work}"], multirun=False).jobs[0]
-    showing.show(config, [shown], never, sweep="s")
+    showing.show(config_at(work), [shown], lambda: pytest.fail("opened"), sweep="s")
     assert (work / showing.PAGE).is_file()
 
 
