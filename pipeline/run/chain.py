@@ -145,7 +145,7 @@ class Chain(BuildChain):
     def _measured_once(self, policy: KVPolicy, measured: Path, baseline: Path | None, progress: Progress) -> "Once":
         from stages.evaluate.once import once
 
-        opened = self._open(policy)
+        opened, self._opened = self._open(policy), None  # the canary leaves its fault in the engine
         return once(
             opened.engine,
             self._encoded.round(1),
@@ -155,7 +155,6 @@ class Chain(BuildChain):
             progress=progress,
             twin=opened.twin,
             baseline=baseline,
-            open_engine=opened.load,
         )
 
     def _open(self, policy: KVPolicy) -> "_Opened":
@@ -321,13 +320,9 @@ class _Opened:
     def __init__(self, chain: Chain, policy: KVPolicy) -> None:
         self.chain, self.policy = chain, policy
 
-    def load(self) -> Engine:
-        """Load an engine of its own."""
-        return self.chain.backend.load(self.chain.bundle(self.policy).path)
-
     @cached_property
     def engine(self) -> Engine:
-        return self.load()
+        return self.chain.backend.load(self.chain.bundle(self.policy).path)
 
     @cached_property
     def twin(self) -> "Twin":

@@ -1,6 +1,6 @@
 """What is measured of an engine a single time: noise, canary, times and memory, stress probe, free answers, reused prefixes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.core.engine import Engine
@@ -30,20 +30,18 @@ def once(
     progress: Progress,
     twin: Twin | None = None,
     baseline: Path | None = None,
-    open_engine: Callable[[], Engine] | None = None,
 ) -> Once:
     """Measure an engine on some samples of the first round and beside them. No sequence is left in it.
 
     Args:
-        engine: The engine.
+        engine: The engine. The canary comes last and leaves its fault in a candidate, which is of no use afterwards.
         encoded: The samples of the first round.
         tokenizer: The tokenizer of the engine bundle.
         measured: What `measure` wrote of the engine in that round.
         config: Batch size, repeated samples, canary, probe, and the load that is timed.
         progress: Called with a label, units done, and units in all.
         twin: What the stress probe compares the engine with; None runs no probe.
-        baseline: What `measure` wrote of the baseline in that round; None for the baseline itself.
-        open_engine: Loads the candidate that the canary corrupts, an engine of its own; None runs no canary.
+        baseline: What `measure` wrote of the baseline in that round; None for the baseline itself, which runs no canary.
     """
     answers = read_round(measured)
     first_round = answers if baseline is None else read_round(baseline)
@@ -56,22 +54,23 @@ def once(
     else:
         own, first = own_heads(lambda done: run_samples(engine, subset, None, batch, floor, done=done), subset)
         twin = None if twin is None else twin.beside(first_round.record.conformance)
-    # Another batch composition: one by one, or in pairs where they ran one by one; batched and token by token where they ran in
-    # one pass. Whole requests stay whole requests: each step of one would be a request of its own.
+    # Another batch composition: a quarter of the sequences at once, or pairs where they ran one by one; batched and token by
+    # token where they ran in one pass. Whole requests stay whole requests: each step of one would be a request of its own.
     in_requests = engine.can(Engine.forced_together)
-    size = batch if engine.can(Engine.forced) and not in_requests else 1 if batch > 1 else 2
+    quarter = max(1, min(batch, len(subset)) // 4)
+    size = batch if engine.can(Engine.forced) and not in_requests else quarter if batch > 1 else 2
     second = run_samples(engine, subset, own, size, floor, greedy=greedy, one_pass=in_requests)
     traced = list(zip([*subset, *subset], (result.trace for result in [*first, *second]), strict=False))
     found = Once(
         noise=noise_floor(subset, second, answers.answers_to(subset), tokenizer),
-        free_answers=free_answers(engine, subset, batch, greedy, named),
+        free_answers=free_answers(engine, subset, batch, greedy, named, [result.answer for result in second]),
         reused=reused_prefixes(engine, subset),
         probe=None if twin is None else probe(engine, twin, config.probe, batch, named),
         system=measure_system(engine, config.load, named),
     )
-    if baseline is None or open_engine is None:
+    if baseline is None:
         return found
     repeated = coverage(traced, engine.policy, engine.shape, config.context_bins, counted=False)
     heads = BaselineHeads(baseline / LOGPROBS).sample
-    corrupted = canary(open_engine(), encoded, heads, config, named, twin)
+    corrupted = canary(engine, encoded, heads, config, named, twin)
     return found.model_copy(update={"coverage": repeated, "canary": corrupted})

@@ -74,7 +74,7 @@ def measure_candidate(
     options: dict[str, Any] = {"config": config, "progress": progress, "baseline": baseline}
     encoded = encode(samples, tokenizer, config.max_scored_tokens)
     measure(Local(engine, config, twin), encoded, tokenizer, out, **options)
-    once(engine, encoded, tokenizer, out, twin=twin, open_engine=open_engine, **options).write(out)
+    once(engine, encoded, tokenizer, out, twin=twin, **options).write(out)
 
 
 def joined(

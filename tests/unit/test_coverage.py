@@ -1,5 +1,7 @@
 """What an evaluation exercised: counted where samples are decoded, written into verdicts, and a limit of promotions."""
 
+from unittest.mock import Mock, patch
+
 import numpy as np
 import pytest
 from fake_engine import EOS, CharTokenizer, fake_engine, sharing_engine
@@ -79,6 +81,22 @@ def test_free_answers_that_forced_decode_contradicts_are_named() -> None:
     found = free_answers(engine, items, 2, Greedy(EOS, 4)).contradictions
     assert len(found) == 3
     assert found[0].startswith("sample short: after 1 free tokens it said 7, which forced decode finds")
+
+
+def test_only_free_answers_that_decode_steps_did_not_give_are_forced() -> None:
+    engine = fake_engine(SAMPLES)
+    items = encode(SAMPLES, CharTokenizer(), 9)
+    given = engine.generate([item.prompt for item in items], 9, EOS)
+    other = [*given[0][:1], 7, *given[0][2:]]
+    with (
+        patch.object(engine, "generate", lambda *_, **__: given),
+        patch.object(engine, "decode", Mock(wraps=engine.decode)) as decode,
+    ):
+        assert not free_answers(engine, items, 2, Greedy(EOS, 4), decoded=given).contradictions
+        assert not decode.called
+        free_answers(engine, items, 2, Greedy(EOS, 4), decoded=[other, None, given[2]])
+    first_step = decode.call_args_list[0].args[1]
+    assert first_step == [given[0][0], given[1][0]], "the first differs, and of the second nothing is known"
 
 
 def test_free_answers_are_counted_while_they_are_given_and_forced() -> None:

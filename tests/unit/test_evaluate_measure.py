@@ -185,16 +185,18 @@ def test_an_engine_whose_decoding_does_not_read_the_cache_fails_by_the_canary(ba
     assert [check.gate for check in verdict.checks if check.status == "FAIL"] == ["canary"]
 
 
-def test_the_canary_runs_in_an_engine_of_its_own(baseline: Path, tmp_path: Path) -> None:
+def test_the_canary_comes_last_and_leaves_its_fault_in_the_one_engine_that_is_opened(baseline: Path, tmp_path: Path) -> None:
     opened = []
 
     def open_engine() -> Any:
         opened.append(fake_engine(SAMPLES))
         return opened[-1]
 
-    evaluate(open_engine, SAMPLES, baseline, tmp_path)
-    assert [engine.key_scale for engine in opened] == [1.0, brief_workloads().canary_factor]
-    assert [engine.live for engine in opened] == [0, 0]
+    report = evaluate(open_engine, SAMPLES, baseline, tmp_path)
+    assert [(engine.key_scale, engine.live) for engine in opened] == [(brief_workloads().canary_factor, 0)]
+    assert report.candidate_noise is not None
+    assert report.candidate_noise.fidelity is not None
+    assert report.candidate_noise.fidelity.kl_max == pytest.approx(0.0, abs=1e-9), "measured before the fault"
 
 
 def test_system_metrics_are_those_of_the_fixed_load(same: Judged) -> None:

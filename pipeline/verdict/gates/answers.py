@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ACCURACY, ALL = "accuracy", "all"
 DOUBTFUL = 0.75
-"""Of the margin: of 60 answers three. int8 on SmolLM2 loses as many of 60 in 1 %, int8 with ten points of loss beside in 91 %."""
+"""Of the margin: three of 60 answers. int8 on SmolLM2 loses as many in 1 % of 60, with ten points lost besides in 91 %."""
 
 
 class Limits(thresholds.Limits):

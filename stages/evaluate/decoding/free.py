@@ -28,8 +28,11 @@ def free_answers(
     batch_size: int,
     greedy: Greedy,
     progress: Progress = no_progress,
+    decoded: Sequence[Sequence[int] | None] = (),
 ) -> FreeAnswers:
     """Let an engine generate freely from the prompts of some samples, and force the same words one by one.
+
+    An answer that decode steps have given already, word for word, is not forced: each of its words was the most likely one.
 
     Args:
         engine: The engine. No sequence is left in it.
@@ -37,6 +40,7 @@ def free_answers(
         batch_size: Most prompts that are answered at once; the next one takes the place of one that has its answer.
         greedy: How answers end.
         progress: Called with the answers that were given or forced, and twice as many as there are samples.
+        decoded: The answers of the same engine by decode steps, without the stop token; None where it gave none.
     """
 
     def update(done: int) -> None:
@@ -50,19 +54,22 @@ def free_answers(
     except UserError as error:
         return FreeAnswers(samples=len(encoded), tokens=0, contradictions=[f"generate: {error}"])
     contradictions = []
-    for number, (item, answer) in enumerate(zip(encoded, answers, strict=True)):
-        update(len(encoded) + number)
-        said = greedy.said(answer, item)
-        if len(said) < 2:  # the first token comes from the prompt, which reads no cache
-            continue
-        logits_BV = _forced(engine, item.prompt, said[:-1])
-        found = contradiction(engine, logits_BV, said[1:])
-        if found is not None:
-            first, gap = found
-            contradictions.append(
-                f"sample {item.sample.id}: after {first + 1} free tokens it said {said[first + 1]}, which forced decode finds "
-                f"{gap:.2g} less likely (logits) than {int(logits_BV[first].argmax())}"
-            )
+    words = [greedy.said(answer, item) for item, answer in zip(encoded, answers, strict=True)]
+    known = [tuple(answer) if answer is not None else None for answer in decoded] or [None] * len(encoded)
+    # The first token comes from the prompt, which reads no cache.
+    left = [i for i, said in enumerate(words) if len(said) > 1 and tuple(answers[i]) != known[i]]
+    for begin in range(0, len(left), batch_size):
+        together = left[begin : begin + batch_size]
+        rows = _forced(engine, [(encoded[i].prompt, words[i][:-1]) for i in together])
+        for done, (i, logits_BV) in enumerate(zip(together, rows, strict=True), 2 * len(encoded) - len(left) + begin):
+            update(done)
+            found = contradiction(engine, logits_BV, words[i][1:])
+            if found is not None:
+                first, gap = found
+                contradictions.append(
+                    f"sample {encoded[i].sample.id}: after {first + 1} free tokens it said {words[i][first + 1]}, which forced "
+                    f"decode finds {gap:.2g} less likely (logits) than {int(logits_BV[first].argmax())}"
+                )
     return FreeAnswers(samples=len(encoded), tokens=sum(map(len, answers)), contradictions=contradictions)
 
 
@@ -86,15 +93,21 @@ def _tie(engine: Engine, logits_BV: Logits) -> Logits:
     return largest
 
 
-def _forced(engine: Engine, prompt: Sequence[int], tokens: Sequence[int]) -> Logits:
-    """Return the logits (len(tokens), V) of decoding the tokens after the whole prompt, one by one."""
+def _forced(engine: Engine, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Logits]:
+    """Return the logits (len(tokens), V) of decoding the tokens of each request after its whole prompt, one by one."""
     if engine.can(Engine.forced_together):
-        return engine.forced([*prompt, *tokens], len(prompt))
-    (handle,), _ = engine.prefill([prompt])
+        return engine.forced_together([([*prompt, *tokens], len(prompt)) for prompt, tokens in requests])
+    handles, _ = engine.prefill([prompt for prompt, _ in requests])
+    rows: list[list[Logits]] = [[] for _ in requests]
     try:
-        return np.concatenate([engine.decode([handle], [token]) for token in tokens])
+        for step in range(max(len(tokens) for _, tokens in requests)):
+            live = [i for i, (_, tokens) in enumerate(requests) if step < len(tokens)]
+            logits_BV = engine.decode([handles[i] for i in live], [requests[i][1][step] for i in live])
+            for i, logits_V in zip(live, logits_BV, strict=True):
+                rows[i].append(logits_V.copy())
     finally:
-        engine.release([handle])
+        engine.release(handles)
+    return [np.stack(row) for row in rows]
 
 
 def reused_prefixes(engine: Engine, encoded: Sequence[EncodedSample]) -> ReusedPrefixes | None:
