@@ -16,9 +16,8 @@ from test_evaluate_measure import samples
 from pipeline.core.records import Progress, no_progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import EvaluationReport
-from stages.evaluate.decoding.noise import repeated_samples
 from stages.evaluate.decoding.results import UNFINISHED
-from stages.evaluate.inputs.tokens import encode, encode_rounds
+from stages.evaluate.inputs.tokens import encode_rounds
 from stages.evaluate.joining import Evaluation
 
 SAMPLES = samples(12)
@@ -92,9 +91,10 @@ def test_a_crashed_round_goes_on_with_the_samples_that_are_missing(at: int, base
     kept = len(list((out / UNFINISHED).glob("*/*")))
     again = engine()
     run(baseline, out, again)
-    repeated = repeated_samples(encode(SAMPLES, CharTokenizer(), CONFIG.max_scored_tokens), CONFIG)
-    beside = 3 * len(repeated) + CONFIG.load.batch + 1  # twice for the noise floor, once forced beside free answers
-    assert len([prompt for prompt in again.prefilled if prompt]) == len(SAMPLES) - kept + beside
+    whole = engine()
+    run(baseline, tmp_path / "whole", whole)
+    asked, of_all = (len([prompt for prompt in one.prefilled if prompt]) for one in (again, whole))
+    assert asked == of_all - kept
     assert kept > 0 or at == 1
     assert_like_an_uninterrupted_run(baseline, out, tmp_path)
 
