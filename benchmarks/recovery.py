@@ -1,10 +1,9 @@
-"""What a cache keeps of the probability of right answers, and what of the greedy answers, on 3,000 questions to SmolLM2.
+"""What caches keep of the probability of right answers, and of the greedy answers, on 3,000 questions to SmolLM2.
 
-    python -m pipeline -m experiment=smollm2 stage=evaluate kv=fp8,int8,fp8k_int4v,int4_g32 workdir=work/study \\
-        'workloads.samples={lookup: 750, extraction: 750, quotation: 750, recall: 750}' 'workloads.rounds=[1.0]'
-    python -m benchmarks.recovery work/study         # about an hour before, seconds here: writes the file that `load` reads
+    python -m benchmarks.recovery        # two hours on two cores; writes what `load` reads, prints the table of docs/trust.md
 
-The file has each question's probability of the right answer, and whether the greedy answer is right, under each engine.
+The file has each question's probability of the reference answer, and whether the greedy answer is right, under each engine. It
+was made at 0d2fe82, where the reference's words were always scored; int4_g32 was asked about the first 150 pages alone.
 """
 
 import argparse
@@ -16,23 +15,39 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.artifacts.store import Store
+from pipeline.config.compose import plan
+from pipeline.run.chain import Chain
 from pipeline.statistics.bounds import Array
-from pipeline.verdict.report import REPORT_FILE, load_report, load_rows
+from pipeline.statistics.looks import Look
+from pipeline.verdict.gates import Gates
+from pipeline.verdict.gates.answers import accuracy
+from pipeline.verdict.gates.recovery import recovery
+from pipeline.verdict.registry import Evidence
+from pipeline.verdict.report import EvaluationReport, SampleRow
+from stages.evaluate.decoding.rows import make_rows
+from stages.evaluate.decoding.stored import read_round
+from stages.evaluate.inputs.tokens import read_encoded
 
 FILE = Path(__file__).resolve().parent / "results" / "recovery_smollm2.json"
-ROUNDED = 5
-"""Digits of a probability."""
+POLICIES = ("int8", "fp8", "fp8k_int4v", "int4_g32")
+PAGES = 750
+KINDS = ("lookup", "extraction", "quotation", "recall")
+DIGITS = 5
+"""Of a probability."""
+LOOKS = (15, 38, 150, 750)
+"""Pages of the printed decisions: 60, 152, 600 and 3,000 questions."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Questions, one of each kind about each page, in the order in which evaluations ask them."""
+    """Questions, one of each kind about each page, in the order in which they were asked."""
 
-    kinds: list[str]
+    kinds: Sequence[str]
     baseline: Array
     """Probability of the right answer, shape (pages, kinds)."""
     candidates: dict[str, Array]
-    """Policy -> the same under the candidate."""
+    """Policy -> the same under the candidate, of as many pages from the first on as it was asked about."""
     right: dict[str, Array]
     """Engine, `fp16` for the baseline -> whether the greedy answer is right (0 or 1), shape (pages, kinds)."""
 
@@ -46,31 +61,82 @@ def load(file: Path = FILE) -> Answers:
     return Answers(stored["kinds"], probability.pop("fp16"), probability, right)
 
 
-def collect(workdir: Path) -> dict[str, Any]:
-    """Return the contents of the file, of all evaluations in a work directory. They asked the same questions."""
+def measure(workdir: Path) -> dict[str, Any]:
+    """Ask all questions of all engines, or read what was asked before, and return the contents of the file."""
+    samples = "workloads.samples={documentation: 0, " + ", ".join(f"{kind}: {PAGES}" for kind in KINDS) + "}"
+    command = ["experiment=smollm2", "stage=evaluate", f"kv={','.join(POLICIES)}", f"workdir={workdir}", samples]
     probability: dict[str, list[list[float]]] = {}
     right: dict[str, list[list[int]]] = {}
-    kinds: list[str] = []
-    for directory in sorted(path.parent for path in (workdir / "artifacts" / "evaluate").glob(f"*/{REPORT_FILE}")):
-        rows = [row for row in load_rows(directory) if row.judged]
-        kinds = list(dict.fromkeys(row.workload for row in rows))
-        by_kind = [[row for row in rows if row.workload == kind] for kind in kinds]
-        for name, values, answered in (
-            ("fp16", "baseline_probability", "baseline_correct"),
-            (load_report(directory).policy, "candidate_probability", "candidate_correct"),
-        ):
-            asked = list(zip(*by_kind, strict=True))
-            probability[name] = [[round(getattr(row, values), ROUNDED) for row in page] for page in asked]
-            right[name] = [[int(getattr(row, answered)) for row in page] for page in asked]
-    return {"kinds": kinds, "probability": probability, "right": right}
+    for config in plan([*command, "workloads.rounds=[1.0]", "workloads.conformance_samples=0"], multirun=True).jobs:
+        chain = Chain(config, Store(config.work / "artifacts"))
+        baseline, candidate = (read_round(one.path) for one in (chain.baseline(), chain.round(config.kv, 1)))
+        asked = baseline.scored(read_encoded(chain.encoded_samples.path).items)
+        rows = make_rows(
+            asked,
+            candidate.statistics_of(asked),
+            baseline.answers_to(asked),
+            candidate.answers_to(asked),
+            [1] * len(asked),
+        )
+        pages = list(zip(*([row for row in rows if row.workload == kind] for kind in KINDS), strict=True))
+        for name, side in (("fp16", "baseline"), (config.kv.name, "candidate")):
+            probability[name] = [[round(getattr(row, f"{side}_probability"), DIGITS) for row in page] for page in pages]
+            right[name] = [[int(getattr(row, f"{side}_correct")) for row in page] for page in pages]
+    return {"kinds": KINDS, "probability": probability, "right": right}
+
+
+def rows_of(answers: Answers, policy: str, pages: Sequence[int]) -> list[SampleRow]:
+    """Return the questions about some pages as the gates on answers read them."""
+    kept, right = answers.candidates[policy], answers.right
+    return [
+        SampleRow.model_construct(
+            id=f"{kind}-{number}",
+            workload=kind,
+            document=str(number),
+            judged=True,
+            baseline_probability=float(answers.baseline[page, column]),
+            candidate_probability=float(kept[page, column]),
+            baseline_correct=bool(right["fp16"][page, column]),
+            candidate_correct=bool(right[policy][page, column]),
+        )
+        for number, page in enumerate(pages)
+        for column, kind in enumerate(answers.kinds)
+    ]
+
+
+def show(answers: Answers) -> None:
+    """Print what each cache keeps, and what the gates on answers decide at each look, were it the only one."""
+    look, gates = Look(1, 1, (1.0,)), Gates()
+    nothing = EvaluationReport.model_construct(slices=[])
+    counts = [f"{count * len(answers.kinds):,} questions" for count in LOOKS]
+    print(f"| cache | {' | '.join(counts)} |\n|---|{'---|' * len(counts)}")
+    for policy, kept in answers.candidates.items():
+        cells = []
+        for count in LOOKS:
+            if count > len(kept):
+                cells.append("not asked")
+                continue
+            evidence = Evidence(nothing, rows_of(answers, policy, range(count)), look)
+            (whole, *kinds), (greedy, *worse) = list(recovery(evidence, gates)), list(accuracy(evidence, gates))
+            status = min((check.status for check in [whole, *kinds]), key=["FAIL", "INCONCLUSIVE", "PASS"].index)
+            least = min(kinds, key=lambda check: check.value or 0.0)
+            side = "at most" if whole.status == "FAIL" else "at least"
+            cells.append(
+                f"{status} {whole.value:.3f} ({side} {whole.bound:.3f}), {least.where} {least.value:.2f}; "
+                f"{'FAIL' if worse else greedy.status} {100 * (greedy.value or 0.0):+.1f} points"
+            )
+        print(f"| {policy} | {' | '.join(cells)} |")
 
 
 def main(command_line: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workdir", type=Path)
-    text = json.dumps(collect(parser.parse_args(command_line).workdir), separators=(",", ":")).replace("],[", "],\n[")
-    FILE.write_text(text + "\n", encoding="utf-8")
-    print(f"{FILE}: {len(text):,} bytes")
+    parser.add_argument("--workdir", type=Path, default=Path("work/recovery"))
+    parser.add_argument("--show", action="store_true", help="print the table of the file that is there")
+    arguments = parser.parse_args(command_line)
+    if not arguments.show:
+        text = json.dumps(measure(arguments.workdir), separators=(",", ":")).replace("],[", "],\n[")
+        FILE.write_text(text + "\n", encoding="utf-8")
+    show(load())
 
 
 if __name__ == "__main__":

@@ -86,7 +86,12 @@ class _Answers:
         bound = statistics.paired.difference_bound(self.pairs, alpha, lower)
         lost = sum(bool(row.baseline_correct) and not row.candidate_correct for row in self.rows)
         gained = sum(bool(row.candidate_correct) and not row.baseline_correct for row in self.rows)
-        relation = "below" if status == "FAIL" else "above" if bound > -self.margin else "not above"
+        shown = (
+            "these answers are too few to show that no more than the margin is lost,"
+            if status == "WARNING"
+            else f"{'lower' if lower else 'upper'} {100 * (1 - alpha):.4g} % bound {bound:+.3f} "
+            f"{'below' if status == 'FAIL' else 'above' if bound > -self.margin else 'not above'} the margin"
+        )
         return Check(
             gate=ACCURACY,
             where=self.name,
@@ -96,8 +101,7 @@ class _Answers:
             status=status,
             reason=(
                 f"{self.name}: {lost} of {len(self.rows)} answers lost, {gained} gained; accuracy "
-                f"{self.baseline + self.difference:.3f} vs {self.baseline:.3f}, {'lower' if lower else 'upper'} "
-                f"{100 * (1 - alpha):.4g} % bound {bound:+.3f} {relation} the margin {-self.margin:+.3f}{advice}"
+                f"{self.baseline + self.difference:.3f} vs {self.baseline:.3f}, {shown} {-self.margin:+.3f}{advice}"
             ),
         )
 

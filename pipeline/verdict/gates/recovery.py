@@ -34,7 +34,7 @@ class Limits(thresholds.Limits):
     min_recovery: _Kept = 0.95
     """Share of the probability of right answers that the candidate keeps, over all questions: llm-compressor's rule."""
     min_workload_recovery: _Kept = 0.8
-    """The same for each kind of work. It is what 15 questions can show without passing broken caches: 0.9 takes about 40."""
+    """The same for each kind of work. It is what 15 questions can show without passing broken caches: 0.9 takes 36."""
     min_baseline_probability: Annotated[Share, Looser.SMALLER] = 0.02
     """A kind of work whose right answers are less probable under the baseline, in the mean, has nothing to lose: no PASS."""
 
