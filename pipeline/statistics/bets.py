@@ -70,11 +70,11 @@ class Mean:
     def needed(self, level: float, power: float, most: int) -> int:
         """Return about how many documents like these decide with `power`, `most` where more would not either."""
         cut = np.clip(self.values, self.best, self.worst)
-        below = (self.limit - cut) / (self.worst - self.limit)
-        above = (np.maximum(self.values, self.best) - self.limit) / (self.limit - self.best)
+        below = bounds.gains(self.limit - cut, self.worst - self.limit)
+        above = bounds.gains(np.maximum(self.values, self.best) - self.limit, self.limit - self.best)
         counts = [
-            bounds.documents_to_reach(np.log1p(share * gains), -math.log(level) + math.log(len(shares)), power)
-            for gains, shares in ((below, bounds.SHARES_FOR_PASS), (above, bounds.SHARES_FOR_FAIL))
+            bounds.documents_to_reach(np.log1p(share * won), -math.log(level) + math.log(len(shares)), power)
+            for won, shares in ((below, bounds.SHARES_FOR_PASS), (above, bounds.SHARES_FOR_FAIL))
             for share in shares
         ]
         return int(min(most, *counts))

@@ -43,16 +43,22 @@ HALVINGS = 14
 """Of the range that a bound lies in: it is found to 1e-4 of that."""
 
 
-def by_document(values: Sequence[float], weights: Sequence[float], documents: Sequence[str]) -> Array:
-    """Return each document's weighted mean, shape (documents,). Documents are independent of each other, samples are not."""
+def by_document(values: Sequence[float | None], weights: Sequence[float], documents: Sequence[str]) -> Array:
+    """Return each document's weighted mean, shape (documents,); NaN where a value is missing.
+
+    Documents are independent of each other, samples are not.
+    """
     _, index = np.unique(np.asarray(documents), return_inverse=True)
     total = np.bincount(index, weights=np.asarray(weights))
     with np.errstate(over="ignore"):  # a sum that no float64 holds is infinite, which fails a gate
-        return np.asarray(np.bincount(index, weights=np.asarray(values) * np.asarray(weights)) / total)
+        return np.asarray(np.bincount(index, weights=np.asarray(values, np.float64) * np.asarray(weights)) / total)
 
 
-def document_totals(values: Sequence[float], documents: Sequence[str]) -> Array:
-    """Return each document's sum, over the mean size of a document: their mean is that of all samples, shape (documents,)."""
+def document_totals(values: Sequence[float | None], documents: Sequence[str]) -> Array:
+    """Return each document's sum, over the mean size of a document, shape (documents,); NaN where a value is missing.
+
+    The mean of these is the mean of all samples.
+    """
     _, index = np.unique(np.asarray(documents), return_inverse=True)
     totals = np.bincount(index, weights=np.asarray(values, np.float64))
     return np.asarray(totals * len(totals) / len(values))
@@ -60,15 +66,15 @@ def document_totals(values: Sequence[float], documents: Sequence[str]) -> Array:
 
 def log_wealth_below(values: Array, limit: float, worst: float) -> float:
     """Return the log of the wealth against "the mean is `limit` or more"; neither it nor a value is above `worst`."""
-    return _log_wealth(_gains(limit - values, worst - limit), SHARES_FOR_PASS)
+    return _log_wealth(gains(limit - values, worst - limit), SHARES_FOR_PASS)
 
 
 def log_wealth_above(values: Array, limit: float, best: float) -> float:
     """Return the log of the wealth against "the mean is `limit` or less"; neither it nor a value is below `best`."""
-    return _log_wealth(_gains(values - limit, limit - best), SHARES_FOR_FAIL)
+    return _log_wealth(gains(values - limit, limit - best), SHARES_FOR_FAIL)
 
 
-def _gains(won: Array, most_lost: float) -> Array:
+def gains(won: Array, most_lost: float) -> Array:
     """Return what a bet of everything would add for each document.
 
     Where nothing can be lost, because the limit is the farthest that a value can be, its hypothesis says that every value is
@@ -77,9 +83,9 @@ def _gains(won: Array, most_lost: float) -> Array:
     return won / most_lost if most_lost > 0 else np.where(won > 0, math.inf, 0.0)
 
 
-def _log_wealth(gains: Array, shares: Sequence[float]) -> float:
-    """The log of the mean wealth over `shares`; a gain is what a bet of everything would add, at least -1."""
-    logs = [float(np.log1p(share * np.maximum(gains, -1.0)).sum()) for share in shares]
+def _log_wealth(won: Array, shares: Sequence[float]) -> float:
+    """The log of the mean wealth over `shares`; `won` is what a bet of everything would add, at least -1."""
+    logs = [float(np.log1p(share * np.maximum(won, -1.0)).sum()) for share in shares]
     return float(np.logaddexp.reduce(logs)) - math.log(len(shares))
 
 

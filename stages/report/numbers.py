@@ -212,7 +212,7 @@ def depths(exhibits: Sequence[Exhibit]) -> list[Datum]:
                     groups.setdefault(place, []).append(row)
         for (workload, low, depth, high), rows in sorted(groups.items(), key=lambda item: item[0][:3]):
             right = sum(bool(row.baseline_correct if name == BASELINE else row.candidate_correct) for row in rows)
-            kl = finite(float(np.mean([math.nan if row.mean_kl is None else row.mean_kl for row in rows])))
+            kl = finite(float(np.mean(np.array([row.mean_kl for row in rows], np.float64))))
             data.append(
                 {"policy": name, "workload": workload, "low": low, "order": depth}
                 | {"context": f"{low:,}–{high:,}" if high is not None else f"{low:,}+"}

@@ -11,18 +11,16 @@ import random
 import sys
 from collections import defaultdict
 from functools import cache
-from importlib import metadata
 from importlib.resources import files
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from pipeline.core.errors import MissingRequirement
 from pipeline.core.records import Sample
 from pipeline.core.workloads import BfclConfig
 from stages.workloads.calls import read_calls, write_calls
+from stages.workloads.packaged import packaged
 
 VERSION = "2026.3.23"
-INSTALL = f"pip install --no-deps bfcl-eval=={VERSION}"
 
 NO_CALL = "None of the functions can be used."
 """The reference of categories where no call is right: BFCL has none, and its prompt asks to point that out."""
@@ -40,7 +38,7 @@ def bfcl_samples(config: BfclConfig, seed: int) -> list[Sample]:
     Raises:
         MissingRequirement: bfcl-eval is not installed, or in another version.
     """
-    _require_package()
+    packaged("bfcl-eval", VERSION, "workloads.bfcl")
     samples = []
     for category in config.categories:
         known = [sample for sample in _category(category) if correct_calls(sample, sample.reference)]
@@ -71,15 +69,6 @@ def correct_calls(sample: Sample, text: str) -> bool:
         # The checker looks into nested values before it knows their types. What it stumbles over, it has not accepted.
         return False
     return bool(verdict["valid"])
-
-
-def _require_package() -> None:
-    try:
-        found = metadata.version("bfcl-eval")
-    except metadata.PackageNotFoundError as error:
-        raise MissingRequirement(f"workloads.bfcl needs bfcl-eval, which is not installed here: {INSTALL}") from error
-    if found != VERSION:
-        raise MissingRequirement(f"workloads.bfcl reads bfcl-eval {VERSION}, and {found} is installed here: {INSTALL}")
 
 
 def _lines(*path: str) -> list[dict[str, Any]]:

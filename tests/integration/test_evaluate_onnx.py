@@ -173,7 +173,7 @@ def test_problems_that_the_tiny_model_cannot_solve_still_say_how_probable_their_
     bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = write_problems(tmp_path / "test.jsonl")
-    monkeypatch.setattr(gsm8k, "_data_file", lambda: path)
+    monkeypatch.setattr(gsm8k, "packaged", lambda *_: path)
     asked = config().model_copy(update={"samples": {}, "gsm8k": 2})
     samples, options = load_samples(asked), {"tokenizer": bench.tokenizer, "config": asked}
     measure_baseline(lambda: load_engine(bench.fp16, threads=1), samples, tmp_path / "baseline", **options)  # type: ignore[arg-type]

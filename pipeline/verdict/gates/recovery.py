@@ -34,7 +34,7 @@ class Limits(thresholds.Limits):
     min_recovery: _Kept = 0.95
     """Share of the probability of right answers that the candidate keeps, over all questions: llm-compressor's rule."""
     min_workload_recovery: _Kept = 0.8
-    """The same for each kind of work. It is what 15 questions can show without passing broken caches: 0.9 takes 36."""
+    """The same for each kind of work. It is what 15 questions can show without passing broken caches."""
     min_baseline_probability: Annotated[Share, Looser.SMALLER] = 0.02
     """A kind of work whose right answers are less probable under the baseline, in the mean, has nothing to lose: no PASS."""
 
@@ -64,18 +64,12 @@ class _Kind:
     @classmethod
     def of(cls, place: str, rows: Sequence[SampleRow], limits: Limits) -> "_Kind":
         limit = limits.least_recovery(place)
-        before, after = (
-            [math.nan if value is None else value for value in column]
-            for column in (
-                [row.baseline_probability for row in rows],
-                [row.candidate_probability for row in rows],
-            )
-        )
         documents = [row.document for row in rows]
-        base, kept = (statistics.bounds.document_totals(column, documents) for column in (before, after))
-        mean = float(base.mean())
+        before = statistics.bounds.document_totals([row.baseline_probability for row in rows], documents)
+        after = statistics.bounds.document_totals([row.candidate_probability for row in rows], documents)
+        mean = float(before.mean())
         # What a document may lose is in proportion to what it has.
-        loss = base - kept - (1 - limit) * (base - mean)
+        loss = before - after - (1 - limit) * (before - mean)
         worst = (1 - limit) * mean
         return cls(place, rows, limit, mean, statistics.bets.Mean(loss, worst, -statistics.bets.OUTLIER * worst, whole=True))
 

@@ -178,7 +178,7 @@ def slope(rows: Sequence[SampleRow]) -> Slope:
     """Return the growth of the mean KL (nats per 1,000 tokens of context) and its one-sided 95 % bounds."""
     value, replicates = pooled_slope(
         np.array([row.context_tokens / 1000 for row in rows]),
-        np.array([math.nan if row.mean_kl is None else row.mean_kl for row in rows]),
+        np.array([row.mean_kl for row in rows], np.float64),  # NaN where one is missing
         np.array([row.scored_tokens for row in rows], dtype=np.float64),
         [row.workload for row in rows],
         [row.document for row in rows],
