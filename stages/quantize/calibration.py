@@ -11,7 +11,7 @@ from pipeline.core.strict import Unreadable, parse_json
 from pipeline.core.workloads import Workload
 from stages.checkpoints import load_tokenizer
 from stages.workloads import generate
-from stages.workloads.prompts import render, token_ids
+from stages.workloads.prompts import render_all, token_ids
 
 TEXTS = "texts.json"
 
@@ -56,11 +56,9 @@ def _generated(checkpoint: Path, samples: int, workloads: Sequence[Workload], se
         progress("generating [workloads]", done, len(workloads))
         generated.append(generate(name, count, seed, split="calibration"))
     interleaved = [sample for group in zip(*generated, strict=True) for sample in group][:samples]
-    texts: list[str] = []
-    for sample in interleaved:
-        progress("rendering [texts]", len(texts), len(interleaved))
-        texts.append(render(tokenizer, sample) + sample.reference)
-    return texts
+    progress("rendering [texts]", 0, len(interleaved))
+    prompts = render_all(tokenizer, interleaved)
+    return [prompt + sample.reference for prompt, sample in zip(prompts, interleaved, strict=True)]
 
 
 def texts_from_file(path: Path, samples: int) -> list[str]:
