@@ -56,7 +56,7 @@ def limit_answers(seconds: float) -> None:
             self.fp = io.BufferedReader(_Limited(self.fp.detach(), seconds))
 
     for kind in (HTTPConnection, HTTPSConnection):
-        kind.response_class = Ending  # type: ignore[assignment]
+        kind.response_class = Ending
 
 
 @contextmanager
