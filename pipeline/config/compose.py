@@ -10,6 +10,7 @@ from itertools import islice, product
 from math import prod
 from typing import Any, TypeVar, get_args
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
@@ -28,11 +29,13 @@ from pipeline.config import CONF, options  # noqa: F401 - importing options stor
 from pipeline.config.config import JUDGING, MOVING, Config
 from pipeline.config.launchers import BASIC, check_sweep
 from pipeline.config.overrides import MOST_JOBS, OPTION, check_overrides, refuse_code
-from pipeline.core.errors import UserError
-from pipeline.core.redaction import holds_secret, redact_text
+from pipeline.core.errors import UserError, short
+from pipeline.core.redaction import holds_secret, printable, redact_text
 
 T = TypeVar("T")
 TRACKING_URI = "tracking.uri"
+MOST_DIGITS = 1000
+"""Of a number; Python reads none of more than 4,300."""
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -90,7 +93,9 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
             choices = ["".join(found) for found in re.findall(r"'([^']*)'|(?<= )(\d+)", text)]
             lines.append(f"{key}={value}: no such option{suggest(str(value), choices)}")
         else:
-            lines.append(f"{key}: {text[0].lower()}{text[1:]} (got {value!r})")
+            lines.append(
+                f"{key}: {text[0].lower()}{text[1:]} (got {short(repr(value) if isinstance(value, str) else value, 200)})"
+            )
     return lines
 
 
@@ -208,6 +213,8 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
     """
     for override in overrides:
         key, _, value = override.partition("=")
+        if any(len(number) > MOST_DIGITS for number in re.findall(r"[\d_]+", value)):
+            raise UserError(f"{short(key)}: holds a number of more than {MOST_DIGITS:,} digits; give a shorter one")
         if key.lstrip("+") != TRACKING_URI:
             _refuse_secrets(value, redact_text(key.lstrip("+~")))
     try:
@@ -218,7 +225,7 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
             plain = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
             swept = [o for o in parsed if o.is_sweep_override()]
             hydras = [str(o.input_line) for o in parsed if _is_hydras(o)]
-            composed = compose("config", overrides=plain, return_hydra_config=True)
+            composed = _composed(plain, return_hydra_config=True)
             refuse_code(composed.hydra)
             launcher, launcher_keys = check_sweep(composed.hydra)
             sweeping = multirun or composed.hydra.mode == RunMode.MULTIRUN
@@ -243,12 +250,23 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
         raise UserError(_explain_hydra(error, overrides)) from error
 
 
+def _composed(overrides: Sequence[str], **more: Any) -> DictConfig:
+    """Compose the configuration. Raises UserError for a file of --config-dir that is no YAML."""
+    try:
+        return compose("config", overrides=list(overrides), **more)
+    except (HydraException, OmegaConfBaseException):
+        raise
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # a ValueError: no UTF-8, or an integer of too many digits
+        said = printable(" ".join(str(error).split()))[:300]
+        raise UserError(f"--config-dir: a file in it cannot be read ({said}); correct it") from error
+
+
 def _configs(given: Sequence[Sequence[str]]) -> list[Config]:
     """Compose and validate each job's configuration. Raises UserError with the problems of all of them, each once."""
     configs, problems = [], list[str]()
     for overrides in given:
         try:
-            configs.append(to_config(compose("config", overrides=list(overrides))))
+            configs.append(to_config(_composed(overrides)))
         except UserError as error:
             problems += str(error).splitlines()
     if problems:
