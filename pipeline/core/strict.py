@@ -47,6 +47,10 @@ class Unreadable(ValueError):
     """A file that is not what was asked for. The message says what it is and what to do; it does not name the file."""
 
 
+MOST_TEXT_BYTES = 1 << 30
+"""Of a file of samples or texts."""
+
+
 def read_file(path: Path, most_bytes: int) -> bytes:
     """Return the content of a regular file of the user's: nothing else is opened, which could wait or never end.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.core.errors import UserError
 from pipeline.core.records import Progress
-from pipeline.core.strict import Unreadable, parse_json
+from pipeline.core.strict import MOST_TEXT_BYTES, Unreadable, parse_json, read_file
 from pipeline.core.workloads import Workload
 from stages.checkpoints import load_tokenizer
 from stages.workloads import generate
@@ -64,18 +64,17 @@ def _generated(checkpoint: Path, samples: int, workloads: Sequence[Workload], se
 def texts_from_file(path: Path, samples: int) -> list[str]:
     """Return the texts of a user's file, at most `samples`. Raises UserError for a line that holds none."""
     texts: list[str] = []
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if len(texts) == samples:
-                break
-            try:
-                value = parse_json(line)
-            except Unreadable as error:
-                raise UserError(f"calibration.jsonl={path}:{number}: {error}") from None
-            text = value.get("text") if isinstance(value, dict) else value
-            if not isinstance(text, str) or not text:
-                raise UserError(f'calibration.jsonl={path}:{number}: give a JSON string or an object with "text"')
-            texts.append(text)
+    for number, line in enumerate(read_file(path, MOST_TEXT_BYTES).splitlines(), start=1):
+        if len(texts) == samples:
+            break
+        try:
+            value = parse_json(line)
+        except Unreadable as error:
+            raise UserError(f"calibration.jsonl={path}:{number}: {error}") from None
+        text = value.get("text") if isinstance(value, dict) else value
+        if not isinstance(text, str) or not text:
+            raise UserError(f'calibration.jsonl={path}:{number}: give a JSON string or an object with "text"')
+        texts.append(text)
     if not texts:
         raise UserError(f"calibration.jsonl={path}: no texts in it; give one a line")
     return texts

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.core.errors import UserError
 from pipeline.core.records import LineCheck, Sample
+from pipeline.core.strict import MOST_TEXT_BYTES, Unreadable, read_file
 from pipeline.core.workloads import Workload, WorkloadsConfig
 from stages.evaluate.inputs.checks import calls_declared_tool, mentions, strict_json, words_of
 from stages.workloads import generate
@@ -101,8 +102,8 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
         UserError: One line per problem, `FILE:LINE: key: problem, fix`.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_file(path, MOST_TEXT_BYTES).decode("utf-8").split("\n")
+    except (Unreadable, UnicodeDecodeError) as error:
         raise UserError(f"workloads.jsonl={path}: cannot be read ({error}); give a UTF-8 file") from error
     samples: list[Sample] = []
     problems: list[str] = []
