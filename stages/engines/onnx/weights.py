@@ -105,7 +105,7 @@ def _places(checkpoint: Path) -> dict[Key, int]:
             continue
         start, stop = (begin + offset for offset in tensor["data_offsets"])
         if start % np.dtype(helper.tensor_dtype_to_np_dtype(kind)).itemsize == 0:
-            places.setdefault((kind, hashlib.sha256(data[start:stop]).hexdigest()), start)
+            places.setdefault((kind, hashlib.sha256(data[start:stop].data).hexdigest()), start)
     return places
 
 
@@ -115,7 +115,7 @@ def _found(tensor: onnx.TensorProto, values: Bytes, places: Mapping[Key, int]) -
         for transposed in (False, True) if len(tensor.dims) == 2 else (False,):
             items = stored.view(helper.tensor_dtype_to_np_dtype(kind)).reshape(tuple(tensor.dims))
             laid = np.ascontiguousarray(items.T if transposed else items)
-            offset = places.get((kind, hashlib.sha256(laid.view(np.uint8).reshape(-1)).hexdigest()))
+            offset = places.get((kind, hashlib.sha256(laid.view(np.uint8).data).hexdigest()))
             if offset is not None:
                 return kind, offset, transposed
     return None
