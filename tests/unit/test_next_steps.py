@@ -111,7 +111,7 @@ def test_an_inconclusive_one_says_how_many_samples_to_ask(tmp_path: Path) -> Non
         ([], {}, "max_mean_kl", "workloads.samples.copy=619"),
         ([], {"copy": 700}, "max_mean_kl", "workloads.samples.retrieval=619"),
         (["gates.attempt=2"], {}, "max_ruined_share", "workloads.samples.copy=358"),
-        ([], {}, "canary", "fp8: open is canary (copy); more samples would not decide: mean KL"),
+        ([], {}, "canary", "fp8: open is must-fail control (copy); more samples would not decide: mean KL"),
         ([], {}, RECOVERY, "leave out what FP16 cannot do (copy)"),
         ([], {}, RECOVERY, "workloads.samples.copy=0"),
         (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {}, RECOVERY, "more samples would not decide: mean KL"),
