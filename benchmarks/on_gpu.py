@@ -130,9 +130,7 @@ STEPS: dict[str, tuple[Part, ...]] = {
         tests("PTX of the plugin", 90, ("cupy",), "tests/integration/test_kernel_arguments.py"),
         tests("engine", 180, ("transformers",), "tests/gpu/test_engine_on_gpu.py", "-k", "not command_line"),
         tests("engine against the oracle", 180, ("transformers", "xdist"), "-n", CORES, "tests/long/test_oracle_kernels.py"),
-        tests(
-            "command line", 240, ("transformers", "modelopt"), "tests/gpu/test_engine_on_gpu.py", "-k", "command_line"
-        ),
+        tests("command line", 240, ("transformers", "modelopt"), "tests/gpu/test_engine_on_gpu.py", "-k", "command_line"),
         tests("TensorRT plans", 240, ("transformers", "tensorrt", "onnxruntime"), "tests/gpu/test_plans_on_gpu.py"),
     ),
     "speed": (

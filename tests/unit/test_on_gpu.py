@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import on_gpu
 from benchmarks.on_gpu import Part, main, run_step
+from benchmarks.recording import ROOT
 
 PRINTS = Part("prints", (sys.executable, "-c", "print('right'); print(open('{out}/seen', 'w').write('x'))"), 20)
 FAILS = Part("fails", (sys.executable, "-c", "import sys; print('wrong by 3'); sys.exit(1)"), 20)
@@ -79,7 +80,7 @@ def test_without_a_gpu_it_says_so_and_runs_nothing(monkeypatch: pytest.MonkeyPat
 
 def test_it_needs_the_standard_library_alone() -> None:
     code = "import sys, benchmarks.on_gpu; print([n for n in ('torch', 'numpy', 'pydantic', 'rich') if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=on_gpu.ROOT)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
 
 
@@ -96,5 +97,5 @@ def test_every_command_of_a_step_is_one_that_its_program_takes() -> None:
             assert arguments.json.name.endswith(".json")
         for word in command:
             if word.startswith("tests/"):
-                assert (on_gpu.ROOT / word).is_file(), word
+                assert (ROOT / word).is_file(), word
         assert part.seconds < on_gpu.STEP_SECONDS
