@@ -108,7 +108,7 @@ def _side_inputs(codec: SideCodec, layer: int) -> list[onnx.ValueInfoProto]:
 
 
 def _write_constants(codec: SideCodec, layer: int, static: KVScales) -> list[onnx.TensorProto]:
-    """The static parameters of quantization. Those of attention are inputs, because the canary corrupts them alone."""
+    """The static parameters of quantization. Parameters of attention are inputs: the must-fail control corrupts only these."""
     return [
         numpy_helper.from_array(values, f"write_{name}.{layer}")
         for name, values in codec.constant_values(static, layer).items()

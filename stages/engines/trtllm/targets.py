@@ -106,13 +106,13 @@ def check_judging(name: TargetName, config: TrtllmConfig, policy: KVPolicy, inte
     require_gpus(interpreter, config.tensor_parallel_size, "running an engine")
     if not policy.quantized:
         raise UserError(
-            f"kv={policy.name}: its cache has no scale, so backend=trtllm has no canary to prove that an evaluation reads "
-            f"it; judge kv=fp8, whose baseline it is, or build it with stage=build"
+            f"kv={policy.name}: its cache has no scale, so backend=trtllm has no must-fail control to prove that an evaluation "
+            f"reads it; judge kv=fp8, whose baseline it is, or build it with stage=build"
         )
     if name == "pytorch" and config.tensor_parallel_size > 1:
         raise UserError(
             f"backend.tensor_parallel_size={config.tensor_parallel_size}: target=pytorch is evaluated in one process, where "
-            "the canary reaches its layers: evaluate with 1, build with stage=build"
+            "the must-fail control reaches its layers: evaluate with 1, build with stage=build"
         )
 
 
