@@ -43,7 +43,7 @@ class ModelShape:
     @property
     def parameters(self) -> int | None:
         """How many numbers its weights are; None for a family whose weights are not counted."""
-        return None if self.tensors is None else sum(prod(shape) for _, shape in self.tensors)
+        return None if self.tensors is None else sum(map(prod, self.tensors().values()))
 
     def kv_heads_of_a_rank(self, ranks: int) -> int:
         """Return the KV heads on each of `ranks` GPUs: a share of them, or one that is copied where there are more GPUs.
