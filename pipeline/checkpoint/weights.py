@@ -6,7 +6,7 @@ layers under `num_hidden_layers: 3` is another model than its author's.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,12 @@ MOST_HEADER_BYTES = 100_000_000
 Shape = tuple[int, ...]
 
 
-def check_weights(info: CheckpointInfo) -> None:
+def check_weights(info: CheckpointInfo, expected_tensors: Callable[[Path, dict[str, Any]], Mapping[str, Shape]]) -> None:
     """Refuse weights that are not those of the configuration.
+
+    Args:
+        info: The checkpoint.
+        expected_tensors: That of stages.checkpoints; it is called when the files by themselves are sound.
 
     Raises:
         UserError: naming the file, the tensor, and what to do: a file that is no safetensors, a tensor that is missing, has
@@ -45,8 +49,6 @@ def check_weights(info: CheckpointInfo) -> None:
                 )
             found[name] = file, shape
     _check_index(info, {name: file for name, (file, _) in found.items()})
-    from stages.checkpoints import expected_tensors  # heavy, where the configuration is a new one
-
     expected = expected_tensors(info.path, read_config(info.path))
     for name, (file, shape) in found.items():
         if name not in expected and not _is_computed(name):

@@ -197,10 +197,12 @@ def inspect_model(path: Path) -> CheckpointInfo:
         UserError: when it cannot be used.
         MissingRequirement: without the package that reads GGUF.
     """
+    from stages.checkpoints import expected_tensors
+
     if not path.is_file():
         info = inspect_checkpoint(path)
         check_tokenizer(info)  # light, so that it comes first
-        check_weights(info)
+        check_weights(info, expected_tensors)
         return info
     info = inspect_gguf(path).info
     if find_spec("gguf") is None:
@@ -215,6 +217,8 @@ def check_draft(path: str, target: Path) -> None:
         path: `workloads.speculation.draft`.
         target: The checkpoint of `model.path`, or its GGUF.
     """
+    from stages.checkpoints import expected_tensors
+
     key = "workloads.speculation.draft="
     try:
         draft = locate_checkpoint(path)
@@ -222,7 +226,7 @@ def check_draft(path: str, target: Path) -> None:
             raise UserError(f"{key}{path}: is a file; give the directory of a Hugging Face checkpoint")
         drafter = inspect_checkpoint(draft)
         check_tokenizer(drafter)
-        check_weights(drafter)
+        check_weights(drafter, expected_tensors)
     except UserError as error:
         raise UserError(str(error).replace("model.path=", key)) from None
     wanted, unused = _vocabulary(target, f"model.path={target}")

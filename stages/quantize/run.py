@@ -146,7 +146,9 @@ def load_model(info: CheckpointInfo) -> torch.nn.Module:
     Raises:
         UserError: A tensor that the architecture needs is missing. transformers would fill in random values.
     """
-    model, loading = load_causal_lm(info.path, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True)
+    # torch's own attention knows neither softcap nor sinks.
+    attention = "eager" if info.features else "sdpa"
+    model, loading = load_causal_lm(info.path, dtype=torch.float32, attn_implementation=attention, output_loading_info=True)
     missing = sorted(loading["missing_keys"]) + sorted(str(key) for key in loading["mismatched_keys"])
     if missing:
         raise UserError(

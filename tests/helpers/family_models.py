@@ -20,7 +20,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": {"partial_rotary_factor": 0.5} | WINDOW,
     "olmo2": {},
     "olmo3": WINDOW,
-    "granite": {"attention_multiplier": 0.3, "logits_scaling": 2.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+    "granite": {"attention_multiplier": 0.2, "logits_scaling": 2.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
     "smollm3": {"no_rope_layer_interval": 2, "use_sliding_window": True} | WINDOW,
     "starcoder2": WINDOW,
     "glm4": {"head_dim": 80},

@@ -13,6 +13,7 @@ from pipeline.checkpoint.families import ARCHITECTURES, FAMILIES
 from pipeline.checkpoint.rope import rope_at_top_level
 from pipeline.checkpoint.weights import check_weights
 from pipeline.core.errors import UserError
+from stages.checkpoints import expected_tensors
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 
@@ -44,7 +45,7 @@ def test_a_checkpoint_of_transformers_5_is_taken_with_its_weights(saved: Path) -
     config = read_config(saved)
     assert "rope_parameters" in config
     info = describe_checkpoint(saved, config, ("model.safetensors",), ("config.json",))
-    check_weights(info)
+    check_weights(info, expected_tensors)
     theirs = AutoConfig.from_pretrained(saved)
     applied = windows(theirs)
     assert info.shape.windows == (applied if any(applied) else ())
@@ -110,7 +111,7 @@ def test_a_decoder_nested_in_text_config_is_read_as_if_it_stood_alone(tmp_path: 
     beside = {"architectures": config.pop("architectures"), "dtype": config.pop("dtype")}
     nested = described(tmp_path, {**beside, "model_type": "wrapper", "text_config": config})
     assert nested == described(tmp_path, {**beside, **config})
-    check_weights(nested)
+    check_weights(nested, expected_tensors)
 
 
 def test_every_class_names_its_family_once() -> None:
@@ -121,5 +122,5 @@ def test_a_configuration_that_the_class_refuses_is_refused_in_a_line(tmp_path: P
     family_model("qwen2_moe").save_pretrained(tmp_path)
     info = described(tmp_path, read_config(tmp_path) | {"num_experts": "many"})
     with pytest.raises(UserError, match=r"config.json: transformers .* refuses it: .*num_experts") as refused:
-        check_weights(info)
+        check_weights(info, expected_tensors)
     assert "\n" not in str(refused.value)

@@ -19,6 +19,7 @@ from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.weights import check_weights
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.core.scales import SCALES_FILE, KVScales
+from stages.checkpoints import expected_tensors
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.config import CpuAttention
 from stages.engines.onnx.engine import OnnxEngine, load_engine
@@ -77,7 +78,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model.save_pretrained(root / "checkpoint")
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         shutil.copyfile(TINY / name, root / "checkpoint" / name)
-    check_weights(inspect_checkpoint(root / "checkpoint"))
+    check_weights(inspect_checkpoint(root / "checkpoint"), expected_tensors)
     make_decoder(root / "checkpoint", root / "decoder")
     return Served(model, root)
 
@@ -103,7 +104,7 @@ def test_the_fp16_engine_equals_the_eager_model_beyond_every_window(served: Serv
     engine = served.engine(FP16_POLICY, attention)
     assert attention == "graph" or engine.attention == f"native in {engine.shape.layers} of {engine.shape.layers} layers"
     # Past keys and values are float16 (relative 2**-11); Gemma 3's scores are of 16 times larger products.
-    np.testing.assert_allclose(logits(engine), expected, atol=5e-3 * expected.std())
+    np.testing.assert_allclose(logits(engine), expected, atol=1e-2 * expected.std())
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
