@@ -157,9 +157,9 @@ class WorkloadsConfig(StrictModel):
     noise_samples: Count
     """Samples per workload, besides its longest one, that both engines repeat one at a time: the A/A noise floor."""
     canary_samples: Annotated[int, Field(ge=1, le=1000)]
-    """Size of the canary in samples per workload. It takes the samples with the longest prompts, of whichever workload."""
+    """Samples per workload of the must-fail control, which takes the longest prompts of whichever workload."""
     canary_factor: float
-    """By how much the canary multiplies every key scale."""
+    """By how much the must-fail control multiplies every key scale."""
     conformance_samples: Count = 0
     """Samples per workload of the first round that are compared with the oracle, from the shortest to the longest. Evidence of
     before they were lacks it."""

@@ -102,7 +102,7 @@ def after_judging(
     if all(one.is_blind for one in candidates):
         return Step(
             why="ask a trained model questions whose answers stand in the prompt: a corrupted cache changed nothing that was "
-            'measured, so that no policy can be told from another here (docs/start.md, "My questions")'
+            "measured, so that no policy can be told from another here (docs/verdict.md#inconclusive-what-now)"
         )
     undecided = [one for one in candidates if one.verdict == "INCONCLUSIVE"]
     finer = [one.policy for one in candidates]
@@ -128,7 +128,7 @@ def after_weak(config: Config, weak: Sequence[str], able: Sequence[str], base: S
         return Step(why=why, command=judging(base, "workloads=chat", "calibration=chat", sweep=sweep))
     return Step(
         why="ask questions that this model answers: your own, one JSON object a line, as workloads=jsonl workloads.jsonl=FILE "
-        '(docs/start.md, "My questions")'
+        "(docs/start.md#my-questions)"
     )
 
 
@@ -142,7 +142,9 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     said = f"{', '.join(one.name for one in undecided)}: open is {_places(still_open)}"
     if stuck or not still_open:
         reason = stuck[0].reason if stuck else "no check was recorded"
-        return Step(why=f"{said}; more samples would not decide: {reason}; docs/verdict.md says what each gate asks for")
+        return Step(
+            why=f"{said}; more samples would not decide: {reason}; docs/verdict.md#inconclusive-what-now says what to do"
+        )
     attempt = config.gates.model_copy(update={"attempt": min(MOST_ATTEMPTS, config.gates.attempt + 1)})
     # The next attempt errs with less: what bounds take grows with its logarithm. Distances that are open say no number.
     more = math.log(attempt.pass_alpha) / math.log(config.gates.pass_alpha)
