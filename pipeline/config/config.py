@@ -104,6 +104,7 @@ class Config(StrictModel):
     """Everything that a run needs: one field for each group of conf/."""
 
     stage: Stage
+    """What the command does: docs/start.md#my-model has a table."""
     model: ModelConfig
     weights: WeightsConfig
     quantize: QuantizeConfig
