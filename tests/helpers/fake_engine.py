@@ -24,6 +24,9 @@ class CharTokenizer(BundleTokenizer):
     def __init__(self) -> None:
         self.eos_token_id = EOS
 
+    def stop_token_id(self, _: object) -> int:
+        return EOS
+
     def all_prompt_ids(self, samples: Sequence[Sample]) -> list[list[int]]:
         texts = (one.prompt or "".join(f"<{role}>{content}" for role, content in one.messages) for one in samples)
         return [self.text_ids(text) for text in texts]

@@ -1,6 +1,5 @@
 """Every supported model family exports and equals transformers."""
 
-import inspect
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +22,8 @@ from onnx_fixtures import (
     shared_checkpoint,
     shared_decoder,
 )
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from pipeline.checkpoint.description import DEFAULTS
 from pipeline.core.errors import UserError
 from pipeline.core.kv import FP16_POLICY, KVPolicy, LayerOverride, Window
 from stages.engines.onnx import weights
@@ -120,13 +118,6 @@ def test_family_equals_the_oracle_over_a_quantized_cache(name: str, family: tupl
     assert np.median(difference) < 2e-4
 
 
-@pytest.mark.parametrize("config", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
-def test_keys_that_a_config_leaves_out_mean_what_transformers_takes_them_for(config: type[PretrainedConfig]) -> None:
-    defaults = inspect.signature(config.__init__).parameters
-    assumed = DEFAULTS[config.model_type]
-    assert {key: defaults[key].default for key in assumed} == assumed
-
-
 def test_a_checkpoint_that_the_graph_cannot_express_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0}
     checkpoint = save_model(LlamaConfig(**SIZE, head_dim=16, rope_scaling=rope), tmp_path / "checkpoint")
@@ -141,8 +132,9 @@ def test_weights_of_16_bits_stay_so_on_disk_and_no_logit_changes(
     dtype: torch.dtype, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     narrow = make_bundle(shared_decoder(tmp_path_factory, "float32", dtype), tmp_path / "narrow_bundle", FP16_POLICY)
-    monkeypatch.setattr(weights, "SIXTEEN_BITS", ())
     checkpoint = shared_checkpoint(tmp_path_factory, dtype)
+    assert (narrow / "weights.bin").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
+    monkeypatch.setattr(weights, "SIXTEEN_BITS", ())
     wide = make_bundle(make_decoder(checkpoint, tmp_path / "wide"), tmp_path / "wide_bundle", FP16_POLICY)
     stored, before = ((bundle / "weights.bin").stat().st_size for bundle in (narrow, wide))
     assert stored < 0.6 * before
