@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pipeline.checkpoint.description import CheckpointInfo
-from pipeline.checkpoint.rope import rope_at_top_level
 from pipeline.checkpoint.files import INDEX
+from pipeline.checkpoint.rope import rope_at_top_level
 from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.scales import KVScales
 from stages.engines.interpreter.bundle import copy_checkpoint
