@@ -110,12 +110,15 @@ def describe_checkpoint(
     for key in ("hidden_size", "intermediate_size", *(key for key in SIZES_OF_EXPERTS if key in config)):
         integer(path, config, key)
     shape, q_heads = attention_shape(path, config)
+    vocab_size, pad = integer(path, config, "vocab_size"), config.get("pad_token_id")
+    if type(pad) is int and pad >= vocab_size:
+        raise wrong(path, config, "pad_token_id", f"one of the {vocab_size:,} tokens")
     return CheckpointInfo(
         path=path,
         architecture=architecture,
         shape=shape,
         q_heads=q_heads,
-        vocab_size=integer(path, config, "vocab_size"),
+        vocab_size=vocab_size,
         mlp_columns=config.get("intermediate_size"),
         max_positions=rope.positions(integer(path, config, "max_position_embeddings")),
         rope_scaling=rope.scaling,
