@@ -23,11 +23,15 @@ from faults.record import Cost, Outcome
 from pipeline.artifacts.digest import code_digest, file_digest, json_digest
 from pipeline.config.compose import plan
 
-ENGINES = ("stages.engines.onnx.engine", "stages.engines.oracle.engine")
-"""Modules that are judged."""
-
-GATES = ("stages.evaluate.measure", "stages.evaluate.once", "stages.evaluate.joining", "pipeline.run.chain")
-"""Modules that judge."""
+CODE = (
+    "stages.evaluate.measure",
+    "stages.evaluate.once",
+    "stages.evaluate.joining",
+    "stages.engines.onnx.engine",
+    "stages.engines.oracle.engine",
+    "pipeline.run.chain",
+)
+"""Modules that judge, and those that are judged."""
 
 ASKS_NO_SAMPLE = {"probe", "allocation", "canary", "free_answers", "reused_prefixes", "memory", "error"}
 """Gates that the default evaluation asks as the smallest one does: what they refuse there is refused here."""
@@ -47,9 +51,10 @@ class Job:
     def keys(self, overrides: list[str]) -> tuple[str, str]:
         """Return the digests of all that decides what the engine costs, and what comes of judging it."""
         what = "" if self.fault is None else inspect.getsource(sys.modules[self.fault.module])
-        parts = [what, POLICIES[self.policy], BACKENDS[self.engine], [code_digest(name) for name in ENGINES]]
+        parts = [what, POLICIES[self.policy], BACKENDS[self.engine]]
         costs = [*parts, _texts("hooks", "drill")]
-        judged = [*parts, _texts("hooks", "ground"), [code_digest(name) for name in GATES], overrides, self.without, self.seed]
+        code = [code_digest(name) for name in CODE]
+        judged = [*parts, _texts("hooks", "ground"), code, overrides, self.without, self.seed]
         return json_digest(costs)[:16], json_digest(judged)[:16]
 
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import log_softmax
 
 from faults.record import Cost
 from pipeline.core.engine import Engine
 from pipeline.core.errors import UserError
 from stages.engines.base import Logits
-from stages.evaluate.distances.distance import kl_of_rows
 
 LENGTHS = (3, 17, 64, 65, 130, 300, 40, 200, 30, 30, 129, 63)
 """Of the prompts of a crowd; two of them are equal and end within a page."""
@@ -66,8 +66,8 @@ def serve(engine: Engine, *, long: bool) -> Day:
 
 
 def _large_batch(desk: _Desk) -> None:
-    """32 requests, every other one long, which leave one by one."""
-    handles = desk.start([desk.tokens(230 if row % 2 else 5 + row) for row in range(32)])
+    """20 requests, some of them long, which leave one by one."""
+    handles = desk.start([desk.tokens(205 if row % 3 == 0 else 5 + row) for row in range(20)])
     while handles:
         desk.decode(handles, 1)
         desk.engine.release([handles.pop(len(handles) // 2)])
@@ -83,7 +83,7 @@ def _alone(desk: _Desk) -> None:
 
 def _turns(desk: _Desk) -> None:
     """Conversations: chunks after decoded tokens, at and over page borders; forks that part and are continued."""
-    for prompt, decoded, turns in ((50, 14, (30, 64)), (100, 20, (1, 9)), (700, 5, (40, 3))):
+    for prompt, decoded, turns in ((50, 14, (30, 64)), (100, 20, (1, 9)), (600, 5, (40, 3))):
         (origin,) = desk.start([desk.tokens(prompt)])
         desk.decode([origin], decoded)
         fork = desk.engine.fork(origin)
@@ -102,14 +102,15 @@ def _turns(desk: _Desk) -> None:
 def _prefixes(desk: _Desk) -> None:
     """Prompts that begin alike, some of which differ before pages that are the same."""
     system, page = desk.tokens(128), desk.tokens(128)
-    prompts = [[*system, *page, *desk.tokens(20)] for _ in range(3)] + [[*desk.tokens(128), *page, *desk.tokens(9)]]
-    prompts += [[*system[:64], *desk.tokens(64), *page, 5], desk.tokens(300), [*system, *page, *desk.tokens(5)]]
-    for prompt in prompts:
-        handles = desk.start([prompt, prompt])
-        desk.decode(handles, 3)
-        desk.engine.release(handles[:1])
-        desk.decode(handles[1:], 1)
-        desk.engine.release(handles[1:])
+    prompts = [[*system, *page, *desk.tokens(20)] for _ in range(2)] + [[*desk.tokens(128), *page, *desk.tokens(9)]]
+    prompts += [desk.tokens(300), [*system, *page, *desk.tokens(5)]]
+    handles = [handle for prompt in prompts for handle in desk.start([prompt])]
+    desk.decode(handles, 3)
+    desk.engine.release(handles)
+    equal = desk.tokens(100)
+    handles = desk.start([equal, equal])
+    desk.decode(handles, 30)
+    desk.engine.release(handles)
 
 
 def _generated(desk: _Desk) -> None:
@@ -120,7 +121,7 @@ def _generated(desk: _Desk) -> None:
 
 def _crowd(desk: _Desk) -> None:
     """Requests of all lengths come and go."""
-    waiting = [desk.tokens(length) for length in LENGTHS * 3]
+    waiting = [desk.tokens(length) for length in LENGTHS * 2]
     waiting[9] = waiting[8]
     live: list[tuple[int, int]] = []
     number = 0
@@ -145,9 +146,11 @@ def _many(desk: _Desk) -> None:
 def cost(sound: Day, faulty: Day) -> Cost:
     """Hold a day against a sound engine's."""
     pairs = list(zip(sound.rows, faulty.rows, strict=False))
-    differing = [(one, other) for one, other in pairs if not np.array_equal(one, other)]
-    distances = np.array([kl_of_rows(one, other[None])[0] for one, other in differing] or [0.0])
-    changed = sum(int(one.argmax()) != int(other.argmax()) for one, other in differing)
-    changed += sum(one != other for one, other in zip(sound.answers, faulty.answers, strict=False))
+    differing = [pair for pair in pairs if not np.array_equal(*pair)]
+    rows = [np.array([pair[i] for pair in differing] or [[0.0]], np.float64) for i in range(2)]
+    exact, other = (log_softmax(some, axis=1) for some in rows)
+    distances = (np.exp(exact) * (exact - other)).sum(axis=1)
+    changed = int((exact.argmax(axis=1) != other.argmax(axis=1)).sum())
+    changed += sum(one != said for one, said in zip(sound.answers, faulty.answers, strict=False))
     worst = float(np.nan_to_num(distances, nan=1e9, posinf=1e9).max())
     return Cost(worst_kl=worst, rows=len(differing) / max(len(pairs), 1), changed=changed, error=faulty.error[:200])

@@ -9,7 +9,7 @@ import numpy as np
 
 from faults.fault import Fault
 from faults.hooks import Array, Plant, Step, given, method, write, zero
-from faults.kernels import mutant, prefill
+from faults.kernels import mutant
 from pipeline.core.kv import PAGE_TOKENS
 
 
@@ -73,14 +73,6 @@ def renumbered(x: Array, step: Step) -> Array:
     return x - np.array(evicted)[:, None] * PAGE_TOKENS
 
 
-def sink_of_first_lost(table: Array, step: Step) -> Array:
-    """Once a sequence has evicted, its sinks are read from the page after them."""
-    for row, handle in enumerate(step.handles):
-        if step.engine.pool.sequences[handle].evicted_pages:
-            table[row, 0] = table[row, 1]
-    return table
-
-
 of = partial(Fault, "evictions")
 slides = partial(mutant, kind="evictions")
 
@@ -90,8 +82,6 @@ FAULTS = [
     of("evicted_page_late", "fp8_streaming", "a page is evicted one page too late",
        keeps("eviction", window_tokens=PAGE_TOKENS)),
     of("sinks_evicted", "fp8_streaming", "the sinks are evicted with the others", keeps("eviction", sink_tokens=-PAGE_TOKENS)),
-    of("sinks_of_another_page", "fp8_streaming", "sinks are read from the page after them once a page has left",
-       given("page_table", sink_of_first_lost)),
     of("evicted_under_a_fork", "fp8_streaming", "an evicted page is reused while a fork still reads it",
        method("pool.pages.free", present) + while_evicting(forced)),
     of("evicted_never_freed", "fp8_streaming", "evicted pages are not read and never freed", while_evicting(lambda *_: None),
@@ -102,10 +92,8 @@ FAULTS = [
        method("pool._page_places", one_page_back)),
     slides("slides_one_short", "fp8_mistral", "layers attend to one token too few",
            "length + 1 - layer->slide", "length + 2 - layer->slide"),
-    slides("slides_one_long", "fp8_mistral", "layers attend to one token too many",
-           "length >= layer->slide ? length + 1 - layer->slide", "length > layer->slide ? length - layer->slide"),
-    prefill("prompts_do_not_slide", "fp8_mistral", "a prompt's tokens attend to all before them in the chunk",
-            "region.first = first_token(layer, step)", "region.first = 0", kind="evictions"),
+    slides("prompts_do_not_slide", "fp8_mistral", "a prompt's tokens attend to all before them in the chunk",
+            "region.first = first_token(layer, step)", "region.first = 0"),
     of("slid_page_early", "fp8_mistral", "a page is freed that layers still attend to", pool_slides(-PAGE_TOKENS)),
     of("slid_page_late", "fp8_mistral", "pages that no layer attends to stay two pages longer", pool_slides(2 * PAGE_TOKENS),
        harm="memory"),
@@ -117,6 +105,4 @@ FAULTS = [
        write("window_value", zero, lambda s: s.mode == "decode")),
     of("window_of_coarse_values", "fp8_windowed", "values of the window lose three bits: a copy of the coarse ones",
        write("window_value", lambda x, _: x & 0xFC)),
-    of("window_starts_a_page_late", "fp8_windowed", "the tokens between the window and the pages before it are read by nobody",
-       given("page_table", lambda x, _: x[:, :1] + 0 * x)),
 ]  # fmt: skip

@@ -1,10 +1,8 @@
 """Mutants: the attention kernel compiled from a source with one place changed, the graphs with one operator changed."""
 
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,21 +21,21 @@ NATIVE = Path(compiler.__file__).parent
 Loads = Callable[[], AbstractContextManager[None]]
 
 
-def kernel(before: str, after: str, file: str = "attention.c") -> Loads:
-    """Compile the kernel with one place of a source changed."""
+def kernel(before: str, after: str) -> Loads:
+    """Compile the kernel with the one place of its sources changed that reads so."""
 
     def compiled(head_dim: int, group: int) -> Path:
         folder = Path(work.name)
         out = folder / "mutant.so"
         if out.exists():
             return out
-        for name in compiler.SOURCES:
-            shutil.copyfile(NATIVE / name, folder / name)
-        source = (NATIVE / file).read_text(encoding="utf-8")
-        assert source.count(before) == 1, f"the kernel has {source.count(before)} places like {before!r}"
-        (folder / file).write_text(source.replace(before, after), encoding="utf-8")
-        sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUP={group}")
+        texts = {name: (NATIVE / name).read_text(encoding="utf-8") for name in compiler.SOURCES}
+        places = sum(text.count(before) for text in texts.values())
+        assert places == 1, f"the kernel has {places} places like {before!r}"
+        for name, text in texts.items():
+            (folder / name).write_text(text.replace(before, after), encoding="utf-8")
         flags = [flag.replace("-O3", "-O1") for flag in compiler.FLAGS]  # it compiles in a third of the time
+        sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUP={group}")
         options = [*flags, *sizes, str(folder / compiler.SOURCES[0])]
         subprocess.run([*compiler.require_compiler().command, *options, "-o", str(out), "-lm"], check=True)
         return out
@@ -78,14 +76,9 @@ VALUE_SCALES = "(size_t)region->value_table[page] * layer->kv_heads + unit->head
 PARTIAL = "const Partial *partial = &partials[i * GROUP];\n    "
 
 
-def mutant(
-    name: str, policy: str, models: str, before: str, after: str, file: str = "attention.c", kind: str = "kernels"
-) -> Fault:
+def mutant(name: str, policy: str, models: str, before: str, after: str, kind: str = "kernels") -> Fault:
     """A kernel with one place changed."""
-    return Fault(kind, name, policy, models, SOUND, loads=kernel(before, after, file), where=file)
-
-
-prefill = partial(mutant, file="prefill.c")
+    return Fault(kind, name, policy, models, SOUND, loads=kernel(before, after), where="the kernel")
 
 
 def operator(name: str, policy: str, models: str, function: str, before: str, after: str, **options: Any) -> Fault:
@@ -101,22 +94,16 @@ FAULTS = [
            "(lanes + t < page->last)", "(lanes + t <= page->last)"),
     mutant("last_units_lost", "fp8", "the join of a split kernel takes two partial results: 512 tokens",
            "count; i++) {\n    const Partial", "count && i < 2; i++) {\n    const Partial"),
-    mutant("joined_without_weights", "fp8", "the join of a split kernel adds the splits' sums without their weights",
-           "sum += weight * partial->sum;", "sum += partial->sum;"),
     mutant("new_token_unscaled", "fp8", "the new token's score lacks the softmax scale",
            "score += query[d] * scaling * key[d];", "score += query[d] * key[d];"),
-    mutant("new_value_lost", "fp8", "the new token has a weight and no value",
-           "out[d] = weight * value[d];", "out[d] = 0 * value[d];"),
     mutant("scales_of_head_0", "int8", "every head's value scales are read from head 0",
            VALUE_SCALES, VALUE_SCALES.replace(" + unit->head", "")),
-    mutant("value_scales_of_first_page", "int8", "the value scales of a unit's first page serve all of its pages",
-           f"size_t v = ({VALUE_SCALES}", f"size_t v = ({VALUE_SCALES.replace('[page]', '[unit->page]')}"),
     mutant("sums_in_float16", "fp8", "sums of values are kept in float16 from page to page", END_OF_PAGE, HALF + END_OF_PAGE),
     mutant("queries_interleaved", "fp8", "GQA: query heads are taken in turn in place of in groups", QUERIES, INTERLEAVED),
     mutant("int4_halves_interleaved", "fp8k_int4v", "4-bit values are unpacked as even and odd channels",
-           "int high = v >= VECTORS / 2;", "int high = v % 2;", file="codes.h"),
+           "int high = v >= VECTORS / 2;", "int high = v % 2;"),
     mutant("small_weights_dropped", "fp8", "tokens of less than e**-6 of the largest weight are skipped",
-           "Ints tiny = x < splat(-87.0f);", "Ints tiny = x < splat(-6.0f);", file="codes.h"),
+           "Ints tiny = x < splat(-87.0f);", "Ints tiny = x < splat(-6.0f);"),
     mutant("hadamard_half_done", "int8_hadamard", "queries and values are rotated by one stage of the butterfly too few",
            "half < HEAD_DIM; half *= 2", "half < HEAD_DIM / 2; half *= 2"),
     mutant("recent_read_twice", "int8_sinks", "recent tokens are read from the pool and from their exact copies",
@@ -129,27 +116,18 @@ FAULTS = [
            "x * scales[of[v]] + zeros[of[v]]", "(x + zeros[of[v]]) * scales[of[v]]"),
     mutant("slide_to_whole_lanes", "fp8_mistral", "the window's beginning is rounded down to a vector of tokens",
            "(lanes + t >= page->first) & ", ""),
-    prefill("chunk_sees_the_next_token", "fp8", "prefill's causal mask lets the next token in",
-            "region.last = step + 1;", "region.last = step + 2;"),
-    prefill("chunk_reads_head_0", "fp8", "a later chunk reads every head's cache from head 0",
-            "view_page(call, unit, &region, unit->page, &view);",
+    mutant("chunk_sees_the_next_token", "fp8", "prefill's causal mask lets the next token in",
+           "region.last = step + 1;", "region.last = step + 2;"),
+    mutant("chunk_reads_head_0", "fp8", "a later chunk reads every head's cache from head 0",
+           "view_page(call, unit, &region, unit->page, &view);",
             "Unit first = *unit; first.head = 0; view_page(call, &first, &region, unit->page, &view);"),
-    prefill("chunk_reads_one_page_less", "fp8", "a later chunk does not read the last head's newest page",
-            "i < prefill->cached; i++) {\n    const Unit", "i + 1 < prefill->cached; i++) {\n    const Unit"),
-    prefill("chunk_queries_reversed", "fp8", "prefill: a group's query heads in reverse order",
-            "GROUP + r % GROUP) * prefill->tokens", "GROUP + (GROUP - 1 - r % GROUP)) * prefill->tokens"),
-    prefill("chunk_reads_unscaled", "fp8", "a later chunk reads the cache without its static scales",
-            "factors[d] = channel_factor(from, head, d);",
+    mutant("chunk_reads_one_page_less", "fp8", "a later chunk does not read the last head's newest page",
+           "i < prefill->cached; i++) {\n    const Unit", "i + 1 < prefill->cached; i++) {\n    const Unit"),
+    mutant("chunk_reads_unscaled", "fp8", "a later chunk reads the cache without its static scales",
+           "factors[d] = channel_factor(from, head, d);",
             "factors[d] = unit(side->kind);"),
-    prefill("tile_border_masked", "fp8", "prefill: the last token of every 64 is masked for later tiles",
-            "span->last = region.last - start < PAGE ? region.last - start : PAGE;",
-            "span->last = region.last - start < PAGE ? region.last - start : PAGE - 1;"),
     operator("graph_mask_one_too_many", "int8", "the graph's mask compares with <= in place of <",
              "PagedAttention", "Less", "LessOrEqual", engine="graph"),
-    operator("graph_sinks_one_off", "int8_sinks", "the graph's sinks are compared with > in place of >=",
-             "PagedAttention", "GreaterOrEqual", "Greater", engine="graph"),
     operator("graph_floors_values", "fp8k_int4v", "values are rounded down, in the graphs of the kernel's engine",
              "QuantizeValue", "Round", "Floor"),
-    operator("graph_ceils_keys", "int8", "keys are rounded up, in the graphs of the kernel's engine",
-             "QuantizeKey", "Round", "Ceil"),
 ]  # fmt: skip

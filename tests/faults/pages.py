@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from faults.fault import Fault
-from faults.hooks import Array, Plant, Step, every, given, method, page, reads, write, zero
+from faults.hooks import Array, Plant, Step, every, given, method, page, write, zero
 from pipeline.core.kv import PAGE_TOKENS
 
 
@@ -195,19 +195,14 @@ crowd = partial(Fault, "crowds")
 FAULTS = [
     of("page_end_unwritten", "fp8", "the last token of every page is lost: an off-by-one of the append's mask",
        write("key value", zero, offset(63))),
-    of("page_start_unwritten", "fp8", "decode loses the first value of every page",
-       write("value", zero, lambda s: offset(0)(s) & (s.mode == "decode"), layers=[0])),
     of("newest_missing_at_page_starts", "fp8", "the newest token is not attended to where it is the first of its page",
        given("lengths", lambda x, _: x - ((x % PAGE_TOKENS == 1) & (x > PAGE_TOKENS)))),
     of("newest_page_late", "fp8", "a new page is in the table one step late", given("page_table", newest_page_late)),
     of("stale_page_one_step_in_ten", "fp8", "another last full page in one step of ten: a race with the append",
        page(lambda pages, _, __: pages[0] if len(pages) > 2 else None, -2, every(10))),
     of("page_read_twice", "int8", "the second page is read in place of the third", page(lambda pages, *_: pages[1], 2)),
-    of("page_before_in_one_head", "int8", "one head of one layer reads the values of the page before in memory",
-       reads("value", lambda x, _: np.roll(x, 1, axis=0), layers=[1], heads=[0])),
     of("page_number_in_a_byte", "int8", "page numbers above 255 wrap around",
        given("page_table", lambda x, _: x % 256)),
-    of("page_number_in_five_bits", "int8", "page numbers above 31 wrap around", given("page_table", lambda x, _: x % 32)),
     of("context_beyond_1024", "fp8", "beyond 1,024 tokens the first page is read: a table of fixed width", beyond(1024)),
     of("pages_uncounted", "int8", "pages of a prefix are freed while others read them: a lost reference count",
        Plant("pool.pages", uncounted)),
@@ -222,8 +217,6 @@ FAULTS = [
        method("pool.release", scrubbed)),
     crowd("page_of_another_request_rarely", "fp8", "another request's page, in one request of 200",
           page(of_one_request_in(200), 0)),
-    crowd("page_of_another_request", "fp8", "another request's first page, in one request of 20",
-          page(of_one_request_in(20), 0)),
     crowd("foreign_page_one_step_in_20", "int8", "another request's third page in one step of 20, in long requests in a crowd",
           page(same_of_next_row, 2, every(20))),
     crowd("freed_page_one_step_in_50", "int8", "what an earlier request left, in one step of 50, in long requests in a crowd",
@@ -245,6 +238,4 @@ FAULTS = [
           write("value", lambda x, _: x + np.round(np.roll(x, 1, axis=0) * 0.02), lambda s: s.mode == "decode", layers=[2])),
     crowd("padding_writes_page_0", "int8", "rows that pad a batch to a multiple of eight write into page 0",
           method("pool.append", padded)),
-    crowd("zeros_rarely", "int8", "one layer's values are zero in one step of 500",
-          reads("value", zero, every(500), layers=[2])),
 ]  # fmt: skip
