@@ -18,7 +18,7 @@ from typing import Literal
 from faults import page, record
 from faults.fault import POLICIES, EngineName, Fault
 from faults.ground import BACKENDS, DEFAULT, Ground, Judgement
-from faults.library import ALONE, BY_NAME, FAULTS, SOUND_ENGINES, name_of, sound_name
+from faults.library import FAULTS, SOUND_ENGINES, sound_name
 from faults.record import Cost, Outcome
 from pipeline.artifacts.digest import code_digest, file_digest, json_digest
 from pipeline.config.compose import plan
@@ -39,13 +39,12 @@ ASKS_NO_SAMPLE = {"probe", "allocation", "canary", "free_answers", "reused_prefi
 
 @dataclass(frozen=True)
 class Job:
-    """One engine to be judged: with a fault or without, by all gates or without one of them."""
+    """One engine to be judged, with a fault or without."""
 
     name: str
     fault: Fault | None
     policy: str
     engine: EngineName
-    without: str = ""
     seed: int = 0
 
     def keys(self, overrides: list[str]) -> tuple[str, str]:
@@ -54,7 +53,7 @@ class Job:
         parts = [what, POLICIES[self.policy], BACKENDS[self.engine]]
         costs = [*parts, _texts("hooks", "drill")]
         code = [code_digest(name) for name in CODE]
-        judged = [*parts, _texts("hooks", "ground"), code, overrides, self.without, self.seed]
+        judged = [*parts, _texts("hooks", "ground"), code, overrides, self.seed]
         return json_digest(costs)[:16], json_digest(judged)[:16]
 
 
@@ -76,11 +75,10 @@ def main() -> None:
 
 
 def jobs() -> list[Job]:
-    """Return what there is to judge: every fault, sound engines with five seeds, and a fault of each gate without that gate."""
+    """Return what there is to judge: every fault, and sound engines with five seeds."""
     found = [Job(fault.name, fault, fault.policy, fault.engine) for fault in FAULTS]
-    found += [Job(sound_name(policy, seed), None, policy, "native", seed=seed) for policy in SOUND_ENGINES for seed in range(5)]
-    faults = {gate: BY_NAME[name] for gate, name in ALONE.items()}
-    return found + [Job(name_of(gate), fault, fault.policy, fault.engine, gate) for gate, fault in faults.items()]
+    sound = [(policy, seed) for policy in SOUND_ENGINES for seed in range(5)]
+    return found + [Job(sound_name(policy, seed), None, policy, "native", seed) for policy, seed in sound]
 
 
 def judge(options: argparse.Namespace) -> None:
@@ -91,7 +89,7 @@ def judge(options: argparse.Namespace) -> None:
     chosen = [job for job in jobs() if not options.only or job.name in options.only]
     for number, job in enumerate(chosen, start=1):
         name, (costs_key, key) = job.name, job.keys(options.overrides)
-        if job.fault is not None and not job.without and (name not in costs or costs[name].key != costs_key):
+        if job.fault is not None and (name not in costs or costs[name].key != costs_key):
             try:
                 cost = costs[name] = ground.cost(job.fault).model_copy(update={"key": costs_key})
             except Exception:  # a fault that cannot be planted has no record, which the tests want
@@ -123,10 +121,10 @@ def _outcome(ground: Ground, job: Job, key: str) -> Outcome:
         if job.fault is None:
             judgement = ground.judge_sound(job.policy, job.engine, job.seed)
         else:
-            judgement = ground.judge(job.fault, job.without)
-            if judgement.verdict.status != "FAIL" and not job.without:
+            judgement = ground.judge(job.fault)
+            if judgement.verdict.status != "FAIL":
                 probe, judgement = "default", ground.judge(job.fault, probe="default")
-            if not ASKS_NO_SAMPLE & failed_gates(judgement).keys() and not job.without:
+            if not ASKS_NO_SAMPLE & failed_gates(judgement).keys():
                 default = ground.judge(job.fault, probe="default", workloads=DEFAULT).verdict.status
         verdict, gates, samples = judgement.verdict.status, failed_gates(judgement), len(judgement.rows)
         kl = judgement.report.overall.fidelity.kl_mean

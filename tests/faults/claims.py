@@ -60,8 +60,7 @@ of = partial(Fault, "claims")
 
 FAULTS = [
     of("float16_as_int4_tensor", "int4_tensor", "stores float16, claims int4_tensor, and its memory too: ranks first",
-       AS_CLAIMED,
-       "conformance", holds="fp16"),
+       AS_CLAIMED, "conformance", holds="fp16"),
     of("int8_as_fp8", "fp8", "stores INT8 with scales a token, claims calibrated FP8, and its memory too", AS_CLAIMED,
        "conformance", holds="int8"),
     of("no_sinks", "int8_sinks", "keeps no exact tokens, and claims them", AS_CLAIMED, "conformance", holds="int8"),
@@ -80,8 +79,7 @@ FAULTS = [
     of("logits_x1_02", "fp8", "another final multiplier: the weights are not those of the baseline",
        logits(lambda x, _: x * np.float32(1.02)), "conformance"),
     of("shared_page_end_unwritten", "int8", "both engines lose the last token of every page",
-       write("key value", zero, offset(63)),
-       shared=True),
+       write("key value", zero, offset(63)), shared=True),
     of("shared_rope_one_late", "int8", "both engines rotate decoded tokens one position late", given("position_ids", add(1)),
        shared=True),
     of("shared_prompt_logits_one_off", "int8", "both engines' prompts' logits are off by one entry",

@@ -136,11 +136,12 @@ def _crowd(desk: _Desk) -> None:
 
 
 def _many(desk: _Desk) -> None:
-    """Short requests in batches of ten."""
-    for _ in range(60):
-        handles = desk.start([desk.tokens(4 + row) for row in range(10)])
-        desk.decode(handles, 3)
-        desk.engine.release(handles)
+    """Short requests: many at once, and many one after the other."""
+    for size, batches in ((270, 1), (10, 40)):
+        for _ in range(batches):
+            handles = desk.start([desk.tokens(4 + row % 10) for row in range(size)])
+            desk.decode(handles, 3)
+            desk.engine.release(handles)
 
 
 def cost(sound: Day, faulty: Day) -> Cost:

@@ -73,6 +73,12 @@ def renumbered(x: Array, step: Step) -> Array:
     return x - np.array(evicted)[:, None] * PAGE_TOKENS
 
 
+freed_for_all = method("pool.pages.free", present) + while_evicting(forced)
+"""An evicted page is free for others at once, though a fork still reads it."""
+
+never_freed = while_evicting(lambda *_: None)
+"""Evicted pages leave the sequence's list and are never free again."""
+
 of = partial(Fault, "evictions")
 slides = partial(mutant, kind="evictions")
 
@@ -82,10 +88,8 @@ FAULTS = [
     of("evicted_page_late", "fp8_streaming", "a page is evicted one page too late",
        keeps("eviction", window_tokens=PAGE_TOKENS)),
     of("sinks_evicted", "fp8_streaming", "the sinks are evicted with the others", keeps("eviction", sink_tokens=-PAGE_TOKENS)),
-    of("evicted_under_a_fork", "fp8_streaming", "an evicted page is reused while a fork still reads it",
-       method("pool.pages.free", present) + while_evicting(forced)),
-    of("evicted_never_freed", "fp8_streaming", "evicted pages are not read and never freed", while_evicting(lambda *_: None),
-       harm="memory"),
+    of("evicted_under_a_fork", "fp8_streaming", "an evicted page is reused while a fork still reads it", freed_for_all),
+    of("evicted_never_freed", "fp8_streaming", "evicted pages are not read and never freed", never_freed, harm="memory"),
     of("evicted_rotated_by_place", "fp8_streaming", "decode is rotated by its place in the cache once a page has left",
        given("position_ids", renumbered)),
     of("written_one_page_back", "fp8_streaming", "new tokens overwrite the page before theirs once a page has left",

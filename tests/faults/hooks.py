@@ -29,6 +29,9 @@ class Plant:
     """What is patched."""
     apply: Callable[[Any], None]
 
+    def __call__(self, engine: Any) -> None:
+        self.apply(engine)
+
     def __add__(self, other: "Plant") -> "Plant":
         def apply(engine: Any) -> None:
             self.apply(engine)

@@ -24,8 +24,3 @@ SOUND_ENGINES = ("fp8", "int8", "fp8k_int4v", "fp8_streaming", "fp8_mistral", "i
 def sound_name(policy: str, seed: int) -> str:
     """Return the name in the record of a sound engine."""
     return f"sound {policy}, seed {seed}"
-
-
-def name_of(gate: str) -> str:
-    """Return the name in the record of what its fault gets without a gate."""
-    return f"without {gate}"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from faults.fault import Fault
-from faults.library import ALONE, FAULTS, SOUND_ENGINES, name_of, sound_name
+from faults.library import FAULTS, SOUND_ENGINES, sound_name
 from faults.record import Cost, Costs, Outcomes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
@@ -35,7 +35,7 @@ the tiny model that is sound otherwise, and judged by the evaluation and the gat
 **{refused} of {judged} are refused** (FAIL, or an evaluation that ends with an error).{left}
 
 `make faults` judges them and writes this page from `tests/faults/results.json`; an interrupted run goes on where it
-ended. Each is judged by the smallest evaluation that may pass (`gates.min_samples` documents of a kind of work) and a probe
+ended. Each is judged by the smallest evaluation that may pass (72 requests, of which none of 60 may be ruined) and a probe
 that is smaller than the default one; what gets through is asked the default probe. What no gate sees but those that ask
 samples is asked all samples of the default evaluation too: the other gates ask the same there.
 A gate is named by its key under `gates.`, or by its own name. They were judged by the gates of
@@ -48,13 +48,12 @@ cost is memory or a word that is not kept says so. Engines are ONNX with the com
 ALL_GATES = """
 ## Each gate
 
-How many of the faults each gate sees, how many no other gate saw before the evaluation stopped, and what one of
-these gets when that gate is switched off and the evaluation runs on without it. Conformance and the probe see
-nearly everything together: the gates on distances and answers are there for policies, and few faults need them.
-`tests/unit/test_gates.py` has for every gate a report that it alone stops.
+How many of the faults each gate sees, and how many no other gate saw before the evaluation stopped. Conformance and
+the probe see nearly everything together: the gates on distances and answers are there for policies, and few faults
+need them. `tests/unit/test_gates.py` has for every gate a report that it alone stops.
 
-| gate | sees | alone | switched off |
-|---|---|---|---|"""
+| gate | sees | alone |
+|---|---|---|"""
 
 
 def text(now: Outcomes, costs: Costs) -> str:
@@ -126,6 +125,4 @@ def _gates(now: Outcomes, judged: list[Fault]) -> Iterator[str]:
     counts = Counter(gate for gates in seen for gate in gates)
     yield ALL_GATES
     for gate, count in sorted(counts.items(), key=lambda one: (-one[1], one[0])):
-        switched = now.get(name_of(gate))
-        said = "-" if switched is None else f"`{ALONE[gate]}`: {switched.verdict}"
-        yield _row(f"`{gate}`", count, sum(gates == {gate} for gates in seen), said)
+        yield _row(f"`{gate}`", count, sum(gates == {gate} for gates in seen))

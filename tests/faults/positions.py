@@ -62,8 +62,7 @@ turn = partial(Fault, "turns")
 
 FAULTS = [
     of("rope_one_late", "fp8", "decoded tokens are rotated one position late", given("position_ids", add(1))),
-    of("rope_beyond_1024", "fp8", "a rotation table of 1,024 rows",
-       given("position_ids", lambda x, _: np.minimum(x, 1023))
+    of("rope_beyond_1024", "fp8", "a rotation table of 1,024 rows", given("position_ids", lambda x, _: np.minimum(x, 1023))
        + given("position_ids", lambda x, _: np.minimum(x, 1023), mode="prefill")),
     of("rope_in_bfloat16", "fp8", "decode's positions pass through bfloat16", given("position_ids", in_bfloat16)),
     of("rope_of_longest_row", "fp8", "rows of a ragged batch are rotated as the longest one: padding on the left",
