@@ -115,7 +115,7 @@ def _commit() -> str:
 
 
 def _outcome(ground: Ground, job: Job, key: str) -> Outcome:
-    started, default = time.process_time(), ""
+    started, default, verdict = time.process_time(), "", "ERROR"
     probe: Literal["small", "default"] = "small"
     try:
         if job.fault is None:
@@ -130,7 +130,7 @@ def _outcome(ground: Ground, job: Job, key: str) -> Outcome:
         kl = judgement.report.overall.fidelity.kl_mean
     except Exception as error:  # whatever a broken engine raises ends the evaluation: no verdict, no promotion
         traceback.print_exc()
-        verdict, gates, samples, kl = "ERROR", {"error": f"{type(error).__name__}: {error}"[:200]}, 0, None
+        gates, samples, kl = {"error": f"{type(error).__name__}: {error}"[:200]}, 0, None
     return Outcome(
         verdict=verdict,
         gates={gate: reason[:300] for gate, reason in gates.items()},

@@ -9,13 +9,12 @@ import numpy as np
 from faults.fault import Fault
 from faults.hooks import Array, Plant, Step, add, given, logits, method, write, zero
 from faults.pages import offset
-from pipeline.core.records import MemoryReport
 
 
 def reports(**changes: Any) -> Plant:
     """The engine's report of its memory differs: numbers, or functions of the engine and the sound report."""
 
-    def faulty(memory: Any, engine: Any) -> MemoryReport:
+    def faulty(memory: Any, engine: Any) -> Any:
         report = memory()
         given = {name: to(engine, report) if callable(to) else to for name, to in changes.items()}
         return replace(report, **given)
@@ -51,7 +50,7 @@ def copy_beside(append: Any, engine: Any, handles: Any, new: Any) -> None:
         engine.beside = np.ones((pages, shape.layers * 2 * shape.kv_heads, 64, shape.head_dim), np.float16)
 
 
-def saturating(x: Array, _: Step) -> Array:
+def saturating(x: Array, _: Step) -> Any:
     """Keys that are multiplied by 1,024 for float16's sake saturate there; only what stores float16 does so."""
     return np.clip(x, -2, 2) if x.dtype == np.float16 else x
 

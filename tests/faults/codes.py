@@ -10,24 +10,24 @@ from faults.fault import Fault
 from faults.hooks import Array, Edit, Plant, Step, write, zero
 
 
-def _some(x: Array, share: int) -> Array:
+def _some(x: Array, share: int) -> Any:
     """One element in `share`, the same at every call: where a number's rounding went another way, for all that is known."""
     index = np.arange(x.size, dtype=np.uint64).reshape(x.shape)
     mixed: Array = (index * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) % np.uint64(share) == 0
     return mixed
 
 
-def towards_zero(x: Array, _: Step) -> Array:
+def towards_zero(x: Array, _: Step) -> Any:
     """Of whole numbers, half of them."""
     return x - np.where(_some(x, 2), np.sign(x), 0)
 
 
-def magnitude_less(x: Array, _: Step) -> Array:
+def magnitude_less(x: Array, _: Step) -> Any:
     """Of floating-point codes half of the numbers are the next smaller one."""
     return np.where(_some(x, 2) & ((x & 0x7F) > 0), x - 1, x)
 
 
-def nibbles_swapped(x: Array, _: Step) -> Array:
+def nibbles_swapped(x: Array, _: Step) -> Any:
     high, low = _unpacked(x)
     return _packed(low, high)
 
@@ -59,7 +59,7 @@ def _unpacked(packed: Array) -> tuple[Array, Array]:
     return ((unsigned >> 4) ^ 8) - 8, (unsigned & 15) - 8
 
 
-def _packed(high: Array, low: Array) -> Array:
+def _packed(high: Array, low: Array) -> Any:
     high, low = np.clip(high, -8, 7), np.clip(low, -8, 7)
     packed: Array = (((high & 15) << 4) | (low + 8)).astype(np.uint8).view(np.int8)
     return packed
@@ -68,7 +68,7 @@ def _packed(high: Array, low: Array) -> Array:
 def channels(edit: Callable[[Array], Any], *which: int) -> Edit:
     """Change some channels alone."""
 
-    def changed(x: Array, _: Step) -> Array:
+    def changed(x: Array, _: Step) -> Any:
         x = x.copy()
         x[..., which] = edit(x[..., which])
         return x
@@ -76,7 +76,7 @@ def channels(edit: Callable[[Array], Any], *which: int) -> Edit:
     return changed
 
 
-def swapped(x: Array, _: Step) -> Array:
+def swapped(x: Array, _: Step) -> Any:
     """Halves of a vector as pairs: the other convention of rotary embeddings."""
     size = x.shape[-1]
     return x[..., np.arange(size).reshape(2, -1).T.ravel()]
@@ -90,7 +90,7 @@ def decoding(step: Step) -> Any:
     return step.mode == "decode"
 
 
-def index_in_chunk(step: Step) -> Array:
+def index_in_chunk(step: Step) -> Any:
     return np.arange(step.ids.shape[1])
 
 

@@ -148,7 +148,7 @@ def cost(sound: Day, faulty: Day) -> Cost:
     """Hold a day against a sound engine's."""
     pairs = list(zip(sound.rows, faulty.rows, strict=False))
     differing = [pair for pair in pairs if not np.array_equal(*pair)]
-    rows = [np.array([pair[i] for pair in differing] or [[0.0]], np.float64) for i in range(2)]
+    rows = [np.array([pair[i] for pair in differing] or np.zeros((1, 1)), np.float64) for i in range(2)]
     exact, other = (log_softmax(some, axis=1) for some in rows)
     distances = (np.exp(exact) * (exact - other)).sum(axis=1)
     changed = int((exact.argmax(axis=1) != other.argmax(axis=1)).sum())

@@ -67,7 +67,7 @@ def one_page_back(places: Any, _: Any, rows: Any, *given: Any) -> Any:
     return kept, np.array([back.get(number, number) for number in numbers]), slots
 
 
-def renumbered(x: Array, step: Step) -> Array:
+def renumbered(x: Array, step: Step) -> Any:
     """Positions are places in the cache, while keys keep the positions that they were rotated at."""
     evicted = [step.engine.pool.sequences[handle].evicted_pages for handle in step.handles]
     return x - np.array(evicted)[:, None] * PAGE_TOKENS
@@ -95,7 +95,7 @@ FAULTS = [
     of("written_one_page_back", "fp8_streaming", "new tokens overwrite the page before theirs once a page has left",
        method("pool._page_places", one_page_back)),
     slides("slides_one_short", "fp8_mistral", "layers attend to one token too few",
-           "length + 1 - layer->slide", "length + 2 - layer->slide"),
+           "length + 1 - layer->slide", "length + 2 - layer->slide", by="conformance"),
     slides("prompts_do_not_slide", "fp8_mistral", "a prompt's tokens attend to all before them in the chunk",
             "region.first = first_token(layer, step)", "region.first = 0"),
     of("slid_page_early", "fp8_mistral", "a page is freed that layers still attend to", pool_slides(-PAGE_TOKENS)),

@@ -110,7 +110,7 @@ def set_up(engine: Any) -> Engine:
 def remembering(twin: Any) -> Any:
     """Let a twin compute what it is asked about a sequence of its own once."""
     oracle, answers = twin.engine, dict[Any, Any]()
-    forced, replay, rows = oracle.forced, oracle.replay, oracle.rows
+    forced, replay = oracle.forced, oracle.replay
 
     def known(key: Any, compute: Callable[[], Any]) -> Any:
         key = (*key, oracle.prefill_chunk, oracle.reads_itself)
@@ -127,11 +127,15 @@ def remembering(twin: Any) -> Any:
         asked = (tuple(tokens), tuple(pieces), *sorted(options.items()))
         return known(asked, lambda: replay(tokens, pieces, caches, **options))
 
-    def together(sequences: Sequence[Any], rounding: float = 0.0) -> Any:
-        asked = tuple((tuple(one.tokens), tuple(one.pieces)) for one in sequences)
-        return known((asked, rounding), lambda: rows(sequences, rounding))
+    if hasattr(oracle, "rows"):
+        rows = oracle.rows
 
-    oracle.forced, oracle.replay, oracle.rows = in_one_pass, over_own_cache, together
+        def together(sequences: Sequence[Any], rounding: float = 0.0) -> Any:
+            asked = tuple((tuple(one.tokens), tuple(one.pieces)) for one in sequences)
+            return known((asked, rounding), lambda: rows(sequences, rounding))
+
+        oracle.rows = together
+    oracle.forced, oracle.replay = in_one_pass, over_own_cache
     return twin
 
 

@@ -80,7 +80,8 @@ class Step:
     @property
     def positions(self) -> Array:
         """Of the new tokens, (B, S)."""
-        return self.lengths[:, None] + np.arange(self.ids.shape[1])
+        found: Array = self.lengths[:, None] + np.arange(self.ids.shape[1])
+        return found
 
     @property
     def rows(self) -> Array:
@@ -93,12 +94,12 @@ class Step:
         return list(row.pages[: -(-row.kept_tokens // PAGE_TOKENS)])
 
 
-Edit = Callable[[Array, Step], Array]
+Edit = Callable[[Array, Step], Any]
 When = Callable[[Step], Any]
 """Where an edit holds: a bool, or an array of them that broadcasts."""
 
 
-def zero(x: Array, _: Step) -> Array:
+def zero(x: Array, _: Step) -> Any:
     """Lose it."""
     return np.zeros_like(x)
 

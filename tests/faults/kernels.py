@@ -76,9 +76,9 @@ VALUE_SCALES = "(size_t)region->value_table[page] * layer->kv_heads + unit->head
 PARTIAL = "const Partial *partial = &partials[i * GROUP];\n    "
 
 
-def mutant(name: str, policy: str, models: str, before: str, after: str, kind: str = "kernels") -> Fault:
+def mutant(name: str, policy: str, models: str, before: str, after: str, kind: str = "kernels", by: str = "probe") -> Fault:
     """A kernel with one place changed."""
-    return Fault(kind, name, policy, models, SOUND, loads=kernel(before, after), where="the kernel")
+    return Fault(kind, name, policy, models, SOUND, by, loads=kernel(before, after), where="the kernel")
 
 
 def operator(name: str, policy: str, models: str, function: str, before: str, after: str, **options: Any) -> Fault:

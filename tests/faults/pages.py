@@ -43,14 +43,14 @@ def of_one_request_in(count: int) -> Callable[[list[int], int, Step], int | None
 def beyond(tokens: int) -> Plant:
     """Pages beyond so many tokens are read from the sequence's first one."""
 
-    def edit(table: Array, _: Step) -> Array:
+    def edit(table: Array, _: Step) -> Any:
         table[:, tokens // PAGE_TOKENS :] = table[:, :1]
         return table
 
     return given("page_table", edit)
 
 
-def row_above_16(table: Array, step: Step) -> Array:
+def row_above_16(table: Array, step: Step) -> Any:
     """Rows of a large batch read another row's pages beyond 192 tokens."""
     for row in range(16, len(table)):
         pages = step.pages(step.handles[row - 16])
@@ -59,7 +59,7 @@ def row_above_16(table: Array, step: Step) -> Array:
     return table
 
 
-def table_of_the_step_before(table: Array, step: Step) -> Array:
+def table_of_the_step_before(table: Array, step: Step) -> Any:
     """A row that came in the place of another one finds that one's pages in its first step."""
     old = step.memo.get("table")
     if old is not None and len(old) >= len(table):
@@ -71,7 +71,7 @@ def table_of_the_step_before(table: Array, step: Step) -> Array:
     return table
 
 
-def newest_page_late(table: Array, step: Step) -> Array:
+def newest_page_late(table: Array, step: Step) -> Any:
     """A page is in the table one step late: where it has its first token, the sequence's first page is read for it."""
     for row, length in enumerate(step.lengths):
         if length % PAGE_TOKENS == 1 and length > PAGE_TOKENS:
@@ -161,7 +161,7 @@ def shared(same: Callable[[list[int]], Any], *, partial: bool = False) -> Plant:
     Full pages, or the last one where it is not full, into which both will write.
     """
 
-    def faulty(prefill: Any, engine: Any, handle: int, prompt: Sequence[int]) -> Array:
+    def faulty(prefill: Any, engine: Any, handle: int, prompt: Sequence[int]) -> Any:
         pool, known = engine.pool, engine.memo.setdefault("pages", {})
         begins = pool.length(handle) == 0
         found: Array = prefill(handle, prompt)

@@ -12,23 +12,23 @@ from pipeline.core.kv import PAGE_TOKENS
 from pipeline.core.records import PREFILL_CHUNK
 
 
-def after_prefix(x: Array, _: Step) -> Array:
+def after_prefix(x: Array, _: Step) -> Any:
     """What follows a shared prefix is rotated as if the prefix ended with its last full page."""
     return x - x[:, :1] % PREFILL_CHUNK % PAGE_TOKENS
 
 
-def in_bfloat16(x: Array, _: Step) -> Array:
+def in_bfloat16(x: Array, _: Step) -> Any:
     """Eight significant bits."""
     unit = np.exp2(np.maximum(np.floor(np.log2(np.maximum(x, 1))) - 7, 0))
     return np.round(x / unit) * unit
 
 
-def without_decoded(x: Array, step: Step) -> Array:
+def without_decoded(x: Array, step: Step) -> Any:
     """A chunk after decoded tokens is rotated from where decoding began."""
     return x - step.decoded[:, None]
 
 
-def one_slot_off(slots: Array, sink: int, recent: int) -> Array:
+def one_slot_off(slots: Array, sink: int, recent: int) -> Any:
     """Slots of recent tokens one further than they are read."""
     return np.where(slots >= sink, sink + (slots - sink + 1) % recent, slots)
 
@@ -53,7 +53,7 @@ def forks_late(fork: Any, engine: Any, handle: int) -> int:
     return child
 
 
-def is_fork(step: Step) -> Array:
+def is_fork(step: Step) -> Any:
     return np.array([handle in step.memo.get("forks", ()) for handle in step.handles])[:, None]
 
 

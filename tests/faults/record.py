@@ -61,7 +61,8 @@ class Outcome(BaseModel):
         return {self.verdict, self.default or self.verdict} <= {"FAIL", "ERROR"}
 
 
-Outcomes, Costs = dict[str, Outcome], dict[str, Cost]
+Outcomes = dict[str, Outcome]
+Costs = dict[str, Cost]
 """By the fault's name; the outcomes of sound engines have names of their own (`faults.library`)."""
 
 M = TypeVar("M", bound=BaseModel)

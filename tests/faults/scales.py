@@ -27,7 +27,7 @@ def of_layer(side: str, other: Any) -> Plant:
     return Plant(f"static {side} scales of decode", apply)
 
 
-def frozen(x: Array, step: Step) -> Array:
+def frozen(x: Array, step: Step) -> Any:
     """The scale of a page's first token for all of its tokens, whose codes belong to their own."""
     for row, handle in enumerate(step.handles):
         for token, position in enumerate(step.positions[row]):
@@ -38,22 +38,22 @@ def frozen(x: Array, step: Step) -> Array:
     return x
 
 
-def first_ever(x: Array, step: Step) -> Array:
+def first_ever(x: Array, step: Step) -> Any:
     """The largest scale of the engine's first prompt, for all that come: a warm-up on whatever was there."""
     key = ("first", step.memo["layer"])
     step.memo.setdefault(key, x[:1].max(axis=2, keepdims=True))
     return np.broadcast_to(step.memo[key], x.shape)
 
 
-def eight_bits(x: Array, _: Step) -> Array:
+def eight_bits(x: Array, _: Step) -> Any:
     return (x.view(np.uint16) & np.uint16(0xFFF8)).view(x.dtype)
 
 
-def power_of_two(x: Array, _: Step) -> Array:
+def power_of_two(x: Array, _: Step) -> Any:
     return np.exp2(np.ceil(np.log2(x.astype(np.float32))))
 
 
-def drifting(x: Array, step: Step) -> Array:
+def drifting(x: Array, step: Step) -> Any:
     """What is read with a scale that grows by a tenth in every 100 steps."""
     return x * (1 + step.number // 100 * 0.1)
 

@@ -26,24 +26,24 @@ def batch(edit: Callable[[Array, Any, Sequence[Any]], Array]) -> Plant:
     return method("_prefill_batch", faulty)
 
 
-def of_equal_lengths(found: Array, _: Any, prompts: Sequence[Any]) -> Array:
+def of_equal_lengths(found: Array, _: Any, prompts: Sequence[Any]) -> Any:
     """Prompts of one length get the logits of the first of them."""
     first = {len(prompt): row for row, prompt in reversed(list(enumerate(prompts)))}
     return found[[first[len(prompt)] for prompt in prompts]]
 
 
-def of_last_prompt(found: Array, engine: Any, _: Sequence[Any]) -> Array:
+def of_last_prompt(found: Array, engine: Any, _: Sequence[Any]) -> Any:
     """Prompts that join live sequences get the logits that the last prompt had."""
     last, engine.last_logits = getattr(engine, "last_logits", found[-1]), found[-1].copy()
     return np.broadcast_to(last, found.shape).copy() if len(engine.pool.sequences) > len(found) else found
 
 
-def where_rows_left(x: Array, step: Step) -> Array:
+def where_rows_left(x: Array, step: Step) -> Any:
     """After a row has left, the next step's logits are in the order of before."""
     return np.roll(x, 1, axis=0) if len(step.handles) < len(step.before) else x
 
 
-def where_rows_joined(x: Array, step: Step) -> Array:
+def where_rows_joined(x: Array, step: Step) -> Any:
     """In the step after a row has joined, the rows that were there read one token less."""
     joined = any(handle not in step.before for handle in step.handles) and step.before
     return np.maximum(x - [handle in step.before for handle in step.handles], 1) if joined else x
@@ -102,7 +102,7 @@ def buffers_not_forked(fork: Any, engine: Any, handle: int) -> int:
     return child
 
 
-def calm(x: Array, step: Step) -> Array:
+def calm(x: Array, step: Step) -> Any:
     """A row of a batch of one in the place of a batch."""
     return np.maximum(x - PAGE_TOKENS, 1) if len(step.handles) == 1 and x[0] > 512 else x
 
@@ -142,7 +142,7 @@ def evicted_in_use(prefixes: Any, begin: Any, prompt: Any, start: Any, prefill: 
     return found
 
 
-def one_step_old(x: Array, step: Step) -> Array:
+def one_step_old(x: Array, step: Step) -> Any:
     """Of a batch of the same size."""
     old, step.memo["logits"] = step.memo.get("logits", x), x.copy()
     return old if old.shape == x.shape else x
