@@ -129,6 +129,8 @@ class Config(StrictModel):
     workdir: PathText
     log: Literal["human", "json", "quiet"]
     """What a command says and how; no artifact depends on it."""
+    verbose: bool
+    """Whether it says details as well; no artifact depends on it."""
     bundle: PathText | None
     """Directory of an engine, or of its evidence, for stage=verify."""
     dry: bool
