@@ -71,7 +71,7 @@ FAULTS = [
        reports(window_bytes=lambda _, report: 2 * report.window_bytes), "allocation", harm="memory"),
     of("float16_copy_unreported", "int8", "keeps a float16 copy of the cache that it does not report",
        method("pool.append", copy_beside), "memory", harm="memory"),
-    of("canary_without_effect", "int8", "what the canary corrupts is a copy that decoding does not read",
+    of("canary_without_effect", "int8", "what the must-fail control corrupts is a copy that decoding does not read",
        method("corrupt_key_scale", lambda *_: None), "canary", harm="claim"),
     of("shows_another_cache", "int8", "what it shows of its cache is not what decoding reads: a corrected copy",
        write("value", lambda x, _: x // 2, lambda s: s.positions % 64 == 5, layers=[1])),
