@@ -225,7 +225,7 @@ FAULTS = [
     crowd("first_step_of_another_request", "int8", "a request that takes another one's place reads its pages once",
           given("page_table", table_of_the_step_before)),
     crowd("page_freed_twice", "int8", "a page is freed twice and given to two requests",
-          method("pool.release", freed_twice) + method("pool.pages.free", free_of_two)),
+          method("pool.release", freed_twice) + method("pool.pages.free", free_of_two), "free_answers"),
     crowd("one_page_for_two", "int8", "two requests that need a page in the same step get the same one",
           method("pool.reserve", one_page_for_two)),
     crowd("equal_prompts_never_part", "int8", "equal prompts share their last page, into which both write",
