@@ -104,7 +104,7 @@ class ProbeConfig(StrictModel):
     max_batch: Annotated[int, Field(ge=2, le=4096)] = 32
     """Largest decode step; the evaluation's batch_size where that is larger."""
     requests: Annotated[int, Field(ge=1, le=1_000_000)] = 400
-    """Short requests that come and go."""
+    """Short requests that come and go in a full batch."""
 
 
 class SpeculationConfig(StrictModel):
@@ -161,15 +161,14 @@ class WorkloadsConfig(StrictModel):
     canary_factor: float
     """By how much the must-fail control multiplies every key scale."""
     conformance_samples: Count = 0
-    """Samples per workload of the first round that are compared with the oracle, from the shortest to the longest. Evidence of
-    before they were lacks it."""
+    """Samples per workload of the first round that are compared with the oracle, from the shortest to the longest."""
     rounds: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=1, max_length=100)] = Field(
         default_factory=lambda: [1.0]
     )
     """The share of the samples that each round ends at, ascending to 1. A candidate runs rounds until its gates decide."""
     probe: ProbeConfig = Field(default_factory=ProbeConfig)
     speculation: SpeculationConfig | None = None
-    """None measures no acceptance."""
+    """Drafters of speculative decoding whose acceptance is measured; None measures none."""
     load: LoadConfig
 
     @property

@@ -27,7 +27,7 @@ def test_an_engine_of_sglang_is_judged_like_any_other(tmp_path: Path) -> None:
     ]  # fmt: skip
     (job,) = plan(given, multirun=False).jobs
     check_inputs(job)
-    with pytest.raises(GateRefusal, match="fp8_uncalibrated is not good enough: INCONCLUSIVE"):
+    with pytest.raises(GateRefusal, match="fp8_uncalibrated is not decided: INCONCLUSIVE"):
         run(job, "sweep")
     (candidate,) = json.loads((job.work / "summary.json").read_text())["candidates"]
     report = load_report(Path(candidate["report"]["path"]).parent)
