@@ -23,6 +23,9 @@ Workload = Literal[
 """The built-in workloads, those of `stages.workloads.WORKLOADS`: first what the tiny model was trained on, then what any chat
 model can be asked."""
 
+TRAINED: set[Workload] = {"prose", "retrieval", "tool_call", "copy", "multi_turn"}
+PAGES: set[Workload] = {"documentation", "lookup", "extraction", "quotation", "recall"}
+
 Count = Annotated[int, Field(ge=0, le=100_000)]
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
 
@@ -101,7 +104,7 @@ class ProbeConfig(StrictModel):
     max_batch: Annotated[int, Field(ge=2, le=4096)] = 32
     """Largest decode step; the evaluation's batch_size where that is larger."""
     requests: Annotated[int, Field(ge=1, le=1_000_000)] = 400
-    """Short requests that come and go."""
+    """Short requests that come and go in a full batch."""
 
 
 class SpeculationConfig(StrictModel):
@@ -154,20 +157,25 @@ class WorkloadsConfig(StrictModel):
     noise_samples: Count
     """Samples per workload, besides its longest one, that both engines repeat one at a time: the A/A noise floor."""
     canary_samples: Annotated[int, Field(ge=1, le=1000)]
-    """Size of the canary in samples per workload. It takes the samples with the longest prompts, of whichever workload."""
+    """Samples per workload of the must-fail control, which takes the longest prompts of whichever workload."""
     canary_factor: float
-    """By how much the canary multiplies every key scale."""
+    """By how much the must-fail control multiplies every key scale."""
     conformance_samples: Count = 0
-    """Samples per workload of the first round that are compared with the oracle, from the shortest to the longest. Evidence of
-    before they were lacks it."""
+    """Samples per workload of the first round that are compared with the oracle, from the shortest to the longest."""
     rounds: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=1, max_length=100)] = Field(
         default_factory=lambda: [1.0]
     )
     """The share of the samples that each round ends at, ascending to 1. A candidate runs rounds until its gates decide."""
     probe: ProbeConfig = Field(default_factory=ProbeConfig)
     speculation: SpeculationConfig | None = None
-    """None measures no acceptance."""
+    """Drafters of speculative decoding whose acceptance is measured; None measures none."""
     load: LoadConfig
+
+    @property
+    def answers_are_lines(self) -> bool:
+        """Whether every answer is one line, as those about pages are: few-shot text ends them as it ends its lines."""
+        asked = {name for name, count in self.samples.items() if count}
+        return asked <= PAGES and self.jsonl is None and self.bfcl is None and not self.gsm8k
 
     @property
     def file(self) -> Path | None:
