@@ -67,7 +67,7 @@ def read_rope(path: Path, config: Mapping[str, Any]) -> Rope:
         read[kind] = parameters = _checked(path, place, typed)
         base = OLD_KEYS[kind or FULL]
         pairs = [(base, config.get(base), "rope_theta")]
-        pairs += [(key, config.get(key), key) for key in ("partial_rotary_factor",)]
+        pairs.append(("partial_rotary_factor", config.get("partial_rotary_factor"), "partial_rotary_factor"))
         if old and kind != SLIDING:
             pairs += [(f"rope_scaling.{key}", value, key) for key, value in old.items()]
         for name, value, key in pairs:
@@ -96,11 +96,11 @@ def rope_at_top_level(config: dict[str, Any]) -> dict[str, Any]:
     if not parameters:
         return config
     flat = {key: value for key, value in config.items() if key != "rope_parameters"}
-    rope = dict(parameters.get(None) or parameters.get(FULL) or {})
-    flat |= {key: rope.pop(key) for key in BESIDE if key in rope}
-    flat["rope_scaling"] = None if rope["rope_type"] == "default" else rope
-    local = (parameters.get(SLIDING) or {}).get("rope_theta", flat["rope_theta"])
-    return flat if local == flat["rope_theta"] else {**flat, "rope_local_base_freq": local}
+    rope = dict(parameters.get(None) or parameters.get(FULL) or parameters.get(SLIDING) or {})
+    flat |= {key: rope.pop(key) for key in BESIDE if rope.get(key) is not None}
+    flat["rope_scaling"] = None if rope.get("rope_type", rope.get("type", "default")) == "default" else rope
+    local = (parameters.get(SLIDING) or {}).get("rope_theta")
+    return flat if local in (None, flat.get("rope_theta")) else {**flat, "rope_local_base_freq": local}
 
 
 def _rope(parameters: Mapping[str, Any]) -> Rope:

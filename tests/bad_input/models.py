@@ -54,6 +54,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("positions missing", {"max_position_embeddings": ...}, ("max_position_embeddings",)),
     ("intermediate_size as an object", {"intermediate_size": {}}, ("intermediate_size", "{}")),
     ("intermediate_size as text", {"intermediate_size": "32"}, ("intermediate_size", "'32'")),
+    ("10^9 experts", {"num_local_experts": 10**9}, ("num_local_experts", "1000000000")),
     ("unknown activation", {"hidden_act": "snake"}, ("hidden_act", "'snake'", "silu")),
     ("activation as a number", {"hidden_act": 3}, ("hidden_act", "3")),
     ("activation as code", {"hidden_act": "__import__('os').system('id')"}, ("hidden_act",)),
