@@ -9,6 +9,7 @@ import numpy as np
 from benchmarks import benchlib
 from benchmarks.peers_cpu.catalogue import peer_named
 from benchmarks.peers_cpu.contender import CacheBytes, Contender, Logits, Setting
+from benchmarks.scales import cached_states, kv_scales
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 
 
@@ -21,10 +22,10 @@ def prepare(setting: Setting) -> None:
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
     model = benchlib.load_model(setting.checkpoint)
-    tokens = np.array([setting.calibration], np.int64)
+    states = cached_states(model, [setting.calibration])
     for name in missing:
         policy = benchlib.load_policy(name)
-        bundle = benchlib.make_bundle(policy, benchlib.static_scales(policy, model, tokens), building, setting.checkpoint)
+        bundle = benchlib.make_bundle(policy, kv_scales(policy, states), building, setting.checkpoint)
         bundle.rename(setting.models / name)
     shutil.rmtree(building)
 

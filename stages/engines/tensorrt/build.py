@@ -22,13 +22,10 @@ from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor, read_scales, write_bundle, write_policy
 from stages.engines.onnx.bundle import WEIGHTS_FILE, ModelInfo, Tensor
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
-from stages.engines.tensorrt.bundle import PLANS, PlanRecord
-from stages.engines.tensorrt.extents import prefill_rows
+from stages.engines.tensorrt.bundle import PLANS, PlanRecord, Weight, as_inputs
 from stages.engines.tensorrt.library import Name, load
-from stages.engines.tensorrt.plan import GraphRefusal, Plan, build, parse
-from stages.engines.tensorrt.refusal import refusal
-from stages.engines.tensorrt.shapes import Limits, Range
-from stages.engines.tensorrt.weights import Weight, as_inputs
+from stages.engines.tensorrt.plan import GraphRefusal, Plan, build, parse, refusal
+from stages.engines.tensorrt.shapes import Limits, Range, prefill_rows
 
 
 @dataclass(frozen=True)
@@ -40,8 +37,6 @@ class PlanGraphs:
     """Layer -> the reason why it keeps its function body instead of the plugin; empty in a build without the plugin."""
     kernels: dict[str, str]
     """Plugin node -> sha256 of its kernel's PTX."""
-    stored: tuple[tuple[int, ...], ...] = ()
-    """Layers whose tokens the graphs store themselves, by the append that does."""
 
 
 GraphAdapter = Callable[[Mapping[Mode, Path], ModelInfo, Limits], AbstractContextManager[PlanGraphs]]
@@ -126,7 +121,6 @@ def build_bundle(
         twin=files_digest(tree_files(onnx_bundle)),
         plugins=adapted.kernels,
         native={str(layer): reason for layer, reason in adapted.native.items()},
-        stored=adapted.stored,
         model=described.model,
         weights=weights,
         max_batch=max_batch,
