@@ -135,9 +135,7 @@ def test_the_plugin_is_given_what_the_function_that_it_replaces_computes_with(
             query, key, value = new
             tables = {name: tensors[name] for name in ("page_table", "lengths", "exact_slots") if name in tensors}
             starts = torch.arange(0, 3 * tokens + 1, tokens)
-            attended = reference.attend_context(
-                layout, query, key, value, tensors, query_starts=starts, scaling=factor, **tables
-            )
+            attended = reference.attend(layout, query, key, value, tensors, query_starts=starts, scaling=factor, **tables)
             return float(np.abs(attended.numpy().reshape(expected.shape) - expected).max())
 
         assert error(scaling) <= tolerance
