@@ -6,7 +6,6 @@ plugin.py changes the graphs for backend=tensorrt: plans for TensorRT for RTX do
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,8 +38,8 @@ class PlanGraphs:
     """Plugin node -> sha256 of its kernel's PTX."""
 
 
-GraphAdapter = Callable[[Mapping[Mode, Path], ModelInfo, Limits], AbstractContextManager[PlanGraphs]]
-"""Returns the graphs that replace those of a bundle; their files exist as long as the context."""
+GraphAdapter = Callable[[Mapping[Mode, Path], Path, ModelInfo, Limits], PlanGraphs]
+"""Returns the graphs that replace those of a bundle, whose files it writes to a folder."""
 
 
 def build_bundle(
@@ -82,12 +81,10 @@ def build_bundle(
     limits = Limits(policy, max_batch, max_tokens)
     graphs: dict[Mode, Path] = {mode: onnx_bundle / f"{mode}.onnx" for mode in PLANS}
     plans: dict[Mode, Plan] = {}
-    unchanged = nullcontext(PlanGraphs(graphs, {}, {}))
     weights: list[Weight] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="kvgate-") as scratch,
-        adapt(graphs, described.model, limits) if adapt is not None else unchanged as adapted,
-    ):
+    with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
+        unchanged = PlanGraphs(graphs, {}, {})
+        adapted = unchanged if adapt is None else adapt(graphs, Path(scratch), described.model, limits)
         native = adapt is None or bool(adapted.native)
         limits = replace(limits, prefill_rows=prefill_rows(limits, described.model.q_heads, native=native))
         for mode, graph in adapted.graphs.items():

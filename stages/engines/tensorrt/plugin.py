@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import cast
 
 import onnx
@@ -44,14 +43,11 @@ def with_plugin(gpu: Mapping[str, str]) -> GraphAdapter:
     check_gpu(gpu)
     sm = int(gpu["compute_cap"].replace(".", ""))
 
-    @contextmanager
-    def adapt(graphs: Mapping[Mode, Path], info: ModelInfo, limits: Limits) -> Iterator[PlanGraphs]:
+    def adapt(graphs: Mapping[Mode, Path], folder: Path, info: ModelInfo, limits: Limits) -> PlanGraphs:
         layers = choose_layers(limits.policy, info.shape, info.q_heads)
         if not layers.layouts:
-            yield PlanGraphs(graphs, _reasons(layers), {})
-            return
-        with TemporaryDirectory(prefix="kvgate-") as folder:
-            yield write_plugin_graphs(graphs, Path(folder), info=info, limits=limits, sm=sm)
+            return PlanGraphs(graphs, _reasons(layers), {})
+        return write_plugin_graphs(graphs, folder, info=info, limits=limits, sm=sm)
 
     return adapt
 
