@@ -1,4 +1,4 @@
-"""kvgate from Python: `evaluate` a model under a policy, `load` an engine, fetch the `champion`. docs/python.md shows it."""
+"""kvgate from Python: `evaluate` a model under a policy, `load` an engine, fetch the `champion` (docs/start.md#from-python)."""
 
 from pipeline.api.champions import champion
 from pipeline.api.engines import LoadedEngine, load

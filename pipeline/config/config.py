@@ -73,6 +73,7 @@ class QuantizeConfig(StrictModel):
     """Where ModelOpt quantizes and calibrates; `auto` is a GPU where torch finds one."""
 
     device: Literal["auto", "cpu", "cuda"]
+    """auto is a GPU where torch finds one."""
 
 
 class CalibrationConfig(StrictModel):
@@ -123,6 +124,7 @@ class Config(StrictModel):
     prune: Annotated[PruneConfig, Field(exclude=True)]
     """It decides nothing of what is made or judged, so that it is tracked nowhere."""
     seed: Annotated[int, Field(ge=0, lt=2**31)]
+    """Of samples, calibration texts and searches."""
     workdir: PathText
     log: Literal["human", "json", "quiet"]
     """What a command says and how; no artifact depends on it."""

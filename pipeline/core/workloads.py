@@ -31,8 +31,11 @@ class LoadConfig(StrictModel):
     """The load that system metrics are timed on: `batch` sequences of `context_tokens`, `new_tokens` decode steps."""
 
     batch: Annotated[int, Field(ge=1, le=4096)]
+    """Sequences that are decoded together."""
     context_tokens: Positive
+    """Tokens of each sequence before the first decode step."""
     new_tokens: Annotated[int, Field(ge=2, le=100_000)]
+    """Decode steps that are timed."""
     warmup_steps: Annotated[int, Field(ge=0, le=1000)]
     """Decode steps before the timed ones."""
     budget_gib: Annotated[float, Field(gt=0)]
@@ -70,6 +73,7 @@ class BfclConfig(StrictModel):
     """Function calls from BFCL v4, each category a workload `bfcl_CATEGORY`."""
 
     categories: list[str]
+    """Categories of BFCL that are asked, each once."""
     samples: Annotated[int, Field(ge=1, le=100_000)]
     """Most samples of each category, drawn with the seed."""
 
@@ -132,12 +136,13 @@ class WorkloadsConfig(StrictModel):
     samples: dict[Workload, Count]
     """Samples of each built-in workload; 0 or absent leaves it out."""
     jsonl: PathText | None
-    """The user's own samples: one JSON object a line (docs/cli.md lists the keys); added to the built-in ones."""
+    """The user's own samples beside the built-in ones: one JSON object a line, with the keys of docs/start.md#my-questions."""
     bfcl: BfclConfig | None = None
     """Samples of BFCL beside them; None asks none."""
     gsm8k: Annotated[int, Field(ge=0, le=GSM8K_PROBLEMS)] = 0
     """Problems of GSM8K beside them, drawn with the seed."""
     seed: Annotated[int, Field(ge=0, lt=2**31)]
+    """Of the generated samples."""
     batch_size: Annotated[int, Field(ge=1, le=1024)]
     """Sequences decoded together; a finished one makes room for the next."""
     extra_new_tokens: Annotated[int, Field(ge=1, le=100_000)]

@@ -25,7 +25,9 @@ class Eviction(StrictModel):
     """Sinks and a recent window: layers with full attention keep the pages of the first and of the latest tokens."""
 
     first: Annotated[int, Field(ge=0, le=1 << 24)]
+    """First tokens whose pages are kept."""
     latest: Tokens
+    """Latest tokens whose pages are kept."""
 
 
 class CapacityConfig(StrictModel):

@@ -101,7 +101,7 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     said = f"{', '.join(one.name for one in undecided)}: open is {_places(still_open)}"
     if stuck or not still_open:
         reason = stuck[0].reason if stuck else "no check was recorded"
-        return Step(why=f"{said}; more samples would not decide: {reason}; docs/trust.md says what each gate asks for")
+        return Step(why=f"{said}; more samples would not decide: {reason}; docs/verdict.md says what each gate asks for")
     attempt = config.gates.model_copy(update={"attempt": min(MOST_ATTEMPTS, config.gates.attempt + 1)})
     # The next attempt errs with less: what bounds take grows with its logarithm. Distances that are open say no number.
     more = math.log(attempt.pass_alpha) / math.log(config.gates.pass_alpha)

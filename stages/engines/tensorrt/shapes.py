@@ -46,7 +46,7 @@ class Limits:
     max_batch: int
     max_tokens: int
     prefill_rows: int = 1
-    """Most sequences of a prefill run (extents.prefill_rows)."""
+    """Most sequences of a prefill run (prefill_rows)."""
 
     @property
     def sequence_pages(self) -> int:
