@@ -25,9 +25,10 @@ from omegaconf.errors import ConfigTypeError, OmegaConfBaseException
 from pydantic import ValidationError
 
 from pipeline.config import CONF, options  # noqa: F401 - importing options stores them
-from pipeline.config.config import JUDGING, MOVING, Config
+from pipeline.config.config import JUDGING, MAKING, MOVING, Config
 from pipeline.config.launchers import BASIC, check_sweep
 from pipeline.config.overrides import MOST_JOBS, OPTION, check_overrides, refuse_code
+from pipeline.config.suiting import AUTO, SUITING, is_tiny
 from pipeline.core.errors import UserError
 from pipeline.core.redaction import holds_secret, redact_text
 
@@ -218,7 +219,7 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
             plain = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
             swept = [o for o in parsed if o.is_sweep_override()]
             hydras = [str(o.input_line) for o in parsed if _is_hydras(o)]
-            composed = compose("config", overrides=plain, return_hydra_config=True)
+            plain, composed = _suited(plain)
             refuse_code(composed.hydra)
             launcher, launcher_keys = check_sweep(composed.hydra)
             sweeping = multirun or composed.hydra.mode == RunMode.MULTIRUN
@@ -233,7 +234,7 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
             given = [o for o in parser.parse_overrides([f"{k}={v}" for k, v in params.items()]) + parsed if not _is_hydras(o)]
             keys = tuple(dict.fromkeys(o.key_or_group for o in given if last.get(o.key_or_group, o).is_sweep_override()))
             each = tuple([*hydras, *job] for job in _jobs(given))
-            jobs = _configs(each)
+            jobs, each = _configs(each)
             moving = next((job.stage for job in jobs if job.stage in MOVING and job.stage not in JUDGING), None)
             if moving is not None:
                 raise UserError(f"stage={moving}: moves what serves, and jobs of a sweep may run at once; leave -m out")
@@ -243,17 +244,40 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
         raise UserError(_explain_hydra(error, overrides)) from error
 
 
-def _configs(given: Sequence[Sequence[str]]) -> list[Config]:
-    """Compose and validate each job's configuration. Raises UserError with the problems of all of them, each once."""
-    configs, problems = [], list[str]()
+def _suited(overrides: list[str]) -> tuple[list[str], DictConfig]:
+    """Compose a job's configuration, with its node `hydra`, and with what suits the model in place of `auto`.
+
+    Keys of samples and texts are set once it is known which these are.
+    """
+    own = tuple(f"{group}." for group in SUITING)
+    bare = [override for override in overrides if not override.lstrip("+~").startswith(own)]
+    composed = compose("config", overrides=bare, return_hydra_config=True)
+    left = [group for group in SUITING if composed.hydra.runtime.choices[group] == AUTO]
+    if left and composed.get("stage") in MAKING and not is_tiny(str(OmegaConf.select(composed, "model.path"))):
+        suiting = [f"{group}={SUITING[group][1]}" for group in left]
+        overrides = [*(override for override in overrides if override not in [f"{group}={AUTO}" for group in left]), *suiting]
+    elif bare == overrides:
+        return overrides, composed
+    return overrides, compose("config", overrides=overrides, return_hydra_config=True)
+
+
+def _configs(given: Sequence[Sequence[str]]) -> tuple[list[Config], tuple[list[str], ...]]:
+    """Compose and validate each job's configuration, and return its overrides with what suits its model.
+
+    Raises:
+        UserError: with the problems of all of them, each once.
+    """
+    configs, suited, problems = [], [], list[str]()
     for overrides in given:
         try:
-            configs.append(to_config(compose("config", overrides=list(overrides))))
+            whole, composed = _suited(list(overrides))
+            configs.append(to_config(composed))
+            suited.append(whole)
         except UserError as error:
             problems += str(error).splitlines()
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
-    return configs
+    return configs, tuple(suited)
 
 
 def launch(planned: Plan, more: Sequence[str], task: Callable[[DictConfig], T]) -> list[T]:

@@ -23,6 +23,9 @@ Workload = Literal[
 """The built-in workloads, those of `stages.workloads.WORKLOADS`: first what the tiny model was trained on, then what any chat
 model can be asked."""
 
+TRAINED: set[Workload] = {"prose", "retrieval", "tool_call", "copy", "multi_turn"}
+PAGES: set[Workload] = {"documentation", "lookup", "extraction", "quotation", "recall"}
+
 Count = Annotated[int, Field(ge=0, le=100_000)]
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
 
@@ -168,6 +171,12 @@ class WorkloadsConfig(StrictModel):
     speculation: SpeculationConfig | None = None
     """None measures no acceptance."""
     load: LoadConfig
+
+    @property
+    def answers_are_lines(self) -> bool:
+        """Whether every answer is one line, as those about pages are: few-shot text ends them as it ends its lines."""
+        asked = {name for name, count in self.samples.items() if count}
+        return asked <= PAGES and self.jsonl is None and self.bfcl is None and not self.gsm8k
 
     @property
     def file(self) -> Path | None:

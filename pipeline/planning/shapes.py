@@ -50,6 +50,11 @@ class ModelShape:
     notes: tuple[str, ...]
     """What was assumed where config.json does not say it."""
 
+    @property
+    def parameters(self) -> int | None:
+        """How many numbers its weights are; None for a family whose weights are not counted."""
+        return None if self.tensors is None else sum(prod(shape) for _, shape in self.tensors)
+
     def kv_heads_of_a_rank(self, ranks: int) -> int:
         """Return the KV heads on each of `ranks` GPUs: a share of them, or one that is copied where there are more GPUs.
 

@@ -2,7 +2,7 @@
 
 from rich.markup import escape
 
-from pipeline.core.errors import GateRefusal
+from pipeline.core.errors import CannotBeJudged, GateRefusal
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.pages.page import run_page
 from pipeline.registry import summary
@@ -22,7 +22,10 @@ class NotPassed(GateRefusal):
     """A candidate did not pass its gates."""
 
     def __init__(self, candidate: Candidate) -> None:
-        super().__init__(f"{candidate.name} is not good enough: {candidate.verdict}")
+        said = "is not good enough" if candidate.verdict == "FAIL" else "is not decided"
+        if candidate.is_blind:
+            said = "is not judged, because its answers do not depend on the cache"
+        super().__init__(f"{candidate.name} {said}: {candidate.verdict}")
         self.candidate = candidate
 
 
@@ -32,7 +35,7 @@ def quantize(run: Run) -> None:
     lines = f"quantized checkpoint: {quantized.path}", f"ModelOpt's exports: {exports.path}"
     console.result("quantized", *lines, paste=True, checkpoint=quantized.path, exports=exports.path)
     if not run.sweeping:
-        next_steps.show(next_steps.after_quantize(typed()))
+        next_steps.show(next_steps.after_making("quantize", typed()))
 
 
 def build(run: Run) -> None:
@@ -46,7 +49,7 @@ def build(run: Run) -> None:
     if hint is not None:
         console.say(escape(hint))
     if not run.sweeping:
-        next_steps.show(next_steps.after_build(typed()))
+        next_steps.show(next_steps.after_making("build", typed()))
 
 
 def evaluate(run: Run) -> Candidate:
@@ -63,7 +66,11 @@ def evaluate(run: Run) -> Candidate:
     with track(
         store, run.sweep, run.label, config.backend.name, config.model_dump(mode="json", exclude={"log", "dry"})
     ) as tracked:
-        evaluation, engine, baseline = chain.made_by("evaluate")
+        try:
+            evaluation, engine, baseline = chain.made_by("evaluate")
+        except CannotBeJudged as refusal:
+            refusal.next_step = next_steps.after_weak(config, refusal.weak, refusal.able, typed(), sweep=run.sweeping)
+            raise
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         with console.doing("deciding"):
             verdict = run.decide(report, rows)

@@ -9,9 +9,28 @@ from pipeline.planning.capacity import Capacity
 from pipeline.planning.recommend import NO_EVIDENCE, Recommendation
 from pipeline.planning.use import GIB
 from pipeline.terminal.grids import Column, Grid, Row
+from pipeline.terminal.progress import duration
 from pipeline.terminal.texts import begun
 
 KIB, MIB = 1024, 1024**2
+
+MEASURED = "SmolLM2-135M-Instruct on two cores (`make real`)"
+MEASURED_PARAMETERS = 134_515_008
+FIRST_ROUND_S, ALL_ROUNDS_S = 136.0, 444.0
+"""Seconds of one policy and its baseline there (README.md): one that the first round decides, and one that all five decide."""
+BYTES_PER_PARAMETER = 8
+"""The engine and the oracle beside it compute in float32."""
+
+
+def verdict_lines(parameters: int) -> list[str]:
+    """Say what a verdict on a model takes, and what that rests on."""
+    times = parameters / MEASURED_PARAMETERS
+    return [
+        f"a verdict on a CPU (backend=onnxruntime) takes about {BYTES_PER_PARAMETER * parameters / GIB:.3g} GiB of memory, and "
+        f"{duration(times * FIRST_ROUND_S)} where the first round decides, {duration(times * ALL_ROUNDS_S)} where all five are "
+        "asked",
+        f"  estimated from {MEASURED}: time and memory grow with the parameters, here {parameters / 1e9:.3g} billion",
+    ]
 
 
 def budget_lines(capacity: Capacity) -> list[str]:

@@ -24,6 +24,9 @@ class CharTokenizer(BundleTokenizer):
     def __init__(self) -> None:
         self.eos_token_id = EOS
 
+    def stop_token_id(self, _: object) -> int:
+        return EOS
+
     def prompt_ids(self, sample: Sample) -> list[int]:
         text = sample.prompt or "".join(f"<{role}>{content}" for role, content in sample.messages)
         return self.text_ids(text)
