@@ -20,6 +20,7 @@ import tensorrt_rtx
 import torch
 
 from stages.engines.onnx.bundle import Tensor
+from stages.engines.onnx.weights import makers
 from stages.engines.tensorrt.bundle import PlanRecord
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.session import Device
@@ -74,7 +75,13 @@ class FakeEngine:
         # it has them as constants, and a run checks that what is bound is the same.
         self.session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
         model = onnx.load(graph)
-        values = {t.name.removesuffix(".stored"): onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+        values, made_from = {}, makers(model.graph)
+        for tensor in model.graph.initializer:
+            name, value = tensor.name, onnx.numpy_helper.to_array(tensor)
+            while name in made_from:
+                value = value.T if made_from[name].op_type == "Transpose" else value
+                name = made_from[name].output[0]
+            values[name] = value
         self.weights = {
             weight.name: values[weight.name].astype(NUMPY[self.inputs[weight.name].dtype]) for weight in record.weights
         }
