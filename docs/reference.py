@@ -123,7 +123,16 @@ def _range(kind: str, metadata: tuple[object, ...]) -> str:
         for part in (one, *getattr(one, "metadata", ())):
             limits |= {name: getattr(part, name) for name in ("ge", "gt", "le", "lt") if getattr(part, name, None) is not None}
     words = {"ge": "from {:,}", "gt": "above {:,}", "le": "to {:,}", "lt": "below {:,}"}
-    return " ".join([kind, *(words[name].format(limits[name]) for name in words if name in limits)])
+    return " ".join(
+        [
+            kind,
+            *(
+                words[name].format(int(limits[name]) if limits[name] == int(limits[name]) else limits[name])
+                for name in words
+                if name in limits
+            ),
+        ]
+    )
 
 
 def rows(
@@ -135,8 +144,9 @@ def rows(
         key = f"{prefix}{name}"
         annotation: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
         inner = [one for one in models(field.annotation) if one is not model]
-        default = defaults.get(name) if isinstance(defaults, dict) else None
-        about = own.get(name) or said.get(name, "")
+        least = None if field.is_required() else field.get_default(call_default_factory=True)
+        default = defaults.get(name, least) if isinstance(defaults, dict) else least
+        about = linked(own.get(name) or said.get(name, ""))
         if not inner or get_origin(field.annotation) in (list, tuple):
             yield f"`{key}`", _yaml(default), values(annotation), about
         elif inner[0] in seen:
@@ -148,7 +158,16 @@ def rows(
             yield from rows(inner[0], default, f"{key}.", said, seen)
 
 
+def linked(text: str) -> str:
+    """Return words of the code as the page has them: pages as links, and None as YAML writes it."""
+    return re.sub(r"docs/(\w+)\.md(#[\w-]+)?", r"[\1](\1.md\2)", re.sub(r"\bNone\b", "null", text))
+
+
 def _yaml(value: object) -> str:
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json")
+    if isinstance(value, tuple):
+        value = list(value)
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000).replace("\n...", "").strip()
     return f"`{text}`"
 
@@ -185,7 +204,9 @@ def keys() -> list[str]:
     groups = []
     for name, field in Config.model_fields.items():
         if not (inner := models(field.annotation)):
-            plain.append((f"`{name}`", _yaml(whole[name]), values(field.annotation), said.get(name) or own.get(name, "")))
+            plain.append(
+                (f"`{name}`", _yaml(whole[name]), values(field.annotation), linked(said.get(name) or own.get(name, "")))
+            )
         elif name != "backend":
             groups.append((name, inner[0]))
     lines += ["### Of the command", "", *table(("key", "default", "values", "meaning"), plain)]
@@ -212,7 +233,7 @@ def groups() -> list[str]:
     files = [
         path for path in sorted(CONF.glob("*/*.yaml")) if path.relative_to(CONF).with_suffix("").as_posix() not in INCLUDED
     ]
-    some = [(f"`{path.parent.name}={path.stem}`", first_comment(path)) for path in files if path.parent.name != "kv"]
+    some = [(f"`{path.parent.name}={path.stem}`", linked(first_comment(path))) for path in files if path.parent.name != "kv"]
     return [
         "## Groups and options",
         "",

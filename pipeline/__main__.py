@@ -128,7 +128,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         return 0
     if as_json:
         _check_json(planned)
-    console.configure(planned.jobs[0].log)
+    console.configure(planned.jobs[0].log, verbose=planned.jobs[0].verbose)
     if any(job.dry for job in planned.jobs):
         from pipeline.dry.command import foretell
 

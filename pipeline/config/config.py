@@ -104,6 +104,7 @@ class Config(StrictModel):
     """Everything that a run needs: one field for each group of conf/."""
 
     stage: Stage
+    """What the command does: docs/start.md#my-model has a table."""
     model: ModelConfig
     weights: WeightsConfig
     quantize: QuantizeConfig
@@ -128,6 +129,8 @@ class Config(StrictModel):
     workdir: PathText
     log: Literal["human", "json", "quiet"]
     """What a command says and how; no artifact depends on it."""
+    verbose: bool
+    """Whether it says details as well; no artifact depends on it."""
     bundle: PathText | None
     """Directory of an engine, or of its evidence, for stage=verify."""
     dry: bool

@@ -104,7 +104,7 @@ class ProbeConfig(StrictModel):
     max_batch: Annotated[int, Field(ge=2, le=4096)] = 32
     """Largest decode step; the evaluation's batch_size where that is larger."""
     requests: Annotated[int, Field(ge=1, le=1_000_000)] = 400
-    """Short requests that come and go."""
+    """Short requests that come and go in a full batch."""
 
 
 class SpeculationConfig(StrictModel):
@@ -157,19 +157,18 @@ class WorkloadsConfig(StrictModel):
     noise_samples: Count
     """Samples per workload, besides its longest one, that both engines repeat one at a time: the A/A noise floor."""
     canary_samples: Annotated[int, Field(ge=1, le=1000)]
-    """Size of the canary in samples per workload. It takes the samples with the longest prompts, of whichever workload."""
+    """Samples per workload of the must-fail control, which takes the longest prompts of whichever workload."""
     canary_factor: float
-    """By how much the canary multiplies every key scale."""
+    """By how much the must-fail control multiplies every key scale."""
     conformance_samples: Count = 0
-    """Samples per workload of the first round that are compared with the oracle, from the shortest to the longest. Evidence of
-    before they were lacks it."""
+    """Samples per workload of the first round that are compared with the oracle, from the shortest to the longest."""
     rounds: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=1, max_length=100)] = Field(
         default_factory=lambda: [1.0]
     )
     """The share of the samples that each round ends at, ascending to 1. A candidate runs rounds until its gates decide."""
     probe: ProbeConfig = Field(default_factory=ProbeConfig)
     speculation: SpeculationConfig | None = None
-    """None measures no acceptance."""
+    """Drafters of speculative decoding whose acceptance is measured; None measures none."""
     load: LoadConfig
 
     @property

@@ -145,7 +145,7 @@ class Chain(BuildChain):
     def _measured_once(self, policy: KVPolicy, measured: Path, baseline: Path | None, progress: Progress) -> "Once":
         from stages.evaluate.once import once
 
-        opened, self._opened = self._open(policy), None  # the canary leaves its fault in the engine
+        opened, self._opened = self._open(policy), None  # the must-fail control leaves its fault in the engine
         return once(
             opened.engine,
             self._encoded.round(1),

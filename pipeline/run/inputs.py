@@ -9,7 +9,7 @@ from pathlib import Path
 from pipeline.artifacts.backend import Job
 from pipeline.artifacts.store import check_store
 from pipeline.artifacts.workdir import check_memory, check_room, check_workdir
-from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
+from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint, refuse_weights
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.checkpoint.weights import check_tokenizer, check_weights
 from pipeline.config.config import JUDGING, Config
@@ -90,6 +90,7 @@ def _check_model(config: Config) -> None:
     """Refuse a model, and what cannot be done with it: the policy, the load, the questions, the backend's own refusals."""
     checkpoint = inspect_model(locate_checkpoint(config.model.path))
     config.kv.check_shape(checkpoint.shape)
+    refuse_weights(checkpoint, config.weights.format)
     if config.stage == "tune":
         tuned_policies(config, checkpoint.shape)
     if config.stage in JUDGING:
@@ -196,10 +197,12 @@ def inspect_model(path: Path) -> CheckpointInfo:
         UserError: when it cannot be used.
         MissingRequirement: without the package that reads GGUF.
     """
+    from stages.checkpoints import expected_tensors
+
     if not path.is_file():
         info = inspect_checkpoint(path)
-        check_weights(info)
-        check_tokenizer(info)
+        check_tokenizer(info)  # light, so that it comes first
+        check_weights(info, expected_tensors)
         return info
     info = inspect_gguf(path).info
     if find_spec("gguf") is None:
@@ -214,14 +217,16 @@ def check_draft(path: str, target: Path) -> None:
         path: `workloads.speculation.draft`.
         target: The checkpoint of `model.path`, or its GGUF.
     """
+    from stages.checkpoints import expected_tensors
+
     key = "workloads.speculation.draft="
     try:
         draft = locate_checkpoint(path)
         if draft.is_file():
             raise UserError(f"{key}{path}: is a file; give the directory of a Hugging Face checkpoint")
         drafter = inspect_checkpoint(draft)
-        check_weights(drafter)
         check_tokenizer(drafter)
+        check_weights(drafter, expected_tensors)
     except UserError as error:
         raise UserError(str(error).replace("model.path=", key)) from None
     wanted, unused = _vocabulary(target, f"model.path={target}")

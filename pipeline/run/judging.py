@@ -11,7 +11,7 @@ from pipeline.registry.runs import open_store, track
 from pipeline.registry.summary import Candidate, Cited
 from pipeline.run.job import Run
 from pipeline.run.serving import promote_from
-from pipeline.run.showing import compare_in_mlflow, show
+from pipeline.run.showing import show
 from pipeline.terminal import console, next_steps, tables
 from pipeline.terminal.commands import typed, whole
 from pipeline.verdict.report import REPORT_FILE, load_report, load_rows
@@ -64,7 +64,7 @@ def evaluate(run: Run) -> Candidate:
     with console.doing("opening MLflow"):
         store = open_store(config.tracking, config.work, config.model.label)
     with track(
-        store, run.sweep, run.label, config.backend.name, config.model_dump(mode="json", exclude={"log", "dry"})
+        store, run.sweep, run.label, config.backend.name, config.model_dump(mode="json", exclude={"log", "verbose", "dry"})
     ) as tracked:
         try:
             evaluation, engine, baseline = chain.made_by("evaluate")
@@ -97,18 +97,15 @@ def evaluate(run: Run) -> Candidate:
             page = run_page(candidate, report, rows, sweep=run.sweep, model=config.model.path, workdir=config.work)
             candidate = tracked.conclude(candidate, page)
     last = summary.record(config.work, run.sweep, candidate)
-    tables.print_verdict(candidate)
-    tables.print_conformance(verdict)
-    tables.print_evidence(report, verdict)
+    tables.print_verdict(candidate, report)
     if run.sweeping:
         return candidate
     promotes = config.stage == "all" and config.tracking.enabled
-    tables.print_baseline_accuracy([candidate])
+    tables.print_baseline_accuracy([candidate], detail=True)
     show(config, [candidate], lambda: store, sweep=run.sweep, command=whole())
-    if not (config.stage == "all" and candidate.verdict == PASS):  # a promotion says it, too
-        compare_in_mlflow([candidate], lambda: store, run.sweep)
     if not (promotes and candidate.verdict == PASS):  # a promotion says what comes next, too
-        next_steps.show(next_steps.after_judging(config, [candidate], typed()))
+        asking = sum(stage.artifact.seconds for stage in chain.finished if stage.artifact.stage in ("baseline", "round"))
+        next_steps.show(next_steps.after_judging(config, [candidate], typed(), asking_s=asking))
     if candidate.verdict != PASS:
         raise NotPassed(candidate)
     if promotes:

@@ -56,9 +56,12 @@ def promote_from(run: Run, last: summary.Summary) -> None:
     log, find = run.log(store), partial(registered_candidate, config.work / "artifacts")
     policy = settle(log, read_policy(config.promote), loosen=config.promote.loosen_policy)
     decide, replay_again = run.decide_under(policy), run.replay_under(policy)
-    candidates = promotion.judged_again(listed, store.registered(), find, decide, model, name)
+    registered = store.registered()
+    candidates = promotion.judged_again(listed, registered, find, decide, model, name)
+    rival = promotion.incumbent(store.alias("champion"), registered, find, decide, candidates) if name is None else None
     with console.doing("replaying the evidence"):
-        move = promotion.promote(candidates, log, replay_again, decide, sweep=last.sweep, name=name)
+        move = promotion.promote(candidates, log, replay_again, decide, sweep=last.sweep, name=name, rival=rival)
+    candidates += [rival] if rival is not None else []
     with _told(move):
         summary.conclude(config.work, move.champion, last.sweep)
         with console.written_to(config.work / REPORT):

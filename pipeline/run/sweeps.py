@@ -53,7 +53,7 @@ class Task:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         hydra = HydraConfig.get()
         config = to_config(composed)
-        console.configure(config.log)
+        console.configure(config.log, verbose=config.verbose)
         label = " ".join([config.kv.name, *named(hydra.overrides.task, self.swept)])
         job = console.Job(config.stage, label, hydra.job.num + 1, self.jobs, beside_others=True)
         return _attempt(config, self.sweep, job)

@@ -20,6 +20,7 @@ from pipeline.registry.summary import Candidate
 from pipeline.terminal import console
 from pipeline.terminal.commands import carried, defaults, differing, judging, promoting, standing, typed
 from pipeline.terminal.planning_tables import command_line
+from pipeline.terminal.progress import duration
 from pipeline.terminal.texts import begun
 from pipeline.verdict.gates import GATES, LINES
 from pipeline.verdict.thresholds import Check
@@ -28,6 +29,8 @@ MOST_SAMPLES = 100_000
 """Of a workload (`workloads.samples`)."""
 MOST_ATTEMPTS = 20
 """`gates.attempt`."""
+QUICK, FULL_TIMES = "experiment=quick", 10
+"""A first look, and how many times as many questions a verdict asks at most."""
 BFCL = "bfcl_"
 """How workloads of BFCL begin."""
 SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
@@ -63,7 +66,13 @@ def after_making(stage: str, base: Sequence[str], *, sweep: bool = False) -> Ste
 
 
 def after_judging(
-    config: Config, candidates: Sequence[Candidate], base: Sequence[str], *, swept: Sequence[str] = (), unfinished: bool = False
+    config: Config,
+    candidates: Sequence[Candidate],
+    base: Sequence[str],
+    *,
+    swept: Sequence[str] = (),
+    unfinished: bool = False,
+    asking_s: float = 0.0,
 ) -> Step:
     """Say what to do after an evaluation, or after a sweep: what follows from why it ended so.
 
@@ -73,9 +82,17 @@ def after_judging(
         base: What was typed.
         swept: Keys that differ between the jobs.
         unfinished: Whether jobs of the sweep are missing.
+        asking_s: Seconds that the questions of a quick look took.
     """
     if unfinished:
         return Step(why="finish the sweep; what was made is reused", command=judging(base, sweep=bool(swept)))
+    if QUICK in base:
+        takes = f", about {duration(FULL_TIMES * asking_s)} more where all are asked" if asking_s else ""
+        whole = judging([part for part in base if part != QUICK], sweep=bool(swept))
+        return Step(
+            why=f"judge it in full ({FULL_TIMES} times the questions at most{takes}), and promote it if it passes",
+            command=whole,
+        )
     if any(one.verdict == PASS for one in candidates):
         if config.tracking.enabled:
             return Step(why="make the best that passed the champion", command=promoting(config))
@@ -85,12 +102,11 @@ def after_judging(
     if all(one.is_blind for one in candidates):
         return Step(
             why="ask a trained model questions whose answers stand in the prompt: a corrupted cache changed nothing that was "
-            "measured, so that no policy can be told from another here (docs/workloads.md)"
+            "measured, so that no policy can be told from another here (docs/verdict.md#inconclusive-what-now)"
         )
     undecided = [one for one in candidates if one.verdict == "INCONCLUSIVE"]
-    if undecided:
-        return _ask_more(config, undecided, base, swept)
-    return _finer(config, [one.policy for one in candidates], base)
+    finer = [one.policy for one in candidates]
+    return _ask_more(config, undecided, base, swept) if undecided else _finer(config, finer, base)
 
 
 def after_weak(config: Config, weak: Sequence[str], able: Sequence[str], base: Sequence[str], *, sweep: bool = False) -> Step:
@@ -112,7 +128,7 @@ def after_weak(config: Config, weak: Sequence[str], able: Sequence[str], base: S
         return Step(why=why, command=judging(base, "workloads=chat", "calibration=chat", sweep=sweep))
     return Step(
         why="ask questions that this model answers: your own, one JSON object a line, as workloads=jsonl workloads.jsonl=FILE "
-        '(docs/cli.md, "Your own questions")'
+        "(docs/start.md#my-questions)"
     )
 
 
@@ -126,7 +142,9 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     said = f"{', '.join(one.name for one in undecided)}: open is {_places(still_open)}"
     if stuck or not still_open:
         reason = stuck[0].reason if stuck else "no check was recorded"
-        return Step(why=f"{said}; more samples would not decide: {reason}; docs/verdict.md says what each gate asks for")
+        return Step(
+            why=f"{said}; more samples would not decide: {reason}; docs/verdict.md#inconclusive-what-now says what to do"
+        )
     attempt = config.gates.model_copy(update={"attempt": min(MOST_ATTEMPTS, config.gates.attempt + 1)})
     # The next attempt errs with less: what bounds take grows with its logarithm. Distances that are open say no number.
     more = math.log(attempt.pass_alpha) / math.log(config.gates.pass_alpha)

@@ -93,12 +93,10 @@ def remark_lines(capacity: Capacity) -> list[str]:
 def command_line(base: Sequence[str], arguments: Sequence[str], *, sweep: bool = False) -> str:
     """Return the command with these arguments in place of those of the same keys.
 
-    Other samples than those of `base` take their options away too.
+    Another option of a group than that of `base` takes the keys of that group away too.
     """
     changed = {_key(argument) for argument in arguments}
-    kept = [one for one in base if _key(one) not in changed]
-    if "workloads" in changed:
-        kept = [one for one in kept if not _key(one).startswith("workloads.")]
+    kept = [one for one in base if not {_key(one), _key(one).partition(".")[0]} & changed]
     return f"{begun()} {shlex.join([*(['-m'] if sweep else []), *kept, *arguments])}".rstrip()
 
 

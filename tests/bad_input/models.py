@@ -75,7 +75,52 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("factor as text", {"rope_scaling": {"rope_type": "linear", "factor": "2"}}, ("rope_scaling", "'2'")),
     ("factor NaN", {"rope_scaling": {"rope_type": "yarn", "factor": float("nan")}}, ("rope_scaling", "nan")),
     ("rope_type as a list", {"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, ("rope_scaling",)),
-    ("rope_parameters", {"rope_parameters": {"rope_theta": 1.0}}, ("rope_parameters", "rope_scaling")),
+    ("rope_parameters as a list", {"rope_parameters": []}, ("rope_parameters", "[]")),
+    (
+        "rope_parameters of another base",
+        {"rope_parameters": {"rope_theta": 1.0}},
+        ("rope_theta=10000.0", "rope_parameters", "1.0"),
+    ),
+    (
+        "rope_parameters of another base by layer type",
+        {"rope_parameters": {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {}}},
+        ("rope_theta=10000.0", "rope_parameters.full_attention", "500000.0"),
+    ),
+    (
+        "rope_parameters of another kind than rope_scaling",
+        {
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 2.0},
+        },
+        ("rope_scaling.rope_type", "yarn"),
+    ),
+    (
+        "rope_parameters of another length than rope_scaling",
+        {
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0},
+        },
+        ("factor=2.0", "factor=4.0"),
+    ),
+    ("rope_parameters without factor", {"rope_parameters": {"rope_type": "linear"}}, ("rope_parameters.factor",)),
+    ("dtype and torch_dtype", {"dtype": "float16", "torch_dtype": "bfloat16"}, ("torch_dtype=bfloat16", "dtype=float16")),
+    ("a vision tower", {"vision_config": {}}, ("vision_config", "pictures")),
+    ("MLA", {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, ("kv_lora_rank=512", "MLA")),
+    (
+        "a hybrid of two kinds of layers",
+        {"architectures": ["JambaForCausalLM"], "attn_layer_period": 8},
+        ("attn_layer_period=8", "state"),
+    ),
+    (
+        "linear attention",
+        {"architectures": ["Qwen3NextForCausalLM"], "linear_num_key_heads": 16},
+        ("linear_num_key_heads=16", "state"),
+    ),
+    (
+        "an encoder",
+        {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+        ("is_encoder_decoder=True", "encoder"),
+    ),
     ("no architectures", {"architectures": ...}, ("architectures",)),
     ("two architectures", {"architectures": ["LlamaForCausalLM", "X"]}, ("architectures",)),
     ("architectures as text", {"architectures": "LlamaForCausalLM"}, ("architectures",)),
@@ -276,8 +321,22 @@ TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
      ("generation_config.json",)),
 )  # fmt: skip
 
+HELD_AGAINST_THE_MODEL = (
+    "a vocabulary that the weights have not", "fewer layers than the weights", "more layers than the weights",
+    "biases that the weights have not", "an output matrix that the weights have not", "other heads than the weights'",
+    "a header without tensors", "a tensor missing", "a tensor too many", "a tensor of code's name",
+    "a tensor's name with a terminal's codes", "a tensor transposed", "a tensor of three dimensions", "a scalar",
+    "an empty tensor", "a tensor in no shard",
+)  # fmt: skip
+"""What shows once transformers has built the model on the meta device."""
+
 CASES = [
-    *(case(name, with_config(**changes), *says) for name, changes, says in CONFIGS),
-    *(case(name, prepare, *says) for name, prepare, says in (*WEIGHTS, *SHARDS, *TOKENIZERS)),
+    *(
+        case(name, prepare, *says, loads_model=name in HELD_AGAINST_THE_MODEL)
+        for name, prepare, says in (
+            *((name, with_config(**changes), says) for name, changes, says in CONFIGS),
+            *(*WEIGHTS, *SHARDS, *TOKENIZERS),
+        )
+    ),
     *(case(name, prepare, *says, unprivileged=name.endswith("unreadable")) for name, prepare, says in JSON),
 ]

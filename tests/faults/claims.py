@@ -44,7 +44,7 @@ def twice_the_pool(engine: Any) -> None:
 
 
 def out_of_the_canarys_reach(engine: Any) -> None:
-    """What the canary corrupts is not what decoding reads."""
+    """What the must-fail control corrupts is not what decoding reads."""
     engine.corrupt_key_scale = lambda _: None
 
 
@@ -73,7 +73,7 @@ FAULTS = [
     Fault("int8_as_fp8", KIND, "stores INT8 with scales a token, claims calibrated FP8, and its memory too", "fp8",
           memory_as_claimed, holds="int8"),
     Fault("pool_twice_as_large", KIND, "allocates twice the bytes that the policy says", "int8", twice_the_pool),
-    Fault("canary_without_effect", KIND, "what the canary corrupts is a copy that decoding does not read", "int8",
+    Fault("canary_without_effect", KIND, "what the must-fail control corrupts is a copy that decoding does not read", "int8",
           out_of_the_canarys_reach),
     Fault("logits_x1_02", KIND, "another final multiplier: the weights are not those of the baseline", "fp8", warmer),
     Fault("shared_page_end_unwritten", KIND, "both engines lose the last token of every page", "int8", unwritten(63),

@@ -91,7 +91,7 @@ def _tables(now: Outcomes, judged: list[Fault]) -> Iterator[str]:
 
 def _sound(now: Outcomes) -> Iterator[str]:
     yield "\n## The same engines without a fault\n"
-    yield "| cache | engine | verdict | mean KL from FP16 | the canary's ladder |\n|---|---|---|---|---|"
+    yield "| cache | engine | verdict | mean KL from FP16 | the must-fail control's ladder |\n|---|---|---|---|---|"
     for policy in POLICIES:
         for engine, label in ENGINES.items():
             outcome = now.get(f"sound {policy} {engine}")

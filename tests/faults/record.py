@@ -22,7 +22,7 @@ class Outcome(BaseModel):
     mean_kl: float | None
     """Mean KL from the baseline, nats per token."""
     ladder: str = ""
-    """Which small faults of the canary's ladder the gates noticed in the same engine."""
+    """Which small faults of the must-fail control's ladder the gates noticed in the same engine."""
     seconds: float
     key: str
     """Digest of all that decides it: an outcome with another key is stale."""

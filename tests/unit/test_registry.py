@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +69,32 @@ def test_the_smallest_cache_that_passed_becomes_champion(tmp_path: Path, registr
     assert registry.aliases == {"champion": "2"}
     assert registry.versions["2"]["promoted_by_sweep"] == "s"
     assert candidates[1].engine.digest in registry.versions["2"]["evidence"]
+
+
+def test_the_champion_stays_where_nothing_better_passed_unless_a_name_is_given(
+    tmp_path: Path, registry: MemoryRegistry
+) -> None:
+    small, large = make(tmp_path, registry, "fp8k_int4v", kib=1.0), make(tmp_path, registry, "int8", kib=2.0)
+    promote(registry, small)
+    registered = [(one.registration, registry.versions[one.version]) for one in (small, large) if one.registration]
+
+    def rival(*judged: Candidate, champion: Candidate = small, decide: Decide = decide_pass) -> Candidate | None:
+        evidence = SimpleNamespace(report=None, rows=[])
+        return promotion.incumbent("1", registered, lambda *_: (champion, evidence), decide, judged)
+
+    def moved(*judged: Candidate, name: str | None = None, replay: Replay = replay_without_findings) -> Move:
+        log = MoveLog(registry)
+        return promotion.promote(judged, log, replay, decide_pass, sweep="s", name=name, rival=rival(*judged))
+
+    stays = moved(large)
+    assert (stays.champion, stays.version, stays.changed) == ("fp8k_int4v", "1", False)
+    better = make(tmp_path, registry, "int4", kib=0.5)
+    assert (moved(better).champion, moved(large, name="int8").champion) == ("int4", "int8")
+    assert rival(small) is None, "it was judged anew"
+    other = changed(small, baseline=Cited(path=tmp_path, digest="of other weights"))
+    assert rival(large, champion=other) is None
+    says_no = lambda *_: Verdict(status="FAIL", reasons=[], checks=[], samples_needed={})  # noqa: E731
+    assert rival(large, decide=says_no) is None
 
 
 def test_live_tokens_decide_then_the_lower_mean_kl_and_what_is_unknown_loses(fp8: Candidate) -> None:

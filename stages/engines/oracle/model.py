@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pipeline.checkpoint.windows import layer_windows
 from pipeline.core.kv import KVPolicy, KVShape
@@ -90,8 +91,58 @@ def hidden_states(
     return hidden
 
 
-def refuse_options(module: torch.nn.Module, options: Mapping[str, Any]) -> None:
-    """Raise RuntimeError for an option that a model gives its attention and that this attention would ignore."""
-    for name in ("sliding_window", "softcap", "s_aux", "head_mask"):
-        if options.get(name) is not None:
-            raise RuntimeError(f"layer {module.layer_idx}: {name}={options[name]} of the attention would be lost")
+@dataclass(frozen=True)
+class LayerAttention:
+    """What a layer's attention is asked to do besides scaled products."""
+
+    window: int | None = None
+    """The latest tokens that it attends to, the attending one included; None for all."""
+    softcap: float | None = None
+    """c of scores that become c * tanh(scores / c) before the softmax; None leaves them."""
+    sinks: Tensor | None = None
+    """(H, G): learned scores, one a query head, that take their share of the softmax and have no value."""
+
+    def cap(self, scores: Tensor) -> Tensor:
+        """Cap scores in place, and return them."""
+        return scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
+
+
+def asked_of(module: torch.nn.Module, kv_heads: int, options: Mapping[str, Any]) -> LayerAttention:
+    """Return what a model asks of a layer's attention, the options of transformers' attention interface.
+
+    Qwen2-MoE does not hand on its window, which its mask applies.
+    """
+    if options.get("head_mask") is not None:
+        raise RuntimeError(f"layer {module.layer_idx}: head_mask={options['head_mask']} of the attention would be lost")
+    window = options.get("sliding_window") or getattr(module, "sliding_window", None)
+    sinks = options.get("s_aux")
+    return LayerAttention(window or None, options.get("softcap"), None if sinks is None else sinks.view(kv_heads, -1))
+
+
+def refuse_options(module: torch.nn.Module, kv_heads: int, options: Mapping[str, Any]) -> None:
+    """Raise RuntimeError for what a model asks of its attention and an attention of plain products would ignore."""
+    asked = asked_of(module, kv_heads, options)
+    if asked != LayerAttention():
+        raise RuntimeError(f"layer {module.layer_idx}: {asked} of the attention would be lost")
+
+
+class _Given(torch.nn.Module):
+    """In place of a model's layers: what came out of them."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, **_: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+def head(model: Any, hidden: Tensor) -> Tensor:
+    """Return the logits (..., V) of normalized hidden states (..., hidden), as the model scales and caps them."""
+    layers = model.model
+    model.model = _Given(hidden)
+    try:
+        logits: Tensor = model(inputs_embeds=hidden, use_cache=False, output_router_logits=False).logits
+    finally:
+        model.model = layers
+    return logits

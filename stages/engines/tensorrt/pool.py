@@ -51,7 +51,7 @@ class TorchPool(PagedPool):
         self.limits, self.device = limits, device
         self.stacks: list[Stack] = []
         self._factors: dict[str, torch.Tensor] = {}
-        """The canary's factors (l, H, 1) on what is written, by the first name of a stack."""
+        """The must-fail control's factors (l, H, 1) on what is written, by the first name of a stack."""
         super().__init__(limits.policy, shape, limits.pages)
         for allocator, capacity in (
             (self.pages, limits.pages),
