@@ -254,7 +254,7 @@ def show(measured: Mapping[str, Measured], texts: Sequence[Text]) -> None:
 
 def main(command_line: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", choices=("tiny", "smollm2"), help="three minutes; half an hour")
+    parser.add_argument("models", nargs="+", choices=("tiny", "smollm2"), help="four minutes; a quarter of an hour")
     parser.add_argument("--work", type=Path, default=Path("work/numerics"), help="where SmolLM2 is converted to")
     arguments = parser.parse_args(command_line)
     torch.set_num_threads(1)
