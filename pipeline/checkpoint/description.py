@@ -22,7 +22,13 @@ ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_t
 
 MOST_LAYERS = 4096
 LARGEST = 1 << 30
-"""No model has as many layers, and no other size of one comes near this."""
+"""No model has as many layers or experts, and no other size of one comes near this."""
+
+COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "num_experts_per_tok")
+SIZES_OF_EXPERTS = (*COUNTS[1:], "moe_intermediate_size", "shared_expert_intermediate_size")
+
+NOT_READ = ("num_labels", "id2label", "label2id")
+"""What transformers makes a table of, in configurations of other kinds of models."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     content = read_json(path, "config.json")
     # What transformers would take attention or experts from: a name of a kernel on a hub is code.
-    config = {key: value for key, value in content.items() if "_implementation" not in key}
+    config = {key: value for key, value in content.items() if "_implementation" not in key and key not in NOT_READ}
     for key in OTHER_INPUTS:
         if config.get(key) is not None:
             raise refusal(path, f"config.json: {key}: a model that also takes pictures or sound; save its language model alone")
@@ -101,15 +107,18 @@ def describe_checkpoint(
     config = {**family.defaults, **config}
     rope = read_rope(path, config)
     _check_values(path, config)
-    for key in ("hidden_size", "intermediate_size"):
+    for key in ("hidden_size", "intermediate_size", *(key for key in SIZES_OF_EXPERTS if key in config)):
         integer(path, config, key)
     shape, q_heads = attention_shape(path, config)
+    vocab_size, pad = integer(path, config, "vocab_size"), config.get("pad_token_id")
+    if type(pad) is int and pad >= vocab_size:
+        raise wrong(path, config, "pad_token_id", f"one of the {vocab_size:,} tokens")
     return CheckpointInfo(
         path=path,
         architecture=architecture,
         shape=shape,
         q_heads=q_heads,
-        vocab_size=integer(path, config, "vocab_size"),
+        vocab_size=vocab_size,
         mlp_columns=config.get("intermediate_size"),
         max_positions=rope.positions(integer(path, config, "max_position_embeddings")),
         rope_scaling=rope.scaling,
@@ -166,7 +175,7 @@ def integer(path: Path, config: dict[str, Any], key: str, default: int | None = 
     value = config.get(key)
     if value is None and default is not None:
         return default
-    most = MOST_LAYERS if key == "num_hidden_layers" else LARGEST
+    most = MOST_LAYERS if key in COUNTS else LARGEST
     if type(value) is not int or not 0 < value <= most:
         raise wrong(path, config, key, f"a positive integer, at most {most:,}")
     return value

@@ -69,6 +69,21 @@ def check_weights(info: CheckpointInfo, expected_tensors: Callable[[Path, dict[s
         )
 
 
+TOKENIZER_CLASSES = {
+    f"{name}{fast}"
+    for name in (
+        "PreTrainedTokenizer",
+        "LlamaTokenizer",
+        "GPT2Tokenizer",
+        "Qwen2Tokenizer",
+        "GemmaTokenizer",
+        "CodeLlamaTokenizer",
+    )
+    for fast in ("", "Fast")
+}
+"""Those of transformers that models of these families name: it takes them whatever code the checkpoint names beside them."""
+
+
 def check_tokenizer(info: CheckpointInfo) -> None:
     """Refuse files of a tokenizer that its library would fail on, later and in its own words.
 
@@ -92,6 +107,12 @@ def check_tokenizer(info: CheckpointInfo) -> None:
             token = token.get("content") if isinstance(token, dict) else token
             if token is not None and not isinstance(token, str):
                 raise UserError(f"model.path={info.path}: {name}: {key} must be a text, got {short(token)}")
+    about = content.get("tokenizer_config.json", {})
+    if about.get("auto_map") and about.get("tokenizer_class") not in TOKENIZER_CLASSES:
+        raise UserError(
+            f"model.path={info.path}: tokenizer_config.json: auto_map names code of the checkpoint's own, which is not run; "
+            f"leave it out, and give tokenizer_class as PreTrainedTokenizerFast where tokenizer.json is all that it takes"
+        )
     _check_templates(info, content)
 
 
@@ -126,12 +147,13 @@ def _check_templates(info: CheckpointInfo, content: dict[str, dict[str, Any]]) -
             template = entry.get("template") if isinstance(entry, dict) else None
             if not isinstance(template, str):
                 raise UserError(f"model.path={info.path}: {name}: chat_template must be a text, got {short(given)}")
-            problem = _template_problem(template)
+            problem = template_problem(template)
             if problem is not None:
                 raise UserError(f"model.path={info.path}: {name}: chat_template is no template ({problem}); correct it")
 
 
-def _template_problem(template: str) -> str | None:
+def template_problem(template: str) -> str | None:
+    """Say why a text is no chat template; None where it is one."""
     from jinja2 import TemplateSyntaxError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -10,6 +10,7 @@ from itertools import islice, product
 from math import prod
 from typing import Any, TypeVar, get_args
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
@@ -29,11 +30,13 @@ from pipeline.config.config import JUDGING, MAKING, MOVING, Config
 from pipeline.config.launchers import BASIC, check_sweep
 from pipeline.config.overrides import MOST_JOBS, OPTION, check_overrides, refuse_code
 from pipeline.config.suiting import AUTO, SUITING, is_tiny
-from pipeline.core.errors import UserError
-from pipeline.core.redaction import holds_secret, redact_text
+from pipeline.core.errors import UserError, short
+from pipeline.core.redaction import holds_secret, printable, redact_text
 
 T = TypeVar("T")
 TRACKING_URI = "tracking.uri"
+MOST_DIGITS = 1000
+"""Of a number; Python reads none of more than 4,300."""
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -91,7 +94,9 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
             choices = ["".join(found) for found in re.findall(r"'([^']*)'|(?<= )(\d+)", text)]
             lines.append(f"{key}={value}: no such option{suggest(str(value), choices)}")
         else:
-            lines.append(f"{key}: {text[0].lower()}{text[1:]} (got {value!r})")
+            lines.append(
+                f"{key}: {text[0].lower()}{text[1:]} (got {short(repr(value) if isinstance(value, str) else value, 200)})"
+            )
     return lines
 
 
@@ -209,6 +214,8 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
     """
     for override in overrides:
         key, _, value = override.partition("=")
+        if any(len(number) > MOST_DIGITS for number in re.findall(r"[\d_]+", value)):
+            raise UserError(f"{short(key)}: holds a number of more than {MOST_DIGITS:,} digits; give a shorter one")
         if key.lstrip("+") != TRACKING_URI:
             _refuse_secrets(value, redact_text(key.lstrip("+~")))
     try:
@@ -244,6 +251,17 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
         raise UserError(_explain_hydra(error, overrides)) from error
 
 
+def _composed(overrides: Sequence[str]) -> DictConfig:
+    """Compose the configuration, with its node `hydra`. Raises UserError for a file of --config-dir that is no YAML."""
+    try:
+        return compose("config", overrides=list(overrides), return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException):
+        raise
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # a ValueError: no UTF-8, or an integer of too many digits
+        said = printable(" ".join(str(error).split()))[:300]
+        raise UserError(f"--config-dir: a file in it cannot be read ({said}); correct it") from error
+
+
 def _suited(overrides: list[str]) -> tuple[list[str], DictConfig]:
     """Compose a job's configuration, with its node `hydra`, and with what suits the model in place of `auto`.
 
@@ -251,14 +269,14 @@ def _suited(overrides: list[str]) -> tuple[list[str], DictConfig]:
     """
     own = tuple(f"{group}." for group in SUITING)
     bare = [override for override in overrides if not override.lstrip("+~").startswith(own)]
-    composed = compose("config", overrides=bare, return_hydra_config=True)
+    composed = _composed(bare)
     left = [group for group in SUITING if composed.hydra.runtime.choices[group] == AUTO]
     if left and composed.get("stage") in MAKING and not is_tiny(str(OmegaConf.select(composed, "model.path"))):
         suiting = [f"{group}={SUITING[group][1]}" for group in left]
         overrides = [*(override for override in overrides if override not in [f"{group}={AUTO}" for group in left]), *suiting]
     elif bare == overrides:
         return overrides, composed
-    return overrides, compose("config", overrides=overrides, return_hydra_config=True)
+    return overrides, _composed(overrides)
 
 
 def _configs(given: Sequence[Sequence[str]]) -> tuple[list[Config], tuple[list[str], ...]]:

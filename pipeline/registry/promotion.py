@@ -234,11 +234,17 @@ def _holds(candidate: Candidate, replay: Replay, decide: "Decide") -> bool:
     return True
 
 
-def rollback(log: MoveLog) -> Move:
-    """Bring the previous champion back.
+Prove = Callable[[str, Mapping[str, str]], None]
+"""Replays the evidence of a version with these tags. Raises what `verify` does."""
+
+
+def rollback(log: MoveLog, prove: Prove) -> Move:
+    """Bring the previous champion back, once its evidence was replayed.
 
     Raises:
         UserError: when there is none, or its version was deleted.
+        GateRefusal: when its evidence does not hold.
+        MissingRequirement: when a library that the replay takes is not installed.
     """
     registry = log.registry
     with log.changing(urgent=True) as history:
@@ -248,6 +254,10 @@ def rollback(log: MoveLog) -> Move:
         tags = registry.tags(previous)
         if tags is None:
             raise UserError(f"stage=rollback: version {previous}, the previous champion, was deleted from the registry")
+        try:
+            prove(previous, tags)
+        except (GateRefusal, MissingRequirement) as error:
+            raise type(error)(f"stage=rollback: version {previous} does not serve again: {error}") from error
         left = (registry.tags(bad) or {}).get("report_digest", "")
         log.append(
             history,

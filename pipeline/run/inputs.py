@@ -17,6 +17,7 @@ from pipeline.config.policies import tuned_policies
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import FP16_POLICY
 from pipeline.core.records import Sample
+from pipeline.core.strict import MOST_TEXT_BYTES
 from pipeline.gguf.model import inspect_gguf
 from pipeline.gguf.vocabulary import UNUSED
 from pipeline.loading import open_loader, required_libraries
@@ -36,9 +37,6 @@ UNRECORDED = ("verify", "status", "prune")
 
 TRACKED = (*JUDGING, "promote", "rollback", "route", "monitor", "status", "prune")
 """Stages that open the tracking store."""
-
-MOST_TEXT_BYTES = 1 << 30
-"""Of a file of samples or texts."""
 
 GENERATED_TOKENS = 8192
 """No generated sample has as many."""

@@ -37,7 +37,8 @@ PLAIN_WIDTH = 100
 LOGGER = logging.getLogger("kvgate")
 """What rooms say that know nothing of terminals: waits for locks and stores."""
 
-out = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH)
+_wide = (sys.stdout is not None and sys.stdout.isatty()) or "COLUMNS" in os.environ  # None: it was closed
+out = Console(highlight=False, emoji=False, width=None if _wide else PLAIN_WIDTH)
 err = Console(highlight=False, emoji=False, stderr=True)
 
 

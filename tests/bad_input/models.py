@@ -54,6 +54,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("positions missing", {"max_position_embeddings": ...}, ("max_position_embeddings",)),
     ("intermediate_size as an object", {"intermediate_size": {}}, ("intermediate_size", "{}")),
     ("intermediate_size as text", {"intermediate_size": "32"}, ("intermediate_size", "'32'")),
+    ("10^9 experts", {"num_local_experts": 10**9}, ("num_local_experts", "1000000000")),
     ("unknown activation", {"hidden_act": "snake"}, ("hidden_act", "'snake'", "silu")),
     ("activation as a number", {"hidden_act": 3}, ("hidden_act", "3")),
     ("activation as code", {"hidden_act": "__import__('os').system('id')"}, ("hidden_act",)),
@@ -69,6 +70,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("torch_dtype as code", {"torch_dtype": "hub.load"}, ("torch_dtype", "'hub.load'")),
     ("dtype as a list", {"dtype": ["float32"]}, ("dtype",)),
     ("eos as text", {"eos_token_id": "</s>"}, ("eos_token_id", "'</s>'")),
+    ("padding that the vocabulary has not", {"pad_token_id": 10**9}, ("pad_token_id", "1000000000", "1,344")),
     ("rope_scaling as a number", {"rope_scaling": 2}, ("rope_scaling", "2")),
     ("rope_scaling of another kind", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("rope_scaling", "dynamic")),
     ("rope_scaling without factor", {"rope_scaling": {"rope_type": "linear"}}, ("rope_scaling.factor",)),
@@ -280,6 +282,7 @@ SHARDS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 TOKENIZER = "tokenizer.json"
+EVIL = {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", None]}}
 TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("no tokenizer", instead(TOKENIZER, lambda _: None), ("no tokenizer",)),
     ("SentencePiece alone", instead(TOKENIZER, lambda path: path.with_name("tokenizer.model").write_bytes(b"x")),
@@ -312,6 +315,8 @@ TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
      ("tokenizer_config.json", "eos_token", "3")),
     ("chat_template as a number", with_json("tokenizer_config.json", lambda old: old | {"chat_template": 3}),
      ("tokenizer_config.json", "chat_template")),
+    ("a tokenizer of code", with_json("tokenizer_config.json", lambda old: old | EVIL),
+     ("tokenizer_config.json", "auto_map")),
     ("chat_template that is no template", with_json("tokenizer_config.json", lambda old: old | {"chat_template": "{% for"}),
      ("tokenizer_config.json", "chat_template")),
     ("special_tokens_map that is a list", with_file("special_tokens_map.json", "[]"), ("special_tokens_map.json",)),

@@ -116,3 +116,11 @@ def test_a_quantized_engine_equals_the_oracle(served: Served, policy: str, atten
     difference = np.abs(computed - expected).max(-1) / expected.std()
     assert difference.max() < 1e-2
     assert np.median(difference) < 1e-3
+
+
+def test_the_oracle_computes_the_layers_above_a_known_input(served: Served) -> None:
+    """What `stage=tune` rests on: a layer keeps its window, its rotary base and its number."""
+    oracle, last = served.oracle(FP16_POLICY), served.model.config.num_hidden_layers - 1
+    known = oracle.layer_input(text(), TOKENS - FORCED, last)
+    again = oracle.forced_above(text(), TOKENS - FORCED, known)
+    np.testing.assert_array_equal(again, oracle.forced(text(), TOKENS - FORCED))

@@ -46,6 +46,17 @@ class LayerInput:
     """(B, S, hidden)."""
 
 
+class _Known(torch.nn.Module):
+    """In place of a layer: what comes out of the last one of its kind."""
+
+    def __init__(self, states: Tensor) -> None:
+        super().__init__()
+        self.states = states
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        return self.states
+
+
 @contextmanager
 def captured_input(model: Any, layer: int) -> Iterator[list[LayerInput]]:
     """Give a list that gets the input of a layer when the model runs."""
@@ -80,11 +91,12 @@ def hidden_states(
     config, layers = model.config, model.model.layers
     configured = config._attn_implementation
     config._attn_implementation = attention
-    inputs = {"input_ids": ids}
     if known is not None:
-        model.model.layers, inputs = layers[known.layer :], {"inputs_embeds": known.states}
+        # Layers keep their numbers: a model finds windows and rotary bases by them, and scales what it embeds.
+        before = [_Known(known.states) for _ in range(known.layer)]
+        model.model.layers = torch.nn.ModuleList([*before, *layers[known.layer :]])
     try:
-        out = model.model(**inputs, position_ids=positions, use_cache=False, **options)
+        out = model.model(input_ids=ids, position_ids=positions, use_cache=False, **options)
     finally:
         config._attn_implementation, model.model.layers = configured, layers
     hidden: Tensor = out.last_hidden_state

@@ -14,7 +14,7 @@ from pipeline.core.records import Sample
 from pipeline.core.workloads import WorkloadsConfig
 from stages.checkpoints import load_tokenizer
 from stages.evaluate.inputs.rounds import assign_rounds
-from stages.workloads.prompts import prompt_ids
+from stages.workloads.prompts import all_prompt_ids
 
 LATER_FIELDS = ("difficulty", "mentions", "distractors", "expected", "results")
 """Fields of a sample that came after the first reports."""
@@ -40,9 +40,13 @@ class BundleTokenizer:
         line = [] if self._tokenizer.chat_template or not config.answers_are_lines else self.text_ids("\n")
         return line[0] if len(line) == 1 else self.eos_token_id
 
+    def all_prompt_ids(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """Return the ids of each conversation up to the assistant's turn, or of each raw prompt with its special tokens."""
+        return all_prompt_ids(self._tokenizer, samples)
+
     def prompt_ids(self, sample: Sample) -> list[int]:
-        """Return the ids of the conversation up to the assistant's turn, or of the raw prompt with its special tokens."""
-        return prompt_ids(self._tokenizer, sample)
+        """Return the ids of one sample's prompt."""
+        return self.all_prompt_ids([sample])[0]
 
     def text_ids(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens."""
@@ -123,8 +127,7 @@ def encode(
             none.
     """
     encoded, stop = [], tokenizer.eos_token_id if stop is None else stop
-    for sample in samples:
-        prompt = tokenizer.prompt_ids(sample)
+    for sample, prompt in zip(samples, tokenizer.all_prompt_ids(samples), strict=True):
         reference = tokenizer.text_ids(sample.reference)
         if len(prompt) < 2 or not reference:
             part, least = ("reference", 1) if not reference else ("prompt", 2)
