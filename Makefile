@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long real faults vllm test-vllm gpu gpu-wheels audit check clean
+.PHONY: demo test test-long real faults vllm test-vllm gpu test-gpu-stack gpu-wheels audit check clean
 
 # CPU torch comes first, from the index that has only CPU builds where it can be reached: an unbounded one is several GB of CUDA.
 # Everything else is locked by version and SHA-256 (requirements/lock writes the locks).
@@ -84,6 +84,17 @@ GPU_PYTHON = $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(BIN)/pytho
 gpu:
 	$(GPU_PYTHON) -m benchmarks.on_gpu
 
+# The stack of such a machine, without a GPU: tests/gpu is collected, and the kernels run in Triton's interpreter (5 GB).
+GPU_STACK := .venv-gpu
+test-gpu-stack: $(GPU_STACK)/ready
+	$(GPU_STACK)/bin/python -m pytest --collect-only -q tests/gpu
+	$(GPU_STACK)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 5 tests/integration/test_kernel_*.py tests/long/test_oracle_kernels.py
+
+$(GPU_STACK)/ready: requirements/gpu.lock
+	$$(python3.12 -c 'import sys; print(sys.executable)' || echo $(PYTHON)) -m venv --clear $(GPU_STACK)
+	$(GPU_STACK)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement requirements/gpu.lock
+	touch $@
+
 # What a GPU machine with torch, Triton, transformers, onnx and pytest lacks (Python 3.12, Linux x86-64), in the locked versions, a
 # folder for each use: 1-tests (also of the engine), 2-command-line, 3-peers. There: pip install --no-index --no-deps FOLDER/*.whl
 WHEELS := work/gpu-wheels
@@ -117,4 +128,4 @@ check: $(VENV)/for-test
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(AUDIT) work
+	rm -rf $(VENV) $(VLLM) $(GPU_STACK) $(AUDIT) work

@@ -62,6 +62,18 @@ class FakeDevice(Device):
         return replay
 
 
+def computed_with(model: onnx.ModelProto) -> dict[str, npt.NDArray[Any]]:
+    """The constants of a graph by the names under which it computes with them, transposed where it transposes them."""
+    values, made_from = {}, makers(model.graph)
+    for tensor in model.graph.initializer:
+        name, value = tensor.name, onnx.numpy_helper.to_array(tensor)
+        while name in made_from:
+            value = value.T if made_from[name].op_type == "Transpose" else value
+            name = made_from[name].output[0]
+        values[name] = value
+    return values
+
+
 class FakeEngine:
     """ICudaEngine of one graph of a bundle."""
 
@@ -75,13 +87,7 @@ class FakeEngine:
         # it has them as constants, and a run checks that what is bound is the same.
         self.session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
         model = onnx.load(graph)
-        values, made_from = {}, makers(model.graph)
-        for tensor in model.graph.initializer:
-            name, value = tensor.name, onnx.numpy_helper.to_array(tensor)
-            while name in made_from:
-                value = value.T if made_from[name].op_type == "Transpose" else value
-                name = made_from[name].output[0]
-            values[name] = value
+        values = computed_with(model)
         self.weights = {
             weight.name: values[weight.name].astype(NUMPY[self.inputs[weight.name].dtype]) for weight in record.weights
         }
