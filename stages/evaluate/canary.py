@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pipeline.core.engine import Engine
-from pipeline.core.kv import KVPolicy, KVShape, Side
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
 from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import Canary, Rung, SampleRow
@@ -48,7 +48,11 @@ def canary(
         twin: The candidate's twin, beside which small faults show.
     """
     subset = canary_samples(encoded, config)
-    ladder = _ladder(engine, subset[:1], heads, progress, twin) if engine.can(Engine.corrupt_scale) else []
+    ladder = (
+        _ladder(engine, [_rung_sample(encoded, engine.policy)], heads, progress, twin)
+        if engine.can(Engine.corrupt_scale)
+        else []
+    )
     progress = labelled(progress, "canary: ")
     rows = _decoded(engine, subset, heads, partial(engine.corrupt_key_scale, config.canary_factor), progress)
     return Canary(factor=config.canary_factor, rows=rows, ladder=ladder)
@@ -76,6 +80,14 @@ def small_faults(policy: KVPolicy, shape: KVShape) -> list[SmallFault]:
         scaled(f"values x1.1 in layer {layer}", Side.VALUE, 1.1, None),
         SmallFault("a stale page", lambda engine: engine.repeat_page(), lambda _: None),
     ]
+
+
+def _rung_sample(encoded: Sequence[EncodedSample], policy: KVPolicy) -> EncodedSample:
+    """Return the shortest sample that reads two quantized pages: a rung costs a prompt, and a replay of it."""
+    window = policy.window.tokens if policy.window is not None else 0
+    least = policy.exact_tokens + window + 2 * PAGE_TOKENS
+    by_length = sorted(encoded, key=lambda item: len(item.prompt))
+    return next((item for item in by_length if len(item.prompt) > least), by_length[-1])
 
 
 def _ladder(
