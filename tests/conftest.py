@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from bad_input.case import Commands
-from yaml_once import parse_yaml_once
+from composed_once import compose_once
 
 if TYPE_CHECKING:
     from main_path import Swept
@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
 # A shell's background job ignores Ctrl-C, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-parse_yaml_once()
+compose_once()
 
 ROOT = Path(__file__).resolve().parents[1]
 

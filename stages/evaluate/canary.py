@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from pipeline.core.engine import Engine
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
+from pipeline.core.kv import KVPolicy, KVShape, Side
 from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
+from pipeline.verdict.conformance import ALLOWED
 from pipeline.verdict.report import Canary, Rung, SampleRow
 from stages.evaluate.decoding.noise import canary_samples
 from stages.evaluate.decoding.rows import labelled, run_samples, unjudged_rows
@@ -18,6 +19,9 @@ from stages.evaluate.distances.scores import Heads
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.evaluate.twins.conformance import Comparison
 from stages.evaluate.twins.twin import Twin
+
+KEY_FACTORS = (1.05, 1.25, 2.0)
+"""Small factors of the key scales of one head, of which the larger ones run only where the smaller ones go unnoticed."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ def canary(
     config: WorkloadsConfig,
     progress: Progress,
     twin: Twin | None = None,
+    limit: float = ALLOWED,
 ) -> Canary:
     """Run forced decode that reads wrong keys: prefill some samples together, corrupt the key scale once, then decode.
 
@@ -46,20 +51,17 @@ def canary(
         config: Size of the canary, and its factor.
         progress: Called with what is being done, and how much of how much.
         twin: The candidate's twin, beside which small faults show.
+        limit: The roundings from which on a request counts as off its twin.
     """
     subset = canary_samples(encoded, config)
-    ladder = (
-        _ladder(engine, [_rung_sample(encoded, engine.policy)], heads, progress, twin)
-        if engine.can(Engine.corrupt_scale)
-        else []
-    )
+    ladder = _ladder(engine, subset[:1], heads, progress, twin, limit) if engine.can(Engine.corrupt_scale) else []
     progress = labelled(progress, "canary: ")
     rows = _decoded(engine, subset, heads, partial(engine.corrupt_key_scale, config.canary_factor), progress)
     return Canary(factor=config.canary_factor, rows=rows, ladder=ladder)
 
 
 def small_faults(policy: KVPolicy, shape: KVShape) -> list[SmallFault]:
-    """Return the ladder from its top: keys of one head, values of one layer, one page, in the middle of the model.
+    """Return the ladder from its lowest rung: keys of one head, values of one layer, one page, in the middle of the model.
 
     Where a layer's heads share one scale, a head's cannot be wrong alone.
     """
@@ -76,41 +78,38 @@ def small_faults(policy: KVPolicy, shape: KVShape) -> list[SmallFault]:
         )
 
     return [
-        *(scaled(f"key scale x{factor:g} {place}", Side.KEY, factor, head) for factor in (2.0, 1.25, 1.05)),
+        *(scaled(f"key scale x{factor:g} {place}", Side.KEY, factor, head) for factor in KEY_FACTORS),
         scaled(f"values x1.1 in layer {layer}", Side.VALUE, 1.1, None),
         SmallFault("a stale page", lambda engine: engine.repeat_page(), lambda _: None),
     ]
 
 
-def _rung_sample(encoded: Sequence[EncodedSample], policy: KVPolicy) -> EncodedSample:
-    """Return the shortest sample that reads two quantized pages: a rung costs a prompt, and a replay of it."""
-    window = policy.window.tokens if policy.window is not None else 0
-    least = policy.exact_tokens + window + 2 * PAGE_TOKENS
-    by_length = sorted(encoded, key=lambda item: len(item.prompt))
-    return next((item for item in by_length if len(item.prompt) > least), by_length[-1])
-
-
 def _ladder(
-    engine: Engine,
-    chosen: Sequence[EncodedSample],
-    heads: Heads,
-    progress: Progress,
-    twin: Twin | None,
+    engine: Engine, chosen: Sequence[EncodedSample], heads: Heads, progress: Progress, twin: Twin | None, limit: float
 ) -> list[Rung]:
     """Run the chosen sample with each of the small faults, through the steps that serve.
 
-    Beside the twin a small fault shows on any long sample, and each costs a decode and a replay of it.
+    Beside the twin a small fault shows on any long sample, and each costs a decode and a replay of it: a larger factor of the
+    same scales is not planted where a smaller one was noticed so.
     """
-    rungs = []
+    rungs: list[Rung] = []
     faults = small_faults(engine.policy, engine.shape)
-    for number, fault in enumerate(faults, start=1):
-        named = labelled(progress, f"canary {number} of {len(faults)}, {fault.name}: ")
+    for number, fault in enumerate(faults):
+        if 0 < number < len(KEY_FACTORS) and rungs and _shows(rungs[-1], twin, limit):
+            continue
+        named = labelled(progress, f"canary {number + 1} of {len(faults)}, {fault.name}: ")
         every = range(len(chosen))
         beside = None if twin is None else Comparison(engine, twin, chosen, every, batch_size=len(chosen), progress=named)
         rows = _decoded(engine, chosen, heads, partial(fault.plant, engine), named, beside, one_pass=False)
         fault.take_back(engine)
         rungs.append(Rung(fault=fault.name, rows=rows, requests=[] if beside is None else beside.requests))
     return rungs
+
+
+def _shows(rung: Rung, twin: Twin | None, limit: float) -> bool:
+    """Whether a fault shows beside a twin that the engine is judged by."""
+    judged = twin is not None and twin.compute_dtype is not None
+    return judged and any(request.times_allowed(limit) > 1 for request in rung.requests)
 
 
 def _decoded(

@@ -6,6 +6,7 @@ from pathlib import Path
 from pipeline.core.engine import Engine
 from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
+from pipeline.verdict.conformance import allowed
 from stages.evaluate.canary import canary
 from stages.evaluate.decoding.coverage import coverage
 from stages.evaluate.decoding.free import free_answers, reused_prefixes
@@ -76,5 +77,7 @@ def once(
         return found
     repeated = coverage(traced, engine.policy, engine.shape, config.context_bins, counted=False)
     heads = BaselineHeads(baseline / LOGPROBS).sample
-    corrupted = canary(engine, encoded, heads, config, named, twin)
+    compared = first_round.record.conformance
+    usual = allowed(compared.requests if compared is not None else [])
+    corrupted = canary(engine, encoded, heads, config, named, twin, usual)
     return found.model_copy(update={"coverage": repeated, "canary": corrupted})

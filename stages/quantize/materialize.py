@@ -1,7 +1,6 @@
 """Writes `checkpoint/`: a plain Hugging Face checkpoint whose weights are those that the quantized engine multiplies with."""
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,7 +21,7 @@ def copy_checkpoint(info: CheckpointInfo, out: Path) -> None:
     """
     out.mkdir(parents=True)
     for name in info.other_files:
-        shutil.copyfile(info.path / name, out / name)
+        link_or_copy(info.path / name, out / name)
     for name in info.weight_files:
         link_or_copy(info.path / name, out / name)
 
@@ -44,7 +43,7 @@ def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, tor
     """
     out.mkdir(parents=True)
     for name in info.other_files:
-        shutil.copyfile(info.path / name, out / name)
+        link_or_copy(info.path / name, out / name)
     missing = set(weights)
     total_bytes = 0
     for name in info.weight_files:

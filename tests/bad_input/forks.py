@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from yaml_once import parse_yaml_once
+from composed_once import compose_once
 
 from pipeline.__main__ import main
 from pipeline.config.compose import plan
@@ -112,7 +112,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 def serve() -> None:
     """Answer requests until stdin ends."""
-    parse_yaml_once()
+    compose_once()
     # What every command loads once, and no fork has to load again.
     plan([], multirun=False)
     for module in ("stages.engines.onnx.backend", "stages.engines.oracle.backend", "stages.evaluate.inputs.tokens"):

@@ -121,15 +121,15 @@ def test_impossible_tokens_are_refused(prompt: list[int], message: str, fp16: On
 
 
 def spoiled(bundle: Path, shape: tuple[int, int], number: int, row: int, by: float = np.nan) -> OnnxEngine:
-    """An engine of which one row of the `number`-th weight matrix of a shape holds `by` only."""
+    """An engine of which one row of the `number`-th weight matrix of a shape, as the checkpoint has it, holds `by` only."""
     tensors = onnx.load(bundle / "decode.onnx", load_external_data=False).graph.initializer
     places = [int({entry.key: entry.value for entry in tensor.external_data}["offset"])
               for tensor in tensors if tuple(tensor.dims) == shape]  # fmt: skip
-    weights = np.fromfile(bundle / "weights.bin", np.float32)
-    first = sorted(places)[number] // 4 + row * shape[1]
-    weights[first : first + shape[1]] = by
+    weights = bytearray((bundle / "weights.bin").read_bytes())
+    first = places[number] + row * shape[1] * 4
+    weights[first : first + shape[1] * 4] = np.full(shape[1], by, np.float32).tobytes()
     (bundle / "weights.bin").unlink()
-    weights.tofile(bundle / "weights.bin")
+    (bundle / "weights.bin").write_bytes(weights)
     described = json.loads((bundle / "bundle.json").read_text())
     described["files"]["weights.bin"] = file_digest(bundle / "weights.bin")
     (bundle / "bundle.json").write_text(json.dumps(described))

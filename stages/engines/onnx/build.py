@@ -1,6 +1,5 @@
 """Builds an engine bundle of a decoder skeleton and a KV policy: no torch, a fraction of a second."""
 
-import shutil
 from pathlib import Path
 
 import onnx
@@ -49,7 +48,7 @@ def build_bundle(decoder: Path, out: Path, *, policy: KVPolicy, scales: Path, pr
     link_or_copy(decoder / WEIGHTS_FILE, out / WEIGHTS_FILE)
     for name in TOKENIZER_FILES:
         if (decoder / name).is_file():
-            shutil.copyfile(decoder / name, out / name)
+            link_or_copy(decoder / name, out / name)
     modes: tuple[Mode, ...] = ("prefill", "decode")
     for done, (mode, name) in enumerate(zip(modes, GRAPHS, strict=True)):
         progress("build", done, len(GRAPHS))

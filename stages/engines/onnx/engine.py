@@ -82,12 +82,22 @@ def _sessions(
     if not held:
         return {mode: GraphSession(path, threads) for mode, path in paths.items()}, "graph"
     library = compiled_kernel(info.head_dim, info.q_heads // info.kv_heads)
-    sessions = {}
-    for mode, path in paths.items():
-        model = onnx.load(path, load_external_data=False)
+    graphs = {mode: onnx.load(path, load_external_data=False) for mode, path in paths.items()}
+    for mode, model in graphs.items():
         use_kernel(model, info, policy, mode)
-        sessions[mode] = GraphSession(path, threads, model=model, library=library)
-    return sessions, f"native in {held} of {info.layers} layers"
+    attention = f"native in {held} of {info.layers} layers"
+    prefill = GraphSession(paths["prefill"], threads, model=graphs["prefill"], library=library)
+    if _alike(*graphs.values()):  # one session serves both, and holds the weights once
+        return {"prefill": prefill, "decode": prefill}, attention
+    decode = GraphSession(paths["decode"], threads, model=graphs["decode"], library=library)
+    return {"prefill": prefill, "decode": decode}, attention
+
+
+def _alike(one: onnx.ModelProto, other: onnx.ModelProto) -> bool:
+    """Whether two models compute the same, but for the shapes that they declare."""
+    graphs = one.graph, other.graph
+    nodes, weights = ([list(getattr(graph, part)) for graph in graphs] for part in ("node", "initializer"))
+    return nodes[0] == nodes[1] and weights[0] == weights[1] and list(one.functions) == list(other.functions)
 
 
 class OnnxEngine(PagedEngine):
@@ -108,9 +118,9 @@ class OnnxEngine(PagedEngine):
         self.threads = threads
         self._float = NUMPY_FLOATS[bundle.model.compute_dtype]
         self._sessions, self.attention = _sessions(directory, bundle, pool.policy, threads, native=native)
-        self._bound: dict[Mode, Spans] = {}
+        self._bound: dict[GraphSession, Spans] = {}
         """The spans of the pool's arrays that are bound to each session's inputs."""
-        for session in self._sessions.values():
+        for session in set(self._sessions.values()):
             for name, values in self._constants.items():
                 session.bind_input(name, values)
 
@@ -123,10 +133,10 @@ class OnnxEngine(PagedEngine):
         inputs = {"input_ids": ids, "position_ids": positions, "last": np.full(batch, tokens - 1), **tables}
         for name, values in inputs.items():
             session.put(name, values)
-        if self._bound.get(mode) != spans:
+        if self._bound.get(session) != spans:
             for name in self.pool.arrays:
                 session.bind_input(name, self.pool.array_view(name, spans))
-            self._bound[mode] = spans
+            self._bound[session] = spans
         new: dict[str, Array] = {
             name: session.output(f"new_{name}", (batch, array.shape[1], tokens, array.shape[3]), array.dtype)
             for name, array in self.pool.arrays.items()

@@ -6,7 +6,6 @@ stages.engines.onnx.build replaces the nodes by the attention over a quantized c
 
 import json
 import logging
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +15,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pipeline.artifacts.digest import file_digest
+from pipeline.artifacts.files import link_or_copy
 from pipeline.checkpoint.description import ARCHITECTURES, CheckpointInfo, inspect_checkpoint
 from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.records import Progress
@@ -39,7 +39,8 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
     Args:
         checkpoint: A Hugging Face checkpoint.
         out: An empty directory.
-        compute_dtype: Floating-point type of weights and activations; `weights.bin` may hold the weights in fewer bits.
+        compute_dtype: Type of weights and activations; `weights.bin` may hold the weights in fewer bits, and is the
+            checkpoint's own file where the weights are that file's.
         progress: Called with what is being done.
 
     Raises:
@@ -53,14 +54,14 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
     AttentionInterface.register(_ATTENTION, _attention_node)
     AttentionMaskInterface.register(_ATTENTION, _no_mask)
     model.config._attn_implementation = _ATTENTION
-    graph = _write_graph(_Decoder(model), out, progress)
+    graph = _write_graph(_Decoder(model), out, progress, [checkpoint / name for name in info.weight_files])
     scaling, windows = _scaling(graph), _windows(graph)
     assert windows == [info.shape.window(layer) for layer in range(info.shape.layers)], "transformers reads config.json so"
     described = _describe(info, out, compute_dtype, scaling)
     (out / "model.json").write_text(json.dumps(described, indent=1, sort_keys=True) + "\n")
     for name in info.other_files:
         if name in TOKENIZER_FILES:
-            shutil.copyfile(checkpoint / name, out / name)
+            link_or_copy(checkpoint / name, out / name)
 
 
 def _attention_node(
@@ -108,8 +109,8 @@ class _Decoder(torch.nn.Module):
         return logits
 
 
-def _write_graph(decoder: torch.nn.Module, out: Path, progress: Progress) -> onnx.GraphProto:
-    """Write `decoder.onnx` and `weights.bin`; return the graph."""
+def _write_graph(decoder: torch.nn.Module, out: Path, progress: Progress, files: list[Path]) -> onnx.GraphProto:
+    """Write `decoder.onnx` and `weights.bin`, given the checkpoint's safetensors files; return the graph."""
     batch, length = torch.export.Dim("B", min=1), torch.export.Dim("S", min=1)
     # Sizes 2 and 3, because torch.export would make a size of 1 a constant.
     example = (torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, dtype=torch.long))
@@ -127,7 +128,7 @@ def _write_graph(decoder: torch.nn.Module, out: Path, progress: Progress) -> onn
     graph = out / "decoder.onnx"
     program.save(graph, external_data=True)
     model = onnx.load(graph, load_external_data=False)
-    store_weights(model.graph, out / "decoder.onnx.data", out)
+    store_weights(model.graph, out / "decoder.onnx.data", out, files[0] if len(files) == 1 else None)
     # Stack traces and paths of this machine would make the digest differ from machine to machine.
     for node in model.graph.node:
         del node.metadata_props[:]

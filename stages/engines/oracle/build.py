@@ -1,6 +1,5 @@
 """Builds a bundle of the torch backend: the checkpoint itself, the policy and its scales."""
 
-import shutil
 from pathlib import Path
 
 from pipeline.artifacts.digest import file_digest
@@ -31,7 +30,7 @@ def build_bundle(checkpoint: Path, out: Path, *, policy: KVPolicy, scales: Path,
     policy.check_shape(info.shape)
     write_policy(out, policy, read_scales(scales, policy, info.shape))
     for name in info.other_files:
-        shutil.copyfile(checkpoint / name, out / name)
+        link_or_copy(checkpoint / name, out / name)
     for name in info.weight_files:
         link_or_copy(checkpoint / name, out / name)
     names = (*info.weight_files, *info.other_files, POLICY_FILE, SCALES_FILE)

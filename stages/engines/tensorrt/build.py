@@ -3,7 +3,6 @@
 plugin.py changes the graphs for backend=tensorrt: plans for TensorRT for RTX do not depend on the plugin's code.
 """
 
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -114,7 +113,7 @@ def build_bundle(
     write_policy(out, policy, read_scales(scales, policy, described.model.shape))
     for name in TOKENIZER_FILES:
         if (onnx_bundle / name).is_file():
-            shutil.copyfile(onnx_bundle / name, out / name)
+            link_or_copy(onnx_bundle / name, out / name)
     capabilities = [gpu["compute_cap"]] if gpu is not None else [f"{target // 10}.{target % 10}" for target in targets]
     names = (*PLANS.values(), WEIGHTS_FILE, POLICY_FILE, SCALES_FILE)
     record = PlanRecord(

@@ -16,6 +16,7 @@ from onnx import helper
 
 from pipeline.core.strict import StrictModel
 from stages.engines.onnx.bundle import WEIGHTS_FILE
+from stages.engines.onnx.weights import makers
 
 STORED = {"FLOAT": torch.float32, "FLOAT16": torch.float16, "BFLOAT16": torch.bfloat16}
 """torch's type by ONNX's name of the type in the file."""
@@ -33,30 +34,37 @@ class Weight(StrictModel):
     shape: list[int]
     offset: int
     """Its first byte in the file."""
+    transposed: bool = False
+    """Whether the file holds the transpose of the input."""
 
 
 def as_inputs(model: onnx.ModelProto) -> list[Weight]:
     """Make inputs of a graph's external tensors, in place, and return them.
 
-    A tensor that the file holds in 16 bits and the graph widens becomes an input of the wide type: it is widened once, when the
-    engine is loaded.
+    A tensor that the file holds in 16 bits or the other way round becomes an input as the graph computes with it: it is widened
+    and transposed once, when the engine is loaded.
     """
     graph, weights = model.graph, []
-    widened = {node.input[0]: node for node in graph.node if node.op_type == "Cast" and node.name == f"{node.output[0]}.cast"}
+    made_from = makers(graph)
     kept = []
     for tensor in graph.initializer:
         if tensor.data_location != onnx.TensorProto.EXTERNAL:
             kept.append(tensor)
             continue
-        name, kind = tensor.name, tensor.data_type
-        if name in widened:
-            cast = widened[name]
-            name, kind = cast.output[0], next(a.i for a in cast.attribute if a.name == "to")
-            graph.node.remove(cast)
+        name, kind, shape, transposed = tensor.name, tensor.data_type, list(tensor.dims), False
+        while name in made_from:
+            node = made_from[name]
+            if node.op_type == "Cast":
+                kind = next(a.i for a in node.attribute if a.name == "to")
+            else:
+                transposed = True
+                shape.reverse()
+            name = node.output[0]
+            graph.node.remove(node)
         names = [onnx.TensorProto.DataType.Name(number) for number in (tensor.data_type, kind)]
         offset = next((int(entry.value) for entry in tensor.external_data if entry.key == "offset"), 0)
-        weights.append(Weight(name=name, stored=names[0], dtype=names[1], shape=list(tensor.dims), offset=offset))
-        graph.input.append(helper.make_tensor_value_info(name, kind, tensor.dims))
+        weights.append(Weight(name=name, stored=names[0], dtype=names[1], shape=shape, offset=offset, transposed=transposed))
+        graph.input.append(helper.make_tensor_value_info(name, kind, shape))
     del graph.initializer[:]
     graph.initializer.extend(kept)
     return weights
@@ -70,6 +78,7 @@ def load_weights(bundle: Path, weights: Sequence[Weight], device: torch.device) 
     for weight in weights:
         stored = STORED[weight.stored]
         size = stored.itemsize * torch.Size(weight.shape).numel()
-        values = data[weight.offset : weight.offset + size].view(stored).view(weight.shape)
-        loaded[weight.name] = values.to(device, STORED[weight.dtype])
+        values = data[weight.offset : weight.offset + size].view(stored)
+        laid = values.view(weight.shape[::-1]).T.contiguous() if weight.transposed else values.view(weight.shape)
+        loaded[weight.name] = laid.to(device, STORED[weight.dtype])
     return loaded

@@ -19,7 +19,7 @@ from pipeline.artifacts.cache import ForeignFolder, own_cache
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.redaction import child_environment
 
-SOURCES = ("operator.c", "prefill.c", "attention.c", "codes.h", "ort_abi.h")
+SOURCES = ("operator.c", "prefill.c", "attention.c", "pages.h", "codes.h", "ort_abi.h")
 """The kernel. The first one includes the others."""
 
 FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno")

@@ -1,0 +1,143 @@
+/* One page of codes: the scores of a KV head's queries with its keys, and the weighted sums of its values. */
+#include "codes.h"
+
+enum { PAGE = 64 };
+
+/* Queries whose sums over a page stay in registers, while each row is widened once for all of them. */
+enum { BLOCK = GROUP * VECTORS <= (int)SUMS ? GROUP : VECTORS < (int)SUMS ? (int)SUMS / VECTORS : 1 };
+
+/* What one page of a unit is read from, and which of its tokens [first, last) count. */
+typedef struct {
+  const uint8_t *keys, *values, *key_scales, *key_zeros, *value_scales, *value_zeros;
+  int first, last, rows;
+  const uint8_t *next_keys, *next_values; /* the blocks of the unit's next page, to be fetched meanwhile */
+} PageView;
+
+/* Stored scales or zeros of a page (PAGE, groups) as floats, in `unit`. */
+INLINE void stored_floats(int kind, const uint8_t *from, int groups, float *to) {
+  for (int i = 0; i < PAGE * groups; i += LANES) store(to + i, kind == NVFP4 ? from_e4m3(from + i) : from_half(from + 2 * i));
+}
+
+/* How stored scales enter: not at all or as a factor of a token's whole row, or on each vector, or with a zero each. */
+enum { ROWS, SCALED, AFFINE };
+
+INLINE Vec dequantized(int kind, int mode, const uint8_t *row, int v, const float *scales, const float *zeros, const int *of) {
+  Vec x = widen(kind, row, v);
+  if (mode == SCALED) x = x * scales[of[v]];
+  if (mode == AFFINE) x = x * scales[of[v]] + zeros[of[v]];
+  return x;
+}
+
+/* Pages lie anywhere, so that the processor cannot guess the next one: its rows are asked for while this one's are read. */
+INLINE void fetch(const uint8_t *row, int bytes) {
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+}
+
+/* Scores (GROUP, PAGE) of the blocks of LANES tokens that hold tokens [first, last). `scales`, `zeros`: (PAGE, groups). */
+INLINE void page_scores(int kind, int mode, int count, const uint8_t *codes, const PageView *page, int groups,
+                        const float *scales, const float *zeros, const float (*query)[HEAD_DIM], float (*scores)[PAGE]) {
+  int of[VECTORS];
+  for (int v = 0; v < VECTORS; v++) of[v] = v * groups / VECTORS;
+  for (int base = page->first / LANES * LANES; base < page->last; base += LANES) {
+    Vec quarters[BLOCK][4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      Vec sums[BLOCK][LANES / 4];
+#pragma GCC unroll 4
+      for (int j = 0; j < LANES / 4; j++) {
+        int token = base + 4 * j + i;
+        if (token >= page->rows) token = page->rows - 1; /* the exact buffers end within a block */
+        const uint8_t *row = codes + (size_t)token * row_bytes(kind);
+        const float *scale = scales + (size_t)token * groups, *zero = zeros + (size_t)token * groups;
+        fetch(page->next_keys + (row - codes), row_bytes(kind));
+#pragma GCC unroll 16
+        for (int v = 0; v < VECTORS; v++) {
+          Vec x = dequantized(kind, mode, row, v, scale, zero, of);
+#pragma GCC unroll 16
+          for (int q = 0; q < count; q++) {
+            Vec y = load(query[q] + LANES * v);
+            sums[q][j] = v == 0 ? x * y : sums[q][j] + x * y;
+          }
+        }
+      }
+#pragma GCC unroll 16
+      for (int q = 0; q < count; q++) quarters[q][i] = quarter(sums[q]);
+    }
+#pragma GCC unroll 16
+    for (int q = 0; q < count; q++) {
+      Vec total = fold_quarters(quarters[q]);
+      store(scores[q] + base, mode == ROWS && groups ? total * load(scales + base) : total);
+    }
+  }
+}
+
+/* Adds the page's values, weighted by (GROUP, PAGE), to sums (GROUP, HEAD_DIM). */
+INLINE void page_values(int kind, int mode, int count, const uint8_t *codes, const PageView *page, int groups,
+                        const float *scales, const float *zeros, const float (*weights)[PAGE], float (*sums)[HEAD_DIM]) {
+  int of[VECTORS];
+  for (int v = 0; v < VECTORS; v++) of[v] = v * groups / VECTORS;
+  Vec total[BLOCK][VECTORS];
+#pragma GCC unroll 16
+  for (int q = 0; q < count; q++)
+#pragma GCC unroll 16
+    for (int v = 0; v < VECTORS; v++) total[q][v] = load(sums[q] + LANES * v);
+  for (int token = page->first; token < page->last; token++) {
+    const uint8_t *row = codes + (size_t)token * row_bytes(kind);
+    const float *scale = scales + (size_t)token * groups, *zero = zeros + (size_t)token * groups;
+    fetch(page->next_values + (row - codes), row_bytes(kind));
+#pragma GCC unroll 16
+    for (int v = 0; v < VECTORS; v++) {
+      Vec x = dequantized(kind, mode, row, v, scale, zero, of);
+#pragma GCC unroll 16
+      for (int q = 0; q < count; q++) total[q][v] = total[q][v] + x * weights[q][token];
+    }
+  }
+#pragma GCC unroll 16
+  for (int q = 0; q < count; q++)
+#pragma GCC unroll 16
+    for (int v = 0; v < VECTORS; v++) store(sums[q] + LANES * v, total[q][v]);
+}
+
+/* Both for every query of the group, in blocks whose sums fit in registers: the last one may be smaller. */
+#define IN_BLOCKS(page_function, kind, mode, rows, out) \
+  do { \
+    int q = 0; \
+    for (; q + BLOCK <= GROUP; q += BLOCK) \
+      page_function(kind, mode, BLOCK, codes, page, groups, scales, zeros, rows + q, out + q); \
+    if (GROUP % BLOCK) page_function(kind, mode, GROUP % BLOCK, codes, page, groups, scales, zeros, rows + q, out + q); \
+  } while (0)
+
+/* A function of its own for each kind of code and each way of scaling, and tables of them. */
+#define INSTANCE(kind, mode) \
+  static __attribute__((noinline)) void scores_##kind##_##mode(const uint8_t *codes, const PageView *page, int groups, \
+      const float *scales, const float *zeros, const float (*query)[HEAD_DIM], float (*scores)[PAGE]) { \
+    IN_BLOCKS(page_scores, kind, mode, query, scores); \
+  } \
+  static __attribute__((noinline)) void values_##kind##_##mode(const uint8_t *codes, const PageView *page, int groups, \
+      const float *scales, const float *zeros, const float (*weights)[PAGE], float (*sums)[HEAD_DIM]) { \
+    IN_BLOCKS(page_values, kind, mode, weights, sums); \
+  }
+INSTANCE(FP16, ROWS)
+INSTANCE(BF16, ROWS)
+INSTANCE(E4M3, ROWS) INSTANCE(E4M3, SCALED)
+INSTANCE(E5M2, ROWS) INSTANCE(E5M2, SCALED)
+INSTANCE(INT8, ROWS) INSTANCE(INT8, SCALED)
+INSTANCE(INT8U, ROWS) INSTANCE(INT8U, AFFINE)
+INSTANCE(INT4, ROWS) INSTANCE(INT4, SCALED)
+INSTANCE(INT4U, ROWS) INSTANCE(INT4U, AFFINE)
+INSTANCE(NVFP4, ROWS) INSTANCE(NVFP4, SCALED)
+
+typedef void (*ScoresFunction)(const uint8_t *, const PageView *, int, const float *, const float *,
+                               const float (*)[HEAD_DIM], float (*)[PAGE]);
+typedef void (*ValuesFunction)(const uint8_t *, const PageView *, int, const float *, const float *,
+                               const float (*)[PAGE], float (*)[HEAD_DIM]);
+static const ScoresFunction SCORES[KINDS][2] = {
+    {scores_FP16_ROWS, 0}, {scores_BF16_ROWS, 0}, {scores_E4M3_ROWS, scores_E4M3_SCALED},
+    {scores_E5M2_ROWS, scores_E5M2_SCALED}, {scores_INT8_ROWS, scores_INT8_SCALED},
+    {scores_INT8U_ROWS, scores_INT8U_AFFINE}, {scores_INT4_ROWS, scores_INT4_SCALED},
+    {scores_INT4U_ROWS, scores_INT4U_AFFINE}, {scores_NVFP4_ROWS, scores_NVFP4_SCALED}};
+static const ValuesFunction VALUES[KINDS][2] = {
+    {values_FP16_ROWS, 0}, {values_BF16_ROWS, 0}, {values_E4M3_ROWS, values_E4M3_SCALED},
+    {values_E5M2_ROWS, values_E5M2_SCALED}, {values_INT8_ROWS, values_INT8_SCALED},
+    {values_INT8U_ROWS, values_INT8U_AFFINE}, {values_INT4_ROWS, values_INT4_SCALED},
+    {values_INT4U_ROWS, values_INT4U_AFFINE}, {values_NVFP4_ROWS, values_NVFP4_SCALED}};
