@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.core.engine import Engine
+from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS, live_tokens
 from pipeline.core.records import LoadTimes, Progress, no_progress
 from pipeline.core.workloads import LoadConfig
@@ -120,9 +121,15 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
         after = _resident()
         moved = abs(after - before) if number else 0
         before = after
-    handles = [handle for _ in range(count) for handle in engine.prefill([prompt])[0]]
-    grown = _resident() - before
-    engine.release(handles)
+    held: list[int] = []
+    try:
+        for _ in range(count):
+            held += engine.prefill([prompt])[0]
+        grown = _resident() - before
+    except UserError:  # it cannot hold so many
+        return None
+    finally:
+        engine.release(held)
     return ProcessMemory(
         tokens=count * length,
         grown_bytes=grown,

@@ -57,6 +57,7 @@ def probe(
     own_tokens, own_batch = engine.max_tokens, engine.max_batch
     max_tokens = min(limit for limit in (config.max_tokens, own_tokens, twin.model_tokens) if limit is not None)
     largest = max(batch_size, config.max_batch) if own_batch is None else min(own_batch, max(batch_size, config.max_batch))
+    largest = min(largest, engine.max_sequences or largest)
     failures: dict[str, str] = {}
     first: Stage | None = None
     runs = 0

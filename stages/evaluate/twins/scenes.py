@@ -43,9 +43,8 @@ def batch(stage: Stage) -> None:
     """
     actors = ragged(stage)
     more = [stage.actor("a prompt that joins", 1 + 7 * i % 41, 1 + i % 3) for i in range(stage.largest // 2 + 1)]
-    limits = [len(actor.ahead) if actor.part == "far" else min(2, len(actor.ahead)) for actor in actors]
-    limits[1:] = [min(limit, 3) for limit in limits[1:-1]] + limits[-1:]  # one answer that is long: the last row's
-    limits += [len(actor.ahead) for actor in more]
+    limits = [min(2, len(actor.ahead)) for actor in actors] + [len(actor.ahead) for actor in more]
+    limits[len(actors) - 1] = len(actors[-1].ahead)  # one answer is long
     prompts = [actor.prompt for actor in (*actors, *more)]
     answers = stage.engine.generate(prompts, limits, None, max_sequences=stage.largest)
     stage.started += len(prompts)
@@ -100,7 +99,7 @@ def offsets_and_borders(policy: KVPolicy, size: int, most: int) -> list[int]:
 
 def equal(stage: Stage) -> None:
     """Equal prompts that share a partial page and then part, within the page and over its border."""
-    for length in (40, PAGE_TOKENS - 2):
+    for length in (min(40, stage.max_tokens // 2), min(PAGE_TOKENS - 2, stage.max_tokens - STEPS)):
         prompt = stage.draw(length)
         role = f"equal prompts of {length} tokens that part"
         stage.play([stage.actor(role, prompt, STEPS) for _ in range(min(4, stage.largest))])
@@ -109,9 +108,9 @@ def equal(stage: Stage) -> None:
 def turns(stage: Stage) -> None:
     """Turns: prompt, decode, later chunk, decode, later chunk, decode, all together; and the same after a fork."""
     fitting = [turn for turn in TURNS if sum(turn) + 9 <= stage.max_tokens]
-    room = min(stage.largest, stage.engine.max_sequences or stage.largest)
-    forks = stage.engine.can(Engine.fork) and room > 1
-    for begin in range(0, len(fitting), each := max(1, room // (1 + forks))):
+    room = stage.largest
+    forks = stage.engine.can(Engine.fork) and stage.largest > 1
+    for begin in range(0, len(fitting), each := max(1, stage.largest // (1 + forks))):
         together = fitting[begin : begin + each]
         actors = [stage.actor(f"turns of {', '.join(map(str, turn))} tokens", turn[0]) for turn in together]
         chunks = [turn[1:] for turn in together]
@@ -130,7 +129,7 @@ def turns(stage: Stage) -> None:
 def fork(stage: Stage) -> None:
     """Forks: both branches go on, the origin goes, its pages are used again, and a fork is forked."""
     for length in FORKED_AT:
-        if length + 16 > stage.max_tokens:
+        if length + 16 > stage.max_tokens or stage.largest < 3:
             return
         origin = stage.actor(f"origin forked at {length} tokens", length, STEPS)
         stage.prefill(origin)
@@ -148,7 +147,7 @@ def evicted_fork(stage: Stage) -> None:
     """An origin goes on alone until a page leaves it, a new sequence comes, and the branch still reads that page."""
     policy, shape = stage.engine.policy, stage.engine.shape
     first = next((n for n in range(PAGE_TOKENS, stage.max_tokens - 16) if policy.evicted_pages(n, shape)), None)
-    if first is None:
+    if first is None or stage.largest < 3:
         return
     length = first - STEPS // 2  # half of the branch's steps come before it loses the page too
     origin = stage.actor(f"origin that evicts after {length} tokens", length, STEPS)

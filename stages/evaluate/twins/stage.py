@@ -21,6 +21,9 @@ from stages.evaluate.decoding.system import allocation
 from stages.evaluate.distances.distance import kl_of_rows
 from stages.evaluate.twins.twin import Twin
 
+NOT_KEPT: Logits = np.zeros(0, np.float32)
+"""In place of logits that were compared."""
+
 PASS_TOKENS = 4096
 """Most tokens of one pass of the twin, padding included."""
 
@@ -258,7 +261,7 @@ class Stage:
             rounding = None if disturbed is None else kl_of_rows(exact[i], disturbed[i][None])[0]
             kl = kl_of_rows(exact[i], shown.logits_V[None])[0]
             difference = float(np.abs(shown.logits_V - exact[i]).max())
-            self.rows.append(Row(actor.part or part, actor.role, replace(shown, logits_V=exact[:0]), kl, difference, rounding))
+            self.rows.append(Row(actor.part or part, actor.role, replace(shown, logits_V=NOT_KEPT), kl, difference, rounding))
         if actor.said and self.twin.compute_dtype is not None:
             gaps = behind(exact[: len(actor.said)], actor.said)
             wrong = np.flatnonzero(~(gaps <= 4 * self.rounding + 1e-3))
