@@ -139,6 +139,8 @@ class ProcessMemory(Record):
     tokens: int
     """Tokens of the sequences."""
     grown_bytes: int
+    grown_again_bytes: int
+    """What it grew by when as many were held again, on pages that were in memory by then."""
     claimed_bytes: int
     """What the policy claims for these sequences."""
     copy_bytes: int
@@ -149,7 +151,7 @@ class ProcessMemory(Record):
     @property
     def excess_mib(self) -> float:
         """What no policy explains, half a float16 copy or more; 0 for less."""
-        excess = self.grown_bytes - self.claimed_bytes
+        excess = max(self.grown_bytes - self.claimed_bytes, self.grown_again_bytes)
         return excess / (1 << 20) if 2 * excess > self.copy_bytes else 0.0
 
     @property

@@ -219,22 +219,22 @@ def equal_prompts_share_what_they_write(engine: Any) -> None:
 
 
 def lost_from_the_330th(engine: Any) -> None:
-    """Nothing is stored of a token after the 330th decoded one."""
+    """After 330 decoded tokens a sequence reads its first page in place of each later one."""
     decoded: dict[int, int] = {}
-    decode, append = engine._decode, engine.pool.append
+    decode, tables = engine._decode, engine.pool.tables
 
     def noting(handles: Sequence[int], tokens: Sequence[int]) -> Any:
         decoded.update({handle: decoded.get(handle, 0) + 1 for handle in handles})
         return decode(handles, tokens)
 
-    def faulty(handles: Sequence[int], new: Any) -> None:
+    def faulty(handles: Sequence[int]) -> Any:
+        given = tables(handles)
         late = [row for row, handle in enumerate(handles) if decoded.get(handle, 0) > 330]
-        new = {name: values.copy() for name, values in new.items()}
-        for values in new.values():
-            values[late] = 0
-        append(handles, new)
+        given["page_table"] = given["page_table"].copy()
+        given["page_table"][late] = given["page_table"][late, :1]
+        return given
 
-    engine._decode, engine.pool.append = noting, faulty
+    engine._decode, engine.pool.tables = noting, faulty
 
 
 def a_breath_of_another(engine: Any) -> None:
@@ -272,7 +272,7 @@ FAULTS: dict[Callable[[Any], None], str] = {
     prompts_in_another_order: "row 0 of 20 prompts",
     silent_after_long_prompts: "generate: 0 tokens instead of",
     answers_of_those_who_wait_exchanged: "generate: the first token of the answer",
-    long_rows_of_large_batches: "of a batch of 20",
+    long_rows_of_large_batches: "batch: row 18 of a batch of 20",
     turns_begin_late: "turns: turns of 60, 1, 5 tokens",
     equal_prompts_share_what_they_write: "equal: equal prompts of 40 tokens that part",
     lost_from_the_330th: "far: 9 tokens and far, 320 or more decoded tokens",

@@ -208,7 +208,9 @@ MIB = 1 << 20
 def test_a_copy_that_no_policy_claims_shows_in_the_process_unless_a_machine_is_noisy(
     grown: int, noise: int, status: str, said: str
 ) -> None:
-    process = ProcessMemory(tokens=8192, grown_bytes=grown, claimed_bytes=10 * MIB, copy_bytes=16 * MIB, noise_bytes=noise)
+    process = ProcessMemory(
+        tokens=8192, grown_bytes=grown, grown_again_bytes=0, claimed_bytes=10 * MIB, copy_bytes=16 * MIB, noise_bytes=noise
+    )
     grew = a_probe(allocation=a_probe().allocation.model_copy(update={"process": process}))
     check = next(check for check in lines("probe", report([], probes=probes(candidate=grew))) if check.gate == "allocation")
     assert (check.status, said in check.reason) == (status, True), check.reason

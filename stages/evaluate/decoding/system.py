@@ -97,14 +97,15 @@ def _timed(engine: Engine, prompts: Sequence[Sequence[int]], steps: int, progres
     return LoadTimes(first_token_ms, step_ms, memory)
 
 
-HELD_BYTES, HELD_TOKENS = 16 << 20, 512
+HELD_BYTES, HELD_TOKENS = 16 << 20, 256
 """Of a float16 copy of the sequences that the process is watched under, and tokens of each of them."""
 
 
 def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
     """Hold sequences, and return what the process grows by; None where the cache is in another process, or none can say.
 
-    Sequences of the same length came and went before, so that what a prefill takes is there.
+    Sequences of the same length came and went before, so that what a prefill takes is there. They are held twice: a copy that
+    grows with the pool shows the first time, one that goes with its sequences also when all of the pool was in use before.
     """
     if engine.can(Engine.forced_together) or not STATM.exists():
         return None
@@ -121,18 +122,21 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
         after = _resident()
         moved = abs(after - before) if number else 0
         before = after
-    held: list[int] = []
-    try:
-        for _ in range(count):
-            held += engine.prefill([prompt])[0]
-        grown = _resident() - before
-    except UserError:  # it cannot hold so many
-        return None
-    finally:
-        engine.release(held)
+    grown = []
+    for _ in range(2):
+        before, held = _resident(), list[int]()
+        try:
+            for _ in range(count):
+                held += engine.prefill([prompt])[0]
+            grown.append(_resident() - before)
+        except UserError:  # it cannot hold so many
+            return None
+        finally:
+            engine.release(held)
     return ProcessMemory(
         tokens=count * length,
-        grown_bytes=grown,
+        grown_bytes=grown[0],
+        grown_again_bytes=grown[1],
         claimed_bytes=count * policy.sequence_bytes(shape, length),
         copy_bytes=count * length * copied,
         noise_bytes=moved,

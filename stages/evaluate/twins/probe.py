@@ -27,7 +27,7 @@ RUNS = 4
 """Runs that a place must deviate in before it fails. Flips hit up to a tenth of the places of one run."""
 
 
-LEAST_KL = 1e-6
+LEAST_KL = 1e-7
 """How far the median of a place may always be from the twin, in nats of KL(twin || engine): float32 shows about 1e-8."""
 SINGLE_KL = 0.02
 """How far any one row may always be."""
@@ -73,6 +73,7 @@ def probe(
             break
     assert first is not None
     said = [*first.failures, *(failures.values() if runs == RUNS or first.failures else ())]
+    held = None if said else process_memory(engine, max_tokens)
     if engine.can(Engine.forget_prefixes):
         engine.forget_prefixes()
     left = engine.memory()
@@ -96,9 +97,7 @@ def probe(
         limit_single_kl=single,
         parts=_parts(rows),
         failures=said,
-        allocation=(first.allocation or allocation(engine)).model_copy(
-            update={"process": None if said else process_memory(engine, max_tokens)}
-        ),
+        allocation=(first.allocation or allocation(engine)).model_copy(update={"process": held}),
         seconds=time.perf_counter() - started,
         together=first.together,
         prompts=len(rows) - len(decoded),

@@ -68,7 +68,7 @@ def ragged(stage: Stage) -> list[Actor]:
     chosen = [
         stage.actor(f"{most:,} tokens", most - steps, steps),
         stage.actor("9 tokens and far", 9, far, part="far", measured=True),
-        *(stage.actor("a row of the claimed length", claimed, STEPS) for _ in range(2)),
+        *(stage.actor(f"a row of the claimed length, {which}", claimed, STEPS) for which in ("in the middle", "behind")),
         stage.actor("1 token and far", 1, far, part="far", measured=True),
     ][:size]
     lengths = offsets_and_borders(stage.engine.policy, size - len(chosen), most - LEAVING - 2)
@@ -108,7 +108,6 @@ def equal(stage: Stage) -> None:
 def turns(stage: Stage) -> None:
     """Turns: prompt, decode, later chunk, decode, later chunk, decode, all together; and the same after a fork."""
     fitting = [turn for turn in TURNS if sum(turn) + 9 <= stage.max_tokens]
-    room = stage.largest
     forks = stage.engine.can(Engine.fork) and stage.largest > 1
     for begin in range(0, len(fitting), each := max(1, stage.largest // (1 + forks))):
         together = fitting[begin : begin + each]

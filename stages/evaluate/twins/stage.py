@@ -67,7 +67,7 @@ class Row:
         own = f"{self.part}: {self.role}"
         if self.part == "far":
             own += f", {shown.decoded // PAGE_TOKENS * PAGE_TOKENS} or more decoded tokens"
-        return own, f"page offset {offset}", f"row {shown.row} of a batch of {shown.batch}"
+        return own, f"page offset {offset}", f"{self.part}: row {shown.row} of a batch of {shown.batch}"
 
 
 @dataclass(eq=False)
