@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long real faults vllm test-vllm audit check clean
+.PHONY: demo test test-long real faults vllm test-vllm gpu test-gpu-stack gpu-wheels audit check clean
 
 # CPU torch comes first, from the index that has only CPU builds where it can be reached: an unbounded one is several GB of CUDA.
 # Everything else is locked by version and SHA-256 (requirements/lock writes the locks).
@@ -78,6 +78,36 @@ $(VLLM)/ready: requirements/vllm.lock
 test-vllm: $(VENV)/for-test vllm
 	REQUIRE_VLLM=1 KVGATE_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -n 0 --durations 10 tests/real_vllm
 
+# The first hour on a GPU: correctness, speed, peers, causes, each at most ten minutes; exit code 4 without a GPU. It runs on what is
+# installed, by the standard library alone, and names what is missing; `make gpu PYTHON=python3` takes the machine's own Python.
+GPU_PYTHON = $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(BIN)/python)
+gpu:
+	$(GPU_PYTHON) -m benchmarks.on_gpu
+
+# The stack of such a machine, without a GPU: tests/gpu is collected, and the kernels run in Triton's interpreter (5 GB).
+GPU_STACK := .venv-gpu
+test-gpu-stack: $(GPU_STACK)/ready
+	$(GPU_STACK)/bin/python -m pytest --collect-only -q tests/gpu
+	$(GPU_STACK)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 5 tests/integration/test_kernel_*.py tests/long/test_oracle_kernels.py
+
+$(GPU_STACK)/ready: requirements/gpu.lock
+	$$(python3.12 -c 'import sys; print(sys.executable)' || echo $(PYTHON)) -m venv --clear $(GPU_STACK)
+	$(GPU_STACK)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement requirements/gpu.lock
+	touch $@
+
+# What a GPU machine with torch, Triton, transformers, onnx and pytest lacks (Python 3.12, Linux x86-64), in the locked versions, a
+# folder for each use: 1-tests (also of the engine), 2-command-line, 3-peers. There: pip install --no-index --no-deps FOLDER/*.whl
+WHEELS := work/gpu-wheels
+LOCKED_AS = $(shell grep -oE '^($(1))==[^ ;\\]+' requirements/test.lock)
+FOR_GPU := --quiet --disable-pip-version-check download --no-deps --only-binary=:all: --python-version 3.12 \
+	$(addprefix --platform manylinux,_2_28_x86_64 _2_27_x86_64 _2_17_x86_64 2014_x86_64)
+gpu-wheels: $(VENV)/torch
+	$(BIN)/pip $(FOR_GPU) --dest $(WHEELS)/1-tests $(call LOCKED_AS,pydantic|pydantic-core|annotated-types|typing-inspection|hydra-core|omegaconf|psutil)
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir $(WHEELS)/1-tests $(call LOCKED_AS,antlr4-python3-runtime)
+	$(BIN)/pip $(FOR_GPU) --dest $(WHEELS)/2-command-line $(call LOCKED_AS,nvidia-modelopt|pulp|accelerate|cryptography|ml-dtypes|onnxscript|onnx-ir|cyclonedx-python-lib|py-serializable|defusedxml|packageurl-python|license-expression|boolean-py)
+	$(BIN)/pip $(FOR_GPU) --dest $(WHEELS)/3-peers flashinfer-python==0.6.18 apache-tvm-ffi
+	du -sh $(WHEELS)/*
+
 # Known vulnerabilities of what the locks install. Asks PyPI's JSON interface, and fails where that does not answer for a package.
 AUDIT := .venv-audit
 audit: $(AUDIT)/ready
@@ -98,4 +128,4 @@ check: $(VENV)/for-test
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(AUDIT) work
+	rm -rf $(VENV) $(VLLM) $(GPU_STACK) $(AUDIT) work

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,7 +64,9 @@ def version(name: str) -> str | None:
 
 
 def checkout() -> str:
-    """Commit of the checkout, with "+" when files differ from it; "" outside a checkout."""
+    """Commit of the checkout, with "+" when files differ from it; "" outside a checkout, or without git."""
+    if which("git") is None:
+        return ""
     process = subprocess.run(
         ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=12"],
         capture_output=True,

@@ -1,6 +1,6 @@
 """What caches keep of the probability of right answers, and of the greedy answers, on 3,000 questions to SmolLM2.
 
-    python -m benchmarks.recovery        # two hours on two cores; writes what `load` reads, prints the table of docs/trust.md
+    python -m benchmarks.recovery        # two hours on two cores; writes what `load` reads, prints the table of docs/verdict.md
 
 The file has each question's probability of the reference answer, and whether the greedy answer is right, under each engine. It
 was made at 0d2fe82, where the reference's words were always scored; int4_g32 was asked about the first 150 pages alone.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from pipeline import __version__
 from pipeline.config import CONF
 from pipeline.core.errors import INTERRUPTED, UserError, exit_code
-from pipeline.core.redaction import redact_output
+from pipeline.core.redaction import open_closed, redact_output
 from pipeline.terminal import console
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         return 0
     if as_json:
         _check_json(planned)
-    console.configure(planned.jobs[0].log)
+    console.configure(planned.jobs[0].log, verbose=planned.jobs[0].verbose)
     if any(job.dry for job in planned.jobs):
         from pipeline.dry.command import foretell
 
@@ -151,10 +151,11 @@ def main() -> int:
     # What ends a container or a job of CI is a Ctrl-C: runs are closed, and samples in flight finish. The first process of a
     # container would ignore it without a handler.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    open_closed()
     redact_output()
     argv = sys.argv[1:]
     if "--version" in argv:
-        print(f"kvgate {__version__}")
+        print(f"kvgate {__version__}", flush=True)
         return 0
     console.speak(_asked_mode(argv))
     try:
@@ -167,7 +168,8 @@ def main() -> int:
         return INTERRUPTED
     finally:
         console.close()
-        sys.stdout.flush()  # at its end Python would say that nobody reads
+        sys.stdout.flush()  # at its end Python would say that nobody reads, or that the disk is full
+        sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,10 @@ is given a folder of its own, with nothing in it but the configuration, the weig
 transformers is imported by the functions, so that importing this module is cheap.
 """
 
+import hashlib
+import importlib.metadata
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,8 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.checkpoint.files import TOKENIZER_FILES
+from pipeline.artifacts.cache import ForeignFolder, own_cache
+from pipeline.checkpoint.description import inspect_checkpoint, read_config
+from pipeline.checkpoint.files import TOKENIZER_FILES, refusal
 
 
 def load_causal_lm(directory: Path, **options: Any) -> Any:
@@ -36,7 +40,64 @@ def load_causal_lm(directory: Path, **options: Any) -> Any:
     info = inspect_checkpoint(directory)
     load: Any = AutoModelForCausalLM.from_pretrained
     with _staged(directory, info.other_files, info.weight_files) as staged:
+        (staged / "config.json").write_text(json.dumps(read_config(directory)), encoding="utf-8")
         return load(staged, use_safetensors=True, local_files_only=True, trust_remote_code=False, **options)
+
+
+Tensors = dict[str, tuple[int, ...]]
+"""Name -> shape."""
+
+
+def expected_tensors(path: Path, config: dict[str, Any]) -> Tensors:
+    """Return the tensors that transformers saves of the model that config.json, whose content is `config`, describes.
+
+    The model is built on the meta device, which imports transformers; a user's cache keeps the answer.
+
+    Args:
+        path: The checkpoint's, for errors.
+        config: Of a supported family.
+
+    Raises:
+        UserError: transformers takes the configuration for none.
+    """
+    parts = importlib.metadata.version("transformers"), json.dumps(config, sort_keys=True)
+    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    try:
+        kept = own_cache("tensors") / f"{name}.json"
+    except (ForeignFolder, OSError):
+        return _meta_tensors(path, config)
+    if kept.is_file():
+        return {key: tuple(shape) for key, shape in json.loads(kept.read_text(encoding="utf-8")).items()}
+    tensors = _meta_tensors(path, config)
+    with tempfile.NamedTemporaryFile("w", dir=kept.parent, encoding="utf-8", delete=False) as made:
+        json.dump(tensors, made)
+    os.replace(made.name, kept)
+    return tensors
+
+
+def _meta_tensors(path: Path, config: dict[str, Any]) -> Tensors:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with torch.device("meta"):
+            described: Any = AutoConfig.for_model
+            built: Any = AutoModelForCausalLM.from_config(described(**config))
+        # Of experts transformers 5 stacks what it saves one by one.
+        state: Any = revert_weight_conversion(built, dict(built.state_dict()))
+    except Exception as error:  # whatever a class of some family says of its configuration
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise refusal(
+            path, f"config.json: transformers {importlib.metadata.version('transformers')} refuses it: {reason}"
+        ) from None
+    finally:
+        logging.set_verbosity(verbosity)
+    tied = built.config.tie_word_embeddings
+    return {name: tuple(tensor.shape) for name, tensor in state.items() if not (tied and name == "lm_head.weight")}
 
 
 def load_tokenizer(directory: Path) -> Any:

@@ -1,59 +1,64 @@
-"""`python -m benchmarks.peers_cpu --model CHECKPOINT`: other CPU engines with a quantized KV cache beside kvgate's.
+"""`python -m benchmarks.peers_cpu`: other CPU engines with a quantized KV cache beside kvgate's.
 
-All get the same checkpoint, texts, threads and forced tokens. Each runs in a process of its own, its distance is taken to its
-own float cache, and a run that was interrupted continues. README.md has the details.
+All get the same checkpoint, texts, threads and forced tokens. Each format runs in a process of its own, and the formats of one
+width take turns of a few steps. A format's distance is taken to its engine's own float cache. README.md has the details.
 """
 
 import argparse
+import contextlib
+import os
+import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from scipy.special import log_softmax
 
 from benchmarks.documentation import CALIBRATION_TOKENS, MODEL, all_tokens, converted, starts
-from benchmarks.peers_cpu.catalogue import PEERS, Peer
-from benchmarks.peers_cpu.cells import Cell, Plan, open_run
-from benchmarks.peers_cpu.driver import Run
-from benchmarks.peers_cpu.process import PeerFailed, WorkerProcess, missing_modules
-from benchmarks.peers_cpu.table import tables
-from benchmarks.recording import ROOT, checkout, log, machine, results_record, write_json
-from pipeline.artifacts.digest import code_digest, file_digest, json_digest, tree_files
+from benchmarks.peers_cpu.engines import PEERS
+from benchmarks.peers_cpu.worker import Failed, Remote
+from benchmarks.recording import checkout, log, machine, results_record, write_json
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.places import GGUF_SUFFIX, locate_checkpoint
 from pipeline.core.errors import REFUSALS, UserError, exit_code
 
 BATCH = 8
+TURN = 8
+"""Steps of a turn, short so that a disturbance of the machine affects all formats of a width."""
+WIDTHS = ("float", "8 bit", "4 bit")
+RATES = {"first_token": "first token", "batch_1": "decode", f"batch_{BATCH}": f"decode, batch of {BATCH}"}
+"""What is timed, by its name in a cell."""
+
+Cell = dict[str, Any]
+"""A format of a peer after a prompt: what was measured, or "cannot", the reason why not."""
+Seconds = Sequence[Sequence[float]]
+"""Pairs of wall and CPU seconds."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark with command-line arguments."""
-    arguments = _parser().parse_args(argv)
-    try:
-        run(arguments)
-    except REFUSALS as error:
-        log(f"error: {error}")
-        sys.exit(exit_code(error))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.peers_cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser("python -m benchmarks.peers_cpu", description=__doc__)
     parser.add_argument("--model", default=MODEL, help="a Hugging Face checkpoint or GGUF, as model.path names it")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--json", type=Path, help="write the results to this file, after each width of each context")
     parser.add_argument("--threads", type=int, default=2, help="threads of every engine: the physical cores")
     parser.add_argument("--contexts", type=_numbers, default=(1024, 4096, 8064), help="tokens of the prompts")
-    parser.add_argument("--texts", type=_numbers, default=(3, 1, 1), help="texts of each context")
     parser.add_argument("--forced", type=int, default=64, help="tokens forced after each prompt, scored and timed")
-    parser.add_argument("--batch-steps", type=int, default=12, help="timed steps of the batch of 8")
+    parser.add_argument("--batch-steps", type=int, default=12, help=f"timed steps of the batch of {BATCH}")
     parser.add_argument(
         "--batch-prefill", type=int, default=10_000, help="most tokens of a batch that a peer without another way prefills"
     )
-    parser.add_argument("--peers", default=",".join(peer.name for peer in PEERS), help="names, comma-separated")
+    parser.add_argument("--peers", default=",".join(PEERS), help="names, comma-separated")
     parser.add_argument("--sites", type=Path, default=Path("work/peers"), help="where peers are installed, a folder each")
-    parser.add_argument("--work", type=Path, default=Path("work/peers_cpu"), help="models, cells and logs")
-    return parser
+    parser.add_argument("--work", type=Path, default=Path("work/peers_cpu"), help="models and logs")
+    try:
+        run(parser.parse_args(argv))
+    except REFUSALS as error:
+        log(f"error: {error}")
+        sys.exit(exit_code(error))
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -63,131 +68,185 @@ def run(arguments: argparse.Namespace) -> None:
         UserError: An argument cannot be used.
         MissingRequirement: The package of the default model is not installed.
     """
-    peers = _chosen(arguments.peers)
-    if len(arguments.contexts) != len(arguments.texts):
-        raise UserError(
-            f"--texts={_join(arguments.texts)} must name a number for each of --contexts={_join(arguments.contexts)}"
-        )
-    source = locate_checkpoint(arguments.model)
-    info = None if source.suffix == GGUF_SUFFIX else inspect_checkpoint(source)
-    files = [source] if info is None else [source / name for name in (*info.weight_files, *info.other_files)]
-    digest, commit = json_digest([file_digest(file) for file in files]), checkout()
-    code = [code_digest(f"benchmarks.peers_cpu.{module}") for module in ("driver", *(peer.module for peer in peers))]
-    models = arguments.work / "models" / digest[:12]
-    models.mkdir(parents=True, exist_ok=True)
-    checkpoint = converted(source, models / "checkpoint") if info is None else source
+    names = arguments.peers.split(",")
+    if unknown := sorted(set(names) - set(PEERS)):
+        raise UserError(f"--peers={arguments.peers}: unknown {', '.join(unknown)}; choose from {', '.join(PEERS)}")
+    source, work, commit = locate_checkpoint(arguments.model), arguments.work.resolve(), checkout()
+    if source.suffix != GGUF_SUFFIX:
+        inspect_checkpoint(source)
+    work.mkdir(parents=True, exist_ok=True)
+    checkpoint = converted(source, work / "checkpoint") if source.suffix == GGUF_SUFFIX else source
     tokens = all_tokens(checkpoint)
-    np.save(models / "tokens.npy", tokens)
-    lengths = {context: context + arguments.forced + arguments.batch_steps + 2 for context in arguments.contexts}
-    sizes = [lengths[context] for context, count in zip(arguments.contexts, arguments.texts, strict=True) for _ in range(count)]
-    places = iter(starts(len(tokens), sizes))
-    by_context = {
-        context: [next(places) for _ in range(count)]
-        for context, count in zip(arguments.contexts, arguments.texts, strict=True)
+    np.save(work / "tokens.npy", tokens)
+    after = arguments.forced + arguments.batch_steps + 2
+    places = starts(len(tokens), [context + after for context in arguments.contexts])
+    setting = {
+        "checkpoint": str(checkpoint.resolve()),
+        "tokens": str(work / "tokens.npy"),
+        "calibration": CALIBRATION_TOKENS,
+        "threads": arguments.threads,
+        "capacity": max(arguments.contexts) + after,
+        "batch": BATCH,
+        "batch_prefill": arguments.batch_prefill,
     }
-    directory = (arguments.work / "run").resolve()
-    workers: dict[str, WorkerProcess] = {}
-    try:
-        versions = {peer.name: _start(peer, workers, arguments, checkpoint, models, max(lengths.values())) for peer in peers}
-        plan = Plan(
-            model=arguments.model,
-            model_digest=digest,
-            code=json_digest([code, tree_files(ROOT / "conf" / "kv")]),
-            threads=arguments.threads,
-            contexts=arguments.contexts,
-            texts=arguments.texts,
-            forced=arguments.forced,
-            batch=BATCH,
-            batch_steps=arguments.batch_steps,
-            batch_prefill=arguments.batch_prefill,
-            peers=tuple(peer.name for peer in peers),
-            versions=versions,
-        )
-        done = open_run(directory, plan)
-        if done:
-            log(f"continuing: {len(done)} cells of {directory} are done")
-
-        def save(cells: list[Cell]) -> None:
-            write_json(arguments.json, _record(cells, plan, peers, commit))
-
-        for name, worker in list(workers.items()):
-            log(f"{worker.peer.title}: preparing its model")
-            try:
-                worker.ask("prepare")
-            except PeerFailed as error:
-                raise UserError(f"{name} could not prepare its model: {error}; leave it out with --peers") from error
-        cells = Run(plan, workers, by_context, directory, log, save).measure(done)
-    finally:
-        for worker in workers.values():
+    present, peers = [], {}
+    for name in names:
+        worker = Remote(name, arguments.sites, arguments.threads, work / f"{name}.log")
+        try:
+            found = {"versions": worker.ask("prepare", models=str(work / name), **setting)}
+            present.append(name)
+        except Failed as error:
+            install = PEERS[name].install
+            command = f"pip install --target {arguments.sites / name} {install}" if install else "pip install -e '.[bench]'"
+            found = {"cannot": f"{error}; {command}"}
+            log(f"{PEERS[name].title}: {found['cannot']}")
+        finally:
             worker.stop()
-    save(cells)
-    print(tables(cells, BATCH, plan.absent))
+        peers[name] = {"title": PEERS[name].title, "weights": PEERS[name].weights, **found}
+    cells: list[Cell] = []
+    for context, start in zip(arguments.contexts, places, strict=True):
+        for width in WIDTHS:
+            formats = [(name, kv) for name in present for kv, of in PEERS[name].formats.items() if of == width]
+            log(f"context {context}, {width}: {', '.join(f'{name} {kv}' for name, kv in formats)}")
+            with contextlib.ExitStack() as stack:
+                entries = []
+                for name, kv in formats:
+                    worker = Remote(name, arguments.sites, arguments.threads, work / f"{name}.log")
+                    stack.callback(worker.stop)
+                    entries.append(Entry(worker, name, kv, work / f"{name}-{kv}-{context}.npy"))
+                measure(entries, context, start, arguments, setting, work)
+            for entry in entries:
+                targets = tokens[start + context + 1 : start + context + 1 + arguments.forced]
+                baseline = work / f"{entry.peer}-{next(iter(PEERS[entry.peer].formats))}-{context}.npy"
+                cells.append({"context": context, "width": width, **entry.cell(baseline, targets)})
+                log(f"  {cells[-1]}")
+            record: dict[str, Any] = {"machine": {**machine(), "threads": arguments.threads}, "commit": commit, "peers": peers}
+            write_json(arguments.json, results_record(cells, **record, tables=tables(cells).splitlines()))
+    print(tables(cells))
 
 
-def _chosen(names: str) -> list[Peer]:
-    known = {peer.name: peer for peer in PEERS}
-    if unknown := sorted(set(names.split(",")) - set(known)):
-        raise UserError(f"--peers={names}: unknown {', '.join(unknown)}; choose from {', '.join(known)}")
-    return [known[name] for name in names.split(",")]
+@dataclass
+class Entry:
+    """A format of a peer while it is measured."""
+
+    worker: Remote
+    peer: str
+    kv: str
+    logits: Path
+    """Where the logits of its steps are written."""
+    seconds: dict[str, list[Sequence[float]]] = field(default_factory=lambda: {name: [] for name in RATES})
+    bytes_per_token: float = 0.0
+    cannot: dict[str, str] = field(default_factory=dict)
+    """Why it cannot be measured, by what was to be timed."""
+
+    def ask(self, what: str, do: str, **arguments: Any) -> Any:
+        """Run a command, unless it has failed before; returns None where it fails."""
+        if "first_token" in self.cannot or what in self.cannot:
+            return None
+        try:
+            return self.worker.ask(do, **arguments)
+        except Failed as error:
+            self.cannot[what] = str(error)
+            return None
+
+    def cell(self, baseline: Path, targets: npt.NDArray[np.int64]) -> Cell:
+        """Return what was measured, with the distance from the logits of the peer's float cache."""
+        found: Cell = {"peer": self.peer, "kv": self.kv, "bytes_per_token": self.bytes_per_token}
+        found["load_average"] = round(os.getloadavg()[0], 1)
+        if self.logits.exists() and baseline.exists():
+            found |= distance(np.load(self.logits), np.load(baseline), targets)
+        for name, pairs in self.seconds.items():
+            if pairs:
+                wall, cpu = zip(*pairs, strict=True)
+                found[name] = {"seconds": statistics.median(wall), "cpu_seconds": statistics.median(cpu), "times": len(pairs)}
+        return {**found, **({"cannot": self.cannot} if self.cannot else {})}
 
 
-def _start(
-    peer: Peer, workers: dict[str, WorkerProcess], arguments: argparse.Namespace, checkpoint: Path, models: Path, capacity: int
-) -> dict[str, str] | str:
-    """Add a worker if the peer is installed; returns the versions, or why it does not take part."""
-    if missing := missing_modules(peer, arguments.sites):
-        absent = f"not installed ({', '.join(missing)}): {peer.install_command(arguments.sites)}"
-        log(f"{peer.title}: {absent}")
-        return absent
-    # kvgate's bundles are built of this checkout's code in every run; other peers' models depend on their versions alone.
-    folder = arguments.work / "run" / "kvgate" if peer.name == "kvgate" else models / peer.name
-    worker = WorkerProcess(peer, arguments.sites, arguments.threads, models / f"{peer.name}.log")
-    try:
-        versions = worker.hello(
-            checkpoint=str(checkpoint.resolve()),
-            models=str(folder.resolve()),
-            tokens=str(models.resolve() / "tokens.npy"),
-            calibration=CALIBRATION_TOKENS,
-            threads=arguments.threads,
-            capacity=capacity,
-            batch=BATCH,
-            batch_prefill=arguments.batch_prefill,
-        )
-    except PeerFailed as error:
-        worker.stop()
-        log(f"{peer.title}: cannot run: {error}")
-        return f"cannot run: {error}"
-    workers[peer.name] = worker
-    return versions
+def measure(
+    entries: Sequence[Entry], context: int, start: int, arguments: argparse.Namespace, setting: dict[str, Any], work: Path
+) -> None:
+    """Measure the formats of one width after one prompt, in turns."""
+    for entry in entries:
+        entry.logits.unlink(missing_ok=True)
+        entry.ask("first_token", "open", kv=entry.kv, models=str(work / entry.peer), **setting)
+        entry.ask("first_token", "prefill", start=start, length=TURN)  # warms up
+    for entry in entries:
+        prefilled = entry.ask("first_token", "prefill", start=start, length=context)
+        if prefilled is not None:
+            entry.bytes_per_token = prefilled["bytes"]
+            entry.seconds["first_token"].append(prefilled["seconds"])
+    for turn in range(0, arguments.forced, TURN):
+        for entry in entries:
+            count = min(TURN, arguments.forced - turn)
+            entry.seconds["batch_1"] += entry.ask("batch_1", "steps", start=start + context + turn, count=count, batch=1) or []
+    batched, at = f"batch_{BATCH}", start + context + arguments.forced
+    for entry in entries:
+        entry.ask("batch_1", "save_logits", path=str(entry.logits))
+        # Caches of a batch do not fit into memory beside each other: each runs alone, and ends.
+        entry.ask(batched, "replicate", batch=BATCH)
+        entry.ask(batched, "steps", start=at, count=1, batch=BATCH)
+        steps = entry.ask(batched, "steps", start=at + 1, count=arguments.batch_steps, batch=BATCH)
+        entry.seconds[batched] += steps or []
+        entry.worker.stop()
 
 
-def _record(cells: list[Cell], plan: Plan, peers: Sequence[Peer], commit: str) -> dict[str, object]:
-    return results_record(
-        cells,
-        machine={**machine(), "threads": plan.threads},
-        commit=commit,
-        plan=plan.as_json(),
-        peers={
-            peer.name: {
-                "title": peer.title,
-                "versions": plan.versions[peer.name],
-                "baseline": peer.baseline,
-                "weights": peer.weights,
-                "prefill": peer.prefill,
-                "note": peer.note,
-            }
-            for peer in peers
-        },
-        tables=tables(cells, plan.batch, plan.absent).splitlines(),
+def distance(
+    logits: npt.NDArray[np.float32], baseline: npt.NDArray[np.float32], targets: npt.NDArray[np.int64]
+) -> dict[str, float]:
+    """Return the mean KL of logits (N, V) from a baseline's, in nats, and the ratio of perplexities on N targets.
+
+    Raises ValueError for a logit that is not finite.
+    """
+    if not (np.isfinite(logits).all() and np.isfinite(baseline).all()):
+        raise ValueError("a logit is not finite")
+    log_q, log_p = (log_softmax(rows.astype(np.float64), axis=-1) for rows in (logits, baseline))
+    kl = float((np.exp(log_p) * (log_p - log_q)).sum(-1).mean())
+    rows = np.arange(len(targets))
+    return {"mean_kl": kl, "ppl_ratio": float(np.exp((log_p - log_q)[rows, targets].mean()))}
+
+
+def tables(cells: Sequence[Cell]) -> str:
+    """Return a table a context: rows by width, CPU seconds, and how the fastest of kvgate's stands beside the fastest peer."""
+    parts = []
+    for context in dict.fromkeys(cell["context"] for cell in cells):
+        of_context = [cell for cell in cells if cell["context"] == context]
+        rows = [
+            "| engine | cache | bytes a token | mean KL | first token, CPU s | step, CPU ms | step of 8, CPU ms |",
+            "|---" * 7 + "|",
+        ]
+        for width in WIDTHS:
+            rows += [_row(cell) for cell in of_context if cell["width"] == width]
+        standings = [_standing(of_context, width, name) for width in WIDTHS for name in RATES]
+        parts.append("\n".join([f"### {context:,} tokens", "", *rows, "", *filter(None, standings)]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(cell: Cell) -> str:
+    def shown(name: str, factor: float) -> str:
+        return f"{factor * cell[name]['cpu_seconds']:,.1f}" if name in cell else "–"
+
+    figures = [shown(name, factor) for name, factor in zip(RATES, (1.0, 1e3, 1e3), strict=True)]
+    kl = f"{cell['mean_kl']:.1e}" if "mean_kl" in cell else "–"
+    return f"| {PEERS[cell['peer']].title} | `{cell['kv']}` | {cell['bytes_per_token']:,.0f} | {kl} | {' | '.join(figures)} |"
+
+
+def _standing(cells: Sequence[Cell], width: str, name: str) -> str:
+    """A sentence on the fastest format of kvgate's beside the fastest one of all peers; empty where one is missing."""
+    able = sorted(
+        (cell for cell in cells if cell["width"] == width and name in cell), key=lambda cell: cell[name]["cpu_seconds"]
+    )
+    ours, others = ([cell for cell in able if (cell["peer"] == "kvgate") == own] for own in (True, False))
+    if not ours or not others:
+        return ""
+    ratio = ours[0][name]["cpu_seconds"] / others[0][name]["cpu_seconds"]
+    peer = f"{PEERS[others[0]['peer']].title} `{others[0]['kv']}`"
+    return (
+        f"- {width}, {RATES[name]}: kvgate `{ours[0]['kv']}` takes {ratio:.2f} times the CPU time of the fastest peer, {peer}"
     )
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
-
-
-def _join(numbers: Sequence[int]) -> str:
-    return ",".join(map(str, numbers))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What vLLM's FP8 cache on a CPU computes: docs/findings/vllm-cpu-fp8.md."""
+"""What vLLM's FP8 cache on a CPU computes: docs/backends.md#what-kvgate-found-in-vllm."""

@@ -1,10 +1,10 @@
-"""kvgate from Python: `evaluate` a model under a policy, `load` an engine, fetch the `champion`. docs/python.md shows it."""
+"""kvgate from Python: `evaluate` a model, `promote` it, `load` an engine or the `champion` (docs/start.md#from-python)."""
 
-from pipeline.api.champions import champion
+from pipeline.api.champions import champion, promote
 from pipeline.api.engines import LoadedEngine, load
-from pipeline.api.evaluations import Evaluation, evaluate
+from pipeline.api.evaluations import Evaluation, comparison, evaluate
+from pipeline.api.policies import KVPolicy
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
-from pipeline.core.kv import KVPolicy
 
 __all__ = [
     "Evaluation",
@@ -14,6 +14,8 @@ __all__ = [
     "MissingRequirement",
     "UserError",
     "champion",
+    "comparison",
     "evaluate",
     "load",
+    "promote",
 ]

@@ -11,7 +11,8 @@ from pipeline.checkpoint.places import checkpoint_label
 from pipeline.config.config import Config
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.registry.tracking import locate
-from pipeline.run.inputs import check_file
+from pipeline.run.inputs import check_file, check_inputs
+from pipeline.terminal import console
 
 ALIAS = "champion"
 
@@ -71,6 +72,33 @@ def champion(
         raise
     loaded.downloaded = scratch
     return loaded
+
+
+@raises_refusals
+def promote(model: str | Path = "tiny", *, name: str | None = None, **overrides: object) -> str:
+    """Make the best candidate that was judged last the champion: `python -m pipeline stage=promote`, in this process.
+
+    Args:
+        model: The checkpoint that was judged, or an option of `model=`.
+        name: That of the candidate; None is the best one that passed.
+        overrides: Other keys of the configuration, with the `gates.*` that the candidates were judged by.
+
+    Returns:
+        The name of the candidate that serves now.
+
+    Raises:
+        UserError: Nothing was judged, or no candidate is called so.
+        GateRefusal: None passed, or the best one's evidence does not hold.
+    """
+    from pipeline.api.evaluations import model_key
+    from pipeline.registry import summary
+    from pipeline.run.runner import run
+
+    config = compose({"stage": "promote", **model_key(model), "promote.name": name, **overrides})
+    check_inputs(config)
+    with console.silent():
+        run(config, "")
+    return str(summary.load(config.work).champion)
 
 
 def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, overload
 
 from pipeline.api.calls import compose, path_of, raises_refusals
 from pipeline.artifacts.backend import Backend
@@ -16,6 +16,7 @@ from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import MemoryReport, Sample
 
+Prompt = str | Sequence[Mapping[str, str]]
 THREADS = "OMP_NUM_THREADS"
 
 
@@ -42,14 +43,18 @@ class LoadedEngine:
             raise UserError(f"{self.bundle}: this engine was closed; load it again")
         return self._engine
 
+    @overload
+    def generate(self, prompt: Prompt, max_new_tokens: int = 64) -> str: ...  # type: ignore[overload-overlap]
+    @overload
+    def generate(self, prompt: Sequence[Prompt], max_new_tokens: int = 64) -> list[str]: ...
     @raises_refusals
-    def generate(self, prompt: str | Sequence[Mapping[str, str]], max_new_tokens: int = 64) -> str:
-        """Return the greedy answer.
+    def generate(self, prompt: Prompt | Sequence[Prompt], max_new_tokens: int = 64) -> str | list[str]:
+        """Return the greedy answer, or those to a list of prompts, which are one batch.
 
         Args:
-            prompt: What the user says, or a conversation: `[{"role": "user", "content": "..."}]`. The model's chat template
-                renders it; a base model, which has none, reads lines `user: ...`.
-            max_new_tokens: Most tokens of the answer.
+            prompt: What the user says, or a conversation: `[{"role": "user", "content": "..."}]`; or a list of these. The
+                model's chat template renders a prompt; a base model, which has none, reads lines `user: ...`.
+            max_new_tokens: Most tokens of an answer.
 
         Raises:
             UserError: The prompt is none, or the engine does not hold it.
@@ -59,15 +64,22 @@ class LoadedEngine:
         """
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise UserError(f"max_new_tokens={max_new_tokens!r}: must be a whole number of at least 1")
+        listed = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], str | Sequence)
+        several: Sequence[Any] = prompt if listed and not isinstance(prompt, str) else [prompt]
+        tokens = [self._prompt_ids(one, max_new_tokens) for one in several]
+        generated = self.engine.generate(tokens, max_new_tokens, self.tokenizer.eos_token_id)
+        answers = [str(self.tokenizer.text(one)) for one in generated]
+        return answers if several is prompt else answers[0]
+
+    def _prompt_ids(self, prompt: Any, max_new_tokens: int) -> list[int]:
         sample = Sample(id="prompt", workload="custom", reference="", messages=_messages(prompt))
-        tokens = self.tokenizer.prompt_ids(sample)
+        tokens: list[int] = self.tokenizer.prompt_ids(sample)
         if self._longest is not None and len(tokens) + max_new_tokens > self._longest:
             raise UserError(
                 f"max_new_tokens={max_new_tokens}: after a prompt of {len(tokens):,} tokens that is more than the "
                 f"{self._longest:,} that the model was made for; shorten one of them"
             )
-        (answer,) = self.engine.generate([tokens], max_new_tokens, self.tokenizer.eos_token_id)
-        return str(self.tokenizer.text(answer))
+        return tokens
 
     @raises_refusals
     def memory(self) -> MemoryReport:

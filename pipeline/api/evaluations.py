@@ -1,15 +1,17 @@
 """`evaluate`: what `stage=evaluate` does, with the verdict and its report as objects."""
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from pipeline.api.calls import compose, raises_refusals
 from pipeline.config import CONF
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
+from pipeline.loading import required_libraries
 from pipeline.registry import summary
 from pipeline.registry.summary import Candidate
 from pipeline.run.inputs import check_inputs
@@ -87,6 +89,21 @@ class Evaluation:
         return list(zip(headings, texts, baseline, strict=True))
 
 
+@raises_refusals
+def comparison(evaluations: Iterable[Evaluation]) -> Any:
+    """Return the console's table of evaluations as a pandas.DataFrame: a row for each baseline, then one for each evaluation.
+
+    Raises:
+        MissingRequirement: pandas is not installed.
+    """
+    from pipeline.terminal.tables import comparison as table
+
+    with required_libraries():
+        import pandas as pd  # type: ignore[import-untyped]
+
+        return pd.DataFrame(table([one.candidate for one in evaluations]).records()).set_index("policy")
+
+
 def _row(cell: str, *texts: str) -> str:
     return f"<tr>{''.join(f'<{cell}>{escape(text)}</{cell}>' for text in texts)}</tr>"
 
@@ -131,7 +148,7 @@ def evaluate(
     if isinstance(kv, KVPolicy) and own:
         raise UserError(f"{own[0]}: the policy is given whole; set it there")
     chosen = {} if isinstance(kv, KVPolicy) else {"kv": kv}
-    config = compose({"stage": "evaluate", **_model(model), **chosen, **overrides})
+    config = compose({"stage": "evaluate", **model_key(model), **chosen, **overrides})
     if isinstance(kv, KVPolicy):
         config = config.model_copy(update={"kv": kv})
     check_inputs(config)
@@ -150,7 +167,7 @@ def evaluate(
     return Evaluation(candidate, load_report(evidence), tuple(load_rows(evidence)))
 
 
-def _model(model: str | Path) -> dict[str, object]:
+def model_key(model: str | Path) -> dict[str, object]:
     """Return the override of the model: an option of conf/model/, or a path."""
     options = {path.stem for path in (CONF / "model").glob("*.yaml")}
     return {"model": model} if isinstance(model, str) and model in options else {"model.path": model}

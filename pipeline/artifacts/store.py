@@ -204,7 +204,9 @@ class Store:
         """Return the artifact of `recipe`, None unless its manifest has this key and every file still has its digest."""
         target = self.path(recipe)
         manifest = _manifest(target)
-        if manifest is None or manifest["key"] != recipe.key or tree_files(target) != manifest["files"]:
+        if manifest is None or not manifest["key"] == json_digest(manifest["parts"]) == recipe.key:
+            return None
+        if tree_files(target) != manifest["files"]:
             return None
         files = manifest["files"]
         return Artifact(

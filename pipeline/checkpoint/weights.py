@@ -6,13 +6,13 @@ layers under `num_hidden_layers: 3` is another model than its author's.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from pipeline.checkpoint.description import DEFAULTS, CheckpointInfo, attention_shape, integer
+from pipeline.checkpoint.description import CheckpointInfo, read_config
 from pipeline.checkpoint.files import INDEX, MOST_JSON_BYTES, read_json
 from pipeline.core.errors import UserError, short
 from pipeline.core.redaction import printable
@@ -26,78 +26,62 @@ MOST_HEADER_BYTES = 100_000_000
 Shape = tuple[int, ...]
 
 
-def check_weights(info: CheckpointInfo) -> None:
+def check_weights(info: CheckpointInfo, expected_tensors: Callable[[Path, dict[str, Any]], Mapping[str, Shape]]) -> None:
     """Refuse weights that are not those of the configuration.
+
+    Args:
+        info: The checkpoint.
+        expected_tensors: That of stages.checkpoints; it is called when the files by themselves are sound.
 
     Raises:
         UserError: naming the file, the tensor, and what to do: a file that is no safetensors, a tensor that is missing, has
             another shape or type, is in two files, or is no part of the model.
     """
-    expected = dict(expected_tensors(info.path, read_json(info.path, "config.json")))
-    found: dict[str, str] = {}
+    found: dict[str, tuple[str, Shape]] = {}
     for file in info.weight_files:
         for name, dtype, shape in _tensors(info.path, file):
             if name in found:
-                raise UserError(f"model.path={info.path}: {name} is in both {found[name]} and {file}; keep one of them")
-            found[name] = file
-            if name not in expected and _is_computed(name):
-                continue
-            if name not in expected:
-                raise UserError(
-                    f"model.path={info.path}: {file} holds {printable(name[:200])}, which config.json has no place for "
-                    f"({info.architecture} of {info.shape.layers} layers); give the config.json that belongs to the weights"
-                )
-            if shape != expected[name]:
-                raise UserError(
-                    f"model.path={info.path}: {file}: {name} has shape {list(shape)}, config.json makes it "
-                    f"{list(expected[name])}; give the config.json that belongs to the weights"
-                )
+                raise UserError(f"model.path={info.path}: {name} is in both {found[name][0]} and {file}; keep one of them")
             if dtype not in FLOATS:
                 raise UserError(
-                    f"model.path={info.path}: {file}: {name} is of type {dtype}; give weights of {', '.join(FLOATS)}"
+                    f"model.path={info.path}: {file}: {printable(name[:200])} is of type {dtype}; give weights of "
+                    f"{', '.join(FLOATS)}"
                 )
+            found[name] = file, shape
+    _check_index(info, {name: file for name, (file, _) in found.items()})
+    expected = expected_tensors(info.path, read_config(info.path))
+    for name, (file, shape) in found.items():
+        if name not in expected and not _is_computed(name):
+            raise UserError(
+                f"model.path={info.path}: {file} holds {printable(name[:200])}, which config.json has no place for "
+                f"({info.architecture} of {info.shape.layers} layers); give the config.json that belongs to the weights"
+            )
+        if shape != expected.get(name, shape):
+            raise UserError(
+                f"model.path={info.path}: {file}: {name} has shape {list(shape)}, config.json makes it "
+                f"{list(expected[name])}; give the config.json that belongs to the weights"
+            )
     missing = sorted(expected.keys() - found.keys())
     if missing:
         raise UserError(
             f"model.path={info.path}: {missing[0]} is missing, and {len(missing) - 1} more tensors of {info.architecture} with "
             f"{info.shape.layers} layers; give the complete checkpoint"
         )
-    _check_index(info, found)
 
 
-def expected_tensors(path: Path, config: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
-    """Yield the name and the shape of every tensor of the model that config.json, whose content is `config`, describes.
-
-    `path` is the checkpoint's, for errors.
-    """
-    kind = config["model_type"]
-    config = DEFAULTS[kind] | config
-    hidden, columns, vocabulary = (integer(path, config, key) for key in ("hidden_size", "intermediate_size", "vocab_size"))
-    cache, q_heads = attention_shape(path, config)
-    head_dim = cache.head_dim
-    queries, keys = q_heads * head_dim, cache.kv_heads * head_dim
-    has_bias = kind in ("llama", "qwen3") and bool(config.get("attention_bias", False))
-    attention = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries)}
-    mlp = {"gate_proj": (columns, hidden), "up_proj": (columns, hidden), "down_proj": (hidden, columns)}
-    yield "model.embed_tokens.weight", (vocabulary, hidden)
-    for layer in range(cache.layers):
-        prefix = f"model.layers.{layer}"
-        for name, shape in attention.items():
-            yield f"{prefix}.self_attn.{name}.weight", shape
-            if has_bias or (kind == "qwen2" and name != "o_proj"):
-                yield f"{prefix}.self_attn.{name}.bias", shape[:1]
-        for name, shape in mlp.items():
-            yield f"{prefix}.mlp.{name}.weight", shape
-            if kind == "llama" and config.get("mlp_bias", False):
-                yield f"{prefix}.mlp.{name}.bias", shape[:1]
-        if kind == "qwen3":
-            yield f"{prefix}.self_attn.q_norm.weight", (head_dim,)
-            yield f"{prefix}.self_attn.k_norm.weight", (head_dim,)
-        yield f"{prefix}.input_layernorm.weight", (hidden,)
-        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
-    yield "model.norm.weight", (hidden,)
-    if not config.get("tie_word_embeddings", False):
-        yield "lm_head.weight", (vocabulary, hidden)
+TOKENIZER_CLASSES = {
+    f"{name}{fast}"
+    for name in (
+        "PreTrainedTokenizer",
+        "LlamaTokenizer",
+        "GPT2Tokenizer",
+        "Qwen2Tokenizer",
+        "GemmaTokenizer",
+        "CodeLlamaTokenizer",
+    )
+    for fast in ("", "Fast")
+}
+"""Those of transformers that models of these families name: it takes them whatever code the checkpoint names beside them."""
 
 
 def check_tokenizer(info: CheckpointInfo) -> None:
@@ -123,6 +107,12 @@ def check_tokenizer(info: CheckpointInfo) -> None:
             token = token.get("content") if isinstance(token, dict) else token
             if token is not None and not isinstance(token, str):
                 raise UserError(f"model.path={info.path}: {name}: {key} must be a text, got {short(token)}")
+    about = content.get("tokenizer_config.json", {})
+    if about.get("auto_map") and about.get("tokenizer_class") not in TOKENIZER_CLASSES:
+        raise UserError(
+            f"model.path={info.path}: tokenizer_config.json: auto_map names code of the checkpoint's own, which is not run; "
+            f"leave it out, and give tokenizer_class as PreTrainedTokenizerFast where tokenizer.json is all that it takes"
+        )
     _check_templates(info, content)
 
 
@@ -157,12 +147,13 @@ def _check_templates(info: CheckpointInfo, content: dict[str, dict[str, Any]]) -
             template = entry.get("template") if isinstance(entry, dict) else None
             if not isinstance(template, str):
                 raise UserError(f"model.path={info.path}: {name}: chat_template must be a text, got {short(given)}")
-            problem = _template_problem(template)
+            problem = template_problem(template)
             if problem is not None:
                 raise UserError(f"model.path={info.path}: {name}: chat_template is no template ({problem}); correct it")
 
 
-def _template_problem(template: str) -> str | None:
+def template_problem(template: str) -> str | None:
+    """Say why a text is no chat template; None where it is one."""
     from jinja2 import TemplateSyntaxError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

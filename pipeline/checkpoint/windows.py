@@ -1,19 +1,21 @@
 """Which layers of a model attend to their latest tokens alone: its config.json, read as transformers reads it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoint.families import FAMILIES
 from pipeline.checkpoint.files import refusal, wrong
+from pipeline.checkpoint.rope import FULL, SLIDING
 from pipeline.core.errors import UserError, short
 
-WINDOW_IN_EVERY_LAYER = ("mistral", "mixtral", "phi3", "starcoder2")
-WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
-"""model_type -> every so many layers one has full attention; the others slide. `sliding_window_pattern` overrides it."""
+UNSERVED_PATTERNS = {"cohere2": 4}
+"""model_type of a model that is no family here -> every so many layers one has full attention; the others slide."""
 
 LONGEST_WINDOW = 1 << 22
 """No model's context comes near it."""
 
-WINDOW_KEYS = {"full_attention": None, "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+WINDOW_KEYS = {FULL: None, SLIDING: "sliding_window", "chunked_attention": "attention_chunk_size"}
 """What layer_types may hold here -> the key of config.json with the layer's window."""
 
 
@@ -22,7 +24,7 @@ def layer_windows(path: Path, config: dict[str, Any], layers: int) -> tuple[int 
 
     Args:
         path: Of the checkpoint, for errors.
-        config: The content of config.json over DEFAULTS, of any model family.
+        config: The content of config.json over its family's defaults, of any model.
         layers: How many there are.
 
     Raises:
@@ -44,28 +46,31 @@ def _window(path: Path, config: dict[str, Any], layer_type: str) -> int | None:
 
 
 def _layer_types(path: Path, config: dict[str, Any], kind: str, layers: int) -> list[str]:
-    """What transformers takes each layer for. It reads no layer_types of Llama and Mistral, and no window of Qwen without
-    use_sliding_window."""
-    listed, window = config.get("layer_types"), config.get("sliding_window")
+    """What transformers takes each layer for. Of some families it reads no layer_types, of some no window unless asked to."""
+    listed, window, family = config.get("layer_types"), config.get("sliding_window"), FAMILIES.get(kind)
     if listed is not None:
         _check_layer_types(path, listed, kind, layers)
-    if kind.startswith("qwen") and not _uses_window(path, config):
-        window = None
-    if kind == "llama" or (window is None and (listed is None or kind.startswith(("mistral", "qwen")))):
-        types = ["full_attention"] * layers
-    elif kind == "mistral" or (kind in WINDOW_IN_EVERY_LAYER and listed is None):
-        types = ["sliding_attention"] * layers
-    elif listed is not None:
-        types = listed
+    if family is None:
+        return listed or _patterned(layers, None if window is None else _unserved(path, config, kind))
+    asked = not family.asked or _uses_window(path, config)
+    if family.windows == "none" or not asked or (window is None and (family.asked or family.windows == "every")):
+        types = [FULL] * layers
+    elif family.windows == "every":
+        types = [SLIDING] * layers
     else:
-        types = ["sliding_attention" if slides else "full_attention" for slides in _sliding(path, config, kind, layers)]
+        _check_patterns(path, config)
+        types = listed or _patterned(layers, lambda layer: family.slides(config, layer))
     if listed is not None and listed != types:
-        key = "use_sliding_window" if kind.startswith("qwen") else "sliding_window"
+        key = "use_sliding_window" if family.asked else "sliding_window"
         raise UserError(
             f"model.path={path}: config.json: layer_types holds {_other(listed, types)}, and transformers takes every layer of "
             f"this {kind} for {types[0]}, as {key} is {_short(config.get(key))}; make them agree"
         )
     return types
+
+
+def _patterned(layers: int, slides: Callable[[int], bool] | None) -> list[str]:
+    return [SLIDING if slides is not None and slides(layer) else FULL for layer in range(layers)]
 
 
 def _uses_window(path: Path, config: dict[str, Any]) -> bool:
@@ -87,22 +92,27 @@ def _check_layer_types(path: Path, listed: object, kind: str, layers: int) -> No
         )
 
 
-def _sliding(path: Path, config: dict[str, Any], kind: str, layers: int) -> list[bool]:
-    """Which layers slide where no layer_types says it."""
-    if kind.startswith("qwen"):
-        first = config.get("max_window_layers", layers)
-        if type(first) is not int or first < 0:
-            raise wrong(path, config, "max_window_layers", "an integer of at least 0, the first layer that slides")
-        return [layer >= first for layer in range(layers)]
-    if kind in WINDOW_PATTERNS or "sliding_window_pattern" in config:
-        period = config.get("sliding_window_pattern") or WINDOW_PATTERNS[kind]
+def _check_patterns(path: Path, config: dict[str, Any]) -> None:
+    """Refuse what says which layers slide, where no layer_types does, in another form."""
+    first = config.get("max_window_layers", 0)
+    if type(first) is not int or first < 0:
+        raise wrong(path, config, "max_window_layers", "an integer of at least 0, the first layer that slides")
+    for key in ("sliding_window_pattern", "no_rope_layer_interval"):
+        period = config.get(key, 1)
         if type(period) is not int or period < 1:
-            raise wrong(path, config, "sliding_window_pattern", "a positive integer")
-        return [bool((layer + 1) % period) for layer in range(layers)]
-    raise UserError(
-        f"model.path={path}: config.json: sliding_window={_short(config['sliding_window'])} of {kind}, and no layer_types: "
-        "which layers slide is not said; add layer_types, full_attention or sliding_attention for each layer"
-    )
+            raise wrong(path, config, key, "a positive integer")
+
+
+def _unserved(path: Path, config: dict[str, Any], kind: str) -> Callable[[int], bool]:
+    """Which layers of a model that is no family here slide, where no layer_types says it."""
+    _check_patterns(path, config)
+    period = config.get("sliding_window_pattern") or UNSERVED_PATTERNS.get(kind)
+    if period is None:
+        raise UserError(
+            f"model.path={path}: config.json: sliding_window={_short(config['sliding_window'])} of {kind}, and no layer_types: "
+            "which layers slide is not said; add layer_types, full_attention or sliding_attention for each layer"
+        )
+    return lambda layer: bool((layer + 1) % period)
 
 
 def _other(listed: list[str], types: list[str]) -> str:

@@ -10,6 +10,7 @@ from itertools import islice, product
 from math import prod
 from typing import Any, TypeVar, get_args
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
@@ -25,14 +26,17 @@ from omegaconf.errors import ConfigTypeError, OmegaConfBaseException
 from pydantic import ValidationError
 
 from pipeline.config import CONF, options  # noqa: F401 - importing options stores them
-from pipeline.config.config import JUDGING, MOVING, Config
+from pipeline.config.config import JUDGING, MAKING, MOVING, Config
 from pipeline.config.launchers import BASIC, check_sweep
 from pipeline.config.overrides import MOST_JOBS, OPTION, check_overrides, refuse_code
-from pipeline.core.errors import UserError
-from pipeline.core.redaction import holds_secret, redact_text
+from pipeline.config.suiting import AUTO, SUITING, is_tiny
+from pipeline.core.errors import UserError, short
+from pipeline.core.redaction import holds_secret, printable, redact_text
 
 T = TypeVar("T")
 TRACKING_URI = "tracking.uri"
+MOST_DIGITS = 1000
+"""Of a number; Python reads none of more than 4,300."""
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -90,7 +94,9 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
             choices = ["".join(found) for found in re.findall(r"'([^']*)'|(?<= )(\d+)", text)]
             lines.append(f"{key}={value}: no such option{suggest(str(value), choices)}")
         else:
-            lines.append(f"{key}: {text[0].lower()}{text[1:]} (got {value!r})")
+            lines.append(
+                f"{key}: {text[0].lower()}{text[1:]} (got {short(repr(value) if isinstance(value, str) else value, 200)})"
+            )
     return lines
 
 
@@ -208,6 +214,8 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
     """
     for override in overrides:
         key, _, value = override.partition("=")
+        if any(len(number) > MOST_DIGITS for number in re.findall(r"[\d_]+", value)):
+            raise UserError(f"{short(key)}: holds a number of more than {MOST_DIGITS:,} digits; give a shorter one")
         if key.lstrip("+") != TRACKING_URI:
             _refuse_secrets(value, redact_text(key.lstrip("+~")))
     try:
@@ -218,7 +226,7 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
             plain = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
             swept = [o for o in parsed if o.is_sweep_override()]
             hydras = [str(o.input_line) for o in parsed if _is_hydras(o)]
-            composed = compose("config", overrides=plain, return_hydra_config=True)
+            plain, composed = _suited(plain)
             refuse_code(composed.hydra)
             launcher, launcher_keys = check_sweep(composed.hydra)
             sweeping = multirun or composed.hydra.mode == RunMode.MULTIRUN
@@ -233,7 +241,7 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
             given = [o for o in parser.parse_overrides([f"{k}={v}" for k, v in params.items()]) + parsed if not _is_hydras(o)]
             keys = tuple(dict.fromkeys(o.key_or_group for o in given if last.get(o.key_or_group, o).is_sweep_override()))
             each = tuple([*hydras, *job] for job in _jobs(given))
-            jobs = _configs(each)
+            jobs, each = _configs(each)
             moving = next((job.stage for job in jobs if job.stage in MOVING and job.stage not in JUDGING), None)
             if moving is not None:
                 raise UserError(f"stage={moving}: moves what serves, and jobs of a sweep may run at once; leave -m out")
@@ -243,17 +251,51 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
         raise UserError(_explain_hydra(error, overrides)) from error
 
 
-def _configs(given: Sequence[Sequence[str]]) -> list[Config]:
-    """Compose and validate each job's configuration. Raises UserError with the problems of all of them, each once."""
-    configs, problems = [], list[str]()
+def _composed(overrides: Sequence[str]) -> DictConfig:
+    """Compose the configuration, with its node `hydra`. Raises UserError for a file of --config-dir that is no YAML."""
+    try:
+        return compose("config", overrides=list(overrides), return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException):
+        raise
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # a ValueError: no UTF-8, or an integer of too many digits
+        said = printable(" ".join(str(error).split()))[:300]
+        raise UserError(f"--config-dir: a file in it cannot be read ({said}); correct it") from error
+
+
+def _suited(overrides: list[str]) -> tuple[list[str], DictConfig]:
+    """Compose a job's configuration, with its node `hydra`, and with what suits the model in place of `auto`.
+
+    Keys of samples and texts are set once it is known which these are.
+    """
+    own = tuple(f"{group}." for group in SUITING)
+    bare = [override for override in overrides if not override.lstrip("+~").startswith(own)]
+    composed = _composed(bare)
+    left = [group for group in SUITING if composed.hydra.runtime.choices[group] == AUTO]
+    if left and composed.get("stage") in MAKING and not is_tiny(str(OmegaConf.select(composed, "model.path"))):
+        suiting = [f"{group}={SUITING[group][1]}" for group in left]
+        overrides = [*(override for override in overrides if override not in [f"{group}={AUTO}" for group in left]), *suiting]
+    elif bare == overrides:
+        return overrides, composed
+    return overrides, _composed(overrides)
+
+
+def _configs(given: Sequence[Sequence[str]]) -> tuple[list[Config], tuple[list[str], ...]]:
+    """Compose and validate each job's configuration, and return its overrides with what suits its model.
+
+    Raises:
+        UserError: with the problems of all of them, each once.
+    """
+    configs, suited, problems = [], [], list[str]()
     for overrides in given:
         try:
-            configs.append(to_config(compose("config", overrides=list(overrides))))
+            whole, composed = _suited(list(overrides))
+            configs.append(to_config(composed))
+            suited.append(whole)
         except UserError as error:
             problems += str(error).splitlines()
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
-    return configs
+    return configs, tuple(suited)
 
 
 def launch(planned: Plan, more: Sequence[str], task: Callable[[DictConfig], T]) -> list[T]:

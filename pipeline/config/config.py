@@ -73,6 +73,7 @@ class QuantizeConfig(StrictModel):
     """Where ModelOpt quantizes and calibrates; `auto` is a GPU where torch finds one."""
 
     device: Literal["auto", "cpu", "cuda"]
+    """auto is a GPU where torch finds one."""
 
 
 class CalibrationConfig(StrictModel):
@@ -103,6 +104,7 @@ class Config(StrictModel):
     """Everything that a run needs: one field for each group of conf/."""
 
     stage: Stage
+    """What the command does: docs/start.md#my-model has a table."""
     model: ModelConfig
     weights: WeightsConfig
     quantize: QuantizeConfig
@@ -123,9 +125,12 @@ class Config(StrictModel):
     prune: Annotated[PruneConfig, Field(exclude=True)]
     """It decides nothing of what is made or judged, so that it is tracked nowhere."""
     seed: Annotated[int, Field(ge=0, lt=2**31)]
+    """Of samples, calibration texts and searches."""
     workdir: PathText
     log: Literal["human", "json", "quiet"]
     """What a command says and how; no artifact depends on it."""
+    verbose: bool
+    """Whether it says details as well; no artifact depends on it."""
     bundle: PathText | None
     """Directory of an engine, or of its evidence, for stage=verify."""
     dry: bool

@@ -216,7 +216,7 @@ class Engine(ABC):
         return getattr(type(self), capability.__name__) is not getattr(Engine, capability.__name__)
 
     def corrupt_key_scale(self, factor: float) -> None:
-        """Multiply the key scales that decoding reads, or the stored keys where there are none: the canary's fault."""
+        """Plant the must-fail control's fault: multiply the key scales that decoding reads, or stored keys without scales."""
         self.corrupt_scale(Side.KEY, factor)
 
     def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:

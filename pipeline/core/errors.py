@@ -1,6 +1,7 @@
 """Errors that a person or CI can act on, and their exit codes. Any other exception is a defect of kvgate: exit code 1."""
 
 import errno
+from collections.abc import Sequence
 
 from pipeline.core.redaction import printable, redact_text
 
@@ -11,6 +12,22 @@ class UserError(ValueError):
 
 class GateRefusal(Exception):
     """A gate refused the candidate, or the replayed evidence differs from what was judged. Nothing was promoted."""
+
+
+class CannotBeJudged(GateRefusal):
+    """The baseline itself gets kinds of work wrong: nothing would show what a candidate loses of them.
+
+    Args:
+        message: What it gets wrong.
+        weak: The kinds of work that it cannot do.
+        able: Those that it can.
+    """
+
+    def __init__(self, message: str, weak: Sequence[str], able: Sequence[str]) -> None:
+        super().__init__(message)
+        self.weak, self.able = weak, able
+        self.next_step: object = None
+        """What a command says after it, `pipeline.terminal.next_steps.Step`."""
 
 
 class MissingRequirement(Exception):

@@ -45,13 +45,21 @@ class Format(StrictModel):
     """
 
     dtype: str
+    """Type of a code: fp16, bf16, fp8_e4m3, fp8_e5m2, int8, int4 or nvfp4."""
     granularity: Granularity = "none"
+    """What shares a scale: a layer, a KV head, a channel, a token of a head, or a group of channels of a token."""
     group_size: int | None = None
+    """Channels of a group: 16, 32, 64 or 128; null unless granularity is per_group."""
     symmetric: bool = True
+    """Whether code 0 is 0; false stores a zero beside each scale."""
     scale: ScaleSource = "none"
+    """Where the scale comes from: ModelOpt's calibration, 1.0 (uncalibrated), or the token itself (dynamic)."""
     rotation: Rotation = "none"
+    """Exact rotation of every head before quantization; signed_hadamard is of vllm_token_head alone."""
     block_scale: BlockScale = "none"
+    """Of nvfp4: whether a block's largest magnitude becomes 6 (max), or 6 or 4 (4over6)."""
     arithmetic: Arithmetic = "kvgate"
+    """Whose rounding INT4 per token and head with a zero has."""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:

@@ -86,8 +86,11 @@ class Window(StrictModel):
     """
 
     tokens: Annotated[int, Field(ge=PAGE_TOKENS, le=1 << 20, multiple_of=PAGE_TOKENS)]
+    """Tokens that are in the window, whole pages of 64."""
     key: Format | None = None
+    """Format of the keys in the window; null is that of all keys."""
     value: Format | None = None
+    """Format of the values in the window; null is that of all values."""
 
     @model_validator(mode="after")
     def _has_a_format(self) -> Self:
@@ -113,7 +116,9 @@ class Eviction(StrictModel):
     """
 
     window_tokens: Annotated[int, Field(ge=PAGE_TOKENS, le=1 << 20, multiple_of=PAGE_TOKENS)]
+    """Latest tokens that are kept, whole pages of 64."""
     sink_tokens: Annotated[int, Field(ge=0, le=1 << 16, multiple_of=PAGE_TOKENS)] = 0
+    """First tokens that are kept, whole pages of 64."""
     heavy_tokens: Annotated[int, Field(ge=0, le=1 << 20, multiple_of=PAGE_TOKENS)] = 0
     """Of the tokens before the last ones, so many with the most attention are kept, by layer and KV head."""
 
@@ -149,12 +154,19 @@ class KVPolicy(StrictModel):
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=64)
     key: Format
+    """Format of the keys."""
     value: Format
+    """Format of the values."""
     sink_tokens: int = Field(default=0, ge=0, le=1024)
+    """First tokens of a sequence that are kept in float16 as well."""
     recent_tokens: int = Field(default=0, ge=0, le=4096)
+    """Latest tokens of a sequence that are kept in float16 as well."""
     window: Window | None = None
+    """A finer format for younger tokens, as in conf/kv/fp8k_int4v_aged.yaml."""
     eviction: Eviction | None = None
+    """Which tokens are kept at all, as in conf/kv/fp8_streaming.yaml; null keeps all."""
     overrides: Annotated[tuple[LayerOverride, ...], Field(strict=False)] = ()
+    """Other formats for single layers, as in conf/kv/int4_guarded.yaml."""
 
     @model_validator(mode="after")
     def _one_override_a_layer(self) -> Self:

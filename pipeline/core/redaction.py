@@ -94,13 +94,29 @@ def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]
 
 def nobody_reads(descriptor: int) -> None:
     """Let what is written to a descriptor go nowhere from now on."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    if nowhere != descriptor:
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+
+
+def open_closed() -> None:
+    """Open the standard streams that whoever started this process had closed: the next files would be taken for them."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            nobody_reads(descriptor)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, "w" if descriptor else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 class RedactedStream:
-    """A text stream on which secrets are masked. Where its reader has gone, such as `head`, what is written goes nowhere."""
+    """A text stream on which secrets are masked.
+
+    Where it takes nothing more (its reader has gone, such as `head`; its disk is full) what is written goes nowhere: what a
+    command did decides its exit code, not who listens. A full disk is said on stderr.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -108,15 +124,20 @@ class RedactedStream:
     def write(self, text: str) -> int:
         try:
             self._stream.write(redact_text(text))
-        except BrokenPipeError:
-            nobody_reads(self._stream.fileno())
+        except OSError as error:
+            self._lost(error)
         return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
-        except BrokenPipeError:
-            nobody_reads(self._stream.fileno())
+        except OSError as error:
+            self._lost(error)
+
+    def _lost(self, error: OSError) -> None:
+        nobody_reads(self._stream.fileno())
+        if self._stream.fileno() == 1 and not isinstance(error, BrokenPipeError):
+            print(f"pipeline: warning: stdout: {error.strerror}; what is written there is lost", file=sys.stderr)
 
     def writelines(self, lines: Sequence[str]) -> None:
         for line in lines:

@@ -1,5 +1,6 @@
 """What users write and bundles carry, read strictly: records without unknown keys or NaN, and files that are only files."""
 
+import errno
 import json
 import os
 import stat
@@ -24,7 +25,10 @@ def _is_a_path(text: str) -> str:
     if not text.isprintable():
         raise PydanticCustomError("no_path", "holds characters that no path should have; give another path")
     try:
-        Path(text).expanduser()
+        os.lstat(Path(text).expanduser())
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise PydanticCustomError("no_path", "is too long for a path; give a shorter one") from None
     except RuntimeError:  # ~name of a user who is not here
         raise PydanticCustomError("no_path", "begins with a user who is not known here; give the whole path") from None
     return text
@@ -41,6 +45,10 @@ def absolute(path: str) -> Path:
 
 class Unreadable(ValueError):
     """A file that is not what was asked for. The message says what it is and what to do; it does not name the file."""
+
+
+MOST_TEXT_BYTES = 1 << 30
+"""Of a file of samples or texts."""
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:

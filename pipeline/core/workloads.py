@@ -23,6 +23,9 @@ Workload = Literal[
 """The built-in workloads, those of `stages.workloads.WORKLOADS`: first what the tiny model was trained on, then what any chat
 model can be asked."""
 
+TRAINED: set[Workload] = {"prose", "retrieval", "tool_call", "copy", "multi_turn"}
+PAGES: set[Workload] = {"documentation", "lookup", "extraction", "quotation", "recall"}
+
 Count = Annotated[int, Field(ge=0, le=100_000)]
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
 
@@ -31,8 +34,11 @@ class LoadConfig(StrictModel):
     """The load that system metrics are timed on: `batch` sequences of `context_tokens`, `new_tokens` decode steps."""
 
     batch: Annotated[int, Field(ge=1, le=4096)]
+    """Sequences that are decoded together."""
     context_tokens: Positive
+    """Tokens of each sequence before the first decode step."""
     new_tokens: Annotated[int, Field(ge=2, le=100_000)]
+    """Decode steps that are timed."""
     warmup_steps: Annotated[int, Field(ge=0, le=1000)]
     """Decode steps before the timed ones."""
     budget_gib: Annotated[float, Field(gt=0)]
@@ -70,6 +76,7 @@ class BfclConfig(StrictModel):
     """Function calls from BFCL v4, each category a workload `bfcl_CATEGORY`."""
 
     categories: list[str]
+    """Categories of BFCL that are asked, each once."""
     samples: Annotated[int, Field(ge=1, le=100_000)]
     """Most samples of each category, drawn with the seed."""
 
@@ -132,12 +139,13 @@ class WorkloadsConfig(StrictModel):
     samples: dict[Workload, Count]
     """Samples of each built-in workload; 0 or absent leaves it out."""
     jsonl: PathText | None
-    """The user's own samples: one JSON object a line (docs/cli.md lists the keys); added to the built-in ones."""
+    """The user's own samples beside the built-in ones: one JSON object a line, with the keys of docs/start.md#my-questions."""
     bfcl: BfclConfig | None = None
     """Samples of BFCL beside them; None asks none."""
     gsm8k: Annotated[int, Field(ge=0, le=GSM8K_PROBLEMS)] = 0
     """Problems of GSM8K beside them, drawn with the seed."""
     seed: Annotated[int, Field(ge=0, lt=2**31)]
+    """Of the generated samples."""
     batch_size: Annotated[int, Field(ge=1, le=1024)]
     """Sequences decoded together; a finished one makes room for the next."""
     extra_new_tokens: Annotated[int, Field(ge=1, le=100_000)]
@@ -149,20 +157,25 @@ class WorkloadsConfig(StrictModel):
     noise_samples: Count
     """Samples per workload, besides its longest one, that both engines repeat one at a time: the A/A noise floor."""
     canary_samples: Annotated[int, Field(ge=1, le=1000)]
-    """Size of the canary in samples per workload. It takes the samples with the longest prompts, of whichever workload."""
+    """Samples per workload of the must-fail control, which takes the longest prompts of whichever workload."""
     canary_factor: float
-    """By how much the canary multiplies every key scale."""
+    """By how much the must-fail control multiplies every key scale."""
     conformance_samples: Count = 0
-    """Samples per workload of the first round that are compared with the oracle, from the shortest to the longest. Evidence of
-    before they were lacks it."""
+    """Samples per workload of the first round that are compared with the oracle, from the shortest to the longest."""
     rounds: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=1, max_length=100)] = Field(
         default_factory=lambda: [1.0]
     )
     """The share of the samples that each round ends at, ascending to 1. A candidate runs rounds until its gates decide."""
     probe: ProbeConfig = Field(default_factory=ProbeConfig)
     speculation: SpeculationConfig | None = None
-    """None measures no acceptance."""
+    """Drafters of speculative decoding whose acceptance is measured; None measures none."""
     load: LoadConfig
+
+    @property
+    def answers_are_lines(self) -> bool:
+        """Whether every answer is one line, as those about pages are: few-shot text ends them as it ends its lines."""
+        asked = {name for name, count in self.samples.items() if count}
+        return asked <= PAGES and self.jsonl is None and self.bfcl is None and not self.gsm8k
 
     @property
     def file(self) -> Path | None:

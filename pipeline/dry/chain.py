@@ -126,6 +126,10 @@ class DryChain(Chain):
 
         return len(assign_rounds(self._samples, self.config.workloads.rounds))
 
+    def _require_able(self, answers: Artifact) -> None:
+        if is_there(answers):
+            super()._require_able(answers)
+
     def _is_decided(self, made: Mapping[str, Artifact]) -> bool:
         """Whether the gates want no further round: after rounds that are not there, every round may be wanted."""
         return is_there(*made.values()) and super()._is_decided(made)

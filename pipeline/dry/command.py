@@ -2,21 +2,26 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 
 from rich.markup import escape
 
+from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.compose import Plan, named
 from pipeline.config.config import JUDGING, MAKING, Config
+from pipeline.config.suiting import has_chat_template
 from pipeline.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code
 from pipeline.dry.chain import DryChain, DryStore, is_there, open_dry_chain
 from pipeline.loading import open_loader, required_libraries
+from pipeline.planning.shapes import read_model
 from pipeline.registry.proof import PASS
 from pipeline.registry.reaching import check_reachable
 from pipeline.registry.tracking import locate
 from pipeline.run.inputs import TRACKED, checks
 from pipeline.terminal import console
 from pipeline.terminal.grids import Column, Grid, Row
+from pipeline.terminal.planning_tables import verdict_lines
 
 COLUMNS = Column("job", "job"), Column("is", "is", words=True), Column("seconds", "time\n(s)", ",.1f")
 
@@ -69,6 +74,8 @@ def foretell(planned: Plan) -> int:
             console.say(f"{number}[bold]{config.stage} {escape(label)}[/] of {escape(config.model.path)}")
             chain = open_dry_chain(config, store)
             problems.look(store.job, chain.ask)
+            if config.stage in JUDGING and store.job == 1:
+                problems.look(store.job, partial(_say_questions, config))
             rows += _rows(chain)
             if chain.verdict is not None:
                 verdicts[label] = chain.verdict.status
@@ -117,6 +124,20 @@ def _print(rows: list[Row]) -> None:
     times = [row.values[2] for row in rows if row.values[1] == "made"]
     known = [seconds for seconds in times if isinstance(seconds, float)]
     console.say(f"{len(rows) - len(times)} reused, {len(times)} made, rounds of samples only as far as the gates want them")
-    if times:
-        total = f"{sum(known):,.0f} s, each the median of earlier artifacts of its stage here" if known else "unknown"
-        console.say(f"time: {total}" + (f"; nothing tells of {len(times) - len(known)}" if len(known) < len(times) else ""))
+    if known:
+        rest = f"; nothing tells of {len(times) - len(known)}" if len(known) < len(times) else ""
+        console.say(f"time: {sum(known):,.0f} s, each the median of earlier artifacts of its stage here{rest}")
+
+
+def _say_questions(config: Config) -> None:
+    """Print what the engines are asked, and what a verdict of the embedded engine takes."""
+    workloads, path = config.workloads, locate_checkpoint(config.model.path)
+    kinds = [f"{count} of {name}" for name, count in workloads.samples.items() if count]
+    kinds += [f"those of {workloads.jsonl}"] if workloads.jsonl is not None else []
+    kinds += [f"{workloads.gsm8k} of gsm8k"] if workloads.gsm8k else []
+    kinds += [f"{workloads.bfcl.samples} each of {', '.join(workloads.bfcl.categories)}"] if workloads.bfcl is not None else []
+    said = f"asks {', '.join(kinds)}, in {len(workloads.rounds)} rounds at most"
+    console.say(escape(said + ("" if has_chat_template(path) else ", as few-shot text: the tokenizer has no chat template")))
+    parameters = read_model(path).parameters
+    for line in verdict_lines(parameters) if parameters is not None and config.backend.name == "onnxruntime" else ():
+        console.say(line)

@@ -207,8 +207,20 @@ def _read(path: Path, cursor: _Cursor, size: int) -> Header:
     for name, shape, number, offset in entries:
         if name in tensors:
             raise _Unreadable(f"tensor {name} appears twice")
+        if offset % alignment:
+            raise _Unreadable(f"tensor {name} begins at byte {offset:,}, which is no multiple of its alignment, {alignment}")
         tensors[name] = _tensor(name, shape, number, start + offset, size)
+    _refuse_overlap(tensors)
     return Header(path, metadata, tensors)
+
+
+def _refuse_overlap(tensors: dict[str, Tensor]) -> None:
+    """Refuse tensors that share bytes: one of them at least would be another's weights."""
+    end, before = 0, ""
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if tensor.offset < end:
+            raise _Unreadable(f"tensors {before} and {name} lie in the same bytes")
+        end, before = tensor.offset + tensor.nbytes, name
 
 
 def _refuse_part(metadata: dict[str, Any]) -> None:

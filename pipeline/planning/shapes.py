@@ -4,31 +4,21 @@ It reads more than the engines do: any decoder whose layers keep keys and values
 window. What is not read in that way is refused with the key that says so.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.description import ARCHITECTURES, DEFAULTS, attention_shape, integer
+from pipeline.checkpoint.description import attention_shape, integer
+from pipeline.checkpoint.families import FAMILIES, other_cache
 from pipeline.checkpoint.files import read_json
-from pipeline.checkpoint.weights import Shape, expected_tensors
+from pipeline.checkpoint.weights import Shape
 from pipeline.core.errors import UserError, short
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVShape
 from pipeline.gguf.model import inspect_gguf
-
-STATE = "some layers keep a state of constant size in place of keys and values"
-OTHER_CACHES = {
-    "kv_lora_rank": "a token has one latent vector for all heads (MLA), no keys and values that a kv policy could format",
-    **dict.fromkeys(
-        ("attn_layer_period", "hybrid_override_pattern", "full_attention_interval", "mamba_d_state", "state_size"), STATE
-    ),
-    "num_kv_shared_layers": "some layers use the keys and values of others",
-    "cross_attention_layers": "some layers keep keys and values of another input",
-    "is_encoder_decoder": "a decoder layer also keeps keys and values of the encoder",
-    "block_configs": "layers have shapes of their own",
-}
-"""Keys of config.json of models whose caches are not counted here -> why."""
 
 AWQ_BLOCK = 128
 """Input channels that share an INT4 weight's float16 scale."""
@@ -45,10 +35,15 @@ class ModelShape:
     windows: tuple[int | None, ...]
     """By layer: the latest tokens that it attends to, None for all."""
     max_positions: int | None
-    tensors: tuple[tuple[str, Shape], ...] | None
+    tensors: Callable[[], Mapping[str, Shape]] | None
     """Names and shapes of the weights; None for a family whose weights are not counted."""
     notes: tuple[str, ...]
     """What was assumed where config.json does not say it."""
+
+    @property
+    def parameters(self) -> int | None:
+        """How many numbers its weights are; None for a family whose weights are not counted."""
+        return None if self.tensors is None else sum(map(prod, self.tensors().values()))
 
     def kv_heads_of_a_rank(self, ranks: int) -> int:
         """Return the KV heads on each of `ranks` GPUs: a share of them, or one that is copied where there are more GPUs.
@@ -75,13 +70,13 @@ class ModelShape:
         kv_share = self.kv_heads_of_a_rank(ranks) / self.kv.kv_heads
         if self.tensors is None:
             raise UserError(
-                "capacity.weights_gib=null: the weights are counted for Llama, Mistral, Qwen2 and Qwen3 that are not quantized "
-                f"already, and {self.path} is none; give the GiB of its weights"
+                f"capacity.weights_gib=null: the weights are counted for {', '.join(FAMILIES)} that are not quantized already, "
+                f"and {self.path} is none; give the GiB of its weights"
             )
         total = 0.0
-        for name, shape in self.tensors:
-            share = kv_share if ".k_proj." in name or ".v_proj." in name else 1 / ranks if len(shape) == 2 else 1.0
-            linear = len(shape) == 2 and ".layers." in name
+        for name, shape in self.tensors().items():
+            share = kv_share if ".k_proj." in name or ".v_proj." in name else 1 / ranks if len(shape) > 1 else 1.0
+            linear = len(shape) > 1 and ".layers." in name
             total += share * _stored_bytes(shape, weights if linear else "none")
         return round(total)
 
@@ -110,12 +105,14 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
     nested = config.get("text_config")
     if "num_hidden_layers" not in config and isinstance(nested, dict):
         config = nested  # of a model that also takes pictures or sound: its decoder
-    for key, reason in OTHER_CACHES.items():
-        if config.get(key):
-            raise UserError(f"model.path={path}: config.json: {key}={short(config[key])}: {reason}; its cache is not counted")
-    kind = str(config.get("model_type"))
-    known = kind in DEFAULTS
-    config = DEFAULTS.get(kind, {}) | config
+    other = other_cache(config)
+    if other is not None:
+        key, reason = other
+        raise UserError(f"model.path={path}: config.json: {key}={short(config[key])}: {reason}; its cache is not counted")
+    family = FAMILIES.get(str(config.get("model_type")))
+    known = family is not None
+    served = family is not None and config.get("architectures") == [family.architecture]
+    config = {**family.defaults, **config} if family else config
     if not known:
         integer(path, config, "num_key_value_heads")
     shape, q_heads = attention_shape(path, config)
@@ -127,15 +124,12 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
         q_heads=q_heads,
         windows=shape.windows or (None,) * shape.layers,
         max_positions=positions if type(positions) is int and positions > 0 else None,
-        tensors=_tensors(path, config),
+        tensors=partial(_tensors, path, config) if served and config.get("quantization_config") is None else None,
         notes=() if known or config.get("head_dim") is not None else (assumed,),
     )
 
 
-def _tensors(path: Path, config: dict[str, Any]) -> tuple[tuple[str, Shape], ...] | None:
-    """The model's tensors; None for other families than the engines', and for weights that are quantized already."""
-    name = config.get("architectures")
-    served = [[architecture] for architecture, kind in ARCHITECTURES.items() if kind == config.get("model_type")]
-    if name not in served or config.get("quantization_config") is not None:
-        return None
-    return tuple(expected_tensors(path, config))
+def _tensors(path: Path, config: dict[str, Any]) -> Mapping[str, Shape]:
+    from stages.checkpoints import expected_tensors  # heavy, where the configuration is a new one
+
+    return expected_tensors(path, config)

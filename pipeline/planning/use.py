@@ -25,7 +25,9 @@ class Eviction(StrictModel):
     """Sinks and a recent window: layers with full attention keep the pages of the first and of the latest tokens."""
 
     first: Annotated[int, Field(ge=0, le=1 << 24)]
+    """First tokens whose pages are kept."""
     latest: Tokens
+    """Latest tokens whose pages are kept."""
 
 
 class CapacityConfig(StrictModel):
@@ -34,9 +36,9 @@ class CapacityConfig(StrictModel):
     gpu_gib: Annotated[float, Field(gt=0, le=1e6)]
     """Memory of one GPU."""
     reserve_gib: Annotated[float, Field(ge=0, le=1e6)]
-    """Of each GPU, for what is neither weights nor pages of the cache."""
+    """Memory of each GPU for activations, graphs, the runtime and static scales."""
     weights_gib: Annotated[float, Field(ge=0, le=1e6)] | None
-    """Of the whole model; None counts them from config.json."""
+    """Weights of the whole model; None counts the weights from config.json."""
     ceiling: Annotated[float, Field(gt=0, le=1)]
     """Share of the cache's memory that requests are admitted to."""
     contexts: Annotated[list[Context], Field(min_length=1, max_length=64)]

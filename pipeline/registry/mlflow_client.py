@@ -21,6 +21,7 @@ from mlflow.exceptions import MlflowException
 from requests import RequestException
 from sqlalchemy.exc import SQLAlchemyError
 
+from pipeline.registry.answers import files_downloaded, limit_answers
 from pipeline.registry.reaching import check_reachable, reached
 from pipeline.registry.tracking import ENVIRONMENT, Location
 
@@ -54,6 +55,8 @@ class Client(MlflowClient):
         # MLflow reads them at every request, and libpq at every connection.
         os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(1, round(location.timeout_s)))
         os.environ["PGCONNECT_TIMEOUT"] = str(max(2, round(location.timeout_s)))
+        if location.served:
+            limit_answers(location.timeout_s)
         self._location = location
         retries = os.environ[RETRIES]
         os.environ[RETRIES] = "0"  # a server that is not there says so at once
@@ -80,7 +83,8 @@ class Client(MlflowClient):
 
     def download(self, address: str, folder: str) -> str:
         """Download an artifact into a folder; return where it lies."""
-        return str(download_artifacts(address, dst_path=folder, tracking_uri=self._location.uri))
+        with files_downloaded():
+            return str(download_artifacts(address, dst_path=folder, tracking_uri=self._location.uri))
 
 
 @contextmanager

@@ -201,7 +201,7 @@ def active_experiment(client: Client, name: str) -> Any:
 
 
 def _check_files(location: Location, address: str) -> None:
-    """Refuse a SQLite store whose files were moved to this work directory: it holds their absolute addresses."""
+    """Refuse a SQLite store that was moved or copied with its work directory: it holds the absolute addresses of its files."""
     if location.artifact_root is None or address == location.artifact_root or not address.startswith("file:"):
         return
     old, new = (Path(unquote(urlsplit(one).path)) for one in (address, location.artifact_root))
@@ -209,6 +209,11 @@ def _check_files(location: Location, address: str) -> None:
         raise UserError(
             f"{named(location)} has its files in {old}, which was moved to {new}: move it back, or let the old path lead to "
             f"the new one: mkdir -p {old.parent} && ln -s {new} {old}"
+        )
+    if location.file is not None and location.file.parent == new.parent and old.resolve() != new.resolve():
+        raise UserError(
+            f"{named(location)} is a copy, which would write into the original's files in {old}: give the original's workdir, "
+            f"or begin a store here: rm -r {location.file} {new}"
         )
 
 

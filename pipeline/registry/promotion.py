@@ -91,6 +91,37 @@ def judged_again(
     return list(found.values())
 
 
+def incumbent(
+    version: str | None,
+    registered: Sequence[tuple[Registration, dict[str, str]]],
+    find: Find,
+    decide: "Decide",
+    candidates: Sequence[Candidate],
+) -> Candidate | None:
+    """Return the champion as a candidate beside others, where it is a rival of theirs.
+
+    It is one where it was judged against the same baseline engine as one of them, under another name, and still passes. The
+    champion of other weights is none, and one that is judged anew goes by its new evidence.
+
+    Args:
+        version: The one that the alias `champion` points at; None where nothing serves.
+        registered: Every version of the registered model with its tags.
+        find: Finds its artifacts.
+        decide: The gates, which decide its verdict again.
+        candidates: What was judged.
+    """
+    serving = next(((one, tags) for one, tags in registered if one.model_version == version), None)
+    if serving is None or serving[1].get("kv") in [one.name for one in candidates]:
+        return None
+    try:
+        found, evidence = find(*serving)
+    except GateRefusal:  # another work directory judged it
+        return None
+    verdict = decide(evidence.report, evidence.rows)
+    rival = any(one.baseline.digest == found.baseline.digest for one in candidates) and verdict.status == PASS
+    return found.model_copy(update=Candidate.decided(verdict)) if rival else None
+
+
 def choose(candidates: Sequence[Candidate], rolled_back: Mapping[str, str] | None = None, name: str | None = None) -> Candidate:
     """Return the best candidate that passed, or the one with a name if it passed.
 
@@ -131,7 +162,14 @@ def _stays_back(candidate: Candidate, when: str) -> str:
 
 
 def promote(
-    candidates: Sequence[Candidate], log: MoveLog, replay: Replay, decide: "Decide", *, sweep: str, name: str | None = None
+    candidates: Sequence[Candidate],
+    log: MoveLog,
+    replay: Replay,
+    decide: "Decide",
+    *,
+    sweep: str,
+    name: str | None = None,
+    rival: Candidate | None = None,
 ) -> Move:
     """Make the best candidate that passed the champion, or the one with a name.
 
@@ -142,6 +180,7 @@ def promote(
         decide: The gates, which decide its verdict again.
         sweep: Identifier of the candidates' sweep, noted in the registry.
         name: That of the candidate that is asked for; None for the best.
+        rival: The champion, which stays where none of them is better; a name displaces it in any case.
 
     Raises:
         UserError: when none has the name.
@@ -149,6 +188,9 @@ def promote(
         MissingRequirement: when a library that the replay takes is not installed.
     """
     best = choose(candidates, log.read().rolled_back("champion"), name)
+    if rival is not None and name is None and choose([best, rival]) is rival and _holds(rival, replay, decide):
+        version = rival.version
+        return Move(rival.name, version, None, False, f"{rival.name} (version {version}) stays the champion")
     try:
         covered = verify(best, replay, decide).covered
     except (GateRefusal, MissingRequirement) as error:
@@ -185,11 +227,26 @@ def promote(
     return Move(best.name, version, old, True, f"{best.name} (version {version}) is the champion{over}{note}{held}")
 
 
-def rollback(log: MoveLog) -> Move:
-    """Bring the previous champion back.
+def _holds(candidate: Candidate, replay: Replay, decide: "Decide") -> bool:
+    """Return whether a candidate's evidence holds: one whose evidence does not keeps no other one out."""
+    try:
+        verify(candidate, replay, decide)
+    except (GateRefusal, MissingRequirement):
+        return False
+    return True
+
+
+Prove = Callable[[str, Mapping[str, str]], None]
+"""Replays the evidence of a version with these tags. Raises what `verify` does."""
+
+
+def rollback(log: MoveLog, prove: Prove) -> Move:
+    """Bring the previous champion back, once its evidence was replayed.
 
     Raises:
         UserError: when there is none, or its version was deleted.
+        GateRefusal: when its evidence does not hold.
+        MissingRequirement: when a library that the replay takes is not installed.
     """
     registry = log.registry
     with log.changing(urgent=True) as history:
@@ -199,6 +256,10 @@ def rollback(log: MoveLog) -> Move:
         tags = registry.tags(previous)
         if tags is None:
             raise UserError(f"stage=rollback: version {previous}, the previous champion, was deleted from the registry")
+        try:
+            prove(previous, tags)
+        except (GateRefusal, MissingRequirement) as error:
+            raise type(error)(f"stage=rollback: version {previous} does not serve again: {error}") from error
         left = (registry.tags(bad) or {}).get("report_digest", "")
         log.append(
             history,

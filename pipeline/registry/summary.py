@@ -102,6 +102,11 @@ class Candidate(StrictModel):
         return {"verdict": verdict.status, **values, **lists}
 
     @property
+    def is_blind(self) -> bool:
+        """Whether nothing that was measured saw a corrupted cache: then the verdict says nothing of the policy."""
+        return any(check.gate == "canary" and check.status == "FAIL" for check in self.checks)
+
+    @property
     def recovery(self) -> Check | None:
         """The line on the probability of the right answers to all questions; None where no question has an answer."""
         return next((check for check in self.checks if (check.gate, check.where) == (RECOVERY, ALL)), None)

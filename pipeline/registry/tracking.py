@@ -30,6 +30,7 @@ class Tracking(StrictModel):
     uri: Annotated[str, Field(min_length=1)] | None = None
     """A database URI or a server's address; null means MLFLOW_TRACKING_URI, or SQLite in the work directory without it."""
     experiment: Annotated[str, Field(min_length=1, max_length=200)] = "kvgate"
+    """Name of MLflow's experiment."""
     model_name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^/:]+$")] | None = None
     """Name of the registered model; null means `kvgate-<model>`."""
     log_bundle: bool | None = None

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipeline.core.errors import GateRefusal
+from pipeline.routing.engines import Engines
 from pipeline.trust.movelog import MoveLog, Registry
 
 
@@ -61,23 +62,28 @@ def read_aliases(registry: Registry, workload: str) -> Aliases:
     return Aliases(*map(registry.alias, Aliases(None).named(workload)))
 
 
-def way_back(log: MoveLog, workload: str, before: Aliases, why: str) -> Move:
+def way_back(engines: Engines, workload: str, before: Aliases, why: str) -> Move:
     """Return the move to the previous engine of a class, or to its fallback where no previous one can serve.
 
-    It takes no replay: these were proven for the class when they were routed, and a broken engine must not wait for one.
+    It takes no replay: these were proven for the class when they were routed, and a broken engine must not wait for one. Where
+    the log that says so cannot be trusted, they are replayed.
 
     Raises:
         GateRefusal: when neither can serve.
     """
-    problems, proven = [], log.read().chosen(alias_of(workload), f"{alias_of(workload)}-fallback")
+    problems, log = [], engines.log
+    history = log.read()
+    proven = history.chosen(alias_of(workload), f"{alias_of(workload)}-fallback")
     for name, version in (("previous", before.previous), ("fallback", before.fallback)):
         if version is None or version == before.now:
             problems.append(f"no {name}")
         elif log.registry.tags(version) is None:
             problems.append(f"its {name}, version {version}, was deleted")
-        elif version not in proven:
+        elif history.problem is None and version not in proven:
             problems.append(f"its {name}, version {version}, was never proven for {workload}")
         else:
+            if history.problem is not None:
+                engines.proven(engines.named(version, name), workload, name)
             bad = before.now or ""
             reports = {bad: (log.registry.tags(bad) or {}).get("report_digest", "")}
             after = replace(before, now=version, previous=None)

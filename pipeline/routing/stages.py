@@ -58,7 +58,7 @@ def roll_back(engines: Engines, workload: str, say: Say) -> None:
     if before.now is None:
         raise UserError(f"routing.rollback={workload}: this model has no such route")
     try:
-        move = way_back(engines.log, workload, before, "by hand")
+        move = way_back(engines, workload, before, "by hand")
     except GateRefusal as error:
         raise UserError(f"routing.rollback={workload}: {error}") from error
     make_moves(engines.log, "route back", [move])
@@ -110,7 +110,7 @@ def _decide(engines: Engines, workload: str, counted: ClassSnapshot, limits: Mon
     try:
         # Slow requests under memory pressure wait for memory, and the engine before holds less.
         if "quality" in broken or broken == {"latency"}:
-            move = way_back(engines.log, workload, before, why)
+            move = way_back(engines, workload, before, why)
             return Decision(str(move), move, refused=True)
         if "memory" in broken:
             now = engines.find(*next(one for one in engines.registered() if one[0].model_version == before.now))

@@ -146,7 +146,7 @@ class Chain(BuildChain):
         from stages.evaluate.decoding.rows import greedy_of
         from stages.evaluate.once import once
 
-        opened, self._opened = self._open(policy), None  # the canary leaves its fault in the engine
+        opened, self._opened = self._open(policy), None  # the must-fail control leaves its fault in the engine
         return once(
             opened.engine,
             self._encoded.round(1),
@@ -205,6 +205,7 @@ class Chain(BuildChain):
     def _evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
         made = {"baseline": self.engine(FP16_POLICY), "encoded": self.encoded_samples}
         answers = made[answers_input(1)] = self.baseline(1)
+        self._require_able(answers)
         made["baseline_once"] = self.once(FP16_POLICY, answers)
         made["engine"] = self.engine(policy)
         self.check_alike(policy)
@@ -221,6 +222,13 @@ class Chain(BuildChain):
             self._joined(made).write(out)
 
         return self.make(self._recipe("evaluate", "joining", made), fill, policy), made["engine"], made["baseline"]
+
+    def _require_able(self, answers: Artifact) -> None:
+        """Refuse questions that the baseline cannot answer, as its first round shows."""
+        from stages.evaluate.able import require_able
+        from stages.evaluate.decoding.stored import read_round
+
+        require_able(self._encoded.round(1), read_round(answers.path), self.config.gates.min_baseline_probability)
 
     def check_alike(self, policy: KVPolicy) -> None:
         """Check that candidate and baseline differ in nothing but the cache."""

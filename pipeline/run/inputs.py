@@ -9,7 +9,7 @@ from pathlib import Path
 from pipeline.artifacts.backend import Job
 from pipeline.artifacts.store import check_store
 from pipeline.artifacts.workdir import check_memory, check_room, check_workdir
-from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
+from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint, refuse_weights
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.checkpoint.weights import check_tokenizer, check_weights
 from pipeline.config.config import JUDGING, Config
@@ -17,6 +17,7 @@ from pipeline.config.policies import tuned_policies
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import FP16_POLICY
 from pipeline.core.records import Sample
+from pipeline.core.strict import MOST_TEXT_BYTES
 from pipeline.gguf.model import inspect_gguf
 from pipeline.gguf.vocabulary import UNUSED
 from pipeline.loading import open_loader, required_libraries
@@ -36,9 +37,6 @@ UNRECORDED = ("verify", "status", "prune")
 
 TRACKED = (*JUDGING, "promote", "rollback", "route", "monitor", "status", "prune")
 """Stages that open the tracking store."""
-
-MOST_TEXT_BYTES = 1 << 30
-"""Of a file of samples or texts."""
 
 GENERATED_TOKENS = 8192
 """No generated sample has as many."""
@@ -90,6 +88,7 @@ def _check_model(config: Config) -> None:
     """Refuse a model, and what cannot be done with it: the policy, the load, the questions, the backend's own refusals."""
     checkpoint = inspect_model(locate_checkpoint(config.model.path))
     config.kv.check_shape(checkpoint.shape)
+    refuse_weights(checkpoint, config.weights.format)
     if config.stage == "tune":
         tuned_policies(config, checkpoint.shape)
     if config.stage in JUDGING:
@@ -104,6 +103,10 @@ def _check_model(config: Config) -> None:
             from stages.evaluate.inputs.tokens import check_lengths
 
             check_lengths(samples, checkpoint.path, config.workloads, *_context(config, checkpoint))
+        if checkpoint.path.is_dir():  # last, since a new config.json waits for transformers here
+            from stages.checkpoints import expected_tensors
+
+            check_weights(checkpoint, expected_tensors)
 
 
 def _check_work(config: Config) -> None:
@@ -190,7 +193,7 @@ def check_file(path: Path, key: str) -> None:
 
 
 def inspect_model(path: Path) -> CheckpointInfo:
-    """Read the headers of a checkpoint or a GGUF.
+    """Read the configuration and the tokenizer of a checkpoint, or the header of a GGUF.
 
     Raises:
         UserError: when it cannot be used.
@@ -198,7 +201,6 @@ def inspect_model(path: Path) -> CheckpointInfo:
     """
     if not path.is_file():
         info = inspect_checkpoint(path)
-        check_weights(info)
         check_tokenizer(info)
         return info
     info = inspect_gguf(path).info
@@ -214,13 +216,14 @@ def check_draft(path: str, target: Path) -> None:
         path: `workloads.speculation.draft`.
         target: The checkpoint of `model.path`, or its GGUF.
     """
+    from stages.checkpoints import expected_tensors
+
     key = "workloads.speculation.draft="
     try:
         draft = locate_checkpoint(path)
         if draft.is_file():
             raise UserError(f"{key}{path}: is a file; give the directory of a Hugging Face checkpoint")
         drafter = inspect_checkpoint(draft)
-        check_weights(drafter)
         check_tokenizer(drafter)
     except UserError as error:
         raise UserError(str(error).replace("model.path=", key)) from None
@@ -234,6 +237,10 @@ def check_draft(path: str, target: Path) -> None:
             f"{key}{path}: its tokenizer is another one than model.path's: {different!r} is {ids[0]} there and {ids[1]} of "
             "the target; give a draft with the same tokenizer"
         )
+    try:
+        check_weights(drafter, expected_tensors)
+    except UserError as error:
+        raise UserError(str(error).replace("model.path=", key)) from None
 
 
 def _vocabulary(path: Path, named: str) -> tuple[dict[str, int], set[str]]:

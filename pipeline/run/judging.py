@@ -2,7 +2,7 @@
 
 from rich.markup import escape
 
-from pipeline.core.errors import GateRefusal
+from pipeline.core.errors import CannotBeJudged, GateRefusal
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.pages.page import run_page
 from pipeline.registry import summary
@@ -11,7 +11,7 @@ from pipeline.registry.runs import open_store, track
 from pipeline.registry.summary import Candidate, Cited
 from pipeline.run.job import Run
 from pipeline.run.serving import promote_from
-from pipeline.run.showing import compare_in_mlflow, show
+from pipeline.run.showing import show
 from pipeline.terminal import console, next_steps, tables
 from pipeline.terminal.commands import typed, whole
 from pipeline.verdict.report import REPORT_FILE, load_report, load_rows
@@ -22,7 +22,10 @@ class NotPassed(GateRefusal):
     """A candidate did not pass its gates."""
 
     def __init__(self, candidate: Candidate) -> None:
-        super().__init__(f"{candidate.name} is not good enough: {candidate.verdict}")
+        said = "is not good enough" if candidate.verdict == "FAIL" else "is not decided"
+        if candidate.is_blind:
+            said = "is not judged, because its answers do not depend on the cache"
+        super().__init__(f"{candidate.name} {said}: {candidate.verdict}")
         self.candidate = candidate
 
 
@@ -32,7 +35,7 @@ def quantize(run: Run) -> None:
     lines = f"quantized checkpoint: {quantized.path}", f"ModelOpt's exports: {exports.path}"
     console.result("quantized", *lines, paste=True, checkpoint=quantized.path, exports=exports.path)
     if not run.sweeping:
-        next_steps.show(next_steps.after_quantize(typed()))
+        next_steps.show(next_steps.after_making("quantize", typed()))
 
 
 def build(run: Run) -> None:
@@ -46,7 +49,7 @@ def build(run: Run) -> None:
     if hint is not None:
         console.say(escape(hint))
     if not run.sweeping:
-        next_steps.show(next_steps.after_build(typed()))
+        next_steps.show(next_steps.after_making("build", typed()))
 
 
 def evaluate(run: Run) -> Candidate:
@@ -61,9 +64,13 @@ def evaluate(run: Run) -> Candidate:
     with console.doing("opening MLflow"):
         store = open_store(config.tracking, config.work, config.model.label)
     with track(
-        store, run.sweep, run.label, config.backend.name, config.model_dump(mode="json", exclude={"log", "dry"})
+        store, run.sweep, run.label, config.backend.name, config.model_dump(mode="json", exclude={"log", "verbose", "dry"})
     ) as tracked:
-        evaluation, engine, baseline = chain.made_by("evaluate")
+        try:
+            evaluation, engine, baseline = chain.made_by("evaluate")
+        except CannotBeJudged as refusal:
+            refusal.next_step = next_steps.after_weak(config, refusal.weak, refusal.able, typed(), sweep=run.sweeping)
+            raise
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         with console.doing("deciding"):
             verdict = run.decide(report, rows)
@@ -90,18 +97,15 @@ def evaluate(run: Run) -> Candidate:
             page = run_page(candidate, report, rows, sweep=run.sweep, model=config.model.path, workdir=config.work)
             candidate = tracked.conclude(candidate, page)
     last = summary.record(config.work, run.sweep, candidate)
-    tables.print_verdict(candidate)
-    tables.print_conformance(verdict)
-    tables.print_evidence(report, verdict)
+    tables.print_verdict(candidate, report)
     if run.sweeping:
         return candidate
     promotes = config.stage == "all" and config.tracking.enabled
-    tables.print_baseline_accuracy([candidate])
+    tables.print_baseline_accuracy([candidate], detail=True)
     show(config, [candidate], lambda: store, sweep=run.sweep, command=whole())
-    if not (config.stage == "all" and candidate.verdict == PASS):  # a promotion says it, too
-        compare_in_mlflow([candidate], lambda: store, run.sweep)
     if not (promotes and candidate.verdict == PASS):  # a promotion says what comes next, too
-        next_steps.show(next_steps.after_judging(config, [candidate], typed()))
+        asking = sum(stage.artifact.seconds for stage in chain.finished if stage.artifact.stage in ("baseline", "round"))
+        next_steps.show(next_steps.after_judging(config, [candidate], typed(), asking_s=asking))
     if candidate.verdict != PASS:
         raise NotPassed(candidate)
     if promotes:

@@ -49,11 +49,11 @@ def show_capacity(config: Config, sweeping: bool) -> None:
         GateRefusal: when no policy admits `capacity.concurrency` requests.
     """
     _refuse_sweep(config, sweeping)
-    capacity = _capacity(config, [])
+    capacity, parameters = _capacity(config, []), read_model(locate_checkpoint(config.model.path)).parameters
     for line in tables.budget_lines(capacity):
         console.say(line)
     console.show("capacity", tables.capacity_table(capacity))
-    for line in tables.remark_lines(capacity):
+    for line in (*tables.remark_lines(capacity), *(tables.verdict_lines(parameters) if parameters is not None else ())):
         console.say(line)
     path = _write(config, CAPACITY, capacity)
     console.result("written", str(path), paste=True, files=[path])

@@ -1,6 +1,6 @@
 """The stages that change or check what serves: promote, rollback, route, monitor, verify."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -12,7 +12,8 @@ from pipeline.evidence.reading import find_evidence, read_evidence, registered_c
 from pipeline.evidence.verify import replay
 from pipeline.registry import promotion, summary
 from pipeline.registry.proof import ReplayedEvidence, require_same
-from pipeline.registry.summary import Candidate
+from pipeline.registry.proof import verify as verify_candidate
+from pipeline.registry.summary import Candidate, Registration
 from pipeline.routing import stages as routes
 from pipeline.routing.engines import Engines
 from pipeline.run.job import Run
@@ -56,9 +57,12 @@ def promote_from(run: Run, last: summary.Summary) -> None:
     log, find = run.log(store), partial(registered_candidate, config.work / "artifacts")
     policy = settle(log, read_policy(config.promote), loosen=config.promote.loosen_policy)
     decide, replay_again = run.decide_under(policy), run.replay_under(policy)
-    candidates = promotion.judged_again(listed, store.registered(), find, decide, model, name)
+    registered = store.registered()
+    candidates = promotion.judged_again(listed, registered, find, decide, model, name)
+    rival = promotion.incumbent(store.alias("champion"), registered, find, decide, candidates) if name is None else None
     with console.doing("replaying the evidence"):
-        move = promotion.promote(candidates, log, replay_again, decide, sweep=last.sweep, name=name)
+        move = promotion.promote(candidates, log, replay_again, decide, sweep=last.sweep, name=name, rival=rival)
+    candidates += [rival] if rival is not None else []
     with _told(move):
         summary.conclude(config.work, move.champion, last.sweep)
         with console.written_to(config.work / REPORT):
@@ -100,12 +104,24 @@ def _told(move: promotion.Move) -> Iterator[None]:
 def rollback(run: Run) -> None:
     """Bring the previous champion back.
 
+    Its gates are those that it was judged by: the way back asks for no policy, and for no key of this command.
+
     Raises:
         UserError: when there is none.
+        GateRefusal: when its evidence does not hold.
+        MissingRequirement: when a library that the replay of the evidence takes is not installed.
     """
+
+    from pipeline.verdict.gates import decide
+
+    def prove(version: str, tags: Mapping[str, str]) -> None:
+        registration = Registration(run_id="", model_version=version)
+        candidate, evidence = registered_candidate(run.config.work / "artifacts", registration, tags)
+        verify_candidate(candidate, run.replay_under(None), partial(decide, gates=evidence.identity.gates))
+
     summary.check_writable(run.config.work)
-    with _advised(lambda _: next_steps.after_move(run.config), (UserError,)):
-        move = promotion.rollback(run.log(run.registry()))
+    with _advised(lambda _: next_steps.after_move(run.config), (UserError,)), console.doing("replaying the evidence"):
+        move = promotion.rollback(run.log(run.registry()), prove)
     with _told(move):
         summary.conclude(run.config.work, move.champion)
     console.result("champion", escape(move.message), champion=move.champion, message=move.message)

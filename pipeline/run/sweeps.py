@@ -4,6 +4,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -33,6 +34,8 @@ class Ended:
     code: int
     said: str = ""
     """What it was refused for, a line a problem."""
+    step: object = None
+    """What to do about that, `pipeline.terminal.next_steps.Step`."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Task:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         hydra = HydraConfig.get()
         config = to_config(composed)
-        console.configure(config.log)
+        console.configure(config.log, verbose=config.verbose)
         label = " ".join([config.kv.name, *named(hydra.overrides.task, self.swept)])
         job = console.Job(config.stage, label, hydra.job.num + 1, self.jobs, beside_others=True)
         return _attempt(config, self.sweep, job)
@@ -64,11 +67,20 @@ def _attempt(config: Config, sweep: str, job: console.Job, *, sweeping: bool = T
             from pipeline.run.runner import run
         run(config, sweep, job, sweeping=sweeping, as_json=as_json)
     except Exception as error:
+        step = getattr(error, "next_step", None)
+        if step is not None and not sweeping:
+            _show_next(step)
         console.ended_by(error)
-        return Ended(exit_code(error), redact_text(describe(error)))
+        return Ended(exit_code(error), redact_text(describe(error)), step)
     finally:
         console.end()
     return Ended(0)
+
+
+def _show_next(step: Any) -> None:
+    from pipeline.terminal import next_steps
+
+    next_steps.show(step)
 
 
 def run_command(planned: Plan, *, as_json: bool = False) -> int:
@@ -112,7 +124,7 @@ def _sweep(planned: Plan, sweep: str) -> int:
         return _conclude(planned, sweep, exit_code(error))
     if output is not None:
         _repeat(planned, ended)
-    return _conclude(planned, sweep)
+    return _conclude(planned, sweep, step=next((one.step for one in ended if one.step is not None), None))
 
 
 def _one_by_one(planned: Plan, sweep: str) -> list[Ended]:
@@ -130,7 +142,7 @@ def _repeat(planned: Plan, ended: Sequence[Ended]) -> None:
             console.error(f"{place}{line}", exit_code=job.code)
 
 
-def _conclude(planned: Plan, sweep: str, code: int = 0) -> int:
+def _conclude(planned: Plan, sweep: str, code: int = 0, step: object = None) -> int:
     """Print the comparison of a sweep's candidates and return the sweep's exit code.
 
     It is the worst of its jobs' codes and of what ended them all; if all ended well, it says whether a candidate passed.
@@ -139,6 +151,7 @@ def _conclude(planned: Plan, sweep: str, code: int = 0) -> int:
         planned: Its jobs.
         sweep: Its id.
         code: What ended its jobs before their time; 0 where nothing did.
+        step: What to do about what its jobs were refused for.
     """
     from pipeline.registry.proof import PASS
     from pipeline.run.showing import compare_in_mlflow, show
@@ -159,9 +172,10 @@ def _conclude(planned: Plan, sweep: str, code: int = 0) -> int:
         typed = commands.typed()
         steps = next_steps.after_judging(config, last.candidates, typed, swept=planned.swept, unfinished=unfinished)
         next_steps.show(steps)
+    elif step is not None:
+        _show_next(step)
     elif config.stage in ("quantize", "build"):
-        following = next_steps.after_quantize if config.stage == "quantize" else next_steps.after_build
-        next_steps.show(following(commands.typed(), sweep=True))
+        next_steps.show(next_steps.after_making(config.stage, commands.typed(), sweep=True))
     if last.unfinished is not None:
         console.error(f"{last.unfinished}; run it again to go on", exit_code=UNFINISHED_EXIT)
         codes.append(UNFINISHED_EXIT)

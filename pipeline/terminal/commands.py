@@ -69,8 +69,6 @@ def differing(key: str, value: Any, default: Any) -> list[str]:
 
 def judging(base: Sequence[str], *changes: str, sweep: bool = False) -> str:
     """Return the command of a stage that works on a checkpoint: what was typed, with changes."""
-    if any(change.startswith("kv=") for change in changes):
-        base = [part for part in base if not part.lstrip("+~").startswith("kv.")]
     if not sweep:  # only a sweep has a launcher
         base = [part for part in base if not part.lstrip("+~").startswith(("hydra/launcher", "hydra.launcher"))]
     return command_line(base, changes, sweep=sweep)

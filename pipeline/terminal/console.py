@@ -37,7 +37,8 @@ PLAIN_WIDTH = 100
 LOGGER = logging.getLogger("kvgate")
 """What rooms say that know nothing of terminals: waits for locks and stores."""
 
-out = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH)
+_wide = (sys.stdout is not None and sys.stdout.isatty()) or "COLUMNS" in os.environ  # None: it was closed
+out = Console(highlight=False, emoji=False, width=None if _wide else PLAIN_WIDTH)
 err = Console(highlight=False, emoji=False, stderr=True)
 
 
@@ -74,6 +75,8 @@ class _Speech:
     """How this process speaks, and of which job."""
 
     mode: str = "human"
+    verbose: bool = False
+    """Whether people are shown details as well."""
     job: Job | None = None
     begun: list[float] = field(default_factory=list)
     """When its jobs began, in seconds of the monotonic clock."""
@@ -129,9 +132,15 @@ def speak(mode: str) -> None:
     _speech.mode = mode
 
 
-def configure(mode: str) -> None:
-    """Speak in this form from now on; under `json` nothing else leaves this process on its streams."""
+def configure(mode: str, *, verbose: bool = False) -> None:
+    """Speak in this form from now on; under `json` nothing else leaves this process on its streams.
+
+    Args:
+        mode: `log=`.
+        verbose: Whether people are shown details as well; a log collector gets them in any case.
+    """
     speak(mode)
+    _speech.verbose = verbose
     handler = _Handler()
     LOGGER.handlers, LOGGER.propagate = [handler], False
     LOGGER.setLevel(logging.ERROR if mode == "quiet" else logging.INFO)
@@ -152,7 +161,7 @@ def close() -> None:
         logging.captureWarnings(False)
         logging.getLogger("py.warnings").handlers = []
     LOGGER.handlers, LOGGER.propagate = [], True
-    _speech.mode, _speech.job = "human", None
+    _speech.mode, _speech.verbose, _speech.job = "human", False, None
     _speech.begun.clear()
 
 
@@ -182,7 +191,7 @@ def _aside(message: str, human: str, **fields: object) -> None:
         err.print(relative(human), soft_wrap=True, markup=False)
 
 
-def result(kind: str, *lines: str, paste: bool = False, **fields: object) -> None:
+def result(kind: str, *lines: str, paste: bool = False, detail: bool = False, **fields: object) -> None:
     """Print lines for people, or write an object where a log collector reads.
 
     Args:
@@ -190,12 +199,13 @@ def result(kind: str, *lines: str, paste: bool = False, **fields: object) -> Non
         lines: What people are told, with markup.
         paste: Whether the lines are there to be copied: commands and addresses. A terminal wraps other lines between words, so
             that it cuts no number; where there is no terminal a line stays one.
+        detail: Whether people see the lines under `verbose=true` alone.
         fields: What the object holds.
     """
     if _speech.mode == "json":
         _write({RESULT: kind, **fields})
     target = _speech.target
-    if target is None:
+    if target is None or (detail and not _speech.verbose):
         return
     for text in map(relative, lines):
         if paste or not target.is_terminal:
@@ -205,20 +215,20 @@ def result(kind: str, *lines: str, paste: bool = False, **fields: object) -> Non
             target.print(Padding(text.lstrip(" "), (0, 0, 0, indent), expand=False))
 
 
-def say(text: str, *, paste: bool = False) -> None:
+def say(text: str, *, paste: bool = False, detail: bool = False) -> None:
     """Print a line for people, which is a result of the kind `text` for a log collector; the arguments are as of `result`."""
     if text.strip() or _speech.mode != "json":
-        result("text", text, paste=paste, message=Text.from_markup(text.strip()).plain)
+        result("text", text, paste=paste, detail=detail, message=Text.from_markup(text.strip()).plain)
 
 
-def show(kind: str, grid: "Grid") -> None:
-    """Print a table, or write its rows as a result."""
+def show(kind: str, grid: "Grid", *, detail: bool = False) -> None:
+    """Print a table, or write its rows as a result; people see a `detail` under `verbose=true` alone."""
     from pipeline.terminal.grids import lay_out
 
     if _speech.mode == "json":
         _write({RESULT: kind, "title": grid.title, "rows": grid.records()})
     target = _speech.target
-    if target is not None:
+    if target is not None and (_speech.verbose or not detail):
         target.print(*lay_out(grid, target.width), sep="\n", crop=False)
 
 

@@ -14,21 +14,23 @@ from pipeline.config.policies import load_policies
 from pipeline.core.kv import KVShape
 from pipeline.core.overrides import written
 from pipeline.core.strict import StrictModel
-from pipeline.core.workloads import GSM8K_PROBLEMS, Workload
+from pipeline.core.workloads import GSM8K_PROBLEMS, TRAINED, Workload
 from pipeline.registry.proof import PASS
 from pipeline.registry.summary import Candidate
 from pipeline.terminal import console
 from pipeline.terminal.commands import carried, defaults, differing, judging, promoting, standing, typed
 from pipeline.terminal.planning_tables import command_line
+from pipeline.terminal.progress import duration
 from pipeline.terminal.texts import begun
 from pipeline.verdict.gates import GATES, LINES
-from pipeline.verdict.gates.recovery import RECOVERY
 from pipeline.verdict.thresholds import Check
 
 MOST_SAMPLES = 100_000
 """Of a workload (`workloads.samples`)."""
 MOST_ATTEMPTS = 20
 """`gates.attempt`."""
+QUICK, FULL_TIMES = "experiment=quick", 10
+"""A first look, and how many times as many questions a verdict asks at most."""
 BFCL = "bfcl_"
 """How workloads of BFCL begin."""
 SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
@@ -55,18 +57,24 @@ def show(step: Step) -> None:
     console.result("next", *lines, paste=True, **step.model_dump())
 
 
-def after_quantize(base: Sequence[str], *, sweep: bool = False) -> Step:
-    return Step(why="build the engine", command=judging(base, "stage=build", sweep=sweep))
-
-
-def after_build(base: Sequence[str], *, sweep: bool = False) -> Step:
-    return Step(why="judge it against the FP16-KV engine", command=judging(base, "stage=evaluate", sweep=sweep))
+def after_making(stage: str, base: Sequence[str], *, sweep: bool = False) -> Step:
+    """Say what to do with what stage=quantize or stage=build made."""
+    following, why = {"quantize": ("build", "build the engine"), "build": ("evaluate", "judge it against the FP16-KV engine")}[
+        stage
+    ]
+    return Step(why=why, command=judging(base, f"stage={following}", sweep=sweep))
 
 
 def after_judging(
-    config: Config, candidates: Sequence[Candidate], base: Sequence[str], *, swept: Sequence[str] = (), unfinished: bool = False
+    config: Config,
+    candidates: Sequence[Candidate],
+    base: Sequence[str],
+    *,
+    swept: Sequence[str] = (),
+    unfinished: bool = False,
+    asking_s: float = 0.0,
 ) -> Step:
-    """Say what to do after an evaluation, or after a sweep.
+    """Say what to do after an evaluation, or after a sweep: what follows from why it ended so.
 
     Args:
         config: Of the command; of a sweep, its first job's.
@@ -74,19 +82,54 @@ def after_judging(
         base: What was typed.
         swept: Keys that differ between the jobs.
         unfinished: Whether jobs of the sweep are missing.
+        asking_s: Seconds that the questions of a quick look took.
     """
     if unfinished:
         return Step(why="finish the sweep; what was made is reused", command=judging(base, sweep=bool(swept)))
+    if QUICK in base:
+        takes = f", about {duration(FULL_TIMES * asking_s)} more where all are asked" if asking_s else ""
+        whole = judging([part for part in base if part != QUICK], sweep=bool(swept))
+        return Step(
+            why=f"judge it in full ({FULL_TIMES} times the questions at most{takes}), and promote it if it passes",
+            command=whole,
+        )
     if any(one.verdict == PASS for one in candidates):
         if config.tracking.enabled:
             return Step(why="make the best that passed the champion", command=promoting(config))
         without = [part for part in base if not part.lstrip("+").startswith("tracking")]
         why = "register what passed, without which nothing is promoted (what was made is reused)"
         return Step(why=why, command=judging(without, "stage=evaluate", sweep=bool(swept)))
+    if all(one.is_blind for one in candidates):
+        return Step(
+            why="ask a trained model questions whose answers stand in the prompt: a corrupted cache changed nothing that was "
+            "measured, so that no policy can be told from another here (docs/verdict.md#inconclusive-what-now)"
+        )
     undecided = [one for one in candidates if one.verdict == "INCONCLUSIVE"]
-    if undecided:
-        return _ask_more(config, undecided, base, swept)
-    return _finer(config, [one.policy for one in candidates], base)
+    finer = [one.policy for one in candidates]
+    return _ask_more(config, undecided, base, swept) if undecided else _finer(config, finer, base)
+
+
+def after_weak(config: Config, weak: Sequence[str], able: Sequence[str], base: Sequence[str], *, sweep: bool = False) -> Step:
+    """Say what else to ask of a model whose baseline cannot answer some kinds of work.
+
+    Args:
+        config: Of the command.
+        weak: The kinds of work that it cannot answer.
+        able: Those that it can.
+        base: What was typed.
+        sweep: Whether the command is a sweep.
+    """
+    asked = config.workloads.samples
+    if able and all(asked.get(name) for name in weak):  # type: ignore[call-overload]
+        without = [f"++workloads.samples.{name}=0" for name in weak]
+        return Step(why=f"judge it on what it can do ({', '.join(able)})", command=judging(base, *without, sweep=sweep))
+    if set(weak) <= TRAINED:
+        why = "ask what models of language can do, instead of what the tiny model was trained on"
+        return Step(why=why, command=judging(base, "workloads=chat", "calibration=chat", sweep=sweep))
+    return Step(
+        why="ask questions that this model answers: your own, one JSON object a line, as workloads=jsonl workloads.jsonl=FILE "
+        "(docs/start.md#my-questions)"
+    )
 
 
 def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> Step:
@@ -95,37 +138,32 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     for workload, count in (item for one in undecided for item in one.samples_needed.items()):
         needed[workload] = max(count, needed.get(workload, 0))
     still_open = [check for one in undecided for check in one.checks if check.status == "INCONCLUSIVE"]
-    asked = {name: count for name, count in config.workloads.samples.items() if count}
-    beyond = {check.where for check in still_open if check.gate == RECOVERY} & (asked.keys() - needed.keys())
-    stuck = [check for check in still_open if not (_samples_decide(check, needed) or check.where in beyond < asked.keys())]
+    stuck = [check for check in still_open if not _samples_decide(check, needed)]
     said = f"{', '.join(one.name for one in undecided)}: open is {_places(still_open)}"
     if stuck or not still_open:
         reason = stuck[0].reason if stuck else "no check was recorded"
-        return Step(why=f"{said}; more samples would not decide: {reason}; docs/trust.md says what each gate asks for")
+        return Step(
+            why=f"{said}; more samples would not decide: {reason}; docs/verdict.md#inconclusive-what-now says what to do"
+        )
     attempt = config.gates.model_copy(update={"attempt": min(MOST_ATTEMPTS, config.gates.attempt + 1)})
     # The next attempt errs with less: what bounds take grows with its logarithm. Distances that are open say no number.
     more = math.log(attempt.pass_alpha) / math.log(config.gates.pass_alpha)
+    asked = {name: count for name, count in config.workloads.samples.items() if count}
     counts = _generated(asked, needed, 2 * more if any(check.gate in DISTANCES for check in still_open) else more)
     if max((*counts.values(), *needed.values()), default=0) > MOST_SAMPLES:
         finer = _finer(config, [one.policy for one in undecided], base)
         return finer.model_copy(update={"why": f"{said}, too near the limit for any number of samples: {finer.why}"})
-    counts |= dict.fromkeys(beyond, 0)
     changes = [f"++workloads.samples.{name}={count}" for name, count in counts.items()]
     bfcl = [count for name, count in needed.items() if name.startswith(BFCL)]
-    if bfcl:
-        changes.append(f"workloads.bfcl.samples={max(bfcl)}")
-    if "gsm8k" in needed:
-        changes.append(f"workloads.gsm8k={min(needed['gsm8k'], GSM8K_PROBLEMS)}")
+    changes += [f"workloads.bfcl.samples={max(bfcl)}"] if bfcl else []
+    changes += [f"workloads.gsm8k={min(needed['gsm8k'], GSM8K_PROBLEMS)}"] if "gsm8k" in needed else []
     changes.append(f"gates.attempt={attempt.attempt}")
     only_policies = all(key == "kv" for key in swept)
     if swept and only_policies:
         changes.insert(0, "kv=" + ",".join(dict.fromkeys(one.policy for one in undecided)))
-    given = {
-        name: count for name, count in needed.items() if name not in (*asked, "all", "gsm8k") and not name.startswith(BFCL)
-    }
-    asking = ", ".join(f"{count:,} of {name}" for name, count in given.items())
-    parts = [f"leave out what FP16 cannot do ({', '.join(sorted(beyond))})"] if beyond else []
-    parts += [f"add questions to {config.workloads.jsonl} (about {asking})"] if given else []
+    given = [name for name in needed if name not in (*asked, "all", "gsm8k") and not name.startswith(BFCL)]
+    asking = ", ".join(f"{needed[name]:,} of {name}" for name in given)
+    parts = [f"add questions to {config.workloads.jsonl} (about {asking})"] if given else []
     why = "; ".join([said, *parts, "ask so many samples that it is decided"])
     return Step(why=why, command=judging(base, *changes, sweep=len(undecided) > 1 or not only_policies))
 

@@ -9,9 +9,28 @@ from pipeline.planning.capacity import Capacity
 from pipeline.planning.recommend import NO_EVIDENCE, Recommendation
 from pipeline.planning.use import GIB
 from pipeline.terminal.grids import Column, Grid, Row
+from pipeline.terminal.progress import duration
 from pipeline.terminal.texts import begun
 
 KIB, MIB = 1024, 1024**2
+
+MEASURED = "SmolLM2-135M-Instruct on two cores (`make real`)"
+MEASURED_PARAMETERS = 134_515_008
+FIRST_ROUND_S, ALL_ROUNDS_S = 136.0, 444.0
+"""Seconds of one policy and its baseline there (README.md): one that the first round decides, and one that all five decide."""
+BYTES_PER_PARAMETER = 8
+"""The engine and the oracle beside it compute in float32."""
+
+
+def verdict_lines(parameters: int) -> list[str]:
+    """Say what a verdict on a model takes, and what that rests on."""
+    times = parameters / MEASURED_PARAMETERS
+    return [
+        f"a verdict on a CPU (backend=onnxruntime) takes about {BYTES_PER_PARAMETER * parameters / GIB:.3g} GiB of memory, and "
+        f"{duration(times * FIRST_ROUND_S)} where the first round decides, {duration(times * ALL_ROUNDS_S)} where all five are "
+        "asked",
+        f"  estimated from {MEASURED}: time and memory grow with the parameters, here {parameters / 1e9:.3g} billion",
+    ]
 
 
 def budget_lines(capacity: Capacity) -> list[str]:
@@ -74,12 +93,10 @@ def remark_lines(capacity: Capacity) -> list[str]:
 def command_line(base: Sequence[str], arguments: Sequence[str], *, sweep: bool = False) -> str:
     """Return the command with these arguments in place of those of the same keys.
 
-    Other samples than those of `base` take their options away too.
+    Another option of a group than that of `base` takes the keys of that group away too.
     """
     changed = {_key(argument) for argument in arguments}
-    kept = [one for one in base if _key(one) not in changed]
-    if "workloads" in changed:
-        kept = [one for one in kept if not _key(one).startswith("workloads.")]
+    kept = [one for one in base if not {_key(one), _key(one).partition(".")[0]} & changed]
     return f"{begun()} {shlex.join([*(['-m'] if sweep else []), *kept, *arguments])}".rstrip()
 
 

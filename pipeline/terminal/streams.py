@@ -64,7 +64,7 @@ class Streams:
         while content:
             try:
                 content = content[os.write(descriptor, content) :]
-            except BrokenPipeError:
+            except OSError:  # its reader has gone, or its disk is full
                 nobody_reads(descriptor)
 
     def _pass_on(self, reads: int) -> None:

@@ -19,7 +19,6 @@ from pipeline.terminal import console
 from pipeline.terminal.grids import Column, Grid, Row, Value
 from pipeline.terminal.texts import relative
 from pipeline.verdict.report import EvaluationReport
-from pipeline.verdict.thresholds import Verdict
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,8 @@ REPORT = "report.txt"
 
 DIFFICULTIES = ("easy", "medium", "hard")
 REASONS_SHOWN = 5
+"""In a notebook."""
+INCONCLUSIVE_PAGE = "docs/verdict.md#inconclusive-what-now"
 
 FINDING_COLOURS = {"same": "green", "missing": "yellow", "differs": "red"}
 COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
@@ -138,10 +139,10 @@ def print_comparison(candidates: Sequence[Candidate]) -> None:
     print_baseline_accuracy(candidates)
 
 
-def print_baseline_accuracy(candidates: Sequence[Candidate]) -> None:
-    """Print how often the baselines were right."""
+def print_baseline_accuracy(candidates: Sequence[Candidate], *, detail: bool = False) -> None:
+    """Print how often the baselines were right; a `detail` under `verbose=true` alone."""
     for grid in accuracy_grids(candidates):
-        console.show("baseline_accuracy", grid)
+        console.show("baseline_accuracy", grid, detail=detail)
 
 
 def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[Finding]) -> Grid:
@@ -153,16 +154,24 @@ def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[F
     return Grid(title, "what", columns, rows, remarks="found", colours=FINDING_COLOURS)
 
 
-def print_verdict(candidate: Candidate) -> None:
-    """Print the verdict of one candidate and its reasons, a line each."""
-    colour = COLOURS[candidate.verdict]
-    held = f"; {candidate.covered}" if candidate.covered is not None else ""
-    more = len(candidate.reasons) - REASONS_SHOWN
+def print_verdict(candidate: Candidate, report: EvaluationReport) -> None:
+    """Print a verdict in a few lines: what was decided, what is kept, what it costs and saves, how far it holds, and why.
+
+    Details are every other reason, what the distances are with their errors, and whether the engine computes its policy.
+    """
+    colour, passed = COLOURS[candidate.verdict], candidate.verdict == PASS
+    *kept, memory = candidate.figures
+    first, *others = candidate.reasons or ("no reason was recorded",)
+    unseen = [*candidate.warnings, *(report.served.unseen if report.served is not None else ())]
+    held = [f"holds {candidate.covered}"] if passed and candidate.covered is not None else []
+    held += [f"not shown: {'; '.join(unseen)}"] if unseen else []
     console.result(
         "verdict",
-        f"[{colour}]{candidate.verdict}[/] {escape(candidate.name)}: {'; '.join(candidate.figures)}{held}",
-        *(f"  {escape(reason)}" for reason in candidate.reasons[:REASONS_SHOWN]),
-        *([f"  and {more} more in summary.json"] if more > 0 else []),
+        f"[{colour}]{candidate.verdict}[/] {escape(candidate.name)}: {'; '.join(kept)}",
+        f"  {memory}{_beside_baseline(candidate)}",
+        *(f"  {escape(line)}" for line in held),
+        *([] if passed else [f"  why: {escape(first)}{f' (and {len(others)} more in the report)' if others else ''}"]),
+        *([f"  what now: {INCONCLUSIVE_PAGE}"] if candidate.verdict == "INCONCLUSIVE" else []),
         candidate=candidate.name,
         model=candidate.model,
         backend=candidate.backend,
@@ -173,24 +182,20 @@ def print_verdict(candidate: Candidate) -> None:
         report=candidate.report.path,
         metrics={one.column.key: measured(candidate.metrics, one.candidate) for one in MEASURES},
     )
-
-
-def print_conformance(verdict: Verdict) -> None:
-    """Print a line for each engine that was compared with the oracle: whether it computes its policy, or where not."""
-    for check in verdict.checks:
-        if check.gate == "conformance":
-            console.say(f"  [{COLOURS[check.status]}]{escape(check.reason)}[/]")
-
-
-def print_evidence(report: EvaluationReport, verdict: Verdict) -> None:
-    """Print what the distances are with their errors, and what was not shown."""
     divergence = report.overall.fidelity.divergence
-    for line in divergence.lines if divergence is not None else ():
-        console.say(f"  {escape(line)}")
-    if report.served is not None:
-        console.say(f"  not seen: {escape('; '.join(report.served.unseen))}")
-    for warning in verdict.warnings:
-        console.say(f"  [yellow]warning:[/] {escape(warning)}")
+    conforms = [check.reason for check in candidate.checks if check.gate == "conformance"]
+    for line in (*(candidate.reasons if passed else others), *conforms, *(divergence.lines if divergence is not None else ())):
+        console.say(f"  {escape(line)}", detail=True)
+
+
+def _beside_baseline(candidate: Candidate) -> str:
+    """Say what the memory and the speed of a candidate are beside its baseline's, as far as both are known."""
+    said = ""
+    own, base = (candidate.metrics.get(f"{of}kib_per_token") for of in ("memory/", "baseline/"))
+    if own and base:
+        said += f", FP16 {base:.3f}: the same memory holds {base / own:.2f} times the tokens"
+    own, base = (candidate.metrics.get(f"{of}decode_tokens_per_s") for of in ("perf/", "baseline/"))
+    return said + (f"; decode {own:,.0f} tokens/s, FP16 {base:,.0f}" if own and base else "")
 
 
 def print_promotion(candidates: Sequence[Candidate], move: Move) -> None:

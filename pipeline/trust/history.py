@@ -42,6 +42,11 @@ class Record(StrictModel):
     mends: str | None = None
     """Why the log before this record could not be trusted; whoever wrote it was told, and went on."""
 
+    @property
+    def versions(self) -> set[str]:
+        """Return the versions that it points aliases at."""
+        return {version for version in self.aliases.values() if version is not None}
+
     def written(self) -> dict[str, Any]:
         """Return what is written of it. Defaults are left out: a later kvgate may have more fields."""
         return self.model_dump(exclude_defaults=True)
@@ -129,6 +134,11 @@ def read_history(model_tags: Mapping[str, str], keys: Keys) -> History:
 def digest(text: str) -> str:
     """Return the sha256 of a tag."""
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def bound_by(record: str) -> str:
+    """Return the tag that binds the record with this digest to what it moves, and is written before the record."""
+    return f"moved-by-{record[:16]}"
 
 
 def compact(content: object) -> str:

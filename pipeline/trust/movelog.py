@@ -2,7 +2,8 @@
 
 A record is one tag of the registered model, `move-000007`, and is written at once. Whoever is killed after that leaves aliases
 that lag behind; the next command that reads them puts them where the log says. A record holds the sha256 of the one before,
-who moved what, when and why, and under which gate policy; with `signing.key` it is signed.
+who moved what, when and why, and under which gate policy; with `signing.key` it is signed. No later record vouches for the
+last one: its own digest is a tag of every version that it points an alias at, written before it.
 
 MLflow has no compare-and-swap. The lock covers every process on this host that uses the same store (with SQLite) or the same
 work directory (with a server). Against other hosts there is only a check after the write, which reports a lost race.
@@ -12,7 +13,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from getpass import getuser
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any, Protocol
 from pipeline.artifacts.locks import locked
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.redaction import clip, redact_text
-from pipeline.trust.history import PREFIX, SIGNED_AS, History, Kind, Record, compact, read_history
+from pipeline.trust.history import PREFIX, SIGNED_AS, History, Kind, Record, bound_by, compact, digest, read_history
 from pipeline.trust.keys import Keys
 
 MOST_CHARS = 4900
@@ -65,7 +66,17 @@ class MoveLog:
 
     def read(self) -> History:
         """Return the log; what is wrong with it is part of the result."""
-        return read_history(self.registry.model_tags(), self.keys)
+        tags = self.registry.model_tags()
+        history = read_history(tags, self.keys)
+        if history.problem is not None or not history.records:
+            return history
+        record = history.records[-1]
+        holders = {f"version {version}": self.registry.tags(version) for version in sorted(record.versions)}
+        for holder, held in (holders or {"the registered model": tags}).items():
+            if held is not None and bound_by(history.last) not in held:  # None: somebody deleted the version
+                said = f"move {record.number}: {holder} does not hold its digest: it was altered, or an older kvgate wrote it"
+                return replace(history, problem=said)
+        return history
 
     @contextmanager
     def changing(self, *, urgent: bool = False) -> Iterator[History]:
@@ -126,6 +137,12 @@ class MoveLog:
         name, text = f"{PREFIX}{record.number:06}", compact({"record": record.written(), "signature": signed})
         if len(text) > MOST_CHARS:
             raise UserError(f"one command moves too much: its record has {len(text):,} characters of {MOST_CHARS:,}; use two")
+        bound = {bound_by(digest(text)): name}
+        for version in sorted(record.versions):
+            if self.registry.tags(version) is not None:
+                self.registry.set_tags(version, bound)
+        if not record.versions:
+            self.registry.set_model_tag(*bound.popitem())
         self.registry.set_model_tag(name, text)
         if self.registry.model_tags().get(name) != text:
             raise GateRefusal(f"another host moved the aliases meanwhile: move {record.number} is not ours; do it again")

@@ -45,13 +45,13 @@ class Limits(StrictModel):
     alpha: Annotated[float, Field(gt=0, le=0.2), Looser.LARGER] = 0.05
     """One-sided error: of a wrong PASS in all looks together, and of a wrong FAIL in all looks and workloads together."""
     attempt: Annotated[int, Field(ge=1, le=20)] = 1
-    """Which evaluation of a candidate it is: the one after an INCONCLUSIVE has the next number. `pass_alpha` shares alpha."""
+    """Number of this evaluation of a candidate. The evaluation after an INCONCLUSIVE has the next number, and less alpha."""
     power: Annotated[float, Field(ge=0.5, lt=1)] = 0.9
     """Probability with which an engine equal to the baseline passes, for the samples that an INCONCLUSIVE asks for."""
     max_rounds: Annotated[int, Field(ge=1, le=20)] = 5
-    """Looks at the growing samples; the last is at all that are planned."""
+    """Looks at the growing samples; the last look is at all planned samples."""
     min_samples: Annotated[int, Field(ge=1), Looser.SMALLER] = 15
-    """A kind of work with questions about fewer documents cannot pass, nor can a report without answers that has fewer."""
+    """Documents that a kind of work needs for a PASS, and a report without answers as a whole."""
 
     @property
     def pass_alpha(self) -> float:

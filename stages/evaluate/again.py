@@ -63,7 +63,7 @@ def decode_again(
         What each sample gave, by its id; without samples whose own words are no right answer.
     """
     baseline, batch_size, encoded = open_baseline(), config.batch_size, list[EncodedSample]()
-    for item in encode(samples, tokenizer, config.max_scored_tokens):
+    for item in encode(samples, tokenizer, config.max_scored_tokens, tokenizer.stop_token_id(config)):
         own = own_tokens.get(item.sample.id, ())
         if not own:
             encoded.append(item)

@@ -1,4 +1,4 @@
-"""The canary: a candidate with a strong fault that must be noticed, and a ladder of small ones: which were is said.
+"""The must-fail control: a candidate with a strong fault that must be noticed, and a ladder of small ones: which were is said.
 
 All of them are planted between prefill and decode, so that what decoding reads is wrong and nothing else.
 """
@@ -48,14 +48,14 @@ def canary(
         engine: A candidate of its own, which keeps the strong fault.
         encoded: The samples of the round.
         heads: The baseline's distributions of these.
-        config: Size of the canary, and its factor.
+        config: Size of the must-fail control, and its factor.
         progress: Called with what is being done, and how much of how much.
         twin: The candidate's twin, beside which small faults show.
         limit: The roundings from which on a request counts as off its twin.
     """
     subset = canary_samples(encoded, config)
     ladder = _ladder(engine, subset[:1], heads, progress, twin, limit) if engine.can(Engine.corrupt_scale) else []
-    progress = labelled(progress, "canary: ")
+    progress = labelled(progress, "must-fail control: ")
     rows = _decoded(engine, subset, heads, partial(engine.corrupt_key_scale, config.canary_factor), progress)
     return Canary(factor=config.canary_factor, rows=rows, ladder=ladder)
 
@@ -97,7 +97,7 @@ def _ladder(
     for number, fault in enumerate(faults):
         if 0 < number < len(KEY_FACTORS) and rungs and _shows(rungs[-1], twin, limit):
             continue
-        named = labelled(progress, f"canary {number + 1} of {len(faults)}, {fault.name}: ")
+        named = labelled(progress, f"must-fail control {number + 1} of {len(faults)}, {fault.name}: ")
         every = range(len(chosen))
         beside = None if twin is None else Comparison(engine, twin, chosen, every, batch_size=len(chosen), progress=named)
         rows = _decoded(engine, chosen, heads, partial(fault.plant, engine), named, beside, one_pass=False)

@@ -90,7 +90,7 @@ def join(
         conformance = Conformance(
             compute_dtype=first.compute_dtype, baseline=first_base.conformance, candidate=first.conformance
         )
-    assert own.canary is not None, "a candidate has a canary"
+    assert own.canary is not None, "a candidate has a must-fail control"
     report = EvaluationReport(
         schema_version=SCHEMA_VERSION,
         policy=first.policy,

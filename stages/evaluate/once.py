@@ -1,4 +1,4 @@
-"""What is measured of an engine a single time: noise, canary, times and memory, stress probe, free answers, reused prefixes."""
+"""What is measured of an engine once: noise, must-fail control, times, memory, stress probe, free answers, reused prefixes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,14 +36,14 @@ def once(
     """Measure an engine on some samples of the first round and beside them. No sequence is left in it.
 
     Args:
-        engine: The engine. The canary comes last and leaves its fault in a candidate, which is of no use afterwards.
+        engine: The engine. The must-fail control comes last and leaves its fault in a candidate, which is of no use afterwards.
         encoded: The samples of the first round.
         tokenizer: The tokenizer of the engine bundle.
         measured: What `measure` wrote of the engine in that round.
-        config: Batch size, repeated samples, canary, probe, and the load that is timed.
+        config: Batch size, repeated samples, must-fail control, probe, and the load that is timed.
         progress: Called with a label, units done, and units in all.
         twin: What the stress probe compares the engine with; None runs no probe.
-        baseline: What `measure` wrote of the baseline in that round; None for the baseline itself, which runs no canary.
+        baseline: What `measure` wrote of the baseline in that round; None for the baseline, which runs no control.
         longest: Tokens of the longest sample of later rounds with its answer: the claim is that of all samples.
     """
     answers = read_round(measured)

@@ -11,6 +11,7 @@ Source: https://github.com/EleutherAI/lm-evaluation-harness (lm_eval/api/model.p
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from stages.evaluate.decoding.decode import decode
 from stages.evaluate.distances.distance import log_softmax
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.workloads.prompts import token_ids
+from stages.workloads.rendering import rendered
 
 __all__ = ["KvgateLM", "cli_evaluate"]
 
@@ -111,14 +113,14 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         """Return a conversation as text; without `add_generation_prompt` its last message is left open to be continued."""
         if not self.tokenizer.chat_template:
             raise UserError("--apply_chat_template: the bundle's tokenizer has no chat template; leave the flag out")
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
+        text = partial(
+            self.tokenizer.apply_chat_template,
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
         )
+        return rendered([text])[0]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return token ids, by default with the special tokens that the tokenizer adds, a leading bos once."""

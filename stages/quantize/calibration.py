@@ -7,11 +7,11 @@ from typing import Any
 
 from pipeline.core.errors import UserError
 from pipeline.core.records import Progress
-from pipeline.core.strict import Unreadable, parse_json
+from pipeline.core.strict import MOST_TEXT_BYTES, Unreadable, parse_json, read_file
 from pipeline.core.workloads import Workload
 from stages.checkpoints import load_tokenizer
 from stages.workloads import generate
-from stages.workloads.prompts import render, token_ids
+from stages.workloads.prompts import render_all, token_ids
 
 TEXTS = "texts.json"
 
@@ -56,28 +56,25 @@ def _generated(checkpoint: Path, samples: int, workloads: Sequence[Workload], se
         progress("generating [workloads]", done, len(workloads))
         generated.append(generate(name, count, seed, split="calibration"))
     interleaved = [sample for group in zip(*generated, strict=True) for sample in group][:samples]
-    texts: list[str] = []
-    for sample in interleaved:
-        progress("rendering [texts]", len(texts), len(interleaved))
-        texts.append(render(tokenizer, sample) + sample.reference)
-    return texts
+    progress("rendering [texts]", 0, len(interleaved))
+    prompts = render_all(tokenizer, interleaved)
+    return [prompt + sample.reference for prompt, sample in zip(prompts, interleaved, strict=True)]
 
 
 def texts_from_file(path: Path, samples: int) -> list[str]:
     """Return the texts of a user's file, at most `samples`. Raises UserError for a line that holds none."""
     texts: list[str] = []
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if len(texts) == samples:
-                break
-            try:
-                value = parse_json(line)
-            except Unreadable as error:
-                raise UserError(f"calibration.jsonl={path}:{number}: {error}") from None
-            text = value.get("text") if isinstance(value, dict) else value
-            if not isinstance(text, str) or not text:
-                raise UserError(f'calibration.jsonl={path}:{number}: give a JSON string or an object with "text"')
-            texts.append(text)
+    for number, line in enumerate(read_file(path, MOST_TEXT_BYTES).splitlines(), start=1):
+        if len(texts) == samples:
+            break
+        try:
+            value = parse_json(line)
+        except Unreadable as error:
+            raise UserError(f"calibration.jsonl={path}:{number}: {error}") from None
+        text = value.get("text") if isinstance(value, dict) else value
+        if not isinstance(text, str) or not text:
+            raise UserError(f'calibration.jsonl={path}:{number}: give a JSON string or an object with "text"')
+        texts.append(text)
     if not texts:
         raise UserError(f"calibration.jsonl={path}: no texts in it; give one a line")
     return texts

@@ -107,4 +107,5 @@ def _declare_float32(config_file: Path) -> None:
     config = json.loads(config_file.read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     config["dtype"] = "float32"
+    config_file.unlink()  # it may be a link to the checkpoint's
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

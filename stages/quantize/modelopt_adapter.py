@@ -17,7 +17,7 @@ from modelopt.torch.export.quant_utils import preprocess_linear_fusion
 from modelopt.torch.quantization.nn import TensorQuantizer
 from torch.utils.hooks import RemovableHandle
 
-from pipeline.checkpoint.description import rope_at_top_level
+from pipeline.checkpoint.rope import rope_at_top_level
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format, Granularity, Rotation
 from pipeline.core.scales import SideScales

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.checkpoint.families import LINEARS
 from pipeline.core.formats import Format, Granularity, Rotation, WeightsFormat
 from pipeline.core.kv import KVPolicy, KVShape, Side
 from pipeline.core.scales import KVScales, SideScales
@@ -22,16 +23,6 @@ BACKEND = "kvgate"
 # Not "*weight_quantizer": from 0.47 on that also quantizes the embedding, and packs it when it is not tied.
 LINEAR_WEIGHTS = "*_proj.weight_quantizer"
 LINEAR_INPUTS = "*_proj.input_quantizer"
-LINEARS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
-"""Linear layers of a decoder layer of the supported architectures; the LM head is never quantized."""
 
 SHARED_INPUTS = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 """Linear layers that read the same input. Engines fuse them, and a fused layer has one input scale, one smoothing factor

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
+from pipeline.checkpoint.families import LINEARS
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import POLICY_FILE, KVPolicy
@@ -17,7 +18,7 @@ from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.calibration import tokenize
 from stages.quantize.materialize import copy_checkpoint, source_dtype, write_dequantized
-from stages.quantize.recipe import LINEARS, cache_quantizers, check_enabled, expressed_by, measurements, weight_recipe
+from stages.quantize.recipe import cache_quantizers, check_enabled, expressed_by, measurements, weight_recipe
 from stages.quantize.scales import Measured, static_scales
 
 CPU = torch.device("cpu")
@@ -145,7 +146,9 @@ def load_model(info: CheckpointInfo) -> torch.nn.Module:
     Raises:
         UserError: A tensor that the architecture needs is missing. transformers would fill in random values.
     """
-    model, loading = load_causal_lm(info.path, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True)
+    # torch's own attention knows neither softcap nor sinks.
+    attention = "eager" if info.features else "sdpa"
+    model, loading = load_causal_lm(info.path, dtype=torch.float32, attn_implementation=attention, output_loading_info=True)
     missing = sorted(loading["missing_keys"]) + sorted(str(key) for key in loading["mismatched_keys"])
     if missing:
         raise UserError(

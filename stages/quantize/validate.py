@@ -16,10 +16,11 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, algorithm, export_refusal
+from pipeline.checkpoint.families import LINEARS
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.scales import KVScales
-from stages.quantize.recipe import AWQ_BLOCK, LINEARS
+from stages.quantize.recipe import AWQ_BLOCK
 
 RELATIVE_TOLERANCE = 1e-6
 """Allowed difference of scales. They are float32 on both sides, but amax / 448 may be rounded in another order."""

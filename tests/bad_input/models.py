@@ -54,6 +54,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("positions missing", {"max_position_embeddings": ...}, ("max_position_embeddings",)),
     ("intermediate_size as an object", {"intermediate_size": {}}, ("intermediate_size", "{}")),
     ("intermediate_size as text", {"intermediate_size": "32"}, ("intermediate_size", "'32'")),
+    ("10^9 experts", {"num_local_experts": 10**9}, ("num_local_experts", "1000000000")),
     ("unknown activation", {"hidden_act": "snake"}, ("hidden_act", "'snake'", "silu")),
     ("activation as a number", {"hidden_act": 3}, ("hidden_act", "3")),
     ("activation as code", {"hidden_act": "__import__('os').system('id')"}, ("hidden_act",)),
@@ -69,13 +70,59 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("torch_dtype as code", {"torch_dtype": "hub.load"}, ("torch_dtype", "'hub.load'")),
     ("dtype as a list", {"dtype": ["float32"]}, ("dtype",)),
     ("eos as text", {"eos_token_id": "</s>"}, ("eos_token_id", "'</s>'")),
+    ("padding that the vocabulary has not", {"pad_token_id": 10**9}, ("pad_token_id", "1000000000", "1,344")),
     ("rope_scaling as a number", {"rope_scaling": 2}, ("rope_scaling", "2")),
     ("rope_scaling of another kind", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("rope_scaling", "dynamic")),
     ("rope_scaling without factor", {"rope_scaling": {"rope_type": "linear"}}, ("rope_scaling.factor",)),
     ("factor as text", {"rope_scaling": {"rope_type": "linear", "factor": "2"}}, ("rope_scaling", "'2'")),
     ("factor NaN", {"rope_scaling": {"rope_type": "yarn", "factor": float("nan")}}, ("rope_scaling", "nan")),
     ("rope_type as a list", {"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, ("rope_scaling",)),
-    ("rope_parameters", {"rope_parameters": {"rope_theta": 1.0}}, ("rope_parameters", "rope_scaling")),
+    ("rope_parameters as a list", {"rope_parameters": []}, ("rope_parameters", "[]")),
+    (
+        "rope_parameters of another base",
+        {"rope_parameters": {"rope_theta": 1.0}},
+        ("rope_theta=10000.0", "rope_parameters", "1.0"),
+    ),
+    (
+        "rope_parameters of another base by layer type",
+        {"rope_parameters": {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {}}},
+        ("rope_theta=10000.0", "rope_parameters.full_attention", "500000.0"),
+    ),
+    (
+        "rope_parameters of another kind than rope_scaling",
+        {
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 2.0},
+        },
+        ("rope_scaling.rope_type", "yarn"),
+    ),
+    (
+        "rope_parameters of another length than rope_scaling",
+        {
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0},
+        },
+        ("factor=2.0", "factor=4.0"),
+    ),
+    ("rope_parameters without factor", {"rope_parameters": {"rope_type": "linear"}}, ("rope_parameters.factor",)),
+    ("dtype and torch_dtype", {"dtype": "float16", "torch_dtype": "bfloat16"}, ("torch_dtype=bfloat16", "dtype=float16")),
+    ("a vision tower", {"vision_config": {}}, ("vision_config", "pictures")),
+    ("MLA", {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, ("kv_lora_rank=512", "MLA")),
+    (
+        "a hybrid of two kinds of layers",
+        {"architectures": ["JambaForCausalLM"], "attn_layer_period": 8},
+        ("attn_layer_period=8", "state"),
+    ),
+    (
+        "linear attention",
+        {"architectures": ["Qwen3NextForCausalLM"], "linear_num_key_heads": 16},
+        ("linear_num_key_heads=16", "state"),
+    ),
+    (
+        "an encoder",
+        {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+        ("is_encoder_decoder=True", "encoder"),
+    ),
     ("no architectures", {"architectures": ...}, ("architectures",)),
     ("two architectures", {"architectures": ["LlamaForCausalLM", "X"]}, ("architectures",)),
     ("architectures as text", {"architectures": "LlamaForCausalLM"}, ("architectures",)),
@@ -235,6 +282,7 @@ SHARDS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 TOKENIZER = "tokenizer.json"
+EVIL = {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", None]}}
 TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("no tokenizer", instead(TOKENIZER, lambda _: None), ("no tokenizer",)),
     ("SentencePiece alone", instead(TOKENIZER, lambda path: path.with_name("tokenizer.model").write_bytes(b"x")),
@@ -267,6 +315,8 @@ TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
      ("tokenizer_config.json", "eos_token", "3")),
     ("chat_template as a number", with_json("tokenizer_config.json", lambda old: old | {"chat_template": 3}),
      ("tokenizer_config.json", "chat_template")),
+    ("a tokenizer of code", with_json("tokenizer_config.json", lambda old: old | EVIL),
+     ("tokenizer_config.json", "auto_map")),
     ("chat_template that is no template", with_json("tokenizer_config.json", lambda old: old | {"chat_template": "{% for"}),
      ("tokenizer_config.json", "chat_template")),
     ("special_tokens_map that is a list", with_file("special_tokens_map.json", "[]"), ("special_tokens_map.json",)),
@@ -276,8 +326,22 @@ TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
      ("generation_config.json",)),
 )  # fmt: skip
 
+HELD_AGAINST_THE_MODEL = (
+    "a vocabulary that the weights have not", "fewer layers than the weights", "more layers than the weights",
+    "biases that the weights have not", "an output matrix that the weights have not", "other heads than the weights'",
+    "a header without tensors", "a tensor missing", "a tensor too many", "a tensor of code's name",
+    "a tensor's name with a terminal's codes", "a tensor transposed", "a tensor of three dimensions", "a scalar",
+    "an empty tensor", "a tensor in no shard",
+)  # fmt: skip
+"""What shows once transformers has built the model on the meta device."""
+
 CASES = [
-    *(case(name, with_config(**changes), *says) for name, changes, says in CONFIGS),
-    *(case(name, prepare, *says) for name, prepare, says in (*WEIGHTS, *SHARDS, *TOKENIZERS)),
+    *(
+        case(name, prepare, *says, loads_model=name in HELD_AGAINST_THE_MODEL)
+        for name, prepare, says in (
+            *((name, with_config(**changes), says) for name, changes, says in CONFIGS),
+            *(*WEIGHTS, *SHARDS, *TOKENIZERS),
+        )
+    ),
     *(case(name, prepare, *says, unprivileged=name.endswith("unreadable")) for name, prepare, says in JSON),
 ]

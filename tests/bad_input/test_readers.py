@@ -23,6 +23,7 @@ from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
 from pipeline.routing.files import read_routing_file, read_snapshot
 from pipeline.routing.settings import MonitorConfig, RoutingConfig
+from stages.checkpoints import expected_tensors
 from stages.evaluate.inputs.samples import read_jsonl
 from stages.quantize.calibration import texts_from_file
 
@@ -60,7 +61,7 @@ def test_config_json(changes: dict[str, Any], tmp_path: Path) -> None:
     if not model.exists():
         checkpoint(model)
     (model / "config.json").write_text(json.dumps(CONFIG | changes))
-    refuses_or_reads(lambda: check_weights(inspect_checkpoint(model)))
+    refuses_or_reads(lambda: check_weights(inspect_checkpoint(model), expected_tensors))
     refuses_or_reads(lambda: read_model(model))
 
 
@@ -93,7 +94,7 @@ def test_headers_of_safetensors(length: int | None, entry: dict[str, Any], cut: 
     safetensors(path, shapes(), header=lambda h: h | {"model.norm.weight": h["model.norm.weight"] | entry})
     content = path.read_bytes()[: None if cut == 0 else -cut]
     path.write_bytes(content if length is None else struct.pack("<Q", length) + content[8:])
-    refuses_or_reads(lambda: check_weights(inspect_checkpoint(model)))
+    refuses_or_reads(lambda: check_weights(inspect_checkpoint(model), expected_tensors))
 
 
 @FUZZED

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bad_input.makers import TINY
 from bad_input.test_readers import LEAVES, VALUES
-from pipeline.core.errors import REFUSALS
+from pipeline.core.errors import REFUSALS, MissingRequirement
 from pipeline.core.kv import FP16_POLICY
 from stages.engines.openai import client as client_module
 from stages.engines.openai.client import Client
@@ -29,6 +29,10 @@ URL = "http://127.0.0.1:1"
 CONFIG = OpenAIConfig(
     name="openai", url=URL, baseline_url=None, canary_url=None, model=None, api_key_env=None, top_logprobs=10, timeout_s=1.0,
     retries=0,
+)  # fmt: skip
+RECORD = ServerRecord(
+    backend="openai", files={}, setting="backend.url", url=URL, model="toy", release="", says={}, top_logprobs=10,
+    vocab_size=4096,
 )  # fmt: skip
 PROMPT = [1, 2, 3]
 
@@ -73,18 +77,30 @@ NUMBERS = st.sampled_from([1e308, -1e308, 5.0, math.nan, math.inf, 10**30, "toke
 def test_a_completion(data: st.DataObject, replacement: object, monkeypatch: pytest.MonkeyPatch) -> None:
     body = json.dumps(replaced(completion(), data.draw, replacement)).encode()
     answers(monkeypatch, lambda _: body)
-    record = ServerRecord(
-        backend="openai", files={}, setting="backend.url", url=URL, model="toy", release="", says={}, top_logprobs=10,
-        vocab_size=4096,
-    )  # fmt: skip
-    engine = OpenAIEngine(asked(), record, FP16_POLICY)
+    engine = OpenAIEngine(asked(), RECORD, FP16_POLICY)
     with contextlib.suppress(*REFUSALS):
-        assert all(0 <= token < record.vocab_size for token in engine.answer(PROMPT, 4, 0))
+        assert all(0 <= token < RECORD.vocab_size for token in engine.answer(PROMPT, 4, 0))
     with contextlib.suppress(*REFUSALS):
         shown = engine.forced(PROMPT, 7)
         values, mass = compare_shown(head_of_shown(shown, 7), shown, 7)
         assert np.isnan(values[0]) or values[0] >= 0
         assert np.isnan(mass) or 0 <= mass <= 1
+
+
+@pytest.mark.parametrize(
+    ("top", "said"),
+    [
+        ({"token_id:7": -1.0, "token_id:8": -2.0}, "top_logprobs=10: .* shows 2 tokens"),
+        ({f"token_id:{7 + i}": 0.0 for i in range(12)}, "sum to more than one"),
+        ({f"token_id:{7 + i}": 1.0 for i in range(12)}, "gives 1 as a log-probability"),
+    ],
+)
+def test_log_probabilities_that_are_no_distribution(top: dict[str, float], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = completion()
+    body["choices"][0]["logprobs"]["top_logprobs"] = [top]
+    answers(monkeypatch, lambda _: json.dumps(body).encode())
+    with pytest.raises(MissingRequirement, match=said):
+        OpenAIEngine(asked(), RECORD, FP16_POLICY).forced(PROMPT, 7)
 
 
 @FUZZED

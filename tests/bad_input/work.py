@@ -69,6 +69,8 @@ def changed(**changes: Any) -> str:
     return json.dumps(LINE | changes)
 
 
+TOOL = {"check": "tool_call", "tools": [{"name": "f", "arguments": ["a"]}]}
+
 SAMPLES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("an empty file", "", ("no samples",)),
     ("no JSON", "{", ("1:", "not one JSON value")),
@@ -96,6 +98,17 @@ SAMPLES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("a depth of NaN", changed().replace("}", ', "depth": NaN}'), ("1:",)),
     ("a workload with a slash", changed(workload="../x"), ("workload",)),
     ("a tool call without tools", changed(check="tool_call", reference="[]"), ("tools",)),
+    ("a tool call of nothing", changed(**TOOL, reference="{}"), ("reference", "no call of one of the tools")),
+    (
+        "a tool call of another tool",
+        changed(**TOOL, reference='{"name": "g", "arguments": {"a": 1}}'),
+        ("reference", "no call of"),
+    ),
+    (
+        "a tool call without an argument",
+        changed(**TOOL, reference='{"name": "f", "arguments": {}}'),
+        ("reference", "no call of"),
+    ),
     ("a reference that is no JSON", changed(check="json"), ("reference", "JSON")),
     ("an id twice", changed(id="a") + "\n" + changed(id="a"), ("2:", "id")),
     ("a key twice", '{"prompt": "a", "prompt": "b", "reference": "c"}', ("1:", "twice")),

@@ -6,17 +6,20 @@ What was judged already by the same code is not judged again, so that an interru
 """
 
 import argparse
+import inspect
 import subprocess
+import sys
 import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from faults import page, record
 from faults.fault import POLICIES, EngineName, Fault
-from faults.ground import BACKENDS, Ground, Judgement
-from faults.library import ALONE, BY_NAME, FAULTS, name_of
-from faults.record import Outcome
+from faults.ground import BACKENDS, DEFAULT, Ground, Judgement
+from faults.library import FAULTS, SOUND_ENGINES, sound_name
+from faults.record import Cost, Outcome
 from pipeline.artifacts.digest import code_digest, file_digest, json_digest
 from pipeline.config.compose import plan
 
@@ -30,23 +33,32 @@ CODE = (
 )
 """Modules that judge, and those that are judged."""
 
+ASKS_NO_SAMPLE = {"probe", "allocation", "canary", "free_answers", "reused_prefixes", "memory", "error"}
+"""Gates that the default evaluation asks as the smallest one does: what they refuse there is refused here."""
+
 
 @dataclass(frozen=True)
 class Job:
-    """One engine to be judged: with a fault or without, by all gates or without one of them."""
+    """One engine to be judged, with a fault or without."""
 
     name: str
     fault: Fault | None
     policy: str
     engine: EngineName
-    without: str = ""
+    seed: int = 0
 
-    def key(self, overrides: list[str]) -> str:
-        """Return the digest of all that decides the outcome."""
+    def keys(self, overrides: list[str]) -> tuple[str, str]:
+        """Return the digests of all that decides what the engine costs, and what comes of judging it."""
+        what = "" if self.fault is None else inspect.getsource(sys.modules[self.fault.module])
+        parts = [what, POLICIES[self.policy], BACKENDS[self.engine]]
+        costs = [*parts, _texts("hooks", "drill")]
         code = [code_digest(name) for name in CODE]
-        files = ["hooks", "ground", *([self.fault.kind] if self.fault is not None else [])]
-        texts = [file_digest(Path(__file__).with_name(f"{name}.py")) for name in files]
-        return json_digest([code, texts, POLICIES[self.policy], BACKENDS[self.engine], overrides, self.without])[:16]
+        judged = [*parts, _texts("hooks", "ground"), code, overrides, self.seed]
+        return json_digest(costs)[:16], json_digest(judged)[:16]
+
+
+def _texts(*names: str) -> list[str]:
+    return [file_digest(Path(__file__).with_name(f"{name}.py")) for name in names]
 
 
 def main() -> None:
@@ -54,37 +66,46 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", metavar="NAME", help="names of the record, in place of all")
     parser.add_argument("--page", action="store_true", help="only write the page from the record")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the configuration")
+    parser.add_argument("--costs", action="store_true", help="only serve the days that say what faults cost")
     options = parser.parse_args()
     if not options.page:
         judge(options)
-    page.PAGE.write_text(page.text(record.load(record.RESULTS)), encoding="utf-8")
+    text = page.text(record.load(record.RESULTS, Outcome), record.load(record.COSTS, Cost))
+    page.PAGE.write_text(text, encoding="utf-8")
 
 
-def _jobs() -> list[Job]:
-    """Return what there is to judge: every fault, every engine without one, and a fault of each gate without that gate."""
-    jobs = [Job(fault.name, fault, fault.policy, fault.engine) for fault in FAULTS]
-    pairs = dict.fromkeys((fault.policy, fault.engine) for fault in FAULTS)
-    jobs += [Job(f"sound {policy} {engine}", None, policy, engine) for policy, engine in pairs]
-    faults = {gate: BY_NAME[name] for gate, name in ALONE.items()}
-    return jobs + [Job(name_of(gate), fault, fault.policy, fault.engine, gate) for gate, fault in faults.items()]
+def jobs() -> list[Job]:
+    """Return what there is to judge: every fault, and sound engines with five seeds."""
+    found = [Job(fault.name, fault, fault.policy, fault.engine) for fault in FAULTS]
+    sound = [(policy, seed) for policy in SOUND_ENGINES for seed in range(5)]
+    return found + [Job(sound_name(policy, seed), None, policy, "native", seed) for policy, seed in sound]
 
 
 def judge(options: argparse.Namespace) -> None:
     """Judge what the record lacks."""
     plan(options.overrides, multirun=False)  # a wrong override is refused before any work
     ground = Ground(Path("work/faults"), options.overrides)
-    outcomes = record.load(record.RESULTS)
-    jobs = [job for job in _jobs() if not options.only or job.name in options.only]
-    for number, job in enumerate(jobs, start=1):
-        name, key = job.name, job.key(options.overrides)
-        if name in outcomes and outcomes[name].key == key:
+    outcomes, costs = record.load(record.RESULTS, Outcome), record.load(record.COSTS, Cost)
+    chosen = [job for job in jobs() if not options.only or job.name in options.only]
+    for number, job in enumerate(chosen, start=1):
+        name, (costs_key, key) = job.name, job.keys(options.overrides)
+        if job.fault is not None and (name not in costs or costs[name].key != costs_key):
+            try:
+                cost = costs[name] = ground.cost(job.fault).model_copy(update={"key": costs_key})
+            except Exception:  # a fault that cannot be planted has no record, which the tests want
+                traceback.print_exc()
+                continue
+            record.save(record.COSTS, costs)
+            print(
+                f"{number}/{len(chosen)} {name}: costs {cost.worst_kl:.1e} nats, {cost.changed} tokens {cost.error}", flush=True
+            )
+        if options.costs or (name in outcomes and outcomes[name].key == key):
             continue
-        outcomes[name] = _outcome(ground, job, key)
+        found = outcomes[name] = _outcome(ground, job, key)
         record.save(record.RESULTS, outcomes)
-        found = outcomes[name]
         gates = ", ".join(found.gates) or "-"
-        line = f"{number}/{len(jobs)} {name}: {found.verdict} after {found.samples} samples, {gates} ({found.seconds:.0f} s)"
-        print(line, flush=True)
+        line = f"{number}/{len(chosen)} {name}: {found.verdict} {found.default} of {found.samples} samples, {gates}"
+        print(f"{line} ({found.probe} probe, {found.seconds:.0f} s)", flush=True)
 
 
 def _commit() -> str:
@@ -94,23 +115,30 @@ def _commit() -> str:
 
 
 def _outcome(ground: Ground, job: Job, key: str) -> Outcome:
-    started = time.monotonic()
+    started, default, verdict = time.process_time(), "", "ERROR"
+    probe: Literal["small", "default"] = "small"
     try:
-        judgement = ground.judge_sound(job.policy, job.engine) if job.fault is None else ground.judge(job.fault, job.without)
+        if job.fault is None:
+            judgement = ground.judge_sound(job.policy, job.engine, job.seed)
+        else:
+            judgement = ground.judge(job.fault)
+            if judgement.verdict.status != "FAIL":
+                probe, judgement = "default", ground.judge(job.fault, probe="default")
+            if not ASKS_NO_SAMPLE & failed_gates(judgement).keys():
+                default = ground.judge(job.fault, probe="default", workloads=DEFAULT).verdict.status
+        verdict, gates, samples = judgement.verdict.status, failed_gates(judgement), len(judgement.rows)
+        kl = judgement.report.overall.fidelity.kl_mean
     except Exception as error:  # whatever a broken engine raises ends the evaluation: no verdict, no promotion
         traceback.print_exc()
-        text = f"{type(error).__name__}: {error}"[:200]
-        seconds = round(time.monotonic() - started, 1)
-        return Outcome(
-            verdict="ERROR", gates={"error": text}, samples=0, mean_kl=None, seconds=seconds, key=key, commit=_commit()
-        )
+        gates, samples, kl = {"error": f"{type(error).__name__}: {error}"[:200]}, 0, None
     return Outcome(
-        verdict=judgement.verdict.status,
-        gates=failed_gates(judgement),
-        samples=len(judgement.rows),
-        mean_kl=judgement.report.overall.fidelity.kl_mean,
-        ladder=next((check.reason for check in judgement.verdict.checks if check.gate == "ladder"), ""),
-        seconds=round(time.monotonic() - started, 1),
+        verdict=verdict,
+        gates={gate: reason[:300] for gate, reason in gates.items()},
+        default=default,
+        probe=probe,
+        samples=samples,
+        mean_kl=kl,
+        seconds=round(time.process_time() - started, 1),
         key=key,
         commit=_commit(),
     )

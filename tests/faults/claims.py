@@ -1,16 +1,25 @@
-"""Claims: engines that are not what they say, and faults that the baseline has as well."""
+"""Claims: engines that are not what they say, memory that they do not say, and faults that the baseline has as well."""
 
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from faults.fault import Fault
-from faults.hooks import Array, Writing, on_logits, on_write
-from faults.pages import unwritten
-from faults.positions import rotated_one_late
-from pipeline.core.records import MemoryReport
+from faults.hooks import Array, Plant, Step, add, given, logits, method, write, zero
+from faults.pages import offset
+
+
+def reports(**changes: Any) -> Plant:
+    """The engine's report of its memory differs: numbers, or functions of the engine and the sound report."""
+
+    def faulty(memory: Any, engine: Any) -> Any:
+        report = memory()
+        given = {name: to(engine, report) if callable(to) else to for name, to in changes.items()}
+        return replace(report, **given)
+
+    return method("memory", faulty)
 
 
 def another_bundle(engine: Any) -> None:
@@ -25,61 +34,55 @@ def another_bundle(engine: Any) -> None:
     engine.corrupt_scale = faulty
 
 
-def memory_as_claimed(engine: Any) -> None:
-    """The memory that the claimed policy would take is what the engine reports."""
-    another_bundle(engine)
-    memory = engine.memory
-
-    def faulty() -> MemoryReport:
-        report: MemoryReport = memory()
-        return replace(report, pool_bytes=engine.policy.pool_bytes(engine.shape, report.pages), window_bytes=0)
-
-    engine.memory = faulty
+AS_CLAIMED = Plant("the bundle", another_bundle) + reports(
+    pool_bytes=lambda engine, report: engine.policy.pool_bytes(engine.shape, report.pages), window_bytes=0
+)
+"""Another policy's bundle, and the memory of the claimed one."""
 
 
-def twice_the_pool(engine: Any) -> None:
-    """Every page is allocated twice: codes are padded to the width of float16."""
-    memory = engine.memory
-    engine.memory = lambda: replace(memory(), pool_bytes=2 * memory().pool_bytes)
+def copy_beside(append: Any, engine: Any, handles: Any, new: Any) -> None:
+    """Every key and value is kept as float16 as well, in memory that nobody counts."""
+    append(handles, new)
+    pool, shape = engine.pool, engine.shape
+    pages = pool.pages.capacity
+    held = getattr(engine, "beside", None)
+    if held is None or len(held) < pages:
+        engine.beside = np.ones((pages, shape.layers * 2 * shape.kv_heads, 64, shape.head_dim), np.float16)
 
 
-def out_of_the_canarys_reach(engine: Any) -> None:
-    """What the canary corrupts is not what decoding reads."""
-    engine.corrupt_key_scale = lambda _: None
-
-
-def warmer(engine: Any) -> None:
-    def edit(logits: Array, _: Sequence[int]) -> None:
-        logits *= 1.02
-
-    on_logits(engine, edit)
-
-
-def baseline_saturates(engine: Any) -> None:
+def saturating(x: Array, _: Step) -> Any:
     """Keys that are multiplied by 1,024 for float16's sake saturate there; only what stores float16 does so."""
-
-    def edit(values: Array, _: Writing) -> None:
-        if values.dtype == np.float16:
-            np.clip(values, -2, 2, out=values)
-
-    on_write(engine, "key_pool", edit)
+    return np.clip(x, -2, 2) if x.dtype == np.float16 else x
 
 
-KIND = "claims"
+of = partial(Fault, "claims")
 
 FAULTS = [
-    Fault("float16_as_int4_tensor", KIND, "stores float16, claims int4_tensor, and its memory too: ranks first", "int4_tensor",
-          memory_as_claimed, holds="fp16"),
-    Fault("int8_as_fp8", KIND, "stores INT8 with scales a token, claims calibrated FP8, and its memory too", "fp8",
-          memory_as_claimed, holds="int8"),
-    Fault("pool_twice_as_large", KIND, "allocates twice the bytes that the policy says", "int8", twice_the_pool),
-    Fault("canary_without_effect", KIND, "what the canary corrupts is a copy that decoding does not read", "int8",
-          out_of_the_canarys_reach),
-    Fault("logits_x1_02", KIND, "another final multiplier: the weights are not those of the baseline", "fp8", warmer),
-    Fault("shared_page_end_unwritten", KIND, "both engines lose the last token of every page", "int8", unwritten(63),
-          shared=True),
-    Fault("shared_rope_one_late", KIND, "both engines rotate decoded tokens one position late", "int8", rotated_one_late,
-          shared=True),
-    Fault("baseline_saturates", KIND, "the baseline's own keys saturate; the candidate's do not", "int8", baseline_saturates,
-          shared=True),
+    of("float16_as_int4_tensor", "int4_tensor", "stores float16, claims int4_tensor, and its memory too: ranks first",
+       AS_CLAIMED, "conformance", holds="fp16"),
+    of("int8_as_fp8", "fp8", "stores INT8 with scales a token, claims calibrated FP8, and its memory too", AS_CLAIMED,
+       "conformance", holds="int8"),
+    of("no_sinks", "int8_sinks", "keeps no exact tokens, and claims them", AS_CLAIMED, "conformance", holds="int8"),
+    of("pool_twice_as_large", "int8", "allocates twice the bytes that the policy says",
+       reports(pool_bytes=lambda _, report: 2 * report.pool_bytes), "allocation", harm="memory"),
+    of("pool_half_reported", "int8", "reports half of the bytes that it allocates",
+       reports(pool_bytes=lambda _, report: report.pool_bytes // 2), "allocation", harm="memory"),
+    of("window_of_float16", "fp8_windowed", "the window's finer values take the bytes of float16",
+       reports(window_bytes=lambda _, report: 2 * report.window_bytes), "allocation", harm="memory"),
+    of("float16_copy_unreported", "int8", "keeps a float16 copy of the cache that it does not report",
+       method("pool.append", copy_beside), "memory", harm="memory"),
+    of("canary_without_effect", "int8", "what the must-fail control corrupts is a copy that decoding does not read",
+       method("corrupt_key_scale", lambda *_: None), "canary", harm="claim"),
+    of("shows_another_cache", "int8", "what it shows of its cache is not what decoding reads: a corrected copy",
+       write("value", lambda x, _: x // 2, lambda s: s.positions % 64 == 5, layers=[1])),
+    of("logits_x1_02", "fp8", "another final multiplier: the weights are not those of the baseline",
+       logits(lambda x, _: x * np.float32(1.02)), "conformance"),
+    of("shared_page_end_unwritten", "int8", "both engines lose the last token of every page",
+       write("key value", zero, offset(63)), shared=True),
+    of("shared_rope_one_late", "int8", "both engines rotate decoded tokens one position late", given("position_ids", add(1)),
+       shared=True),
+    of("shared_prompt_logits_one_off", "int8", "both engines' prompts' logits are off by one entry",
+       logits(lambda x, _: np.roll(x, 1, 1), mode="prefill"), shared=True),
+    of("baseline_saturates", "int8", "the baseline's own keys saturate; the candidate's do not", write("key", saturating),
+       shared=True),
 ]  # fmt: skip

@@ -1,83 +1,112 @@
-"""Evictions: pages that leave too early, too late or not at all; and layers that slide otherwise than the model says."""
+"""Evictions: pages that leave too early, too late or not at all; windows of finer copies; layers that slide otherwise."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from faults.fault import Fault, Plant
-from faults.kernels import kernel, nothing
+import numpy as np
+
+from faults.fault import Fault
+from faults.hooks import Array, Plant, Step, given, method, write, zero
+from faults.kernels import mutant
 from pipeline.core.kv import PAGE_TOKENS
 
 
-def keeps(**changes: int) -> Plant:
-    """The pool keeps other tokens than the policy says: `changes` are added to the eviction's numbers."""
+def keeps(part: str, **changes: int) -> Plant:
+    """The pool keeps other tokens than the policy says: `changes` are added to the numbers of its eviction or window."""
 
-    def plant(engine: Any) -> None:
-        eviction = engine.policy.eviction
-        changed = {key: getattr(eviction, key) + by for key, by in changes.items()}
-        engine.pool.policy = engine.policy.model_copy(update={"eviction": eviction.model_copy(update=changed)})
+    def apply(engine: Any) -> None:
+        sound = getattr(engine.policy, part)
+        changed = sound.model_copy(update={key: getattr(sound, key) + by for key, by in changes.items()})
+        engine.pool.policy = engine.policy.model_copy(update={part: changed})
 
-    return plant
-
-
-def _while_evicting(engine: Any, free: Callable[[int], None]) -> None:
-    """Free the pages that an append evicts in another way than those of sequences that end."""
-    pool, allocator = engine.pool, engine.pool.pages
-    places, sound = pool._page_places, allocator.free
-
-    def faulty(*given: Any) -> Any:
-        allocator.free = free
-        try:
-            return places(*given)
-        finally:
-            allocator.free = sound
-
-    pool._page_places = faulty
-
-
-def never_freed(engine: Any) -> None:
-    """Evicted pages leave the sequence's list and are never free again."""
-    _while_evicting(engine, lambda _: None)
-
-
-def freed_for_all(engine: Any) -> None:
-    """An evicted page is free for others at once, though a fork still reads it."""
-    allocator = engine.pool.pages
-    free = allocator.free
-
-    def present(page: int) -> None:
-        if page in allocator._users:
-            free(page)
-
-    def forced(page: int) -> None:
-        if page in allocator._users:
-            allocator._users[page] = 1
-            free(page)
-
-    allocator.free = present
-    _while_evicting(engine, forced)
+    return Plant("pool.policy", apply)
 
 
 def pool_slides(by: int) -> Plant:
     """The pool frees pages as if the model's layers attended to fewer tokens, or to more."""
 
-    def plant(engine: Any) -> None:
-        shape = engine.shape
-        windows = tuple(None if window is None else window + by for window in shape.windows)
-        engine.pool.shape = replace(shape, windows=windows)
+    def apply(engine: Any) -> None:
+        windows = tuple(None if window is None else window + by for window in engine.shape.windows)
+        engine.pool.shape = replace(engine.shape, windows=windows)
 
-    return plant
+    return Plant("pool.shape", apply)
 
 
-KIND = "evictions"
+def while_evicting(free: Callable[[Any, int], None]) -> Plant:
+    """Free the pages that an append evicts in another way than those of sequences that end."""
+
+    def faulty(places: Any, engine: Any, *given: Any) -> Any:
+        allocator = engine.pool.pages
+        sound = allocator.free
+        allocator.free = partial(free, allocator)
+        try:
+            return places(*given)
+        finally:
+            allocator.free = sound
+
+    return method("pool._page_places", faulty)
+
+
+def forced(allocator: Any, page: int) -> None:
+    if page in allocator._users:
+        allocator._users[page] = 1
+        type(allocator).free(allocator, page)
+
+
+def present(free: Any, engine: Any, page: int) -> None:
+    if page in engine.pool.pages._users:
+        free(page)
+
+
+def one_page_back(places: Any, _: Any, rows: Any, *given: Any) -> Any:
+    """New tokens of a sequence that has evicted go into the page before theirs."""
+    kept, numbers, slots = places(rows, *given)
+    back = {row.pages[-1]: row.pages[-2] for row in rows if row.evicted_pages and len(row.pages) > 1}
+    return kept, np.array([back.get(number, number) for number in numbers]), slots
+
+
+def renumbered(x: Array, step: Step) -> Any:
+    """Positions are places in the cache, while keys keep the positions that they were rotated at."""
+    evicted = [step.engine.pool.sequences[handle].evicted_pages for handle in step.handles]
+    return x - np.array(evicted)[:, None] * PAGE_TOKENS
+
+
+freed_for_all = method("pool.pages.free", present) + while_evicting(forced)
+"""An evicted page is free for others at once, though a fork still reads it."""
+
+never_freed = while_evicting(lambda *_: None)
+"""Evicted pages leave the sequence's list and are never free again."""
+
+of = partial(Fault, "evictions")
+slides = partial(mutant, kind="evictions")
 
 FAULTS = [
-    Fault("evicted_page_early", KIND, "a page is evicted one page too early", "fp8_streaming",
-          keeps(window_tokens=-PAGE_TOKENS)),
-    Fault("evicted_under_a_fork", KIND, "an evicted page is reused while a fork still reads it", "fp8_streaming",
-          freed_for_all),
-    Fault("evicted_never_freed", KIND, "evicted pages are not read and never freed", "fp8_streaming", never_freed),
-    Fault("slides_one_short", KIND, "decode: layers attend to one token too few", "fp8_mistral", nothing,
-          loads=kernel("length + 1 - layer->slide", "length + 2 - layer->slide")),
-    Fault("slid_page_early", KIND, "a page is freed that layers still attend to", "fp8_mistral", pool_slides(-PAGE_TOKENS)),
+    of("evicted_page_early", "fp8_streaming", "a page is evicted one page too early",
+       keeps("eviction", window_tokens=-PAGE_TOKENS)),
+    of("evicted_page_late", "fp8_streaming", "a page is evicted one page too late",
+       keeps("eviction", window_tokens=PAGE_TOKENS)),
+    of("sinks_evicted", "fp8_streaming", "the sinks are evicted with the others", keeps("eviction", sink_tokens=-PAGE_TOKENS)),
+    of("evicted_under_a_fork", "fp8_streaming", "an evicted page is reused while a fork still reads it", freed_for_all),
+    of("evicted_never_freed", "fp8_streaming", "evicted pages are not read and never freed", never_freed, harm="memory"),
+    of("evicted_rotated_by_place", "fp8_streaming", "decode is rotated by its place in the cache once a page has left",
+       given("position_ids", renumbered)),
+    of("written_one_page_back", "fp8_streaming", "new tokens overwrite the page before theirs once a page has left",
+       method("pool._page_places", one_page_back)),
+    slides("slides_one_short", "fp8_mistral", "layers attend to one token too few",
+           "length + 1 - layer->slide", "length + 2 - layer->slide", by="conformance"),
+    slides("prompts_do_not_slide", "fp8_mistral", "a prompt's tokens attend to all before them in the chunk",
+            "region.first = first_token(layer, step)", "region.first = 0"),
+    of("slid_page_early", "fp8_mistral", "a page is freed that layers still attend to", pool_slides(-PAGE_TOKENS)),
+    of("slid_page_late", "fp8_mistral", "pages that no layer attends to stay two pages longer", pool_slides(2 * PAGE_TOKENS),
+       harm="memory"),
+    of("window_one_page_short", "fp8_windowed", "the window of finer values ends a page too early",
+       keeps("window", tokens=-PAGE_TOKENS)),
+    of("window_of_row_before", "fp8_windowed", "rows read the window of finer values of the row before",
+       given("window_table", lambda x, _: np.roll(x, 1, axis=0))),
+    of("window_of_prompts_alone", "fp8_windowed", "decoded tokens have no finer values",
+       write("window_value", zero, lambda s: s.mode == "decode")),
+    of("window_of_coarse_values", "fp8_windowed", "values of the window lose three bits: a copy of the coarse ones",
+       write("window_value", lambda x, _: x & 0xFC)),
 ]  # fmt: skip

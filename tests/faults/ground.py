@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from faults.fault import MODELS, POLICIES, EngineName, Fault
+from faults.drill import Day, cost, serve
+from faults.fault import MODELS, POLICIES, SETUPS, EngineName, Fault
+from faults.record import Cost
 from pipeline.artifacts.backend import Backend
 from pipeline.artifacts.store import Artifact, Store
 from pipeline.config.compose import plan
@@ -21,12 +23,12 @@ from pipeline.config.config import Config
 from pipeline.core.engine import Engine
 from pipeline.core.kv import FP16_POLICY, POLICY_FILE, KVPolicy
 from pipeline.loading import open_backend
-from pipeline.run import chain as chain_module
 from pipeline.run.chain import Chain
 from pipeline.terminal import console
 from pipeline.verdict.gates import Gates, conclude, decide
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Verdict
+from stages.evaluate import canary
 
 BACKENDS: dict[EngineName, tuple[str, ...]] = {
     "native": ("backend=onnxruntime", "backend.attention=native", "backend.threads=1"),
@@ -34,17 +36,21 @@ BACKENDS: dict[EngineName, tuple[str, ...]] = {
     "torch": ("backend=torch", "backend.device=cpu", "backend.threads=1"),
 }
 
-WORKLOADS = (
-    "workloads.samples={prose: 8, retrieval: 72, tool_call: 0, copy: 72, multi_turn: 0}",
-    "workloads.rounds=[0.06, 1.0]",
+SMALLEST = (
+    "workloads.samples={prose: 4, retrieval: 34, tool_call: 0, copy: 34, multi_turn: 0}",
+    "workloads.rounds=[0.12, 1.0]",
     "workloads.max_scored_tokens=64",
     "workloads.noise_samples=1",
     "workloads.canary_samples=1",
     "workloads.load={batch: 2, context_tokens: 128, new_tokens: 4, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
 )
-"""Less of everything than the default, at which no sound engine of a cache that is fine enough fails."""
+"""The smallest evaluation that may pass: 60 requests of which none is ruined (`gates.max_ruined_share`)."""
 
-SMALL_PROBE = "workloads.probe={max_tokens: 1152, decode_steps: 208, offset_steps: 4, max_batch: 20, requests: 40}"
+DEFAULT = ("workloads.noise_samples=1", "workloads.canary_samples=1", SMALLEST[-1])
+"""The default evaluation: all 664 samples, in its rounds; times are taken of a smaller load."""
+
+SMALL_PROBE = "workloads.probe={max_tokens: 640, decode_steps: 40, offset_steps: 4, max_batch: 20, requests: 60}"
+"""What most faults need; what gets through is asked the default one."""
 
 SOUND = ("calibration", "quantize", "export", "build", "encode")
 """Stages that no fault has a part in."""
@@ -59,52 +65,100 @@ class Judgement:
     rows: list[SampleRow]
 
 
-class FaultyBackend:
-    """A backend that plants a fault in what it loads; everything else is the backend's own."""
-
-    def __init__(self, backend: Backend, load: Callable[[Path], Engine]) -> None:
-        self._backend = backend
-        self.load = load
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-
 class FaultyChain(Chain):
     """The chain of a configuration whose engines have a fault."""
 
     fault: Fault | None = None
+    twins: dict[str, Any]
+    """Twins by the name of their policy, which are the same for every fault."""
 
     @cached_property
     def backend(self) -> Backend:
         backend = open_backend(self.config.backend)
-        return FaultyBackend(backend, lambda bundle: self._load(backend, bundle))  # type: ignore[return-value]
+        backend.load = partial(self.load, backend.load)  # type: ignore[method-assign]
+        return backend
 
-    def _load(self, backend: Backend, bundle: Path) -> Engine:
+    def load(self, load: Callable[[Path], Engine], bundle: Path) -> Engine:
+        """Load an engine, with the fault where it is one that has it."""
         policy = KVPolicy.model_validate_json((bundle / POLICY_FILE).read_text(encoding="utf-8"))
         fault = self.fault
         if fault is None or (policy == FP16_POLICY and not fault.shared):
-            return backend.load(bundle)
+            return set_up(load(bundle))
         if fault.holds and policy != FP16_POLICY:
-            bundle = self.bundle(_policy(fault.holds)).path
+            bundle = self.bundle(policy_of(fault.holds)).path
         with fault.loads():
-            engine = backend.load(bundle)
+            engine = load(bundle)
         engine.policy = policy
-        fault.plant(engine)
+        set_up(engine)
+        fault.plant.apply(engine)
         return engine
+
+    def _open(self, policy: KVPolicy) -> Any:
+        opened = super()._open(policy)
+        if policy.name not in self.twins:
+            self.twins[policy.name] = remembering(opened.twin)
+        opened.__dict__["twin"] = self.twins[policy.name]
+        return opened
+
+
+def set_up(engine: Any) -> Engine:
+    """Do to an engine what its cache asks for."""
+    SETUPS.get(engine.policy.name, lambda _: None)(engine)
+    return engine  # type: ignore[no-any-return]
+
+
+def remembering(twin: Any) -> Any:
+    """Let a twin compute what it is asked about a sequence of its own once."""
+    oracle, answers = twin.engine, dict[Any, Any]()
+    forced, replay = oracle.forced, oracle.replay
+
+    def known(key: Any, compute: Callable[[], Any]) -> Any:
+        key = (*key, oracle.prefill_chunk, oracle.reads_itself)
+        if key not in answers:
+            answers[key] = compute()
+        return answers[key]
+
+    def in_one_pass(tokens: Sequence[int], first: int) -> Any:
+        return known((tuple(tokens), first), lambda: forced(tokens, first))
+
+    def over_own_cache(tokens: Sequence[int], pieces: Sequence[int], caches: Sequence[Any], **options: Any) -> Any:
+        if caches:
+            return replay(tokens, pieces, caches, **options)
+        asked = (tuple(tokens), tuple(pieces), *sorted(options.items()))
+        return known(asked, lambda: replay(tokens, pieces, caches, **options))
+
+    if hasattr(oracle, "rows"):
+        rows = oracle.rows
+
+        def together(sequences: Sequence[Any], rounding: float = 0.0) -> Any:
+            asked = tuple((tuple(one.tokens), tuple(one.pieces)) for one in sequences)
+            return known((asked, rounding), lambda: rows(sequences, rounding))
+
+        oracle.rows = together
+    oracle.forced, oracle.replay = in_one_pass, over_own_cache
+    return twin
 
 
 class Ground:
     """Judges faults in one work directory."""
 
-    def __init__(self, work: Path, overrides: Sequence[str] = (), workloads: Sequence[str] = WORKLOADS) -> None:
-        self.work, self.overrides = work, (*workloads, *overrides)
+    def __init__(self, work: Path, overrides: Sequence[str] = (), workloads: Sequence[str] = SMALLEST) -> None:
+        self.work, self.workloads, self.overrides = work, workloads, overrides
+        self._configs: dict[Any, Config] = {}
+        self._twins: dict[tuple[str, str], dict[str, Any]] = {}
+        self._days: dict[tuple[str, EngineName, bool], Day] = {}
 
-    def config(self, policy: str, engine: EngineName, *, rare: bool = False) -> Config:
+    def config(
+        self, policy: str, engine: EngineName, *, probe: str = "small", workloads: Sequence[str] = (), seed: int = 0
+    ) -> Config:
         """Return the configuration of one cache on one engine: the defaults, but for the overrides of this ground."""
-        probe = [] if rare else [SMALL_PROBE]
-        overrides = [*POLICIES[policy], *self._model(policy), *BACKENDS[engine], *probe, *self.overrides]
-        return plan([*overrides, "tracking=none"], multirun=False).jobs[0]
+        key = (policy, engine, probe, tuple(workloads), seed)
+        if key not in self._configs:
+            small = [SMALL_PROBE] if probe == "small" else []
+            own = [*POLICIES[policy], *self._model(policy), *BACKENDS[engine], *small, *(workloads or self.workloads)]
+            plans = plan([*own, *self.overrides, f"seed={seed}", "tracking=none"], multirun=False)
+            self._configs[key] = plans.jobs[0]
+        return self._configs[key]
 
     def _model(self, policy: str) -> list[str]:
         """Return what names the model of a cache: nothing for the tiny model, otherwise a checkpoint that is written once."""
@@ -118,16 +172,30 @@ class Ground:
             partial.rename(path)
         return [f"model.path={path}"]
 
-    def judge(self, fault: Fault, without: str = "") -> Judgement:
-        """Judge an engine with a fault, `without` one of the gates."""
-        with patch.object(chain_module, "decide", partial(decide_without, without)):
-            return self._judge(self.config(fault.policy, fault.engine, rare=fault.rare), fault, without)
+    def judge(self, fault: Fault, **asked: Any) -> Judgement:
+        """Judge an engine with a fault; `asked` are options of `config`."""
+        with patch.object(canary, "_ladder", _no_ladder):
+            return self._judge(self.config(fault.policy, fault.engine, **asked), fault)
 
-    def judge_sound(self, policy: str, engine: EngineName = "native") -> Judgement:
+    def judge_sound(self, policy: str, engine: EngineName = "native", seed: int = 0) -> Judgement:
         """Judge an engine without one."""
-        return self._judge(self.config(policy, engine), None)
+        return self._judge(self.config(policy, engine, seed=seed), None)
 
-    def _judge(self, config: Config, fault: Fault | None, without: str = "") -> Judgement:
+    def cost(self, fault: Fault) -> Cost:
+        """Return what a fault costs in a day of service, in a long one where a short one does not show it."""
+        chain = self._chain(self.config(fault.policy, fault.engine), fault)
+        with _silence():
+            bundle = chain.bundle(chain.config.kv).path
+            for long in (False, True):
+                key = (fault.policy, fault.engine, long)
+                if key not in self._days:
+                    self._days[key] = serve(set_up(open_backend(chain.config.backend).load(bundle)), long=long)
+                found = cost(self._days[key], serve(chain.backend.load(bundle), long=long))
+                if found.real or fault.harm != "answers":
+                    break
+        return found
+
+    def _chain(self, config: Config, fault: Fault | None) -> FaultyChain:
         own = self.work / "faulty"
         shutil.rmtree(own, ignore_errors=True)
         shared = SOUND if fault is not None and fault.shared else (*SOUND, "baseline", "baseline_once")
@@ -137,11 +205,21 @@ class Ground:
             (own / stage).symlink_to((self.work / "sound" / stage).resolve())
         chain = FaultyChain(config, Store(own))
         chain.fault = fault
+        chain.twins = self._twins.setdefault((str(config.model.path), config.backend.name), {})
+        return chain
+
+    def _judge(self, config: Config, fault: Fault | None) -> Judgement:
+        chain = self._chain(config, fault)
         with _silence():
             evaluation: Artifact = chain.evaluation(config.kv)[0]
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
-        shutil.rmtree(own)
-        return Judgement(decide_without(without, report, rows, config.gates), report, rows)
+        shutil.rmtree(self.work / "faulty")
+        return Judgement(decide(report, rows, config.gates), report, rows)
+
+
+def _no_ladder(*_: Any) -> list[Any]:
+    """The ladder of small faults says what gates notice, and is judged by none."""
+    return []
 
 
 def decide_without(without: str, report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) -> Verdict:
@@ -158,5 +236,5 @@ def _silence() -> Iterator[None]:
         yield
 
 
-def _policy(name: str) -> KVPolicy:
+def policy_of(name: str) -> KVPolicy:
     return plan([*POLICIES[name], "tracking=none"], multirun=False).jobs[0].kv

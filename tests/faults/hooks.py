@@ -1,129 +1,295 @@
-"""Where a fault gets hold of a loaded ONNX engine: what is written, what the decode graph is given, what it reads.
+"""Where a fault gets hold of a loaded ONNX engine: what is written, what the graphs are given, what they read, a method.
 
-Every hook patches one instance. Shapes: B sequences, H KV heads, S new tokens, W elements of a token, N pages.
+A hook returns a plant: what it changes, in words, and the function that patches one engine. Plants add up. An edit takes what
+is there and the step, and returns what is to be there instead. Shapes: B sequences, H KV heads, S new tokens, W elements of a
+token, P pages of a sequence, V vocab_size.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.core.kv import PAGE_TOKENS
 from stages.engines.base import Mode
 
 Array = npt.NDArray[Any]
 
+TABLES = ("page_table", "lengths", "window_base_table", "window_table", "window_starts", "exact_slots")
+"""Inputs of the graphs that come from the pool; the others come from the engine."""
+
 
 @dataclass(frozen=True)
-class Writing:
-    """The new tokens of one call, as they are about to be stored."""
+class Plant:
+    """A patch of one loaded engine in place: no class and no module, so that an engine beside it stays sound."""
 
-    new: Mapping[str, Array]
-    """Every array's part, (B, H, S, W), as the graph gave it."""
-    positions: Array
-    """Their positions, (B, S)."""
+    where: str
+    """What is patched."""
+    apply: Callable[[Any], None]
+
+    def __call__(self, engine: Any) -> None:
+        self.apply(engine)
+
+    def __add__(self, other: "Plant") -> "Plant":
+        def apply(engine: Any) -> None:
+            self.apply(engine)
+            other.apply(engine)
+
+        return Plant(" and ".join(dict.fromkeys((self.where, other.where))), apply)
+
+
+SOUND = Plant("", lambda _: None)
+"""The fault is in what was loaded."""
+
+
+@dataclass
+class Step:
+    """One run of a graph."""
+
+    engine: Any
+    mode: Mode
     handles: Sequence[int]
-    layer: int
+    ids: Array
+    """Tokens (B, S)."""
+    number: int
+    """How many runs of this mode the engine has had before."""
+    before: Sequence[int]
+    """The handles of the last decode step."""
+    memo: dict[Any, Any] = field(repr=False)
+    """What the fault wants to remember; an engine has one."""
+    decoded: Array = field(init=False)
+    """Decode steps that each sequence has had, (B,); a fork begins anew."""
+    chunks: Array = field(init=False)
+    """Prefill runs that each sequence has had, (B,)."""
+
+    def __post_init__(self) -> None:
+        runs = self.memo.setdefault("runs", {})
+        self.decoded, self.chunks = (
+            np.array([runs.get((mode, handle), 0) for handle in self.handles]) for mode in ("decode", "prefill")
+        )
+        for handle in self.handles:
+            runs[self.mode, handle] = runs.get((self.mode, handle), 0) + 1
+
+    @property
+    def lengths(self) -> Array:
+        """Tokens of each sequence before the step, (B,)."""
+        return np.array([self.engine.pool.length(handle) for handle in self.handles])
+
+    @property
+    def positions(self) -> Array:
+        """Of the new tokens, (B, S)."""
+        found: Array = self.lengths[:, None] + np.arange(self.ids.shape[1])
+        return found
+
+    @property
+    def rows(self) -> Array:
+        """Numbers of the rows, (B, 1)."""
+        return np.arange(len(self.handles))[:, None]
+
+    def pages(self, handle: int) -> list[int]:
+        """Return the pages that hold tokens of a sequence."""
+        row = self.engine.pool.sequences[handle]
+        return list(row.pages[: -(-row.kept_tokens // PAGE_TOKENS)])
 
 
-WriteEdit = Callable[[Array, Writing], None]
-"""Changes what is stored, (B, H, S, W), in place."""
-InputEdit = Callable[[Array, Sequence[int]], None]
-"""Changes an input of a graph in place; the handles are those of its rows."""
+Edit = Callable[[Array, Step], Any]
+When = Callable[[Step], Any]
+"""Where an edit holds: a bool, or an array of them that broadcasts."""
 
 
-def on_write(engine: Any, array: str, edit: WriteEdit, layers: Sequence[int] | None = None) -> None:
-    """Change what is stored in `array` ("key_pool", say) of some layers, or of all, wherever it comes from."""
-    pool, append = engine.pool, engine.pool.append
-
-    def faulty(handles: Sequence[int], new: Mapping[str, Array]) -> None:
-        tokens = next(iter(new.values())).shape[2]
-        positions = np.array([pool.length(handle) for handle in handles])[:, None] + np.arange(tokens)
-        changed = dict(new)
-        for name, values in new.items():
-            side, _, number = name.partition(".")
-            if side == array and (layers is None or int(number) in layers):
-                changed[name] = values.copy()
-                edit(changed[name], Writing(new, positions, handles, int(number)))
-        append(handles, changed)
-
-    pool.append = faulty
+def zero(x: Array, _: Step) -> Any:
+    """Lose it."""
+    return np.zeros_like(x)
 
 
-def on_input(engine: Any, mode: Mode, name: str, edit: InputEdit) -> None:
-    """Change an input of the prefill or of the decode graph: a page table, the lengths, the positions."""
-    running = _running(engine)
-    session = engine._sessions[mode]
-    put = session.put
-
-    def faulty(given: str, values: Array) -> None:
-        if given == name:
-            values = values.copy()
-            edit(values, running)
-        put(given, values)
-
-    session.put = faulty
+def times(factor: float) -> Edit:
+    """Multiply it."""
+    return lambda x, _: (x.astype(np.float32) * factor).astype(x.dtype)
 
 
-def on_read(engine: Any, edit: Callable[[dict[str, Array], Sequence[int]], dict[str, tuple[Any, Any]]]) -> None:
-    """Change what a decode step reads, and only what it reads.
+def add(amount: int) -> Edit:
+    """Add a number to it."""
+    return lambda x, _: x + amount
 
-    `edit` gets the pool's arrays and the step's handles. It returns what it wants to be read in an array instead, as index and
-    values by the array's name; after the step the array is as it was.
+
+def always(_: Step) -> bool:
+    """Everywhere."""
+    return True
+
+
+def every(count: int) -> When:
+    """In one step of so many."""
+    return lambda step: step.number % count == count - 1
+
+
+def write(arrays: str, edit: Edit, at: When = always, layers: Sequence[int] = range(99), heads: Any = slice(None)) -> Plant:
+    """Change what is stored in some arrays, named as "key value_scale window_value key_exact"; `at` is over (B, S)."""
+    wanted = {name if "exact" in name else f"{name}_pool" for name in arrays.split()}
+
+    def apply(engine: Any) -> None:
+        run, append = steps(engine), engine.pool.append
+
+        def faulty(handles: Sequence[int], new: dict[str, Array]) -> None:
+            step, changed = run(), dict(new)
+            step.memo["new"] = new
+            for name, values in new.items():
+                array, _, layer = name.partition(".")
+                if array in wanted and int(layer) in layers:
+                    step.memo["layer"] = int(layer)
+                    where = np.broadcast_to(np.asarray(at(step)), step.ids.shape)[:, None, :, None]
+                    some, edited = values[:, heads], values.copy()
+                    edited[:, heads] = np.where(where, edit(some, step), some).astype(values.dtype)
+                    changed[name] = edited
+            append(handles, changed)
+
+        engine.pool.append = faulty
+
+    return Plant(f"what is stored: {arrays}", apply)
+
+
+def given(name: str, edit: Edit, at: When = always, mode: Mode = "decode") -> Plant:
+    """Change an input of a graph; `at` broadcasts against it."""
+
+    def apply(engine: Any) -> None:
+        run = steps(engine)
+
+        def edited(values: Array) -> Array:
+            changed: Array = np.where(at(run()), edit(values.copy(), run()), values).astype(values.dtype)
+            return changed
+
+        if name in TABLES:
+            tables = engine.pool.tables
+
+            def faulty(handles: Sequence[int]) -> dict[str, Array]:
+                found: dict[str, Array] = tables(handles)
+                return found | {name: edited(found[name])} if run().mode == mode else found
+
+            engine.pool.tables = faulty
+            return
+        session = engine._sessions[mode]
+        put = session.put
+        session.put = lambda given, values: put(given, edited(values) if given == name else values)
+
+    return Plant(f"{mode}: {name}", apply)
+
+
+Choose = Callable[[list[int], int, Step], int | None]
+
+
+def page(choose: Choose, column: int, at: When = always) -> Plant:
+    """Let a decode step find another page in a column of each row's table, counted from its end where negative.
+
+    `choose` gets the row's pages, its number and the step, and returns the page, or None to leave the row.
     """
-    running = _running(engine)
-    session = engine._sessions["decode"]
-    run = session.run
 
-    def faulty() -> None:
-        arrays = engine.pool.arrays
-        changes = edit(arrays, running)
-        kept = {name: arrays[name][index].copy() for name, (index, _) in changes.items()}
-        for name, (index, values) in changes.items():
-            arrays[name][index] = values
-        run()
-        for name, (index, _) in changes.items():
-            arrays[name][index] = kept[name]
+    def edit(table: Array, step: Step) -> Array:
+        for row, handle in enumerate(step.handles):
+            pages = step.pages(handle)
+            number = column if column >= 0 else len(pages) + column
+            other = choose(pages, row, step) if 0 <= number < len(pages) else None
+            if other is not None:
+                table[row, number] = other
+        return table
 
-    session.run = faulty
+    return given("page_table", edit, at)
 
 
-def on_logits(engine: Any, edit: Callable[[Array, Sequence[int]], None]) -> None:
-    """Change the logits (B, V) of a decode step in place."""
-    decode = engine._decode
+def reads(arrays: str, edit: Edit, at: When = always, layers: Sequence[int] = range(99), heads: Any = slice(None)) -> Plant:
+    """Change what a decode step reads in some arrays of its pages, (pages, H, 64, W), and only what it reads."""
+    wanted = {f"{name}_pool" for name in arrays.split()}
 
-    def faulty(handles: Sequence[int], tokens: Sequence[int]) -> Array:
-        logits: Array = decode(handles, tokens).copy()
-        edit(logits, handles)
-        return logits
+    def apply(engine: Any) -> None:
+        current, session = steps(engine), engine._sessions["decode"]
+        run = session.run
 
-    engine._decode = faulty
+        def faulty() -> None:
+            step, kept = current(), {}
+            used = sorted({page for handle in step.handles for page in step.pages(handle)})
+            if used and at(step):
+                for name, array in engine.pool.arrays.items():
+                    side, _, layer = name.partition(".")
+                    if side in wanted and int(layer) in layers:
+                        kept[name] = array[used].copy()
+                        changed = kept[name].copy()
+                        changed[:, heads] = edit(changed[:, heads], step)
+                        array[used] = changed
+            run()
+            for name, values in kept.items():
+                engine.pool.arrays[name][used] = values
+
+        session.run = faulty
+
+    return Plant(f"what is read: {arrays}", apply)
 
 
-def _running(engine: Any) -> list[int]:
-    """The handles of the step that runs at the moment: the list that is returned is filled anew at every step."""
-    if not hasattr(engine, "running_handles"):
-        handles: list[int] = []
+def logits(edit: Edit, at: When = always, mode: Mode = "decode") -> Plant:
+    """Change the logits (B, V) of a step; `at` broadcasts against them."""
+
+    def apply(engine: Any) -> None:
+        current = steps(engine)
         run = engine._run
 
-        def noting(mode: Mode, now: Sequence[int], ids: Array) -> Array:
-            handles[:] = now
-            logits: Array = run(mode, now, ids)
-            return logits
+        def faulty(now: Mode, handles: Sequence[int], ids: Array) -> Array:
+            found: Array = run(now, handles, ids)
+            return np.where(at(current()), edit(found.copy(), current()), found) if now == mode else found
 
-        engine.running_handles, engine._run = handles, noting
-    running: list[int] = engine.running_handles
-    return running
+        engine._run = faulty
+
+    return Plant(f"{mode}: logits", apply)
 
 
-def every(count: int) -> Callable[[], bool]:
-    """Return a function that says yes at every call that is a multiple of `count`."""
-    calls = 0
+def method(path: str, faulty: Callable[..., Any]) -> Plant:
+    """Replace a method of the engine, or of its pool ("pool.fork"): `faulty` gets the sound one, the engine, the arguments."""
 
-    def due() -> bool:
-        nonlocal calls
-        calls += 1
-        return calls % count == 0
+    def apply(engine: Any) -> None:
+        if hasattr(engine, "pool"):
+            steps(engine)
+        *owners, name = path.split(".")
+        owner = engine
+        for attribute in owners:
+            owner = getattr(owner, attribute)
+        sound = getattr(owner, name)
+        setattr(owner, name, lambda *given, **options: faulty(sound, engine, *given, **options))
 
-    return due
+    return Plant(path, apply)
+
+
+def static(side: str, edit: Callable[[Array], Any], layers: Sequence[int] = range(99), mode: Mode | None = None) -> Plant:
+    """Change the static scales ("key") of some layers: all of them, or those alone that one graph is given.
+
+    Those are not the ones that the engine shows.
+    """
+
+    def apply(engine: Any) -> None:
+        for name, values in engine._constants.items():
+            array, _, layer = name.partition(".")
+            if array != f"{side}_scale" or int(layer) not in layers:
+                continue
+            if mode is None:
+                values[...] = edit(values)
+            else:
+                own = engine.__dict__.setdefault("own_constants", [])
+                own.append(np.ascontiguousarray(np.broadcast_to(edit(values.copy()), values.shape), values.dtype))
+                engine._sessions[mode].bind_input(name, own[-1])
+
+    return Plant(f"static {side} scales{'' if mode is None else f' of {mode}'}", apply)
+
+
+def steps(engine: Any) -> Callable[[], Step]:
+    """Return what returns the step that runs, or the last one that ran."""
+    if not hasattr(engine, "current_step"):
+        run, memo, before = engine._run, dict[Any, Any](), list[int]()
+        counts = {"prefill": 0, "decode": 0}
+
+        def noting(mode: Mode, handles: Sequence[int], ids: Array) -> Array:
+            engine.current_step = Step(engine, mode, list(handles), ids, counts[mode], list(before), memo)
+            counts[mode] += 1
+            found: Array = run(mode, handles, ids)
+            if mode == "decode":
+                before[:] = handles
+            return found
+
+        engine.current_step, engine.memo, engine._run = None, memo, noting
+    return lambda: engine.current_step

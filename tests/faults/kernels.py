@@ -1,6 +1,5 @@
 """Mutants: the attention kernel compiled from a source with one place changed, the graphs with one operator changed."""
 
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,6 +11,7 @@ from unittest.mock import patch
 import onnx
 
 from faults.fault import Fault
+from faults.hooks import SOUND
 from stages.engines.onnx import engine as onnx_engine
 from stages.engines.onnx.native import compiler
 from stages.engines.onnx.session import GraphSession
@@ -22,20 +22,21 @@ Loads = Callable[[], AbstractContextManager[None]]
 
 
 def kernel(before: str, after: str) -> Loads:
-    """Compile the kernel with one place of its source changed."""
+    """Compile the kernel with the one place of its sources changed that reads so."""
 
     def compiled(head_dim: int, group: int) -> Path:
         folder = Path(work.name)
         out = folder / "mutant.so"
         if out.exists():
             return out
-        for name in compiler.SOURCES:
-            shutil.copyfile(NATIVE / name, folder / name)
-        source = (NATIVE / "attention.c").read_text(encoding="utf-8")
-        assert source.count(before) == 1, f"the kernel has {source.count(before)} places like {before!r}"
-        (folder / "attention.c").write_text(source.replace(before, after), encoding="utf-8")
+        texts = {name: (NATIVE / name).read_text(encoding="utf-8") for name in compiler.SOURCES}
+        places = sum(text.count(before) for text in texts.values())
+        assert places == 1, f"the kernel has {places} places like {before!r}"
+        for name, text in texts.items():
+            (folder / name).write_text(text.replace(before, after), encoding="utf-8")
+        flags = [flag.replace("-O3", "-O1") for flag in compiler.FLAGS]  # it compiles in a third of the time
         sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUP={group}")
-        options = [*compiler.FLAGS, *sizes, str(folder / compiler.SOURCES[0])]
+        options = [*flags, *sizes, str(folder / compiler.SOURCES[0])]
         subprocess.run([*compiler.require_compiler().command, *options, "-o", str(out), "-lm"], check=True)
         return out
 
@@ -63,31 +64,69 @@ def graph(function: str, before: str, after: str) -> Loads:
     return lambda: patch.object(onnx_engine, "GraphSession", mutant)
 
 
-def nothing(_: Any) -> None:
-    """The fault is in what was loaded."""
-
-
 END_OF_PAGE = """  }
   for (int q = 0; q < GROUP; q++) {
     memcpy("""
 HALF = "    for (int q = 0; q < GROUP; q++) for (int d = 0; d < HEAD_DIM; d++) sums[q][d] = (float)(_Float16)sums[q][d];\n"
+QUERIES = """unit->row * call->layer->kv_heads + unit->head) * GROUP * HEAD_DIM;
+  for (int q = 0; q < GROUP; q++, from += HEAD_DIM)"""
+INTERLEAVED = """unit->row * call->layer->kv_heads * GROUP + unit->head) * HEAD_DIM;
+  for (int q = 0; q < GROUP; q++, from += call->layer->kv_heads * HEAD_DIM)"""
+VALUE_SCALES = "(size_t)region->value_table[page] * layer->kv_heads + unit->head) * scale_page_bytes(values->side)"
+PARTIAL = "const Partial *partial = &partials[i * GROUP];\n    "
 
-KIND = "kernels"
+
+def mutant(name: str, policy: str, models: str, before: str, after: str, kind: str = "kernels", by: str = "probe") -> Fault:
+    """A kernel with one place changed."""
+    return Fault(kind, name, policy, models, SOUND, by, loads=kernel(before, after), where="the kernel")
+
+
+def operator(name: str, policy: str, models: str, function: str, before: str, after: str, **options: Any) -> Fault:
+    """Graphs with one operator changed."""
+    where = f"graph: {function}"
+    return Fault("kernels", name, policy, models, SOUND, loads=graph(function, before, after), where=where, **options)
+
 
 FAULTS = [
-    Fault("sum_not_rescaled", KIND, "online softmax: the sum is not rescaled when the maximum rises", "fp8", nothing,
-          loads=kernel("    partial->sum *= shrink;\n", "")),
-    Fault("mask_one_too_many", KIND, "the kernel's mask lets one token too many in", "fp8", nothing,
-          loads=kernel("(lanes + t < page->last)", "(lanes + t <= page->last)")),
-    Fault("last_units_lost", KIND, "the join of a split kernel takes two partial results: 512 tokens", "fp8", nothing,
-          loads=kernel("count; i++) {\n    const Partial", "count && i < 2; i++) {\n    const Partial")),
-    Fault("scales_of_head_0", KIND, "the kernel reads every head's value scales from head 0", "int8", nothing,
-          loads=kernel("(size_t)region->value_table[page] * layer->kv_heads + unit->head) * scale_page_bytes(values->side)",
-                       "(size_t)region->value_table[page] * layer->kv_heads) * scale_page_bytes(values->side)")),
-    Fault("sums_in_float16", KIND, "sums of values are kept in float16 from page to page", "fp8", nothing,
-          loads=kernel(END_OF_PAGE, HALF + END_OF_PAGE)),
-    Fault("graph_mask_one_too_many", KIND, "the graph's mask compares with <= in place of <", "int8", nothing, engine="graph",
-          loads=graph("PagedAttention", "Less", "LessOrEqual")),
-    Fault("graph_floors_values", KIND, "values are rounded down, in the graphs of the kernel's engine", "fp8k_int4v", nothing,
-          loads=graph("QuantizeValue", "Round", "Floor")),
+    mutant("sum_not_rescaled", "fp8", "online softmax: the sum is not rescaled when the maximum rises",
+           "    partial->sum *= shrink;\n", ""),
+    mutant("mask_one_too_many", "fp8", "the mask lets one token too many in",
+           "(lanes + t < page->last)", "(lanes + t <= page->last)"),
+    mutant("last_units_lost", "fp8", "the join of a split kernel takes two partial results: 512 tokens",
+           "count; i++) {\n    const Partial", "count && i < 2; i++) {\n    const Partial"),
+    mutant("new_token_unscaled", "fp8", "the new token's score lacks the softmax scale",
+           "score += query[d] * scaling * key[d];", "score += query[d] * key[d];"),
+    mutant("scales_of_head_0", "int8", "every head's value scales are read from head 0",
+           VALUE_SCALES, VALUE_SCALES.replace(" + unit->head", "")),
+    mutant("sums_in_float16", "fp8", "sums of values are kept in float16 from page to page", END_OF_PAGE, HALF + END_OF_PAGE),
+    mutant("queries_interleaved", "fp8", "GQA: query heads are taken in turn in place of in groups", QUERIES, INTERLEAVED),
+    mutant("int4_halves_interleaved", "fp8k_int4v", "4-bit values are unpacked as even and odd channels",
+           "int high = v >= VECTORS / 2;", "int high = v % 2;"),
+    mutant("small_weights_dropped", "fp8", "tokens of less than e**-6 of the largest weight are skipped",
+           "Ints tiny = x < splat(-87.0f);", "Ints tiny = x < splat(-6.0f);"),
+    mutant("hadamard_half_done", "int8_hadamard", "queries and values are rotated by one stage of the butterfly too few",
+           "half < HEAD_DIM; half *= 2", "half < HEAD_DIM / 2; half *= 2"),
+    mutant("recent_read_twice", "int8_sinks", "recent tokens are read from the pool and from their exact copies",
+           "end = length - layer->recent;", "end = length;"),
+    mutant("sinks_read_twice", "int8_sinks", "sinks are read from the pool and from their exact copies",
+           "low = larger(layer->sink, first_token(layer, length + step));", "low = first_token(layer, length + step);"),
+    mutant("ring_ages_negative", "int8_sinks", "C's remainder of a negative number: the ring's ages below zero",
+           "  if (age < 0) age += layer->recent;\n", ""),
+    mutant("zeros_before_scales", "int8_asym", "zero points are added before the scale is applied",
+           "x * scales[of[v]] + zeros[of[v]]", "(x + zeros[of[v]]) * scales[of[v]]"),
+    mutant("slide_to_whole_lanes", "fp8_mistral", "the window's beginning is rounded down to a vector of tokens",
+           "(lanes + t >= page->first) & ", ""),
+    mutant("chunk_sees_the_next_token", "fp8", "prefill's causal mask lets the next token in",
+           "region.last = step + 1;", "region.last = step + 2;"),
+    mutant("chunk_reads_head_0", "fp8", "a later chunk reads every head's cache from head 0",
+           "view_page(call, unit, &region, unit->page, &view);",
+            "Unit first = *unit; first.head = 0; view_page(call, &first, &region, unit->page, &view);"),
+    mutant("chunk_reads_one_page_less", "fp8", "a later chunk does not read the last head's newest page",
+           "i < prefill->cached; i++) {\n    const Unit", "i + 1 < prefill->cached; i++) {\n    const Unit"),
+    mutant("chunk_reads_unscaled", "fp8", "a later chunk reads the cache without its static scales",
+           "factors[d] = channel_factor(from, head, d);", "factors[d] = unit(side->kind);"),
+    operator("graph_mask_one_too_many", "int8", "the graph's mask compares with <= in place of <",
+             "PagedAttention", "Less", "LessOrEqual", engine="graph"),
+    operator("graph_floors_values", "fp8k_int4v", "values are rounded down, in the graphs of the kernel's engine",
+             "QuantizeValue", "Round", "Floor"),
 ]  # fmt: skip

@@ -17,7 +17,10 @@ ALONE: dict[str, str] = {
 }
 """Gate -> a fault that gets through without it."""
 
+SOUND_ENGINES = ("fp8", "int8", "fp8k_int4v", "fp8_streaming", "fp8_mistral", "int8_prefixes")
+"""Caches whose engines hold up without a fault, with every seed: one that evicts, one that slides, one that keeps prefixes."""
 
-def name_of(gate: str) -> str:
-    """Return the name in the record of what its fault gets without a gate."""
-    return f"without {gate}"
+
+def sound_name(policy: str, seed: int) -> str:
+    """Return the name in the record of a sound engine."""
+    return f"sound {policy}, seed {seed}"

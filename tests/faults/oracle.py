@@ -1,92 +1,65 @@
 """backend=torch on a CPU: faults of the reference cache, of its pages alone, and of the one pass that scores it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from faults.fault import Fault
-from pipeline.core.kv import PAGE_TOKENS
+from faults.hooks import Plant, method
+from pipeline.core.kv import PAGE_TOKENS, Side
 from pipeline.formats.oracle import Stored
 from stages.engines.oracle.cache import Storage
 
 
-def on_pages(engine: Any, edit: Callable[[Any, Tensor], Tensor]) -> None:
+def on_pages(edit: Callable[[Any, Any, Tensor], Tensor]) -> Plant:
     """Change what is appended to the pages of every sequence, x (H, S, D); one pass has no pages."""
-    start = engine._start
 
-    def faulty() -> int:
+    def faulty(start: Any, engine: Any) -> int:
         handle: int = start()
         for cache in engine.sequences[handle]:
             for pages in cache.pages.values():
-                pages.append = _editing(pages, edit)
+                append = pages.append
+                pages.append = lambda x, pages=pages, append=append: append(edit(engine, pages, x))
         return handle
 
-    engine._start = faulty
+    return method("_start", faulty)
 
 
-def _editing(pages: Any, edit: Callable[[Any, Tensor], Tensor]) -> Callable[[Tensor], None]:
-    append = pages.append
-    return lambda x: append(edit(pages, x))
+def page_end(_: Any, pages: Any, x: Tensor) -> Tensor:
+    positions = pages.length + torch.arange(x.shape[1])
+    return torch.where((positions % PAGE_TOKENS == PAGE_TOKENS - 1)[:, None], 0.0, x)
 
 
-def page_end_unwritten(engine: Any) -> None:
-    def edit(pages: Any, x: Tensor) -> Tensor:
-        positions = pages.length + torch.arange(x.shape[1])
-        return torch.where((positions % PAGE_TOKENS == PAGE_TOKENS - 1)[:, None], 0.0, x)
-
-    on_pages(engine, edit)
-
-
-def rows_swapped(engine: Any) -> None:
+def rows_swapped(hidden: Any, _: Any, ids: Any, positions: Tensor, views: list[Any], *given: Any) -> Any:
     """Two rows of a batch read each other's cache."""
-    hidden = engine._hidden
-
-    def faulty(ids: Sequence[Sequence[int]], positions: Tensor, views: list[Any]) -> Tensor:
-        if len(views) > 1 and views[0].caches[0].length == views[1].caches[0].length:
-            views[0].caches, views[1].caches = views[1].caches, views[0].caches
-        out: Tensor = hidden(ids, positions, views)
-        return out
-
-    engine._hidden = faulty
+    if len(views) > 1 and views[0].caches[0].length == views[1].caches[0].length:
+        views[0].caches, views[1].caches = views[1].caches, views[0].caches
+    return hidden(ids, positions, views, *given)
 
 
-def decoded_one_late(engine: Any) -> None:
-    """A decode step rotates by the next position; one pass does not."""
-    decode, hidden = engine._decode, engine._hidden
-    late = False
-
-    def faulty_hidden(ids: Sequence[Sequence[int]], positions: Tensor, views: list[Any]) -> Tensor:
-        out: Tensor = hidden(ids, positions + int(late), views)
-        return out
-
-    def faulty(sequences: Sequence[int], tokens: Sequence[int]) -> Any:
-        nonlocal late
-        late = True
-        try:
-            return decode(sequences, tokens)
-        finally:
-            late = False
-
-    engine._hidden, engine._decode = faulty_hidden, faulty
+def decoded_one_late(hidden: Any, _: Any, ids: Any, positions: Tensor, views: list[Any], *given: Any) -> Any:
+    """A decode step rotates by the next position; one pass, and a prompt of one token, do not."""
+    decoding = len(ids[0]) == 1 and int(positions.max()) > 0
+    return hidden(ids, positions + int(decoding), views, *given)
 
 
-def one_pass_unquantized(engine: Any) -> None:
-    """What scores the engine reads exact keys and values; what serves reads the codes."""
-    forced = engine._forced
+def unquantized(compute: Any, engine: Any, *given: Any, **options: Any) -> Any:
+    """The method reads exact keys and values; others read the codes."""
+    with exact_storages(engine):
+        return compute(*given, **options)
 
-    def faulty(tokens: Sequence[int], first: int) -> Any:
-        kept = engine.storages
-        exact = [{side: Exact(s.form, s.static) for side, s in layer.items()} for layer in kept]
-        engine.storages = exact
-        try:
-            return forced(tokens, first)
-        finally:
-            engine.storages = kept
 
-    engine._forced = faulty
+@contextmanager
+def exact_storages(engine: Any) -> Any:
+    kept = engine.storages
+    engine.storages = [{side: Exact(s.form, s.static) for side, s in layer.items()} for layer in kept]
+    yield
+    engine.storages = kept
 
 
 @dataclass(frozen=True)
@@ -100,14 +73,21 @@ class Exact(Storage):
         return stored.codes if gain is None else stored.codes * gain
 
 
-KIND = "oracle"
+def heads_reversed(engine: Any, pages: Any, x: Tensor) -> Tensor:
+    return x.flip(0) if pages.storage is engine.storages[2][Side.VALUE] else x
+
+
+of = partial(Fault, "oracle", engine="torch")
 
 FAULTS = [
-    Fault("torch_page_end_unwritten", KIND, "the last token of every page is lost; one pass has no pages", "int8",
-          page_end_unwritten, engine="torch"),
-    Fault("torch_rows_swapped", KIND, "two rows of a batch read each other's cache", "int8", rows_swapped, engine="torch"),
-    Fault("torch_decode_one_late", KIND, "decode rotates one position late; one pass does not", "int8", decoded_one_late,
-          engine="torch"),
-    Fault("torch_scored_unquantized", KIND, "the pass that is scored does not quantize; int4_tensor would rank first",
-          "int4_tensor", one_pass_unquantized, engine="torch"),
+    of("torch_page_end_unwritten", "int8", "pages lose their last token; one pass has no pages", on_pages(page_end)),
+    of("torch_rows_swapped", "int8", "two rows of a batch read each other's cache", method("_hidden", rows_swapped)),
+    of("torch_decode_one_late", "int8", "decode rotates one position late; one pass does not",
+       method("_hidden", decoded_one_late)),
+    of("torch_scored_unquantized", "int4_tensor", "the pass that is scored does not quantize; int4_tensor would rank first",
+       method("_one_pass", unquantized), "conformance"),
+    of("torch_generate_unquantized", "int4_tensor", "generate does not quantize; int4_tensor would answer best",
+       method("generate", unquantized), "free_answers"),
+    of("torch_heads_reversed", "int8", "one layer's values are stored for the other head, in pages alone",
+       on_pages(heads_reversed)),
 ]  # fmt: skip

@@ -4,25 +4,29 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from faults.fault import POLICIES, Fault
-from faults.library import ALONE, FAULTS, name_of
-from faults.record import Outcome, Outcomes
+from faults.fault import Fault
+from faults.library import FAULTS, SOUND_ENGINES, sound_name
+from faults.record import Cost, Costs, Outcomes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 
 KINDS = {
     "scales": "Scales of another place, precision or moment",
-    "codes": "Codes rounded, clipped, packed or rotated otherwise",
-    "pages": "Pages that were not written, or are another's",
-    "positions": "Positions, sinks and windows",
-    "evictions": "Evictions, and layers that attend to their latest tokens alone",
-    "serving": "Batches, forks, prefixes, generation, and what is rare or late",
+    "codes": "Codes rounded, clipped, packed, rotated or stored otherwise",
+    "pages": "Pages that were not written, are another's, or stay",
+    "crowds": "Requests that read what another request wrote",
+    "positions": "Positions, lengths, and tokens that are kept exactly",
+    "turns": "Later turns of a conversation, and forks",
+    "evictions": "Evictions, windows, and layers that attend to their latest tokens alone",
+    "prompts": "Prompts and their first tokens",
+    "prefixes": "Beginnings of prompts that are kept for later ones",
+    "serving": "Batches, generation, and what is rare or late",
     "kernels": "Mutants of the attention kernel and of the graphs",
     "oracle": "backend=torch on a CPU",
     "claims": "Engines that are not what they say, and faults that the baseline shares",
 }
 
-ENGINES = {"native": "ONNX, kernel", "graph": "ONNX, graph", "torch": "torch, CPU"}
+ENGINES = {"native": "", "graph": ", graph", "torch": ", torch"}
 
 HEAD = """# Planted faults, and which gate sees them
 
@@ -31,34 +35,38 @@ the tiny model that is sound otherwise, and judged by the evaluation and the gat
 **{refused} of {judged} are refused** (FAIL, or an evaluation that ends with an error).{left}
 
 `make faults` judges them and writes this page from `tests/faults/results.json`; an interrupted run goes on where it
-ended. There is less of everything than the defaults ask: samples, looks, and, but for rare faults, the probe
-(`tests/faults/ground.py`). What sound engines get there has a table of its own. A gate is named by its key under
-`gates.`, or by its own name. They were judged by the gates of
-{commits}; `make faults` judges again all that later changes may concern."""
+ended. Each is judged by the smallest evaluation that may pass (72 requests, of which none of 60 may be ruined) and a probe
+that is smaller than the default one; what gets through is asked the default probe. What no gate sees but those that ask
+samples is asked all samples of the default evaluation too: the other gates ask the same there.
+A gate is named by its key under `gates.`, or by its own name. They were judged by the gates of
+{commits}; `make faults` judges again all that later changes may concern.
 
-GATES = """
-## Each gate alone
+`costs` is what a user gets, whatever gates say: the same day of service (batches, turns, forks, prompts that begin alike,
+crowds, `generate`; `tests/faults/drill.py`) with the fault and without, as the largest KL of a token in nats. A fault whose
+cost is memory or a word that is not kept says so. Engines are ONNX with the compiled kernel where nothing else is said."""
 
-How many of the faults each gate sees, how many no other gate saw before the evaluation stopped, and what one of
-these gets when that gate is switched off and the evaluation runs on without it. Conformance and the probe see
-nearly everything together: the gates on distances and answers are there for policies, and few faults need them.
-`tests/unit/test_gates.py` has for every gate a report that it alone stops.
+ALL_GATES = """
+## Each gate
 
-| gate | sees | alone | switched off |
-|---|---|---|---|"""
+How many of the faults each gate sees, and how many no other gate saw before the evaluation stopped. Conformance and
+the probe see nearly everything together: the gates on distances and answers are there for policies, and few faults
+need them. `tests/unit/test_gates.py` has for every gate a report that it alone stops.
+
+| gate | sees | alone |
+|---|---|---|"""
 
 
-def text(now: Outcomes) -> str:
+def text(now: Outcomes, costs: Costs) -> str:
     """Return the page."""
     judged = [fault for fault in FAULTS if fault.name in now]
-    return "\n".join([*_head(now, judged), *_tables(now, judged), *_sound(now), *_gates(now, judged)]) + "\n"
+    return "\n".join([*_head(now, costs, judged), *_tables(now, costs, judged), *_sound(now), *_gates(now, judged)]) + "\n"
 
 
 def _row(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def _head(now: Outcomes, judged: list[Fault]) -> Iterator[str]:
+def _head(now: Outcomes, costs: Costs, judged: list[Fault]) -> Iterator[str]:
     missed = [fault for fault in judged if not now[fault.name].caught]
     left = ", ".join(f"`{fault.name}`" for fault in FAULTS if fault.name not in now)
     commits = Counter(now[fault.name].commit for fault in judged)
@@ -71,39 +79,50 @@ def _head(now: Outcomes, judged: list[Fault]) -> Iterator[str]:
     if missed:
         yield "\n## What gets through\n"
     for fault in missed:
-        outcome = now[fault.name]
-        yield f"- `{fault.name}` ({fault.models}): {outcome.verdict}, mean KL from the baseline {_size(outcome)}"
+        found = now[fault.name]
+        verdict = found.verdict + (f", by default {found.default}" if found.default else "")
+        sizes = f"mean KL from the baseline {_size(found.mean_kl)}, costs {_cost(costs.get(fault.name), fault)}"
+        yield f"- `{fault.name}` ({fault.models}): {verdict}, {sizes}"
 
 
-def _size(outcome: Outcome) -> str:
-    return "-" if outcome.mean_kl is None else f"{outcome.mean_kl:.1e}"
+def _size(number: float | None) -> str:
+    return "-" if number is None else f"{number:.1e}"
 
 
-def _tables(now: Outcomes, judged: list[Fault]) -> Iterator[str]:
+def _cost(found: Cost | None, fault: Fault) -> str:
+    """What a fault costs a user."""
+    if fault.harm != "answers":
+        return {"memory": "memory", "claim": "a claim"}[fault.harm]
+    return "an error" if found is not None and found.error else _size(None if found is None else found.worst_kl)
+
+
+def _tables(now: Outcomes, costs: Costs, judged: list[Fault]) -> Iterator[str]:
     for kind, title in KINDS.items():
         yield f"\n## {title}\n"
-        yield "| fault | what it models | engine | cache | verdict | gates that see it |\n|---|---|---|---|---|---|"
+        yield _row("fault", "what it models", "acts on", "cache", "costs", "verdict", "gates that see it")
+        yield "|---" * 7 + "|"
         for fault in (fault for fault in judged if fault.kind == kind):
-            outcome = now[fault.name]
-            gates = ", ".join(f"`{gate}`" for gate in outcome.gates) or "-"
-            yield _row(f"`{fault.name}`", fault.models, ENGINES[fault.engine], fault.policy, outcome.verdict, gates)
+            found = now[fault.name]
+            gates = ", ".join(f"`{gate}`" for gate in found.gates) or "-"
+            cache = fault.policy + ENGINES[fault.engine]
+            yield _row(
+                f"`{fault.name}`", fault.models, fault.acts, cache, _cost(costs.get(fault.name), fault), found.verdict, gates
+            )
 
 
 def _sound(now: Outcomes) -> Iterator[str]:
-    yield "\n## The same engines without a fault\n"
-    yield "| cache | engine | verdict | mean KL from FP16 | the canary's ladder |\n|---|---|---|---|---|"
-    for policy in POLICIES:
-        for engine, label in ENGINES.items():
-            outcome = now.get(f"sound {policy} {engine}")
-            if outcome is not None:
-                yield _row(policy, label, outcome.verdict, _size(outcome), outcome.ladder or "-")
+    yield "\n## The same evaluation of engines without a fault\n"
+    yield "| cache | verdicts with five seeds | mean KL from FP16 |\n|---|---|---|"
+    for policy in SOUND_ENGINES:
+        found = [now[name] for seed in range(5) if (name := sound_name(policy, seed)) in now]
+        if found:
+            sizes = [one.mean_kl or 0.0 for one in found]
+            yield _row(policy, ", ".join(one.verdict for one in found), f"{min(sizes):.1e} to {max(sizes):.1e}")
 
 
 def _gates(now: Outcomes, judged: list[Fault]) -> Iterator[str]:
     seen = [set(now[fault.name].gates) for fault in judged]
     counts = Counter(gate for gates in seen for gate in gates)
-    yield GATES
+    yield ALL_GATES
     for gate, count in sorted(counts.items(), key=lambda one: (-one[1], one[0])):
-        switched = now.get(name_of(gate))
-        said = "-" if switched is None else f"`{ALONE[gate]}`: {switched.verdict}"
-        yield _row(f"`{gate}`", count, sum(gates == {gate} for gates in seen), said)
+        yield _row(f"`{gate}`", count, sum(gates == {gate} for gates in seen))

@@ -1,138 +1,210 @@
-"""Serving: batches, forks, prefixes, generation, and what happens rarely or late."""
+"""Serving: prompts, batches that rows join and leave, generation, kept prefixes, and what is rare or late."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from faults.fault import Fault
-from faults.hooks import Array, Writing, every, on_input, on_logits, on_read, on_write
+from faults.fault import KEPT_CHUNK, Fault
+from faults.hooks import Array, Plant, Step, every, given, logits, method, reads, write, zero
+from pipeline.core.kv import PAGE_TOKENS
 
 
-def rows_from(first: int) -> Any:
-    """Rows of a batch from `first` on read the pages of the rows before."""
-
-    def plant(engine: Any) -> None:
-        def edit(table: Array, _: Sequence[int]) -> None:
-            if len(table) > first:
-                table[first:] = table[np.arange(len(table) - first) % first]
-
-        on_input(engine, "decode", "page_table", edit)
-
-    return plant
+def rows_from(first: int) -> Callable[[Array, Step], Array]:
+    """Rows of a batch from `first` on have what the rows before have."""
+    return lambda x, _: x[np.arange(len(x)) % first]
 
 
-def logits_swapped(engine: Any) -> None:
-    def edit(logits: Array, _: Sequence[int]) -> None:
-        if len(logits) == 13:
-            logits[[0, 1]] = logits[[1, 0]]
+def batch(edit: Callable[[Array, Any, Sequence[Any]], Array]) -> Plant:
+    """Change the logits of a batch of prompts: `edit(logits, engine, prompts)`."""
 
-    on_logits(engine, edit)
+    def faulty(prefill: Any, engine: Any, prompts: Sequence[Any]) -> tuple[list[int], Array]:
+        handles, found = prefill(prompts)
+        return handles, edit(found, engine, prompts)
 
-
-def buffers_not_forked(engine: Any) -> None:
-    """A fork starts with whatever its exact buffer held before."""
-    fork = engine.pool.fork
-
-    def faulty(handle: int) -> int:
-        child: int = fork(handle)
-        buffer = engine.pool.sequences[child].buffer
-        for name in ("key_exact", "value_exact"):
-            for layer in range(engine.shape.layers):
-                engine.pool.arrays[f"{name}.{layer}"][buffer] = 0
-        return child
-
-    engine.pool.fork = faulty
+    return method("_prefill_batch", faulty)
 
 
-def prefix_token_skipped(engine: Any) -> None:
-    """The first token after a shared prefix is left out where another one follows."""
-    extend = engine.extend
-    engine.extend = lambda sequence, tokens: extend(sequence, tokens[1:] if len(tokens) > 1 else tokens)
+def of_equal_lengths(found: Array, _: Any, prompts: Sequence[Any]) -> Any:
+    """Prompts of one length get the logits of the first of them."""
+    first = {len(prompt): row for row, prompt in reversed(list(enumerate(prompts)))}
+    return found[[first[len(prompt)] for prompt in prompts]]
 
 
-def generate_otherwise(engine: Any) -> None:
-    """The loop of `generate` reads keys with another scale than `decode` does."""
-    generate, gains = engine.generate, engine._constants
+def of_last_prompt(found: Array, engine: Any, _: Sequence[Any]) -> Any:
+    """Prompts that join live sequences get the logits that the last prompt had."""
+    last, engine.last_logits = getattr(engine, "last_logits", found[-1]), found[-1].copy()
+    return np.broadcast_to(last, found.shape).copy() if len(engine.pool.sequences) > len(found) else found
 
-    def faulty(*given: Any, **options: Any) -> Any:
-        names = [name for name in gains if name.startswith("key_scale.")]
-        for name in names:
-            gains[name] *= 1.5
+
+def where_rows_left(x: Array, step: Step) -> Any:
+    """After a row has left, the next step's logits are in the order of before."""
+    return np.roll(x, 1, axis=0) if len(step.handles) < len(step.before) else x
+
+
+def where_rows_joined(x: Array, step: Step) -> Any:
+    """In the step after a row has joined, the rows that were there read one token less."""
+    joined = any(handle not in step.before for handle in step.handles) and step.before
+    return np.maximum(x - [handle in step.before for handle in step.handles], 1) if joined else x
+
+
+def generating(edit: Callable[..., Any]) -> Plant:
+    """Change what `generate` answers: `edit(answers, prompts, limits, options)`."""
+
+    def faulty(generate: Any, _: Any, prompts: Any, limits: Any, *given: Any, **options: Any) -> Any:
+        return edit(generate(prompts, limits, *given, **options), prompts, limits, options)
+
+    return method("generate", faulty)
+
+
+def in_generate(change: Callable[[Any], Callable[[], None]]) -> Plant:
+    """Change an engine while it generates: `change` returns what takes the change back."""
+
+    def faulty(generate: Any, engine: Any, *given: Any, **options: Any) -> Any:
+        take_back = change(engine)
         try:
             return generate(*given, **options)
         finally:
-            for name in names:
-                gains[name] /= 1.5
+            take_back()
 
-    engine.generate = faulty
-
-
-def nan_rarely(engine: Any) -> None:
-    """One head of one sequence is NaN in one step of 2,000."""
-    due = every(2000)
-
-    def edit(logits: Array, _: Sequence[int]) -> None:
-        if due():
-            logits[0] = np.nan
-
-    on_logits(engine, edit)
+    return method("generate", faulty)
 
 
-def late_request(engine: Any) -> None:
-    """From the 150th sequence on one head's values are zero."""
+def another_scale(engine: Any) -> Callable[[], None]:
+    scales = [engine._constants[name] for name in engine._constants if name.startswith("key_scale.")]
 
-    def edit(values: Array, writing: Writing) -> None:
-        for row, handle in enumerate(writing.handles):
-            if handle >= 150:
-                values[row, 0] = 0
+    def scaled(factor: float) -> None:
+        for scale in scales:
+            scale[...] *= factor
 
-    on_write(engine, "value_pool", edit, [2])
-
-
-def zeros_rarely(engine: Any) -> None:
-    """One layer reads zeros for values in one step of 500: a copy that was not awaited."""
-    due = every(500)
-
-    def edit(arrays: dict[str, Array], handles: Sequence[int]) -> dict[str, tuple[Any, Any]]:
-        if not due():
-            return {}
-        pages = sorted({page for handle in handles for page in engine.pool.sequences[handle].pages})
-        return {"value_pool.2": (pages, np.zeros_like(arrays["value_pool.2"][pages]))}
-
-    on_read(engine, edit)
+    scaled(1.5)
+    return lambda: scaled(1 / 1.5)
 
 
-def warmed_up(engine: Any) -> None:
-    """The first 40 decode steps read keys that are half as large: buffers that are filled while requests are served already."""
-    steps = 0
-
-    def edit(logits: Array, _: Sequence[int]) -> None:
-        nonlocal steps
-        steps += 1
-        if steps == 40:
-            for name in (name for name in engine._constants if name.startswith("key_scale.")):
-                engine._constants[name] *= 2
-        del logits
-
-    for name in (name for name in engine._constants if name.startswith("key_scale.")):
-        engine._constants[name] *= 0.5
-    on_logits(engine, edit)
+def turned(answers: list[list[int]], _: Any, __: Any, options: dict[str, Any]) -> list[list[int]]:
+    """With more prompts than sequences at once, answers go to other callers."""
+    most = options.get("max_sequences") or len(answers)
+    return answers[1:] + answers[:1] if len(answers) > most else answers
 
 
-KIND = "serving"
+def in_order_of_ending(answers: list[list[int]], *_: Any) -> list[list[int]]:
+    """Answers are returned as they end: the short ones first."""
+    return sorted(answers, key=len)
+
+
+def buffers_not_forked(fork: Any, engine: Any, handle: int) -> int:
+    """A fork starts with an empty exact buffer."""
+    child: int = fork(handle)
+    buffer = engine.pool.sequences[child].buffer
+    for array in engine.pool._numbered_by(engine.pool.buffers):
+        array[buffer] = 0
+    return child
+
+
+def calm(x: Array, step: Step) -> Any:
+    """A row of a batch of one in the place of a batch."""
+    return np.maximum(x - PAGE_TOKENS, 1) if len(step.handles) == 1 and x[0] > 512 else x
+
+
+def prefix(edit: Callable[..., Any]) -> Plant:
+    """Change how kept beginnings are found: `edit(prefixes, begin, prompt, start, prefill)`."""
+
+    def apply(engine: Any) -> None:
+        begin = engine.prefixes.begin
+        engine.prefixes.begin = lambda prompt, start, prefill: edit(engine.prefixes, begin, prompt, start, prefill)
+
+    return Plant("prefixes.begin", apply)
+
+
+def keys(edit: Callable[[Sequence[int], int], str]) -> Plant:
+    """Change the key of a prompt's beginning of `i + 1` chunks: `edit(prompt, i)`."""
+
+    def apply(engine: Any) -> None:
+        sound = engine.prefixes.keys
+        engine.prefixes.keys = lambda prompt: [edit(prompt, i) for i in range(len(sound(prompt)))]
+
+    return Plant("prefixes.keys", apply)
+
+
+def one_token_less(_: Any, begin: Any, prompt: Any, start: Any, prefill: Any) -> tuple[int, int]:
+    """A token of the prompt is skipped after a beginning that was found."""
+    sequence, held = begin(prompt, start, prefill)
+    return sequence, held + (1 if held and len(prompt) - held > 1 else 0)
+
+
+def evicted_in_use(prefixes: Any, begin: Any, prompt: Any, start: Any, prefill: Any) -> tuple[int, int]:
+    """The beginning that goes when there is no room is wiped, while requests read it."""
+    for kept in list(prefixes.kept.values())[:1] if len(prefixes.kept) > 2 else ():
+        pages = prefixes._engine.pool.sequences[kept].pages
+        prefixes._engine.pool.arrays["key_pool.2"][pages] = 0
+    found: tuple[int, int] = begin(prompt, start, prefill)
+    return found
+
+
+def one_step_old(x: Array, step: Step) -> Any:
+    """Of a batch of the same size."""
+    old, step.memo["logits"] = step.memo.get("logits", x), x.copy()
+    return old if old.shape == x.shape else x
+
+
+of = partial(Fault, "serving")
+first = partial(Fault, "prompts")
+kept = partial(Fault, "prefixes", policy="int8_prefixes")
 
 FAULTS = [
-    Fault("rows_above_16", KIND, "rows of a batch from 16 on read other rows' pages: a grid of fixed size", "fp8",
-          rows_from(16)),
-    Fault("logits_swapped", KIND, "two rows get each other's logits in batches of 13", "int8", logits_swapped),
-    Fault("fork_without_buffers", KIND, "a fork does not take sinks and recent tokens with it", "int8_sinks",
-          buffers_not_forked),
-    Fault("prefix_token_skipped", KIND, "the first token after a shared prefix is skipped", "fp8", prefix_token_skipped),
-    Fault("generate_another_scale", KIND, "generate runs another kernel than decode, with another scale", "fp8",
-          generate_otherwise),
-    Fault("nan_rarely", KIND, "logits are NaN in one step of 2,000", "fp8", nan_rarely, rare=True),
-    Fault("zeros_rarely", KIND, "one layer's values are zero in one step of 500", "int8", zeros_rarely, rare=True),
-    Fault("from_request_150_on", KIND, "one head's values are lost from the 150th request on", "int8", late_request, rare=True),
-    Fault("first_40_steps", KIND, "the first 40 decode steps read keys of half the size", "fp8", warmed_up),
+    first("prompt_logits_one_off", "int8", "prompts' logits are off by one entry",
+       logits(lambda x, _: np.roll(x, 1, 1), mode="prefill")),
+    first("prompt_rows_reversed", "int8", "the rows of a prefill batch in another order", batch(lambda x, *_: x[::-1].copy())),
+    first("prompts_of_one_length", "int8", "prompts of one length get the first one's logits", batch(of_equal_lengths)),
+    first("logits_of_last_prompt", "int8", "a prompt that joins live sequences gets the last prompt's logits",
+       batch(of_last_prompt)),
+    first("long_prompts_last_token", "int8", "a prompt of more than 512 tokens returns the logits of the token before its last",
+          given("last", lambda x, _: np.where(x > 512, x - 1, x), mode="prefill")),
+    of("rows_above_16", "fp8", "rows of a batch from 16 on read other rows' pages: a grid of fixed size",
+       given("page_table", rows_from(16))),
+    of("logits_swapped", "int8", "two rows get each other's logits in batches of 13",
+       logits(lambda x, _: x[[1, 0, *range(2, 13)]] if len(x) == 13 else x)),
+    of("odd_batches", "int8", "the last row of an odd batch reads the first one's pages: a batch in pairs",
+       given("page_table", lambda x, _: np.concatenate([x[:-1], x[:1]]) if len(x) % 2 and len(x) > 1 else x)),
+    of("alone_without_last_page", "int8", "a sequence that decodes alone loses 64 tokens beyond 512: a split for small batches",
+       given("lengths", calm)),
+    of("rows_that_left", "int8", "after a row has left, the others' logits move by one row", logits(where_rows_left)),
+    of("rows_that_joined", "int8", "when a row joins, those that were there read one token less",
+       given("lengths", where_rows_joined)),
+    of("last_vocabulary_entries", "int8", "the last eight entries of the vocabulary are never computed",
+       logits(lambda x, _: np.where(np.arange(x.shape[1]) < x.shape[1] - 8, x, -30))),
+    of("logits_of_the_step_before", "int8",
+       "one step in 100 returns the logits of the step before: a stream that was not awaited",
+       logits(lambda x, s: one_step_old(x, s) if s.number % 100 > 97 else x, every(100))),
+    of("fork_without_buffers", "int8_sinks", "a fork does not take sinks and recent tokens with it",
+       method("pool.fork", buffers_not_forked)),
+    of("generate_another_scale", "fp8", "generate runs another kernel than decode, with another scale",
+       in_generate(another_scale)),
+    of("generate_long_prompts", "int8", "generate answers nothing to prompts of more than 300 tokens",
+       generating(lambda answers, prompts, *_: [[] if len(p) > 300 else a for a, p in zip(answers, prompts, strict=True)])),
+    of("generate_other_callers", "int8", "with more prompts than sequences at once, answers go to other callers",
+       generating(turned)),
+    of("generate_in_order_of_ending", "int8", "answers are returned in the order of their ends",
+       generating(in_order_of_ending)),
+    of("generate_one_less", "int8", "answers to a limit of more than eight tokens end one token early",
+       generating(lambda answers, *_: [answer[:-1] if len(answer) > 8 else answer for answer in answers])),
+    of("nan_rarely", "fp8", "logits are NaN in one step of 2,000",
+       logits(lambda x, s: np.where(s.rows == 0, np.nan, x), every(2000))),
+    of("zeros_rarely", "int8", "one layer's values are zero in one step of 500", reads("value", zero, every(500), layers=[2])),
+    of("from_request_150_on", "int8", "one head's values are lost from the 150th request on",
+       write("value", zero, lambda s: np.array(s.handles)[:, None] >= 150, layers=[2], heads=[0])),
+    of("first_40_steps", "fp8", "the first 40 decode steps read zeros for one layer's keys: a buffer that is not filled yet",
+       reads("key", zero, lambda s: s.number < 40, layers=[1])),
+    of("wrong_read_of_0_06_nats", "int8", "one head reads values of the second page as half: 0.06 nats",
+       reads("value", lambda x, _: x // 2, layers=[1], heads=[0])),
+    kept("prefix_hash_without_parent", models="kept chunks are found by their own tokens alone",
+         plant=keys(lambda prompt, i: f"{list(prompt[i * KEPT_CHUNK : (i + 1) * KEPT_CHUNK])} {i}")),
+    kept("prefix_of_length_alone", models="kept beginnings are found by how long they are", plant=keys(lambda _, i: str(i))),
+    kept("prefix_one_token_skipped", models="the token after a beginning that was found is skipped",
+       plant=prefix(one_token_less)),
+    kept("prefix_wiped_in_use", models="the oldest kept beginning is wiped while others are found",
+       plant=prefix(evicted_in_use)),
+    kept("prefix_rotated_from_0", models="what follows a kept beginning is rotated from 0 on",
+         plant=given("position_ids", lambda x, _: x % KEPT_CHUNK, mode="prefill")),
 ]  # fmt: skip

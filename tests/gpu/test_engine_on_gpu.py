@@ -208,7 +208,7 @@ def test_the_command_line_judges_a_cache_by_the_kernels(tmp_path: Path) -> None:
         "gates.min_samples=8",
         "calibration.samples=8",
     ]
-    device = ["backend=torch", "backend.device=cuda"]
+    device = ["backend=torch", "backend.device=cuda", "tracking=none"]
     work = tmp_path / "work"
     command = [sys.executable, "-m", "pipeline", f"workdir={work}", *few, *device, "kv=fp8k_int4v"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path)

@@ -110,10 +110,11 @@ def test_the_benchmark_runs_and_every_kernel_is_right(tmp_path: Path) -> None:
     from benchmarks import decode_attention
 
     file = tmp_path / "results.json"
-    assert decode_attention.main(["--json", str(file), "--batches", "3", "--tokens", "1k,1100", "--groups", "4"]) == 0
+    sizes = ["--batches", "3", "--tokens", "1k,1100", "--groups", "4", "--ragged", ""]
+    code = decode_attention.main(["--json", str(file), *sizes, "--kernels", "fp8k_int4v,fp8,bf16"])
+    assert code in (0, 3)  # a target may be missed at these sizes, or lack a peer
     content = json.loads(file.read_text())
-    assert len(content["results"]) == 2 * 14
+    assert len(content["results"]) == 2 * 3
     assert content["copy_gb_per_s"] > 0
     assert content["gpu"]["name"] == torch.cuda.get_device_name()
-    for row in content["results"]:
-        assert row.get("correct", "skipped" in row)
+    assert all(row["correct"] for row in content["results"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from interruptions import attempt
-from judged_candidates import decide_pass, replay_without_findings
+from judged_candidates import decide_pass, proven, replay_without_findings
 from small_runs import build, evaluate, open_tracking
 
 from pipeline.artifacts.digest import tree_files
@@ -44,7 +44,7 @@ def take_part(number: int, work: Path, checkpoint: Path, kind: str, uri: str | N
                 raise
     elif kind == "rollback":
         with suppress(UserError):  # there may be no previous champion
-            promotion.rollback(MoveLog(open_tracking(work, uri)))
+            promotion.rollback(MoveLog(open_tracking(work, uri)), proven)
     return []
 
 

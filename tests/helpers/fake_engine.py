@@ -24,9 +24,12 @@ class CharTokenizer(BundleTokenizer):
     def __init__(self) -> None:
         self.eos_token_id = EOS
 
-    def prompt_ids(self, sample: Sample) -> list[int]:
-        text = sample.prompt or "".join(f"<{role}>{content}" for role, content in sample.messages)
-        return self.text_ids(text)
+    def stop_token_id(self, _: object) -> int:
+        return EOS
+
+    def all_prompt_ids(self, samples: Sequence[Sample]) -> list[list[int]]:
+        texts = (one.prompt or "".join(f"<{role}>{content}" for role, content in one.messages) for one in samples)
+        return [self.text_ids(text) for text in texts]
 
     def text_ids(self, text: str) -> list[int]:
         return [ord(character) for character in text]

@@ -34,7 +34,7 @@ GUARDED = KVPolicy(
 CLOSE = 3e-4
 """Of the logits' norm. The kernels round weights of values to float16 and sum in another order, and are held to 2e-3 of an
 attention's norm in tests/integration/test_kernel_decode.py; and a value on a border between two codes may get the other one
-in the next layer. Measured 2e-5 to 9e-5; a format that is read wrongly moves logits by far more, as the canary shows."""
+in the next layer. Measured 2e-5 to 9e-5; a format that is read wrongly moves logits by far more."""
 
 
 def short_model() -> Any:

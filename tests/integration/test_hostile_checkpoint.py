@@ -11,6 +11,7 @@ from warm import command
 
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.weights import check_weights
+from stages.checkpoints import expected_tensors
 
 
 @pytest.fixture
@@ -32,4 +33,4 @@ def test_what_older_files_hold_and_the_model_computes_itself_is_no_fault(checkpo
     tensors = load_file(checkpoint / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(32)
     save_file(tensors, checkpoint / "model.safetensors")
-    check_weights(inspect_checkpoint(checkpoint))
+    check_weights(inspect_checkpoint(checkpoint), expected_tensors)

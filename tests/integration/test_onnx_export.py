@@ -1,6 +1,5 @@
 """Every supported model family exports and equals transformers."""
 
-import inspect
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +22,8 @@ from onnx_fixtures import (
     shared_checkpoint,
     shared_decoder,
 )
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from pipeline.checkpoint.description import DEFAULTS
 from pipeline.core.errors import UserError
 from pipeline.core.kv import FP16_POLICY, KVPolicy, LayerOverride, Window
 from stages.engines.onnx import weights
@@ -118,13 +116,6 @@ def test_family_equals_the_oracle_over_a_quantized_cache(name: str, family: tupl
     difference = np.abs(steps[1:] - expected).max(-1) / expected.std()
     assert difference.max() < 1e-2
     assert np.median(difference) < 2e-4
-
-
-@pytest.mark.parametrize("config", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
-def test_keys_that_a_config_leaves_out_mean_what_transformers_takes_them_for(config: type[PretrainedConfig]) -> None:
-    defaults = inspect.signature(config.__init__).parameters
-    assumed = DEFAULTS[config.model_type]
-    assert {key: defaults[key].default for key in assumed} == assumed
 
 
 def test_a_checkpoint_that_the_graph_cannot_express_is_refused_before_anything_is_written(tmp_path: Path) -> None:

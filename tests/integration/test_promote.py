@@ -9,7 +9,7 @@ from multiprocessing.queues import Queue
 from pathlib import Path
 
 import pytest
-from judged_candidates import decide_pass, judged_candidate, replay_without_findings
+from judged_candidates import decide_pass, judged_candidate, proven, replay_without_findings
 
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.registry import promotion
@@ -102,11 +102,11 @@ def test_sweeps_promote_roll_back_and_refuse_tampered_engines(work: Path) -> Non
     assert tags is not None
     assert tags["promoted_by_sweep"] == "tuesday"
 
-    back = promotion.rollback(MoveLog(store))
+    back = promotion.rollback(MoveLog(store), proven)
     assert (back.champion, back.version) == ("fp8", first.version)
     assert (store.alias("champion"), store.alias("previous")) == (first.version, None)
     with pytest.raises(UserError, match="no previous champion"):
-        promotion.rollback(MoveLog(store))
+        promotion.rollback(MoveLog(store), proven)
 
     assert promote_last(store, work).version == first.version, "what was rolled back stays back"
     history = MoveLog(store).read()

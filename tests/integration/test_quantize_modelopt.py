@@ -23,13 +23,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.families import LINEARS
 from pipeline.checkpoint.files import INDEX
 from pipeline.core.errors import UserError
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import FP16_POLICY, KVPolicy, Side
 from pipeline.core.scales import KVScales, SideScales
 from stages.quantize import modelopt_adapter as adapter
-from stages.quantize.recipe import LINEARS
 
 torch.set_num_threads(1)
 

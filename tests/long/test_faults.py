@@ -1,13 +1,17 @@
-"""The library of planted faults: some of it on a few samples, and its page. `make faults` judges all of it."""
+"""The library of planted faults: a sample of it on few requests, its record, and its page. `make faults` judges all of it."""
 
 import pytest
 from faults import page, record
-from faults.__main__ import failed_gates
+from faults.__main__ import failed_gates, jobs
 from faults.fault import POLICIES
 from faults.ground import Ground, decide_without
-from faults.library import ALONE, BY_NAME, FAULTS
+from faults.library import ALONE, BY_NAME, FAULTS, SOUND_ENGINES, sound_name
 
 from pipeline.verdict.gates import decide
+
+RECORD, COSTS = record.load(record.RESULTS, record.Outcome), record.load(record.COSTS, record.Cost)
+
+JUDGED = [name for name in RECORD if name in BY_NAME]
 
 FEW = (
     "workloads.samples={prose: 2, retrieval: 3, tool_call: 0, copy: 3, multi_turn: 0}",
@@ -20,11 +24,7 @@ FEW = (
 )
 """So few samples that nothing can pass, and enough for what is wrong in every request."""
 
-SEEN = {
-    "key_scale_head_x1_25": "conformance",
-    "page_end_unwritten": "conformance",
-    "generate_another_scale": "free_answers",
-}
+SEEN = {"key_scale_head_x1_25": "conformance", "generate_another_scale": "free_answers"}
 """Faults, and a gate that sees each of them on a few samples, beside those of ALONE."""
 
 
@@ -33,14 +33,44 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
     return Ground(tmp_path_factory.mktemp("faults"), workloads=FEW)
 
 
-def test_every_fault_is_listed_once_with_its_kind_and_cache() -> None:
-    assert len(BY_NAME) == len(FAULTS) >= 60
+def test_every_fault_is_listed_once_with_its_kind_its_cache_and_where_it_acts() -> None:
+    assert len(BY_NAME) == len(FAULTS) >= 170
     assert {fault.kind for fault in FAULTS} == page.KINDS.keys()
     assert {fault.policy for fault in FAULTS} | {fault.holds for fault in FAULTS} - {""} <= POLICIES.keys()
+    assert [fault.name for fault in FAULTS if not fault.acts] == []
+
+
+def test_no_two_faults_are_told_in_the_same_words() -> None:
+    assert len({fault.models for fault in FAULTS}) == len(FAULTS)
+
+
+def test_the_page_names_every_fault_that_is_not_judged_yet() -> None:
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert [job.name for job in jobs() if job.fault is not None and f"`{job.name}`" not in text] == []
+
+
+def test_no_more_than_2_percent_of_the_faults_are_known_to_get_through() -> None:
+    assert sum(not RECORD[name].caught for name in JUDGED) <= 0.02 * len(FAULTS)
+
+
+@pytest.mark.parametrize("name", [name for name in COSTS if name in BY_NAME])
+def test_a_fault_costs_a_user_something(name: str) -> None:
+    assert COSTS[name].real or BY_NAME[name].harm != "answers"
+
+
+def test_a_refused_fault_is_seen_by_the_gate_that_it_names() -> None:
+    refused = [name for name in JUDGED if RECORD[name].verdict == "FAIL"]
+    assert {name: BY_NAME[name].by for name in refused if BY_NAME[name].by not in RECORD[name].gates} == {}
+
+
+@pytest.mark.parametrize("policy", SOUND_ENGINES)
+def test_an_engine_without_a_fault_passes_with_every_seed(policy: str) -> None:
+    judged = [name for seed in range(5) if (name := sound_name(policy, seed)) in RECORD]
+    assert {RECORD[name].verdict for name in judged} <= {"PASS"}
 
 
 def test_the_page_is_made_of_the_record() -> None:
-    assert page.PAGE.read_text(encoding="utf-8") == page.text(record.load(record.RESULTS))
+    assert page.PAGE.read_text(encoding="utf-8") == page.text(RECORD, COSTS)
 
 
 def test_no_gate_refuses_a_sound_engine(ground: Ground) -> None:

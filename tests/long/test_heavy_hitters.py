@@ -14,6 +14,7 @@ from pipeline.core.kv import Eviction, KVPolicy, KVShape, Side
 from stages.engines.oracle.attention import Span
 from stages.engines.oracle.cache import LayerStorage, layer_storages
 from stages.engines.oracle.heavy import SIDES, HeavyCache, HeavyView
+from stages.engines.oracle.model import LayerAttention
 from stages.engines.paged.eviction import refuse_heavy_tokens
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
@@ -81,7 +82,7 @@ def test_each_head_keeps_its_own_heavy_hitters_and_the_latest_tokens(name: str, 
     ends = np.cumsum(chunks).tolist()
     spans = [Span(end - count, end, end - count if count > 1 else None) for count, end in zip(chunks, ends, strict=True)]
     view = HeavyView([HeavyCache.empty(policy, SHAPE, storages)], spans, [NONE], "the sequence")
-    out = view.attend(0, q, key, value, None)
+    out = view.attend(0, q, key, value, LayerAttention())
     expected, left = directly(storages, q, key, value, chunks)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
     assert view.caches[0].length == 0, "nothing is stored before it is asked for"

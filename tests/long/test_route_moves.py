@@ -51,4 +51,4 @@ def test_routes_move_survive_a_failure_and_come_back(tmp_path: Path, monkeypatch
     routed("routes: {retrieval: {policy: fp8, fallback: int8}}")
     store.client.delete_model_version(store.location.model_name, "3")
     with pytest.raises(GateRefusal, match=r"route-retrieval cannot go back: no previous, no fallback"):
-        way_back(log, "retrieval", read_aliases(store, "retrieval"), "a test")
+        way_back(engines, "retrieval", read_aliases(store, "retrieval"), "a test")

@@ -15,7 +15,7 @@ from pipeline.verdict.report import load_report
 
 
 def test_an_engine_of_sglang_is_judged_like_any_other(tmp_path: Path) -> None:
-    """The toy answers nothing right, so that no verdict is PASS; what is proven is the way through, and that a canary shows."""
+    """The toy answers nothing right, so that no verdict is PASS. Proven are the way through and the must-fail control."""
     python = make_sglang_interpreter(tmp_path / "bin")
     given = [
         f"workdir={tmp_path / 'work'}", "backend=sglang", f"backend.python={python}", "backend.context_length=2048",
@@ -27,7 +27,7 @@ def test_an_engine_of_sglang_is_judged_like_any_other(tmp_path: Path) -> None:
     ]  # fmt: skip
     (job,) = plan(given, multirun=False).jobs
     check_inputs(job)
-    with pytest.raises(GateRefusal, match="fp8_uncalibrated is not good enough: INCONCLUSIVE"):
+    with pytest.raises(GateRefusal, match="fp8_uncalibrated is not decided: INCONCLUSIVE"):
         run(job, "sweep")
     (candidate,) = json.loads((job.work / "summary.json").read_text())["candidates"]
     report = load_report(Path(candidate["report"]["path"]).parent)

@@ -57,7 +57,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
         run(strict, "sweep")  # ModelOpt's export has no FP8 scale below 1
     (job,) = plan([*given, "gates.allow_scale_changes=[defaulted]"], multirun=False).jobs
     check_inputs(job)
-    with pytest.raises(GateRefusal, match="fp8 is not good enough: INCONCLUSIVE"):
+    with pytest.raises(GateRefusal, match="fp8 is not decided: INCONCLUSIVE"):
         run(job, "sweep")
     (candidate,) = json.loads((work / "summary.json").read_text())["candidates"]
     return work, candidate

@@ -111,7 +111,7 @@ def mean_kl(expected: np.ndarray, rows: np.ndarray) -> float:
 def test_fp8_codes_of_this_build_are_rounded_towards_zero_and_read_right(
     fp8: VllmEngine, bundles: dict[str, Path], texts: list[list[int]], tiny_checkpoint: Path
 ) -> None:
-    """The finding of docs/findings/vllm-cpu-fp8.md. Truncated codes are 1/40 of a vector farther away than the nearest ones."""
+    """docs/backends.md#what-kvgate-found-in-vllm: truncated codes are 1/40 of a vector farther away than the nearest codes."""
     rows = fp8.forced_together([(text, FIRST) for text in texts])
     oracle = oracle_of(bundles["fp8"], tiny_checkpoint, "fp8")
     replay = oracle.replay(texts[0], [FIRST], fp8.stored_request(0), rounding=BFLOAT16, reads_itself=True)

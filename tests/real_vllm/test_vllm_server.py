@@ -58,7 +58,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_server_is_judged_by_what_it_shows_of_its_prefix_cache(work: Path, servers: Servers) -> None:
     job = job_of(work, servers)
     check_inputs(job)
-    with pytest.raises(GateRefusal, match="fp8_uncalibrated is not good enough: INCONCLUSIVE"):
+    with pytest.raises(GateRefusal, match="fp8_uncalibrated is not decided: INCONCLUSIVE"):
         run(job, "sweep")
     (candidate,) = json.loads((work / "summary.json").read_text())["candidates"]
     directory = Path(candidate["report"]["path"]).parent

@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_engine import CharTokenizer
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from judged_candidates import judged_candidate
+from judged_engine import config_of
 from omegaconf import OmegaConf
 
-from pipeline.api import UserError, champion, evaluate, load
+from pipeline.api import Evaluation, KVPolicy, UserError, champion, comparison, evaluate, load, promote
 from pipeline.api.engines import LoadedEngine
 from pipeline.core.overrides import written
 
@@ -83,3 +86,40 @@ def test_a_prompt_or_a_length_that_is_none_is_named(prompt: Any, most: Any, said
     with pytest.raises(UserError) as caught:
         engine.generate(prompt, most)
     assert str(caught.value) == said
+
+
+def test_a_policy_that_is_none_is_said_a_line_a_problem() -> None:
+    whole = config_of("kv=int8").kv
+    assert KVPolicy(**whole.model_dump()) == whole
+    with pytest.raises(UserError) as caught:
+        KVPolicy(**{**whole.model_dump(), "sink_tokens": -1, "sinks": 4})
+    lines = str(caught.value).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["KVPolicy.sink_tokens", "KVPolicy.sinks"]
+
+
+def test_nothing_is_promoted_where_nothing_was_judged(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no candidates of model tiny"):
+        promote("tiny", workdir=str(tmp_path))
+
+
+def test_evaluations_compare_as_rows_of_a_frame(tmp_path: Path) -> None:
+    judged = [judged_candidate(tmp_path, name, metrics={"quality/kl_mean": 0.25}) for name in ("fp8", "int8")]
+    frame = comparison([Evaluation(one, None, ()) for one in judged])  # type: ignore[arg-type]
+    assert list(frame.index) == ["fp16", "fp8", "int8"]
+    assert list(frame["kl_mean"][1:]) == [0.25, 0.25]
+
+
+def test_a_list_of_prompts_is_one_batch() -> None:
+    class Engine:
+        policy = None
+
+        def generate(self, prompts: list[list[int]], *_: object) -> list[list[int]]:
+            return [prompt[-1:] * len(prompts) for prompt in prompts]
+
+    engine = LoadedEngine(Engine(), CharTokenizer(), Path(), "onnxruntime", 128)  # type: ignore[arg-type]
+    conversation = [{"role": "user", "content": "b"}]
+    assert engine.generate("a") == "a"
+    assert engine.generate(conversation) == "b"
+    assert engine.generate(["a", conversation]) == ["aa", "bb"]
+    with pytest.raises(UserError, match="holds no message"):
+        engine.generate([])

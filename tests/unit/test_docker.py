@@ -1,4 +1,4 @@
-"""The Dockerfile, as far as it can be checked without a Docker engine; docs/docker.md says what was run by hand."""
+"""The Dockerfile, as far as it can be checked without a Docker engine; docs/start.md#containers says what was run by hand."""
 
 import re
 import subprocess

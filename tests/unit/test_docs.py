@@ -1,22 +1,22 @@
-"""Claims of README and docs that go stale by themselves: the tree, tables, links, paths and commands."""
+"""Claims of README and docs that go stale by themselves: the reference, tables, links, paths and commands."""
 
 import ast
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
 import pytest
-import yaml
 
 from pipeline.config.compose import plan
 from pipeline.config.config import Stage
 from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
 from pipeline.core.formats import WeightsFormat
-from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.verdict.gates import Gates
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,36 +26,57 @@ DOCUMENTS = [
     *(ROOT / folder / "README.md" for folder in ("benchmarks", "examples", "plugins")),
 ]
 TEXT = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in DOCUMENTS}
-POLICIES = [path.stem for path in sorted((ROOT / "conf" / "kv").glob("*.yaml"))]
-NOT_OPTIONS = {"workloads/base"}
-"""Files of conf/ that others include."""
+FOLDERS = ("pipeline", "stages", "plugins", "benchmarks", "examples")
+NAMING = {"pipeline", "stages", "plugins", "benchmarks", "examples", "conf", "tests"}
+"""Folders whose code, configurations and messages name pages."""
+OF_OTHERS = {"docs/model_signing_format.md", "docs/source/architecture/checkpoint.md"}
+"""Pages of other projects."""
 
 
 def first_cells(document: str, header: str) -> set[str]:
     """Code names in the first column of the table whose header begins with `header`."""
     table = TEXT[document].partition(f"| {header} |")[2].partition("\n\n")[0]
-    return set(re.findall(r"^\| `([\w.]+)=?`", table, re.MULTILINE))
+    return {name for row in re.findall(r"^\|([^|]*)\|", table, re.MULTILINE) for name in re.findall(r"`([\w.]+)=?`", row)}
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 def test_the_tree_has_a_line_for_every_file() -> None:
     printed = subprocess.run([sys.executable, ROOT / "docs" / "tree.py"], capture_output=True, text=True, check=True).stdout
     described = re.findall(r"^ *([\w.]+\.py) +\S", printed, re.MULTILINE)
-    folders = ("pipeline", "stages", "plugins", "benchmarks", "examples")
-    modules = [path.name for folder in folders for path in (ROOT / folder).rglob("*.py") if path.name != "__init__.py"]
+    modules = [path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if path.name != "__init__.py"]
     assert sorted(described) == sorted(modules)
 
 
-def test_the_table_of_policies_is_the_policies_own_arithmetic() -> None:
-    shape = KVShape(layers=32, kv_heads=8, head_dim=128)
-    pattern = r"^\| `(\w+)` \|.*\| ([\d.]+)(?: \(the baseline\)| and the window)? \|$"
-    rows = dict(re.findall(pattern, TEXT["docs/policies.md"], re.MULTILINE))
-    assert set(rows) == set(POLICIES)
-    for name in POLICIES:
-        policy = KVPolicy.model_validate(yaml.safe_load((ROOT / "conf" / "kv" / f"{name}.yaml").read_text()))
-        assert f"{policy.bytes_per_token(shape) / 1024:.4g}" == rows[name], name
+def test_the_reference_is_what_the_code_says() -> None:
+    written = runpy.run_path(str(ROOT / "docs" / "reference.py"))["page"]()
+    assert TEXT["docs/reference.md"] == written, "run: python docs/reference.py"
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/cli.md"])
+def test_every_key_has_words_in_the_reference() -> None:
+    assert re.findall(r"^\| (`[\w.=]+`) .*\|  \|$", TEXT["docs/reference.md"], re.MULTILINE) == []
+
+
+def test_the_picture_shows_the_figures_beside_it() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs" / "picture.py"))
+    labels = set(re.findall(r">([\w ]+)</text>", (ROOT / "docs" / "picture.svg").read_text(encoding="utf-8")))
+    figures = drawn["json"].loads((ROOT / "docs" / "picture.json").read_text(encoding="utf-8"))
+    assert {one["policy"] for one in figures["candidates"]} | {one["verdict"] for one in figures["candidates"]} <= labels
+    for one in figures["candidates"]:
+        row = re.search(rf"^ {one['policy']} +{one['verdict']} +([\d.]+)", TEXT["README.md"], re.MULTILINE)
+        assert row is None or row[1] == f"{one['quality/recovery']:.3f}", one["policy"]
+
+
+@pytest.mark.parametrize(("document", "most"), [("README.md", 100), ("CHANGELOG.md", 40)])
+def test_the_pages_that_everybody_reads_stay_short(document: str, most: int) -> None:
+    assert len(TEXT[document].splitlines()) <= most
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/reference.md"])
 def test_every_exit_code_is_documented_and_no_other(document: str) -> None:
     rows = re.findall(r"^\| (\d+) \|", TEXT[document].partition("| exit code |")[2].partition("\n\n")[0], re.MULTILINE)
     assert sorted(map(int, rows)) == sorted({0, DEFECT, INTERRUPTED, *EXIT_CODES.values()})
@@ -63,37 +84,36 @@ def test_every_exit_code_is_documented_and_no_other(document: str) -> None:
 
 
 def test_every_stage_backend_and_weights_format_is_documented_and_no_other() -> None:
-    assert first_cells("docs/cli.md", "`stage=`") == set(get_args(Stage))
+    assert first_cells("docs/start.md", "`stage=`") == set(get_args(Stage))
     assert first_cells("docs/backends.md", "`backend=`") == {path.stem for path in (ROOT / "conf" / "backend").glob("*.yaml")}
     assert first_cells("docs/backends.md", "`weights=`") == set(get_args(WeightsFormat))
 
 
-def test_every_group_and_option_is_documented_and_no_other() -> None:
-    table = TEXT["docs/cli.md"].partition("| group | options |")[2].partition("\n\n")[0]
-    rows = dict(re.findall(r"^\| `(\w+)=` \| (.*) \|$", table, re.MULTILINE))
-    files = [path.relative_to(ROOT / "conf").with_suffix("").as_posix() for path in (ROOT / "conf").glob("*/*.yaml")]
-    options = [name.split("/") for name in files if name not in NOT_OPTIONS]
-    assert set(rows) == {group for group, _ in options}
-    for group, cell in rows.items():
-        listed = set(re.findall(r"(?<!\[)`(\w+)`", cell))
-        elsewhere = {"kv": set(POLICIES), "backend": first_cells("docs/backends.md", "`backend=`")}
-        assert (listed or elsewhere[group]) == {option for of, option in options if of == group}, group
-
-
 def test_thresholds_that_are_named_exist() -> None:
     named = set(re.findall(r"gates\.(\w+)", "".join(text for name, text in TEXT.items() if name.startswith("docs/"))))
-    assert named - {"py"} <= Gates.model_fields.keys()
+    assert named - {"py", "KEY"} <= Gates.model_fields.keys()
 
 
 @pytest.mark.parametrize("document", sorted(TEXT))
 def test_every_relative_link_leads_somewhere(document: str) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", TEXT[document]):
         name, _, anchor = target.partition("#")
-        path = (ROOT / document).parent / name
+        path = (ROOT / document).parent / name if name else ROOT / document
         assert path.exists(), target
-        if anchor:
-            headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, target
+        assert not anchor or anchor in anchors(path), target
+
+
+def test_every_page_that_code_and_messages_name_exists_with_its_anchor() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    named: set[str] = set()
+    for name in tracked:
+        if (name.partition("/")[0] in NAMING or "/" not in name) and (ROOT / name).is_file():
+            text = (ROOT / name).read_bytes().decode("utf-8", "replace")
+            named |= set(re.findall(r"(?<![\w/])docs/[\w/-]+\.md(?:#[\w-]+)?", text))
+    for target in sorted(named - OF_OTHERS):
+        name, _, anchor = target.partition("#")
+        assert (ROOT / name).is_file(), target
+        assert not anchor or anchor in anchors(ROOT / name), target
 
 
 @pytest.mark.parametrize("document", sorted(TEXT.keys() - {"CHANGELOG.md"}))
@@ -104,13 +124,14 @@ def test_every_path_that_is_named_exists(document: str) -> None:
 
 
 def commands() -> list[tuple[str, str]]:
-    """Every `python -m pipeline ...` in a block or in a line, without its comment, and the first document that has it."""
+    """Every `kvgate ...` and `python -m pipeline ...` in a block or in a line, without its comment, and the first document."""
     first: dict[str, str] = {}
     for document, text in TEXT.items():
         joined = text.replace("\\\n", " ")
-        for line in re.findall(r"(?:^|[`\s])python -m pipeline +([^`\n]*)", joined, re.MULTILINE):
+        lines = re.findall(r"(?:^|`|^[A-Z_]+=\S+ )(?:kvgate|python -m pipeline) +([^`\n]*)", joined, re.MULTILINE)
+        for line in lines if document not in ("CHANGELOG.md", "docs/reference.md") else ():
             arguments = re.split(r" +#| {3,}", line)[0].strip()
-            if "=" in arguments and not arguments.startswith("[") and document != "CHANGELOG.md":
+            if re.match(r"(-m |--config-dir )?[\w./+-]+( |=)", arguments) and re.search(r"(^| )[\w./+]+=", arguments):
                 first.setdefault(arguments, document)
     return [(document, command) for command, document in first.items()]
 
@@ -127,9 +148,17 @@ def test_every_command_composes(document: str, command: str) -> None:
     assert plan(arguments, multirun).jobs, document
 
 
-def test_the_python_of_the_readme_imports_what_exists() -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", TEXT["README.md"], re.DOTALL)
-    for node in ast.parse(program).body:
+def test_every_command_that_makes_a_figure_exists() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for document, text in TEXT.items():
+        for module in re.findall(r"`python -m ((?:benchmarks|stages)\.\w+)", text):
+            assert find_spec(module) is not None, f"{document}: {module}"
+        assert set(re.findall(r"`make ([\w-]+)`", text)) <= targets, document
+
+
+def test_the_python_of_the_documents_imports_what_exists() -> None:
+    programs = [program for text in TEXT.values() for program in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
+    for node in (node for program in programs for node in ast.walk(ast.parse(program))):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in ("pipeline", "stages"):
             imported = import_module(str(node.module))
             assert {alias.name for alias in node.names} <= set(dir(imported)), node.module

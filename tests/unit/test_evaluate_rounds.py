@@ -171,7 +171,7 @@ def test_a_candidate_runs_rounds_until_its_gates_decide_and_the_next_one_reuses_
     first = chain_of(backend)
     evaluation, _, _ = first.evaluation(policy("broken"))
     assert {row.round for row in load_rows(evaluation.path)} == {1}
-    assert Counter(backend.loaded) == {"fp16": 1, "broken": 1}  # the canary runs in the candidate itself
+    assert Counter(backend.loaded) == {"fp16": 1, "broken": 1}  # the must-fail control runs in the candidate itself
 
     backend.loaded.clear()
     second = chain_of(backend)

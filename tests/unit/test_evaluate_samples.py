@@ -1,6 +1,7 @@
 """The user's own samples: every bad line is named with its key and its fix, and nothing else is read first."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,12 @@ def test_a_complete_line_becomes_a_sample(tmp_path: Path) -> None:
     (sample,) = read_jsonl(write(tmp_path, line), set())
     assert (sample.id, sample.workload, sample.cluster, sample.depth) == ("a", "legal", "d", 0.5)
     assert (sample.messages, sample.tools) == ((("user", "hi"),), (("f", ("x",)),))
+
+
+def test_a_file_that_became_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "mine.jsonl")
+    with pytest.raises(UserError, match="is no regular file but a pipe"):
+        read_jsonl(tmp_path / "mine.jsonl", set())
 
 
 def test_a_line_may_say_what_is_mentioned_and_how_hard_it_is(tmp_path: Path) -> None:

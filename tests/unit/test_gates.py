@@ -168,7 +168,7 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     "a sample twice": ([*every_class()[:-1], every_class()[0]], {}, "FAIL", {"complete"}, ""),
     "an evaluation that does not read the cache": (
         every_class(), {"canary": BLIND}, "FAIL", {"canary"}, "the evaluation does not see the cache"),
-    "a canary that did not run": (every_class(), {"canary": ABSENT}, "FAIL", {"canary"}, "it did not run"),
+    "a must-fail control that did not run": (every_class(), {"canary": ABSENT}, "FAIL", {"canary"}, "it did not run"),
     "noise of the baseline itself": (
         every_class(), {"noise": noise(kl_mean=0.06)}, "INCONCLUSIVE", {"max_mean_kl"},
         "max_mean_kl=0.05 is finer than the baseline's own noise"),

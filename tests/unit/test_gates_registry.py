@@ -1,4 +1,4 @@
-"""A gate is declared once: thresholds, the bounds of a policy, the report and the table of docs/trust.md follow from that."""
+"""A gate is declared once: thresholds, the bounds of a policy, the report and the tables of docs/ follow from that."""
 
 import re
 from pathlib import Path
@@ -8,14 +8,13 @@ from pipeline.trust.policy import BOUNDED, LoosestGates
 from pipeline.verdict.gates import GATES, LINES, Gates
 from pipeline.verdict.thresholds import Limits
 
-TRUST = (Path(__file__).resolve().parents[2] / "docs" / "trust.md").read_text(encoding="utf-8")
+VERDICT = (Path(__file__).resolve().parents[2] / "docs" / "verdict.md").read_text(encoding="utf-8")
 
 
-def test_the_table_of_the_documents_has_a_row_for_every_line_with_its_threshold() -> None:
-    table = TRUST.partition("| gate | default |")[2].partition("\n\n")[0]
-    rows = re.findall(r"^\| `(\w+)` \| ([\d.]*) ?\| (\w+) \|", table, re.MULTILINE)
-    defaults = Gates().model_dump()
-    assert rows == [(key, f"{defaults.get(key, '')}", line.per) for key, line in sorted(LINES.items(), key=_place)]
+def test_every_line_of_a_verdict_has_its_question_test_and_limit_in_the_documents() -> None:
+    table = VERDICT.partition("| gate | question | test | limit")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \| [^|]+ \|$", table, re.MULTILINE)
+    assert rows == [key for key, _ in sorted(LINES.items(), key=_place)]
 
 
 def _place(item: tuple[str, object]) -> int:

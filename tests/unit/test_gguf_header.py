@@ -4,6 +4,7 @@ import random
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,29 @@ def test_a_header_says_what_the_checkpoint_will_be(small: Path) -> None:
     assert (info.vocab_size, info.max_positions) == (VOCAB_SIZE, 512)
 
 
+def moved(content: bytes, name: str, offset: Callable[[int], int]) -> bytes:
+    """The bytes of a GGUF in whose header a tensor lies elsewhere."""
+    at = content.index(name.encode()) + len(name)
+    at += 4 + 8 * struct.unpack_from("<I", content, at)[0] + 4
+    (old,) = struct.unpack_from("<Q", content, at)
+    return content[:at] + struct.pack("<Q", offset(old)) + content[at + 8 :]
+
+
+@pytest.mark.parametrize(
+    ("offset", "problem"),
+    [
+        (lambda _: 0, "lie in the same bytes"),
+        (lambda old: old - 32, "lie in the same bytes"),
+        (lambda old: old + 4, "which is no multiple of its alignment, 32"),
+    ],
+)
+def test_tensors_that_share_bytes_or_lie_off_their_alignment_are_refused(
+    small: Path, tmp_path: Path, offset: Callable[[int], int], problem: str
+) -> None:
+    (tmp_path / "m.gguf").write_bytes(moved(small.read_bytes(), "blk.1.attn_norm.weight", offset))
+    assert problem in refusal(tmp_path / "m.gguf")
+
+
 def test_every_type_of_tensor_is_one_that_the_package_dequantizes_in_these_sizes() -> None:
     for number, (name, block, block_bytes) in TENSOR_TYPES.items():
         kind = gguf.GGMLQuantizationType(number)
@@ -71,6 +95,7 @@ def test_every_type_of_tensor_is_one_that_the_package_dequantizes_in_these_sizes
         ({"llama__rope__scaling__type": "longrope"}, "llama.rope.scaling.type=longrope is not supported"),
         ({"llama__rope__scaling__type": "yarn"}, "llama.rope.scaling.factor must be a positive float, got None"),
         ({"rope_freqs": [1.0, 2.0]}, "rope_freqs.weight must be 8 values"),
+        ({"tokenizer__chat_template": "{% for"}, "tokenizer.chat_template is no template"),
         ({"tokenizer__ggml__model": "bert"}, "tokenizer.ggml.model=bert is not supported"),
         ({"tokenizer__ggml__pre": "jais"}, "tokenizer.ggml.pre=jais: how its tokenizer cuts text is not known here"),
         ({"tokenizer__ggml__pre": None}, "tokenizer.ggml.pre=None"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judged_candidates import MemoryRegistry, decide_pass, judged_candidate, replay_without_findings
+from judged_candidates import MemoryRegistry, decide_pass, judged_candidate, proven, replay_without_findings
 
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.registry.promotion import promote, rollback
@@ -75,8 +75,8 @@ def test_a_promotion_that_is_killed_anywhere_leaves_the_old_aliases_or_the_new_o
     put_forward(registry, two)
     old, new = {"champion": "2", "previous": "1"}, {"champion": "3", "previous": "2"}
     ends = killed_at_every_write(registry, lambda: put_forward(registry, three))
-    assert [after for _, after in ends] == [old] + [new] * (len(ends) - 1), "the first write decides"
-    assert len(ends) == 4  # the record, previous, champion, the version's tags
+    bindings, rest = 2, 3  # of both versions; previous, champion, the version's tags
+    assert [after for _, after in ends] == [old] * (bindings + 1) + [new] * rest, "the record decides"
     assert all(left["champion"] in ("2", "3") for left, _ in ends)
     assert registry.aliases == new
     assert "promoted_by" in registry.versions["3"]
@@ -85,9 +85,9 @@ def test_a_promotion_that_is_killed_anywhere_leaves_the_old_aliases_or_the_new_o
 def test_a_rollback_that_is_killed_anywhere_keeps_a_champion_and_is_completed(tmp_path: Path, registry: Dying) -> None:
     for policy in ("int8", "fp8"):
         put_forward(registry, candidate(registry, tmp_path, policy))
-    ends = killed_at_every_write(registry, lambda: rollback(MoveLog(registry)))
+    ends = killed_at_every_write(registry, lambda: rollback(MoveLog(registry), proven))
     old, new = {"champion": "2", "previous": "1"}, {"champion": "1"}
-    assert [after for _, after in ends] == [old] + [new] * (len(ends) - 1)
+    assert [after for _, after in ends] == [old, old] + [new] * (len(ends) - 2), "the record, after its binding, decides"
     assert "rolled_back_at" in registry.versions["2"]
 
 
@@ -147,11 +147,36 @@ def test_a_log_that_was_altered_is_said_and_promotes_nothing_until_that_is_accep
     assert registry.aliases == {"champion": "4", "previous": "3"}
 
 
+@pytest.mark.parametrize("moves", [1, 3])
+@pytest.mark.parametrize("changes", [{"aliases": {"champion": "4"}}, {"by": "nobody"}, {"reports": {}}, {"aliases": {}}])
+def test_the_last_record_is_bound_to_what_it_moved(
+    tmp_path: Path, registry: Dying, moves: int, changes: dict[str, Any]
+) -> None:
+    candidates = [candidate(registry, tmp_path, policy) for policy in ("int8", "fp8", "bf16", "int4")]
+    for one in candidates[:moves]:
+        put_forward(registry, one)
+    assert MoveLog(registry).read().problem is None
+    registry.model[f"move-{moves:06}"] = alter(registry.model[f"move-{moves:06}"], **changes)
+    aliases = dict(registry.aliases)
+    with pytest.raises(GateRefusal, match=f"move {moves}: .* does not hold its digest: it was altered"):
+        put_forward(registry, candidates[3])
+    assert registry.aliases == aliases, "nobody follows it"
+
+
+def test_the_last_record_that_binds_a_gate_policy_is_bound_too(registry: Dying) -> None:
+    log = MoveLog(registry)
+    with log.changing() as history:
+        log.append(history, "policy", "", policy="a" * 64)
+    assert log.read().problem is None
+    registry.model["move-000001"] = alter(registry.model["move-000001"], policy="b" * 64)
+    assert str(log.read().problem).startswith("move 1: the registered model does not hold its digest")
+
+
 def test_the_way_back_waits_for_no_log_and_says_so_in_it(tmp_path: Path, registry: Dying) -> None:
     for policy in ("int8", "fp8"):
         put_forward(registry, candidate(registry, tmp_path, policy))
     registry.model["move-000001"] = alter(registry.model["move-000001"], by="nobody")
-    rollback(MoveLog(registry))
+    rollback(MoveLog(registry), proven)
     assert registry.aliases == {"champion": "1"}
     assert MoveLog(registry).read().records[-1].mends == "move 2 does not follow from the one before: one of them was altered"
 

@@ -90,9 +90,9 @@ def test_after_an_experiment_the_promotion_finds_what_the_experiment_made(tmp_pa
 
 
 def test_an_inconclusive_one_says_how_many_samples_to_ask(tmp_path: Path) -> None:
-    config = config_of(*TYPED, "kv=int8")
+    base = [*TYPED, "workloads=builtin", "kv=int8"]
     judged = candidate(tmp_path, "int8", "INCONCLUSIVE", {"copy": 700, "retrieval": 400}, RECOVERY)
-    step = next_steps.after_judging(config, [judged], [*TYPED, "kv=int8"])
+    step = next_steps.after_judging(config_of(*base), [judged], base)
     assert step.why == "int8: open is recovery (copy); ask so many samples that it is decided"
     after = composed(step)
     assert (after.kv.name, after.gates.attempt) == ("int8", 2)
@@ -111,9 +111,7 @@ def test_an_inconclusive_one_says_how_many_samples_to_ask(tmp_path: Path) -> Non
         ([], {}, "max_mean_kl", "workloads.samples.copy=619"),
         ([], {"copy": 700}, "max_mean_kl", "workloads.samples.retrieval=619"),
         (["gates.attempt=2"], {}, "max_ruined_share", "workloads.samples.copy=358"),
-        ([], {}, "canary", "fp8: open is canary (copy); more samples would not decide: mean KL"),
-        ([], {}, RECOVERY, "leave out what FP16 cannot do (copy)"),
-        ([], {}, RECOVERY, "workloads.samples.copy=0"),
+        ([], {}, "noise_floor", "more samples would not decide: mean KL"),
         (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {}, RECOVERY, "more samples would not decide: mean KL"),
         ([], {"copy": 1_000_000}, "accuracy", "judge int8, which keeps more"),  # no number of samples decides it
     ],
@@ -126,6 +124,34 @@ def test_what_to_change_depends_on_what_is_open(
     assert says in f"{step.why} {step.command}"
     if step.command is not None:
         composed(step)
+
+
+@pytest.mark.parametrize(
+    ("base", "weak", "able", "says"),
+    [
+        ([], ["copy"], ["tool_call"], "workloads.samples.copy=0"),
+        ([], ["copy", "retrieval"], [], "workloads=chat calibration=chat"),
+        (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], ["custom"], ["other"], "ask questions that this model answers"),
+        (["workloads=chat"], ["lookup"], [], "ask questions that this model answers"),
+    ],
+)
+def test_what_a_baseline_cannot_answer_is_left_out_or_asked_otherwise(
+    base: list[str], weak: list[str], able: list[str], says: str
+) -> None:
+    step = next_steps.after_weak(config_of(*base), weak, able, base)
+    assert says in f"{step.why} {step.command}"
+    if step.command is not None:
+        after = composed(step).workloads.samples
+        assert not any(after.get(name) for name in weak)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("verdict", ["FAIL", "INCONCLUSIVE"])
+def test_where_a_corrupted_cache_went_unseen_no_other_policy_is_advised(tmp_path: Path, verdict: Status) -> None:
+    judged = candidate(tmp_path, "fp8", verdict)
+    unseen = Check(gate="canary", where="canary", value=0.0, threshold=1.0, status="FAIL", reason="no gate noticed")
+    step = next_steps.after_judging(config_of(), [judged.model_copy(update={"checks": (*judged.checks, unseen)})], [])
+    assert step.command is None
+    assert "a corrupted cache changed nothing" in step.why
 
 
 def test_a_refused_promotion_says_what_else_to_judge_or_what_serves(tmp_path: Path) -> None:
@@ -168,13 +194,13 @@ def test_a_command_begins_with_the_python_that_has_kvgate(
     monkeypatch.setattr(sys, "executable", str(own / "python"))
     monkeypatch.setenv("PATH", str({"same": own, "other": tmp_path / "other", "none": tmp_path / "nowhere"}[on_path]))
     begins = "python" if plain else shlex.quote(str(own / "python"))
-    assert next_steps.after_quantize(["kv=fp8"]).command == f"{begins} -m pipeline kv=fp8 stage=build"
+    assert next_steps.after_making("quantize", ["kv=fp8"]).command == f"{begins} -m pipeline kv=fp8 stage=build"
 
 
 BASE = [*TYPED, "kv=fp8"]
 ENDINGS: dict[str, Callable[[Config], Step | None]] = {
-    "build": lambda _: next_steps.after_quantize(["kv=fp8,int8"], sweep=True),
-    "evaluate": lambda _: next_steps.after_build(BASE),
+    "build": lambda _: next_steps.after_making("quantize", ["kv=fp8,int8"], sweep=True),
+    "evaluate": lambda _: next_steps.after_making("build", BASE),
     "recommend": lambda _: next_steps.after_capacity(BASE),
     "status": next_steps.after_move,
     "verify": lambda config: next_steps.after_promotion(config, Path("an engine")),

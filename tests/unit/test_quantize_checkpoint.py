@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoint.description import ARCHITECTURES, inspect_checkpoint
+from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.families import ARCHITECTURES
 from pipeline.checkpoint.files import INDEX
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVShape
@@ -14,6 +15,7 @@ from pipeline.core.kv import KVShape
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 128,
+    "intermediate_size": 256,
     "max_position_embeddings": 2048,
     "num_attention_heads": 4,
     "num_hidden_layers": 3,

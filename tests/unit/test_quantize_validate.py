@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from pipeline.checkpoint.families import LINEARS
 from pipeline.core.formats import Format, WeightsFormat
 from pipeline.core.kv import FP16_POLICY, KVPolicy, Side
 from pipeline.core.scales import KVScales, SideScales
-from stages.quantize.recipe import LINEARS
 from stages.quantize.validate import ExportMismatch, validate_tensorrt_llm, validate_unified_hf
 
 LAYERS = 2

@@ -24,7 +24,7 @@ from pipeline.verdict.coverage import Coverage, Exercised, Limits
 from pipeline.verdict.report import SAMPLES_FILE
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64)
-MODEL = ModelShape(Path("/models/some-llm"), SHAPE, 4, (None,) * 4, 8192, (), ())
+MODEL = ModelShape(Path("/models/some-llm"), SHAPE, 4, (None,) * 4, 8192, dict, ())
 USE = ["capacity.gpu_gib=1", "capacity.reserve_gib=0", "capacity.contexts=[{tokens: 900, requests: 1}]"]
 POLICIES = {policy.name: policy for policy in shipped_policies()}
 

@@ -1,16 +1,17 @@
 """Promotion and rollback: who is chosen, what is refused, and where the aliases are afterwards."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from judged_candidates import MemoryRegistry, decide_pass, judged_candidate, replay_without_findings
+from judged_candidates import MemoryRegistry, decide_pass, judged_candidate, proven, replay_without_findings
 
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.registry import promotion
-from pipeline.registry.promotion import Move, choose
+from pipeline.registry.promotion import Move, Prove, choose
 from pipeline.registry.proof import Finding, Replay, ReplayedEvidence
 from pipeline.registry.summary import Candidate, Cited, Registration, evidence_digest
 from pipeline.trust.movelog import MoveLog
@@ -52,8 +53,8 @@ def promote(
     return promotion.promote(candidates, MoveLog(registry), replay, decide, sweep="s", name=name)
 
 
-def rollback(registry: MemoryRegistry) -> Move:
-    return promotion.rollback(MoveLog(registry))
+def rollback(registry: MemoryRegistry, prove: Prove = proven) -> Move:
+    return promotion.rollback(MoveLog(registry), prove)
 
 
 def test_the_smallest_cache_that_passed_becomes_champion(tmp_path: Path, registry: MemoryRegistry) -> None:
@@ -68,6 +69,32 @@ def test_the_smallest_cache_that_passed_becomes_champion(tmp_path: Path, registr
     assert registry.aliases == {"champion": "2"}
     assert registry.versions["2"]["promoted_by_sweep"] == "s"
     assert candidates[1].engine.digest in registry.versions["2"]["evidence"]
+
+
+def test_the_champion_stays_where_nothing_better_passed_unless_a_name_is_given(
+    tmp_path: Path, registry: MemoryRegistry
+) -> None:
+    small, large = make(tmp_path, registry, "fp8k_int4v", kib=1.0), make(tmp_path, registry, "int8", kib=2.0)
+    promote(registry, small)
+    registered = [(one.registration, registry.versions[one.version]) for one in (small, large) if one.registration]
+
+    def rival(*judged: Candidate, champion: Candidate = small, decide: Decide = decide_pass) -> Candidate | None:
+        evidence = SimpleNamespace(report=None, rows=[])
+        return promotion.incumbent("1", registered, lambda *_: (champion, evidence), decide, judged)
+
+    def moved(*judged: Candidate, name: str | None = None, replay: Replay = replay_without_findings) -> Move:
+        log = MoveLog(registry)
+        return promotion.promote(judged, log, replay, decide_pass, sweep="s", name=name, rival=rival(*judged))
+
+    stays = moved(large)
+    assert (stays.champion, stays.version, stays.changed) == ("fp8k_int4v", "1", False)
+    better = make(tmp_path, registry, "int4", kib=0.5)
+    assert (moved(better).champion, moved(large, name="int8").champion) == ("int4", "int8")
+    assert rival(small) is None, "it was judged anew"
+    other = changed(small, baseline=Cited(path=tmp_path, digest="of other weights"))
+    assert rival(large, champion=other) is None
+    says_no = lambda *_: Verdict(status="FAIL", reasons=[], checks=[], samples_needed={})  # noqa: E731
+    assert rival(large, decide=says_no) is None
 
 
 def test_live_tokens_decide_then_the_lower_mean_kl_and_what_is_unknown_loses(fp8: Candidate) -> None:
@@ -208,6 +235,21 @@ def test_rollback_brings_the_previous_champion_back_once(tmp_path: Path, registr
     assert "rolled_back_at" in registry.versions["2"]
     with pytest.raises(UserError, match="no previous champion"):
         rollback(registry)
+
+
+def test_a_rollback_replays_the_evidence_of_the_version_that_it_goes_back_to(tmp_path: Path, registry: MemoryRegistry) -> None:
+    for kv in ("int8", "fp8"):
+        promote(registry, make(tmp_path, registry, kv))
+    asked: list[tuple[str, Any]] = []
+
+    def disproven(version: str, tags: Mapping[str, str]) -> None:
+        asked.append((version, tags["kv"]))
+        raise GateRefusal("its engine differs")
+
+    with pytest.raises(GateRefusal, match="stage=rollback: version 1 does not serve again: its engine differs"):
+        rollback(registry, disproven)
+    assert asked == [("1", "int8")]
+    assert registry.aliases == {"champion": "2", "previous": "1"}
 
 
 def test_what_was_rolled_back_stays_back_until_it_is_judged_anew_or_asked_for_by_name(

@@ -1,5 +1,6 @@
 """Routes: what a routing file may say, what an engine must prove, and that aliases move together or not at all."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,20 @@ def test_a_rollback_takes_no_engine_that_was_never_proven_for_the_class(fleet: F
     fleet.registry.aliases["route-copy-previous"] = version  # by hand
     with pytest.raises(UserError, match=f"its previous, version {version}, {expected}, no fallback"):
         rolled_back(fleet, "copy")
+
+
+def test_a_way_back_that_the_log_cannot_vouch_for_is_replayed(fleet: Fleet) -> None:
+    for text in ("routes: {copy: {policy: int8}}", "routes: {copy: {policy: fp8}}"):
+        fleet.routed(text)
+    entry = json.loads(fleet.registry.model["move-000002"])
+    entry["record"]["by"] = "nobody"
+    fleet.registry.model["move-000002"] = json.dumps(entry)
+    fleet.lines[fleet.candidates["3"].engine.digest, "copy"] = "FAIL"
+    with pytest.raises(UserError, match="version 3 is not proven: copy is FAIL"):
+        rolled_back(fleet, "copy")
+    fleet.lines.clear()
+    rolled_back(fleet, "copy")
+    assert fleet.route("copy") == "3"
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def full(tmp_path: Path) -> CheckpointInfo:
 def written(tmp_path: Path, window: int | None) -> CheckpointInfo:
     config = {
         "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window, "hidden_size": 256,
+        "intermediate_size": 512,
         "max_position_embeddings": 40960, "num_attention_heads": 4, "num_hidden_layers": 3, "num_key_value_heads": 2,
         "vocab_size": 1000,
     }  # fmt: skip

@@ -66,6 +66,13 @@ def test_an_altered_file_is_noticed_and_the_artifact_made_again(tmp_path: Path) 
     assert (again.path / "sub" / "one.txt").read_text() == "one"
 
 
+def test_a_manifest_whose_parts_are_not_its_keys_is_not_reused(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    manifest = store.get(recipe(a=1), write_one).path / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"a": 1', '"a": 3'))
+    assert not store.get(recipe(a=1), write_one).reused
+
+
 def test_a_missing_manifest_means_not_finished(tmp_path: Path) -> None:
     store = Store(tmp_path)
     first = store.get(recipe(), write_one)

@@ -9,7 +9,8 @@ from judged_candidates import judged_candidate
 
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.registry.tracking import Tracking, locate
-from pipeline.terminal.tables import accuracy_grids, comparison, print_mlflow, print_verdict
+from pipeline.terminal import console
+from pipeline.terminal.tables import INCONCLUSIVE_PAGE, accuracy_grids, comparison, print_mlflow, print_verdict
 from pipeline.verdict.tracked import flat_metrics
 
 UNGRADED = {
@@ -36,18 +37,40 @@ def test_a_verdict_begins_with_what_is_kept_and_the_comparison_with_recovery(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = answered("copy", 64, lost=1, candidate_probability=0.252)
-    metrics = flat_metrics(sliced(rows)) | {"memory/kib_per_token": 1.0}
+    metrics = flat_metrics(sliced(rows)) | {"memory/kib_per_token": 1.0, "baseline/kib_per_token": 2.0}
     judged = judged_candidate(tmp_path, "fp8", metrics=metrics).model_copy(update=Candidate.decided(verdict(rows)))
-    print_verdict(judged)
-    first = " ".join(capsys.readouterr().out.split()).partition(" all:")[0]
+    print_verdict(judged, sliced(rows))
+    first = " ".join(capsys.readouterr().out.split()).partition(" not shown:")[0]
     assert re.fullmatch(
         r"PASS fp8: keeps 100\.8 % of the probability of right answers \(at least 9\d\.\d %\); right answers 0\.984, of FP16 "
-        r"1\.000; gains probability of right answers and loses greedy ones; mean KL 0\.0e\+00; 1\.000 KiB/token",
+        r"1\.000; gains probability of right answers and loses greedy ones; mean KL 0\.0e\+00 "
+        r"1\.000 KiB/token, FP16 2\.000: the same memory holds 2\.00 times the tokens; decode 1 tokens/s, FP16 1",
         first,
     )
     grid = comparison([judged])
     assert [column.key for column in grid.columns][:2] == ["verdict", "recovery"]
     assert [row.values[1] for row in grid.rows] == ["1", pytest.approx(1.008)]
+
+
+def test_an_undecided_verdict_says_why_in_one_line_and_what_now_and_details_are_for_who_asks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = answered("copy", 8)
+    judged = judged_candidate(tmp_path, "fp8", metrics={}).model_copy(update=Candidate.decided(verdict(rows)))
+    said = {}
+    for verbose in (False, True):
+        console.configure("human", verbose=verbose)
+        print_verdict(judged, sliced(rows))
+        said[verbose] = capsys.readouterr().out
+    console.close()
+    assert judged.verdict == "INCONCLUSIVE"
+    assert len(said[False].splitlines()) <= 5
+    assert f"more in the report)\n  what now: {INCONCLUSIVE_PAGE}\n" in said[False]
+    assert said[True].startswith(said[False])
+    assert all(reason in said[True] for reason in judged.reasons)
+    page, _, anchor = INCONCLUSIVE_PAGE.partition("#")
+    headings = re.findall("^## (.+)$", (Path(__file__).parents[2] / page).read_text(), re.MULTILINE)
+    assert anchor in [re.sub("[^a-z -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The gates: `decide` turns a report into PASS, FAIL or INCONCLUSIVE. It is pure and deterministic.
 
 A gate is a file of this folder: what it adds to the thresholds (`gates.*` on the command line), what it calls its lines, and
-the function that writes them (`pipeline.verdict.registry`). To add one, add a file, and a row to the table of docs/trust.md.
+the function that writes them (`pipeline.verdict.registry`). To add one, add a file, and a row to the table of docs/verdict.md.
 
 The samples were run in rounds, and the gates look at all samples up to a round after each one (`pipeline.statistics.looks`:
 alpha spending, so that all looks together err with alpha). `decide` repeats every look up to the last round that it gets.

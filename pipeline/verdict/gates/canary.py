@@ -1,4 +1,4 @@
-"""The canary: an engine with corrupted key scales, which gates that see the cache have to fail."""
+"""The must-fail control: an engine with corrupted key scales, which gates that see the cache have to fail."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from pipeline.verdict.thresholds import Check
     Limits,
     {
         "canary": Line(
-            "Canary",
+            "Must-fail control",
             "mean KL of the policy with corrupted key scales, which has to be noticed",
             per="engine",
             samples_decide=False,
@@ -30,7 +30,9 @@ def canary(evidence: Evidence, limits: Limits) -> Iterator[Check]:
     """
     served, rows, factor = evidence.report.served, evidence.report.canary.rows, evidence.report.canary.factor
     if served is not None and served.canary_url is None:
-        reason = "canary: backend.canary_url=null: no server with a corrupted scale shows that these gates see the cache"
+        reason = (
+            "must-fail control: backend.canary_url=null: no server with a corrupted scale shows that these gates see the cache"
+        )
         yield Check(gate="canary", where="canary", value=None, status="INCONCLUSIVE", reason=reason)
         return
     kl, noticed = _noticed(rows, limits)
@@ -42,7 +44,7 @@ def canary(evidence: Evidence, limits: Limits) -> Iterator[Check]:
         value=finite(kl),
         threshold=limits.max_mean_kl,
         status="PASS" if noticed else "FAIL",
-        reason=f"canary: {corrupted} the mean KL is {kl:.3g}{', noticed' if noticed else unnoticed}",
+        reason=f"must-fail control: {corrupted} the mean KL is {kl:.3g}{', noticed' if noticed else unnoticed}",
     )
 
 
@@ -50,13 +52,13 @@ def canary(evidence: Evidence, limits: Limits) -> Iterator[Check]:
     Limits,
     {
         "ladder": Line(
-            "Canary's ladder", "smaller planted faults that were noticed; it decides nothing", per="engine", always_said=True
+            "Ladder of smaller faults", "planted faults that were noticed; decides nothing", per="engine", always_said=True
         )
     },
     rank=34,
 )
 def ladder(evidence: Evidence, limits: Limits) -> Iterator[Check]:
-    """Say which of the canary's smaller faults these gates noticed. It decides nothing: it says how far a PASS reaches."""
+    """Say which of the smaller faults these gates noticed. It decides nothing: it says how far a PASS reaches."""
     rungs, record = evidence.report.canary.ladder, evidence.report.conformance
     if not rungs:
         return

@@ -7,6 +7,7 @@ them differs.
 from pathlib import Path
 
 from pipeline.artifacts.backend import Job
+from pipeline.checkpoint.description import refuse_other_attention
 from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement
 from stages.engines.oracle.backend import OracleBackend
@@ -24,6 +25,7 @@ class CudaBackend(OracleBackend):
         from stages.engines.paged.kernel_layout import check_kernels
 
         check_kernels(job.policy, job.checkpoint.shape, job.checkpoint.q_heads)
+        refuse_other_attention(job.checkpoint, "the Triton kernels compute neither")
         if job.judges:
             self._finds_gpu()
 

@@ -28,9 +28,9 @@ class LayerGroup:
     scales: dict[str, Tensor]
     """`key_scale`, `value_scale` (l, 1 | H) of static sides."""
     read: dict[str, Tensor] = field(default_factory=dict)
-    """Those of `scales` that are read with other numbers than tokens are stored with: the canary corrupted them."""
+    """Those of `scales` that are read with other numbers than tokens are stored with: the must-fail control corrupted them."""
     faults: dict[str, Tensor] = field(default_factory=dict)
-    """The canary's factors (l, 1, H, 1, 1) on stored scales, or on numbers that have none, by paged array."""
+    """The must-fail control's factors (l, 1, H, 1, 1) on stored scales, or on numbers that have none, by paged array."""
 
     def of(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the group's layers of new keys and values (L, ...)."""

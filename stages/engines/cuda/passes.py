@@ -17,7 +17,7 @@ from plugins.kv_attention import context, launch
 from plugins.kv_attention.layout import CacheLayout
 from stages.engines.base import Logits, not_finite
 from stages.engines.cuda.cache import KernelCache
-from stages.engines.oracle.model import hidden_states, refuse_options
+from stages.engines.oracle.model import head, hidden_states, refuse_options
 from stages.engines.paged.places import append_rows
 from stages.engines.staging import StagedInputs, StepResults
 
@@ -146,7 +146,7 @@ class DecodePass:
         self._lengths, self._plans = positions.clamp(min=0), {}
         ids = self.inputs.tensors["ids"][:, None]
         hidden = hidden_states(self.model, ATTENTION, ids, self._lengths[:, None].long(), step=self)
-        self._logits = self.model.lm_head(hidden[:, -1]).float()
+        self._logits = head(self.model, hidden[:, -1:])[:, 0].float()
         self._finite = fits(self.keys, self.values)
         # A step stores all of its tokens or none: a refused one would overwrite a recent one that is still needed.
         stored = (self._finite | (positions < 0)).all()
@@ -206,7 +206,7 @@ class PrefillPass:
         self.inputs.upload()
         positions = tensors["positions"]
         hidden = hidden_states(self.model, ATTENTION, tensors["ids"][None], positions[None].long(), step=self)
-        logits = self.model.lm_head(hidden[0, tensors["last"]]).float()
+        logits = head(self.model, hidden[:, tensors["last"]])[0].float()
         finite = fits(self.keys, self.values)
         stored = torch.where(finite.all(), positions, -1)
         self.cache.append(self.keys, self.values, tensors["pages"], stored, tensors["row_slots"])
@@ -254,7 +254,7 @@ def _attention(
     `step` travels through the model's forward as a keyword argument. transformers computes no mask for an attention that has
     registered none.
     """
-    refuse_options(module, options)
+    refuse_options(module, key.shape[1], options)
     return step.attend(int(module.layer_idx), query, key, value, scaling), None  # type: ignore[arg-type]
 
 

@@ -33,6 +33,10 @@ class ModelInfo(StrictModel):
     """Factor of the attention's scores, the same in all layers; None in bundles that were built before it was recorded."""
     windows: tuple[int | None, ...] = ()
     """See KVShape."""
+    softcap: float | None = None
+    """c of scores that become c * tanh(scores / c) in all layers; None leaves them."""
+    sinks: bool = False
+    """Whether each query head has a learned score that takes its share of the softmax, an input of the attention."""
 
     @property
     def shape(self) -> KVShape:

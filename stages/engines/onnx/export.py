@@ -16,13 +16,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.artifacts.files import link_or_copy
-from pipeline.checkpoint.description import ARCHITECTURES, CheckpointInfo, inspect_checkpoint
+from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
+from pipeline.checkpoint.families import ARCHITECTURES
 from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.records import Progress
 from pipeline.formats.body import DOMAIN
 from stages.checkpoints import load_causal_lm
 from stages.engines.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE
 from stages.engines.onnx.weights import store_weights
+from stages.engines.oracle.model import asked_of, head
 
 ComputeDType = Literal["float32", "float16", "bfloat16"]
 
@@ -34,7 +36,8 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
 
     Graph: input_ids, position_ids (B, S) and last (B,) int64 -> logits (B, vocab_size) of row `last` of each sequence.
     Each layer's node kv.Attention(query (B, Hq, S, D), key, value (B, H, S, D)) -> (B, S, Hq, D) has the attributes
-    `layer`, `scaling` and `window`: the latest tokens that the layer attends to, 0 for all.
+    `layer`, `scaling`, `window`: the latest tokens that the layer attends to, 0 for all; and `softcap`, 0 for none. A fourth
+    input are learned sinks (Hq,), where the model has them.
 
     Args:
         checkpoint: A Hugging Face checkpoint.
@@ -54,10 +57,12 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
     AttentionInterface.register(_ATTENTION, _attention_node)
     AttentionMaskInterface.register(_ATTENTION, _no_mask)
     model.config._attn_implementation = _ATTENTION
+    model.config._experts_implementation = "batched_mm"  # the loop over the experts that tokens chose cannot be traced
     graph = _write_graph(_Decoder(model), out, progress, [checkpoint / name for name in info.weight_files])
-    scaling, windows = _scaling(graph), _windows(graph)
+    attributes = _attributes(graph)
+    windows = [attributes[layer]["window"].i or None for layer in range(info.shape.layers)]
     assert windows == [info.shape.window(layer) for layer in range(info.shape.layers)], "transformers reads config.json so"
-    described = _describe(info, out, compute_dtype, scaling)
+    described = _describe(info, out, compute_dtype, attributes)
     (out / "model.json").write_text(json.dumps(described, indent=1, sort_keys=True) + "\n")
     for name in info.other_files:
         if name in TOKENIZER_FILES:
@@ -74,15 +79,14 @@ def _attention_node(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: one symbolic node, shape (B, S, Hq, D)."""
-    for name in ("softcap", "s_aux", "head_mask"):
-        if options.get(name) is not None:
-            raise RuntimeError(f"layer {module.layer_idx}: {name}={options[name]} of the attention would be lost")
+    asked = asked_of(module, key.shape[1], options)
     batch, heads, length, head_dim = query.shape
-    window = options.get("sliding_window") or 0
-    attributes: Any = {"layer": int(module.layer_idx), "scaling": float(scaling), "window": int(window)}  # type: ignore[arg-type]
+    layer: Any = module.layer_idx
+    attributes: Any = {"layer": int(layer), "scaling": float(scaling), "window": int(asked.window or 0)}
+    attributes["softcap"] = float(asked.softcap or 0)
     node = torch.onnx.ops.symbolic(
         f"{DOMAIN}::{SKELETON_NODE}",
-        (query, key, value),
+        (query, key, value) if asked.sinks is None else (query, key, value, asked.sinks.flatten()),
         attributes,
         dtype=query.dtype,
         shape=(batch, length, heads, head_dim),
@@ -105,8 +109,7 @@ class _Decoder(torch.nn.Module):
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         hidden = self.model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
         index = last.view(-1, 1, 1).expand(-1, 1, hidden.shape[-1])
-        logits: torch.Tensor = self.model.lm_head(hidden.gather(1, index).squeeze(1))
-        return logits
+        return head(self.model, hidden.gather(1, index)).squeeze(1)
 
 
 def _write_graph(decoder: torch.nn.Module, out: Path, progress: Progress, files: list[Path]) -> onnx.GraphProto:
@@ -142,23 +145,20 @@ def _write_graph(decoder: torch.nn.Module, out: Path, progress: Progress, files:
     return model.graph
 
 
-def _attributes(graph: onnx.GraphProto, name: str) -> dict[int, onnx.AttributeProto]:
-    """An attribute of the attention nodes, by layer."""
-    nodes = (node for node in graph.node if (node.domain, node.op_type) == (DOMAIN, SKELETON_NODE))
-    by_name = ({attribute.name: attribute for attribute in node.attribute} for node in nodes)
-    return {attributes["layer"].i: attributes[name] for attributes in by_name}
+def _attributes(graph: onnx.GraphProto) -> dict[int, dict[str, onnx.AttributeProto]]:
+    """The attributes of the attention nodes, by layer; `sinks` among them where a node has such an input."""
+    nodes = [node for node in graph.node if (node.domain, node.op_type) == (DOMAIN, SKELETON_NODE)]
+    found = [{attribute.name: attribute for attribute in node.attribute} for node in nodes]
+    for attributes, node in zip(found, nodes, strict=True):
+        attributes["sinks"] = onnx.helper.make_attribute("sinks", len(node.input) > 3)
+    return {int(attributes["layer"].i): attributes for attributes in found}
 
 
-def _windows(graph: onnx.GraphProto) -> list[int | None]:
-    """The latest tokens that each layer attends to, None for all."""
-    return [attribute.i or None for _, attribute in sorted(_attributes(graph, "window").items(), key=lambda item: item[0])]
-
-
-def _scaling(graph: onnx.GraphProto) -> float:
-    """The scaling of the attention, which all layers share."""
-    factors = {attribute.f for attribute in _attributes(graph, "scaling").values()}
-    assert len(factors) == 1, f"layers of the supported architectures scale their scores alike, got {sorted(factors)}"
-    return float(factors.pop())
+def _shared(attributes: dict[int, dict[str, onnx.AttributeProto]], name: str) -> float:
+    """An attribute that all layers share."""
+    values = {onnx.helper.get_attribute_value(layer[name]) for layer in attributes.values()}
+    assert len(values) == 1, f"layers of the supported families have one {name}, got {sorted(values)}"
+    return float(values.pop())
 
 
 def _divide(graph: onnx.GraphProto) -> None:
@@ -176,7 +176,7 @@ def _divide(graph: onnx.GraphProto) -> None:
             graph.node.remove(node)
 
 
-def _describe(info: CheckpointInfo, out: Path, compute_dtype: str, scaling: float) -> dict[str, Any]:
+def _describe(info: CheckpointInfo, out: Path, compute_dtype: str, attributes: Any) -> dict[str, Any]:
     """The fields of ModelInfo."""
     return {
         "model_type": ARCHITECTURES[info.architecture],
@@ -188,6 +188,8 @@ def _describe(info: CheckpointInfo, out: Path, compute_dtype: str, scaling: floa
         "vocab_size": info.vocab_size,
         "max_position_embeddings": info.max_positions,
         "weights_sha256": file_digest(out / WEIGHTS_FILE),
-        "scaling": scaling,
+        "scaling": _shared(attributes, "scaling"),
         "windows": info.shape.windows,
+        "softcap": _shared(attributes, "softcap") or None,
+        "sinks": bool(_shared(attributes, "sinks")),
     }

@@ -17,12 +17,14 @@ Where the decoder's activations are bfloat16, the functions cast theirs to float
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Self
 
 import onnx
 
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
 from pipeline.formats.body import Body
 from stages.engines.base import Mode
+from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.formats import SideCodec, layer_codecs
 from stages.engines.onnx.reading import read_scores, read_values
 
@@ -44,6 +46,14 @@ class AttentionSpec:
     compute: str
     """Type of the decoder's activations."""
     mode: Mode
+    softcap: float | None = None
+    sinks: bool = False
+
+    @classmethod
+    def of(cls, info: ModelInfo, policy: KVPolicy, layer: int, mode: Mode) -> Self:
+        """Return the parameters of a layer of a bundle's model."""
+        assert info.scaling is not None, "the exporter writes the scaling"
+        return cls(policy, info.shape, layer, info.q_heads, info.scaling, info.compute_dtype, mode, info.softcap, info.sinks)
 
     @property
     def sides(self) -> dict[Side, SideCodec]:
@@ -59,6 +69,11 @@ class AttentionSpec:
         return tables | ({"exact_slots": ("B",)} if self.policy.exact_tokens else {})
 
     @property
+    def inputs(self) -> list[str]:
+        """Names of the function's inputs, in their order."""
+        return ["query", "key", "value", *(["sinks"] if self.sinks else []), *self.tables, *self.cache]
+
+    @property
     def cache(self) -> list[str]:
         """Names of the inputs that only this layer has, without the layer's number."""
         names = [name for codec in self.sides.values() for name in (*codec.arrays, *codec.constants)]
@@ -66,7 +81,10 @@ class AttentionSpec:
 
 
 def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
-    """Return kv.PagedAttention: query (B, Hq, S, D), key and value (B, H, S, D), the tables, the cache -> (B, S, Hq, D)."""
+    """Return kv.PagedAttention: query (B, Hq, S, D), key and value (B, H, S, D), sinks (Hq,) -> (B, S, Hq, D).
+
+    The tables and the cache are its other inputs.
+    """
     body, heads, dim = Body(spec.compute), spec.shape.kv_heads, spec.shape.head_dim
     group = spec.q_heads // heads
     query, key, value = (body.from_activations(name) for name in ("query", "key", "value"))
@@ -77,16 +95,18 @@ def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
     masks = _pool_masks(body, spec, low)
 
     masked = body.real(MASKED[body.compute])
-    scores = _join(body, [read_scores(body, codec, q, index) for codec, index in keys])
+    scores = _capped(body, spec, _join(body, [read_scores(body, codec, q, index) for codec, index in keys]))
     parts = [body.op("Where", _join(body, masks), scores, masked)]
     if exact:
-        scores = _dot(body, q, _exact_rows(body, "key_exact"))
+        scores = _capped(body, spec, _dot(body, q, _exact_rows(body, "key_exact")))
         parts.append(body.op("Where", _exact_mask(body, spec.policy, low), scores, masked))
     parts.append(_new_scores(body, spec, q, key, group, masked))
 
+    if spec.sinks:  # a column that no piece of the probabilities below has
+        parts.insert(0, _sink_scores(body, spec, group))
     p = body.op("Softmax", _join(body, parts), axis=-1)
     sizes = [_positions_of(body, index) for _, index in values] + ([body.ints([exact])] if exact else [])
-    ends = [body.ints([0])]
+    ends = [body.ints([int(spec.sinks)])]
     for size in sizes:
         ends.append(body.op("Add", ends[-1], size))
     pieces = [body.op("Slice", p, *span, body.ints([3])) for span in pairwise([*ends, body.ints([2**31 - 1])])]
@@ -101,8 +121,7 @@ def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
     else:
         split = body.op("Reshape", out, _shape(body, 0, spec.q_heads, "S", dim))
         body.op("Transpose", split, perm=[0, 2, 1, 3], out="attended")
-    inputs = ["query", "key", "value", *spec.tables, *spec.cache]
-    return body.function("PagedAttention", spec.layer, inputs, ["attended"])
+    return body.function("PagedAttention", spec.layer, spec.inputs, ["attended"])
 
 
 def quantize_function(layer: int, codec: SideCodec, compute: str) -> onnx.FunctionProto:
@@ -213,7 +232,7 @@ def _exact_rows(body: Body, name: str) -> str:
 
 def _new_scores(body: Body, spec: AttentionSpec, q: str, key: str, group: int, masked: str) -> str:
     """Scores of the new tokens among themselves, (B, H, R, S), causal and within the layer's window."""
-    scores = _dot(body, q, key)
+    scores = _capped(body, spec, _dot(body, q, key))
     if spec.mode == "decode":
         return scores
     steps = _steps(body, _new_tokens(body))
@@ -225,6 +244,23 @@ def _new_scores(body: Body, spec: AttentionSpec, q: str, key: str, group: int, m
     heads = spec.shape.kv_heads
     by_query = body.op("Reshape", scores, _shape(body, 0, heads, group, "S", "S"))
     return body.op("Reshape", body.op("Where", causal, by_query, masked), _shape(body, 0, heads, -1, "S"))
+
+
+def _capped(body: Body, spec: AttentionSpec, scores: str) -> str:
+    """Scores within the model's softcap, where it has one."""
+    if spec.softcap is None:
+        return scores
+    cap = body.real(spec.softcap)
+    return body.op("Mul", body.op("Tanh", body.op("Div", scores, cap)), cap)
+
+
+def _sink_scores(body: Body, spec: AttentionSpec, group: int) -> str:
+    """The learned score of each query row, (B, H, R, 1)."""
+    heads = spec.shape.kv_heads
+    by_head = body.reshape(body.from_activations("sinks"), 1, heads, group, 1)
+    batch = body.op("Shape", "query", start=0, end=1)
+    dims = body.op("Concat", batch, body.ints([heads, group]), _new_tokens(body), axis=0)
+    return body.reshape(body.op("Expand", by_head, dims), 0, heads, -1, 1)
 
 
 def _new_tokens(body: Body) -> str:

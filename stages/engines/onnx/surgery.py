@@ -42,18 +42,14 @@ def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static
     graph = model.graph
     nodes = {_layer(n): n for n in graph.node if (n.domain, n.op_type) == (DOMAIN, SKELETON_NODE)}
     assert sorted(nodes) == list(range(info.layers)), "the skeleton has one attention node per layer"
-    assert info.scaling is not None, "the exporter writes the scaling"
-    specs = {
-        layer: AttentionSpec(policy, info.shape, layer, info.q_heads, info.scaling, info.compute_dtype, mode)
-        for layer in range(info.layers)
-    }
+    specs = {layer: AttentionSpec.of(info, policy, layer, mode) for layer in range(info.layers)}
     length: int | str = 1 if mode == "decode" else "S"
     _rename_dims(graph, length)
     for name, table in specs[0].tables.items():
         graph.input.append(helper.make_tensor_value_info(name, INT32, table))
     sources: list[str] = []
     for layer, spec in specs.items():
-        query, key, value = nodes[layer].input
+        query, key, value, *sinks = nodes[layer].input
         sources += [key, value]
         for codec in spec.sides.values():
             graph.input.extend(_side_inputs(codec, layer))
@@ -64,7 +60,7 @@ def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static
                 graph.input.append(helper.make_tensor_value_info(f"{name}.{layer}", onnx_type(FLOAT16), buffers))
         attention = helper.make_node(
             layer_function("PagedAttention", layer),
-            [query, key, value, *spec.tables, *(f"{name}.{layer}" for name in spec.cache)],
+            [query, key, value, *sinks, *spec.tables, *(f"{name}.{layer}" for name in spec.cache)],
             list(nodes[layer].output),
             name=f"attention.{layer}",
             domain=DOMAIN,
@@ -112,7 +108,7 @@ def _side_inputs(codec: SideCodec, layer: int) -> list[onnx.ValueInfoProto]:
 
 
 def _write_constants(codec: SideCodec, layer: int, static: KVScales) -> list[onnx.TensorProto]:
-    """The static parameters of quantization. Those of attention are inputs, because the canary corrupts them alone."""
+    """The static parameters of quantization. Parameters of attention are inputs: the must-fail control corrupts only these."""
     return [
         numpy_helper.from_array(values, f"write_{name}.{layer}")
         for name, values in codec.constant_values(static, layer).items()

@@ -18,6 +18,8 @@ from stages.engines.openai.protocol import FINGERPRINT, Completion, token_id
 COMPLETIONS = "/v1/completions"
 FORCE = 100.0
 """The largest bias of OpenAI's API: the token becomes the most likely one. Raw log-probabilities are those before it."""
+MOST_PROBABILITY = 1.01
+"""Of all tokens together, that are rounded to 16 bits at worst."""
 ROUNDING = 1e-3
 """By which a log-probability may be above 0."""
 
@@ -82,7 +84,7 @@ class OpenAIEngine:
         None forces nothing.
 
         Raises:
-            MissingRequirement: The server says another token than the forced one, or shows none, or no log-probabilities.
+            MissingRequirement: The server says another token than the forced one, or shows too few, or no distribution.
         """
         bias = {} if token is None else {"logit_bias": {str(token): FORCE}}
         completion, where = self._complete(prompt, 1, self.top_logprobs, **bias), self._where
@@ -97,6 +99,13 @@ class OpenAIEngine:
                 f"{where}: said token {said} where logit_bias forced {token}; serve with a server that has it"
             )
         logp[said] = _number(logprobs.token_logprobs[0], where)
+        if len(logp) < min(self.top_logprobs, self.vocab_size):  # what is not shown has no distance
+            raise MissingRequirement(
+                f"backend.top_logprobs={self.top_logprobs}: {where} shows {len(logp)} tokens; start it with more (vLLM: "
+                "--max-logprobs), or ask for fewer"
+            )
+        if math.fsum(map(math.exp, logp.values())) > MOST_PROBABILITY:
+            raise MissingRequirement(f"{where}: its probabilities sum to more than one; serve with a server whose do not")
         return Shown(logp, completion.usage.prompt_tokens, completion.cached_tokens)
 
     def answer(self, prompt: Sequence[int], max_new_tokens: int, stop_token: int) -> list[int]:

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy
 from stages.engines.base import not_finite
-from stages.engines.oracle.model import refuse_options
+from stages.engines.oracle.model import LayerAttention, asked_of
 
 ATTENTION = "kvgate_oracle"
 
@@ -127,11 +127,8 @@ class Block:
 class View(Protocol):
     """One sequence of a batch."""
 
-    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, slide: int | None) -> Tensor:
-        """Attend with scaled queries q (H, G, S, D) of the new tokens, whose keys and values are (H, S, D): (H, G, S, D).
-
-        `slide` is the layer's own window, None where it attends to all.
-        """
+    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, asked: LayerAttention) -> Tensor:
+        """Attend with scaled queries q (H, G, S, D) of the new tokens, whose keys and values are (H, S, D): (H, G, S, D)."""
         ...
 
 
@@ -146,13 +143,13 @@ class BlockView(ABC):
     def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
         """Take the new tokens' keys and values (H, S, D), and return the copies of keys and of values to read."""
 
-    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, slide: int | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, asked: LayerAttention) -> Tensor:
         keys, values = self.exchange(layer, key, value)
         out = torch.empty_like(q)
         for block in self.blocks:
             rows = slice(block.begin - self.first_row, block.end - self.first_row)
-            key_pieces, value_pieces = (block.pieces[slide, sources[2] is not None] for sources in (keys, values))
-            out[:, :, rows] = attend(q[:, :, rows], keys, values, key_pieces, value_pieces)
+            key_pieces, value_pieces = (block.pieces[asked.window, sources[2] is not None] for sources in (keys, values))
+            out[:, :, rows] = attend(q[:, :, rows], keys, values, key_pieces, value_pieces, asked)
         return out
 
 
@@ -228,7 +225,14 @@ def _pieces(borders: Tensor) -> Iterator[Piece]:
                 yield Piece(source, a + read[0], a + read[-1] + 1, mask[:, read[0] : read[-1] + 1])
 
 
-def attend(q: Tensor, keys: Sources, values: Sources, key_pieces: Sequence[Piece], value_pieces: Sequence[Piece]) -> Tensor:
+def attend(
+    q: Tensor,
+    keys: Sources,
+    values: Sources,
+    key_pieces: Sequence[Piece],
+    value_pieces: Sequence[Piece],
+    asked: LayerAttention = LayerAttention(),  # noqa: B008  (immutable)
+) -> Tensor:
     """Attend with scaled queries q (H, G, R, D), the last of which is the last column of the pieces: (H, G, R, D)."""
     heads, groups, rows, head_dim = q.shape
     flat = q.reshape(heads, groups * rows, head_dim)
@@ -244,14 +248,18 @@ def attend(q: Tensor, keys: Sources, values: Sources, key_pieces: Sequence[Piece
             continue
         k = _read(keys, piece, q.dtype).transpose(1, 2)
         if piece.mask_RT is None:
-            torch.matmul(flat, k, out=scores[..., piece.low : piece.high])
+            asked.cap(torch.matmul(flat, k, out=scores[..., piece.low : piece.high]))
         else:
             columns_of_piece = by_row[..., piece.low : piece.high]
-            products = torch.matmul(flat, k).view(columns_of_piece.shape)
+            products = asked.cap(torch.matmul(flat, k)).view(columns_of_piece.shape)
             columns_of_piece.copy_(torch.where(piece.mask_RT, products, columns_of_piece))
     # Softmax, normalized at the end. In a sum with 1 the floor rounds to nothing, but without it denormal weights would make
     # the products below thirty times slower on a CPU.
-    weights = scores.sub_(scores.amax(-1, keepdim=True)).clamp_(min=SMALLEST_EXPONENT).exp_()
+    highest = scores.amax(-1, keepdim=True)
+    if asked.sinks is not None:
+        sinks = asked.sinks.repeat_interleave(rows, dim=1)[..., None].to(q.dtype)
+        highest = torch.maximum(highest, sinks)
+    weights = scores.sub_(highest).clamp_(min=SMALLEST_EXPONENT).exp_()
     out = torch.zeros_like(flat)
     for piece in value_pieces:
         if piece.source == EVICTED:
@@ -260,7 +268,10 @@ def attend(q: Tensor, keys: Sources, values: Sources, key_pieces: Sequence[Piece
         if piece.mask_RT is not None:
             weight = (weight.view(heads, groups, rows, -1) * piece.mask_RT).flatten(1, 2)
         out += torch.matmul(weight, _read(values, piece, q.dtype))
-    return (out / weights.sum(-1, keepdim=True)).view(q.shape)
+    total = weights.sum(-1, keepdim=True)
+    if asked.sinks is not None:
+        total = total + (sinks - highest).exp()
+    return (out / total).view(q.shape)
 
 
 def _read(sources: Sources, piece: Piece, dtype: torch.dtype) -> Tensor:
@@ -284,14 +295,13 @@ def _attention(
 
     `views`, one a sequence, travels through the model's forward as a keyword argument.
     """
-    slide = options.pop("sliding_window", None)
-    refuse_options(module, options)
     batch, _, length, head_dim = query.shape
     heads = key.shape[1]
+    asked = asked_of(module, heads, options)
     q = query.view(batch, heads, -1, length, head_dim) * scaling
     out = torch.empty_like(q)
     for b, view in enumerate(views):
-        out[b] = view.attend(int(module.layer_idx), q[b], key[b], value[b], slide)  # type: ignore[arg-type]
+        out[b] = view.attend(int(module.layer_idx), q[b], key[b], value[b], asked)  # type: ignore[arg-type]
     return out.flatten(1, 2).transpose(1, 2), None
 
 

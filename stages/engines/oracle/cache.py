@@ -29,7 +29,7 @@ class Storage:
         return quantize(x, self.form, self.static)
 
     def read(self, stored: Stored, gain: Tensor | None = None) -> Tensor:
-        """Dequantize, times `gain` (H, 1, 1) of the canary's fault."""
+        """Dequantize, times `gain` (H, 1, 1) of the must-fail control's fault."""
         x = dequantize(stored, self.form, self.static)
         return x if gain is None else x * gain
 

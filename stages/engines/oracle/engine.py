@@ -17,7 +17,7 @@ from stages.engines.oracle.attention import ATTENTION, Block, BlockView, Fed, So
 from stages.engines.oracle.build import open_bundle
 from stages.engines.oracle.cache import LayerCache, LayerStorage, layer_storages, one_pass
 from stages.engines.oracle.heavy import SIDES, HeavyCache, HeavyView
-from stages.engines.oracle.model import LayerInput, captured_input, hidden_states, scales_for, shape_for
+from stages.engines.oracle.model import LayerInput, captured_input, head, hidden_states, scales_for, shape_for
 from stages.engines.oracle.replay import Replay, ReplayView, Tape, disturbed
 
 
@@ -146,7 +146,7 @@ class OracleEngine(ChunkedEngine):
             hidden = self._hidden([chunk], torch.arange(begin, end)[None], [view])
             view.store()
             begin = end
-        logits: Logits = self.model.lm_head(hidden[0, -1]).numpy()
+        logits: Logits = head(self.model, hidden[:, -1:])[0, 0].numpy()
         return logits
 
     @torch.inference_mode()
@@ -158,7 +158,7 @@ class OracleEngine(ChunkedEngine):
         hidden = self._hidden([[token] for token in tokens], torch.tensor(lengths)[:, None], views)
         for view in views:
             view.store()
-        logits: Logits = self.model.lm_head(hidden[:, -1]).numpy()
+        logits: Logits = head(self.model, hidden[:, -1:])[:, 0].numpy()
         return logits
 
     def forced(self, tokens: Sequence[int], first: int) -> Logits:
@@ -194,7 +194,7 @@ class OracleEngine(ChunkedEngine):
             else _OnePassView(self, self._plan(spans))
         )
         hidden = self._hidden([tokens], torch.arange(len(tokens))[None], [view], known)
-        logits: Logits = self.model.lm_head(hidden[0, first:]).numpy()
+        logits: Logits = head(self.model, hidden[:, first:])[0].numpy()
         return logits
 
     @torch.inference_mode()
@@ -261,7 +261,7 @@ class OracleEngine(ChunkedEngine):
             views = [ReplayView(tape, blocks, disturbed=second) for second in (False, True)]
         with disturbed(self.model, rounding):
             hidden = self._hidden([tokens, tokens], torch.arange(len(tokens)).expand(2, -1), views)
-        sound, off = (self.model.lm_head(row[first:]).numpy() for row in hidden)
+        sound, off = head(self.model, hidden[:, first:]).numpy()
         return Replay(sound, off, tape.errors)
 
     def _release(self, sequence: int) -> None:

@@ -21,6 +21,7 @@ from pipeline.core.kv import PAGE_TOKENS, Eviction, KVPolicy, KVShape, Side
 from pipeline.formats.oracle import Stored, each
 from stages.engines.oracle.attention import Span, check_finite
 from stages.engines.oracle.cache import LayerStorage
+from stages.engines.oracle.model import LayerAttention
 
 SIDES = (Side.KEY, Side.VALUE)
 Gains = Mapping[Side, Tensor | None]
@@ -48,14 +49,16 @@ class HeavyCache:
         none = torch.zeros(shape.kv_heads, 0)
         return cls(policy.eviction, storages, 0, none.long(), none, {})
 
-    def step(self, q: Tensor, key: Tensor, value: Tensor, gains: Gains) -> tuple[Tensor, "HeavyCache"]:
+    def step(self, q: Tensor, key: Tensor, value: Tensor, gains: Gains, asked: LayerAttention) -> tuple[Tensor, "HeavyCache"]:
         """Attend with scaled queries q (H, G, R, D) to what is kept and to their own tokens (H, R, D): (H, G, R, D)."""
         rows = q.shape[2]
         keys, values = (self._before(side, x, gains) for side, x in zip(SIDES, (key, value), strict=True))
-        scores = q @ keys.unsqueeze(1).transpose(-1, -2)
+        scores = asked.cap(q @ keys.unsqueeze(1).transpose(-1, -2))
         later = torch.ones(rows, rows, dtype=torch.bool).triu(1)
         scores[..., -rows:].masked_fill_(later, -torch.inf)
-        attention = scores.softmax(-1)
+        if asked.sinks is not None:
+            scores = torch.cat([scores, asked.sinks[..., None, None].to(q.dtype).expand(-1, -1, rows, 1)], dim=-1)
+        attention = scores.softmax(-1)[..., : keys.shape[1]]
         got = attention.sum((1, 2))
         weights = torch.cat([self.weights.to(got.dtype), torch.zeros_like(got[:, -rows:])], dim=1) + got
         own = torch.arange(self.length, self.length + rows).expand(len(weights), -1)
@@ -142,14 +145,14 @@ class HeavyView:
         self.chunks = [chunk for span in spans for chunk in _chunks(span)]
         self.after: list[HeavyCache] = []
 
-    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, slide: int | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, asked: LayerAttention) -> Tensor:
         """Return the attention of scaled queries q (H, G, S, D) with their own keys and values (H, S, D)."""
-        assert slide is None, "an eviction is refused of a model with layers that slide"
+        assert asked.window is None, "an eviction is refused of a model with layers that slide"
         check_finite(key, value, layer, self.sequence, self.first_row)
         cache, outs = self.caches[layer], []
         for chunk in self.chunks:
             rows = slice(chunk.start - self.first_row, chunk.stop - self.first_row)
-            out, cache = cache.step(q[:, :, rows], key[:, rows], value[:, rows], self.gains[layer])
+            out, cache = cache.step(q[:, :, rows], key[:, rows], value[:, rows], self.gains[layer], asked)
             outs.append(out)
         self.after.append(cache)
         return torch.cat(outs, dim=2)

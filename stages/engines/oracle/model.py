@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pipeline.checkpoint.windows import layer_windows
 from pipeline.core.kv import KVPolicy, KVShape
@@ -45,6 +46,17 @@ class LayerInput:
     """(B, S, hidden)."""
 
 
+class _Known(torch.nn.Module):
+    """In place of a layer: what comes out of the last one of its kind."""
+
+    def __init__(self, states: Tensor) -> None:
+        super().__init__()
+        self.states = states
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        return self.states
+
+
 @contextmanager
 def captured_input(model: Any, layer: int) -> Iterator[list[LayerInput]]:
     """Give a list that gets the input of a layer when the model runs."""
@@ -79,19 +91,70 @@ def hidden_states(
     config, layers = model.config, model.model.layers
     configured = config._attn_implementation
     config._attn_implementation = attention
-    inputs = {"input_ids": ids}
     if known is not None:
-        model.model.layers, inputs = layers[known.layer :], {"inputs_embeds": known.states}
+        # Layers keep their numbers: a model finds windows and rotary bases by them, and scales what it embeds.
+        before = [_Known(known.states) for _ in range(known.layer)]
+        model.model.layers = torch.nn.ModuleList([*before, *layers[known.layer :]])
     try:
-        out = model.model(**inputs, position_ids=positions, use_cache=False, **options)
+        out = model.model(input_ids=ids, position_ids=positions, use_cache=False, **options)
     finally:
         config._attn_implementation, model.model.layers = configured, layers
     hidden: Tensor = out.last_hidden_state
     return hidden
 
 
-def refuse_options(module: torch.nn.Module, options: Mapping[str, Any]) -> None:
-    """Raise RuntimeError for an option that a model gives its attention and that this attention would ignore."""
-    for name in ("sliding_window", "softcap", "s_aux", "head_mask"):
-        if options.get(name) is not None:
-            raise RuntimeError(f"layer {module.layer_idx}: {name}={options[name]} of the attention would be lost")
+@dataclass(frozen=True)
+class LayerAttention:
+    """What a layer's attention is asked to do besides scaled products."""
+
+    window: int | None = None
+    """The latest tokens that it attends to, the attending one included; None for all."""
+    softcap: float | None = None
+    """c of scores that become c * tanh(scores / c) before the softmax; None leaves them."""
+    sinks: Tensor | None = None
+    """(H, G): learned scores, one a query head, that take their share of the softmax and have no value."""
+
+    def cap(self, scores: Tensor) -> Tensor:
+        """Cap scores in place, and return them."""
+        return scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
+
+
+def asked_of(module: torch.nn.Module, kv_heads: int, options: Mapping[str, Any]) -> LayerAttention:
+    """Return what a model asks of a layer's attention, the options of transformers' attention interface.
+
+    Qwen2-MoE does not hand on its window, which its mask applies.
+    """
+    if options.get("head_mask") is not None:
+        raise RuntimeError(f"layer {module.layer_idx}: head_mask={options['head_mask']} of the attention would be lost")
+    window = options.get("sliding_window") or getattr(module, "sliding_window", None)
+    sinks = options.get("s_aux")
+    return LayerAttention(window or None, options.get("softcap"), None if sinks is None else sinks.view(kv_heads, -1))
+
+
+def refuse_options(module: torch.nn.Module, kv_heads: int, options: Mapping[str, Any]) -> None:
+    """Raise RuntimeError for what a model asks of its attention and an attention of plain products would ignore."""
+    asked = asked_of(module, kv_heads, options)
+    if asked != LayerAttention():
+        raise RuntimeError(f"layer {module.layer_idx}: {asked} of the attention would be lost")
+
+
+class _Given(torch.nn.Module):
+    """In place of a model's layers: what came out of them."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, **_: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+def head(model: Any, hidden: Tensor) -> Tensor:
+    """Return the logits (..., V) of normalized hidden states (..., hidden), as the model scales and caps them."""
+    layers = model.model
+    model.model = _Given(hidden)
+    try:
+        logits: Tensor = model(inputs_embeds=hidden, use_cache=False, output_router_logits=False).logits
+    finally:
+        model.model = layers
+    return logits

@@ -269,7 +269,7 @@ class PagedPool(SequencePages):
         return np.ascontiguousarray(array[numbers]).view(np.uint8)
 
     def repeat_page(self) -> None:
-        """Let the second page that a sequence holds be as its first one, in all of them; those of one page stay as they are."""
+        """Plant a fault: copy the first page of every sequence over its second page. Sequences of one page stay unchanged."""
         for row in self.sequences.values():
             listed = [(self.pages, row.pages), (self.window_pages, [] if row.first_window_page else row.window_pages)]
             for allocator, pages in listed:

@@ -1,7 +1,7 @@
 """backend=sglang: SGLang in an interpreter of its own."""
 
 from pipeline.artifacts.backend import Job
-from pipeline.checkpoint.description import refuse_sliding_layers
+from pipeline.checkpoint.description import refuse_other_attention
 from pipeline.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.process import probe
@@ -22,7 +22,7 @@ class SglangBackend(InterpreterBackend):
         if not job.builds:
             return
         cache_dtype(job.policy, self.config)
-        refuse_sliding_layers(job.checkpoint, "backend=sglang was not shown to keep to that")
+        refuse_other_attention(job.checkpoint, "backend=sglang was not shown to keep to that")
         if job.weights != "none":
             raise UserError(f"weights={job.weights}: backend=sglang is given 16-bit weights; set weights=none")
         if self.config.context_length > job.checkpoint.max_positions:

@@ -17,6 +17,7 @@ class SglangConfig(InterpreterConfig):
     context_length: Annotated[int, Field(ge=PAGE_TOKENS)]
     """Most tokens of one sequence, prompt and answer together."""
     max_running_requests: Annotated[int, Field(ge=1, le=4096)]
+    """Most sequences at once."""
     chunked_prefill_size: Annotated[int, Field(ge=PAGE_TOKENS)]
     """Tokens of a chunk of a longer prompt."""
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)]

@@ -38,7 +38,7 @@ def load_engine(bundle: Path, config: SglangConfig) -> "SglangEngine":
 
 
 class SglangEngine(RequestEngine):
-    """Requests to SGLang. A cache without scales stores the canary's keys as a checkpoint gives them."""
+    """Requests to SGLang. A cache without scales stores the must-fail control's keys as a checkpoint gives them."""
 
     length_key = "context_length"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
 from pipeline.artifacts.hardware import gpus
-from pipeline.checkpoint.description import refuse_sliding_layers
+from pipeline.checkpoint.description import refuse_other_attention
 from pipeline.checkpoint.exports import holder
 from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement, UserError
@@ -170,7 +170,7 @@ def refuse_partial_caches(job: Job) -> None:
     """Raise UserError where not every token is kept and attended to: the engine of plans counts positions by its pages."""
     policy = job.policy
     refuse_zeros_in_scales(policy)
-    refuse_sliding_layers(job.checkpoint, "plans read every page of a sequence")
+    refuse_other_attention(job.checkpoint, "plans read every page of a sequence")
     if policy.eviction is not None:
         raise UserError(
             f"kv.eviction.window_tokens={policy.eviction.window_tokens}: plans read every page of a sequence; set "

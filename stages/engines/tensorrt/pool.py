@@ -58,7 +58,7 @@ class TorchPool(PagedPool):
         self._groups = {layer: number for number, layers in enumerate(groups) for layer in layers}
         self.stacks: list[Stack] = []
         self._factors: dict[str, torch.Tensor] = {}
-        """The canary's factors (l, H, 1) on what is written, by the first name of a stack."""
+        """The must-fail control's factors (l, H, 1) on what is written, by the first name of a stack."""
         super().__init__(limits.policy, shape, limits.pages)
         for allocator, capacity in (
             (self.pages, limits.pages),
@@ -238,7 +238,7 @@ class TorchPool(PagedPool):
         return ((sums == 0) | ~real[:, None]).all()
 
     def _scale_stored(self, stack: Stack, step: Step, stored: torch.Tensor) -> None:
-        """Multiply what the plan has just written to a stack by the canary's factors."""
+        """Multiply what the plan has just written to a stack by the must-fail control's factors."""
         positions, pages = step.inputs[POSITIONS].flatten(), step.inputs[PAGES].flatten()
         # Padding does again what the first token does, so that no two rows write different numbers to a place.
         rows = torch.where(positions >= 0, torch.arange(len(positions), device=self.device), 0)

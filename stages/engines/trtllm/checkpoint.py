@@ -1,4 +1,4 @@
-"""TensorRT-LLM's checkpoint of one rank, as ModelOpt exports it: split over ranks, and with the canary's fault.
+"""TensorRT-LLM's checkpoint of one rank, as ModelOpt exports it: split over ranks, and with the must-fail control's fault.
 
 Names: transformer.layers.N.{attention.qkv, attention.dense, mlp.fc, mlp.gate, mlp.proj}.{weight, *scaling_factor}, where
 qkv is the rows of q, k and v below each other, fc is Hugging Face's gate_proj and gate its up_proj.

@@ -15,7 +15,9 @@ class Speculation(StrictModel):
     """Speculative decoding while serving; an evaluation decodes without it."""
 
     decoding_type: Literal["NGram", "Draft_Target", "Eagle3"]
+    """TensorRT-LLM's own name of the method."""
     max_draft_len: Annotated[int, Field(ge=1, le=64)]
+    """Most drafted tokens of a pass."""
     speculative_model: PathText | None = None
     """The draft model's directory, where the type has one."""
 
@@ -31,6 +33,7 @@ class Serving(StrictModel):
     """What `trtllm-serve` is told beyond the cache's format; only target=pytorch has it in its bundle."""
 
     enable_block_reuse: bool
+    """Whether prompts share the blocks of equal beginnings."""
     host_cache_gib: Annotated[float, Field(ge=0, le=4096)]
     """Host memory for blocks that were pushed out of the GPU; 0 is none."""
     free_gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)]
@@ -48,9 +51,13 @@ class TrtllmConfig(InterpreterConfig):
     target: Literal["auto", "engine", "pytorch"]
     """engine: a TensorRT engine, release 1.2; pytorch: checkpoint and LLM arguments, from 1.3 on; auto: by the release."""
     build_timeout_s: Annotated[int, Field(ge=1)]
+    """Seconds that a build may take."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)]
+    """GPUs that share the model."""
     max_batch_size: Annotated[int, Field(ge=1, le=4096)]
+    """Most sequences at once."""
     max_input_len: Annotated[int, Field(ge=1)]
+    """Most tokens of a prompt."""
     max_seq_len: Annotated[int, Field(ge=2)]
     """Most tokens of one sequence, prompt and answer together."""
     max_num_tokens: Annotated[int, Field(ge=1)]
@@ -59,7 +66,9 @@ class TrtllmConfig(InterpreterConfig):
     """Whether prompts attend through the paged cache, which block reuse and chunked prompts need. auto: where TensorRT-LLM
     keeps it."""
     fp8_context_fmha: Switch
+    """Whether prompts attend in FP8. auto: where TensorRT-LLM keeps it."""
     gather_context_logits: bool
+    """Whether the engine puts out the logits of whole prompts; an evaluation needs none."""
     allow_rewrites: Annotated[tuple[str, ...], Field(strict=False)]
     """Keys in which the built engine may differ from what was asked; any other difference is an error."""
     serving: Serving

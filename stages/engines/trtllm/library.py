@@ -22,8 +22,8 @@ PROGRAM = Program(
 def rank_environment(ranks: int) -> dict[str, str]:
     """Return a worker's variables for a model on so many GPUs.
 
-    A single rank runs in the worker itself, where it returns logits fastest and where the canary of target=pytorch reaches its
-    layers; several ranks get processes of their own.
+    A single rank runs in the worker itself, where it returns logits fastest and where the must-fail control of
+    target=pytorch reaches its layers; several ranks get processes of their own.
     """
     return {"TLLM_WORKER_USE_SINGLE_PROCESS": "1"} if ranks == 1 else {}
 

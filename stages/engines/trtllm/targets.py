@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pipeline.artifacts.backend import Job
-from pipeline.checkpoint.description import CheckpointInfo, refuse_sliding_layers
+from pipeline.checkpoint.description import CheckpointInfo, refuse_other_attention
 from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal, holder, tensorrt_llm_refusal
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import WeightsFormat
@@ -75,7 +75,7 @@ def check_inputs(config: TrtllmConfig, job: Job) -> None:
         UserError: naming the key that neither target, or the installed one, can hold.
         MissingRequirement: naming the interpreter or the GPU that is not here.
     """
-    refuse_sliding_layers(job.checkpoint, "backend=trtllm was not shown to keep to that")
+    refuse_other_attention(job.checkpoint, "backend=trtllm was not shown to keep to that")
     candidates: tuple[TargetName, ...] = ("engine", "pytorch") if config.target == "auto" else (config.target,)
     refusals = [_refuse_all(name, config, job) for name in candidates]
     if all(refusals):  # no target holds it, so that the interpreter need not be asked
@@ -106,13 +106,13 @@ def check_judging(name: TargetName, config: TrtllmConfig, policy: KVPolicy, inte
     require_gpus(interpreter, config.tensor_parallel_size, "running an engine")
     if not policy.quantized:
         raise UserError(
-            f"kv={policy.name}: its cache has no scale, so backend=trtllm has no canary to prove that an evaluation reads "
-            f"it; judge kv=fp8, whose baseline it is, or build it with stage=build"
+            f"kv={policy.name}: its cache has no scale, so backend=trtllm has no must-fail control to prove that an evaluation "
+            f"reads it; judge kv=fp8, whose baseline it is, or build it with stage=build"
         )
     if name == "pytorch" and config.tensor_parallel_size > 1:
         raise UserError(
             f"backend.tensor_parallel_size={config.tensor_parallel_size}: target=pytorch is evaluated in one process, where "
-            "the canary reaches its layers: evaluate with 1, build with stage=build"
+            "the must-fail control reaches its layers: evaluate with 1, build with stage=build"
         )
 
 

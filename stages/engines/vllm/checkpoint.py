@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.checkpoint.description import CheckpointInfo
 from pipeline.checkpoint.files import INDEX
+from pipeline.checkpoint.rope import rope_at_top_level
 from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.scales import KVScales
 from stages.engines.interpreter.bundle import copy_checkpoint
@@ -41,7 +42,8 @@ def write_checkpoint(info: CheckpointInfo, out: Path, policy: KVPolicy, scales: 
     """
     kept = [name for name in info.other_files if name not in (CONFIG, INDEX)]
     copy_checkpoint((*info.weight_files, *kept), info.path, out)
-    config: dict[str, Any] = json.loads((info.path / CONFIG).read_text(encoding="utf-8"))
+    # vLLM may bring a transformers that reads no rope_parameters, and would take a base of 10,000 without a word.
+    config: dict[str, Any] = rope_at_top_level(json.loads((info.path / CONFIG).read_text(encoding="utf-8")))
     if delivers_scales(policy):
         config["quantization_config"] = quantization_config(policy)
         _write_index(out, info.weight_files, write_scales(out, scales))

@@ -27,14 +27,17 @@ class VllmConfig(InterpreterConfig):
     max_num_batched_tokens: Annotated[int, Field(ge=PAGE_TOKENS)]
     """Most tokens that one step processes, over all its sequences; a longer prompt is prefilled in chunks of so many."""
     enable_chunked_prefill: bool
+    """Whether a prompt may be prefilled in several steps."""
     enable_prefix_caching: bool
     """Of serving. An evaluation runs without it, and compares what a reused prefix gives by itself."""
     enforce_eager: bool
     """Whether the model runs as it is, without torch.compile and CUDA graphs."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)]
+    """GPUs that share the model while serving; an evaluation takes one."""
     kv_cache_gib: Annotated[float, Field(gt=0, le=4096)] | None
     """Memory of the cache; null is what gpu_memory_utilization leaves."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)]
+    """Share of a GPU's memory that vLLM may take."""
 
     @model_validator(mode="after")
     def _a_prompt_fits_a_step(self) -> Self:

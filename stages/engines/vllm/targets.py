@@ -1,7 +1,7 @@
 """Which policies vLLM's cache can hold, and as what: everything that can be refused before any work."""
 
 from pipeline.artifacts.backend import Job
-from pipeline.checkpoint.description import CheckpointInfo, refuse_sliding_layers
+from pipeline.checkpoint.description import CheckpointInfo, refuse_other_attention
 from pipeline.checkpoint.exports import beyond_one_format, describe_format, holder
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
@@ -36,7 +36,7 @@ def check_inputs(config: VllmConfig, job: Job) -> None:
             f"weights={job.weights}: backend=vllm is given 16-bit weights; set weights=none, or judge quantized weights with "
             "backend=trtllm"
         )
-    refuse_sliding_layers(job.checkpoint, "backend=vllm was not shown to keep to that")
+    refuse_other_attention(job.checkpoint, "backend=vllm was not shown to keep to that")
     refusal = _refuse_shape(job.checkpoint, config)
     if refusal is not None:
         raise UserError(refusal)

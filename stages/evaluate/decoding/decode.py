@@ -39,8 +39,8 @@ def decode(
         batch_size: Most sequences in one decode step.
         greedy: How the answers to judged samples end; None when no answers are wanted.
         chosen: Indices of the samples to run; None for all.
-        after_prefill: Called after each prefill, before anything is decoded: the canary corrupts the engine here. In a
-            one-pass decode it is called first, so that later chunks of a long prompt see its effect as well.
+        after_prefill: Called after each prefill, before anything is decoded: the must-fail control corrupts the engine here.
+            In a one-pass decode it is called first, so that later chunks of a long prompt see its effect as well.
         one_pass: Whether an engine that can do so computes each sample in one pass. Its logits are those of decoding
             token by token, but for rounding.
         stopping: Asked before samples are admitted: once it says yes, only those in flight are finished.

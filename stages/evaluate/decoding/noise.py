@@ -24,7 +24,7 @@ def first_of_each_workload(encoded: Sequence[EncodedSample], count: int) -> list
 
 
 def canary_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig) -> list[EncodedSample]:
-    """Return the samples of the canary: those with the longest prompts, as many as `canary_samples` of each workload are.
+    """Return the must-fail control's samples: the longest prompts, as many as `canary_samples` of each workload are.
 
     A short prompt may consist of exact sink and recent tokens, and then reads no scale.
     """

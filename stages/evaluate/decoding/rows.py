@@ -42,7 +42,7 @@ def labelled(progress: Progress, prefix: str) -> Progress:
 
 def greedy_of(tokenizer: BundleTokenizer, config: WorkloadsConfig) -> Greedy:
     """Return how answers end."""
-    return Greedy(tokenizer.eos_token_id, config.extra_new_tokens)
+    return Greedy(tokenizer.stop_token_id(config), config.extra_new_tokens)
 
 
 def judged_answers(

@@ -101,7 +101,7 @@ class Distributions:
         """Return the tokens of a row's head, most likely first: no more than it takes, and no more than the cap."""
         logits = self.logits_BV[row]
         vocab = len(logits)
-        least, cap = min(TOP_K, vocab), min(vocab, max(vocab // 8, LEAST_CAP))
+        least, cap = min(TOP_K, vocab), longest_head(vocab)
         # All tokens below this logit together have less than REST_MASS.
         lowest = self._peaks[row] + np.log(self._totals[row] * REST_MASS / vocab)
         tokens = np.flatnonzero(logits >= lowest)
@@ -128,6 +128,11 @@ class Head:
     """Log-probability of the reference token, which may be one of the rest."""
     full: npt.NDArray[np.float32] | None
     """The log-probabilities of the whole vocabulary (V), kept of some tokens as a check."""
+
+
+def longest_head(vocab_size: int) -> int:
+    """Return the most tokens that a head may have."""
+    return min(vocab_size, max(vocab_size // 8, LEAST_CAP))
 
 
 def head_kl(head: Head, candidate: Distributions, row: int) -> float:

@@ -2,12 +2,13 @@
 
 A head lists the most likely tokens with their log-probabilities until the others together have less than REST_MASS, so that
 its length follows the distribution: tens of tokens where the model is sure, thousands where it is not. At most vocab_size / 8
-tokens are listed (LEAST_CAP in small vocabularies), 6 bytes each, 8 where ids take more than 16 bits.
+tokens are listed (LEAST_CAP in small vocabularies).
 
-`logprobs.safetensors` holds the arrays of `SampleHeads` for each sample, named `<id>/<array>`.
+`logprobs.safetensors` holds the arrays of `SampleHeads` for each sample, named `<id>/<array>`. Where heads may be longer than
+LEAST_CAP, the arrays are packed (`packing`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ import numpy.typing as npt
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from stages.evaluate.distances.distance import Distributions, Head, Tokens
+from stages.evaluate.distances.distance import LEAST_CAP, Distributions, Head, Tokens, longest_head
+from stages.evaluate.distances.packing import packed, unpacked
 
 CHECK_EVERY = 64
 
@@ -96,14 +98,25 @@ class BaselineHeads:
     """The heads of all samples of a baseline, read as they are asked for."""
 
     def __init__(self, path: Path) -> None:
-        self._file: Any = safe_open(str(path), framework="numpy")
+        file: Any = safe_open(str(path), framework="numpy")
+        self._file = file
+        self._arrays: dict[str, list[str]] = {}
+        for key in file.keys():  # noqa: SIM118  (no mapping)
+            name, _, array = key.rpartition("/")
+            self._arrays.setdefault(name, []).append(array)
 
     @staticmethod
     def write(path: Path, samples: Iterable[tuple[str, SampleHeads]]) -> None:
         """Write the heads of samples, by their ids."""
-        arrays = {f"{name}/{array}": getattr(heads, array) for name, heads in samples for array in HEAD_ARRAYS}
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for name, heads in samples:
+            stored: Mapping[str, npt.NDArray[Any]] = {array: getattr(heads, array) for array in HEAD_ARRAYS}
+            if longest_head(heads.full.shape[1]) > LEAST_CAP:
+                stored = packed(stored, LEAST_CAP)
+            arrays |= {f"{name}/{array}": values for array, values in stored.items()}
         save_file(arrays, str(path))
 
     def sample(self, name: str) -> SampleHeads:
         """Return the heads of a sample."""
-        return SampleHeads(**{array: self._file.get_tensor(f"{name}/{array}") for array in HEAD_ARRAYS})
+        stored = {array: self._file.get_tensor(f"{name}/{array}") for array in self._arrays[name]}
+        return SampleHeads(**(unpacked(stored, LEAST_CAP) if "others" in stored else stored))

@@ -77,7 +77,7 @@ def _mentions_the_answer_only(sample: Sample, text: str) -> bool:
     return not wrong and all(mentions(words, words_of(phrase)) for phrase in sample.mentions or (sample.reference,))
 
 
-def _calls_declared_tool(call: Any, tools: tuple[tuple[str, tuple[str, ...]], ...]) -> bool:
+def calls_declared_tool(call: Any, tools: tuple[tuple[str, tuple[str, ...]], ...]) -> bool:
     """Return whether `call` is {"name", "arguments"} of a declared tool with exactly that tool's arguments."""
     if not isinstance(call, dict) or set(call) != {"name", "arguments"} or not isinstance(call["arguments"], dict):
         return False
@@ -111,5 +111,5 @@ def judge(sample: Sample, text: str) -> Judgement:
         value = strict_json(text)
     except (ValueError, RecursionError):
         return Judgement(valid=False, correct=False)
-    valid = sample.check == "json" or _calls_declared_tool(value, sample.tools)
+    valid = sample.check == "json" or calls_declared_tool(value, sample.tools)
     return Judgement(valid=valid, correct=valid and _canonical(value) == _canonical(strict_json(sample.reference)))

@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.core.errors import UserError
 from pipeline.core.records import LineCheck, Sample
+from pipeline.core.strict import MOST_TEXT_BYTES, Unreadable, read_file
 from pipeline.core.workloads import Workload, WorkloadsConfig
-from stages.evaluate.inputs.checks import mentions, strict_json, words_of
+from stages.evaluate.inputs.checks import calls_declared_tool, mentions, strict_json, words_of
 from stages.workloads import generate
 from stages.workloads.bfcl import bfcl_samples
 from stages.workloads.gsm8k import gsm8k_samples
@@ -101,8 +102,8 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
         UserError: One line per problem, `FILE:LINE: key: problem, fix`.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_file(path, MOST_TEXT_BYTES).decode("utf-8").split("\n")
+    except (Unreadable, UnicodeDecodeError) as error:
         raise UserError(f"workloads.jsonl={path}: cannot be read ({error}); give a UTF-8 file") from error
     samples: list[Sample] = []
     problems: list[str] = []
@@ -149,11 +150,15 @@ def _sample(text: str, default_id: str) -> Sample:
         check=line.check,
         document=line.document,
         depth=line.depth,
-        tools=tuple((tool.name, tuple(tool.arguments)) for tool in line.tools),
+        tools=_tools(line),
         mentions=tuple(line.mentions),
         distractors=tuple(line.distractors),
         difficulty=line.difficulty,
     )
+
+
+def _tools(line: _Line) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    return tuple((tool.name, tuple(tool.arguments)) for tool in line.tools)
 
 
 def _problems(error: ValidationError) -> Iterator[str]:
@@ -184,7 +189,9 @@ def _contradictions(line: _Line) -> Iterator[str]:
         yield f'{key}: check "{line.check}" does not read them, leave them out or use check "mention"'
     if line.check in ("json", "tool_call"):
         try:
-            strict_json(line.reference)
+            value = strict_json(line.reference)
+            if line.check == "tool_call" and line.tools and not calls_declared_tool(value, _tools(line)):
+                yield 'reference: no call of one of the tools, {"name": ..., "arguments": {...}} with its arguments, correct it'
         except (ValueError, RecursionError) as error:
             yield f'reference: not strict JSON ({error}), correct it or use check "exact"'
 

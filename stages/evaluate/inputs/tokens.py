@@ -14,7 +14,7 @@ from pipeline.core.records import Sample
 from pipeline.core.workloads import WorkloadsConfig
 from stages.checkpoints import load_tokenizer
 from stages.evaluate.inputs.rounds import assign_rounds
-from stages.workloads.prompts import prompt_ids
+from stages.workloads.prompts import all_prompt_ids
 
 LATER_FIELDS = ("difficulty", "mentions", "distractors", "expected", "results")
 """Fields of a sample that came after the first reports."""
@@ -35,9 +35,18 @@ class BundleTokenizer:
             raise UserError(f"model.path: the tokenizer in {directory} has no eos_token; set it in tokenizer_config.json")
         self.eos_token_id: int = self._tokenizer.eos_token_id
 
+    def stop_token_id(self, config: WorkloadsConfig) -> int:
+        """Return the token that ends an answer: eos; where a model without a chat template reads lines, the end of the line."""
+        line = [] if self._tokenizer.chat_template or not config.answers_are_lines else self.text_ids("\n")
+        return line[0] if len(line) == 1 else self.eos_token_id
+
+    def all_prompt_ids(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """Return the ids of each conversation up to the assistant's turn, or of each raw prompt with its special tokens."""
+        return all_prompt_ids(self._tokenizer, samples)
+
     def prompt_ids(self, sample: Sample) -> list[int]:
-        """Return the ids of the conversation up to the assistant's turn, or of the raw prompt with its special tokens."""
-        return prompt_ids(self._tokenizer, sample)
+        """Return the ids of one sample's prompt."""
+        return self.all_prompt_ids([sample])[0]
 
     def text_ids(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens."""
@@ -74,7 +83,7 @@ class EncodedSample:
     sample: Sample
     prompt: tuple[int, ...]
     reference: tuple[int, ...]
-    """What is forced and scored. Ends with eos when the sample is judged."""
+    """What is forced and scored. Ends with the stop token when the sample is judged."""
     shared: int = 0
     """Tokens that its prompt begins with like those of its document's other samples; 0 where sharing them is not worth it."""
     replaced: int = 0
@@ -102,26 +111,28 @@ class EncodedSample:
         return self.sample.check != "none"
 
 
-def encode(samples: Sequence[Sample], tokenizer: BundleTokenizer, max_scored_tokens: int) -> list[EncodedSample]:
+def encode(
+    samples: Sequence[Sample], tokenizer: BundleTokenizer, max_scored_tokens: int, stop: int | None = None
+) -> list[EncodedSample]:
     """Encode samples.
 
     Args:
         samples: The samples.
         tokenizer: The tokenizer of the engine bundle.
         max_scored_tokens: References that are not judged are cut to this many tokens.
+        stop: What ends an answer, `stop_token_id`; None is eos.
 
     Raises:
         UserError: A prompt has fewer than two tokens (the last one must go through the decode path), or a reference has
             none.
     """
-    encoded = []
-    for sample in samples:
-        prompt = tokenizer.prompt_ids(sample)
+    encoded, stop = [], tokenizer.eos_token_id if stop is None else stop
+    for sample, prompt in zip(samples, tokenizer.all_prompt_ids(samples), strict=True):
         reference = tokenizer.text_ids(sample.reference)
         if len(prompt) < 2 or not reference:
             part, least = ("reference", 1) if not reference else ("prompt", 2)
             raise UserError(f"workloads: the {part} of sample {sample.id} is too short; it needs {least} token(s) or more")
-        reference = reference[:max_scored_tokens] if sample.check == "none" else [*reference, tokenizer.eos_token_id]
+        reference = reference[:max_scored_tokens] if sample.check == "none" else [*reference, stop]
         results = tokenizer.spans(sample.reference, sample.results) if sample.results else ()
         encoded.append(EncodedSample(sample, tuple(prompt), tuple(reference), results=results))
     return _with_shared_prefixes(encoded)
@@ -231,5 +242,5 @@ def encode_rounds(samples: Sequence[Sample], tokenizer: BundleTokenizer, config:
     """Encode the samples of an evaluation and divide them into rounds. Raises what `encode` raises."""
     rounds = enumerate(assign_rounds(samples, config.rounds), start=1)
     numbers = {sample.id: number for number, chosen in rounds for sample in chosen}
-    items = encode(samples, tokenizer, config.max_scored_tokens)
+    items = encode(samples, tokenizer, config.max_scored_tokens, tokenizer.stop_token_id(config))
     return Encoded(items, [numbers[sample.id] for sample in samples], workloads_digest(items))

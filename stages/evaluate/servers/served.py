@@ -204,12 +204,12 @@ def once_served(
 def _canary(
     engine: OpenAIEngine | None, encoded: Sequence[EncodedSample], baseline: Path, config: WorkloadsConfig, progress: Progress
 ) -> Canary:
-    """Ask the corrupted server the samples with the longest prompts: as many as any canary takes."""
+    """Ask the corrupted server the samples with the longest prompts: as many as any must-fail control takes."""
     if engine is None:
         return Canary(factor=None, rows=[])
     subset = canary_samples(encoded, config)
     heads = BaselineHeads(baseline / LOGPROBS).sample
-    results = Remote(engine, config).run(subset, heads, progress=labelled(progress, "canary: "))
+    results = Remote(engine, config).run(subset, heads, progress=labelled(progress, "must-fail control: "))
     return Canary(factor=None, rows=unjudged_rows(subset, results))
 
 

@@ -26,8 +26,8 @@ typedef struct {
   const OrtApi *api;
   int kv_heads, sink, recent, windowed, half;
   int slide; /* the latest tokens that the layer attends to, the new one included; 0: all */
-  float scaling;
-  int page_table, lengths, window_base_table, window_table, window_starts, exact_slots; /* inputs; -1: none */
+  float scaling, softcap; /* scores become softcap * tanh(score / softcap); 0 leaves them */
+  int page_table, lengths, window_base_table, window_table, window_starts, exact_slots, sinks; /* inputs; -1: none */
   Side sides[SIDES];
 } Layer;
 
@@ -51,6 +51,7 @@ typedef struct {
 typedef struct {
   const Layer *layer;
   const float *query;
+  const float *sinks; /* a learned score of each query head, which has no value; NULL: none */
   Store stores[SIDES];
   const int32_t *page_table, *lengths, *window_base_table, *window_table, *window_starts, *exact_slots;
   int64_t pages, window_pages;
@@ -111,14 +112,22 @@ static void finish(const Store *values, const Unit *unit, Partial *partial) {
   if (side->rotated) hadamard(partial->values);
 }
 
+/* A score within the softcap. -inf stays, of a token that does not count. */
+INLINE Vec capped(float softcap, Vec x) {
+  if (!softcap) return x;
+  Vec y = x / softcap, size = choose(y < 0, -y, y), shrunk = exp_vec(size * -2.0f);
+  Vec tanh = (1.0f - shrunk) / (1.0f + shrunk);
+  return choose(x < splat(-3e38f), x, choose(y < 0, -tanh, tanh) * softcap);
+}
+
 /* Moves from the maximum so far to that of the page's scores, which become weights, and adds their sum. */
-static void weigh(const PageView *page, float bias, float *scores, Partial *partial, float *sums) {
+static void weigh(const Layer *layer, const PageView *page, float bias, float *scores, Partial *partial, float *sums) {
   Ints lanes;
   for (int i = 0; i < LANES; i++) lanes[i] = i;
   int begin = page->first / LANES * LANES;
   Vec highest = splat(-INFINITY), total = {0};
   for (int t = begin; t < page->last; t += LANES) {
-    Vec x = load(scores + t) + bias;
+    Vec x = capped(layer->softcap, load(scores + t) + bias);
     Ints counts = (lanes + t >= page->first) & (lanes + t < page->last);
     x = choose(counts, x, splat(-INFINITY)); /* the block's other tokens weigh nothing */
     highest = choose(x > highest, x, highest);
@@ -251,7 +260,7 @@ static void attend_unit(void *argument, size_t number) {
     stored_floats(value_side->kind, view.value_scales, value_side->groups, scales);
     if (value_side->asymmetric) stored_floats(value_side->kind, view.value_zeros, value_side->groups, zeros);
     for (int q = 0; q < GROUP; q++) {
-      weigh(&view, bias[q], scores[q], &partials[q], sums[q]);
+      weigh(call->layer, &view, bias[q], scores[q], &partials[q], sums[q]);
       if (value_side->groups && !by_vector(value_side))
         for (int t = view.first; t < view.last; t++) scores[q][t] *= scales[t];
     }
@@ -266,14 +275,16 @@ static void attend_unit(void *argument, size_t number) {
 /* ---- one call ---- */
 
 /* Joins the partial results of one query with its new token: `partials` are GROUP apart. Returns them over the sum. */
-static void join(const Partial *partials, int count, const float *query, float scaling, const float *key, const float *value,
-                 float *out) {
+static void join(const Partial *partials, int count, const Layer *layer, const float *sink, const float *query,
+                 const float *key, const float *value, float *out) {
   float score = 0;
-  for (int d = 0; d < HEAD_DIM; d++) score += query[d] * scaling * key[d];
-  float maximum = score;
+  for (int d = 0; d < HEAD_DIM; d++) score += query[d] * layer->scaling * key[d];
+  score = capped(layer->softcap, splat(score))[0];
+  float maximum = sink && *sink > score ? *sink : score;
   for (int i = 0; i < count; i++) maximum = partials[i * GROUP].maximum > maximum ? partials[i * GROUP].maximum : maximum;
   float weight = exp_vec(splat(score - maximum))[0], sum = weight;
   for (int d = 0; d < HEAD_DIM; d++) out[d] = weight * value[d];
+  if (sink) sum += exp_vec(splat(*sink - maximum))[0];
   for (int i = 0; i < count; i++) {
     const Partial *partial = &partials[i * GROUP];
     weight = exp_vec(splat(partial->maximum - maximum))[0];

@@ -122,7 +122,8 @@ static OrtStatus *decode(Call *call, const OrtKernelContext *context, size_t row
     while (unit < count && (size_t)units[unit].row * layer->kv_heads + units[unit].head == head) unit++;
     for (int q = 0; q < GROUP; q++) {
       size_t at = (head * GROUP + q) * HEAD_DIM;
-      join(call->partials + first * GROUP + q, (int)(unit - first), call->query + at, layer->scaling, keys + head * HEAD_DIM,
+      const float *sink = call->sinks ? call->sinks + head % layer->kv_heads * GROUP + q : NULL;
+      join(call->partials + first * GROUP + q, (int)(unit - first), layer, sink, call->query + at, keys + head * HEAD_DIM,
            values + head * HEAD_DIM, out + at);
     }
   }
@@ -153,7 +154,7 @@ static OrtStatus *compute(void *kernel, OrtKernelContext *context) {
   const Layer *layer = kernel;
   const OrtApi *api = layer->api;
   Call call = {.layer = layer};
-  const void *query = NULL, *key = NULL, *value = NULL;
+  const void *query = NULL, *key = NULL, *value = NULL, *sinks = NULL;
   int type = layer->half ? ORT_FLOAT16 : ORT_FLOAT;
   int64_t shape[] = {-1, (int64_t)layer->kv_heads * GROUP, -1, HEAD_DIM};
   TRY(tensor(api, context, 0, type, 4, shape, &query));
@@ -167,6 +168,8 @@ static OrtStatus *compute(void *kernel, OrtKernelContext *context) {
   TRY(tensor(api, context, layer->window_table, ORT_INT32, 2, window_table, &call.window_table));
   TRY(tensor(api, context, layer->window_starts, ORT_INT32, 1, shape, &call.window_starts));
   TRY(tensor(api, context, layer->exact_slots, ORT_INT32, 1, shape, &call.exact_slots));
+  int64_t query_heads[] = {shape[1]};
+  TRY(tensor(api, context, layer->sinks, type, 1, query_heads, &sinks));
   call.pages = table[1], call.window_pages = window_table[1];
   for (int i = 0; i < SIDES; i++) TRY(read_store(layer, context, i, &call.stores[i]));
   for (int row = 0; row < shape[0]; row++)
@@ -180,13 +183,24 @@ static OrtStatus *compute(void *kernel, OrtKernelContext *context) {
 
   size_t rows = (size_t)shape[0], tokens = (size_t)shape[2], states = rows * tokens * layer->kv_heads * HEAD_DIM;
   if (!states) return NULL;
-  size_t queries = states * GROUP;
-  float *space = layer->half ? malloc((2 * queries + 2 * states) * sizeof(float)) : NULL;
+  size_t queries = states * GROUP, of_sinks = sinks ? ((size_t)shape[1] + LANES - 1) / LANES * LANES : 0;
+  float *space = layer->half ? malloc((2 * queries + 2 * states + of_sinks) * sizeof(float)) : NULL;
   if (layer->half && !space) REFUSE(api, "no memory for what attention reads as float32");
   call.query = floats(layer, query, queries, space);
   const float *keys = floats(layer, key, states, space + queries);
   const float *values = floats(layer, value, states, space + queries + states);
   float *results = layer->half ? space + queries + 2 * states : out;
+  call.sinks = sinks;
+  if (layer->half && sinks) {
+    float *to = space + 2 * queries + 2 * states;
+    for (size_t i = 0; i < of_sinks; i += LANES) {
+      uint16_t halves[LANES] = {0}; /* the last ones may be fewer than a vector */
+      size_t count = (size_t)shape[1] - i < LANES ? (size_t)shape[1] - i : LANES;
+      memcpy(halves, (const uint16_t *)sinks + i, count * sizeof *halves);
+      store(to + i, from_half(halves));
+    }
+    call.sinks = to;
+  }
   OrtStatus *status = tokens == 1 ? decode(&call, context, rows, keys, values, results)
                                   : prefill(&call, context, rows, tokens, keys, values, results);
   for (size_t i = 0; i < queries && layer->half && !status; i += LANES) to_half((uint16_t *)out + i, load(results + i));
@@ -225,10 +239,11 @@ static OrtStatus *create(const OrtCustomOp *op, const OrtApi *api, const OrtKern
   Layer *layer = calloc(1, sizeof *layer);
   if (!layer) return ORT_CREATE_STATUS(api)(ORT_FAIL, "kvgate: no memory for an operator");
   layer->api = api, layer->half = op == &HALF_OPERATOR;
-  int sizes[6], tables[6];
+  int sizes[6], tables[7];
   OrtStatus *status = ORT_FLOAT_ATTRIBUTE(api)(info, "scaling", &layer->scaling);
+  if (!status) status = ORT_FLOAT_ATTRIBUTE(api)(info, "softcap", &layer->softcap);
   if (!status) status = integers(api, info, "sizes", 6, sizes);
-  if (!status) status = integers(api, info, "tables", 6, tables);
+  if (!status) status = integers(api, info, "tables", 7, tables);
   for (int i = 0; i < SIDES && !status; i++) status = integers(api, info, SIDE_NAMES[i], 8, (int *)&layer->sides[i]);
   if (!status && (sizes[0] != HEAD_DIM || sizes[1] != GROUP))
     status = ORT_CREATE_STATUS(api)(ORT_FAIL, "kvgate: the kernel was compiled for other heads");
@@ -239,6 +254,7 @@ static OrtStatus *create(const OrtCustomOp *op, const OrtApi *api, const OrtKern
   layer->kv_heads = sizes[2], layer->sink = sizes[3], layer->recent = sizes[4], layer->slide = sizes[5];
   layer->page_table = tables[0], layer->lengths = tables[1], layer->window_base_table = tables[2];
   layer->window_table = tables[3], layer->window_starts = tables[4], layer->exact_slots = tables[5];
+  layer->sinks = tables[6];
   layer->windowed = layer->window_table >= 0;
   *kernel = layer;
   return NULL;

@@ -167,7 +167,7 @@ static void attend_block(const Call *call, const Block *block, const Unit *unit,
       Partial *partial = &partials[i * GROUP + q];
       int begin = PAGE, end = PAGE;
       if (span->first < span->last) {
-        weigh(span, 0, row, partial, partial->values);
+        weigh(call->layer, span, 0, row, partial, partial->values);
         begin = span->first / LANES * LANES, end = (span->last + LANES - 1) / LANES * LANES;
       }
       for (int t = 0; t < begin; t++) row[t] = 0;
@@ -189,6 +189,7 @@ static void attend_tokens(void *argument, size_t number) {
   Partial partials[QUERIES];
   for (int r = 0; r < QUERIES; r++) {
     partials[r] = (Partial){.maximum = -INFINITY};
+    if (call->sinks) partials[r] = (Partial){.maximum = call->sinks[head % kv_heads * GROUP + r % GROUP], .sum = 1};
     const float *from = call->query + (((size_t)head * GROUP + r % GROUP) * prefill->tokens + first + r / GROUP) * HEAD_DIM;
     for (int d = 0; d < HEAD_DIM && r < count * GROUP; d++) query[r][d] = from[d] * call->layer->scaling;
   }

@@ -27,7 +27,7 @@ OPERATORS = {"float32": "PagedAttention", "float16": "PagedAttentionHalf"}
 LANES = 16
 """Channels of a vector. A head has a whole number of them, and so has each half of one whose codes of four bits share bytes."""
 
-TABLES = ("page_table", "lengths", "window_base_table", "window_table", "window_starts", "exact_slots")
+TABLES = ("page_table", "lengths", "window_base_table", "window_table", "window_starts", "exact_slots", "sinks")
 ABSENT = -1
 """Number of an input that there is none of."""
 
@@ -63,7 +63,7 @@ def use_kernel(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, mode: 
         function = layer_function("PagedAttention", layer)
         spec = _spec(info, policy, layer)
         node, body = nodes.get(function), bodies.get(function)
-        if node is None or body is None or len(node.input) != len(_inputs(spec)) or len(node.output) != 1:
+        if node is None or body is None or len(node.input) != len(spec.inputs) or len(node.output) != 1:
             raise UserError(f"{mode}.onnx: {function} is not the attention of the bundle's policy: build the engine again")
         (result,) = node.output
         fields = attributes(spec)
@@ -81,7 +81,7 @@ def _spec(info: ModelInfo, policy: KVPolicy, layer: int) -> AttentionSpec:
             "the bundle was built before it recorded the attention's scaling: build the engine again, or set "
             "backend.attention=graph"
         )
-    return AttentionSpec(policy, info.shape, layer, info.q_heads, info.scaling, info.compute_dtype, "decode")
+    return AttentionSpec.of(info, policy, layer, "decode")
 
 
 def _refusal(spec: AttentionSpec) -> str | None:
@@ -98,7 +98,7 @@ def _refusal(spec: AttentionSpec) -> str | None:
 
 def attributes(spec: AttentionSpec) -> dict[str, Any]:
     """Return the operator's attributes, as `create` in operator.c reads them."""
-    place = {name: number for number, name in enumerate(_inputs(spec))}
+    place = {name: number for number, name in enumerate(spec.inputs)}
     policy, shape = spec.policy, spec.shape
     exact = (FP16.native[0], 0, 0, 0, 1, 1, 0)
     sides: dict[Side, list[int | None]] = {side: [ABSENT] * 8 for side in Side}
@@ -108,6 +108,7 @@ def attributes(spec: AttentionSpec) -> dict[str, Any]:
     scaling = float(NUMPY_FLOATS[spec.compute](spec.scaling))
     return {
         "scaling": scaling,
+        "softcap": spec.softcap or 0.0,
         "sizes": [
             shape.head_dim,
             spec.q_heads // shape.kv_heads,
@@ -120,10 +121,6 @@ def attributes(spec: AttentionSpec) -> dict[str, Any]:
         **{str(side): numbers for side, numbers in sides.items()},
         **{name: [*exact, place.get(name, ABSENT)] for name in ("key_exact", "value_exact")},
     }
-
-
-def _inputs(spec: AttentionSpec) -> list[str]:
-    return ["query", "key", "value", *spec.tables, *spec.cache]
 
 
 def _side(codec: SideCodec) -> tuple[int | None, ...]:

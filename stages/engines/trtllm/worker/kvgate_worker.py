@@ -168,7 +168,9 @@ def _attention_module() -> Any:
         except ModuleNotFoundError as error:
             if error.name is None or not name.startswith(error.name):
                 raise  # the module is there, and lacks something itself
-    raise RuntimeError(f"this release has none of {', '.join(ATTENTION)}: the canary cannot reach its attention layers")
+    raise RuntimeError(
+        f"this release has none of {', '.join(ATTENTION)}: the must-fail control cannot reach its attention layers"
+    )
 
 
 def _corrupt_attention(factor: float) -> list[object]:

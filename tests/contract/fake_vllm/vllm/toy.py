@@ -174,7 +174,7 @@ class Layer:
 
 
 class Impl:
-    """Its `do_kv_cache_update` is replaced by the canary; how the toy notices."""
+    """Its `do_kv_cache_update` is replaced by the must-fail control; how the toy notices."""
 
     gain = 1.0
 

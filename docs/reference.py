@@ -1,0 +1,306 @@
+"""Writes docs/reference.md from the code: `python docs/reference.py`."""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from pydantic import BaseModel
+
+from pipeline.config import CONF, options  # noqa: F401 - importing options stores them
+from pipeline.config.config import Config
+from pipeline.core.backends import backend_configs
+from pipeline.core.errors import DEFECT, EXIT_CODES, INTERRUPTED
+from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.verdict.gates import GATES, Gates
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "reference.md"
+SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
+"""Llama-3-8B's, for which the table of policies counts bytes."""
+INCLUDED = {"workloads/base"}
+"""Files of conf/ that others include."""
+RECORDS = {
+    "of a work directory": {
+        "pipeline.registry.summary.FILE": "the last evaluation or sweep, for programs: candidates, checks, metrics, exit code",
+        "pipeline.terminal.tables.REPORT": "the tables that the command printed",
+        "pipeline.run.showing.PAGE": "charts, and the answers that changed, on one page for people",
+        "pipeline.terminal.junit.JUNIT": "the checks for a CI system: a suite a candidate, a case a check",
+        "pipeline.artifacts.files.STORE_FILE": "the version of the store's form, in `artifacts/`",
+        "pipeline.planning.tuning.TUNE_FILE": "what `stage=tune` measured, in `tuned/`; `tuned/kv/` has its policies",
+    },
+    "of an engine": {
+        "pipeline.evidence.identity.BUNDLE_FILE": "what the engine was built from, for which device, and the engine's limits",
+        "pipeline.core.kv.POLICY_FILE": "the KV policy",
+        "pipeline.core.scales.SCALES_FILE": "the static scales",
+        "pipeline.artifacts.sbom.SBOM_FILE": "files, libraries and inputs with their digests, as CycloneDX",
+        "stages.engines.vllm.build.ENGINE_ARGS_FILE": "arguments for `vllm serve`, as judged",
+        "stages.engines.trtllm.build.LLM_ARGS_FILE": "arguments for `trtllm-serve`, as judged",
+        "stages.engines.sglang.build.COMMAND_FILE": "the command of SGLang's server, as judged",
+    },
+    "of the evidence": {
+        "pipeline.evidence.identity.IDENTITY_FILE": "the digests of all that the verdict rests on",
+        "pipeline.verdict.report.REPORT_FILE": "every number of the evaluation, with units in the names",
+        "pipeline.verdict.report.SAMPLES_FILE": "a row a sample: both answers, both probabilities, distances",
+        "pipeline.trust.statement.SIGNATURE_FILE": "signatures, where `signing.key` was given: a Sigstore bundle",
+    },
+}
+"""The files that people and programs read, by the constant that names each."""
+
+
+def models(annotation: object) -> list[type[BaseModel]]:
+    """Return the records that a field may hold, in their order."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in models(inner)]
+
+
+def docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """Return the docstring below each field of a record, its bases' included, in one line each."""
+    found: dict[str, str] = {}
+    for cls in reversed(model.__mro__):
+        if not issubclass(cls, BaseModel) or cls is BaseModel or cls.__module__ == "pipeline.core.strict":
+            continue
+        try:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        except (OSError, TypeError):  # made by create_model, whose bases have the text
+            continue
+        assert isinstance(tree, ast.ClassDef)
+        for field, text in zip(tree.body, tree.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+                found[field.target.id] = " ".join(ast.literal_eval(text.value).split())
+    return found
+
+
+def comments(path: Path) -> dict[str, str]:
+    """Return the comment above each key of a file of conf/ that has one, by the key's last name."""
+    found: dict[str, str] = {}
+    above: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.strip().startswith("#"):
+            above.append(line.strip()[1:].strip())
+            continue
+        if above and (key := re.match(r"\s*(\w+):", line)):
+            found[key[1]] = " ".join(above)
+        above = []
+    return found
+
+
+def values(annotation: object, metadata: tuple[object, ...] = ()) -> str:
+    """Return in words what a key may be."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return values(arguments[0], (*arguments[1:], *metadata))
+    said = "text"
+    if origin is Literal:
+        said = ", ".join(f"`{one}`" for one in arguments)
+    elif origin in (Union, UnionType):
+        said = ", ".join(dict.fromkeys("`null`" if one is type(None) else values(one, metadata) for one in arguments))
+    elif origin in (list, tuple):
+        said = f"list of {values(arguments[0])}"
+    elif origin is dict:
+        said = f"{values(arguments[1])} by name"
+    elif annotation is bool:
+        said = "`true`, `false`"
+    elif annotation in (int, float):
+        said = _range("integer" if annotation is int else "number", metadata)
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        said = "keys"
+    return said
+
+
+def _range(kind: str, metadata: tuple[object, ...]) -> str:
+    limits: dict[str, Any] = {}
+    for one in metadata:
+        for part in (one, *getattr(one, "metadata", ())):
+            limits |= {name: getattr(part, name) for name in ("ge", "gt", "le", "lt") if getattr(part, name, None) is not None}
+    words = {"ge": "from {:,}", "gt": "above {:,}", "le": "to {:,}", "lt": "below {:,}"}
+    return " ".join(
+        [
+            kind,
+            *(
+                words[name].format(int(limits[name]) if limits[name] == int(limits[name]) else limits[name])
+                for name in words
+                if name in limits
+            ),
+        ]
+    )
+
+
+def rows(
+    model: type[BaseModel], defaults: Any, prefix: str, said: dict[str, str], seen: dict[type[BaseModel], str] | None = None
+) -> Iterator[tuple[str, ...]]:
+    """Yield key, default, values and meaning of every key of a record; a record that came before is referred to."""
+    own, seen = docstrings(model), {} if seen is None else seen
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{name}"
+        annotation: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+        inner = [one for one in models(field.annotation) if one is not model]
+        least = None if field.is_required() else field.get_default(call_default_factory=True)
+        default = defaults.get(name, least) if isinstance(defaults, dict) else least
+        about = linked(own.get(name) or said.get(name, ""))
+        if not inner or get_origin(field.annotation) in (list, tuple):
+            yield f"`{key}`", _yaml(default), values(annotation), about
+        elif inner[0] in seen:
+            yield f"`{key}`", "`null`" if default is None else "", f"the keys of `{seen[inner[0]]}`", about
+        else:
+            seen[inner[0]] = key
+            if default is None:
+                yield f"`{key}`", "`null`", "`null`, or the keys below", about or " ".join((inner[0].__doc__ or "").split())
+            yield from rows(inner[0], default, f"{key}.", said, seen)
+
+
+def linked(text: str) -> str:
+    """Return words of the code as the page has them: pages as links, and None as YAML writes it."""
+    return re.sub(r"docs/(\w+)\.md(#[\w-]+)?", r"[\1](\1.md\2)", re.sub(r"\bNone\b", "null", text))
+
+
+def _yaml(value: object) -> str:
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json")
+    if isinstance(value, tuple):
+        value = list(value)
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000).replace("\n...", "").strip()
+    return f"`{text}`"
+
+
+def table(heads: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return a table in Markdown."""
+    cells = [tuple(cell.replace("|", "\\|") for cell in line) for line in (heads, tuple("---" for _ in heads), *lines)]
+    return [f"| {' | '.join(line)} |" for line in cells] + [""]
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    """Return the configuration with its defaults; values of this machine and its environment are left as they are written."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        found = compose("config", overrides=list(overrides))
+    plain = OmegaConf.to_container(found)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def first_comment(path: Path) -> str:
+    """Return the first lines of a file of conf/ that are a comment, in one."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    some = [line for line in lines if not line.startswith("# @")]
+    end = next((number for number, line in enumerate(some) if not line.startswith("#")), len(some))
+    return " ".join(line[1:].strip() for line in some[:end])
+
+
+def keys() -> list[str]:
+    """Return the tables of all keys."""
+    whole, own = composed(), comments(CONF / "config.yaml")
+    lines = ["## Keys", ""]
+    lines += ["`GROUP=OPTION` chooses a file of `conf/`. `GROUP.KEY=VALUE` overrides one key.", ""]
+    said, plain = docstrings(Config), []
+    groups = []
+    for name, field in Config.model_fields.items():
+        if not (inner := models(field.annotation)):
+            plain.append(
+                (f"`{name}`", _yaml(whole[name]), values(field.annotation), linked(said.get(name) or own.get(name, "")))
+            )
+        elif name != "backend":
+            groups.append((name, inner[0]))
+    lines += ["### Of the command", "", *table(("key", "default", "values", "meaning"), plain)]
+    for name, model in groups:
+        file = next(iter(sorted((CONF / name).glob("*.yaml"))), CONF / "config.yaml")
+        chosen = {"model": "tiny", "kv": "fp8", "workloads": "base", "tracking": "mlflow", "calibration": "generated"}.get(
+            name, "default"
+        )
+        file = CONF / name / f"{chosen}.yaml" if (CONF / name / f"{chosen}.yaml").exists() else file
+        above = comments(file) | (comments(CONF / name / "builtin.yaml") if name == "workloads" else {})
+        found = rows(model, whole[name], f"{name}.", above if file.parent.name == name else {})
+        lines += [f"### {name}", "", " ".join((model.__doc__ or "").split()), ""]
+        lines += table(("key", "default", "values", "meaning"), list(found))
+    for name, model in sorted(backend_configs().items()):
+        above = comments(CONF / "backend" / f"{name}.yaml")
+        found = rows(model, composed(f"backend={name}")["backend"], "backend.", above)
+        lines += [f"### backend={name}", "", " ".join((model.__doc__ or "").split()), ""]
+        lines += table(("key", "default", "values", "meaning"), [row for row in found if row[0] != "`backend.name`"])
+    return lines
+
+
+def groups() -> list[str]:
+    """Return the options of each group, with what their files say of themselves."""
+    files = [
+        path for path in sorted(CONF.glob("*/*.yaml")) if path.relative_to(CONF).with_suffix("").as_posix() not in INCLUDED
+    ]
+    some = [(f"`{path.parent.name}={path.stem}`", linked(first_comment(path))) for path in files if path.parent.name != "kv"]
+    return [
+        "## Groups and options",
+        "",
+        "`kv=` has a [table of its own](#policies).",
+        "",
+        *table(("option", "what it is"), some),
+    ]
+
+
+def policies() -> list[str]:
+    """Return the table of the policies of conf/kv, with the bytes of Llama-3-8B's shape by their own arithmetic."""
+    lines = []
+    for path in sorted((CONF / "kv").glob("*.yaml")):
+        policy = KVPolicy.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        lines.append((f"`{path.stem}`", first_comment(path), f"{policy.bytes_per_token(SHAPE) / 1024:.4g}"))
+    lines.sort(key=lambda line: -float(line[2]))
+    head = (
+        "KiB a token are those of 32 layers and 8 KV heads of 128 (Llama-3-8B). Windows and exact tokens come on top of them."
+    )
+    return ["## Policies", "", head, "", *table(("`kv=`", "what it stores", "KiB a token"), lines)]
+
+
+def gates() -> list[str]:
+    """Return the table of the gates' lines."""
+    defaults = Gates().model_dump()
+    lines = [
+        (f"`{key}`", f"{defaults.get(key, '')}", line.per, f"{line.title}: {line.says}")
+        for gate in GATES
+        for key, line in gate.lines.items()
+    ]
+    head = "[How a verdict is made](verdict.md#the-gates) explains each gate. A default is that of the key below `gates.`"
+    return ["## Gates", "", head, "", *table(("gate", "default", "per", "what its value is"), lines)]
+
+
+def exit_codes() -> list[str]:
+    """Return the table of exit codes: the documents of the exceptions that end a process."""
+    said = {code: " ".join((error.__doc__ or "").split()) for error, code in EXIT_CODES.items()}
+    said |= {
+        0: "Done; of a sweep: at least one candidate passed.",
+        INTERRUPTED: "Interrupted; the same command goes on.",
+        DEFECT: "A defect of kvgate.",
+    }
+    return ["## Exit codes", "", *table(("exit code", "meaning"), [(str(code), said[code]) for code in (0, 2, 3, 4, 130, 1)])]
+
+
+def files() -> list[str]:
+    """Return the tables of the files that people and programs read."""
+    lines = ["## Files", ""]
+    for title, some in RECORDS.items():
+        named = [
+            (getattr(import_module(place.rpartition(".")[0]), place.rpartition(".")[2]), what) for place, what in some.items()
+        ]
+        lines += [f"### Files {title}", "", *table(("file", "what it holds"), [(f"`{name}`", what) for name, what in named])]
+    return lines
+
+
+def page() -> str:
+    """Return docs/reference.md."""
+    head = [
+        "# Reference",
+        "",
+        "`python docs/reference.py` writes this page from the code, and a test holds it to the code.",
+        "",
+    ]
+    parts = [*head, *exit_codes(), *gates(), *policies(), *files(), *groups(), *keys()]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,51 @@
+"""What `workloads=auto` and `calibration=auto` stand for: the questions and texts that suit the model."""
+
+import json
+from filecmp import cmp
+from functools import cache
+from pathlib import Path
+
+from pipeline.checkpoint.files import read_json
+from pipeline.checkpoint.places import locate_checkpoint
+from pipeline.core.errors import OF_THE_MACHINE, MissingRequirement, UserError
+from pipeline.gguf.header import read_header
+
+AUTO = "auto"
+SUITING = {"workloads": ("builtin", "chat"), "calibration": ("generated", "chat")}
+"""Group -> its option for the tiny model, which `auto` is composed of, and the one for any other."""
+TINY = "pkg://stages.tiny/checkpoint"
+TOKENIZER = "tokenizer.json"
+
+
+@cache
+def is_tiny(path: str) -> bool:
+    """Return whether a model reads the words that the tiny model was trained on: its tokenizer tells, also of a copy.
+
+    Args:
+        path: `model.path`. What cannot be read is no tiny model: the checks of the model say what is wrong with it.
+    """
+    if path == TINY:
+        return True
+    try:
+        own, found = locate_checkpoint(TINY) / TOKENIZER, locate_checkpoint(path)
+        if found.is_file():
+            return _is_converted(found, own)
+        return (found / TOKENIZER).is_file() and cmp(found / TOKENIZER, own, shallow=False)
+    except (*OF_THE_MACHINE, UserError, MissingRequirement):
+        return False
+
+
+def _is_converted(gguf: Path, own: Path) -> bool:
+    """Return whether a GGUF has the tiny model's tokens, which are few."""
+    tokens = read_header(gguf).metadata.get("tokenizer.ggml.tokens")
+    known = json.loads(own.read_text(encoding="utf-8"))["model"]["vocab"]
+    return isinstance(tokens, list) and len(tokens) < 2 * len(known) and known.keys() <= set(tokens)
+
+
+def has_chat_template(path: Path) -> bool:
+    """Return whether a checkpoint's or a GGUF's tokenizer renders conversations. Raises UserError for what cannot be read."""
+    if path.is_file():
+        return "tokenizer.chat_template" in read_header(path).metadata
+    if any((path / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    return "chat_template" in read_json(path, "tokenizer_config.json")

@@ -1,0 +1,157 @@
+"""A day of service, the same for every engine: what a fault costs a user is how the day differs from a sound engine's.
+
+No gate and no twin is asked: an engine is held against itself without the fault, which repeats every logit bit by bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import log_softmax
+
+from faults.record import Cost
+from pipeline.core.engine import Engine
+from pipeline.core.errors import UserError
+from stages.engines.base import Logits
+
+LENGTHS = (3, 17, 64, 65, 130, 300, 40, 200, 30, 30, 129, 63)
+"""Of the prompts of a crowd; two of them are equal and end within a page."""
+
+
+@dataclass
+class Day:
+    """What an engine gave."""
+
+    rows: list[Logits]
+    """Logits of every prompt and of every decoded token."""
+    answers: list[list[int]]
+    error: str = ""
+
+
+class _Desk:
+    """Sends requests, with random tokens that are the same every day, and notes what comes back."""
+
+    def __init__(self, engine: Engine, day: Day, seed: int) -> None:
+        self.engine, self.day, self.rng = engine, day, np.random.default_rng(seed)
+
+    def tokens(self, count: int) -> list[int]:
+        found: list[int] = self.rng.integers(0, self.engine.vocab_size, count).tolist()
+        return found
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        handles, logits = self.engine.prefill(prompts)
+        self.day.rows.extend(logits.copy())
+        return handles
+
+    def decode(self, handles: Sequence[int], steps: int) -> None:
+        for _ in range(steps):
+            self.day.rows.extend(self.engine.decode(handles, self.tokens(len(handles))).copy())
+
+    def extend(self, handle: int, count: int) -> None:
+        self.day.rows.append(self.engine.extend(handle, self.tokens(count)).copy())
+
+
+def serve(engine: Engine, *, long: bool) -> Day:
+    """Serve a day, or a `long` one in which what is rare comes up."""
+    day = Day([], [])
+    try:
+        desk = _Desk(engine, day, 7)
+        turns = [_turns] if engine.can(Engine.fork) else []
+        more = [_alone, _many, *[_crowd] * 7] if long else []
+        for part in (_large_batch, *turns, _prefixes, _generated, _crowd, *more):
+            part(desk)
+    except (UserError, KeyError, IndexError, AssertionError) as error:
+        day.error = f"{type(error).__name__}: {error}"
+    return day
+
+
+def _large_batch(desk: _Desk) -> None:
+    """20 requests, some of them long, which leave one by one."""
+    handles = desk.start([desk.tokens(205 if row % 3 == 0 else 5 + row) for row in range(20)])
+    while handles:
+        desk.decode(handles, 1)
+        desk.engine.release([handles.pop(len(handles) // 2)])
+
+
+def _alone(desk: _Desk) -> None:
+    """One long prompt, and one long answer."""
+    for prompt, steps in ((1190, 6), (20, 345)):
+        handles = desk.start([desk.tokens(prompt)])
+        desk.decode(handles, steps)
+        desk.engine.release(handles)
+
+
+def _turns(desk: _Desk) -> None:
+    """Conversations: chunks after decoded tokens, at and over page borders; forks that part and are continued."""
+    for prompt, decoded, turns in ((50, 14, (30, 64)), (100, 20, (1, 9)), (600, 5, (40, 3))):
+        (origin,) = desk.start([desk.tokens(prompt)])
+        desk.decode([origin], decoded)
+        fork = desk.engine.fork(origin)
+        for turn in turns:
+            desk.extend(origin, turn)
+            desk.decode([origin, fork], 4)
+        desk.extend(fork, turns[0])
+        desk.engine.release([origin])
+        others = desk.start([desk.tokens(prompt), desk.tokens(70)])
+        desk.decode([*others, fork], 4)
+        second = desk.engine.fork(fork)
+        desk.decode([second, fork], 2)
+        desk.engine.release([*others, fork, second])
+
+
+def _prefixes(desk: _Desk) -> None:
+    """Prompts that begin alike, some of which differ before pages that are the same."""
+    system, page = desk.tokens(128), desk.tokens(128)
+    prompts = [[*system, *page, *desk.tokens(20)] for _ in range(2)] + [[*desk.tokens(128), *page, *desk.tokens(9)]]
+    prompts += [desk.tokens(300), [*system, *page, *desk.tokens(5)]]
+    handles = [handle for prompt in prompts for handle in desk.start([prompt])]
+    desk.decode(handles, 3)
+    desk.engine.release(handles)
+    equal = desk.tokens(100)
+    handles = desk.start([equal, equal])
+    desk.decode(handles, 30)
+    desk.engine.release(handles)
+
+
+def _generated(desk: _Desk) -> None:
+    """More prompts than sequences at once, of all lengths."""
+    prompts = [desk.tokens(length) for length in (5, 66, 350, 12, 30, 700)]
+    desk.day.answers += desk.engine.generate(prompts, [40, 12, 6, 20, 3, 10], None, max_sequences=3)
+
+
+def _crowd(desk: _Desk) -> None:
+    """Requests of all lengths come and go."""
+    waiting = [desk.tokens(length) for length in LENGTHS * 2]
+    waiting[9] = waiting[8]
+    live: list[tuple[int, int]] = []
+    number = 0
+    while waiting or live:
+        if waiting and len(live) < 13:
+            arrived, waiting = waiting[: 13 - len(live)], waiting[13 - len(live) :]
+            live += [(handle, 4 + (number + at) * 7 % 40) for at, handle in enumerate(desk.start(arrived))]
+            number += len(arrived)
+        desk.decode([handle for handle, _ in live], 1)
+        desk.engine.release([handle for handle, left in live if left == 1])
+        live = [(handle, left - 1) for handle, left in live if left > 1]
+
+
+def _many(desk: _Desk) -> None:
+    """Short requests: many at once, and many one after the other."""
+    for size, batches in ((270, 1), (10, 40)):
+        for _ in range(batches):
+            handles = desk.start([desk.tokens(4 + row % 10) for row in range(size)])
+            desk.decode(handles, 3)
+            desk.engine.release(handles)
+
+
+def cost(sound: Day, faulty: Day) -> Cost:
+    """Hold a day against a sound engine's."""
+    pairs = list(zip(sound.rows, faulty.rows, strict=False))
+    differing = [pair for pair in pairs if not np.array_equal(*pair)]
+    rows = [np.array([pair[i] for pair in differing] or np.zeros((1, 1)), np.float64) for i in range(2)]
+    exact, other = (log_softmax(some, axis=1) for some in rows)
+    distances = (np.exp(exact) * (exact - other)).sum(axis=1)
+    changed = int((exact.argmax(axis=1) != other.argmax(axis=1)).sum())
+    changed += sum(one != said for one, said in zip(sound.answers, faulty.answers, strict=False))
+    worst = float(np.nan_to_num(distances, nan=1e9, posinf=1e9).max())
+    return Cost(worst_kl=worst, rows=len(differing) / max(len(pairs), 1), changed=changed, error=faulty.error[:200])

@@ -1,0 +1,126 @@
+"""Checkpoints of every family, as transformers 5 and 4.57 save them, are read as transformers reads them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from family_models import MODELS, SIZE, family_model
+from transformers import AutoConfig
+
+from pipeline.checkpoint.description import CheckpointInfo, describe_checkpoint, read_config
+from pipeline.checkpoint.families import ARCHITECTURES, FAMILIES
+from pipeline.checkpoint.rope import rope_at_top_level
+from pipeline.checkpoint.weights import check_weights
+from pipeline.core.errors import UserError
+from stages.checkpoints import expected_tensors
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+
+
+def described(path: Path, config: dict[str, Any]) -> CheckpointInfo:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return describe_checkpoint(path, read_config(path), ("model.safetensors",), ("config.json",))
+
+
+def windows(config: Any) -> tuple[int | None, ...]:
+    """What transformers' configuration object says of the layers."""
+    types = getattr(config, "layer_types", None)
+    window: int | None = getattr(config, "sliding_window", None) or None
+    if types is None:
+        return (window,) * int(config.num_hidden_layers)
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of the family, saved by the installed transformers."""
+    path = tmp_path_factory.mktemp(request.param)
+    family_model(request.param).save_pretrained(path)
+    return path
+
+
+def test_a_checkpoint_of_transformers_5_is_taken_with_its_weights(saved: Path) -> None:
+    config = read_config(saved)
+    assert "rope_parameters" in config
+    info = describe_checkpoint(saved, config, ("model.safetensors",), ("config.json",))
+    check_weights(info, expected_tensors)
+    theirs = AutoConfig.from_pretrained(saved)
+    applied = windows(theirs)
+    assert info.shape.windows == (applied if any(applied) else ())
+    assert (info.shape.kv_heads, info.q_heads) == (theirs.num_key_value_heads, theirs.num_attention_heads)
+
+
+def test_what_transformers_4_reads_says_the_same(saved: Path, tmp_path: Path) -> None:
+    config = read_config(saved)
+    old = rope_at_top_level(config)
+    assert "rope_parameters" not in old
+    one, other = described(tmp_path, config), described(tmp_path, old)
+    assert one == other
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    again, first = AutoConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(saved)
+    for kind in ("full_attention", "sliding_attention"):
+        assert again.rope_parameters.get(kind, again.rope_parameters) == first.rope_parameters.get(kind, first.rope_parameters)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_keys_that_a_config_leaves_out_mean_what_transformers_takes_them_for(family: str, tmp_path: Path) -> None:
+    """With the sizes that every config.json has, and nothing else."""
+    size = {key: SIZE[key] for key in SIZE if key not in ("num_key_value_heads", "initializer_range")}
+    size |= {"num_attention_heads": 64, "hidden_size": 2048, "num_hidden_layers": 8}
+    asked = {"use_sliding_window": True, "max_window_layers": 6} if FAMILIES[family].asked else {}
+    config = AutoConfig.for_model(family, **size, **asked)
+    written = {**size, **asked, "model_type": family, "architectures": [FAMILIES[family].architecture]}
+    info = described(tmp_path, written)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert (info.shape.kv_heads, info.shape.head_dim) == (config.num_key_value_heads, head_dim)
+    applied = windows(config)
+    assert info.shape.windows == (applied if any(applied) else ())
+
+
+# config.json of transformers 4.57.6, as it is saved of a model of these sizes: `rope_theta` at the top level and `dtype`.
+OF_4_57: dict[str, dict[str, Any]] = {
+    "phi3": {"rope_theta": 250000, "rope_scaling": None, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 512},
+    "gemma3_text": {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "rope_scaling": {"factor": 8.0,
+                    "rope_type": "linear"}, "_sliding_window_pattern": 6, "sliding_window": 40, "head_dim": 32},
+    "gpt_oss": {"rope_theta": 150000, "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "truncate": False,
+                "original_max_position_embeddings": 4096, "rope_type": "yarn"}, "sliding_window": 40, "head_dim": 32},
+    "qwen2": {"rope_theta": 1000000.0, "rope_scaling": None, "use_sliding_window": False, "sliding_window": None,
+              "max_window_layers": 28, "layer_types": ["full_attention"] * 3},
+    "smollm3": {"rope_theta": 5000000.0, "no_rope_layers": [1, 1, 0], "no_rope_layer_interval": 4,
+                "layer_types": ["full_attention"] * 3, "use_sliding_window": False, "sliding_window": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", list(OF_4_57))
+def test_a_config_of_transformers_4_57_means_the_same_to_5(family: str, tmp_path: Path) -> None:
+    written = {**SIZE, **OF_4_57[family], "model_type": family, "architectures": [FAMILIES[family].architecture],
+               "dtype": "bfloat16", "transformers_version": "4.57.6"}  # fmt: skip
+    info = described(tmp_path, written)
+    config = AutoConfig.from_pretrained(tmp_path)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    assert (info.rope_scaling or "default") == rope["rope_type"]
+    applied = windows(config)
+    assert info.shape.windows == (applied if any(applied) else ())
+
+
+def test_a_decoder_nested_in_text_config_is_read_as_if_it_stood_alone(tmp_path: Path) -> None:
+    family_model("llama").save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    beside = {"architectures": config.pop("architectures"), "dtype": config.pop("dtype")}
+    nested = described(tmp_path, {**beside, "model_type": "wrapper", "text_config": config})
+    assert nested == described(tmp_path, {**beside, **config})
+    check_weights(nested, expected_tensors)
+
+
+def test_every_class_names_its_family_once() -> None:
+    assert len(ARCHITECTURES) == len(FAMILIES)
+
+
+def test_a_configuration_that_the_class_refuses_is_refused_in_a_line(tmp_path: Path) -> None:
+    family_model("qwen2_moe").save_pretrained(tmp_path)
+    info = described(tmp_path, read_config(tmp_path) | {"norm_topk_prob": "often"})
+    with pytest.raises(UserError, match=r"config.json: transformers .* refuses it: .*norm_topk_prob") as refused:
+        check_weights(info, expected_tensors)
+    assert "\n" not in str(refused.value)

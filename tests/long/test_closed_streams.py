@@ -1,0 +1,18 @@
+"""Streams that whoever starts a command has closed, or whose disk is full: the exit code is that of what it did."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REDIRECTIONS = (">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", "2>/dev/full", ">/dev/full 2>/dev/full")
+
+
+@pytest.mark.parametrize("redirection", REDIRECTIONS)
+@pytest.mark.parametrize(("arguments", "code"), [("stage=capacity", 0), ("stage=capacity log=json", 0), ("stage=nothing", 2)])
+def test_closed_and_full_streams_leave_the_exit_code(redirection: str, arguments: str, code: int, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m pipeline {arguments} workdir={tmp_path}/work {redirection}"
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert ended.returncode == code, ended.stderr
+    assert "Traceback" not in ended.stderr

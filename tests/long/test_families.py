@@ -1,0 +1,126 @@
+"""Every family, quantized by ModelOpt, exported and built: its engines equal transformers' eager model and the oracle.
+
+The texts are longer than every window, a prompt is prefilled in chunks, and the last tokens are decoded one at a time.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from family_models import MODELS, family_model
+from onnx_fixtures import conf_policy, make_decoder, nothing
+from transformers import PreTrainedModel
+
+from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.weights import check_weights
+from pipeline.core.kv import FP16_POLICY, KVPolicy
+from pipeline.core.scales import SCALES_FILE, KVScales
+from stages.checkpoints import expected_tensors
+from stages.engines.onnx.build import build_bundle
+from stages.engines.onnx.config import CpuAttention
+from stages.engines.onnx.engine import OnnxEngine, load_engine
+from stages.engines.oracle.engine import OracleEngine
+from stages.quantize.run import quantize
+
+TINY = Path(__file__).parents[2] / "stages" / "tiny" / "checkpoint"
+VOCABULARY = 1344
+"""Of the tiny model's tokenizer, which every family borrows."""
+TOKENS, FORCED = 150, 12
+CHUNK = 64
+
+MIXED = conf_policy("fp8k_int4v")
+GROUPS_OF_16 = MIXED.model_copy(update={"value": MIXED.value.model_copy(update={"group_size": 16})})
+"""Of heads that 64 does not divide, too."""
+POLICIES = {policy.name: policy for policy in (FP16_POLICY, conf_policy("int8"), GROUPS_OF_16)}
+ATTENTIONS: tuple[CpuAttention, ...] = ("graph", "native")
+torch.set_num_threads(1)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A random model of a family, and what the pipeline made of it."""
+
+    model: PreTrainedModel
+    root: Path
+
+    def scales(self, policy: KVPolicy) -> Path:
+        """The policy's static scales, which ModelOpt measured."""
+        out = self.root / f"quantized_{policy.name}"
+        if not out.exists():
+            out.mkdir()
+            texts = ["The cache holds keys and values.", "A window slides over the latest tokens alone."]
+            quantize(self.root / "checkpoint", out, weights="none", policy=policy, calibration_texts=texts, max_length=32,
+                     seed=0, progress=nothing)  # fmt: skip
+        return out / SCALES_FILE
+
+    def engine(self, policy: KVPolicy, attention: CpuAttention) -> OnnxEngine:
+        """The embedded engine."""
+        bundle = self.root / f"bundle_{policy.name}"
+        if not bundle.exists():
+            bundle.mkdir()
+            build_bundle(self.root / "decoder", bundle, policy=policy, scales=self.scales(policy), progress=nothing)
+        return load_engine(bundle, threads=1, attention=attention, prefill_chunk=CHUNK)
+
+    def oracle(self, policy: KVPolicy) -> OracleEngine:
+        """The reference."""
+        scales = KVScales.model_validate_json(self.scales(policy).read_bytes())
+        return OracleEngine.from_model(self.model, policy, scales, prefill_chunk=CHUNK)
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    root = tmp_path_factory.mktemp(request.param)
+    model = family_model(request.param, vocab_size=VOCABULARY)
+    model.save_pretrained(root / "checkpoint")
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copyfile(TINY / name, root / "checkpoint" / name)
+    check_weights(inspect_checkpoint(root / "checkpoint"), expected_tensors)
+    make_decoder(root / "checkpoint", root / "decoder")
+    return Served(model, root)
+
+
+def text() -> list[int]:
+    tokens: list[int] = np.random.default_rng(1).integers(0, VOCABULARY, TOKENS).tolist()
+    return tokens
+
+
+def logits(engine: OnnxEngine) -> np.ndarray:
+    """Logits (FORCED + 1, V): of the prompt's last token, then of the forced tokens."""
+    tokens, first = text(), TOKENS - FORCED
+    handles, prompt = engine.prefill([tokens[:first]])
+    return np.concatenate([prompt, *(engine.decode(handles, [token]) for token in tokens[first:])])
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_the_fp16_engine_equals_the_eager_model_beyond_every_window(served: Served, attention: CpuAttention) -> None:
+    config: Any = served.model.config
+    assert 2 * (getattr(config, "sliding_window", None) or 0) < TOKENS - FORCED
+    with torch.no_grad():
+        expected = served.model(torch.tensor([text()])).logits[0, -FORCED - 1 :].numpy()
+    engine = served.engine(FP16_POLICY, attention)
+    assert attention == "graph" or engine.attention == f"native in {engine.shape.layers} of {engine.shape.layers} layers"
+    # Past keys and values are float16 (relative 2**-11); Gemma 3's scores are of 16 times larger products.
+    np.testing.assert_allclose(logits(engine), expected, atol=1e-2 * expected.std())
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("policy", ["int8", "fp8k_int4v"])
+def test_a_quantized_engine_equals_the_oracle(served: Served, policy: str, attention: CpuAttention) -> None:
+    """Within 1 % of the logits' deviation for values on the border between two codes."""
+    computed = logits(served.engine(POLICIES[policy], attention))[1:]
+    expected = served.oracle(POLICIES[policy]).forced(text(), TOKENS - FORCED)
+    difference = np.abs(computed - expected).max(-1) / expected.std()
+    assert difference.max() < 1e-2
+    assert np.median(difference) < 1e-3
+
+
+def test_the_oracle_computes_the_layers_above_a_known_input(served: Served) -> None:
+    """What `stage=tune` rests on: a layer keeps its window, its rotary base and its number."""
+    oracle, last = served.oracle(FP16_POLICY), served.model.config.num_hidden_layers - 1
+    known = oracle.layer_input(text(), TOKENS - FORCED, last)
+    again = oracle.forced_above(text(), TOKENS - FORCED, known)
+    np.testing.assert_array_equal(again, oracle.forced(text(), TOKENS - FORCED))

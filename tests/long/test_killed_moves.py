@@ -1,0 +1,122 @@
+"""Promotions and rollbacks over a real SQLite store: killed before and after each of their writes, and four at once."""
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from interruptions import FORK
+from judged_candidates import decide_pass, judged_candidate, proven, replay_without_findings
+
+from pipeline.core.errors import GateRefusal, UserError
+from pipeline.registry.mlflow_store import MlflowStore
+from pipeline.registry.promotion import promote, rollback
+from pipeline.registry.runs import track
+from pipeline.registry.summary import Candidate
+from pipeline.registry.tracking import Tracking, locate
+from pipeline.trust.movelog import MoveLog
+
+WRITES = ("set_alias", "delete_alias", "set_tags", "set_model_tag")
+
+
+def opened(work: Path) -> MlflowStore:
+    return MlflowStore(locate(Tracking(), work, "killed", {}))
+
+
+def in_a_child(act: Callable[[], object]) -> int:
+    """Only children open the store: each begins as a command does. The exit code; below 0 the signal."""
+    child = FORK.Process(target=act)
+    child.start()
+    child.join(120)
+    assert child.exitcode is not None
+    return child.exitcode
+
+
+def registered(work: Path) -> list[Candidate]:
+    return [Candidate.model_validate_json(path.read_text()) for path in sorted(work.glob("candidate-*"))]
+
+
+def register(work: Path) -> None:
+    store = opened(work)
+    for number, policy in enumerate(("bf16", "fp8", "int8")):
+        with track(store, "sweep", policy, "onnxruntime", {}) as run:
+            done = run.conclude(judged_candidate(work, policy, metrics={"memory/max_live_tokens": float(number)}))
+        (work / f"candidate-{number}").write_text(done.model_dump_json())
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    work = tmp_path / "work"
+    work.mkdir()
+    assert in_a_child(partial(register, work)) == 0
+    for name in ("bf16", "fp8"):
+        assert in_a_child(partial(move, work, name)) == 0
+    return work
+
+
+def move(work: Path, name: str | None) -> None:
+    """Promote the candidate with a name, or roll back."""
+    log = MoveLog(opened(work))
+    with suppress(UserError, GateRefusal):
+        if name is None:
+            rollback(log, proven)
+        else:
+            promote(registered(work), log, replay_without_findings, decide_pass, sweep="sweep", name=name)
+
+
+def killed(work: Path, name: str | None, at: int, after: bool) -> None:
+    """Make a move, and die before or after a write; exit with 7 where it has fewer writes."""
+    writes = iter(range(1000))
+
+    def counted(method: Callable[..., Any], *arguments: Any) -> None:
+        mine = next(writes) == at
+        if not mine or after:
+            method(*arguments)
+        if mine:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for write in WRITES:
+        method = getattr(MlflowStore, write)
+        setattr(MlflowStore, write, lambda *arguments, method=method: counted(method, *arguments))
+    move(work, name)
+    os._exit(7)
+
+
+def check(work: Path) -> None:
+    """The log can be trusted, and the aliases are where it says."""
+    store = opened(work)
+    log = MoveLog(store)
+    log.repair()
+    history = log.read()
+    assert history.problem is None, history.problem
+    assert store.alias("champion") is not None
+    for alias, version in history.aliases.items():
+        assert store.alias(alias) == version
+
+
+def test_a_move_that_is_killed_at_any_write_leaves_a_log_that_is_followed(work: Path) -> None:
+    kills = 0
+    for after in (False, True):
+        for name in ("int8", None, "fp8"):
+            for at in range(20):
+                ended = in_a_child(partial(killed, work, name, at, after))
+                assert in_a_child(partial(check, work)) == 0
+                if ended == 7:
+                    break
+                kills += ended == -signal.SIGKILL
+    assert kills >= 30
+
+
+def test_four_processes_that_move_at_once_leave_one_log(work: Path) -> None:
+    for _ in range(10):
+        children = [FORK.Process(target=move, args=(work, name)) for name in ("int8", None, "bf16", None)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(120)
+        assert [child.exitcode for child in children] == [0] * 4
+        assert in_a_child(partial(check, work)) == 0

@@ -1,0 +1,96 @@
+"""Every model is asked what suits it, and what its baseline cannot answer is said before a candidate runs."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from evaluations import builtin_workloads
+
+from pipeline.checkpoint.places import locate_checkpoint
+from pipeline.config.compose import plan
+from pipeline.core.errors import CannotBeJudged
+from stages.evaluate.able import require_able
+from stages.evaluate.decoding.rows import Answer
+from stages.evaluate.decoding.stored import Round
+from stages.evaluate.distances.distance import StepStatistics
+from stages.evaluate.inputs.checks import Judgement
+from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
+from stages.workloads import generate
+
+TINY = locate_checkpoint("pkg://stages.tiny/checkpoint")
+
+
+def another(folder: Path, *, template: bool = True) -> Path:
+    """A copy of the tiny model's tokenizer with one word more, as another model has another tokenizer."""
+    shutil.copytree(TINY, folder)
+    tokenizer, config = (json.loads((folder / name).read_text()) for name in ("tokenizer.json", "tokenizer_config.json"))
+    tokenizer["model"]["vocab"]["another"] = len(tokenizer["model"]["vocab"]) + 100
+    if not template:
+        config.pop("chat_template", None)
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked", "calibrated"),
+    [
+        ([], "copy", "copy"),
+        (["model.path={copy}"], "copy", "copy"),  # the tiny model elsewhere
+        (["model.path={other}"], "lookup", "lookup"),
+        (["model.path={other}", "workloads.samples.lookup=3"], "lookup", "lookup"),
+        (["model.path={other}", "workloads=builtin"], "copy", "lookup"),
+        (["model.path=/nowhere"], "lookup", "lookup"),
+        (["model.path={other}", "stage=tune"], "lookup", "lookup"),
+    ],
+)
+@pytest.mark.parametrize("sweeping", [False, True])
+def test_a_model_is_asked_and_calibrated_on_what_suits_it(
+    arguments: list[str], asked: str, calibrated: str, sweeping: bool, tmp_path: Path
+) -> None:
+    shutil.copytree(TINY, tmp_path / "copy")
+    places = {"copy": tmp_path / "copy", "other": another(tmp_path / "other")}
+    given = [argument.format(**places) for argument in arguments]
+    for config in plan([*given, *(["kv=fp8,int8"] if sweeping else [])], multirun=sweeping).jobs:
+        assert asked in config.workloads.samples
+        assert calibrated in config.calibration.workloads
+        assert config.workloads.samples.get("lookup") in (None, 3 if len(given) == 2 and "lookup=3" in given[1] else 144)
+
+
+def test_few_shot_text_ends_an_answer_as_it_ends_a_line(tmp_path: Path) -> None:
+    pages, tiny = builtin_workloads(samples={"lookup": 1}), builtin_workloads(samples={"copy": 1})
+    base, chat = BundleTokenizer(another(tmp_path / "base", template=False)), BundleTokenizer(TINY)
+    (line,) = base.text_ids("\n")
+    assert (base.stop_token_id(pages), base.stop_token_id(tiny)) == (line, base.eos_token_id)
+    assert chat.stop_token_id(pages) == chat.eos_token_id
+    (item,) = encode(generate("lookup", 1, seed=0, split="evaluation"), base, 192, base.stop_token_id(pages))
+    assert item.reference[-1] == line
+    assert base.text(item.prompt).endswith("assistant: ")
+
+
+def measured(right: int, asked: int, probability: float) -> tuple[list[EncodedSample], Round]:
+    """A round of one kind of work whose right answers, of one token, have a probability."""
+    samples = generate("lookup", asked, seed=0, split="evaluation")
+    encoded = [EncodedSample(sample, (1, 2), (3,)) for sample in samples]
+    steps = StepStatistics.empty(asked)
+    steps.baseline_nll[:] = np.full(asked, -math.log(probability))
+    answers = {s.id: Answer("", Judgement(correct=i < right, valid=None)) for i, s in enumerate(samples)}
+    return encoded, Round(None, answers, steps)  # type: ignore[arg-type]
+
+
+def test_a_baseline_that_cannot_answer_is_said_with_its_numbers_and_no_candidate_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Round, "scored", lambda _, encoded: list(encoded))
+    encoded, weak = measured(1, 60, 0.004)
+    with pytest.raises(CannotBeJudged) as refusal:
+        require_able(encoded, weak, 0.02)
+    assert str(refusal.value) == (
+        "FP16 itself answers 1 of 60 questions of lookup (0.4 % probable in the mean): this kind of work cannot be judged, and "
+        "no candidate was run"
+    )
+    assert (refusal.value.weak, refusal.value.able) == (["lookup"], [])
+    require_able(*measured(1, 60, 0.03), 0.02)
+    require_able(encoded, weak, 0.0)
