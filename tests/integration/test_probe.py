@@ -165,14 +165,14 @@ def answers_of_those_who_wait_exchanged(engine: Any) -> None:
 
 
 def long_rows_of_large_batches(engine: Any) -> None:
-    """Rows of a batch from 16 on read another row's pages beyond 192 tokens."""
+    """Rows of a batch from 16 on read another row's page beyond 192 tokens."""
     tables = engine.pool.tables
 
     def faulty(handles: Sequence[int]) -> Any:
         given = tables(handles)
         table = given["page_table"] = given["page_table"].copy()
         for row in range(16, len(table)):
-            table[row, 3:] = table[0, 3:]
+            table[row, 3:] = table[0, :1]
         return given
 
     engine.pool.tables = faulty
