@@ -4,7 +4,7 @@
 rope_parameters, plain or by layer type, and reads both.
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,5 +132,5 @@ def _checked(path: Path, place: str, parameters: object) -> dict[str, Any]:
 
 
 def is_number(value: object, lowest: float = 0) -> bool:
-    """Whether a value of a JSON file is a finite number, and at least `lowest`."""
-    return isinstance(value, int | float) and type(value) is not bool and lowest <= value < math.inf
+    """Whether a value of a JSON file is a number that a float holds, and at least `lowest`."""
+    return isinstance(value, int | float) and type(value) is not bool and lowest <= value <= sys.float_info.max

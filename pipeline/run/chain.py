@@ -285,7 +285,9 @@ class Chain(BuildChain):
             digests["draft"] = self._draft_digest
         # The texts of some workloads are those of the Python that runs.
         python = platform.python_version()
-        parts = {"workloads": workloads.model_dump(), "python": python, **backend.run_parts(), **config}
+        # What is measured a single time is no part of a round: another probe asks no question anew.
+        apart = {"probe", "load"} if module in ("measure", "inputs.tokens") else set[str]()
+        parts = {"workloads": workloads.model_dump(exclude=apart), "python": python, **backend.run_parts(), **config}
         code = (f"stages.evaluate.{module}", backend.engine_module)
         libraries = (*backend.libraries, *TORCH, "numpy", "scipy", *backend.run_libraries())
         return Recipe(stage, code, parts, digests, libraries, measures_time=True)
