@@ -124,8 +124,10 @@ def rollback(run: Run) -> None:
         verify_candidate(candidate, run.replay_under(None), partial(decide, gates=evidence.identity.gates))
 
     summary.check_writable(run.config.work)
-    with _advised(lambda _: next_steps.after_move(run.config), (UserError,)), console.doing("replaying the evidence"):
-        move = promotion.rollback(run.log(run.registry()), prove)
+    with _advised(lambda _: next_steps.after_move(run.config), (UserError,)):
+        log = run.log(run.registry())
+        with console.doing("replaying the evidence"):
+            move = promotion.rollback(log, prove)
     with _told(move):
         summary.conclude(run.config.work, move.champion)
     console.result("champion", escape(move.message), champion=move.champion, message=move.message)
