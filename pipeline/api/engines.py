@@ -179,9 +179,9 @@ def _engine_directory(directory: Path) -> Path:
 
     if not directory.is_dir():
         raise UserError(f"bundle={directory}: no such directory; give the one of an engine, or of its evidence")
-    if (directory / BUNDLE_FILE).is_file():
-        return directory
     if not (directory / IDENTITY_FILE).is_file():
+        if (directory / BUNDLE_FILE).is_file():
+            return directory
         raise UserError(f"bundle={directory}: holds neither {BUNDLE_FILE} nor {IDENTITY_FILE}; give an engine's directory")
     engine = read_evidence(directory).engine
     if engine is None:

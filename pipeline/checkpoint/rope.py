@@ -4,7 +4,7 @@
 rope_parameters, plain or by layer type, and reads both.
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +67,7 @@ def read_rope(path: Path, config: Mapping[str, Any]) -> Rope:
         read[kind] = parameters = _checked(path, place, typed)
         base = OLD_KEYS[kind or FULL]
         pairs = [(base, config.get(base), "rope_theta")]
-        pairs += [(key, config.get(key), key) for key in ("partial_rotary_factor",)]
+        pairs.append(("partial_rotary_factor", config.get("partial_rotary_factor"), "partial_rotary_factor"))
         if old and kind != SLIDING:
             pairs += [(f"rope_scaling.{key}", value, key) for key, value in old.items()]
         for name, value, key in pairs:
@@ -96,11 +96,11 @@ def rope_at_top_level(config: dict[str, Any]) -> dict[str, Any]:
     if not parameters:
         return config
     flat = {key: value for key, value in config.items() if key != "rope_parameters"}
-    rope = dict(parameters.get(None) or parameters.get(FULL) or {})
-    flat |= {key: rope.pop(key) for key in BESIDE if key in rope}
-    flat["rope_scaling"] = None if rope["rope_type"] == "default" else rope
-    local = (parameters.get(SLIDING) or {}).get("rope_theta", flat["rope_theta"])
-    return flat if local == flat["rope_theta"] else {**flat, "rope_local_base_freq": local}
+    rope = dict(parameters.get(None) or parameters.get(FULL) or parameters.get(SLIDING) or {})
+    flat |= {key: rope.pop(key) for key in BESIDE if rope.get(key) is not None}
+    flat["rope_scaling"] = None if rope.get("rope_type", rope.get("type", "default")) == "default" else rope
+    local = (parameters.get(SLIDING) or {}).get("rope_theta")
+    return flat if local in (None, flat.get("rope_theta")) else {**flat, "rope_local_base_freq": local}
 
 
 def _rope(parameters: Mapping[str, Any]) -> Rope:
@@ -132,5 +132,5 @@ def _checked(path: Path, place: str, parameters: object) -> dict[str, Any]:
 
 
 def is_number(value: object, lowest: float = 0) -> bool:
-    """Whether a value of a JSON file is a finite number, and at least `lowest`."""
-    return isinstance(value, int | float) and type(value) is not bool and lowest <= value < math.inf
+    """Whether a value of a JSON file is a number that a float holds, and at least `lowest`."""
+    return isinstance(value, int | float) and type(value) is not bool and lowest <= value <= sys.float_info.max

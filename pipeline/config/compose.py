@@ -30,6 +30,7 @@ from pipeline.config.config import JUDGING, MAKING, MOVING, Config
 from pipeline.config.launchers import BASIC, check_sweep
 from pipeline.config.overrides import MOST_JOBS, OPTION, check_overrides, refuse_code
 from pipeline.config.suiting import AUTO, SUITING, is_tiny
+from pipeline.core.backends import backend_configs
 from pipeline.core.errors import UserError, short
 from pipeline.core.redaction import holds_secret, printable, redact_text
 
@@ -147,6 +148,9 @@ def _explain_key(key: str, cause: Exception, overrides: Sequence[str]) -> str:
         return f"{key}: is not set yet; write +{key}=..."
     if isinstance(cause, ConfigTypeError):
         return f"{key}: write {'a list, in brackets' if cause.object_type is list else 'keys with values, in braces'}"
+    if parent == "backend" and name in siblings:
+        owners = ", ".join(option for option, model in backend_configs().items() if name in model.model_fields)
+        return f"{key}: the backend here has no such key; choose one that has: backend={owners}"
     if name in siblings:  # Hydra sets no key below null
         below = (override.removeprefix(f"{parent}.") for override in overrides if override.startswith(f"{parent}."))
         whole = ", ".join(field.replace("=", ": ", 1) for field in below)

@@ -5,7 +5,7 @@ So each launcher has a list of keys that may be set, with what their values look
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -13,6 +13,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline.core.errors import MissingRequirement, UserError, short
+from pipeline.core.redaction import leaves
 
 BASIC = "basic"
 """One job after the other, in this process."""
@@ -155,20 +156,11 @@ def check_sweep(hydra: DictConfig) -> tuple[str, Mapping[str, object]]:
     if name is None:
         raise UserError(f"hydra.launcher._target_={target}: is no launcher; choose hydra/launcher={'|'.join(LAUNCHERS)}")
     check_installed(name)
-    own = dict(_leaves(OmegaConf.to_container(ConfigStore.instance().load(f"hydra/launcher/{name}.yaml").node)))
-    composed = dict(_leaves(OmegaConf.to_container(hydra.launcher)))
+    own = dict(leaves(OmegaConf.to_container(ConfigStore.instance().load(f"hydra/launcher/{name}.yaml").node)))
+    composed = dict(leaves(OmegaConf.to_container(hydra.launcher)))
     for key in {**own, **composed}:
         changed = key not in own or key not in composed or composed[key] != own[key]
         wrong = problem(name, key, composed.get(key)) if changed else None
         if wrong is not None:
             raise UserError(wrong)
     return name, composed
-
-
-def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """Yield dotted keys with their values; of an empty mapping nothing."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{path}.{name}" if path else str(name))
-    else:
-        yield path, value

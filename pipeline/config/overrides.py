@@ -2,18 +2,25 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
+import yaml
 from hydra.core.override_parser.types import Glob, Override
 from omegaconf import DictConfig
 
 from pipeline.config import launchers
 from pipeline.core.errors import UserError
 from pipeline.core.redaction import redact_text
+from pipeline.core.strict import Unreadable, read_file
+from pipeline.trust.files import MOST_BYTES, refuse_growth
 
 MOST_JOBS = 1000
 """Of a sweep. Each is composed and checked before the first one runs."""
+
+MOST_ALIASES = 20
+"""Of a file of --config-dir."""
 
 OPTION = re.compile(r"[\w-]+")
 SEARCHED = "file://"
@@ -70,6 +77,8 @@ def _hydra_problem(override: Override, written: str, launcher: str) -> str | Non
         for place in value:
             if not (isinstance(place, str) and place.startswith(SEARCHED) and Path(place.removeprefix(SEARCHED)).is_dir()):
                 return f"hydra.searchpath={place}: no such directory; give one with --config-dir=DIR"
+            for path in Path(place.removeprefix(SEARCHED)).glob("*/*.yaml"):
+                _refuse_growth(path)
         return None
     if key == SWEEPER:
         return f"{written}: {launchers.NO_NUMBER}"
@@ -80,6 +89,12 @@ def _hydra_problem(override: Override, written: str, launcher: str) -> str | Non
     if key.startswith("hydra.launcher.") and plain and launcher in launchers.LAUNCHERS:
         return launchers.problem(launcher, key.removeprefix("hydra.launcher."), value)
     return f"{written}: kvgate sets hydra.* itself; leave it out (only the launcher of a sweep may be another one)"
+
+
+def _refuse_growth(path: Path) -> None:
+    """Refuse a file of --config-dir whose few lines would become gigabytes; what else is wrong with it, its reader says."""
+    with suppress(Unreadable, yaml.YAMLError, UnicodeError, RecursionError):
+        refuse_growth(read_file(path, MOST_BYTES).decode(), f"--config-dir: {path}", MOST_ALIASES)
 
 
 def values_of(override: Override) -> Iterator[object]:

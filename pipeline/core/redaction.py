@@ -173,10 +173,11 @@ def secret_name(path: str) -> bool:
     return words[-1] in ("key", "apikey") and before not in _HARMLESS_KEYS
 
 
-def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
+def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """Yield dotted keys with their values."""
     if isinstance(value, Mapping) and (value or not path):
         for name, inner in value.items():
-            yield from _leaves(inner, f"{path}.{name}" if path else str(name))
+            yield from leaves(inner, f"{path}.{name}" if path else str(name))
     else:
         yield path, value
 
@@ -213,7 +214,7 @@ def safe_name(name: str) -> str:
 def flat_params(config: Mapping[str, object]) -> dict[str, str]:
     """Return `config` as MLflow parameters: dotted names, text values, redacted and clipped."""
     params: dict[str, str] = {}
-    for path, leaf in _leaves(redact(config), ""):
+    for path, leaf in leaves(redact(config)):
         text = leaf if isinstance(leaf, str) else json.dumps(leaf, ensure_ascii=False, default=str)
         params[safe_name(path)] = clip(text)
     return params

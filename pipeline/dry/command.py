@@ -96,8 +96,16 @@ def _checks_ahead(config: Config) -> Iterator[Callable[[], object]]:
     """Yield the checks of what a job meets after its inputs: a GPU that is not here, a tracking store that does not open."""
     if config.stage in JUDGING:
         yield open_loader(config.backend).check_runs
+    if config.stage in MAKING and config.quantize.device == "cuda":
+        yield _check_device
     if config.tracking.enabled and config.stage in TRACKED:
         yield lambda: _check_tracking(config)
+
+
+def _check_device() -> None:
+    from stages.quantize.run import resolve_device
+
+    resolve_device("cuda")
 
 
 def _check_tracking(config: Config) -> None:

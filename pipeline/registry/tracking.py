@@ -12,7 +12,7 @@ from urllib.parse import quote, urlencode
 
 from pydantic import Field, model_validator
 
-from pipeline.core.errors import UserError
+from pipeline.core.errors import UserError, short
 from pipeline.core.redaction import holds_secret, redact_text
 from pipeline.core.strict import StrictModel
 
@@ -81,7 +81,7 @@ def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, 
     uri = tracking.uri or environ.get(ENVIRONMENT) or f"{SQLITE}{workdir / 'mlflow.db'}"
     if not uri.startswith(SCHEMES):
         key = "tracking.uri" if tracking.uri else ENVIRONMENT
-        raise UserError(f"{key}={redact_text(uri)}: give sqlite:///FILE, a database URI or http(s)://HOST of MLflow")
+        raise UserError(f"{key}={short(redact_text(uri))}: give sqlite:///FILE, a database URI or http(s)://HOST of MLflow")
     lock = workdir / "mlflow.lock"
     if uri.startswith(SQLITE):
         # A relative path would name another store in every working directory. Work directories that share a database file

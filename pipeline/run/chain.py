@@ -143,6 +143,7 @@ class Chain(BuildChain):
         return Local(opened.engine, self.config.workloads, twin, self.config.gates.allow_scale_changes)
 
     def _measured_once(self, policy: KVPolicy, measured: Path, baseline: Path | None, progress: Progress) -> "Once":
+        from stages.evaluate.decoding.rows import greedy_of
         from stages.evaluate.once import once
 
         opened, self._opened = self._open(policy), None  # the must-fail control leaves its fault in the engine
@@ -155,6 +156,7 @@ class Chain(BuildChain):
             progress=progress,
             twin=opened.twin,
             baseline=baseline,
+            longest=max(map(greedy_of(self._tokenizer, self.config.workloads).longest, self._encoded.items)),
         )
 
     def _open(self, policy: KVPolicy) -> "_Opened":
@@ -283,7 +285,9 @@ class Chain(BuildChain):
             digests["draft"] = self._draft_digest
         # The texts of some workloads are those of the Python that runs.
         python = platform.python_version()
-        parts = {"workloads": workloads.model_dump(), "python": python, **backend.run_parts(), **config}
+        # What is measured a single time is no part of a round: another probe asks no question anew.
+        apart = {"probe", "load"} if module in ("measure", "inputs.tokens") else set[str]()
+        parts = {"workloads": workloads.model_dump(exclude=apart), "python": python, **backend.run_parts(), **config}
         code = (f"stages.evaluate.{module}", backend.engine_module)
         libraries = (*backend.libraries, *TORCH, "numpy", "scipy", *backend.run_libraries())
         return Recipe(stage, code, parts, digests, libraries, measures_time=True)

@@ -103,6 +103,10 @@ def _check_model(config: Config) -> None:
             from stages.evaluate.inputs.tokens import check_lengths
 
             check_lengths(samples, checkpoint.path, config.workloads, *_context(config, checkpoint))
+        if checkpoint.path.is_dir():  # last, since a new config.json waits for transformers here
+            from stages.checkpoints import expected_tensors
+
+            check_weights(checkpoint, expected_tensors)
 
 
 def _check_work(config: Config) -> None:
@@ -189,18 +193,15 @@ def check_file(path: Path, key: str) -> None:
 
 
 def inspect_model(path: Path) -> CheckpointInfo:
-    """Read the headers of a checkpoint or a GGUF.
+    """Read the configuration and the tokenizer of a checkpoint, or the header of a GGUF.
 
     Raises:
         UserError: when it cannot be used.
         MissingRequirement: without the package that reads GGUF.
     """
-    from stages.checkpoints import expected_tensors
-
     if not path.is_file():
         info = inspect_checkpoint(path)
-        check_tokenizer(info)  # light, so that it comes first
-        check_weights(info, expected_tensors)
+        check_tokenizer(info)
         return info
     info = inspect_gguf(path).info
     if find_spec("gguf") is None:
@@ -224,7 +225,6 @@ def check_draft(path: str, target: Path) -> None:
             raise UserError(f"{key}{path}: is a file; give the directory of a Hugging Face checkpoint")
         drafter = inspect_checkpoint(draft)
         check_tokenizer(drafter)
-        check_weights(drafter, expected_tensors)
     except UserError as error:
         raise UserError(str(error).replace("model.path=", key)) from None
     wanted, unused = _vocabulary(target, f"model.path={target}")
@@ -237,6 +237,10 @@ def check_draft(path: str, target: Path) -> None:
             f"{key}{path}: its tokenizer is another one than model.path's: {different!r} is {ids[0]} there and {ids[1]} of "
             "the target; give a draft with the same tokenizer"
         )
+    try:
+        check_weights(drafter, expected_tensors)
+    except UserError as error:
+        raise UserError(str(error).replace("model.path=", key)) from None
 
 
 def _vocabulary(path: Path, named: str) -> tuple[dict[str, int], set[str]]:

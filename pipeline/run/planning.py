@@ -50,7 +50,7 @@ def show_capacity(config: Config, sweeping: bool) -> None:
     """
     _refuse_sweep(config, sweeping)
     capacity, parameters = _capacity(config, []), read_model(locate_checkpoint(config.model.path)).parameters
-    for line in tables.budget_lines(capacity):
+    for line in (*tables.policy_line(capacity, config.kv.name), *tables.budget_lines(capacity)):
         console.say(line)
     console.show("capacity", tables.capacity_table(capacity))
     for line in (*tables.remark_lines(capacity), *(tables.verdict_lines(parameters) if parameters is not None else ())):

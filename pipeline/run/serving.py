@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
+from pipeline.config.compose import suggest
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.evidence.reading import find_evidence, read_evidence, registered_candidate, registered_engine
 from pipeline.evidence.verify import replay
@@ -60,6 +61,9 @@ def promote_from(run: Run, last: summary.Summary) -> None:
     registered = store.registered()
     candidates = promotion.judged_again(listed, registered, find, decide, model, name)
     rival = promotion.incumbent(store.alias("champion"), registered, find, decide, candidates) if name is None else None
+    if name is not None and not candidates:
+        known = [tags["kv"] for one, tags in registered if "kv" in tags and one in [c.registration for c in listed]]
+        raise UserError(f"promote.name={name}: no candidate of the sweep is called so{suggest(name, known)}")
     with console.doing("replaying the evidence"):
         move = promotion.promote(candidates, log, replay_again, decide, sweep=last.sweep, name=name, rival=rival)
     candidates += [rival] if rival is not None else []
@@ -120,8 +124,10 @@ def rollback(run: Run) -> None:
         verify_candidate(candidate, run.replay_under(None), partial(decide, gates=evidence.identity.gates))
 
     summary.check_writable(run.config.work)
-    with _advised(lambda _: next_steps.after_move(run.config), (UserError,)), console.doing("replaying the evidence"):
-        move = promotion.rollback(run.log(run.registry()), prove)
+    with _advised(lambda _: next_steps.after_move(run.config), (UserError,)):
+        log = run.log(run.registry())
+        with console.doing("replaying the evidence"):
+            move = promotion.rollback(log, prove)
     with _told(move):
         summary.conclude(run.config.work, move.champion)
     console.result("champion", escape(move.message), champion=move.champion, message=move.message)

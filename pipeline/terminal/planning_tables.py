@@ -50,6 +50,22 @@ def budget_lines(capacity: Capacity) -> list[str]:
     return lines + [f"[yellow]note:[/] {escape(note)}" for note in capacity.notes]
 
 
+def policy_line(capacity: Capacity, name: str) -> list[str]:
+    """Say what one policy takes for a request of each length, and how many of the mix fit; nothing where it is unfit."""
+    entries = {entry.name: entry for entry in capacity.policies}
+    own, base = entries.get(name), entries.get("fp16")
+    if own is None or base is None:
+        return []
+    lengths = [context.tokens for context in capacity.use.contexts]
+    each = ", ".join(
+        f"{own.bytes_per_token * n / GIB:.3g} GiB at {n:,} tokens (FP16 {base.bytes_per_token * n / GIB:.3g})" for n in lengths
+    )
+    return [
+        f"[bold]{escape(name)}[/]: a request takes {each}; {own.requests:,} requests of the mix fit, under FP16 "
+        f"{base.requests:,}"
+    ]
+
+
 def capacity_table(capacity: Capacity) -> Grid:
     """Return what the budget holds under each policy."""
     percent = f"{100 * capacity.use.ceiling:g} %"

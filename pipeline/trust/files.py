@@ -37,7 +37,7 @@ def read_yaml(model: type[M], key: str, file: str | None) -> M:
         text = (
             read_file(absolute(str(file)), MOST_BYTES).decode("utf-8").replace("\t", " ")
         )  # JSON may be indented by them, YAML not
-        _refuse_growth(text, where)
+        refuse_growth(text, where)
         loaded = OmegaConf.load(StringIO(text))  # it refuses a key that is given twice
         content = OmegaConf.to_container(loaded, resolve=False)
     except UserError:
@@ -49,14 +49,26 @@ def read_yaml(model: type[M], key: str, file: str | None) -> M:
     return validated(model, json.dumps(content, default=str), where)
 
 
-def _refuse_growth(text: str, where: str) -> None:
-    """Refuse aliases, a few lines of which make gigabytes, and depth, on which the parser spends minutes."""
-    depth = 0
+def refuse_growth(text: str, where: str, most_aliases: int = 0) -> None:
+    """Refuse aliases of aliases, a few lines of which make gigabytes, and depth, on which the parser spends minutes.
+
+    Args:
+        text: YAML.
+        where: What it is of, for the error.
+        most_aliases: How many aliases it may have, each of what holds none.
+    """
+    within: list[bool] = []  # of each collection that is open: whether an anchor names it, or one around it
+    aliases = 0
     for event in yaml.parse(text):
         if isinstance(event, yaml.AliasEvent):
-            raise UserError(f"{where}: uses a YAML alias (*name); write the value out")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MOST_DEPTH:
+            aliases += 1
+            if aliases > most_aliases or any(within):
+                raise UserError(f"{where}: uses a YAML alias (*name); write the value out")
+        elif isinstance(event, yaml.CollectionStartEvent):
+            within.append(event.anchor is not None)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            within.pop()
+        if len(within) > MOST_DEPTH:
             raise UserError(f"{where}: cannot be read (nested more than {MOST_DEPTH} deep); correct it")
 
 

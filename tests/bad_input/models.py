@@ -62,6 +62,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("eps NaN", {"rms_norm_eps": float("nan")}, ("rms_norm_eps", "nan")),
     ("eps negative", {"rms_norm_eps": -1e-5}, ("rms_norm_eps", "-1e-05")),
     ("theta infinite", {"rope_theta": float("inf")}, ("rope_theta", "inf")),
+    ("theta that no float holds", {"rope_theta": 10**400}, ("rope_theta", "1000000")),
     ("theta as text", {"rope_theta": "10000"}, ("rope_theta", "'10000'")),
     ("tied as text", {"tie_word_embeddings": "false"}, ("tie_word_embeddings", "'false'")),
     ("bias as a number", {"attention_bias": 1}, ("attention_bias", "1")),

@@ -28,7 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 192} | EXPERTS,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma2": {"head_dim": 128, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0} | WINDOW,
-    "gemma3_text": {"head_dim": 256, "num_key_value_heads": 1, "num_hidden_layers": 7} | WINDOW,
+    "gemma3_text": {"head_dim": 256, "num_key_value_heads": 1, "num_hidden_layers": 6} | WINDOW,
     "gpt_oss": {"head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2} | WINDOW,
 }
 """Family -> what of its configuration is not SIZE."""

@@ -1,6 +1,7 @@
 """What a call from Python is given wrongly is one exception, before anything is loaded."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from judged_candidates import judged_candidate
 from judged_engine import config_of
 from omegaconf import OmegaConf
 
-from pipeline.api import Evaluation, KVPolicy, UserError, champion, comparison, evaluate, load, promote
+from pipeline.api import Evaluation, KVPolicy, UserError, champion, comparison, engines, evaluate, load, promote
 from pipeline.api.engines import LoadedEngine
 from pipeline.core.overrides import written
+from pipeline.evidence import reading
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,18 @@ def test_evaluations_compare_as_rows_of_a_frame(tmp_path: Path) -> None:
     frame = comparison([Evaluation(one, None, ()) for one in judged])  # type: ignore[arg-type]
     assert list(frame.index) == ["fp16", "fp8", "int8"]
     assert list(frame["kl_mean"][1:]) == [0.25, 0.25]
+
+
+def test_a_downloaded_champion_is_loaded_from_its_engine_and_not_from_the_record_beside_its_evidence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow stores `bundle.json` beside `identity.json`: the command that stage=verify prints loads this directory."""
+    for name in ("bundle.json", "identity.json"):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(reading, "read_evidence", lambda directory: SimpleNamespace(engine=directory / "engine"))
+    assert engines._engine_directory(tmp_path) == tmp_path / "engine"
+    (tmp_path / "identity.json").unlink()
+    assert engines._engine_directory(tmp_path) == tmp_path
 
 
 def test_a_list_of_prompts_is_one_batch() -> None:

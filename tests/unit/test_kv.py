@@ -327,6 +327,12 @@ def test_scales_that_the_policy_needs_are_accepted() -> None:
     KVScales(layers=({Side.KEY: PER_HEAD, Side.VALUE: PER_HEAD},)).check(policy("fp8_head"), SMALL, "FILE")
 
 
+def test_a_key_of_another_backend_is_refused_with_the_backends_that_have_it() -> None:
+    with pytest.raises(UserError) as refusal:
+        plan(["backend.device=cuda"], multirun=False)
+    assert str(refusal.value) == "backend.device: the backend here has no such key; choose one that has: backend=torch"
+
+
 @pytest.mark.parametrize(
     ("overrides", "whole"),
     [

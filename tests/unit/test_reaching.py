@@ -106,7 +106,7 @@ def test_an_answer_that_is_too_large_is_given_up(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(answers, "MOST_BYTES", 1000)
 
     with answering(200, b" " * 100_000) as uri:
-        assert "the answer has more than" in refusal(uri, tmp_path, MissingRequirement)
+        assert "answers with more bytes than MLflow does" in refusal(uri, tmp_path, UserError)
 
 
 @pytest.mark.parametrize(

@@ -274,6 +274,16 @@ def test_runs_of_dead_processes_are_closed_and_no_others(store: MlflowStore, wor
     assert list(store.location.runs.glob("*/*")) == []
 
 
+def test_a_copied_work_directory_is_refused_before_it_writes_into_the_original(store: MlflowStore, work: Path) -> None:
+    copy = shutil.copytree(work, work.with_name("copy"))
+    (copy / "mlartifacts").mkdir(exist_ok=True)
+    with pytest.raises(
+        UserError, match=f"is a copy, .* files in {work}/mlartifacts: .*rm -r {copy}/mlflow.db {copy}/mlartifacts"
+    ):
+        MlflowStore(locate(Tracking(), copy, "tiny"))
+    MlflowStore(locate(Tracking(uri=store.location.uri), copy, "tiny"))  # another work directory may use the original's store
+
+
 def test_a_work_directory_that_was_moved_is_refused_until_its_old_path_leads_there(
     store: MlflowStore, work: Path, tmp_path: Path
 ) -> None:
