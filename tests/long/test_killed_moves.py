@@ -101,14 +101,11 @@ def check(work: Path) -> None:
 def test_a_move_that_is_killed_at_any_write_leaves_a_log_that_is_followed(work: Path) -> None:
     kills = 0
     for after in (False, True):
-        for name in ("int8", None, "fp8"):
-            for at in range(20):
-                ended = in_a_child(partial(killed, work, name, at, after))
+        for at in range(6):
+            for name in ("int8", None, "fp8", None):  # whatever the kill before left, some of these are moves
+                kills += in_a_child(partial(killed, work, name, at, after)) == -signal.SIGKILL
                 assert in_a_child(partial(check, work)) == 0
-                if ended == 7:
-                    break
-                kills += ended == -signal.SIGKILL
-    assert kills >= 30
+    assert kills >= 12
 
 
 def test_four_processes_that_move_at_once_leave_one_log(work: Path) -> None:
