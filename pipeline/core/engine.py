@@ -57,6 +57,8 @@ class Engine(ABC):
     """Whether every token reads the cache alone, its own key and value included, in prompts as well."""
     logit_step: float = 0.0
     """Two units in the last place of a logit, relative to it."""
+    keeps_prefixes: bool = False
+    """Whether beginnings of prompts stay in its cache for later prompts, until `forget_prefixes`."""
 
     def __init__(self, policy: KVPolicy, shape: KVShape, vocab_size: int) -> None:
         self.policy, self.shape, self.vocab_size = policy, shape, vocab_size
@@ -227,6 +229,10 @@ class Engine(ABC):
 
     def repeat_page(self) -> None:
         """Let the second page of every live sequence hold what its first one does, as a page that was not written would."""
+        raise NotImplementedError
+
+    def forget_prefixes(self) -> None:
+        """Let go of the beginnings that are kept for later prompts."""
         raise NotImplementedError
 
     def fork(self, sequence: int) -> int:

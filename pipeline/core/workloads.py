@@ -97,14 +97,14 @@ class ProbeConfig(StrictModel):
 
     max_tokens: Annotated[int, Field(ge=128, le=1 << 20)] = 2048
     """Longest sequence."""
-    decode_steps: Annotated[int, Field(ge=8, le=100_000)] = 320
+    decode_steps: Annotated[int, Field(ge=8, le=100_000)] = 400
     """Tokens that sequences decode from short prompts, forced and free."""
     offset_steps: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Decode steps at each length: 64 are every offset of a page."""
+    """Decode steps of the longest sequence: 64 are every offset of a page."""
     max_batch: Annotated[int, Field(ge=2, le=4096)] = 32
     """Largest decode step; the evaluation's batch_size where that is larger."""
     requests: Annotated[int, Field(ge=1, le=1_000_000)] = 400
-    """Short requests that come and go in a full batch."""
+    """Requests that come and go, one in ten of them long, twice: the second time half of them say something else."""
 
 
 class SpeculationConfig(StrictModel):

@@ -210,6 +210,8 @@ def promote(
         }
         if covered is not None:
             tags |= {"max_tokens": str(covered.tokens), "max_batch": str(covered.batch)}
+            if covered.decoded is not None:
+                tags |= {"max_decoded": str(covered.decoded), "exercised": ", ".join(covered.acts)}
         log.append(
             history,
             "promote",

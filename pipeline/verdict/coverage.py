@@ -108,6 +108,8 @@ class Allocation(Record):
     window_bytes: int
     window_unit_bytes: int
     """What the policy claims for the second copy of one page."""
+    process: "ProcessMemory | None" = None
+    """None where the cache is not this process's, and in older reports."""
 
     @property
     def problem(self) -> str | None:
@@ -121,7 +123,47 @@ class Allocation(Record):
         ):
             if size % unit if unit else size:
                 return f"{size} bytes are allocated for the {what}, the policy claims multiples of {unit}"
+        if self.process is not None and self.process.excess_mib and not self.process.unsure:
+            return f"the process grows by {self.process.excess_mib:.1f} MiB more than the policy claims for {self.process}"
         return None
+
+    @property
+    def unsure(self) -> str | None:
+        """Why the process's memory says nothing; None where it does."""
+        return self.process.unsure if self.process is not None else None
+
+
+class ProcessMemory(Record):
+    """What the process grew by while sequences were held: an unreported copy of the cache shows there alone."""
+
+    tokens: int
+    """Tokens of the sequences."""
+    grown_bytes: int
+    grown_again_bytes: int
+    """What it grew by when as many were held again, on pages that were in memory by then."""
+    claimed_bytes: int
+    """What the policy claims for these sequences."""
+    copy_bytes: int
+    """What a float16 copy of them would take."""
+    noise_bytes: int
+    """What the process grew or shrank by while a sequence came and went."""
+
+    @property
+    def excess_mib(self) -> float:
+        """What no policy explains, half a float16 copy or more; 0 for less."""
+        excess = max(self.grown_bytes - self.claimed_bytes, self.grown_again_bytes)
+        return excess / (1 << 20) if 2 * excess > self.copy_bytes else 0.0
+
+    @property
+    def unsure(self) -> str | None:
+        """Why it says nothing; None where it does."""
+        if 4 * self.noise_bytes <= self.copy_bytes:
+            return None
+        noise, copy = (size / (1 << 20) for size in (self.noise_bytes, self.copy_bytes))
+        return f"the process's memory moves by {noise:.1f} MiB by itself, too much to see a float16 copy of {copy:.1f} MiB"
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens, of which a float16 copy takes {self.copy_bytes / (1 << 20):.1f} MiB"
 
 
 class ProbePart(Record):
@@ -161,12 +203,23 @@ class Probe(Record):
     failures: list[str]
     allocation: Allocation
     seconds: float
+    together: int | None = None
+    """Tokens that several sequences of its largest batch held at once; null in older reports."""
+    prompts: int = 0
+    """Prompts, and later chunks of them, whose logits were compared."""
+    turns: int = 0
+    """Later chunks of sequences that had decoded."""
+    prefixes: int = 0
+    """Prompts that began like one before, on an engine that keeps beginnings."""
 
     def __str__(self) -> str:
-        forks = f", {self.forks} forks" if self.forks else ""
+        counts = (("forks", self.forks), ("turns", self.turns), ("reused prefixes", self.prefixes))
+        also = "".join(f", {count} {name}" for name, count in counts if count)
+        prompts = f", {self.prompts} of prompts" if self.prompts else ""
         return (
-            f"{sum(part.rows for part in self.parts)} tokens as the oracle computes them, up to {self.tokens:,} tokens, "
-            f"{self.decoded} of them decoded, batch {self.batch}, {self.page_offsets} of {PAGE_TOKENS} page offsets{forks}, "
+            f"{sum(part.rows for part in self.parts)} tokens{prompts} as the oracle computes them, "
+            f"up to {self.tokens:,} tokens, "
+            f"{self.decoded} of them decoded, batch {self.batch}, {self.page_offsets} of {PAGE_TOKENS} page offsets{also}, "
             f"{self.requests:,} requests"
         )
 
@@ -209,6 +262,10 @@ class Limits(Record):
 
     tokens: int | None = None
     batch: int | None = None
+    decoded: int | None = None
+    """Most tokens that a sequence decoded; null where a report does not say."""
+    acts: tuple[str, ...] = ()
+    """What sequences did besides: turns, forks, reused prefixes."""
 
     @classmethod
     def of_bundle(cls, record: Mapping[str, Any]) -> "Limits":
@@ -216,7 +273,11 @@ class Limits(Record):
         return cls(tokens=record.get("max_tokens"), batch=record.get("max_batch"))
 
     def __str__(self) -> str:
-        return f"up to {self.tokens or 0:,} tokens, batch {self.batch or 0}"
+        decoded = f", {self.decoded:,} decoded" if self.decoded is not None else ""
+        acts = (
+            f", with {' and '.join([part for part in (', '.join(self.acts[:-1]), self.acts[-1]) if part])}" if self.acts else ""
+        )
+        return f"up to {self.tokens or 0:,} tokens, batch {self.batch or 0}{decoded}{acts}"
 
     def exceeded_by(self, bundle: "Limits") -> str | None:
         """Say which limit of a bundle lies beyond; None when none does. Whole pages count, since their offsets were visited."""
@@ -239,10 +300,21 @@ def covered(coverage: Coverage | None, probes: EngineProbes | None) -> Limits | 
     """Return how far a verdict holds; None for reports that do not say.
 
     Tokens are those of the samples: quality at a length shows on samples of that length alone. A batch changes no quality, so
-    that the probe's counts as well.
+    that the probe's counts as well, where several of its sequences were as long.
     """
     if coverage is None:
         return None
-    probe = probes.candidate if probes is not None else None
-    batch = max(coverage.overall.largest_batch, probe.batch if probe is not None else 0)
-    return Limits(tokens=coverage.overall.longest_context, batch=batch)
+    samples, probe = coverage.overall, probes.candidate if probes is not None else None
+    tokens, batch = samples.longest_context, samples.largest_batch
+    if probe is None:
+        return Limits(tokens=tokens, batch=batch)
+    if probe.together is None:
+        return Limits(tokens=tokens, batch=max(batch, probe.batch))
+    as_long = -(-probe.together // PAGE_TOKENS) >= -(-tokens // PAGE_TOKENS)  # whole pages: their offsets were visited
+    acts = (("turns", probe.turns), ("forks", probe.forks + samples.forks), ("reused prefixes", probe.prefixes))
+    return Limits(
+        tokens=tokens,
+        batch=max(batch, probe.batch) if as_long else batch,
+        decoded=max(samples.longest_decode, probe.decoded),
+        acts=tuple(name for name, count in acts if count),
+    )

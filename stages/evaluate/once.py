@@ -31,6 +31,7 @@ def once(
     progress: Progress,
     twin: Twin | None = None,
     baseline: Path | None = None,
+    longest: int = 0,
 ) -> Once:
     """Measure an engine on some samples of the first round and beside them. No sequence is left in it.
 
@@ -43,6 +44,7 @@ def once(
         progress: Called with a label, units done, and units in all.
         twin: What the stress probe compares the engine with; None runs no probe.
         baseline: What `measure` wrote of the baseline in that round; None for the baseline, which runs no control.
+        longest: Tokens of the longest sample of later rounds with its answer: the claim is that of all samples.
     """
     answers = read_round(measured)
     first_round = answers if baseline is None else read_round(baseline)
@@ -66,7 +68,9 @@ def once(
         noise=noise_floor(subset, second, answers.answers_to(subset), tokenizer),
         free_answers=free_answers(engine, subset, batch, greedy, named, [result.answer for result in second]),
         reused=reused_prefixes(engine, subset),
-        probe=None if twin is None else probe(engine, twin, config.probe, batch, named),
+        probe=None
+        if twin is None
+        else probe(engine, twin, config.probe, batch, max(longest, *map(greedy.longest, encoded)), named),
         system=measure_system(engine, config.load, named),
     )
     if baseline is None:

@@ -1,5 +1,6 @@
 """What an evaluation exercised: counted where samples are decoded, written into verdicts, and a limit of promotions."""
 
+from typing import Any
 from unittest.mock import Mock, patch
 
 import numpy as np
@@ -9,7 +10,7 @@ from gate_reports import GATES, every_class, lines, report
 
 from pipeline.core.kv import FP16_POLICY, KVShape
 from pipeline.core.records import Sample
-from pipeline.verdict.coverage import Allocation, Coverage, EngineProbes, FreeAnswers, Limits, Probe, ProbePart
+from pipeline.verdict.coverage import Allocation, Coverage, EngineProbes, FreeAnswers, Limits, Probe, ProbePart, ProcessMemory
 from pipeline.verdict.gates import decide
 from stages.evaluate.decoding.batches import Finished, Greedy
 from stages.evaluate.decoding.coverage import Trace, coverage
@@ -109,7 +110,7 @@ def test_free_answers_are_counted_while_they_are_given_and_forced() -> None:
 
 def a_probe(**changes: object) -> Probe:
     part = ProbePart(name="context", rows=9, kl_median=1e-9, kl_max=1e-8, largest_difference=1e-4)
-    sizes = {"pages": 2, "pool_bytes": 64, "claimed_pool_bytes": 64, "exact_bytes": 0, "exact_unit_bytes": 0}
+    sizes: dict[str, Any] = {"pages": 2, "pool_bytes": 64, "claimed_pool_bytes": 64, "exact_bytes": 0, "exact_unit_bytes": 0}
     values: dict[str, object] = {
         "tokens": 2048, "decoded": 320, "batch": 32, "page_offsets": 64, "forks": 9, "requests": 400, "engine_tokens": None,
         "engine_batch": None, "runs": 1, "limit_kl": 1e-6, "limit_single_kl": 0.1, "parts": [part], "failures": [],
@@ -172,6 +173,47 @@ def test_a_verdict_says_how_far_it_holds_and_fails_by_the_probe() -> None:
     failed = decide(report(rows, coverage=exercised(), probes=probes(candidate=bad)), rows, GATES)
     assert failed.status == "FAIL"
     assert failed.reasons == ["candidate: probe: context: 2,048 tokens: KL 1"]
+
+
+def claim(**changes: Any) -> str:
+    found = decide(
+        report(every_class(), coverage=exercised(), probes=probes(candidate=a_probe(**changes))), every_class(), GATES
+    )
+    assert found.covered is not None
+    return found.covered
+
+
+def test_a_batch_is_claimed_at_the_samples_length_where_several_of_its_sequences_were_as_long() -> None:
+    assert claim(together=68) == "up to 68 tokens, batch 32, 320 decoded, with forks"
+    assert claim(together=65) == "up to 68 tokens, batch 32, 320 decoded, with forks", "every offset of a page was visited"
+    assert claim(together=64) == "up to 68 tokens, batch 2, 320 decoded, with forks"
+
+
+def test_what_sequences_did_is_part_of_the_claim() -> None:
+    assert claim(together=68, turns=3, prefixes=1).endswith("with turns, forks and reused prefixes")
+    assert claim(together=68, forks=0, decoded=400).startswith("up to 68 tokens, batch 32, 400 decoded")
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("grown", "noise", "status", "said"),
+    [
+        (17 * MIB, 0, "PASS", "bytes are those of the policy"),
+        (26 * MIB, 0, "FAIL", "the process grows by 16.0 MiB more than the policy claims for 8,192 tokens"),
+        (26 * MIB, 5 * MIB, "WARNING", "moves by 5.0 MiB by itself, too much to see a float16 copy of 16.0 MiB"),
+    ],
+)
+def test_a_copy_that_no_policy_claims_shows_in_the_process_unless_a_machine_is_noisy(
+    grown: int, noise: int, status: str, said: str
+) -> None:
+    process = ProcessMemory(
+        tokens=8192, grown_bytes=grown, grown_again_bytes=0, claimed_bytes=10 * MIB, copy_bytes=16 * MIB, noise_bytes=noise
+    )
+    grew = a_probe(allocation=a_probe().allocation.model_copy(update={"process": process}))
+    check = next(check for check in lines("probe", report([], probes=probes(candidate=grew))) if check.gate == "allocation")
+    assert (check.status, said in check.reason) == (status, True), check.reason
 
 
 def test_a_report_of_before_says_nothing_of_it() -> None:

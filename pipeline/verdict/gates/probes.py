@@ -33,7 +33,10 @@ def probes(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
         if probe is not None:
             yield _line("probe", where, probe.failures, str(probe))
             problem = probe.allocation.problem
-            yield _line("allocation", where, [problem] if problem else [], "allocated bytes are those of the policy")
+            line = _line("allocation", where, [problem] if problem else [], "allocated bytes are those of the policy")
+            unsure = probe.allocation.unsure
+            unseen = {"status": "WARNING", "reason": f"{line.reason}; {unsure}"} if unsure and line.status == "PASS" else {}
+            yield line.model_copy(update=unseen)
         told = f"free and forced answers agree on {free.tokens} tokens of {free.samples} samples"
         if free.samples:
             told += f", {bounded(free.samples, 'contradict themselves')}"

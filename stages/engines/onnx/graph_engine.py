@@ -52,6 +52,14 @@ class PagedEngine(ChunkedEngine):
             return super()._resume(prompt)
         return self.prefixes.begin(prompt, self._start, self._prefill)
 
+    @property
+    def keeps_prefixes(self) -> bool:  # type: ignore[override]  # a subclass's may change while it runs
+        return self.prefixes is not None
+
+    def forget_prefixes(self) -> None:
+        while self.prefixes is not None and self.prefixes.evict():
+            pass
+
     def _reserve(self, handles: Sequence[int], tokens: int) -> None:
         """As the pool's `reserve`. Where it has no room, kept prefixes go first."""
         while True:

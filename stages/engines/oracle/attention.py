@@ -13,6 +13,7 @@ Shapes: Hq query heads, H KV heads, G = Hq / H, S new tokens, R rows of a block,
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -71,6 +72,36 @@ class Span:
     start: int | None
     itself: bool = False
     """Whether each row reads its own token, and all before it, from the cache too."""
+
+
+@dataclass(frozen=True)
+class Fed:
+    """A sequence, and how its tokens came: (count, whether they were decoded one by one) of each piece, in order."""
+
+    tokens: Sequence[int]
+    pieces: Sequence[tuple[int, bool]]
+
+    @property
+    def shown(self) -> list[int]:
+        """Positions whose logits an engine returns: of a chunk of a prompt the last one, of decoded tokens each."""
+        ends = list(accumulate(count for count, _ in self.pieces))
+        return [
+            position
+            for end, (count, decoded) in zip(ends, self.pieces, strict=True)
+            for position in (range(end - count, end) if decoded else (end - 1,))
+        ]
+
+    def spans(self, chunk: int, longest: int, *, itself: bool) -> list[Span]:
+        """Return the rows of a pass that is `longest` tokens long; what pads it is a chunk that nothing reads."""
+        spans, first = [], 0
+        for count, decoded in (*self.pieces, (longest - len(self.tokens), False)):
+            end = first + count
+            starts = () if decoded else range(first, end, chunk)
+            spans += [Span(begin, min(begin + chunk, end), begin, itself) for begin in starts]
+            if decoded:
+                spans.append(Span(first, end, None, itself))
+            first = end
+        return spans
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The oracle, backend=torch on a CPU: transformers' own model, in float32, over the reference cache."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,7 +13,7 @@ from pipeline.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
 from pipeline.core.scales import KVScales
 from stages.checkpoints import load_causal_lm
 from stages.engines.base import ChunkedEngine, Logits, SequenceTable, check_positive
-from stages.engines.oracle.attention import ATTENTION, Block, BlockView, Sources, Span, View, check_finite, plan
+from stages.engines.oracle.attention import ATTENTION, Block, BlockView, Fed, Sources, Span, View, check_finite, plan
 from stages.engines.oracle.build import open_bundle
 from stages.engines.oracle.cache import LayerCache, LayerStorage, layer_storages, one_pass
 from stages.engines.oracle.heavy import SIDES, HeavyCache, HeavyView
@@ -195,6 +196,30 @@ class OracleEngine(ChunkedEngine):
         hidden = self._hidden([tokens], torch.arange(len(tokens))[None], [view], known)
         logits: Logits = head(self.model, hidden[:, first:])[0].numpy()
         return logits
+
+    @torch.inference_mode()
+    def rows(self, sequences: Sequence[Fed], rounding: float = 0.0) -> tuple[list[Logits], list[Logits]]:
+        """Compute whole sequences together, each in one pass; no sequence stays in the engine.
+
+        Args:
+            sequences: Tokens, and how they came: prompts, later chunks and decoded tokens in any order.
+            rounding: How far the output of a layer may be off in the second list, relative to its root mean square; 0: no list.
+
+        Returns:
+            Logits (rows, V) of each sequence: a row for the last token of every chunk of a prompt, and for every decoded token.
+        """
+        longest = max(len(one.tokens) for one in sequences)
+        fed = [*sequences, *sequences] if rounding else list(sequences)
+        ids = [[*one.tokens, *[0] * (longest - len(one.tokens))] for one in fed]
+        views: list[View] = []
+        for one in fed:
+            spans = one.spans(self.prefill_chunk, longest, itself=self.reads_itself)
+            heavy = self._heavy_view(self._heavy_caches(), spans, "the sequence") if self._keeps_heavy else None
+            views.append(heavy or _OnePassView(self, self._plan(spans)))
+        with disturbed(self.model, rounding) if rounding else nullcontext():
+            hidden = self._hidden(ids, torch.arange(longest).expand(len(ids), -1), views)
+        logits = [self.model.lm_head(row[one.shown]).numpy() for row, one in zip(hidden, fed, strict=True)]
+        return logits[: len(sequences)], logits[len(sequences) :]
 
     @torch.inference_mode()
     def replay(

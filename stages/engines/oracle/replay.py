@@ -144,7 +144,7 @@ def _tensor(array: npt.NDArray[Any] | None) -> Tensor | None:
 
 @contextmanager
 def disturbed(model: Any, rounding: float) -> Iterator[None]:
-    """Within this context, the output of every layer of the batch's second row is off by normal noise.
+    """Within this context, the output of every layer of the batch's second half is off by normal noise.
 
     Args:
         model: transformers' causal language model.
@@ -154,9 +154,9 @@ def disturbed(model: Any, rounding: float) -> Iterator[None]:
 
     def disturb(module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001  (torch's signature)
         hidden = output[0] if isinstance(output, tuple) else output
-        row = hidden[1]
-        noise = torch.randn(row.shape, generator=generator)
-        row += rounding * row.pow(2).mean(-1, keepdim=True).sqrt() * noise
+        rows = hidden[len(hidden) // 2 :]
+        noise = torch.randn(rows.shape, generator=generator)
+        rows += rounding * rows.pow(2).mean(-1, keepdim=True).sqrt() * noise
 
     hooks = [layer.register_forward_hook(disturb) for layer in model.model.layers]
     try:

@@ -75,6 +75,10 @@ class Greedy:
         """Return the most tokens of an answer to a sample."""
         return item.asked + self.extra_tokens
 
+    def longest(self, item: EncodedSample) -> int:
+        """Return the most tokens of a sequence that a sample's reference or answer makes."""
+        return len(item.prompt) + max(len(item.reference), self.limit(item))
+
     def followed(self, item: EncodedSample) -> tuple[int, ...]:
         """Return the answer of an engine that finds every forced token most likely, which a cut one may end without a stop."""
         return item.reference[:-1] if item.reference[-1] == self.stop_token else item.reference

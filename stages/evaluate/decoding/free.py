@@ -37,7 +37,8 @@ def free_answers(
     Args:
         engine: The engine. No sequence is left in it.
         encoded: The samples in tokens.
-        batch_size: Most prompts that are answered at once; the next one takes the place of one that has its answer.
+        batch_size: Most prompts that are answered at once, two in three of them at most; the next one takes the place of one
+            that has its answer.
         greedy: How answers end.
         progress: Called with the answers that were given or forced, and twice as many as there are samples.
         decoded: The answers of the same engine by decode steps, without the stop token; None where it gave none.
@@ -49,26 +50,28 @@ def free_answers(
     update(0)
     limits = [greedy.limit(item) for item in encoded]
     prompts = [item.prompt for item in encoded]
+    at_once = min(batch_size, max(1, 2 * len(encoded) // 3))  # some wait, and join
     try:
-        answers = engine.generate(prompts, limits, greedy.stop_token, max_sequences=batch_size, ended=update)
+        answers = engine.generate(prompts, limits, greedy.stop_token, max_sequences=at_once, ended=update)
     except UserError as error:
         return FreeAnswers(samples=len(encoded), tokens=0, contradictions=[f"generate: {error}"])
     contradictions = []
     words = [greedy.said(answer, item) for item, answer in zip(encoded, answers, strict=True)]
     known = [tuple(answer) if answer is not None else None for answer in decoded] or [None] * len(encoded)
-    # The first token comes from the prompt, which reads no cache.
-    left = [i for i, said in enumerate(words) if len(said) > 1 and tuple(answers[i]) != known[i]]
+    # Requests of an engine that serves whole ones show no logits of the prompt, which say the first token.
+    skipped = 1 if engine.can(Engine.forced_together) else 0
+    left = [i for i, said in enumerate(words) if len(said) > skipped and tuple(answers[i]) != known[i]]
     for begin in range(0, len(left), batch_size):
         together = left[begin : begin + batch_size]
         rows = _forced(engine, [(encoded[i].prompt, words[i][:-1]) for i in together])
         for done, (i, logits_BV) in enumerate(zip(together, rows, strict=True), 2 * len(encoded) - len(left) + begin):
             update(done)
-            found = contradiction(engine, logits_BV, words[i][1:])
+            found = contradiction(engine, logits_BV, words[i][skipped:])
             if found is not None:
                 first, gap = found
                 contradictions.append(
-                    f"sample {encoded[i].sample.id}: after {first + 1} free tokens it said {words[i][first + 1]}, which forced "
-                    f"decode finds {gap:.2g} less likely (logits) than {int(logits_BV[first].argmax())}"
+                    f"sample {encoded[i].sample.id}: after {first + skipped} free tokens it said {words[i][first + skipped]}, "
+                    f"which forced decode finds {gap:.2g} less likely (logits) than {int(logits_BV[first].argmax())}"
                 )
     return FreeAnswers(samples=len(encoded), tokens=sum(map(len, answers)), contradictions=contradictions)
 
@@ -94,11 +97,14 @@ def _tie(engine: Engine, logits_BV: Logits) -> Logits:
 
 
 def _forced(engine: Engine, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Logits]:
-    """Return the logits (len(tokens), V) of decoding the tokens of each request after its whole prompt, one by one."""
+    """Return the logits (1 + len(tokens), V) of each request's prompt, and of decoding its tokens after it, one by one.
+
+    An engine that serves whole requests shows those of the tokens alone.
+    """
     if engine.can(Engine.forced_together):
         return engine.forced_together([([*prompt, *tokens], len(prompt)) for prompt, tokens in requests])
-    handles, _ = engine.prefill([prompt for prompt, _ in requests])
-    rows: list[list[Logits]] = [[] for _ in requests]
+    handles, first_BV = engine.prefill([prompt for prompt, _ in requests])
+    rows: list[list[Logits]] = [[logits_V.copy()] for logits_V in first_BV]
     try:
         for step in range(max(len(tokens) for _, tokens in requests)):
             live = [i for i, (_, tokens) in enumerate(requests) if step < len(tokens)]

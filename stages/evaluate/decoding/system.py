@@ -3,22 +3,29 @@
 Times are reported. No gate judges them by default.
 """
 
+import ctypes
+import gc
 import random
+import resource
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from pipeline.core.engine import Engine
+from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS, live_tokens
 from pipeline.core.records import LoadTimes, Progress, no_progress
 from pipeline.core.workloads import LoadConfig
-from pipeline.verdict.coverage import Allocation
+from pipeline.verdict.coverage import Allocation, ProcessMemory
 from pipeline.verdict.report import SystemMetrics
 
 SEED = 0
 """Seed of the prompts, which are random tokens."""
 GIB = 1 << 30
+STATM = Path("/proc/self/statm")
+"""Where Linux says how many pages of a process are in memory."""
 
 
 def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_progress) -> SystemMetrics:
@@ -88,6 +95,61 @@ def _timed(engine: Engine, prompts: Sequence[Sequence[int]], steps: int, progres
     memory = engine.memory()
     engine.release(sequences)
     return LoadTimes(first_token_ms, step_ms, memory)
+
+
+HELD_BYTES, HELD_TOKENS = 16 << 20, 256
+"""Of a float16 copy of the sequences that the process is watched under, and tokens of each of them."""
+
+
+def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
+    """Hold sequences, and return what the process grows by; None where the cache is in another process, or none can say.
+
+    Sequences of the same length came and went before, so that what a prefill takes is there. They are held twice: a copy that
+    grows with the pool shows the first time, one that goes with its sequences also when all of the pool was in use before.
+    """
+    if engine.can(Engine.forced_together) or not STATM.exists():
+        return None
+    policy, shape = engine.policy, engine.shape
+    copied = 4 * shape.layers * shape.kv_heads * shape.head_dim
+    length = min(HELD_TOKENS, max_tokens // PAGE_TOKENS * PAGE_TOKENS)
+    room = engine.max_sequences or HELD_TOKENS
+    count = max(1, min(room - 1, round(HELD_BYTES / (copied * length))))
+    prompt = [token % engine.vocab_size for token in range(length)]
+    moved, before = 0, 0
+    for number in range(3):
+        handles, _ = engine.prefill([prompt])
+        engine.release(handles)
+        after = _resident()
+        moved = abs(after - before) if number else 0
+        before = after
+    grown = []
+    for _ in range(2):
+        before, held = _resident(), list[int]()
+        try:
+            for _ in range(count):
+                held += engine.prefill([prompt])[0]
+            grown.append(_resident() - before)
+        except UserError:  # it cannot hold so many
+            return None
+        finally:
+            engine.release(held)
+    return ProcessMemory(
+        tokens=count * length,
+        grown_bytes=grown[0],
+        grown_again_bytes=grown[1],
+        claimed_bytes=count * policy.sequence_bytes(shape, length),
+        copy_bytes=count * length * copied,
+        noise_bytes=moved,
+    )
+
+
+def _resident() -> int:
+    """Return the bytes of this process that are in memory, after what nothing uses any more is given back."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    return int(STATM.read_text().split()[1]) * resource.getpagesize()
 
 
 def allocation(engine: Engine) -> Allocation:

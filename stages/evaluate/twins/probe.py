@@ -1,33 +1,35 @@
 """The stress probe: an engine beside its twin on random tokens, where samples rarely lead.
 
-To the engine's own longest context and largest batch, over every page offset, in ragged batches, through forks, later chunks,
-long free generation, and pages that are freed and used again under load (`probe_parts`). Lengths and order are the same in each
-run, the tokens are not: what deviates at one place with one run's tokens may be a number between two codes that rounded to the
-other one, what deviates at the same place with any tokens is the engine.
+Scenes (`scenes.py`) take both to the longest context and the largest batch, over every page offset, through turns, forks, long
+decoding, free answers, and a crowd. Lengths and order are the same in each run, the tokens are not: what deviates at one
+place with one run's tokens may be a number between two codes that rounded to the other one, what deviates at the same place
+with any tokens is the engine.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from pipeline.core.engine import Engine
+from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS
 from pipeline.core.records import Progress
 from pipeline.core.workloads import ProbeConfig
 from pipeline.verdict.coverage import Probe, ProbePart
 from pipeline.verdict.record import finite
-from stages.evaluate.decoding.system import allocation
-from stages.evaluate.twins.probe_parts import Row, Schedule
+from stages.evaluate.decoding.system import allocation, process_memory
+from stages.evaluate.twins.scenes import SCENES
+from stages.evaluate.twins.stage import Row, Stage
 from stages.evaluate.twins.twin import Twin
 
 RUNS = 4
 """Runs that a place must deviate in before it fails. Flips hit up to a tenth of the places of one run."""
 
 
-LEAST_KL = 1e-6
+LEAST_KL = 1e-7
 """How far the median of a place may always be from the twin, in nats of KL(twin || engine): float32 shows about 1e-8."""
-SINGLE_KL = 0.1
+SINGLE_KL = 0.02
 """How far any one row may always be."""
 FACTOR = 30.0
 """How many times as far as a rounding takes the twin itself, where that is more."""
@@ -38,6 +40,7 @@ def probe(
     twin: Twin,
     config: ProbeConfig,
     batch_size: int,
+    claimed: int,
     progress: Progress,
 ) -> Probe:
     """Run an engine beside its twin on random tokens.
@@ -47,36 +50,44 @@ def probe(
         twin: Its twin.
         config: How far the probe goes.
         batch_size: Sequences in a decode step of the evaluation; the probe's largest batch is at least that.
-        progress: Called with how many of its parts have ended.
+        claimed: Tokens of the longest sample, which several rows of the largest batch have.
+        progress: Called with how many of its scenes have ended.
     """
     started = time.perf_counter()
     own_tokens, own_batch = engine.max_tokens, engine.max_batch
     max_tokens = min(limit for limit in (config.max_tokens, own_tokens, twin.model_tokens) if limit is not None)
-    largest = max(batch_size, config.max_batch) if own_batch is None else own_batch
-    sizes = sorted({min(batch_size, largest), min(largest, max(batch_size, config.max_batch))})
+    largest = max(batch_size, config.max_batch) if own_batch is None else min(own_batch, max(batch_size, config.max_batch))
+    largest = min(largest, engine.max_sequences or largest)
     failures: dict[str, str] = {}
-    first: Schedule | None = None
+    first: Stage | None = None
     runs = 0
     while runs < RUNS and (first is None or failures):
-        schedule = Schedule(engine, twin, config, max_tokens, sizes, seed=runs)
-        for ended, parts in schedule.parts():
-            progress(f"stress probe{' again' if runs else ''} [parts]", ended, parts)
-        found = _deviating(schedule)
+        stage = Stage(engine, twin, config, max_tokens, largest, claimed, seed=runs)
+        for ended in _played(stage):
+            progress(f"stress probe{' again' if runs else ''} [scenes]", ended, len(SCENES))
+        found = _deviating(stage)
         failures = found if first is None else {place: text for place, text in failures.items() if place in found}
-        first = first or schedule
+        first = first or stage
         runs += 1
+        if stage.failures:  # what needs no other run
+            break
     assert first is not None
+    said = [*first.failures, *(failures.values() if runs == RUNS or first.failures else ())]
+    held = None if said else process_memory(engine, max_tokens)
+    if engine.can(Engine.forget_prefixes):
+        engine.forget_prefixes()
     left = engine.memory()
     if left.live_tokens or left.held_pages:
         what = f"{left.live_tokens} tokens and {left.held_pages} pages"
-        failures["leak"] = f"{what} stayed in the cache after every sequence was released"
+        said.append(f"{what} stayed in the cache after every sequence was released")
     rows = first.rows
+    decoded = [row for row in rows if row.shown.decoded]
     limit, single = _limits(rows, twin.compute_dtype)
     return Probe(
-        tokens=max((row.length for row in rows), default=0),
-        decoded=max((row.decoded for row in rows), default=0),
-        batch=max((row.batch for row in rows), default=0),
-        page_offsets=len({(row.length - 1) % PAGE_TOKENS for row in rows}),
+        tokens=max((row.shown.length for row in rows), default=0),
+        decoded=max((row.shown.decoded for row in rows), default=0),
+        batch=max((row.shown.batch for row in decoded), default=0),
+        page_offsets=len({(row.shown.length - 1) % PAGE_TOKENS for row in decoded}),
         forks=first.forks,
         requests=first.started,
         engine_tokens=own_tokens,
@@ -85,10 +96,27 @@ def probe(
         limit_kl=limit,
         limit_single_kl=single,
         parts=_parts(rows),
-        failures=list(failures.values()),
-        allocation=first.allocation or allocation(engine),
+        failures=said,
+        allocation=(first.allocation or allocation(engine)).model_copy(update={"process": held}),
         seconds=time.perf_counter() - started,
+        together=first.together,
+        prompts=len(rows) - len(decoded),
+        turns=first.turns,
+        prefixes=first.reused,
     )
+
+
+def _played(stage: Stage) -> Iterator[int]:
+    """Play the scenes that the engine is able to, and yield how many have ended, before the first one and after each."""
+    yield 0
+    for ended, scene in enumerate(SCENES, start=1):
+        if all(stage.engine.can(need) for need in scene.needs):
+            try:
+                scene.play(stage)
+            except UserError as error:
+                stage.failures.append(f"{scene.name}: the engine refused it: {error}")
+            stage.compare(scene.name)
+        yield ended
 
 
 def _limits(rows: Sequence[Row], compute_dtype: str | None) -> tuple[float, float]:
@@ -102,29 +130,30 @@ def _limits(rows: Sequence[Row], compute_dtype: str | None) -> tuple[float, floa
     return max(LEAST_KL, FACTOR * typical), max(SINGLE_KL, FACTOR * worst)
 
 
-def _deviating(schedule: Schedule) -> dict[str, str]:
+def _deviating(stage: Stage) -> dict[str, str]:
     """Return the places that deviate -> what is said of them, the worst first."""
-    rows = schedule.rows
-    limit, single = _limits(rows, schedule.twin.compute_dtype)
+    rows = stage.rows
+    limit, single = _limits(rows, stage.twin.compute_dtype)
     by_place: dict[str, list[Row]] = {}
     for row in rows:
         for place in row.places:
             by_place.setdefault(place, []).append(row)
     medians = {place: float(np.median([row.kl for row in members])) for place, members in by_place.items()}
-    found = {place: place for place in schedule.failures}
+    found: dict[str, str] = {}
     for place in sorted(medians, key=lambda place: -medians[place]):
         if not medians[place] <= limit:
             members = by_place[place]
             worst = max(members, key=lambda row: row.kl)
             found[place] = (
                 f"{place}: KL {medians[place]:.1e} from the oracle on {len(members)} tokens ({limit:.1e} allowed), logits "
-                f"off by up to {worst.difference:.2g} at position {worst.length - 1}"
+                f"off by up to {worst.difference:.2g} at position {worst.shown.length - 1}"
             )
     largest = max(rows, key=lambda row: row.kl, default=None)
     if largest is not None and not largest.kl <= single:
+        shown = largest.shown
         found["single"] = (
-            f"{largest.places[0]}: KL {largest.kl:.1e} from the oracle at position {largest.length - 1} (page offset "
-            f"{(largest.length - 1) % PAGE_TOKENS}), row {largest.row} of a batch of {largest.batch} ({single:.1e} allowed)"
+            f"{largest.places[0]}: KL {largest.kl:.1e} from the oracle at position {shown.length - 1} (page offset "
+            f"{(shown.length - 1) % PAGE_TOKENS}), row {shown.row} of a batch of {shown.batch} ({single:.1e} allowed)"
         )
     return found
 

@@ -1,0 +1,130 @@
+"""A crowd of requests that come and go in a full batch, and whether any of them reads what another one wrote.
+
+Every second request is watched, the others are strangers. The crowd is played twice, with the same watched requests in the same
+places and strangers of the same lengths, whose tokens are others: no watched logit may change. What changes it comes from a
+page, a row or a buffer of a stranger, live or gone, however small the change is. Where an engine does not repeat itself, the
+first play is repeated as it was, and strangers may change no more than that does.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.core.engine import Engine
+from stages.engines.base import Logits
+from stages.evaluate.twins.stage import Actor, Stage
+
+SHORT = ((2, 6), (7, 9), (12, 15), (20, 12), (61, 8), (1, 17), (66, 4))
+"""Tokens of prompt and answer of short requests."""
+LONG = (300, 420, 590)
+"""Tokens of the prompts of one request in ten: its pages from the third on are used again, and by whom is another's affair."""
+WATCHED_LOGITS = 512
+"""Logits of a row that are kept: what reads another page changes them all."""
+NOISE = 4.0
+"""How many times as much as a repetition strangers may change."""
+
+Marks = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A request of the crowd."""
+
+    actor: Actor
+    watched: bool
+
+
+def crowd(stage: Stage) -> None:
+    """Requests that come and go, one in ten of them long, with strangers among them whose tokens are exchanged."""
+    kinds = _kinds(stage)
+    exact = dict(zip((kind.role for kind in kinds), stage.exact(kinds), strict=True))
+    first = _play(stage, kinds, 1, exact)
+    other = _play(stage, kinds, 2)
+    changed = _difference(first, other)
+    if changed.max(initial=0.0) == 0.0:
+        return
+    largest = max((float(np.abs(marks).max()) for marks in first), default=0.0)
+    repeated = _difference(first, _play(stage, kinds, 1))
+    # Noise is in most tokens. What differs in a few is no noise, and what happens rarely need not happen in the same place.
+    noise = float(repeated.max()) if np.median(repeated) > 0 else 0.0
+    allowed = NOISE * max(noise, stage.engine.logit_step * largest)
+    influenced = ~(changed <= allowed)
+    if influenced.any():
+        usual = f"{noise:.2g} when nothing does" if noise else "nothing, but for rare steps, when nothing does"
+        stage.failures.append(
+            f"isolation: {influenced.sum()} of {len(changed)} tokens of a crowd depend on what other requests hold: "
+            f"logits change by up to {changed.max():.2g} when only the others' tokens do, by {usual}"
+        )
+
+
+def _kinds(stage: Stage) -> list[Actor]:
+    """Return what is asked again and again."""
+    most = stage.max_tokens
+    shapes = [(length, steps) for length, steps in SHORT if length + steps <= most]
+    # Three lengths of a long request, as far as the model and the engine go.
+    shapes += [(max(1, min(length, most - 16 - number)), 12) for number, length in enumerate(LONG)]
+    return [stage.actor(f"request of {length} and {steps} tokens", length, steps) for length, steps in shapes]
+
+
+def _guests(stage: Stage, kinds: Sequence[Actor], strangers: int) -> Iterator[Guest]:
+    """Yield the requests in the order in which they come: of the same lengths in each play."""
+    order, tokens = np.random.default_rng(0), np.random.default_rng([stage.seed, strangers])
+    long = len(kinds) - len(LONG)
+    for number in range(stage.config.requests):
+        kind = kinds[long + number // 20 % len(LONG) if number % 20 in (4, 15) else int(order.integers(long))]
+        parts = order.integers(4) == 0
+        if number % 2 == 0:
+            yield Guest(Actor(kind.role, kind.prompt, list(kind.ahead)), watched=True)
+            continue
+        drawn: list[int] = tokens.integers(0, stage.engine.vocab_size, len(kind.prompt) + len(kind.ahead)).tolist()
+        prompt = kind.prompt if parts else drawn[: len(kind.prompt)]  # a request that begins as a watched one, and parts
+        yield Guest(Actor("", prompt, drawn[len(kind.prompt) :]), watched=False)
+
+
+def _play(stage: Stage, kinds: Sequence[Actor], strangers: int, exact: Mapping[str, Logits] | None = None) -> list[Marks]:
+    """Let the crowd come and go; return some logits of every watched token, in order.
+
+    Watched requests are compared with the twin's rows of their kind, where these are given: early ones and late ones apart.
+    """
+    waiting = deque(_guests(stage, kinds, strangers))
+    marks: list[Marks] = []
+    live: list[Guest] = []
+    while waiting or live:
+        arrived = [waiting.popleft() for _ in range(min(stage.largest - len(live), len(waiting)))]
+        if stage.engine.can(Engine.forced_together):
+            stage.play([guest.actor for guest in arrived])
+            live, leaving = [], arrived
+        else:
+            if arrived:
+                stage.prefill(*(guest.actor for guest in arrived))
+                live += arrived
+            stage.decode(*(guest.actor for guest in live))
+            leaving = [guest for guest in live if not guest.actor.ahead]
+            live = [guest for guest in live if guest.actor.ahead]
+            stage.leave(*(guest.actor for guest in leaving))
+        for guest in leaving:
+            stage.playing.remove(guest.actor)
+            if not guest.watched:
+                continue
+            marks += _marks(guest.actor)
+            if exact is not None:
+                rows = exact[guest.actor.role]
+                guest.actor.role += f", quarter {1 + 4 * len(waiting) // stage.config.requests} of the crowd from its end"
+                stage.note("crowd", guest.actor, rows)
+    return marks
+
+
+def _marks(actor: Actor) -> list[Marks]:
+    return [shown.logits_V[:: max(1, len(shown.logits_V) // WATCHED_LOGITS)].copy() for shown in actor.shown]
+
+
+def _difference(one: Sequence[Marks], other: Sequence[Marks]) -> npt.NDArray[np.float64]:
+    """Return the largest difference of each token's logits; a NaN beside a number is infinite."""
+    differences = [
+        0.0 if np.array_equal(a, b, equal_nan=True) else float(np.nan_to_num(np.abs(a - b), nan=np.inf).max())
+        for a, b in zip(one, other, strict=True)
+    ]
+    return np.array(differences)
