@@ -53,31 +53,6 @@ def story_tokens(rows: int, length: int, seed: int = 0) -> npt.NDArray[np.int64]
     return out
 
 
-def static_scales(policy: KVPolicy, model: Any, tokens: npt.NDArray[np.int64]) -> KVScales:
-    """Return scales for a policy whose static sides have one symmetric scale per layer: the largest magnitude over `tokens`.
-
-    ModelOpt's calibration does the same over more tokens. The measured times do not depend on the scales' values.
-
-    Args:
-        policy: The policy.
-        model: A transformers model.
-        tokens: (1, n) token ids.
-    """
-    with torch.inference_mode():
-        cache = model(torch.from_numpy(tokens), use_cache=True).past_key_values
-    layers = []
-    for number, layer in enumerate(cache.layers):
-        scales: dict[str, Any] = {}
-        for side, form in policy.sides(number).items():
-            if form.has_static_scales:
-                one = form.symmetric and form.granularity in ("per_tensor", "per_group")
-                assert one, f"{policy.name} is calibrated by ModelOpt only"
-                states = layer.keys if side.is_key else layer.values
-                scales[side] = {"scale": (states.abs().max().item() / form.largest,), "zero": None}
-        layers.append(scales)
-    return KVScales.model_validate({"layers": tuple(layers)})
-
-
 def make_bundle(policy: KVPolicy, scales: KVScales, work: Path, checkpoint: Path = CHECKPOINT) -> Path:
     """Build the ONNX engine bundle of a checkpoint under `policy` in the directory `work`, and return its path."""
     decoder, bundle = work / "decoder", work / policy.name

@@ -1,4 +1,4 @@
-"""Decode attention on a GPU: fp8 keys with int4 values beside fp8, bf16, torch's SDPA, FlashInfer, vLLM, and a plain copy.
+"""Decode attention on a GPU: fp8 keys with int4 values beside fp8, bf16, torch's SDPA, FlashInfer, and a plain copy.
 
     python -m benchmarks.decode_attention --json benchmarks/results/decode_attention_h200.json
 
@@ -22,7 +22,7 @@ from benchmarks import attention_cases
 from benchmarks.attention_cases import BATCHES, GROUPS, RAGGED, TOKENS, Row
 from benchmarks.recording import log, results_record, write_json
 
-LIBRARIES = ("torch", "triton", "flashinfer-python", "vllm", "numpy")
+LIBRARIES = ("torch", "triton", "flashinfer-python", "numpy")
 
 
 def gpu(device: torch.device) -> dict[str, Any]:

@@ -37,7 +37,6 @@ LIBRARIES = (
     "tensorrt",
     "tensorrt-llm",
     "flashinfer-python",
-    "vllm",
     "cupy-cuda13x",
 )
 STEP_SECONDS = 600
@@ -141,7 +140,6 @@ STEPS: dict[str, tuple[Part, ...]] = {
         attention(
             "FlashInfer", 420, f"{KV},flashinfer fp8,flashinfer xqa fp8,flashinfer bf16,flashinfer xqa bf16", "flashinfer"
         ),
-        attention("vLLM", 300, f"{KV},vllm triton fp8,vllm fa3 fp8,vllm turboquant,vllm fa3 bf16", "vllm"),
     ),
     "causes": (
         watched("races", 150, "compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "1"),

@@ -32,14 +32,16 @@ class Kvgate(Peer):
     @classmethod
     def prepare(cls, setting: Setting) -> None:
         from benchmarks import benchlib
+        from benchmarks.scales import cached_states, kv_scales
 
         # Built of this checkout's code in every run.
         shutil.rmtree(setting.models, ignore_errors=True)
         setting.models.mkdir(parents=True)
-        model, tokens = benchlib.load_model(setting.checkpoint), np.array([setting.calibration], np.int64)
+        model = benchlib.load_model(setting.checkpoint)
+        states = cached_states(model, [setting.calibration])
         for name in cls.formats:
             policy = benchlib.load_policy(name)
-            benchlib.make_bundle(policy, benchlib.static_scales(policy, model, tokens), setting.models, setting.checkpoint)
+            benchlib.make_bundle(policy, kv_scales(policy, states), setting.models, setting.checkpoint)
 
     def prefill(self, tokens: Sequence[int]) -> Logits:
         self.engine.release(self.handles)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import triton
 from triton import knobs
@@ -35,7 +35,10 @@ from plugins.kv_attention.kernels.variants import (
 from plugins.kv_attention.layout import SideLayout
 from plugins.kv_attention.tensorrt_nodes import Operation
 
-KERNELS: dict[Operation, tuple[Any, Callable[[Setting], Variant]]] = {
+Kernel = Operation | Literal["append"]
+"""Those of a TensorRT plan, and the append, which is launched by torch alone."""
+
+KERNELS: dict[Kernel, tuple[Any, Callable[[Setting], Variant]]] = {
     "plan_work": (plan_work, plan_variant),
     "decode_partial": (decode_partial, decode_variant),
     "decode_reduce": (decode_reduce, reduce_variant),
@@ -70,22 +73,19 @@ class CompiledKernel:
     """`ptx` assembled by ptxas."""
     num_warps: int
     shared_bytes: int
-    registers: int
     spill_bytes: int
     parameters: tuple[tuple[str, str], ...]
     """(name, Triton type) of inputs, int32 extras and outputs, in order."""
 
 
 @cache
-def compile_operation(operation: Operation, setting: Setting) -> CompiledKernel:
+def compile_operation(operation: Kernel, setting: Setting) -> CompiledKernel:
     """Compile the kernel of an operation, once a process, for any number of sequences, pages, buffers and layers.
 
     Grids: plan_work (plan_grid(programs)), decode_partial (H, Y), decode_reduce (Hq, B), context_partial (blocks, H, S),
     context_reduce (X * Hq), append (ceil(H / R), B, L), with Y the rows of the work list, blocks as context_blocks counts
     them, S = context_splits(splits), R = append_variant(...).constants["R"].
     context_partial is that of sequences with as many new tokens each, `tokens`.
-    Tensors that append writes in place are passed twice, as TensorRT does: as the inputs `*_in`, which are not read, and as
-    the outputs. Nor is `attended` read, what the step's last attention returned.
 
     Raises:
         RuntimeError: Triton interprets its kernels in this process, or ptxas refuses the PTX.
@@ -95,7 +95,7 @@ def compile_operation(operation: Operation, setting: Setting) -> CompiledKernel:
     return compile_kernel(kernel, parameter_types(operation, setting), specialise(setting), setting.sm)
 
 
-def parameter_types(operation: Operation, setting: Setting) -> dict[str, str | None]:
+def parameter_types(operation: Kernel, setting: Setting) -> dict[str, str | None]:
     """Return Triton's type of every parameter that is no constexpr, by name; None for a tensor that there is not.
 
     Kernels name what they have in common alike. The int32 extras are the number of columns of page_table (`table_width`), of
@@ -107,7 +107,7 @@ def parameter_types(operation: Operation, setting: Setting) -> dict[str, str | N
     exact = "*fp16" if layout.exact_tokens else None
     stored = {name: POINTERS[dtype] for name, (dtype, _) in (layout.pools(1) | layout.exact_buffers(1)).items()}
     types: dict[str, str | None] = {
-        **dict.fromkeys(("query", "key_new", "value_new", "attended", "out"), new),
+        **dict.fromkeys(("query", "key_new", "value_new", "out"), new),
         **dict.fromkeys(("page_table", "lengths", "work", "sequences"), "*i32"),
         **dict.fromkeys(("table_width", "tokens", "splits", "programs", "batch", "pages"), "i32"),
         "exact_slots": "*i32" if exact else None,
@@ -118,7 +118,7 @@ def parameter_types(operation: Operation, setting: Setting) -> dict[str, str | N
         **{f"{name}_scale": "*fp32" if side.has_static_scales else None for name, side in sides.items()},
     }
     if operation == "append":
-        return types | {f"{name}_in": kind for name, kind in types.items()}
+        return types
     # The attention kernels take dynamic scales by the name of static ones, and those of blocks beside the layer's.
     types |= {f"{name}_scale": _scale_pointer(side) for name, side in sides.items()}
     types["value_block_scale"] = POINTERS[layout.value.scale_storage] if layout.value.layer_scale else None
@@ -156,9 +156,9 @@ def compile_kernel(kernel: Any, types: Mapping[str, str | None], variant: Varian
     compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
     parameters = tuple((name, signature[name]) for name in kernel.arg_names if signature[name] != "constexpr")
     ptx = strip_hidden_parameters(compiled.asm["ptx"], len(parameters))
-    cubin, registers, spill_bytes = assemble(ptx, sm)
+    cubin, spill_bytes = assemble(ptx, sm)
     shared = compiled.metadata.shared
-    return CompiledKernel(compiled.metadata.name, ptx, cubin, variant.num_warps, shared, registers, spill_bytes, parameters)
+    return CompiledKernel(compiled.metadata.name, ptx, cubin, variant.num_warps, shared, spill_bytes, parameters)
 
 
 def strip_hidden_parameters(ptx: str, keep: int) -> str:
@@ -184,14 +184,14 @@ def assembler(sm: int) -> Any:
     return knobs.nvidia.ptxas_blackwell if sm >= NEWER_PTX else knobs.nvidia.ptxas
 
 
-def assemble(ptx: str, sm: int) -> tuple[bytes, int, int]:
+def assemble(ptx: str, sm: int) -> tuple[bytes, int]:
     """Assemble PTX with one entry by Triton's ptxas.
 
     Returns:
-        The cubin, its registers per thread, and the bytes it spills.
+        The cubin, and the bytes it spills.
 
     Raises:
-        RuntimeError: ptxas refuses the PTX or does not report registers and spills.
+        RuntimeError: ptxas refuses the PTX or does not report spills.
     """
     target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
     if target is None:
@@ -205,11 +205,10 @@ def assemble(ptx: str, sm: int) -> tuple[bytes, int, int]:
         if process.returncode:
             raise RuntimeError(f"ptxas refused the PTX: {process.stderr.strip()}")
         cubin = out.read_bytes()
-    registers = re.search(r"Used (\d+) registers", process.stderr)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", process.stderr)
-    if registers is None or not spills:
-        raise RuntimeError(f"ptxas reported no registers or spills: {process.stderr.strip()}")
-    return cubin, int(registers[1]), sum(map(int, spills))
+    if not spills:
+        raise RuntimeError(f"ptxas reported no spills: {process.stderr.strip()}")
+    return cubin, sum(map(int, spills))
 
 
 def _scale_pointer(side: SideLayout) -> str | None:

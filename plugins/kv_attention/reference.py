@@ -170,57 +170,13 @@ def attend(
     page_table: Tensor,
     lengths: Tensor,
     scaling: float,
+    query_starts: Tensor | None = None,
     exact_slots: Tensor | None = None,
 ) -> Tensor:
-    """Run the attention of one decode step, before the new token is appended.
+    """Run the attention of the new tokens of each sequence, one or several, before any of them is appended.
 
-    A query attends to the sinks and the recent tokens from the exact buffers, to all other tokens from the pages, and to its
-    own token from key_new and value_new, unquantized.
-
-    Args:
-        layout: Format of the cache.
-        query: (B, Hq, D).
-        key_new: (B, H, D).
-        value_new: (B, H, D).
-        cache: Tensors of the layer.
-        page_table: (B, P) int32.
-        lengths: (B) int32, tokens before the current one.
-        scaling: Factor of the scores before the softmax.
-        exact_slots: (B) int32, required with exact tokens.
-
-    Returns:
-        (B, Hq, D) float32.
-    """
-    return attend_context(
-        layout,
-        query,
-        key_new,
-        value_new,
-        cache,
-        query_starts=torch.arange(len(lengths) + 1, dtype=torch.int32),
-        page_table=page_table,
-        lengths=lengths,
-        scaling=scaling,
-        exact_slots=exact_slots,
-    )
-
-
-def attend_context(
-    layout: CacheLayout,
-    query: Tensor,
-    key_new: Tensor,
-    value_new: Tensor,
-    cache: Cache,
-    *,
-    query_starts: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    scaling: float,
-    exact_slots: Tensor | None = None,
-) -> Tensor:
-    """Run the attention of several new tokens of each sequence, before any of them is appended.
-
-    A query attends to what a token at position lengths[b] reads of the cache, and to the new tokens up to its own, unquantized.
+    A query attends to the sinks and the recent tokens from the exact buffers, to all other tokens from the pages, as a token
+    at position lengths[b] reads them, and to the new tokens up to its own, unquantized.
 
     Args:
         layout: Format of the cache.
@@ -228,17 +184,18 @@ def attend_context(
         key_new: (X, H, D).
         value_new: (X, H, D).
         cache: Tensors of the layer.
-        query_starts: (B + 1) int32, the first new token of each sequence, and X.
         page_table: (B, P) int32.
         lengths: (B) int32, tokens before the new ones.
         scaling: Factor of the scores before the softmax.
+        query_starts: (B + 1) int32, the first new token of each sequence, and X. None: each has X / B.
         exact_slots: (B) int32, required with exact tokens.
 
     Returns:
         (X, Hq, D) float32.
     """
     out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
-    spans = list(pairwise(query_starts.tolist()))
+    starts = range(0, len(query) + 1, len(query) // len(lengths)) if query_starts is None else query_starts.tolist()
+    spans = list(pairwise(starts))
     for b, length in enumerate(lengths.tolist()):
         new = slice(*spans[b])
         sides = list(dequantize(layout, cache, page_table[b], length))

@@ -137,7 +137,7 @@ class Call:
     def setting(self) -> Setting:
         """What the kernel is compiled for: of several new tokens, for a chunk of a prompt."""
         layout, splits = self.layout, max(1, self.splits - 1)
-        group = 1 if self.node.operation == "append" else self.q_heads // layout.kv_heads
+        group = self.q_heads // layout.kv_heads
         return Setting(layout, COMPUTE[self.compute], self.attributes["sm"], group, self.scaling, WIDEST, splits)
 
     @property

@@ -1,8 +1,8 @@
 """Graph nodes of the plugin's operations: names, ordered tensors, integer attributes. Imports neither TensorRT nor Triton.
 
-Shapes: L layers, B sequences, Hq query heads on H KV heads, D head_dim, P pages of a sequence, N pages, M exact buffers,
+Shapes: B sequences, Hq query heads on H KV heads, D head_dim, P pages of a sequence, N pages, M exact buffers,
 E exact slots, W storage elements and g stored scales of a token, Y programs of a KV head, R parts, X new tokens of each
-sequence, S splits of their results, T rows of an append: all new tokens of all A sequences.
+sequence, S splits of their results.
 
     kv::plan_work       lengths (B) -> work (Y, 5), sequences (B, 4), once a step for all layers with the same exact tokens
     kv::decode_partial  query (B, Hq, 1, D), key, value (B, H, 1, D), key_pool, value_pool (N, H, 64, W)[, scales of keys]
@@ -12,13 +12,6 @@ sequence, S splits of their results, T rows of an append: all new tokens of all 
     kv::context_partial query (B, X, Hq, D), key, value (B, X, H, D), the cache's tensors as in decode_partial
                         -> partial_acc (B, X, Hq, S, D), partial_ml (B, X, Hq, S, 2), S = splits + 1
     kv::context_reduce  partial_acc, partial_ml -> out (B, X, Hq, D)
-    kv::append          key, value (L, T, H, D), page_table (T, P), lengths (T)[, exact_slots], attended (A, X, Hq, D),
-                        key_pool (L, N, H, 64, W)[, scales], value_pool[, scales][, key_exact, value_exact (L, M, H, E, D)];
-                        static scales are (L, 1 or H) -> the pools, scale pools and exact buffers, in the memory of the inputs
-
-The append writes in place: whoever runs a network binds each of its outputs to the address of the input of that name.
-TensorRT is not told (tensorrt_plugin.py says why), so `attended`, what the last attention of the step returned, orders the
-two: the append overwrites exact slots that every attention of its step reads.
 
 partial_ml is float32, and so is partial_acc of float32 queries; that of float16 and bfloat16 ones is float16.
 Static scales are `key_scale` (1, 1 or H, 1, 1) float32, dynamic ones `key_scale_pool` (N, H, 64, g) float16. nvfp4 has both,
@@ -28,8 +21,8 @@ decode_reduce replace. Their order is the order of the kernels' parameters, beca
 
 A TensorRT plugin has a fixed number of tensors, and an ahead-of-time plugin passes each of them to its kernel. Which tensors
 exist depends on the layout. Each set of tensors is therefore an operation of its own, named after the tensors it takes:
-`kv::append_kstatic_vdynamic_exact`. A single operation with one-element placeholders for absent tensors would give kernels
-parameters that they do not have, and appends outputs that are no tensor of the cache.
+`kv::decode_partial_kstatic_vdynamic_exact`. A single operation with one-element placeholders for absent tensors would give
+kernels parameters that they do not have.
 """
 
 import struct
@@ -41,8 +34,8 @@ from plugins.kv_attention.layout import CODES, PAGE_TOKENS, CacheLayout, Dtype, 
 
 NAMESPACE = "kv"
 
-Operation = Literal["plan_work", "decode_partial", "decode_reduce", "context_partial", "context_reduce", "append"]
-Layered = Literal["decode_partial", "context_partial", "append"]
+Operation = Literal["plan_work", "decode_partial", "decode_reduce", "context_partial", "context_reduce"]
+Layered = Literal["decode_partial", "context_partial"]
 """Operations on a cache: which tensors they take depends on its layout."""
 Scales = Literal["none", "static", "dynamic", "blocks"]
 SCALES: dict[Scales, tuple[str, ...]] = {
@@ -71,7 +64,6 @@ ATTRIBUTES: dict[Operation, tuple[str, ...]] = {
     "decode_reduce": ("out_format", "sm"),
     "context_partial": (*_CACHE_ATTRIBUTES, "splits", "scaling_bits", "sm"),
     "context_reduce": ("out_format", "sm"),
-    "append": (*_CACHE_ATTRIBUTES, "sm"),
 }
 """Attributes of each operation. All are required and int. value_group is the values' group size, or 0 without one; programs
 counts the programs over the pages of a KV head, splits those over the pages for a block of query rows; scaling_bits is the
@@ -117,27 +109,21 @@ def node_of(operation: Layered, layout: CacheLayout) -> Node:
 def all_nodes() -> list[Node]:
     """Return the nodes of every operation, for every set of tensors."""
     keys: tuple[Scales, ...] = ("none", "static", "dynamic")
-    operations: tuple[Layered, ...] = ("decode_partial", "context_partial", "append")
+    operations: tuple[Layered, ...] = ("decode_partial", "context_partial")
     return [PLAN, REDUCE, CONTEXT_REDUCE, *(_node(*choice) for choice in product(operations, keys, SCALES, (False, True)))]
 
 
 def _node(operation: Layered, key: Scales, value: Scales, exact: bool) -> Node:
     sides: dict[str, Scales] = {"key": key, "value": value}
-    tables = ["page_table", "lengths"]
-    buffers, slots = (["key_exact", "value_exact"], ["exact_slots"]) if exact else ([], [])
     scales = {name: [f"{name}_{tensor}" for tensor in SCALES[kind]] for name, kind in sides.items()}
     # Tensors stand in the order of the kernels' parameters.
-    if operation != "append":
-        work = PLAN.outputs if operation == "decode_partial" else ()
-        scaled = [*scales["key"], *scales["value"]]
-        inputs = ["query", *sides, "key_pool", "value_pool", *scaled, *tables, *work, *buffers, *slots]
-        outputs = ["partial_acc", "partial_ml"]
-    else:
-        cache = ["key_pool", *scales["key"], "value_pool", *scales["value"], *buffers]
-        inputs = [*sides, *tables, *slots, "attended", *cache]
-        outputs = [name for name in cache if name not in ("key_scale", "value_scale")]
+    work = PLAN.outputs if operation == "decode_partial" else ()
+    inputs = [
+        *("query", *sides, "key_pool", "value_pool", *scales["key"], *scales["value"]),
+        *("page_table", "lengths", *work, *(("key_exact", "value_exact", "exact_slots") if exact else ())),
+    ]
     suffix = [f"{name[0]}{kind}" for name, kind in sides.items() if kind != "none"] + (["exact"] if exact else [])
-    return Node(operation, "_".join([operation, *suffix]), tuple(inputs), tuple(outputs))
+    return Node(operation, "_".join([operation, *suffix]), tuple(inputs), ("partial_acc", "partial_ml"))
 
 
 def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int, splits: int = 0) -> dict[str, Spec]:
@@ -169,21 +155,16 @@ def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int,
             "partial_acc": (PARTIAL_TYPES[compute], ("B", "X", q_heads, splits, dim)),
             "partial_ml": ("FLOAT", ("B", "X", q_heads, splits, 2)),
         }
-    layers: tuple[int | str, ...] = ()
-    if node.operation == "append":
-        layers = ("L",)
-        rows_of = {"page_table": ("T", "P"), "lengths": ("T",), "exact_slots": ("T",)}
-        specs |= {name: ("INT32", dims) for name, dims in rows_of.items()} | {"attended": (activation, ("A", "X", "Q", dim))}
     several = ("B", "X", heads, dim) if node.operation == "context_partial" else ("B", heads, 1, dim)
-    rows = (*layers, "N", heads, PAGE_TOKENS)
+    rows = ("N", heads, PAGE_TOKENS)
     for name, side in sides.items():
         scales = heads if side.granularity == "per_head" else 1
         specs |= {
-            name: (activation, ("L", "T", heads, dim) if layers else several),
+            name: (activation, several),
             f"{name}_pool": (DATA_TYPES[side.dtype], (*rows, side.width(dim))),
             f"{name}_scale_pool": ("FP8" if side.layer_scale else "HALF", (*rows, side.groups(dim))),
-            f"{name}_scale": ("FLOAT", ("L", scales) if layers else (1, scales, 1, 1)),
-            f"{name}_exact": ("HALF", (*layers, "M", heads, layout.exact_tokens, dim)),
+            f"{name}_scale": ("FLOAT", (1, scales, 1, 1)),
+            f"{name}_exact": ("HALF", ("M", heads, layout.exact_tokens, dim)),
         }
     return {name: specs[name] for name in node.inputs}
 

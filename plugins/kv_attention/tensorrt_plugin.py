@@ -1,5 +1,5 @@
 """TensorRT plugins, compiled ahead of time from the Triton kernels: a decode step's work list, its attention and that of
-several new tokens, each with the join of its parts, and the append.
+several new tokens, each with the join of its parts.
 
 Importing this module registers every operation of tensorrt_nodes with TensorRT (>= 10.14) as a quickly deployable plugin, for
 nodes of an ONNX graph (domain `kv`) and for networks made in Python:
@@ -9,14 +9,8 @@ nodes of an ONNX graph (domain `kv`) and for networks made in Python:
 
 The built engine contains the PTX. It needs neither Python nor a plugin library to run.
 
-Networks must be strongly typed. Heads, head_dim and exact slots are fixed; sequences, pages, exact buffers and layers
+Networks must be strongly typed. Heads, head_dim and exact slots are fixed; sequences, pages and exact buffers
 may vary within a profile, since the kernels take them as integers or from the grid.
-
-The append writes in place: each of its outputs must be bound to the address of its input, as network output and input. It does
-not declare that (TensorDesc.aliased, PreviewFeature.ALIASED_PLUGIN_IO_10_03). For what is declared TensorRT may insert copies
-of a whole pool, since attention reads the same memory, and TensorRT-Edge-LLM's plugins leave it undeclared because Myelin keeps
-such copies or rejects the engine; a kernel is also passed one pointer, not two, for a declared pair. Undeclared, TensorRT knows
-of no order between reading a pool and writing it, so the append takes what the step's last attention returned as an input.
 """
 
 import inspect
@@ -34,7 +28,7 @@ except ImportError as error:
 
 from plugins.kv_attention import aot
 from plugins.kv_attention.kernels.context_variants import context_splits, context_variant
-from plugins.kv_attention.kernels.variants import append_variant, plan_grid, work_rows
+from plugins.kv_attention.kernels.variants import plan_grid, work_rows
 from plugins.kv_attention.tensorrt_call import Call
 from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, PARTIAL_TYPES, Node, all_nodes
 
@@ -58,8 +52,6 @@ def output_descriptors(call: Call) -> Any:
     known = not shape[0].is_fake
     if known:
         call.check()
-    if call.node.operation == "append":
-        return tuple(tensors[name].like() for name in call.node.outputs)
 
     def number(value: int) -> Any:
         # In TensorRT 10 a new constant belongs to the builder of the previous plugin call, which may no longer exist.
@@ -135,11 +127,8 @@ def kernel_launch(call: Call, outputs: Sequence[Any]) -> Any:
 
 
 def _tensor_name(name: str) -> str:
-    """Common name of a tensor and of the kernel's parameter for it.
-
-    Kernels have separate names for a pool as an input and as an output, and one name for static and dynamic scales.
-    """
-    return name.removesuffix("_in").removesuffix("_new").replace("_scale_pool", "_scale").replace("_block_scale", "_scale")
+    """Common name of a tensor and of the kernel's parameter for it: kernels have one name for static and dynamic scales."""
+    return name.removesuffix("_new").replace("_scale_pool", "_scale").replace("_block_scale", "_scale")
 
 
 def integer_argument(call: Call, name: str) -> Any:
@@ -151,8 +140,6 @@ def integer_argument(call: Call, name: str) -> Any:
         "table_width": ("page_table", 1),
         "splits": ("partial_acc", 3),
         "tokens": ("query", 1),
-        "pages": ("key_pool", 1),
-        "buffers": ("key_exact", 1),
     }
     return call.size(*dimensions[name])
 
@@ -173,8 +160,6 @@ def launch_grid(call: Call) -> tuple[Any, Any, Any]:
             return _product(size("query", 0), blocks), heads, call.splits
         case "context_reduce":
             return _product(size("partial_acc", 0), size("partial_acc", 1)) * call.q_heads, 1, 1
-        case "append":
-            return -(-heads // append_variant(setting).constants["R"]), size("key", 1), size("key", 0)
 
 
 def _product(first: Any, second: Any) -> Any:

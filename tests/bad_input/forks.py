@@ -42,7 +42,7 @@ def drop_capabilities() -> None:
 def no_runner() -> ModuleType:
     """Return what stands in for the stages: what is refused before any work does not come here."""
 
-    def begin(*_: object) -> NoReturn:
+    def begin(*_: object, **__: object) -> NoReturn:
         print("the work began")
         raise SystemExit(99)
 

@@ -70,7 +70,7 @@ FAULTS = [
     of("window_of_float16", "fp8_windowed", "the window's finer values take the bytes of float16",
        reports(window_bytes=lambda _, report: 2 * report.window_bytes), "allocation", harm="memory"),
     of("float16_copy_unreported", "int8", "keeps a float16 copy of the cache that it does not report",
-       method("pool.append", copy_beside), "memory", harm="memory"),
+       method("pool.append", copy_beside), "allocation", harm="memory"),
     of("canary_without_effect", "int8", "what the must-fail control corrupts is a copy that decoding does not read",
        method("corrupt_key_scale", lambda *_: None), "canary", harm="claim"),
     of("shows_another_cache", "int8", "what it shows of its cache is not what decoding reads: a corrected copy",

@@ -217,7 +217,7 @@ FAULTS = [
     crowd("page_of_another_request_rarely", "fp8", "another request's page, in one request of 200",
           page(of_one_request_in(200), 0)),
     crowd("foreign_page_one_step_in_20", "int8", "another request's third page in one step of 20, in long requests in a crowd",
-          page(same_of_next_row, 2, every(20))),
+          page(same_of_next_row, 2, every(20)), "accuracy"),
     crowd("freed_page_one_step_in_50", "int8", "what an earlier request left, in one step of 50, in long requests in a crowd",
           page(free_one, -2, every(50))),
     crowd("rows_above_16_beyond_192", "int8", "rows from 16 on read other rows' pages beyond 192 tokens",

@@ -18,12 +18,12 @@ import onnx
 import onnxruntime as ort
 import tensorrt_rtx
 import torch
-from plugin_graphs import PluginGraph
 
 from stages.engines.onnx.bundle import Tensor
+from stages.engines.onnx.weights import makers
 from stages.engines.tensorrt.bundle import PlanRecord
-from stages.engines.tensorrt.device import Device
 from stages.engines.tensorrt.library import Library
+from stages.engines.tensorrt.session import Device
 
 trt = SimpleNamespace(
     TensorIOMode=tensorrt_rtx.TensorIOMode,
@@ -62,23 +62,32 @@ class FakeDevice(Device):
         return replay
 
 
+def computed_with(model: onnx.ModelProto) -> dict[str, npt.NDArray[Any]]:
+    """The constants of a graph by the names under which it computes with them, transposed where it transposes them."""
+    values, made_from = {}, makers(model.graph)
+    for tensor in model.graph.initializer:
+        name, value = tensor.name, onnx.numpy_helper.to_array(tensor)
+        while name in made_from:
+            value = value.T if made_from[name].op_type == "Transpose" else value
+            name = made_from[name].output[0]
+        values[name] = value
+    return values
+
+
 class FakeEngine:
     """ICudaEngine of one graph of a bundle."""
 
     device_memory_size_v2 = 1 << 12
 
-    def __init__(self, graph: Path, record: PlanRecord, mode: str, plugins: PluginGraph | None = None) -> None:
-        """`plugins`: what the plan was built of in place of the bundle's graph, where it has plugin nodes."""
-        self.plugins = plugins
+    def __init__(self, graph: Path, record: PlanRecord, mode: str) -> None:
         self.tensors = [*record.inputs[mode], *record.outputs[mode]]
         self.inputs = {t.name: t for t in record.inputs[mode]}
         self.profile = record.profiles[mode]
         # As inputs of ONNX Runtime weights would be summed in another order, and codes of new tokens round to neighbours. So
         # it has them as constants, and a run checks that what is bound is the same.
-        if plugins is None:
-            self.session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
+        self.session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
         model = onnx.load(graph)
-        values = {t.name.removesuffix(".stored"): onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+        values = computed_with(model)
         self.weights = {
             weight.name: values[weight.name].astype(NUMPY[self.inputs[weight.name].dtype]) for weight in record.weights
         }
@@ -113,8 +122,7 @@ class FakeEngine:
 
     def create_execution_context(self, config: Any) -> "FakeContext":
         assert config.strategy == trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        if self.plugins is None:  # TensorRT for RTX, which has none
-            assert config.dynamic_shapes_kernel_specialization_strategy == trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        assert config.dynamic_shapes_kernel_specialization_strategy == trt.DynamicShapesKernelSpecializationStrategy.EAGER
         self.contexts.append(FakeContext(self))
         return self.contexts[-1]
 
@@ -178,12 +186,6 @@ class FakeContext:
         assert self.memory >= self.engine.device_memory_size_v2
         for name in self.engine.weights:
             self._check_weight(name)
-        if self.engine.plugins is not None:
-            arrays = {t.name: self._array(t) for t in self.engine.tensors if t.name not in self.engine.weights}
-            inputs = {name: array for name, array in arrays.items() if name in self.engine.inputs}
-            self.engine.plugins.run(inputs, {name: array for name, array in arrays.items() if name not in inputs})
-            self.runs += 1
-            return True
         binding = self.engine.session.io_binding()
         for tensor in self.engine.tensors:
             if tensor.name in self.engine.weights:

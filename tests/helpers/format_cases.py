@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from benchmarks.numerics.scales import calibrated_scales
+from benchmarks.scales import calibrated_scales
 from pipeline.core.formats import BlockScale, Format, Granularity, Rotation, ScaleSource
 from pipeline.formats import graph, oracle
 from pipeline.formats.oracle import Static, Stored

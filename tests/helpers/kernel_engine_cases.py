@@ -74,25 +74,15 @@ def append_by_reference(
 
 
 @uncounted
-def attend_by_reference(layout: CacheLayout, query: Tensor, *args: Any, plan: launch.Plan, **options: Any) -> Tensor:  # noqa: ARG001
-    """launch.decode_attention in plain torch."""
+def attend_by_reference(layout: CacheLayout, query: Tensor, *args: Any, plan: Any = None, **options: Any) -> Tensor:  # noqa: ARG001
+    """launch.decode_attention and context.context_attention in plain torch."""
     return reference.attend(layout, query, *args, **options).to(query.dtype)
-
-
-@uncounted
-def context_by_reference(
-    layout: CacheLayout, query: Tensor, *new: Any, lengths: Tensor, query_starts: Tensor | None, **options: Any
-) -> Tensor:
-    """context.context_attention in plain torch."""
-    if query_starts is None:
-        query_starts = torch.arange(len(lengths) + 1) * (len(query) // len(lengths))
-    return reference.attend_context(layout, query, *new, lengths=lengths, query_starts=query_starts, **options).to(query.dtype)
 
 
 def prefill_by_reference(patch: pytest.MonkeyPatch) -> None:
     """Let prompts be stored and attended to in plain torch, which the interpreter takes much longer for."""
     patch.setattr(launch, "append", append_by_reference)
-    patch.setattr(context, "context_attention", context_by_reference)
+    patch.setattr(context, "context_attention", attend_by_reference)
 
 
 def decode_by_reference(patch: pytest.MonkeyPatch) -> None:

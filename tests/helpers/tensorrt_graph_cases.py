@@ -15,13 +15,11 @@ from tensorrt_stubs_builder import Tensor
 from pipeline.core.kv import KVPolicy, LayerOverride
 from pipeline.formats.body import FLOAT_TYPES
 from plugins.kv_attention.tensorrt_nodes import ATTRIBUTES, Operation
-from stages.engines.base import Mode
 from stages.engines.onnx.bundle import WEIGHTS_FILE, Bundle
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
 from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.onnx.export import ComputeDType
 from stages.engines.paged.kernel_layout import KernelLayers
-from stages.engines.tensorrt.append import use_append
 from stages.engines.tensorrt.shapes import Limits
 from stages.engines.tensorrt.surgery import use_plugin
 
@@ -90,10 +88,7 @@ def operate(onnx_bundle: Path, policy: KVPolicy) -> Surgery:
     layers = use_plugin(model, described.model, policy, "decode", programs=PROGRAMS, sm=SM)
     prefill = onnx.load(onnx_bundle / "prefill.onnx", load_external_data=False)
     assert use_plugin(prefill, described.model, policy, "prefill", programs=SPLITS, sm=SM) == layers
-    limits, graphs = Limits(policy, 4, 512, prefill_rows=3), {"decode": model, "prefill": prefill}
-    modes: tuple[Mode, ...] = ("decode", "prefill")
-    for mode in modes if layers.layouts else ():
-        use_append(graphs[mode], described.model, limits, layers, mode, sm=SM)
+    limits = Limits(policy, 4, 512, prefill_rows=3)
     return Surgery(onnx_bundle, described, model, prefill, layers, limits)
 
 

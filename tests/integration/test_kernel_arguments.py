@@ -1,4 +1,4 @@
-"""The kernels with the arguments that the TensorRT plugin passes.
+"""The kernels with the arguments that an ahead-of-time launch passes, the TensorRT plugin's.
 
 On a GPU the driver launches the PTX that the plugin carries, by cupy and without TensorRT; elsewhere Triton's interpreter runs.
 """
@@ -15,7 +15,6 @@ from torch import Tensor
 from plugins.kv_attention import aot, launch
 from plugins.kv_attention.kernels.variants import append_variant, plan_grid, work_rows
 from plugins.kv_attention.layout import CacheLayout
-from plugins.kv_attention.tensorrt_nodes import Operation
 
 LENGTHS, SCALING, PROGRAMS = [0, 1, 64, 1000], 0.1, 5
 LAYOUTS = {
@@ -32,7 +31,7 @@ class Plugin:
     def __init__(self, layout: CacheLayout, query: Tensor) -> None:
         self.setting = launch.setting_of(layout, query, SCALING)
 
-    def run(self, operation: Operation, grid: tuple[int, ...], given: Mapping[str, Any]) -> None:
+    def run(self, operation: aot.Kernel, grid: tuple[int, ...], given: Mapping[str, Any]) -> None:
         """Launch a kernel. given: tensors and integers by the names of its parameters."""
         if DEVICE == "cpu":
             self.interpret(operation, grid, given)
@@ -44,26 +43,21 @@ class Plugin:
         function((*grid, 1, 1)[:3], (32 * kernel.num_warps, 1, 1), arguments, shared_mem=kernel.shared_bytes)
         torch.cuda.synchronize()
 
-    def interpret(self, operation: Operation, grid: tuple[int, ...], given: Mapping[str, Any]) -> None:
+    def interpret(self, operation: aot.Kernel, grid: tuple[int, ...], given: Mapping[str, Any]) -> None:
         kernel, specialise = aot.KERNELS[operation]
         types, variant = aot.parameter_types(operation, self.setting), specialise(self.setting)
         kinds = {name: types[name] for name in kernel.arg_names if name not in variant.constants}
-        arguments = {name: kind and launch_value(given[plain(name)]) for name, kind in kinds.items()}
+        arguments = {name: kind and launch_value(given[name]) for name, kind in kinds.items()}
         kernel[grid](**arguments, **variant.constants, **variant.options)
 
     @staticmethod
     def argument(name: str, kind: str, given: Mapping[str, Any]) -> Any:
         """An argument as the driver takes it: an address, or an int32."""
-        value = given[plain(name)]
+        value = given[name]
         if kind == "i32":
             return np.int32(value)
         assert value.is_contiguous(), name
         return np.uint64(value.data_ptr())
-
-
-def plain(name: str) -> str:
-    """A tensor that the append writes in place is passed twice, as TensorRT passes it: as input and as output."""
-    return name.removesuffix("_in")
 
 
 def launch_value(value: Any) -> Any:
@@ -100,7 +94,7 @@ def test_a_step_with_the_plugins_arguments_gives_what_launches_on_torch_tensors_
     new = {"key_new": key_new[None].contiguous(), "value_new": value_new[None].contiguous()}
     tables["lengths"] = step["lengths"] = lengths - 1  # which have pages; nothing is appended before the first token
     launch.append(layout, new["key_new"], new["value_new"], expected, **tables)
-    step |= {"attended": step["out"], "pages": whole["key_pool"].shape[1], "buffers": batch + 1}
+    step |= {"pages": whole["key_pool"].shape[1], "buffers": batch + 1}
     heads = append_variant(plugin.setting).constants["R"]
     plugin.run("append", (-(-layout.kv_heads // heads), batch, 1), whole | step | new)
     for array, tensor in whole.items():

@@ -51,7 +51,7 @@ class Chunk:
         """Return the reference's attention, (X, Hq, D) float32."""
         step = (self.query, self.key_new, self.value_new)
         starts = self.starts
-        return reference.attend_context(
+        return reference.attend(
             self.case.layout, *step, self.case.cache, query_starts=starts, scaling=scaling, **self.case.tables
         )
 

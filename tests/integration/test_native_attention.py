@@ -7,10 +7,10 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from attention_cases import AttentionCase, Heads
 from format_cases import add_int2
 from onnx_fixtures import BY_NAME, POLICIES, fmt, make_bundle, make_engine, shared_decoder
 
-from benchmarks.cpu_cases import AttentionCase, Heads
 from pipeline.artifacts.digest import tree_files
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import FP16_POLICY, KVPolicy

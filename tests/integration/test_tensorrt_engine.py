@@ -90,6 +90,63 @@ def test_padded_shapes_give_the_logits_of_the_embedded_engine(name: str, pairs: 
         np.testing.assert_allclose(got, want, atol=2e-4)
 
 
+def held(engine: PlanEngine | OnnxEngine, handles: list[int]) -> dict[str, list[bytes]]:
+    """The bytes of every token that sequences hold in all arrays of pages, and of their exact buffers in use."""
+    pool = engine.pool
+    found: dict[str, list[bytes]] = {}
+    sinks, recent = pool.policy.sink_tokens, pool.policy.recent_tokens
+    for name, array in pool.arrays.items():
+        found[name] = []
+        for row in (pool.sequences[handle] for handle in handles):
+            if name.startswith(("key_exact", "value_exact")):
+                newest = range(max(sinks, row.length - recent), row.length)
+                slots = [*range(min(sinks, row.length)), *(sinks + at % recent for at in newest)]
+                kept = np.asarray(array[row.buffer])[:, slots]
+            elif name.startswith("window_"):
+                first, pages = row.first_window_page, row.window_pages
+                kept = np.concatenate([np.asarray(array[page]) for page in pages], 1)[:, : row.length - 64 * first]
+            else:
+                kept = np.concatenate([np.asarray(array[page]) for page in row.pages], 1)[:, : row.length]
+            found[name].append(np.ascontiguousarray(kept).tobytes())
+    return found
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_steps_and_chunks_store_what_the_embedded_engine_stores_bit_for_bit(name: str, pairs: dict[str, Pair]) -> None:
+    """Chunks that begin within pages, rows and columns of padding; then with corrupted scales, launched and replayed."""
+    rng = np.random.default_rng(0)
+    engine, expected = pairs[name].tensorrt()[0], pairs[name].onnx()
+    engine.prefill_chunk = expected.prefill_chunk = 100
+    prompts = [rng.integers(0, 256, size).tolist() for size in (3, 130, 63)]
+    (handles, _), (others, _) = engine.prefill(prompts), expected.prefill(prompts)
+    assert held(engine, handles) == held(expected, others)
+    for turn in range(8):
+        for one in (engine, expected):
+            if turn == 3:
+                one.corrupt_scale(Side.KEY, 0.5)
+            if turn == 5:
+                one.corrupt_scale(Side.VALUE, 1.5, 1, 0)
+        live = slice(0, 3 if turn < 6 else 2)
+        tokens = rng.integers(0, 256, len(handles[live])).tolist()
+        engine.decode(handles[live], tokens)
+        expected.decode(others[live], tokens)
+    assert held(engine, handles) == held(expected, others)
+
+
+def test_nothing_but_the_places_of_real_tokens_is_written(pairs: dict[str, Pair]) -> None:
+    engine, _, _ = pairs["fp8k_int4v"].tensorrt()
+    pool = engine._torch_pool
+    before = pool_bytes(engine)
+    handles, _ = engine.prefill([[1] * 70, [2] * 3, [3] * 66])
+    for step in range(3):
+        engine.decode(handles, [step] * 3)
+    rows = [pool.sequences[handle] for handle in handles]
+    paged = {(row.pages[at // 64], at % 64) for row in rows for at in range(row.length)}
+    for old, new in zip(before, pool_bytes(engine), strict=True):
+        changed = set(map(tuple, np.argwhere((old != new).any((1, 3))).tolist()))
+        assert changed == paged
+
+
 def test_prompts_longer_than_a_chunk_attend_over_the_pool(pairs: dict[str, Pair]) -> None:
     engine, expected = pairs["fp8k_int4v"].tensorrt()[0], pairs["fp8k_int4v"].onnx()
     engine.prefill_chunk = expected.prefill_chunk = 100

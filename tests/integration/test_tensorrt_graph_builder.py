@@ -19,7 +19,6 @@ from tensorrt_stubs_builder import Plan, Tensor
 from pipeline.formats.body import FLOAT_TYPES
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import WEIGHTS_FILE
-from stages.engines.tensorrt.append import append_groups
 from stages.engines.tensorrt.library import load
 from stages.engines.tensorrt.plan import Parsed, build, parse
 from stages.engines.tensorrt.plugin import kernel_digests
@@ -47,9 +46,7 @@ def test_every_plugin_node_is_one_that_nvidia_has_registered(name: str, graphs: 
     surgery, declared = graphs[name], tensorrt(builder.declared)
     everything = [*surgery.model.graph.node, *surgery.prefill.graph.node]
     nodes = [n for n in everything if any(a.name == "plugin_namespace" for a in n.attribute)]
-    appends = [node for node in nodes if node.op_type.startswith("append")]
-    assert len(appends) == 2 * len(append_groups(surgery.layers, surgery.limits))
-    assert len(nodes) - len(appends) == 4 * len(surgery.layers.layouts) + 1
+    assert len(nodes) == 4 * len(surgery.layers.layouts) + 1
     for node in nodes:
         text_attributes = {a.name: a.s.decode() for a in node.attribute if a.type == onnx.AttributeProto.STRING}
         assert text_attributes == {"plugin_namespace": "kv", "plugin_version": PLUGIN_VERSION}
@@ -58,12 +55,8 @@ def test_every_plugin_node_is_one_that_nvidia_has_registered(name: str, graphs: 
         assert dict.fromkeys(surgery.attributes(node), "int") == attributes
         for tensor, expected in zip(node.input, inputs, strict=True):
             # the cache's tensors carry their names, activations those of the decoder
-            taken = tensor.removeprefix("append.").removeprefix("write_").partition(".")[0]
-            renamed = {"pages": "page_table", "slots": "exact_slots"}
-            assert renamed.get(taken, taken) == expected or expected in ("query", "key", "value", "attended"), (
-                node.name,
-                tensor,
-            )
+            taken = tensor.partition(".")[0]
+            assert taken == expected or expected in ("query", "key", "value"), (node.name, tensor)
 
 
 def made(node: onnx.NodeProto, plan: Plan) -> dict[str, Tensor]:
@@ -84,34 +77,16 @@ def test_nvidias_builder_takes_types_and_shapes_of_every_plugin_node_and_their_k
 ) -> None:
     """test_tensorrt_plugin.py holds shapes and launches of each operation; here they are given what the graphs give them."""
     surgery = graphs[name]
-    info, groups = surgery.bundle.model, append_groups(surgery.layers, surgery.limits)
     models: dict[Mode, onnx.ModelProto] = {"decode": surgery.model, "prefill": surgery.prefill}
-    digests = tensorrt(kernel_digests, models, surgery.layers, groups, info)
+    digests = tensorrt(kernel_digests, models, surgery.layers, surgery.bundle.model)
     nodes = {node_name for model in models.values() for node_name in plugin_nodes(model)}
     assert set(digests) == nodes
     for mode, model in models.items():
         known: dict[str, Tensor] = {}
         for node_name, node in plugin_nodes(model).items():
-            if node_name.startswith("append"):
-                continue
             plan: Plan = tensorrt(builder.build, f"kv::{node.op_type}", surgery.tensors(node, known), surgery.attributes(node))
             known |= made(node, plan)
             assert digests[node_name] == hashlib.sha256(plan.ptx.encode()).hexdigest(), (mode, node_name)
-
-
-def without_appends(model: onnx.ModelProto, surgery: Surgery) -> None:
-    """Remove the appends of a graph; what they take becomes an output."""
-    dtype = FLOAT_TYPES[surgery.bundle.model.compute_dtype]
-    for node in [node for node in model.graph.node if node.op_type.startswith("append")]:
-        kinds = {"key": dtype, "value": dtype, "lengths": onnx.TensorProto.INT32, "pages": onnx.TensorProto.INT32}
-        present = {value.name for value in model.graph.output}
-        for name in node.input:
-            kind = kinds.get(name.removeprefix("append.").partition(".")[0])
-            if name.startswith("append.") and kind is not None and name not in present:
-                model.graph.output.append(helper.make_tensor_value_info(name, kind, None))
-        for value in [value for value in model.graph.output if value.name in node.output]:
-            model.graph.output.remove(value)
-        model.graph.node.remove(node)
 
 
 def parse_rest(model: onnx.ModelProto, surgery: Surgery, folder: Path) -> Parsed:
@@ -132,7 +107,6 @@ def test_everything_but_the_plugins_builds_into_a_plan(name: str, graphs: dict[s
     info, model = surgery.bundle.model, onnx.ModelProto()
     model.CopyFrom(surgery.model)
     dtype = FLOAT_TYPES[info.compute_dtype]
-    without_appends(model, surgery)
     model.graph.node.remove(surgery.node("plan_work"))
     for layer in surgery.layers.layouts:
         attend, join = surgery.node(f"decode_partial.{layer}"), surgery.node(f"decode_reduce.{layer}")
@@ -153,7 +127,6 @@ def test_everything_but_the_plugins_of_a_chunk_builds_into_a_plan(graphs: dict[s
     surgery = graphs["fp8k_int4v"]
     info, model = surgery.bundle.model, onnx.ModelProto()
     model.CopyFrom(surgery.prefill)
-    without_appends(model, surgery)
     for layer in surgery.layers.layouts:
         attend, join = surgery.node(f"context_partial.{layer}"), surgery.node(f"context_reduce.{layer}")
         for node in (attend, join):

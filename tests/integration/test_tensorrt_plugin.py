@@ -1,6 +1,6 @@
 """The TensorRT plugin under NVIDIA's own Python: declarations, shape functions, launch parameters and PTX, without a GPU.
 
-Shapes: B sequences, N pages of a pool, P pages of a sequence, M exact buffers, L layers; a triple is the smallest, the likely
+Shapes: B sequences, N pages of a pool, P pages of a sequence, M exact buffers; a triple is the smallest, the likely
 and the largest of an optimization profile.
 """
 
@@ -25,7 +25,7 @@ from tensorrt_stubs_builder import Plan, Tensor, Triple
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.formats.graph import onnx_type
 from plugins.kv_attention.kernels.context_variants import WIDEST, context_splits, context_variant
-from plugins.kv_attention.kernels.variants import Setting, append_variant, plan_grid
+from plugins.kv_attention.kernels.variants import Setting, plan_grid
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 from plugins.kv_attention.tensorrt_nodes import (
     CONTEXT_REDUCE,
@@ -51,22 +51,14 @@ FIXED: dict[str, int | Triple] = {
     "N": 4096,
     "P": 512,
     "M": 16,
-    "L": 32,
     "X": (1, 512, 1024),
-    "T": 16,
-    "A": 16,
-    "Q": 64,
 }
 VARYING: dict[str, int | Triple] = {
     "B": (1, 8, 64),
     "N": (1, 512, 4096),
     "P": (1, 16, 512),
     "M": (1, 8, 64),
-    "L": (1, 1, 32),
     "X": (1, 64, 100),
-    "T": (1, 512, 6400),
-    "A": (1, 8, 64),
-    "Q": 16,
 }
 Run = Callable[..., Any]
 SCALING = bits_float(0x3DB504F3)
@@ -178,7 +170,7 @@ def test_nvidia_reads_every_operation_with_its_inputs_and_int_attributes(tensorr
         )
         for node in all_nodes()
     }  # fmt: skip
-    assert {"kv::decode_partial", "kv::decode_reduce", "kv::append"} <= set(operations)
+    assert {"kv::decode_partial", "kv::decode_reduce", "kv::context_partial"} <= set(operations)
 
 
 @pytest.mark.parametrize("name", ["fp8k_int4v", "aged"])
@@ -242,22 +234,6 @@ def test_the_splits_of_several_new_tokens_are_joined_for_every_token_and_head(te
     check_kernel(plan, CONTEXT_REDUCE, case, [triple(case.programs + 1)])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_append_writes_all_layers_into_outputs_like_its_inputs_and_declares_no_alias(name: str, tensorrt: Run) -> None:
-    case = CASES[name]
-    node = node_of("append", case.layout)
-    assert node.plugin_id == f"kv::append{case.suffix}"
-    tensors = case.tensors(node)
-    plan = tensorrt(builder.build, node.plugin_id, tensors, case.attributes(node))
-    assert plan.aliases == {}
-    assert [name for name in tensors if name not in node.outputs][-3:].count("attended") == 1
-    assert plan.outputs == [(tensors[name].dtype, tuple(map(triple, tensors[name].dims))) for name in node.outputs]
-    programs = -(-case.layout.kv_heads // append_variant(Setting(case.layout, sm=case.sm)).constants["R"])
-    assert plan.grid == (triple(programs), triple(case.sizes["T"]), triple(case.sizes["L"]))
-    sizes = ["N", "P", *(["M"] if case.layout.exact_tokens else [])]
-    check_kernel(plan, node, case, [triple(case.sizes[letter]) for letter in sizes])
-
-
 @pytest.mark.parametrize(
     ("name", "sinks", "recent"),
     [("fp8k_int4v", 0, 0), ("fp8k_nvfp4v", 0, 0), ("fp8_head", 4, 60), ("fp8_token", 4, 0), ("bf16", 0, 9)],
@@ -296,7 +272,7 @@ def test_the_scaling_of_scores_travels_as_the_bits_of_a_float32(tensorrt: Run) -
 
 def test_a_node_of_an_onnx_graph_becomes_the_same_plugin(tensorrt: Run) -> None:
     case = CASES["fp8k_int4v"]
-    node = node_of("append", case.layout)
+    node = node_of("decode_partial", case.layout)
     build = partial(tensorrt, builder.build, node.plugin_id, case.tensors(node), case.attributes(node))
     assert build(parsed=True) == build(parsed=False)
 
@@ -304,13 +280,13 @@ def test_a_node_of_an_onnx_graph_becomes_the_same_plugin(tensorrt: Run) -> None:
 @pytest.mark.parametrize(
     ("parsed", "error", "message"),
     [
-        (False, ValueError, r"Unexpected schema .* Expected .*sink_tokens, recent_tokens, sm"),
-        (True, TypeError, "kv::append_kstatic_vdynamic: missing a required argument: 'recent_tokens'"),
+        (False, ValueError, r"Unexpected schema .* Expected .*sink_tokens, recent_tokens, scaling_bits, sm"),
+        (True, TypeError, "kv::decode_partial_kstatic_vdynamic: missing a required argument: 'recent_tokens'"),
     ],
 )
 def test_a_missing_attribute_is_named(parsed: bool, error: type[Exception], message: str, tensorrt: Run) -> None:
     case = CASES["fp8k_int4v"]
-    node = node_of("append", case.layout)
+    node = node_of("decode_partial", case.layout)
     attributes = {name: value for name, value in case.attributes(node).items() if name != "recent_tokens"}
     with pytest.raises(error, match=message):
         tensorrt(builder.build, node.plugin_id, case.tensors(node), attributes, parsed=parsed)

@@ -7,8 +7,16 @@ import pytest
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import FP16_POLICY, KVShape
-from stages.engines.tensorrt.extents import MOST_ELEMENTS, MOST_SHARED_ELEMENTS, check_extents, largest, prefill_rows
-from stages.engines.tensorrt.shapes import Limits, bucket, plan_run
+from stages.engines.tensorrt.shapes import (
+    MOST_ELEMENTS,
+    MOST_SHARED_ELEMENTS,
+    Limits,
+    bucket,
+    check_extents,
+    largest,
+    plan_run,
+    prefill_rows,
+)
 
 LLAMA = KVShape(layers=2, kv_heads=8, head_dim=128)
 Q_HEADS = 32

@@ -16,9 +16,8 @@ from stages.engines.tensorrt import library as library_module
 from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
 from stages.engines.tensorrt.config import TensorRTConfig, TensorRTRTXConfig
 from stages.engines.tensorrt.library import load
-from stages.engines.tensorrt.plan import GraphRefusal
+from stages.engines.tensorrt.plan import GraphRefusal, refusal
 from stages.engines.tensorrt.plugin import check_gpu
-from stages.engines.tensorrt.refusal import refusal
 from stages.engines.tensorrt.shapes import Limits
 
 INT8 = Format(dtype="int8", granularity="per_token", scale="dynamic")
@@ -84,7 +83,7 @@ def test_no_sequence_has_more_window_pages_than_its_plan(tokens: int) -> None:
     limits = Limits(LAYERED, max_batch=3, max_tokens=4096)
     assert max(LAYERED.window_pages(length) for length in range(tokens + 1)) <= limits.sequence_window_pages
     assert limits.ranges("decode")["Y"].largest == 3
-    assert limits.fixed == {"N": 192, "M": 3, "NW": 9, "NS": 192, "MS": 4}
+    assert limits.fixed == {"N": 192, "M": 3, "NW": 9}
 
 
 def test_the_chunk_of_a_prefill_is_no_longer_than_a_sequence() -> None:

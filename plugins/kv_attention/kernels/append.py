@@ -21,9 +21,7 @@ SMALLEST_BLOCK_SCALE: tl.constexpr = tl.constexpr(2.0**-9)
 
 @triton.jit(do_not_specialize=["pages", "table_width", "buffers"])
 def append(
-    key_new, value_new, page_table, lengths, exact_slots, attended,
-    key_pool_in, key_scale, key_scale_pool_in, value_pool_in, value_scale, value_scale_pool_in, key_exact_in, value_exact_in,
-    pages, table_width, buffers,
+    key_new, value_new, page_table, lengths, exact_slots, key_scale, value_scale, pages, table_width, buffers,
     key_pool, key_scale_pool, value_pool, value_scale_pool, key_exact, value_exact,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     KEY: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE: tl.constexpr, VALUE_SCALES: tl.constexpr, GROUPS: tl.constexpr,
@@ -31,9 +29,7 @@ def append(
 ):  # fmt: skip
     """Quantize and store one token of R heads of one sequence and layer. Grid (ceil(H / R), B, L).
 
-    Tensors that the layout does not have are None. Only TensorRT passes `attended` and the `*_in` tensors, and nothing reads
-    them: a result of the step's last attention, after which its append must run, and the tensors that are written in place,
-    which have an input and an output each. float8 pools are passed as uint8.
+    Tensors that the layout does not have are None. float8 pools are passed as uint8.
 
     Args:
         key_new, value_new: (L, B, H, D) float32, float16 or bfloat16.

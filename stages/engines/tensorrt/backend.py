@@ -83,7 +83,7 @@ class PlanBackend(Backend):
 
     def _check_extents(self, job: Job, native: Callable[[KVPolicy], Iterable[int]]) -> None:
         """Refuse sizes of plans that TensorRT cannot address. native: the layers of a policy that keep their function body."""
-        from stages.engines.tensorrt.extents import check_extents
+        from stages.engines.tensorrt.shapes import check_extents
 
         for policy in built_policies(job):
             check_extents(policy, job.checkpoint.shape, job.checkpoint.q_heads, native(policy), **self._sizes())

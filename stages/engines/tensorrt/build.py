@@ -5,7 +5,6 @@ plugin.py changes the graphs for backend=tensorrt: plans for TensorRT for RTX do
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,13 +20,10 @@ from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor, read_scales, write_bundle, write_policy
 from stages.engines.onnx.bundle import WEIGHTS_FILE, ModelInfo, Tensor
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
-from stages.engines.tensorrt.bundle import PLANS, PlanRecord
-from stages.engines.tensorrt.extents import prefill_rows
+from stages.engines.tensorrt.bundle import PLANS, PlanRecord, Weight, as_inputs
 from stages.engines.tensorrt.library import Name, load
-from stages.engines.tensorrt.plan import GraphRefusal, Plan, build, parse
-from stages.engines.tensorrt.refusal import refusal
-from stages.engines.tensorrt.shapes import Limits, Range
-from stages.engines.tensorrt.weights import Weight, as_inputs
+from stages.engines.tensorrt.plan import GraphRefusal, Plan, build, parse, refusal
+from stages.engines.tensorrt.shapes import Limits, Range, prefill_rows
 
 
 @dataclass(frozen=True)
@@ -39,12 +35,10 @@ class PlanGraphs:
     """Layer -> the reason why it keeps its function body instead of the plugin; empty in a build without the plugin."""
     kernels: dict[str, str]
     """Plugin node -> sha256 of its kernel's PTX."""
-    stored: tuple[tuple[int, ...], ...] = ()
-    """Layers whose tokens the graphs store themselves, by the append that does."""
 
 
-GraphAdapter = Callable[[Mapping[Mode, Path], ModelInfo, Limits], AbstractContextManager[PlanGraphs]]
-"""Returns the graphs that replace those of a bundle; their files exist as long as the context."""
+GraphAdapter = Callable[[Mapping[Mode, Path], Path, ModelInfo, Limits], PlanGraphs]
+"""Returns the graphs that replace those of a bundle, whose files it writes to a folder."""
 
 
 def build_bundle(
@@ -86,12 +80,10 @@ def build_bundle(
     limits = Limits(policy, max_batch, max_tokens)
     graphs: dict[Mode, Path] = {mode: onnx_bundle / f"{mode}.onnx" for mode in PLANS}
     plans: dict[Mode, Plan] = {}
-    unchanged = nullcontext(PlanGraphs(graphs, {}, {}))
     weights: list[Weight] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="kvgate-") as scratch,
-        adapt(graphs, described.model, limits) if adapt is not None else unchanged as adapted,
-    ):
+    with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
+        unchanged = PlanGraphs(graphs, {}, {})
+        adapted = unchanged if adapt is None else adapt(graphs, Path(scratch), described.model, limits)
         native = adapt is None or bool(adapted.native)
         limits = replace(limits, prefill_rows=prefill_rows(limits, described.model.q_heads, native=native))
         for mode, graph in adapted.graphs.items():
@@ -125,7 +117,6 @@ def build_bundle(
         twin=files_digest(tree_files(onnx_bundle)),
         plugins=adapted.kernels,
         native={str(layer): reason for layer, reason in adapted.native.items()},
-        stored=adapted.stored,
         model=described.model,
         weights=weights,
         max_batch=max_batch,

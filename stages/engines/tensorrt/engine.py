@@ -17,13 +17,11 @@ from stages.engines.bundle import BuiltFor, check_built_for
 from stages.engines.onnx.graph_engine import PagedEngine
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.staging import aligned
-from stages.engines.tensorrt.bundle import PLANS, PlanRecord, open_bundle
-from stages.engines.tensorrt.device import Device
+from stages.engines.tensorrt.bundle import PLANS, PlanRecord, load_weights, open_bundle
 from stages.engines.tensorrt.library import Library, Name, load
 from stages.engines.tensorrt.pool import TorchPool
-from stages.engines.tensorrt.session import PlanSession
+from stages.engines.tensorrt.session import Device, PlanSession
 from stages.engines.tensorrt.shapes import Limits, bucket, plan_run
-from stages.engines.tensorrt.weights import load_weights
 
 
 def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool) -> "PlanEngine":
@@ -99,7 +97,7 @@ class PlanEngine(PagedEngine):
         with device.running():
             try:
                 weights = load_weights(directory, bundle.weights, device.torch_device)
-                pool = TorchPool(limits, bundle.model.shape, device.torch_device, bundle.stored)
+                pool = TorchPool(limits, bundle.model.shape, device.torch_device)
                 memory = aligned(activations, device.torch_device)
             except torch.OutOfMemoryError as error:
                 raise _too_large(limits, bundle.model.shape, activations) from error
@@ -108,7 +106,7 @@ class PlanEngine(PagedEngine):
             self.max_sequences = self.max_batch = limits.max_batch
             self.max_tokens = limits.max_tokens
             for session in sessions.values():
-                session.use(memory, {**pool.tensors, **pool.bindings, **self._constants, **weights}, pool)
+                session.use(memory, {**pool.tensors, **self._constants, **weights}, pool)
 
     def fork(self, sequence: int) -> int:
         with self._device.running():  # on the stream of the next step, so that the copies of pages come before it

@@ -1,5 +1,6 @@
-"""Builds the TensorRT plan of an ONNX graph, or says why there is none."""
+"""Builds the TensorRT plan of an ONNX graph, or says which key of the configuration TensorRT refuses."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 
 import onnx
 
+from pipeline.core.errors import UserError
+from pipeline.core.kv import KVPolicy, Side
 from stages.engines.onnx.bundle import Tensor
 from stages.engines.tensorrt.library import Library, Name
 from stages.engines.tensorrt.shapes import Range
@@ -32,6 +35,10 @@ REQUIRE_USER_ALLOCATION: the build fails where a plan would allocate while it ru
 TENSOR_TYPES = ("FLOAT", "FLOAT16", "BFLOAT16", "INT8", "INT32", "INT64", "FLOAT8E4M3FN")
 """ONNX's names of the element types that TensorRT takes as inputs. Others are refused before TensorRT reads the graph: its
 parser names the input only in raw lines on standard error."""
+
+
+INPUT = re.compile(r"(?P<side>(?:window_)?(?:key|value))_(?:pool|scale|zero)\w*\.(?P<layer>\d+)")
+TARGETS = re.compile(r"Cannot compile for target\(s\) (?P<targets>(?:sm\d+[, ]*)+)")
 
 
 class GraphRefusal(Exception):
@@ -126,6 +133,49 @@ def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], s
         raise GraphRefusal(_last(library.take_errors()), [])
     flags = [*NETWORK_FLAGS[library.name], *SET_FLAGS[library.name], *(f"-{name}" for name in CLEARED_FLAGS)]
     return Plan(memoryview(data), flags, parsed.inputs, parsed.outputs)
+
+
+def refusal(
+    library: Library, policy: KVPolicy, refused: GraphRefusal, targets: Sequence[int], gpu: Mapping[str, str] | None = None
+) -> UserError:
+    """Return the error for a graph that was refused: the key of the KV policy, its value, TensorRT's reason, what to do.
+
+    Args:
+        library: The TensorRT that refused it.
+        policy: The graph's policy.
+        refused: The refusal.
+        targets: The compute capabilities that it was built for, if any.
+        gpu: The GPU that it was built for otherwise, an entry of pipeline.artifacts.hardware.gpus().
+    """
+    title = f"{library.title} {library.version}"
+    for name in refused.inputs:
+        match = INPUT.fullmatch(name)
+        if match is not None:
+            side, layer = Side(match["side"]), int(match["layer"])
+            key, form = policy.format_key(side, layer), policy.sides(layer)[side]
+            return UserError(
+                f"{key}.dtype={form.dtype}: {title} refuses the graph's input {name}: {refused.reason}; "
+                f"choose another {key}.dtype, or backend=onnxruntime, which runs kv={policy.name}"
+            )
+    values = ", ".join(f"kv.{side}.dtype={form.dtype}" for side, form in policy.formats)
+    match = TARGETS.search(refused.reason)
+    if match is not None and targets:
+        without = [target for target in targets if f"sm{target}" not in re.findall(r"sm\d+", match["targets"])]
+        listed = str(without).replace(" ", "")
+        hint = f"leave it out: backend.compute_capabilities={listed}" if without else "name a later GPU"
+        return UserError(
+            f"backend.compute_capabilities={list(targets)}: {title} cannot build kv={policy.name} ({values}) for "
+            f"{match['targets'].strip(', ')}: {refused.reason}; {hint}"
+        )
+    if match is not None and gpu is not None:
+        return UserError(
+            f"{values}: {title} cannot build kv={policy.name} for this GPU ({gpu['name']}, SM {gpu['compute_cap']}): "
+            f"{refused.reason}; choose dtypes that it has, or build on a later GPU"
+        )
+    return UserError(
+        f"kv={policy.name}: {title} refuses its graph: {refused.reason}; "
+        "choose other formats, or backend=onnxruntime, which runs it"
+    )
 
 
 def _signature(graph: Path) -> tuple[dict[str, list[int | str]], dict[str, str]]:

@@ -6,10 +6,9 @@ plan, which needs neither Python nor a plugin library to run.
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import cast
 
 import onnx
@@ -23,7 +22,6 @@ from stages.engines.base import Mode
 from stages.engines.bundle import BUNDLE_FILE
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
-from stages.engines.tensorrt.append import Group, append_groups, use_append
 from stages.engines.tensorrt.build import GraphAdapter, PlanGraphs
 from stages.engines.tensorrt.library import TRITON_IS_MISSING
 from stages.engines.tensorrt.shapes import Limits
@@ -45,14 +43,11 @@ def with_plugin(gpu: Mapping[str, str]) -> GraphAdapter:
     check_gpu(gpu)
     sm = int(gpu["compute_cap"].replace(".", ""))
 
-    @contextmanager
-    def adapt(graphs: Mapping[Mode, Path], info: ModelInfo, limits: Limits) -> Iterator[PlanGraphs]:
+    def adapt(graphs: Mapping[Mode, Path], folder: Path, info: ModelInfo, limits: Limits) -> PlanGraphs:
         layers = choose_layers(limits.policy, info.shape, info.q_heads)
         if not layers.layouts:
-            yield PlanGraphs(graphs, _reasons(layers), {})
-            return
-        with TemporaryDirectory(prefix="kvgate-") as folder:
-            yield write_plugin_graphs(graphs, Path(folder), info=info, limits=limits, sm=sm)
+            return PlanGraphs(graphs, _reasons(layers), {})
+        return write_plugin_graphs(graphs, folder, info=info, limits=limits, sm=sm)
 
     return adapt
 
@@ -101,14 +96,11 @@ def write_plugin_graphs(graphs: Mapping[Mode, Path], folder: Path, *, info: Mode
     for mode, model in models.items():
         count = programs if mode == "decode" else splits
         layers = use_plugin(model, info, limits.policy, mode, programs=count, sm=sm)
-        use_append(model, info, limits, layers, mode, sm=sm)
     register()
     written: dict[Mode, Path] = {mode: folder / graph.name for mode, graph in graphs.items()}
     for mode, model in models.items():
         onnx.save(model, written[mode])
-    groups = append_groups(layers, limits)
-    kernels = kernel_digests(models, layers, groups, info)
-    return PlanGraphs(written, _reasons(layers), kernels, tuple(tuple(group.layers) for group in groups))
+    return PlanGraphs(written, _reasons(layers), kernel_digests(models, layers, info))
 
 
 def _reasons(layers: KernelLayers) -> dict[int, str]:
@@ -149,14 +141,12 @@ def default_splits(info: ModelInfo, limits: Limits, sm: int) -> int:
     return min(splits)
 
 
-def kernel_digests(
-    models: Mapping[Mode, onnx.ModelProto], layers: KernelLayers, groups: Sequence[Group], info: ModelInfo
-) -> dict[str, str]:
+def kernel_digests(models: Mapping[Mode, onnx.ModelProto], layers: KernelLayers, info: ModelInfo) -> dict[str, str]:
     """Return the sha256 of the PTX of each plugin node of the two graphs, by the node's name."""
     with _triton():
         from plugins.kv_attention.aot import compile_operation
     given = {node.name: {a.name: a.i for a in node.attribute} for model in models.values() for node in model.graph.node}
-    layouts = {"plan_work": next(iter(layers.layouts.values()))} | {group.array("append"): group.layout for group in groups}
+    layouts = {"plan_work": next(iter(layers.layouts.values()))}
     layouts |= {f"{part}.{layer}": layout for layer, layout in layers.layouts.items() for part in PARTS}
     digests = {}
     for name, layout in layouts.items():

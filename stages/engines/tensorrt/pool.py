@@ -1,8 +1,7 @@
 """The paged pool on a GPU: the pages and tables of the ONNX engine, in torch tensors whose addresses never change.
 
-New tokens are written to their places on the device, in the step that computes them. Of a group of layers the plan does that
-itself (append.py): each of their arrays lies in one tensor without gaps, which the plan writes. Of other layers, arrays of one
-name, type and shape lie in one tensor, and so do the plan's outputs for them, so that one launch after the plan writes all.
+New tokens are written to their places on the device, in the step that computes them: arrays of one name, type and shape lie in
+one tensor, and so do the plan's outputs for them, so that one launch after the plan writes those of all layers.
 
 Shapes: l layers, B sequences, S new tokens of each, T = B * S, H KV heads, N pages or buffers, W elements of a token.
 """
@@ -16,17 +15,15 @@ import numpy.typing as npt
 import torch
 
 from pipeline.core.errors import UserError
-from pipeline.core.kv import PAGE_TOKENS, KVShape
+from pipeline.core.kv import KVShape
 from pipeline.formats.spec import MAX_FLOAT16
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.paged.allocator import PageAllocator
 from stages.engines.paged.eviction import Indices
-from stages.engines.paged.places import append_rows
 from stages.engines.paged.pool import Factor, PagedPool
 from stages.engines.staging import Section, stacked
 from stages.engines.tensorrt.session import Step
-from stages.engines.tensorrt.shapes import Limits, stack_rows
-from stages.engines.tensorrt.stored import APPENDED, PAGES, POSITIONS, SLOTS, appended, of_group
+from stages.engines.tensorrt.shapes import Limits
 
 STORAGE = {
     "float16": torch.float16,
@@ -43,19 +40,15 @@ class Stack:
 
     names: list[str]
     tensor: torch.Tensor
-    """(l, N, H, 64 or exact slots, W), with N as stack_rows has it."""
+    """(l, N, H, 64 or exact slots, W)."""
     allocator: PageAllocator
-    group: int | None
-    """The group of layers whose tokens the plan stores; None where they are stored after it."""
 
 
 class TorchPool(PagedPool):
     """A pool that is allocated once, since a plan's bindings and a captured CUDA graph contain addresses."""
 
-    def __init__(self, limits: Limits, shape: KVShape, device: torch.device, groups: Sequence[Sequence[int]] = ()) -> None:
-        """`groups`: the layers whose tokens the plans store themselves, by the append that does."""
+    def __init__(self, limits: Limits, shape: KVShape, device: torch.device) -> None:
         self.limits, self.device = limits, device
-        self._groups = {layer: number for number, layers in enumerate(groups) for layer in layers}
         self.stacks: list[Stack] = []
         self._factors: dict[str, torch.Tensor] = {}
         """The must-fail control's factors (l, H, 1) on what is written, by the first name of a stack."""
@@ -120,33 +113,16 @@ class TorchPool(PagedPool):
         stacks: dict[tuple[Any, ...], list[str]] = {}
         for name, array in self.tensors.items():
             if self._allocators[name] is allocator:
-                array_name, _, layer = name.partition(".")
-                stacks.setdefault((self._groups.get(int(layer)), array_name, array.dtype, array.shape[1:]), []).append(name)
-        for (group, _, dtype, shape), names in stacks.items():
-            tensor = stacked(len(names), (stack_rows(capacity), *shape), dtype, self.device)
-            assert group is None or tensor.is_contiguous(), f"the append writes {names} as one tensor"
-            self.stacks.append(Stack(names, tensor, allocator, group))
-            self.arrays |= dict(zip(names, tensor[:, :capacity], strict=True))
-
-    @property
-    def bindings(self) -> dict[str, torch.Tensor]:
-        """The inputs and outputs of the plans' appends, which are the same memory."""
-        stacks = {
-            of_group(stack.names[0].partition(".")[0], stack.group): stack.tensor
-            for stack in self.stacks
-            if stack.group is not None
-        }
-        return stacks | {appended(name): tensor for name, tensor in stacks.items()}
-
-    @property
-    def _copied(self) -> list[Stack]:
-        """The stacks that are written after the plan, from its outputs."""
-        return [stack for stack in self.stacks if stack.group is None]
+                stacks.setdefault((name.partition(".")[0], array.dtype, array.shape[1:]), []).append(name)
+        for (_, dtype, shape), names in stacks.items():
+            tensor = stacked(len(names), (capacity, *shape), dtype, self.device)
+            self.stacks.append(Stack(names, tensor, allocator))
+            self.arrays |= dict(zip(names, tensor, strict=True))
 
     @property
     def families(self) -> Sequence[Sequence[str]]:
         """The plans' outputs that go to each stack."""
-        return [[f"new_{name}" for name in stack.names] for stack in self._copied]
+        return [[f"new_{name}" for name in stack.names] for stack in self.stacks]
 
     @property
     def _kinds(self) -> dict[str, tuple[PageAllocator, int]]:
@@ -154,7 +130,7 @@ class TorchPool(PagedPool):
         exact = bool(self.policy.sink_tokens) + bool(self.policy.recent_tokens)
         counts = {"page": (self.pages, 1), "window": (self.window_pages, self.policy.window is not None)}
         counts["buffer"] = (self.buffers, exact)
-        copied = [stack.allocator for stack in self._copied]
+        copied = [stack.allocator for stack in self.stacks]
         return {
             f"places.{kind}.{i}": (allocator, i)
             for kind, (allocator, n) in counts.items()
@@ -164,19 +140,14 @@ class TorchPool(PagedPool):
     def sections(self, sizes: Mapping[str, int]) -> dict[str, Section]:
         """Return what writes after the plan need: (3, T) indices a list of places, and how much of it is padding."""
         places: dict[str, Section] = dict.fromkeys(self._kinds, (torch.int64, (3, sizes["B"] * sizes["S"])))
-        sizes_of: dict[str, Section] = {} if self._groups else {"tokens": (torch.int32, (sizes["B"],))}
-        counts: dict[str, Section] = {"stored_places": (torch.int32, (len(places),))} if places else {}
-        return sizes_of | counts | places
+        counts = {"tokens": sizes["B"], "stored_places": len(places)}
+        return {name: (torch.int32, (count,)) for name, count in counts.items()} | places
 
     def put_places(self, step: Step, handles: Sequence[int], tokens: Sequence[int]) -> None:
         """Set where the next tokens of each sequence go, so many of each.
 
         A list is filled up with its first place, which is then written several times with the same; an empty one is not used.
         """
-        if self._groups:
-            self._put_append(step, handles, tokens)
-        if not self._kinds:
-            return
         columns = step.inputs["input_ids"].shape[1]
         listed: dict[str, list[Indices]] = {name: [] for name in self._kinds}
         for size in sorted(set(tokens)):
@@ -197,54 +168,25 @@ class TorchPool(PagedPool):
         step.put("tokens", np.array(tokens, np.int32))
         step.put("stored_places", np.array(counts, np.int32))
 
-    def _put_append(self, step: Step, handles: Sequence[int], tokens: Sequence[int]) -> None:
-        """Set where the plan stores the next tokens of each sequence."""
-        rows = [self.sequences[handle] for handle in handles]
-        shape = (len(rows), max(tokens))
-        positions, pages, slots = np.full(shape, -1, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-        for i, (row, size) in enumerate(zip(rows, tokens, strict=True)):
-            positions[i, :size], pages[i, :size], slots[i, :size] = append_rows(row, size, self.policy.recent_tokens)
-        step.put(POSITIONS, positions, fill=-1)
-        step.put(PAGES, pages)
-        step.put(SLOTS, slots)
-
     def results(self, step: Step) -> Sequence[torch.Tensor]:
         """Return logits (B, V) float32, and whether the tokens were stored."""
         logits = torch.zeros(step.outputs["logits"].shape, dtype=torch.float32, device=self.device)
         return logits, torch.zeros((), dtype=torch.bool, device=self.device)
 
     def consume(self, step: Step) -> None:
-        """Write what the plan has not stored to its places, or none where a key or value of any new token is not finite."""
+        """Write the new tokens to their places, or none where a key or value of any of them is not finite."""
         logits, stored = step.results
-        stored.copy_(self._stores(step))
+        sums, sizes = step.outputs[NOT_FINITE][..., 0], step.inputs["tokens"]  # of padding, 0 tokens
+        real = torch.arange(sums.shape[2], device=self.device) < sizes[:, None]
+        stored.copy_(((sums == 0) | ~real[:, None]).all())
         logits.copy_(step.outputs["logits"])
-        for stack in self.stacks:
-            if stack.group is not None and stack.names[0] in self._factors:
-                self._scale_stored(stack, step, stored)
-        for stack, new in zip(self._copied, step.families, strict=True):
+        for stack, new in zip(self.stacks, step.families, strict=True):
             tokens = new.movedim(3, 2).flatten(1, 2)  # (l, T, H, W)
             for i, (name, (allocator, _)) in enumerate(self._kinds.items()):
                 if allocator is stack.allocator:
                     chosen, number, slot = step.inputs[name]
                     used = stored & (step.inputs["stored_places"][i] > 0)
                     self._write_stack(stack, tokens[:, chosen], number, slot, used)
-
-    def _stores(self, step: Step) -> torch.Tensor:
-        """Whether the step is stored: as the plan has decided where it stores, else by its check of keys and values."""
-        if self._groups:
-            return (step.outputs[APPENDED] == step.inputs[POSITIONS]).all()
-        sums, tokens = step.outputs[NOT_FINITE][..., 0], step.inputs["tokens"]  # of padding, 0 tokens
-        real = torch.arange(sums.shape[2], device=self.device) < tokens[:, None]
-        return ((sums == 0) | ~real[:, None]).all()
-
-    def _scale_stored(self, stack: Stack, step: Step, stored: torch.Tensor) -> None:
-        """Multiply what the plan has just written to a stack by the must-fail control's factors."""
-        positions, pages = step.inputs[POSITIONS].flatten(), step.inputs[PAGES].flatten()
-        # Padding does again what the first token does, so that no two rows write different numbers to a place.
-        rows = torch.where(positions >= 0, torch.arange(len(positions), device=self.device), 0)
-        number, slot = pages[rows].long(), positions[rows].long() % PAGE_TOKENS
-        written = stack.tensor[:, number, :, slot].transpose(0, 1)
-        self._write_stack(stack, written, number, slot, stored)
 
     def _write_stack(
         self, stack: Stack, new: torch.Tensor, number: torch.Tensor, slot: torch.Tensor, stored: torch.Tensor

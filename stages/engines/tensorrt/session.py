@@ -8,7 +8,8 @@ What the engine does with a run's outputs on the device (`Consumer`) is part of 
 buffer before it and reads one result after it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,10 +19,8 @@ import torch
 from pipeline.core.errors import UserError
 from stages.engines.onnx.bundle import Tensor
 from stages.engines.staging import ALIGNMENT, Section, StagedInputs, StepResults, stacked
-from stages.engines.tensorrt.device import Device
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.shapes import padded
-from stages.engines.tensorrt.stored import PAGES, SLOTS
 
 DTYPES = {
     "FLOAT": torch.float32,
@@ -33,6 +32,33 @@ DTYPES = {
     "FP8": torch.uint8,
 }
 """torch's type by the name of TensorRT's DataType. FP8 E4M3 codes are bytes: torch has few operators on float8."""
+
+
+class Device:
+    """The current GPU, with a stream of its own: on the default stream TensorRT synchronizes the whole device."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+
+    @property
+    def stream(self) -> int:
+        """CUDA's handle of the stream."""
+        handle: int = self._stream.cuda_stream
+        return handle
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let torch launch on the stream within this context."""
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record what `work` launches, without running it, and return a function that replays it."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream):
+            work()
+        return graph.replay
 
 
 class Consumer(Protocol):
@@ -65,33 +91,29 @@ class Step:
         sections = {name: (DTYPES[t.dtype], session.shape(t, sizes)) for name, t in own.items()}
         sections |= session.consumer.sections(sizes)
         # Tables change once in many steps: what lies before them is then all that is copied.
-        self._order = sorted(sections, key=lambda name: "table" in name or name in ("exact_slots", PAGES, SLOTS))
+        self._order = sorted(sections, key=lambda name: "table" in name or name == "exact_slots")
         self._staged = StagedInputs({name: sections[name] for name in self._order}, session.device.torch_device)
         self._changed = -1
         """Place in `_order` of the last input that differs from the device's."""
         self.inputs = self._staged.tensors
         self.outputs: dict[str, torch.Tensor] = {}
         self.families: list[torch.Tensor] = []
-        """As session.consumer.families names them, each (outputs, *shape)."""
+        """As the consumer's families name them, each (outputs, *shape)."""
         for names in session.consumer.families:
             first = session.outputs[names[0]]
             shape, kind = session.shape(first, sizes), DTYPES[first.dtype]
             self.families.append(stacked(len(names), shape, kind, session.device.torch_device))
             self.outputs |= dict(zip(names, self.families[-1], strict=True))
-        self.outputs |= session.written
         self.outputs |= {t.name: session.tensor(t, sizes) for t in session.outputs.values() if t.name not in self.outputs}
         self.results = list(session.consumer.results(self))
         self._results = StepResults(*self.results)
         self._context = session.context()
         bindings = session.bound | {name: self.inputs[name] for name in own}
         for name, tensor in bindings.items():
-            if name in session.inputs:
-                session.check(
-                    self._context.set_input_shape(name, tuple(tensor.shape)), f"shape {tuple(tensor.shape)} of {name}"
-                )
+            shape = tuple(tensor.shape)
+            session.check(self._context.set_input_shape(name, shape), f"shape {shape} of {name}")
         for name, tensor in (bindings | self.outputs).items():
-            if name in session.inputs or name in session.outputs:
-                session.check(self._context.set_tensor_address(name, tensor.data_ptr()), f"the address of {name}")
+            session.check(self._context.set_tensor_address(name, tensor.data_ptr()), f"the address of {name}")
         missing = self._context.infer_shapes()
         session.check(not missing, f"inputs without a shape: {missing}")
         for name, tensor in self.outputs.items():
@@ -100,11 +122,11 @@ class Step:
         self._runs = 0
         self._replay: Callable[[], None] | None = None
 
-    def put(self, name: str, values: npt.NDArray[np.generic], fill: int = 0) -> None:
+    def put(self, name: str, values: npt.NDArray[np.generic]) -> None:
         """Set an input and fill the rest of its padded shape; skip an input that the plan does not read."""
         if name in self._staged.arrays:
             array = self._staged.arrays[name]
-            new = padded(values, array.shape, fill)
+            new = padded(values, array.shape)
             if not np.array_equal(array, new):
                 array[...] = new
                 self._changed = max(self._changed, self._order.index(name))
@@ -164,8 +186,6 @@ class PlanSession:
         self.inputs, self.outputs = check_signature(library, engine, inputs, outputs)
         self.bound: dict[str, torch.Tensor] = {}
         """Inputs whose addresses never change."""
-        self.written: dict[str, torch.Tensor] = {}
-        """Outputs whose addresses never change: those that the plan writes in place."""
         self.consumer: Consumer
         self._steps: dict[tuple[tuple[str, int], ...], Step] = {}
         self._memory: torch.Tensor | None = None
@@ -181,9 +201,7 @@ class PlanSession:
         """Give the contexts their activation memory, bind tensors whose addresses never change, and set what runs after."""
         assert memory.data_ptr() % ALIGNMENT == 0, f"TensorRT wants memory aligned to {ALIGNMENT} bytes"
         self._memory, self.consumer = memory, consumer
-        self.bound, self.written = (
-            {name: tensor for name, tensor in bound.items() if name in tensors} for tensors in (self.inputs, self.outputs)
-        )
+        self.bound = {name: tensor for name, tensor in bound.items() if name in self.inputs}
 
     @property
     def replayed_shapes(self) -> int:

@@ -1,6 +1,6 @@
 """Static scales from a model's own keys and values, by the max rule of calibration.
 
-The pipeline's scales come from ModelOpt (`stages/quantize`). The report needs the same rule for dozens of policies without
+The pipeline's scales come from ModelOpt (`stages/quantize`). Benchmarks need the same rule for dozens of policies without
 ModelOpt's quantizers, and for formats that ModelOpt does not calibrate. Legend: H KV heads, T tokens, D head_dim.
 """
 

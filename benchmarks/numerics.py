@@ -1,0 +1,275 @@
+"""What the formats of keys and values cost, policy by policy, and which claims of the literature hold on two models.
+
+    python -m benchmarks.numerics tiny smollm2       # prints the tables of docs/numerics.md
+
+Every policy is measured in the oracle's forced decode, where each scored token reads the quantized cache, against the same
+model with an FP16 cache. The tiny model reads generated text, SmolLM2 reads pages of Python's documentation.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from benchmarks.benchlib import CHECKPOINT, load_model, model_shape
+from benchmarks.documentation import CALIBRATION_TOKENS, MODEL, all_tokens, converted, starts
+from benchmarks.recording import log
+from benchmarks.scales import cached_states, kv_scales
+from pipeline.checkpoint.exports import NVFP4
+from pipeline.checkpoint.places import locate_checkpoint
+from pipeline.core.formats import Format, Granularity, Rotation
+from pipeline.core.kv import FP16_POLICY, KVPolicy
+from pipeline.statistics.bootstrap import resampled_sums
+from pipeline.statistics.bounds import Array
+from stages.engines.oracle.engine import OracleEngine
+from stages.evaluate.distances.distance import StepStatistics, compare, log_softmax
+from stages.evaluate.inputs.tokens import BundleTokenizer, encode
+from stages.workloads import generate
+
+COUNTS = {"prose": 16, "retrieval": 24, "tool_call": 16, "copy": 24, "multi_turn": 16}
+"""Samples of each workload that the tiny model reads."""
+MAX_SCORED = 192
+"""Tokens of generated prose that are scored per sample."""
+CALIBRATION = 6
+"""Calibration texts of each workload."""
+PAGES, PAGE_TOKENS, PAGE_FIRST = 10, 384, 64
+"""Pages that SmolLM2 reads, tokens of each, and tokens at its beginning that are not scored."""
+ROWS = 128
+"""Rows of logits that are compared at a time: a comparison makes several copies of them in float64."""
+
+EXACT = Format(dtype="fp16")
+
+
+def dynamic(dtype: str, group: int | None = None, symmetric: bool = True, rotation: Rotation = "none") -> Format:
+    """Return a format with dynamic scales: per token and head, or per `group` channels of it."""
+    granularity: Granularity = "per_token" if group is None else "per_group"
+    return Format(
+        dtype=dtype, granularity=granularity, group_size=group, symmetric=symmetric, scale="dynamic", rotation=rotation
+    )
+
+
+def static(dtype: str, granularity: Granularity = "per_tensor", **fields: Any) -> Format:
+    """Return a format with calibrated, static scales."""
+    return Format(dtype=dtype, granularity=granularity, scale="calibrated", **fields)
+
+
+def policy(key: Format, value: Format | None = None, sinks: int = 0, recent: int = 0) -> KVPolicy:
+    """Return a policy with keys in one format and values in another one, or in the same one by default."""
+    return KVPolicy(name="measured", key=key, value=value or key, sink_tokens=sinks, recent_tokens=recent)
+
+
+FP8, INT4 = static("fp8_e4m3"), dynamic("int4")
+TURBOQUANT = dynamic("int4", symmetric=False).model_copy(update={"arithmetic": "vllm_turboquant"})
+TOKEN_HEAD = TURBOQUANT.model_copy(update={"rotation": "signed_hadamard", "arithmetic": "vllm_token_head"})
+
+POLICIES: dict[str, KVPolicy] = {
+    "fp8 per token": policy(dynamic("fp8_e4m3")),
+    "fp8 per tensor": policy(FP8),
+    "fp8 per head": policy(static("fp8_e4m3", "per_head")),
+    "fp8 at scale 1": policy(FP8.model_copy(update={"scale": "uncalibrated"})),
+    "fp8 e5m2": policy(static("fp8_e5m2")),
+    "int8 per token": policy(dynamic("int8")),
+    "int8 per token, rotated": policy(dynamic("int8", rotation="hadamard")),
+    "int8 per token, asymmetric": policy(dynamic("int8", symmetric=False)),
+    "int8 per tensor": policy(static("int8")),
+    "int4 g16": policy(dynamic("int4", 16)),
+    "int4 g32": policy(dynamic("int4", 32)),
+    "int4 g32, rotated": policy(dynamic("int4", 32, rotation="hadamard")),
+    "int4 g32, asymmetric": policy(dynamic("int4", 32, symmetric=False)),
+    "int4 per token": policy(INT4),
+    "int4 per token, rotated": policy(dynamic("int4", rotation="hadamard")),
+    "int4 per token, asymmetric": policy(dynamic("int4", symmetric=False)),
+    "int4 per token, asymmetric, rotated": policy(dynamic("int4", symmetric=False, rotation="hadamard")),
+    "int4 per tensor": policy(static("int4")),
+    "int4 per tensor, asymmetric": policy(static("int4", symmetric=False)),
+    "int4, 4 sinks exact": policy(INT4, sinks=4),
+    "int4, 16 recent exact": policy(INT4, recent=16),
+    "int4, 64 recent exact": policy(INT4, recent=64),
+    "int4 keys": policy(INT4, EXACT),
+    "int4 values": policy(EXACT, INT4),
+    "int4 keys per channel": policy(static("int4", "per_channel"), EXACT),
+    "int4 values per channel": policy(EXACT, static("int4", "per_channel")),
+    "int8 keys": policy(dynamic("int8"), EXACT),
+    "int8 values": policy(EXACT, dynamic("int8")),
+    "fp8 keys": policy(dynamic("fp8_e4m3"), EXACT),
+    "fp8 values": policy(EXACT, dynamic("fp8_e4m3")),
+    "fp8 keys, int4 g64 values": policy(FP8, dynamic("int4", 64)),
+    "fp8 keys, int4 g32 values": policy(FP8, dynamic("int4", 32)),
+    "nvfp4": policy(NVFP4.model_copy(update={"block_scale": "max"})),
+    "nvfp4, 4over6": policy(NVFP4.model_copy(update={"block_scale": "4over6"})),
+    "nvfp4, rotated": policy(NVFP4.model_copy(update={"block_scale": "max", "rotation": "hadamard"})),
+    "fp8 keys, nvfp4 values": policy(FP8, NVFP4.model_copy(update={"block_scale": "max"})),
+    "vllm turboquant_k8v4": policy(FP8.model_copy(update={"scale": "uncalibrated"}), TURBOQUANT),
+    "vllm int4_per_token_head": policy(TOKEN_HEAD),
+}
+
+CLAIMS: tuple[tuple[str, str, str], ...] = (
+    ("fp8 per token is better than int8 per token (published: PPL +0.01 against +0.02)", "fp8 per token", "int8 per token"),
+    ("int8: a scale per token is better than one per tensor (+0.02, +0.09)", "int8 per token", "int8 per tensor"),
+    ("int8 per tensor is better than int4 g32 (+0.09, +0.10)", "int8 per tensor", "int4 g32"),
+    ("int4 g32 is better than int4 per token (+0.10, +0.16)", "int4 g32", "int4 per token"),
+    ("int4: a scale per token is better than one per tensor (+0.16, +0.89)", "int4 per token", "int4 per tensor"),
+    ("int4 g16 is better than int4 g32", "int4 g16", "int4 g32"),
+    ("fp8: a scale per token is better than one per tensor", "fp8 per token", "fp8 per tensor"),
+    ("fp8: a scale per head is better than one per tensor", "fp8 per head", "fp8 per tensor"),
+    ("fp8: a calibrated scale is better than scale 1", "fp8 per tensor", "fp8 at scale 1"),
+    ("E4M3 is better than E5M2", "fp8 per tensor", "fp8 e5m2"),
+    ("int4: keys are more sensitive than values (40 to 80 times)", "int4 values", "int4 keys"),
+    ("int8: keys are more sensitive than values", "int8 values", "int8 keys"),
+    ("fp8: keys are more sensitive than values", "fp8 values", "fp8 keys"),
+    ("int4 keys: scales per channel are better than per token (KIVI)", "int4 keys per channel", "int4 keys"),
+    ("int4 values: scales per token are better than per channel (KIVI)", "int4 values", "int4 values per channel"),
+    ("FP8 is better than FP8 keys with INT4 values", "fp8 per tensor", "fp8 keys, int4 g64 values"),
+    ("FP8 keys with INT4 values are better than INT4 on both", "fp8 keys, int4 g64 values", "int4 per token"),
+    ("int4: 4 exact sinks are better than none", "int4, 4 sinks exact", "int4 per token"),
+    ("int4: 16 recent tokens exact are better than none", "int4, 16 recent exact", "int4 per token"),
+    ("int4: 64 recent tokens exact are better than 16", "int4, 64 recent exact", "int4, 16 recent exact"),
+    ("int4: a Hadamard rotation helps", "int4 per token, rotated", "int4 per token"),
+    ("int8: a Hadamard rotation helps", "int8 per token, rotated", "int8 per token"),
+    ("int4 per token: a zero point helps", "int4 per token, asymmetric", "int4 per token"),
+    ("int4 g32: a zero point helps", "int4 g32, asymmetric", "int4 g32"),
+    ("int4 per tensor: a zero point helps", "int4 per tensor, asymmetric", "int4 per tensor"),
+    ("int8 per token: a zero point helps", "int8 per token, asymmetric", "int8 per token"),
+    ("int4 at the same bytes: a zero per token is better than groups of 32", "int4 per token, asymmetric", "int4 g32"),
+    ("NVFP4: blocks that take 6 or 4 are better", "nvfp4, 4over6", "nvfp4"),
+    ("NVFP4: a Hadamard rotation helps", "nvfp4, rotated", "nvfp4"),
+    ("NVFP4 is better than INT4 g32, at the same bytes", "nvfp4", "int4 g32"),
+    ("with FP8 keys, NVFP4 values are better than INT4 g32 values", "fp8 keys, nvfp4 values", "fp8 keys, int4 g32 values"),
+    ("with FP8 keys, INT4 g32 values are better than turboquant_k8v4", "fp8 keys, int4 g32 values", "vllm turboquant_k8v4"),
+    ("rotated INT4 g32 is better than int4_per_token_head", "int4 g32, rotated", "vllm int4_per_token_head"),
+    (
+        "a float16 zero is better than the whole one of int4_per_token_head",
+        "int4 per token, asymmetric, rotated",
+        "vllm int4_per_token_head",
+    ),
+)
+"""What is claimed, the policy that should have the smaller mean KL, and the other one."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids of which those from `first` on are fed one by one, and what each of these should predict."""
+
+    document: str
+    tokens: tuple[int, ...]
+    first: int
+    targets: tuple[int, ...]
+
+
+def tiny_texts(counts: Mapping[str, int] = COUNTS) -> list[Text]:
+    """Return samples for the tiny model. A prompt's last token is decoded, so that every scored logit reads the cache."""
+    samples = [sample for workload, count in counts.items() for sample in generate(workload, count, 0)]
+    return [
+        Text(item.sample.cluster, (*item.prompt, *item.reference[:-1]), len(item.prompt) - 1, item.reference)
+        for item in encode(samples, BundleTokenizer(CHECKPOINT), MAX_SCORED)
+    ]
+
+
+def tiny_calibration() -> list[tuple[int, ...]]:
+    """Return token ids of prompts with their answers, from the calibration split."""
+    tokenizer = BundleTokenizer(CHECKPOINT)
+    samples = [sample for workload in COUNTS for sample in generate(workload, CALIBRATION, 0, "calibration")]
+    return [(*tokenizer.prompt_ids(sample), *tokenizer.text_ids(sample.reference)) for sample in samples]
+
+
+def page_texts(tokens: npt.NDArray[np.int64]) -> list[Text]:
+    """Return pages of Python's documentation for SmolLM2."""
+    pages = [tokens[at : at + PAGE_TOKENS].tolist() for at in starts(len(tokens), [PAGE_TOKENS] * PAGES)]
+    return [Text(f"page {i}", tuple(page[:-1]), PAGE_FIRST, tuple(page[PAGE_FIRST + 1 :])) for i, page in enumerate(pages)]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one policy costs on one model."""
+
+    bytes_per_token: int
+    """Of the cache, all layers."""
+    sums: Array
+    """Of each text the KL in nats, the rise of the negative log-likelihood in nats, and the scored tokens: (texts, 3)."""
+
+    @property
+    def mean_kl(self) -> float:
+        return float(self.sums[:, 0].sum() / self.sums[:, 2].sum())
+
+    @property
+    def perplexity_ratio(self) -> float:
+        return float(np.exp(self.sums[:, 1].sum() / self.sums[:, 2].sum()))
+
+
+def measure(
+    model: Any, texts: Sequence[Text], calibration: Sequence[Sequence[int]], policies: Mapping[str, KVPolicy] = POLICIES
+) -> dict[str, Measured]:
+    """Score all texts under every policy.
+
+    Args:
+        model: A transformers model in float32.
+        texts: What is scored.
+        calibration: Token ids that static scales are measured over.
+        policies: Policies by name.
+    """
+    states = cached_states(model, calibration)
+    engines = {name: OracleEngine.from_model(model, kv, kv_scales(kv, states)) for name, kv in policies.items()}
+    exact = OracleEngine.from_model(model, FP16_POLICY)
+    sums = {name: np.zeros((len(texts), 3)) for name in policies}
+    for number, text in enumerate(texts):
+        baseline = log_softmax(exact.forced(text.tokens, text.first))
+        for name, engine in engines.items():
+            steps = _compared(baseline, engine.forced(text.tokens, text.first), text.targets)
+            rise = (steps.candidate_nll - steps.baseline_nll).sum()
+            sums[name][number] = steps.kl.sum(), rise, len(text.targets)
+        log(f"text {number + 1} of {len(texts)}")
+    shape = model_shape(model)
+    return {name: Measured(kv.bytes_per_token(shape), sums[name]) for name, kv in policies.items()}
+
+
+def _compared(baseline: npt.NDArray[Any], logits: npt.NDArray[Any], targets: Sequence[int]) -> StepStatistics:
+    parts = [slice(first, first + ROWS) for first in range(0, len(logits), ROWS)]
+    return StepStatistics.joined([compare(baseline[rows], log_softmax(logits[rows]), list(targets[rows])) for rows in parts])
+
+
+def verdict(better: Measured, worse: Measured, documents: Sequence[str]) -> str:
+    """Return how many times the mean KL of `better` that of `worse` is, its 95 % interval by document, and a verdict."""
+    sums = np.stack([worse.sums[:, 0], better.sums[:, 0]], axis=1)
+    drawn, ratio = resampled_sums(sums, documents), worse.mean_kl / better.mean_kl
+    low, high = np.percentile(drawn[:, 0] / drawn[:, 1], [2.5, 97.5])
+    word = "HOLDS" if low > 1 else "DOES NOT HOLD" if high < 1 else "UNDECIDED"
+    return f"{ratio:.3g}x [{low:.3g}, {high:.3g}] | {word}"
+
+
+def show(measured: Mapping[str, Measured], texts: Sequence[Text]) -> None:
+    """Print what each policy costs, and the verdict on each claim."""
+    print("| policy | bytes/token | mean KL | PPL ratio |\n|---|---:|---:|---:|")
+    for name, one in measured.items():
+        print(f"| {name} | {one.bytes_per_token:,} | {one.mean_kl:.1e} | {one.perplexity_ratio:.4f} |")
+    print("\n| claim | times the KL | verdict |\n|---|---:|---|")
+    documents = [text.document for text in texts]
+    for statement, better, worse in CLAIMS:
+        print(f"| {statement} | {verdict(measured[better], measured[worse], documents)} |")
+
+
+def main(command_line: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", choices=("tiny", "smollm2"), help="four minutes; a quarter of an hour")
+    parser.add_argument("--work", type=Path, default=Path("work/numerics"), help="where SmolLM2 is converted to")
+    arguments = parser.parse_args(command_line)
+    torch.set_num_threads(1)
+    for name in arguments.models:
+        print(f"\n## {name}")
+        if name == "tiny":
+            texts, calibration, model = tiny_texts(), tiny_calibration(), load_model()
+        else:
+            arguments.work.mkdir(parents=True, exist_ok=True)
+            checkpoint = converted(locate_checkpoint(MODEL), arguments.work / "smollm2")
+            tokens = all_tokens(checkpoint)
+            held_out = tokens[-CALIBRATION_TOKENS:].reshape(-1, 512).tolist()
+            texts, calibration, model = page_texts(tokens), [tuple(row) for row in held_out], load_model(checkpoint)
+        show(measure(model, texts, calibration), texts)
+
+
+if __name__ == "__main__":
+    main()
