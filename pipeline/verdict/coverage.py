@@ -140,7 +140,7 @@ class ProcessMemory(Record):
     """Tokens of the sequences."""
     grown_bytes: int
     grown_again_bytes: int
-    """What it grew by when as many were held again, on pages that were in memory by then."""
+    """What it grew by beyond what the engine reports, when as many were held again."""
     claimed_bytes: int
     """What the policy claims for these sequences."""
     copy_bytes: int

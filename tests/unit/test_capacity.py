@@ -189,12 +189,17 @@ def test_policies_that_do_not_fit_the_model_are_named_with_the_reason(tmp_path: 
 
 
 GEMMA = LLAMA_8B | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "sliding_window": 4096}
+COHERE = GEMMA | {"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2"}
+"""Of a family whose cache is counted, and which no engine here takes."""
 
 
 def test_shapes_of_other_architectures_are_read_where_they_say_enough(tmp_path: Path) -> None:
     gemma = read_model(written(tmp_path, GEMMA))
     assert gemma.windows == (4096, None) * 16
-    assert "taken as hidden_size / num_attention_heads = 128" in gemma.notes[0]
+    assert (gemma.kv.head_dim, gemma.notes) == (256, ())
+    cohere = read_model(written(tmp_path, COHERE))
+    assert cohere.windows == (4096, 4096, 4096, None) * 8
+    assert "taken as hidden_size / num_attention_heads = 128" in cohere.notes[0]
     nested = read_model(written(tmp_path, {"model_type": "gemma3", "text_config": GEMMA | {"sliding_window_pattern": 4}}))
     assert nested.windows == (4096, 4096, 4096, None) * 8
     listed = GEMMA | {"layer_types": ["full_attention"] * 31 + ["sliding_attention"]}
@@ -238,7 +243,7 @@ def test_a_config_json_that_does_not_say_its_cache_is_refused_in_one_line(
         (LLAMA_8B, ["capacity.gpu_gib=16"], "capacity.gpu_gib=16: weights of 14.96 GiB a GPU"),
         (LLAMA_8B, ["capacity.tensor_parallel=3"], "capacity.tensor_parallel=3: does not divide the 32 query heads and 8 KV"),
         (LLAMA_8B, ["capacity.tensor_parallel=64"], "capacity.tensor_parallel=64: does not divide"),
-        (GEMMA, [], "capacity.weights_gib=null: the weights are counted for Llama"),
+        (COHERE, [], "capacity.weights_gib=null: the weights are counted for llama, mistral"),
     ],
 )
 def test_a_memory_that_holds_no_cache_is_refused(

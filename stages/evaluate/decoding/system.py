@@ -124,11 +124,12 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
         before = after
     grown = []
     for _ in range(2):
-        before, held = _resident(), list[int]()
+        before, reported, held = _resident(), _reported(engine), list[int]()
         try:
             for _ in range(count):
                 held += engine.prefill([prompt])[0]
             grown.append(_resident() - before)
+            added = _reported(engine) - reported  # an engine that gives pages back allocates them again
         except UserError:  # it cannot hold so many
             return None
         finally:
@@ -136,11 +137,16 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
     return ProcessMemory(
         tokens=count * length,
         grown_bytes=grown[0],
-        grown_again_bytes=grown[1],
+        grown_again_bytes=grown[1] - added,
         claimed_bytes=count * policy.sequence_bytes(shape, length),
         copy_bytes=count * length * copied,
         noise_bytes=moved,
     )
+
+
+def _reported(engine: Engine) -> int:
+    memory = engine.memory()
+    return memory.pool_bytes + memory.exact_bytes + memory.window_bytes
 
 
 def _resident() -> int:
