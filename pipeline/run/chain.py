@@ -143,7 +143,6 @@ class Chain(BuildChain):
         return Local(opened.engine, self.config.workloads, twin, self.config.gates.allow_scale_changes)
 
     def _measured_once(self, policy: KVPolicy, measured: Path, baseline: Path | None, progress: Progress) -> "Once":
-        from stages.evaluate.decoding.rows import greedy_of
         from stages.evaluate.once import once
 
         opened, self._opened = self._open(policy), None  # the must-fail control leaves its fault in the engine
@@ -156,7 +155,7 @@ class Chain(BuildChain):
             progress=progress,
             twin=opened.twin,
             baseline=baseline,
-            longest=max(map(greedy_of(self._tokenizer, self.config.workloads).longest, self._encoded.items)),
+            planned=self._encoded.items,
         )
 
     def _open(self, policy: KVPolicy) -> "_Opened":

@@ -162,15 +162,16 @@ def print_verdict(candidate: Candidate, report: EvaluationReport) -> None:
     colour, passed = COLOURS[candidate.verdict], candidate.verdict == PASS
     *kept, memory = candidate.figures
     first, *others = candidate.reasons or ("no reason was recorded",)
-    unseen = [*candidate.warnings, *(report.served.unseen if report.served is not None else ())]
+    unseen = report.served.unseen if report.served is not None else ()
     held = [f"holds {candidate.covered}"] if passed and candidate.covered is not None else []
-    held += [f"not shown: {'; '.join(unseen)}"] if unseen else []
+    held += [f"not seen: {'; '.join(unseen)}"] if unseen else []
+    held += [f"warning: {_first_of(candidate.warnings)}"] if candidate.warnings else []
     console.result(
         "verdict",
         f"[{colour}]{candidate.verdict}[/] {escape(candidate.name)}: {'; '.join(kept)}",
         f"  {memory}{_beside_baseline(candidate)}",
         *(f"  {escape(line)}" for line in held),
-        *([] if passed else [f"  why: {escape(first)}{f' (and {len(others)} more in the report)' if others else ''}"]),
+        *([] if passed else [f"  why: {escape(_first_of((first, *others)))}"]),
         *([f"  what now: {INCONCLUSIVE_PAGE}"] if candidate.verdict == "INCONCLUSIVE" else []),
         candidate=candidate.name,
         model=candidate.model,
@@ -186,6 +187,11 @@ def print_verdict(candidate: Candidate, report: EvaluationReport) -> None:
     conforms = [check.reason for check in candidate.checks if check.gate == "conformance"]
     for line in (*(candidate.reasons if passed else others), *conforms, *(divergence.lines if divergence is not None else ())):
         console.say(f"  {escape(line)}", detail=True)
+
+
+def _first_of(reasons: Sequence[str]) -> str:
+    """Return the first of some reasons, and how many more the report has."""
+    return reasons[0] if len(reasons) == 1 else f"{reasons[0]} (and {len(reasons) - 1} more in the report)"
 
 
 def _beside_baseline(candidate: Candidate) -> str:

@@ -31,7 +31,7 @@ def once(
     progress: Progress,
     twin: Twin | None = None,
     baseline: Path | None = None,
-    longest: int = 0,
+    planned: Sequence[EncodedSample] = (),
 ) -> Once:
     """Measure an engine on some samples of the first round and beside them. No sequence is left in it.
 
@@ -44,7 +44,7 @@ def once(
         progress: Called with a label, units done, and units in all.
         twin: What the stress probe compares the engine with; None runs no probe.
         baseline: What `measure` wrote of the baseline in that round; None for the baseline, which runs no control.
-        longest: Tokens of the longest sample of later rounds with its answer: the claim is that of all samples.
+        planned: The samples of all rounds, the longest of which the claim is about.
     """
     answers = read_round(measured)
     first_round = answers if baseline is None else read_round(baseline)
@@ -64,13 +64,12 @@ def once(
     size = batch if engine.can(Engine.forced) and not in_requests else quarter if batch > 1 else 2
     second = run_samples(engine, subset, own, size, floor, greedy=greedy, one_pass=in_requests)
     traced = list(zip([*subset, *subset], (result.trace for result in [*first, *second]), strict=False))
+    longest = max(map(greedy.longest, [*planned, *encoded]))
     found = Once(
         noise=noise_floor(subset, second, answers.answers_to(subset), tokenizer),
         free_answers=free_answers(engine, subset, batch, greedy, named, [result.answer for result in second]),
         reused=reused_prefixes(engine, subset),
-        probe=None
-        if twin is None
-        else probe(engine, twin, config.probe, batch, max(longest, *map(greedy.longest, encoded)), named),
+        probe=None if twin is None else probe(engine, twin, config.probe, batch, longest, named),
         system=measure_system(engine, config.load, named),
     )
     if baseline is None:

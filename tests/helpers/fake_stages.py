@@ -126,7 +126,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
         def write(out: Path) -> None:
             (out / "encoded.json").write_text(str(rounds))
 
-        return SimpleNamespace(numbers=range(1, rounds + 1), round=lambda _: QUESTIONS[:4], write=write)
+        return SimpleNamespace(items=QUESTIONS, numbers=range(1, rounds + 1), round=lambda _: QUESTIONS[:4], write=write)
 
     nothing = SimpleNamespace(read=lambda _: None)
     fake("evaluate.inputs.samples", load_samples=lambda _: QUESTIONS)

@@ -21,7 +21,7 @@ from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode_rounds
 
 TINY = Path(__file__).resolve().parents[2] / "stages" / "tiny" / "checkpoint"
-SAMPLES = "workloads.samples={prose: 0, retrieval: 1, tool_call: 0, copy: 2, multi_turn: 0}"
+SAMPLES = ["workloads=builtin", "workloads.samples={prose: 0, retrieval: 1, tool_call: 0, copy: 2, multi_turn: 0}"]
 RECORD = {
     "backend": "onnxruntime",
     "graph_digest": "a" * 64,
@@ -45,7 +45,7 @@ def judged_engine(
     `gguf` is the digest of a GGUF that the checkpoint was converted from.
     `measured` is what the report says besides, and `keys` sign. A store may hold engines of several policies, `kv`.
     """
-    workloads = ["workloads=jsonl", f"workloads.jsonl={jsonl}"] if jsonl is not None else [SAMPLES]
+    workloads = ["workloads=jsonl", f"workloads.jsonl={jsonl}"] if jsonl is not None else SAMPLES
     config, policy = config_of(*workloads, "model.path=/models/some-llm"), config_of(f"kv={kv}").kv
     store, chain = Store(root), []
 

@@ -16,7 +16,7 @@ from plugins.kv_attention import aot, launch
 from plugins.kv_attention.kernels.variants import append_variant, plan_grid, work_rows
 from plugins.kv_attention.layout import CacheLayout
 
-LENGTHS, SCALING, PROGRAMS = [0, 1, 64, 1000], 0.1, 5
+LENGTHS, SCALING, PROGRAMS = [0, 1, 64, 200], 0.1, 5
 LAYOUTS = {
     "fp8k_int4v": CacheLayout(4, 128, side("fp8_e4m3 tensor"), side("int4 64")),
     "fp8k_nvfp4v": CacheLayout(4, 128, side("fp8_e4m3 tensor"), side("nvfp4 16")),

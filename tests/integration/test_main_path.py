@@ -30,7 +30,7 @@ def test_the_sweep_judges_each_cache_against_the_same_baseline_and_promotes_none
     assert (found["champion"], found["exit_code"]) == (None, 0)
     assert [path.name for path in work.parent.iterdir()] == ["work"], "something was written outside the work directory"
     assert "fp8" in result.stdout
-    assert "retrieval" in result.stdout
+    assert "int4_tensor" in result.stdout
     assert f"/runs?searchFilter=tags.sweep%20%3D%20%27{found['sweep']}%27&" in result.stdout, (
         "the address of the comparison in MLflow"
     )

@@ -107,7 +107,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
         for sweep, kv in SWEEPS.items():
             judge(work, store, sweep, kv)
             if kv != "int8_tensor":
-                command(work, "stage=promote", f"promote.sweep={sweep}")
+                command(work, "stage=promote", f"promote.sweep={sweep}", f"promote.name={kv}")
         judge(work, store, LAST, "fp8k_int4v")
         Store(work / "artifacts").get(Recipe("tune", (), {}, {}), write_one)
     return Ground(work, store)
@@ -149,7 +149,7 @@ def test_a_status_shows_what_serves_what_was_judged_and_what_lies_on_the_disk(
     }
     assert aliases["champion"]["verdict"] == "PASS"
     assert "@" in aliases["champion"]["moved_by"]
-    assert aliases["champion"]["moved_why"].startswith("best of sweep 20260103")
+    assert aliases["champion"]["moved_why"].startswith("asked for by name, of sweep 20260103")
     assert aliases["champion"]["in_place_of"] == "version 2 (int8)"
     assert [sweep["sweep"] for sweep in status["sweeps"]] == [LAST, *list(SWEEPS)[:0:-1]]
     assert status["sweeps_in_all"] == 4
@@ -330,7 +330,7 @@ def test_after_a_prune_everything_that_may_serve_still_can(ground: Ground, capsy
     command(ground.work, "stage=route", f"routing.file={routes}")
     command(ground.work, "stage=rollback")
     assert ground.alias("champion") == "int8"
-    command(ground.work, "stage=promote")
+    command(ground.work, "stage=promote", "promote.name=fp8k_int4v")
     assert ground.alias("champion") == "fp8k_int4v"
     capsys.readouterr()
     with pytest.raises(GateRefusal, match="has no evidence"):

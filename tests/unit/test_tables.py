@@ -40,7 +40,7 @@ def test_a_verdict_begins_with_what_is_kept_and_the_comparison_with_recovery(
     metrics = flat_metrics(sliced(rows)) | {"memory/kib_per_token": 1.0, "baseline/kib_per_token": 2.0}
     judged = judged_candidate(tmp_path, "fp8", metrics=metrics).model_copy(update=Candidate.decided(verdict(rows)))
     print_verdict(judged, sliced(rows))
-    first = " ".join(capsys.readouterr().out.split()).partition(" not shown:")[0]
+    first = " ".join(capsys.readouterr().out.split()).partition(" warning:")[0]
     assert re.fullmatch(
         r"PASS fp8: keeps 100\.8 % of the probability of right answers \(at least 9\d\.\d %\); right answers 0\.984, of FP16 "
         r"1\.000; gains probability of right answers and loses greedy ones; mean KL 0\.0e\+00 "

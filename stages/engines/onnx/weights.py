@@ -74,10 +74,10 @@ def _values(tensor: onnx.TensorProto, data: Bytes) -> Bytes:
 def _in_checkpoint(
     external: list[onnx.TensorProto], values: Mapping[str, Bytes], checkpoint: Path
 ) -> list[onnx.NodeProto] | None:
-    """Let tensors name their places in the checkpoint's file, and return what makes them; None where one is missing."""
+    """Let tensors name their places in the checkpoint's file, and return what makes them; None where the file lacks them."""
     places = _places(checkpoint)
     found = {tensor.name: _found(tensor, values[tensor.name], places) for tensor in external}
-    if any(place is None and values[name].nbytes > INLINE for name, place in found.items()):
+    if not any(found.values()) or any(place is None and values[name].nbytes > INLINE for name, place in found.items()):
         return None
     made: list[onnx.NodeProto] = []
     for tensor in external:
