@@ -96,6 +96,8 @@ def _render(texts: Sequence[Callable[[], str]], writes: int) -> NoReturn:
                     answer = {"refused": str(error)}
                 stream.write(json.dumps(answer).encode() + b"\n")
                 stream.flush()
+                if "refused" in answer:
+                    break
     finally:
         os._exit(0)  # nothing of the parent's runs twice
 
