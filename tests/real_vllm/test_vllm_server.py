@@ -20,6 +20,7 @@ from pipeline.verdict.gates import Gates, decide
 from pipeline.verdict.report import load_report, load_rows
 
 FEW = [
+    "workloads=builtin",
     "workloads.samples={prose: 1, retrieval: 1, copy: 1, tool_call: 0, multi_turn: 0}",
     "workloads.max_scored_tokens=16",
     "workloads.noise_samples=1",
