@@ -37,18 +37,7 @@ def check_weights(info: CheckpointInfo, expected_tensors: Callable[[Path, dict[s
         UserError: naming the file, the tensor, and what to do: a file that is no safetensors, a tensor that is missing, has
             another shape or type, is in two files, or is no part of the model.
     """
-    found: dict[str, tuple[str, Shape]] = {}
-    for file in info.weight_files:
-        for name, dtype, shape in _tensors(info.path, file):
-            if name in found:
-                raise UserError(f"model.path={info.path}: {name} is in both {found[name][0]} and {file}; keep one of them")
-            if dtype not in FLOATS:
-                raise UserError(
-                    f"model.path={info.path}: {file}: {printable(name[:200])} is of type {dtype}; give weights of "
-                    f"{', '.join(FLOATS)}"
-                )
-            found[name] = file, shape
-    _check_index(info, {name: file for name, (file, _) in found.items()})
+    found = tensors_on_disk(info)
     expected = expected_tensors(info.path, read_config(info.path))
     for name, (file, shape) in found.items():
         if name not in expected and not _is_computed(name):
@@ -67,6 +56,23 @@ def check_weights(info: CheckpointInfo, expected_tensors: Callable[[Path, dict[s
             f"model.path={info.path}: {missing[0]} is missing, and {len(missing) - 1} more tensors of {info.architecture} with "
             f"{info.shape.layers} layers; give the complete checkpoint"
         )
+
+
+def tensors_on_disk(info: CheckpointInfo) -> dict[str, tuple[str, Shape]]:
+    """Return the file and the shape of every tensor that a checkpoint holds. Raises UserError for files that are not sound."""
+    found: dict[str, tuple[str, Shape]] = {}
+    for file in info.weight_files:
+        for name, dtype, shape in _tensors(info.path, file):
+            if name in found:
+                raise UserError(f"model.path={info.path}: {name} is in both {found[name][0]} and {file}; keep one of them")
+            if dtype not in FLOATS:
+                raise UserError(
+                    f"model.path={info.path}: {file}: {printable(name[:200])} is of type {dtype}; give weights of "
+                    f"{', '.join(FLOATS)}"
+                )
+            found[name] = file, shape
+    _check_index(info, {name: file for name, (file, _) in found.items()})
+    return found
 
 
 TOKENIZER_CLASSES = {

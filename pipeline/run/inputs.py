@@ -11,7 +11,7 @@ from pipeline.artifacts.store import check_store
 from pipeline.artifacts.workdir import check_memory, check_room, check_workdir
 from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint, refuse_weights
 from pipeline.checkpoint.places import locate_checkpoint
-from pipeline.checkpoint.weights import check_tokenizer, check_weights
+from pipeline.checkpoint.weights import check_tokenizer, check_weights, tensors_on_disk
 from pipeline.config.config import JUDGING, Config
 from pipeline.config.policies import tuned_policies
 from pipeline.core.errors import MissingRequirement, UserError
@@ -93,6 +93,8 @@ def _check_model(config: Config) -> None:
         tuned_policies(config, checkpoint.shape)
     if config.stage in JUDGING:
         _check_load(config, checkpoint)
+    if checkpoint.path.is_dir():
+        tensors_on_disk(checkpoint)
     if config.stage != "tune":
         check_room(config.work, config.workdir, weight_bytes(checkpoint))
     with required_libraries():

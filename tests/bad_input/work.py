@@ -201,7 +201,7 @@ LOADS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 LONG = json.dumps({"prompt": "a b " * 60_000, "reference": "c"})
 
 CASES = [
-    *(Case(f"workdir: {name}", ("stage=build", f"workdir={given}"), ("workdir=", *says), prepare, code=code, unprivileged=True)
+    *(Case(f"workdir: {name}", ("stage=build", f"workdir={given}"), ("workdir", *says), prepare, code=code, unprivileged=True)
       for name, given, prepare, code, says in WORKDIRS),
     *(Case(f"summary.json: {name}", ("stage=build",), ("summary.json",), text("work/summary.json", content))
       for name, content in SUMMARIES),

@@ -253,7 +253,7 @@ def test_a_prompt_that_cannot_be_answered_is_refused(judged: Evaluation) -> None
     refused: list[tuple[Any, int, str]] = [
         ([], 64, "prompt: holds no message"),
         ([{"role": "user"}], 64, "is no message; give {"),
-        (["Copy"], 64, "prompt: 'Copy' is no message"),
+        (["Copy", {"role": "user"}], 64, "prompt"),
         (ASKED, 0, "max_new_tokens=0: must be a whole number of at least 1"),
         (ASKED, 40_000, "that the model was made for"),
     ]

@@ -50,7 +50,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     work = tmp_path_factory.mktemp("trtllm") / "work"
     python = make_interpreter(work.parent / "bin")
     # as the command line does it, in this process: torch and ModelOpt are loaded here already
-    given = arguments(work, "kv=fp8", f"backend.python={python}", "stage=evaluate")
+    given = arguments(work, "kv=fp8", f"backend.python={python}", "stage=evaluate", "gates.min_baseline_probability=0")
     (strict,) = plan(given, multirun=False).jobs
     refused = r"8 defaulted \(layer 0 keys: .* became the default, 1\.0\); .*scale_changes=\[defaulted\]"
     with pytest.raises(GateRefusal, match=refused):
