@@ -223,9 +223,13 @@ def decoded_again(evidence: Evidence, load: Callable[[Path], Engine], count: int
         from stages.evaluate.inputs.samples import load_samples
         from stages.evaluate.inputs.tokens import BundleTokenizer
 
-        samples = [sample for sample in load_samples(config) if sample.id in names]
+        every = load_samples(config)
+        samples = [sample for sample in every if sample.id in names]
+        documents = {sample.document for sample in samples if sample.document}
+        beside = [sample for sample in every if sample.id not in names and sample.document in documents]
         tokenizer, own = BundleTokenizer(engine), {row.id: row.own_tokens for row in rows}
-        found = decode_again(lambda: load(baseline), lambda: load(engine), samples, own, tokenizer, config) if samples else {}
+        engines = (lambda: load(baseline)), (lambda: load(engine))
+        found = decode_again(*engines, samples, own, tokenizer, config, beside) if samples else {}
         problem = difference(rows, found, noise)
     status: Literal["same", "differs"] = "same" if problem is None else "differs"
     return [Finding(DECODED_CHECK, status, problem or f"{len(rows)} samples, as recorded")]

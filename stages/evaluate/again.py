@@ -48,6 +48,7 @@ def decode_again(
     own_tokens: Mapping[str, Sequence[int]],
     tokenizer: BundleTokenizer,
     config: WorkloadsConfig,
+    beside: Sequence[Sample] = (),
 ) -> dict[str, Decoded]:
     """Run forced decode of samples on the baseline, and then on the candidate.
 
@@ -58,12 +59,15 @@ def decode_again(
         own_tokens: The words of the baseline that were scored in place of a sample's reference, by its id.
         tokenizer: The tokenizer of the engine bundle.
         config: What was asked in the evaluation.
+        beside: The other samples of their documents. They are not decoded: they say how long a prefix the samples shared, since
+            what follows a prefix read the prefix from the quantized cache.
 
     Returns:
         What each sample gave, by its id; without samples whose own words are no right answer.
     """
     baseline, batch_size, encoded = open_baseline(), config.batch_size, list[EncodedSample]()
-    for item in encode(samples, tokenizer, config.max_scored_tokens, tokenizer.stop_token_id(config)):
+    asked = encode([*samples, *beside], tokenizer, config.max_scored_tokens, tokenizer.stop_token_id(config))
+    for item in asked[: len(samples)]:
         own = own_tokens.get(item.sample.id, ())
         if not own:
             encoded.append(item)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 from evaluations import brief_workloads, evaluate, measure_baseline
-from fake_engine import CharTokenizer, fake_engine
+from fake_engine import CharTokenizer, fake_engine, sharing_engine
 
 from pipeline.core.engine import Engine
 from pipeline.core.records import Sample
@@ -58,3 +58,14 @@ def test_numbers_that_are_missing_or_of_nobody_are_different(rows: list[SampleRo
             assert "decoded again" in str(difference([forged], found, 0.0))
     shifted = rows[3].model_copy(update={"candidate_nll": (rows[3].candidate_nll or 0.0) + 0.5})
     assert "candidate NLL" in str(difference([shifted], found, 0.0))
+
+
+def test_a_sample_continues_the_prefix_that_it_shared_in_the_evaluation() -> None:
+    """What follows a prefix reads it from the quantized cache, and what is prefilled with it does not."""
+    page = "p" * 80
+    questions = [
+        Sample(id=f"copy-{i}", workload="copy", document="page", prompt=f"{page}q{i}?", reference="a") for i in range(3)
+    ]
+    engines = [sharing_engine(questions) for _ in range(2)]
+    decode_again(lambda: engines[0], lambda: engines[1], questions[:1], {}, CharTokenizer(), CONFIG, questions[1:])
+    assert [[len(prompt) for prompt in one.prefilled if prompt] for one in engines] == [[81], [81]]
