@@ -23,6 +23,7 @@ from stages.checkpoints import expected_tensors
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.config import CpuAttention
 from stages.engines.onnx.engine import OnnxEngine, load_engine
+from stages.engines.oracle.attention import Fed
 from stages.engines.oracle.engine import OracleEngine
 from stages.quantize.run import quantize
 
@@ -125,3 +126,10 @@ def test_the_oracle_computes_the_layers_above_a_known_input(served: Served) -> N
     known = oracle.layer_input(text(), TOKENS - FORCED, last)
     again = oracle.forced_above(text(), TOKENS - FORCED, known)
     np.testing.assert_array_equal(again, oracle.forced(text(), TOKENS - FORCED))
+
+
+def test_the_oracle_computes_whole_sequences_as_it_computes_their_forced_tokens(served: Served) -> None:
+    """What the stress probe rests on: its rows are scaled and capped logits, as the model's are."""
+    oracle, first = served.oracle(FP16_POLICY), TOKENS - FORCED
+    (rows,), _ = oracle.rows([Fed(text(), [(first, False), (FORCED, True)])])
+    np.testing.assert_allclose(rows[1:], oracle.forced(text(), first), atol=1e-5)

@@ -218,7 +218,7 @@ class OracleEngine(ChunkedEngine):
             views.append(heavy or _OnePassView(self, self._plan(spans)))
         with disturbed(self.model, rounding) if rounding else nullcontext():
             hidden = self._hidden(ids, torch.arange(longest).expand(len(ids), -1), views)
-        logits = [self.model.lm_head(row[one.shown]).numpy() for row, one in zip(hidden, fed, strict=True)]
+        logits = [head(self.model, row[None, one.shown])[0].numpy() for row, one in zip(hidden, fed, strict=True)]
         return logits[: len(sequences)], logits[len(sequences) :]
 
     @torch.inference_mode()
