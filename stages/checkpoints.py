@@ -9,7 +9,6 @@ transformers is imported by the functions, so that importing this module is chea
 import hashlib
 import importlib.metadata
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.cache import ForeignFolder, own_cache
+from pipeline.artifacts.files import write_whole
 from pipeline.checkpoint.description import inspect_checkpoint, read_config
 from pipeline.checkpoint.files import TOKENIZER_FILES, refusal
 
@@ -69,9 +69,7 @@ def expected_tensors(path: Path, config: dict[str, Any]) -> Tensors:
     if kept.is_file():
         return {key: tuple(shape) for key, shape in json.loads(kept.read_text(encoding="utf-8")).items()}
     tensors = _meta_tensors(path, config)
-    with tempfile.NamedTemporaryFile("w", dir=kept.parent, encoding="utf-8", delete=False) as made:
-        json.dump(tensors, made)
-    os.replace(made.name, kept)
+    write_whole(kept, json.dumps(tensors))
     return tensors
 
 

@@ -269,16 +269,19 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
 def _suited(overrides: list[str]) -> tuple[list[str], DictConfig]:
     """Compose a job's configuration, with its node `hydra`, and with what suits the model in place of `auto`.
 
-    Keys of samples and texts are set once it is known which these are.
+    Keys that `auto` lacks are set once it is known what suits the model.
     """
-    own = tuple(f"{group}." for group in SUITING)
-    bare = [override for override in overrides if not override.lstrip("+~").startswith(own)]
-    composed = _composed(bare)
+    own, whole = tuple(f"{group}." for group in SUITING), True
+    try:
+        composed = _composed(overrides)
+    except (HydraException, OmegaConfBaseException):
+        composed = _composed([override for override in overrides if not override.lstrip("+~").startswith(own)])
+        whole = False
     left = [group for group in SUITING if composed.hydra.runtime.choices[group] == AUTO]
     if left and composed.get("stage") in MAKING and not is_tiny(str(OmegaConf.select(composed, "model.path"))):
         suiting = [f"{group}={SUITING[group][1]}" for group in left]
         overrides = [*(override for override in overrides if override not in [f"{group}={AUTO}" for group in left]), *suiting]
-    elif bare == overrides:
+    elif whole:
         return overrides, composed
     return overrides, _composed(overrides)
 

@@ -10,7 +10,6 @@ import os
 import resource
 import select
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -28,8 +27,6 @@ READ_BYTES = 1 << 20
 PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that a child gets when its parent dies."""
 
-_forking = threading.Lock()
-
 
 def rendered(texts: Sequence[Callable[[], str]]) -> list[str]:
     """Return what each function returns, all of them called in one child process, one after the other.
@@ -41,8 +38,7 @@ def rendered(texts: Sequence[Callable[[], str]]) -> list[str]:
         UserError: One takes more time or memory, or writes more, than it may.
     """
     reads, writes = os.pipe()
-    with _forking:
-        child = os.fork()
+    child = os.fork()
     if child == 0:
         _render(texts, writes)
     os.close(writes)
