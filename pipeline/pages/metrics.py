@@ -4,6 +4,7 @@ MLflow compares runs by the metric that was logged first, and draws a chart of e
 summary.json and verdict.json.
 """
 
+import math
 from collections.abc import Mapping
 
 from pipeline.registry.summary import Candidate
@@ -11,10 +12,22 @@ from pipeline.registry.summary import Candidate
 LIMIT = 40
 """Metrics of a run, at most."""
 
-FIRST = ("quality/recovery", "memory/kib_per_token", "quality/kl_mean")
+KL, LOG_KL, LEAST_KL = "quality/kl_mean", "quality/kl_mean_log10", 1e-9
+"""MLflow's bars have no logarithmic axis: the logarithm is a metric of its own, of LEAST_KL where the distance is smaller."""
+
+FIRST = ("quality/recovery", "memory/kib_per_token", LOG_KL)
 """What the comparison opens on: the share of the probability of right answers that is kept, memory, distance."""
 
+OF_BASELINE = {
+    "memory/kib_per_token": "baseline/kib_per_token",
+    KL: "noise/kl_mean",
+    "quality/accuracy_candidate": "quality/accuracy_baseline",
+    "perf/decode_tokens_per_s": "baseline/decode_tokens_per_s",
+}
+"""A candidate's metric -> that of the FP16 engine, as the candidate's report has it."""
+
 THEN = (
+    KL,
     "quality/accuracy_loss",
     "memory/max_live_tokens",
     "quality/accuracy_candidate",
@@ -56,9 +69,20 @@ def with_losses(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
     return found
 
 
+def of_baseline(candidate: Candidate) -> dict[str, float]:
+    """Return the metrics of the FP16 engine's run, which is a bar beside its candidates."""
+    found = {name: candidate.metrics.get(source) for name, source in OF_BASELINE.items()}
+    known = {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+    return {"quality/recovery": 1.0, **known, **_logarithm(known.get(KL))} if known else {}
+
+
+def _logarithm(kl: float | None) -> dict[str, float]:
+    return {} if kl is None or not math.isfinite(kl) else {LOG_KL: math.log10(max(kl, LEAST_KL))}
+
+
 def chosen(candidate: Candidate) -> dict[str, float | None]:
     """Return the metrics of a candidate's run, in the order in which they are logged."""
-    found = with_losses(candidate.metrics)
+    found = with_losses(candidate.metrics) | _logarithm(candidate.metrics.get(KL))
     parts = (name.split("/") for name in found)
     workloads = sorted({part[1] for part in parts if len(part) == 3 and part[0] == "quality" and part[2] == "kl_mean"})
     order = [*FIRST, *THEN, *(f"quality/{workload}/{name}" for workload in workloads for name in BY_WORKLOAD)]

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.artifacts.store import Artifact
 from pipeline.pages.description import description
-from pipeline.pages.metrics import chosen
+from pipeline.pages.metrics import chosen, of_baseline
 from pipeline.registry.contents import RunPage, Workload
 from pipeline.registry.summary import Candidate
 from pipeline.verdict.report import EvaluationReport, SampleRow
@@ -43,7 +44,14 @@ SHOWN = (
 
 
 def run_page(
-    candidate: Candidate, report: EvaluationReport, rows: Sequence[SampleRow], *, sweep: str, model: str, workdir: Path
+    candidate: Candidate,
+    report: EvaluationReport,
+    rows: Sequence[SampleRow],
+    made: Sequence[tuple[str, Artifact]] = (),
+    *,
+    sweep: str,
+    model: str,
+    workdir: Path,
 ) -> RunPage:
     """Return what the run of a candidate shows, besides report.json and report.html.
 
@@ -51,6 +59,7 @@ def run_page(
         candidate: The candidate, judged.
         report: Its report.
         rows: The report's samples.
+        made: Titles and artifacts of the stages that the run made; what was reused, the identity names.
         sweep: Identifier of its sweep.
         model: The checkpoint, as the configuration names it.
         workdir: The work directory.
@@ -58,7 +67,12 @@ def run_page(
     return RunPage(
         metrics=chosen(candidate),
         description=description(candidate, sweep, model, workdir),
-        tables={"samples.json": _samples(rows), "checks.json": [check.model_dump() for check in candidate.checks]},
+        baseline=of_baseline(candidate),
+        tables={
+            "samples.json": _samples(rows),
+            "checks.json": [check.model_dump() for check in candidate.checks],
+            "stages.json": [{"stage": title, "seconds": one.seconds, "digest": one.digest} for title, one in made],
+        },
         workloads=[
             Workload(part.workload, report.workloads_digest, part.samples, part.documents, part.fidelity.tokens)
             for part in report.slices

@@ -18,6 +18,15 @@ UNDECIDED = "#6e7781"
 EVIDENCE_FILES = ("bundle.json", POLICY_FILE, SCALES_FILE)
 
 
+HIDDEN = "mlflow.kvgate."
+"""Tags of a registered model that begin so are not on MLflow's page of it; those of an older kvgate do not."""
+
+
+def told(tags: Mapping[str, str]) -> dict[str, str]:
+    """Return the tags of a registered model by the names that kvgate gave them."""
+    return {name.removeprefix(HIDDEN): text for name, text in tags.items()}
+
+
 @dataclass(frozen=True)
 class Workload:
     """A kind of work that was asked."""
@@ -36,6 +45,8 @@ class RunPage:
 
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """In the order in which they are logged; one that is null or not finite is only named."""
+    baseline: Mapping[str, float] = field(default_factory=dict)
+    """Of the FP16 engine, under the same names."""
     description: str = ""
     """Markdown."""
     tables: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)

@@ -23,7 +23,7 @@ TAG_CHARS = 5000
 DIGEST_CHARS = 36
 """The longest digest of a data set that MLflow takes."""
 LOCK = "lock"
-"""Tag of a run and its stages with the name of their lock, a file of `Location.runs`."""
+"""Tag of a run with the name of its lock, a file of `Location.runs`."""
 
 
 class ExperimentRuns:
@@ -57,7 +57,7 @@ class ExperimentRuns:
         return self.location.runs / self.experiment_id
 
     def _close(self, lock: Path, status: str) -> None:
-        """Close a run that is open still, and its stages, by the lock that they share."""
+        """Close the run with this lock, if it is open still."""
         query = f"attributes.status = 'RUNNING' and tags.{LOCK} = '{lock.name}'"
         for run in self.client.search_runs([self.experiment_id], query):
             self.client.set_terminated(run.info.run_id, status)

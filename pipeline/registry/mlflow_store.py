@@ -1,13 +1,13 @@
 """The tracking store. Importing it imports MLflow, which takes 2 s: import it inside functions.
 
-A candidate is a top-level run (nested candidates collapse in MLflow's charts), and the stages that it made are child runs. An
-engine with its evidence is a logged model and a version of the registered model. Both are looked up by the digests of the
-evidence, so that judging the same engine again, in any sweep, makes no second version.
+A candidate is a run (nested candidates collapse in MLflow's charts) whose name ends with its verdict, because MLflow's list of
+runs has no column for a tag until somebody asks for one. Each FP16 engine of a sweep is a run beside them. An engine with its
+evidence is a logged model and a version of the registered model. Both are looked up by the digests of the evidence, so that
+judging the same engine again, in any sweep, makes no second version.
 """
 
 import json
 import tempfile
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,9 +18,18 @@ from urllib.parse import unquote, urlsplit
 from pipeline.artifacts.locks import locked
 from pipeline.core.errors import UserError
 from pipeline.core.redaction import flat_params, redact_text
-from pipeline.registry.contents import COLOURS, UNDECIDED, RunPage, collect_evidence, registered_as, verdict_line
+from pipeline.registry.contents import (
+    COLOURS,
+    HIDDEN,
+    UNDECIDED,
+    RunPage,
+    collect_evidence,
+    registered_as,
+    told,
+    verdict_line,
+)
 from pipeline.registry.mlflow_client import Client, LoggedModelOutput, MlflowException, process_wide
-from pipeline.registry.mlflow_runs import LOCK, ExperimentRuns
+from pipeline.registry.mlflow_runs import ExperimentRuns
 from pipeline.registry.reaching import named
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.registry.tracking import Location
@@ -74,15 +83,6 @@ class MlflowStore(ExperimentRuns):
             self.log(run_id, params=flat_params(config))
             yield run_id
 
-    def log_stage(self, run_id: str, name: str, params: Mapping[str, object], *, digest: str, seconds: float) -> None:
-        """Log a finished stage of a run: see `CandidateRun.stage`."""
-        end = int(time.time() * 1000)
-        tags = {"mlflow.parentRunId": run_id, "stage": name, "artifact_digest": digest}
-        tags[LOCK] = self.client.get_run(run_id).data.tags[LOCK]
-        child = self.create_run(name, tags, end - int(seconds * 1000))
-        self.log(child, params=flat_params(params), metrics={"perf/seconds": seconds})
-        self.client.set_terminated(child, "FINISHED", end)
-
     def conclude(self, run_id: str, candidate: Candidate, page: RunPage) -> Registration:
         """Register a run's engine, and log its verdict and what the run shows."""
         version, model_id = self.register(candidate, run_id)
@@ -91,12 +91,25 @@ class MlflowStore(ExperimentRuns):
             "reasons": "; ".join(candidate.reasons),
             **candidate.citations,
             "model_version": version,
+            "mlflow.runName": f"{candidate.name}: {candidate.verdict}",
             "mlflow.runColor": COLOURS.get(candidate.verdict, UNDECIDED),
             "mlflow.note.content": f"{page.description}\n\n{registered_as(self.location.model_name, version)}".strip(),
         }
         self.show(run_id, page, tags, model_id)
         self.attach(run_id, [candidate.report.path])
+        if page.baseline:
+            self._show_baseline(self.client.get_run(run_id).data.tags["sweep"], candidate.baseline.digest, page.baseline)
         return Registration(run_id=run_id, model_version=version)
+
+    def _show_baseline(self, sweep: str, digest: str, metrics: Mapping[str, float]) -> None:
+        """Log the FP16 engine as a run of the sweep, unless another candidate did: the bar beside those of its candidates."""
+        tags = {"sweep": sweep, "baseline_digest": digest, "verdict": "baseline"}
+        query = " and ".join(f"tags.{name} = '{value}'" for name, value in tags.items())
+        with locked(self.lock, "logging the baseline"):
+            if not self.client.search_runs([self.experiment_id], query, max_results=1):
+                run_id = self.create_run("fp16: baseline", {**tags, "mlflow.runColor": UNDECIDED})
+                self.log(run_id, metrics=metrics)
+                self.client.set_terminated(run_id, "FINISHED")
 
     # Engines
 
@@ -185,11 +198,11 @@ class MlflowStore(ExperimentRuns):
 
     def model_tags(self) -> dict[str, str]:
         """Return the tags of the registered model itself."""
-        return dict(self.client.get_registered_model(self.location.model_name).tags)
+        return told(self.client.get_registered_model(self.location.model_name).tags)
 
     def set_model_tag(self, name: str, text: str) -> None:
         """Write a tag of the registered model, at once."""
-        self.client.set_registered_model_tag(self.location.model_name, name, text)
+        self.client.set_registered_model_tag(self.location.model_name, HIDDEN + name, text)
 
 
 def active_experiment(client: Client, name: str) -> Any:

@@ -21,18 +21,6 @@ class CandidateRun:
     store: "MlflowStore | None" = None
     run_id: str = ""
 
-    def stage(self, name: str, params: Mapping[str, object], *, digest: str, seconds: float) -> None:
-        """Log a stage that the run made, as a child run; what was reused, the identity names.
-
-        Args:
-            name: The stage's title.
-            params: Its configuration.
-            digest: Of its artifact.
-            seconds: The time that making the artifact took.
-        """
-        if self.store is not None:
-            self.store.log_stage(self.run_id, name, params, digest=digest, seconds=seconds)
-
     def conclude(self, candidate: Candidate, page: RunPage = EMPTY_PAGE) -> Candidate:
         """Register the engine, and log its verdict and what its run shows; return the candidate with its registration."""
         if self.store is None:

@@ -89,12 +89,9 @@ def evaluate(run: Run) -> Candidate:
             identity=Cited(path=identity.path / IDENTITY_FILE, digest=identity.files[IDENTITY_FILE]),
             signed_by=run.keys.signer_id,
         )
-        for stage in chain.finished:
-            artifact = stage.artifact
-            if not artifact.reused:
-                tracked.stage(stage.title, stage.params, digest=artifact.digest, seconds=artifact.seconds)
+        made = [(stage.title, stage.artifact) for stage in chain.finished if not stage.artifact.reused]
         with console.doing("registering the engine"):
-            page = run_page(candidate, report, rows, sweep=run.sweep, model=config.model.path, workdir=config.work)
+            page = run_page(candidate, report, rows, made, sweep=run.sweep, model=config.model.path, workdir=config.work)
             candidate = tracked.conclude(candidate, page)
     last = summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate, report)

@@ -95,8 +95,6 @@ def judge(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None
 
         judged = Store(work / "artifacts").get(Recipe("evaluate", CODE, {"kv": policy}, {"round": measured.digest}), report)
         candidate = _candidate(judged.path, policy, engine, verdict)
-        for artifact in (quantized, engine, measured, judged):
-            run.stage(artifact.stage, {}, digest=artifact.digest, seconds=0.0)
         done = run.conclude(candidate, PAGE)
     summary.record(work, sweep, done)
     assert done.registration is not None
