@@ -1,6 +1,7 @@
 """Where the checkpoint is that `model.path` names, and its short name."""
 
 import importlib.util
+import re
 from pathlib import Path, PurePath
 
 from pipeline.core.errors import MissingRequirement, UserError, short
@@ -17,6 +18,9 @@ llama.cpp, which pip would compile."""
 
 GGUF_SUFFIX = ".gguf"
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/([A-Za-z0-9][\w.-]*)")
+"""How the Hugging Face Hub names a model."""
+
 
 def locate_checkpoint(path: str) -> Path:
     """Return the directory or GGUF that `model.path` names: a local one, or `pkg://module/...` inside a package.
@@ -24,11 +28,17 @@ def locate_checkpoint(path: str) -> Path:
     Only packages that kvgate ships or names have one: finding any other would import what a configuration names.
 
     Raises:
-        UserError: when it is none of these packages.
+        UserError: when it is none of these packages, or a name of the Hub and no directory here: kvgate fetches nothing.
         MissingRequirement: when the package is not installed.
     """
     if not path.startswith(PACKAGED):
-        return absolute(path)
+        place, on_hub = absolute(path), HUB_ID.fullmatch(path)
+        if on_hub is not None and not place.exists():
+            raise UserError(
+                f"model.path={path}: no such directory; fetch it from the Hub: hf download {path} --local-dir {on_hub[1]}, "
+                f"then give model.path={on_hub[1]}"
+            )
+        return place
     module, _, folder = path.removeprefix(PACKAGED).partition("/")
     if ".." in PurePath(folder).parts:
         raise UserError(f"model.path={short(path)}: leaves its package; give a checkpoint's directory")

@@ -22,10 +22,7 @@ class NotPassed(GateRefusal):
     """A candidate did not pass its gates."""
 
     def __init__(self, candidate: Candidate) -> None:
-        said = "is not good enough" if candidate.verdict == "FAIL" else "is not decided"
-        if candidate.is_blind:
-            said = "is not judged, because its answers do not depend on the cache"
-        super().__init__(f"{candidate.name} {said}: {candidate.verdict}")
+        super().__init__(summary.not_passed(candidate.name, candidate.verdict, candidate.checks))
         self.candidate = candidate
 
 
