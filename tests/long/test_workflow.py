@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 PIP = f"""#!/bin/sh
 echo "$*" >> "$ASKED"
-case "$*" in *kvgate*) exec {sys.executable} -m pip "$@" -q --no-deps --no-build-isolation --target "$SITE";; esac
+case "$*" in *git+*) exec {sys.executable} -m pip "$@" -q --no-deps --no-build-isolation --target "$SITE";; esac
 """
 """pip, but for what kvgate depends on, which is here."""
 
@@ -46,6 +46,6 @@ def test_the_workflow_installs_a_commit_and_judges_promotes_and_serves_the_model
                 ["bash", "-e", "-c", step["run"]], cwd=theirs, env=environment, capture_output=True, text=True, check=False
             )
             assert done.returncode == 0, f"{step['name']}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
-    assert (tmp_path / "asked").read_text().splitlines()[1] == f"install kvgate @ git+file://{ROOT}@{commit}"
+    assert (tmp_path / "asked").read_text().splitlines()[1] == f"install git+file://{ROOT}@{commit}"
     assert json.loads((theirs / "work" / "summary.json").read_text())["champion"] is not None
     assert "PASS" in (tmp_path / "summary.md").read_text()
