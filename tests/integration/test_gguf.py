@@ -261,7 +261,7 @@ def test_a_tokenizer_of_sentencepiece_merges_by_score_and_falls_back_to_bytes(tm
 def test_gemma_puts_no_space_before_a_text_and_matches_runs_of_spaces_whole(tmp_path: Path) -> None:
     tokens, types = [*SENTENCEPIECE_TOKENS, "  ", "\n\n"], [*SENTENCEPIECE_TYPES, 4, 4]
     scores = [*SENTENCEPIECE_SCORES, -1000.0, -1000.0]
-    keys = {"tokens": tokens, "token_type": types, "scores": scores}
+    keys: dict[str, Any] = {"tokens": tokens, "token_type": types, "scores": scores}
     tokenizer = load_tokenizer(converted(tmp_path, "Gemma3", **{f"tokenizer__ggml__{key}": keys[key] for key in keys}))
     text = "a  in\n\n the"
     assert tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"]) == ["<s>", "a", "  ", "in", "\n\n", "▁the"]
