@@ -141,7 +141,7 @@ class Joined:
 
     def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, asked: LayerAttention) -> Tensor:
         """Let each sequence attend to its own tokens; shapes as in `View`."""
-        parts = zip(self.views, *(x.split(list(self.lengths), dim=-2) for x in (q, key, value)), strict=True)
+        parts = zip(self.views, *(torch.split(x, list(self.lengths), dim=-2) for x in (q, key, value)), strict=True)
         return torch.cat([view.attend(layer, *part, asked) for view, *part in parts], dim=-2)
 
 

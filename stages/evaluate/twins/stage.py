@@ -259,11 +259,13 @@ class Stage:
         first = len(exact) - len(actor.shown)
         for i, shown in enumerate(actor.shown, start=first):
             others = [shown.logits_V] if disturbed is None else [shown.logits_V, disturbed[i]]
-            kl, rounding = (*kl_of_rows(exact[i], np.stack(others)), None)[:2]
+            kls = kl_of_rows(exact[i], np.stack(others))
+            rounding = None if disturbed is None else kls[1]
             difference = float(np.abs(shown.logits_V - exact[i]).max())
-            if not np.isfinite(kl):
+            if not np.isfinite(kls[0]):
                 self.failures.append(f"{part}: {actor.role}: logits are not finite at position {shown.length - 1}")
-            self.rows.append(Row(actor.part or part, actor.role, replace(shown, logits_V=NOT_KEPT), kl, difference, rounding))
+            kept = replace(shown, logits_V=NOT_KEPT)
+            self.rows.append(Row(actor.part or part, actor.role, kept, kls[0], difference, rounding))
         if actor.said and self.twin.compute_dtype is not None:
             gaps = behind(exact[: len(actor.said)], actor.said)
             wrong = np.flatnonzero(~(gaps <= 4 * self.rounding + 1e-3))
