@@ -137,8 +137,10 @@ def refuse(name: TargetName, policy: KVPolicy, weights: WeightsFormat, info: Che
     target = TARGETS[name]
     reason = export_refusal(policy, target.caches)
     if reason is not None:
+        engine = TARGETS["engine"]
+        older = "" if export_refusal(policy, engine.caches) else f", backend.target=engine with TensorRT-LLM {engine.releases}"
         return (
-            f"kv={policy.name}: backend=trtllm, target {name}, cannot hold it ({reason}); choose {target.choices}, or "
+            f"kv={policy.name}: backend=trtllm, target {name}, cannot hold it ({reason}); choose {target.choices}{older}, or "
             f"{holder(policy)}, which runs it"
         )
     if weights not in target.weights:
