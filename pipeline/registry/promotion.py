@@ -100,8 +100,8 @@ def incumbent(
 ) -> Candidate | None:
     """Return the champion as a candidate beside others, where it is a rival of theirs.
 
-    It is one where it was judged against the same baseline engine as one of them, under another name, and still passes. The
-    champion of other weights is none, and one that is judged anew goes by its new evidence.
+    It is one where it is of the same checkpoint as one of them, under another name, and still passes: a baseline that was built
+    again has another digest. Servers are told apart by their baselines. One that is judged anew goes by its new evidence.
 
     Args:
         version: The one that the alias `champion` points at; None where nothing serves.
@@ -118,8 +118,12 @@ def incumbent(
     except GateRefusal:  # another work directory judged it
         return None
     verdict = decide(evidence.report, evidence.rows)
-    rival = any(one.baseline.digest == found.baseline.digest for one in candidates) and verdict.status == PASS
+    rival = any(_origin(one) == _origin(found) for one in candidates) and verdict.status == PASS
     return found.model_copy(update=Candidate.decided(verdict)) if rival else None
+
+
+def _origin(candidate: Candidate) -> str:
+    return candidate.checkpoint or candidate.baseline.digest
 
 
 def choose(candidates: Sequence[Candidate], rolled_back: Mapping[str, str] | None = None, name: str | None = None) -> Candidate:

@@ -25,13 +25,7 @@ SNIPPET = "window.vegaEmbed = vegaEmbed;"
 
 
 def write_page(path: Path, exhibits: Sequence[Exhibit], occasion: Occasion) -> Path:
-    """Write the page whole; returns `path`.
-
-    Args:
-        path: The file.
-        exhibits: The candidates, in the order of the summary.
-        occasion: The command that writes it.
-    """
+    """Write the page whole; returns `path`."""
     write_whole(path, render(exhibits, occasion))
     return path
 

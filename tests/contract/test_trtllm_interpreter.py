@@ -1,8 +1,6 @@
 """TensorRT-LLM's interpreter when it is missing, wrong, dies, hangs, babbles, or builds something else than was asked."""
 
-import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -106,14 +104,6 @@ def test_weights_and_ranks_that_do_not_go_are_refused_by_their_key(
     assert str(refusal).startswith(expected)
 
 
-def test_an_inner_size_that_ranks_do_not_divide_is_refused_before_it_is_split(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(tiny_checkpoint, tmp_path / "model")
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "intermediate_size": 385}))
-    refusal = refuse("engine", KVPolicy.model_validate(conf("kv", "fp8")), "none", inspect_checkpoint(copy), 2)
-    assert refusal == "backend.tensor_parallel_size=2: does not divide the model's 385 columns of the MLP; use a divisor"
-
-
 @pytest.mark.parametrize(
     ("target", "key", "value", "default"),
     [
@@ -160,12 +150,6 @@ def test_only_the_gpus_of_the_ranks_count_and_they_must_be_of_one_kind(tmp_path:
     assert interpreter_parts(TrtllmConfig.model_validate(shipped))["compute_capabilities"] == ["9.0"]
     with pytest.raises(UserError, match=r"tensor_parallel_size=2: GPUs 0 to 1 are SM 9\.0, 8\.9, .*CUDA_VISIBLE_DEVICES"):
         interpreter_parts(TrtllmConfig.model_validate({**shipped, "tensor_parallel_size": 2}))
-
-
-def test_the_gpus_are_those_that_cuda_shows_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
-    here = probe(PROGRAM, make_interpreter(tmp_path / "bin", gpus=("9.0", "8.9", "8.0")))
-    assert gpus(here) == [("Fake H2", "8.0", "580.95"), ("Fake H1", "8.9", "580.95")]
 
 
 def test_what_a_prompt_needs_is_checked_with_the_configuration() -> None:

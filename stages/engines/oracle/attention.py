@@ -163,14 +163,7 @@ def check_finite(key: Tensor, value: Tensor, layer: int, sequence: str, first_ro
 
 
 def plan(policy: KVPolicy, spans: Sequence[Span], row_bytes: int, slides: Collection[int | None] = (None,)) -> list[Block]:
-    """Cut `spans` into blocks of at most BLOCK_ROWS rows.
-
-    Args:
-        policy: How the cache is stored.
-        spans: The rows.
-        row_bytes: Bytes of the longest row's scores.
-        slides: The windows that the model's layers have.
-    """
+    """Cut `spans` into blocks of at most BLOCK_ROWS rows."""
     rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // max(1, row_bytes)))
     blocks = []
     for span in spans:

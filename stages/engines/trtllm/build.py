@@ -53,10 +53,7 @@ def build_bundle(exports: Path, out: Path, config: TrtllmConfig, *, policy: KVPo
         UserError: The policy has no export for the target, TensorRT-LLM failed, or it built something else.
         MissingRequirement: TensorRT-LLM is not installed.
     """
-    interpreter, ranks = probe(PROGRAM, config.python), config.tensor_parallel_size
-    target = resolve(config.target, interpreter)
-    if interpreter.unread is not None:
-        progress(interpreter.unread, 0, 0)
+    ranks, target = config.tensor_parallel_size, resolve(config.target, probe(PROGRAM, config.python))
     export = exports / TARGETS[target].export
     if not export.is_dir():
         reason = json.loads((exports / "exports.json").read_text(encoding="utf-8"))[export.name].get(
@@ -64,7 +61,7 @@ def build_bundle(exports: Path, out: Path, config: TrtllmConfig, *, policy: KVPo
         )
         raise UserError(f"kv={policy.name}: ModelOpt wrote no {export.name} export, {reason}")
     progress("build", 0, STEPS)
-    info, _ = begin_bundle(exports / "checkpoint", out, policy, scales)
+    interpreter, info, _ = begin_bundle(PROGRAM, config, exports / "checkpoint", out, policy, scales, progress)
     fill = _build_engine if target == "engine" else _pin_llm_args
     fields = fill(export, out, config, policy, interpreter)
     progress("build", STEPS - 1, STEPS)
