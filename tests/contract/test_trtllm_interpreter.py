@@ -1,5 +1,6 @@
 """TensorRT-LLM's interpreter when it is missing, wrong, dies, hangs, babbles, or builds something else than was asked."""
 
+import json
 import os
 import subprocess
 import sys
