@@ -94,16 +94,14 @@ class Loader(ABC):
     def check_inputs(self, job: Job) -> None:
         """Refuse, before any work, what cannot be built or run here.
 
-        Raises:
-            UserError: for what the configuration asks of this backend and it cannot do.
-            MissingRequirement: for a library, a GPU, an interpreter or a server that is not here.
+        Raises UserError for what the configuration asks of this backend and it cannot do; MissingRequirement for a library, a
+        GPU, an interpreter or a server that is not here.
         """
 
     def check_runs(self) -> None:  # noqa: B027  (most backends run wherever they build)
         """Refuse what can be built here and not run, for a dry run: a command that judges builds it all the same.
 
-        Raises:
-            MissingRequirement: for the GPU that is not here.
+        Raises MissingRequirement for the GPU that is not here.
         """
 
     @abstractmethod
@@ -146,18 +144,16 @@ class Backend(Loader):
     def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
         """Fill the empty directory `out` with a bundle; `scales` is a kv_scales.json.
 
-        Raises:
-            UserError: when policy, scales and model do not fit together, or the backend's library refuses them.
-            MissingRequirement: for something that is not here.
+        Raises UserError when policy, scales and model do not fit together, or the backend's library refuses them;
+        MissingRequirement for something that is not here.
         """
 
     @abstractmethod
     def load(self, bundle: Path) -> Engine:
         """Load a bundle that `build` made.
 
-        Raises:
-            UserError: when a file of the bundle is missing or was altered.
-            MissingRequirement: when this machine cannot run it.
+        Raises UserError when a file of the bundle is missing or was altered; MissingRequirement when this machine cannot run
+        it.
         """
 
     def onnx_equivalent(self) -> BackendConfig | None:

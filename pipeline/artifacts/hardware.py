@@ -34,8 +34,7 @@ def hardware() -> dict[str, object]:
 def gpus() -> list[dict[str, str]]:
     """Return name, compute capability and driver of every NVIDIA GPU, by the names of QUERY; empty without a driver.
 
-    Raises:
-        MissingRequirement: when a driver is installed that does not answer: an identity must not silently lack its GPU.
+    Raises MissingRequirement when a driver is installed that does not answer: an identity must not silently lack its GPU.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:

@@ -59,14 +59,8 @@ def until(seconds: float) -> str:
 def locked(path: Path, purpose: str, *, together: bool = False) -> Iterator[None]:
     """Hold a lock while the block runs.
 
-    Args:
-        path: The lock's file, in a directory that exists; it is made where it is missing.
-        purpose: What it is held for: `the artifact build/ab12`.
-        together: Whether others may hold it so at the same time.
-
-    Raises:
-        UserError: The file cannot be made, opened or locked.
-        MissingRequirement: Another process held it for all of KVGATE_LOCK_TIMEOUT_S.
+    `purpose` is what it is held for, in words; `together` lets others hold it so at the same time. Raises UserError where the
+    file cannot be made, opened or locked; MissingRequirement where another process held it for all of KVGATE_LOCK_TIMEOUT_S.
     """
     seconds = limit_s()
     end, last = until(seconds), time.monotonic() + seconds

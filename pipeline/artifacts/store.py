@@ -65,11 +65,7 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the bytes of an artifact.
-
-    Raises:
-        MissingRequirement: for a library that is not installed.
-    """
+    """Everything that decides the bytes of an artifact. Raises MissingRequirement for a library that is not installed."""
 
     stage: str
     code: tuple[str, ...]
@@ -119,11 +115,8 @@ class Store:
     def get(self, recipe: Recipe, fill: Callable[[Path], None], *, resumable: bool = False) -> Artifact:
         """Return the artifact of `recipe`: verified and reused where it exists, else made.
 
-        Args:
-            recipe: What decides its bytes.
-            fill: Fills the empty directory that it is given. What it raises leaves nothing behind.
-            resumable: Whether `fill` may find what an earlier one of the same recipe left when it did not finish. It must
-                trust only what it can check, and remove what is no part of the artifact.
+        `fill` fills an empty directory; what it raises leaves nothing behind. With `resumable` it may find what an earlier fill
+        left, trusts only what it can check, and removes what is no part of the artifact.
         """
         self._prepare()
         target = self.path(recipe)
@@ -218,12 +211,8 @@ class Store:
 def used(root: Path, *, make: bool) -> Iterator[None]:
     """Keep others from removing artifacts of a store while the block runs; waits while somebody does.
 
-    Args:
-        root: The store's root.
-        make: Whether what is missing of it is made. Without, a store that is not there, or that nobody wrote to, is left so.
-
-    Raises:
-        MissingRequirement: Another process removed artifacts for all of KVGATE_LOCK_TIMEOUT_S.
+    Unless it may `make` what is missing, a store that is not there is left so. Raises MissingRequirement where another process
+    removed artifacts for all of KVGATE_LOCK_TIMEOUT_S.
     """
     lock = root / USE_LOCK
     if not make and not lock.is_file():
@@ -237,8 +226,7 @@ def used(root: Path, *, make: bool) -> Iterator[None]:
 def check_store(root: Path) -> None:
     """Refuse a store whose form this kvgate does not know.
 
-    Raises:
-        UserError: it is of a newer kvgate, or its version cannot be read.
+    Raises UserError where it is of a newer kvgate, or its version cannot be read.
     """
     path = root / STORE_FILE
     try:

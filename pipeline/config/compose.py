@@ -209,12 +209,7 @@ def named(overrides: Sequence[str], swept: Sequence[str]) -> list[str]:
 def plan(overrides: Sequence[str], multirun: bool) -> Plan:
     """Compose and validate the configuration of every job, before any of them runs.
 
-    Args:
-        overrides: `KEY=VALUE` arguments, as typed: `["kv=fp8,int8", "seed=1"]`.
-        multirun: Whether `-m` was given.
-
-    Raises:
-        UserError: one line for each problem of any job.
+    Raises UserError with one line for each problem of any job.
     """
     for override in overrides:
         key, _, value = override.partition("=")
@@ -289,8 +284,7 @@ def _suited(overrides: list[str]) -> tuple[list[str], DictConfig]:
 def _configs(given: Sequence[Sequence[str]]) -> tuple[list[Config], tuple[list[str], ...]]:
     """Compose and validate each job's configuration, and return its overrides with what suits its model.
 
-    Raises:
-        UserError: with the problems of all of them, each once.
+    Raises UserError with the problems of all of them, each once.
     """
     configs, suited, problems = [], [], list[str]()
     for overrides in given:
@@ -308,10 +302,8 @@ def _configs(given: Sequence[Sequence[str]]) -> tuple[list[Config], tuple[list[s
 def launch(planned: Plan, more: Sequence[str], task: Callable[[DictConfig], T]) -> list[T]:
     """Run the jobs of a sweep by its launcher and return what each returned, in the order of the command line.
 
-    Args:
-        planned: The jobs, of which Hydra composes each again where it runs: a machine's own defaults are of that machine.
-        more: Overrides for the launcher's plugin.
-        task: What is called with the configuration of each; it is sent to other processes.
+    Hydra composes each again where it runs, since a machine's own defaults are of that machine, and sends `task` there. `more`
+    are overrides for the launcher's plugin.
     """
     with _hydra():
         state = GlobalHydra.instance()
@@ -345,8 +337,7 @@ def _is_hydras(override: Override) -> bool:
 def _jobs(overrides: list[Override]) -> list[list[str]]:
     """Return the overrides of each job, as Hydra's sweeper makes them, in its order: every combination of the swept values.
 
-    Raises:
-        UserError: for a key without a value, and for more jobs than a sweep may have.
+    Raises UserError for a key without a value, and for more jobs than a sweep may have.
     """
     choices: dict[str, list[str]] = {}  # the last value of a key counts, in the place of its first
     for o in overrides:

@@ -21,8 +21,7 @@ TOKENIZER = "tokenizer.json"
 def is_tiny(path: str) -> bool:
     """Return whether a model reads the words that the tiny model was trained on: its tokenizer tells, also of a copy.
 
-    Args:
-        path: `model.path`. What cannot be read is no tiny model: the checks of the model say what is wrong with it.
+    What cannot be read is none.
     """
     if path == TINY:
         return True

@@ -59,8 +59,7 @@ class Problems:
 def foretell(planned: Plan) -> int:
     """Print what the jobs would make, reuse and fail on.
 
-    Returns:
-        The exit code that is certain: 0 where nothing is known to fail and no gate is known to say no.
+    Return the exit code that is certain: 0 where nothing is known to fail and no gate is known to say no.
     """
     problems, rows, verdicts = Problems(), list[Row](), dict[str, str]()
     store = DryStore(planned.jobs[0].work / "artifacts")  # a sweep has one work directory

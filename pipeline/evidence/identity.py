@@ -188,8 +188,7 @@ def by_other_rules(status: object, rules: int, kvgate: object) -> str:
 def read_identity(path: Path) -> Identity:
     """Read an identity.json.
 
-    Raises:
-        UserError: with the first problem, when the file is no identity or names files outside of its evidence.
+    Raises UserError with the first problem, when the file is no identity or names files outside of its evidence.
     """
     try:
         content = path.read_bytes()
@@ -221,19 +220,7 @@ def make_identity(
     report: EvaluationReport,
     verdict: Verdict,
 ) -> Identity:
-    """Build the identity of a judged engine.
-
-    Args:
-        config: The configuration of the run that judged it.
-        chain: Every artifact that the run made or reused, in that order.
-        roles: Role -> key of the artifact with that role.
-        engine: The engine's bundle.
-        report: What was measured.
-        verdict: What the gates of `config` say of the report.
-
-    Raises:
-        UserError: when the bundle's record cannot be read.
-    """
+    """Build the identity of a judged engine. Raises UserError when the bundle's record cannot be read."""
     samples = config.workloads.file
     unbound = Identity(
         schema_version=1,
@@ -253,12 +240,7 @@ def make_identity(
 
 
 def signed_files(identity: Identity, digest: str) -> dict[str, str]:
-    """Return the sha256 of each file that a signature vouches for, by its path in a copy of the evidence.
-
-    Args:
-        identity: The identity.
-        digest: sha256 of its identity.json.
-    """
+    """Return the sha256 of each file that a signature vouches for, by its path in a copy of the evidence."""
     evaluation = identity.link("evaluation").files
     evidence = {name: evaluation[name] for name in (REPORT_FILE, SAMPLES_FILE)}
     engine = {f"engine/{name}": value for name, value in identity.link("engine").files.items()}
@@ -266,15 +248,7 @@ def signed_files(identity: Identity, digest: str) -> dict[str, str]:
 
 
 def write_identity(identity: Identity, evaluation: Path, workloads: Path | None, out: Path, keys: Keys | None = None) -> None:
-    """Write the identity, the evidence that its replay reads, and their signature.
-
-    Args:
-        identity: The identity.
-        evaluation: Directory of the report and its samples.
-        workloads: The user's own samples, None when all are generated.
-        out: An empty directory to fill.
-        keys: Hold the key that signs; None signs nothing.
-    """
+    """Write the identity, the evidence that its replay reads, and their signature."""
     for name in (REPORT_FILE, SAMPLES_FILE):
         shutil.copyfile(evaluation / name, out / name)
     if workloads is not None:
@@ -290,11 +264,7 @@ def write_identity(identity: Identity, evaluation: Path, workloads: Path | None,
 
 
 def read_bundle(engine: Path) -> dict[str, Any]:
-    """Return the `bundle.json` of any backend, with unchecked values.
-
-    Raises:
-        UserError: when it is no JSON object.
-    """
+    """Return the `bundle.json` of any backend, with unchecked values. Raises UserError when it is no JSON object."""
     path = engine / BUNDLE_FILE
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -306,13 +276,7 @@ def read_bundle(engine: Path) -> dict[str, Any]:
 
 
 def bindings(identity: Identity, record: Mapping[str, Any], report: EvaluationReport) -> dict[str, str]:
-    """Return what the identity binds, by name: digests, versions, and the verdict.
-
-    Args:
-        identity: The identity; its own `binds` is not read.
-        record: The engine's bundle.json.
-        report: What was measured.
-    """
+    """Return what the identity binds, by name: digests, versions, and the verdict. `record` is the engine's bundle.json."""
     engine, evaluation = identity.link("engine"), identity.link("evaluation")
     bound = {"kv policy": engine.files[POLICY_FILE], "samples": report.workloads_digest}
     if identity.served:

@@ -62,12 +62,8 @@ class Evidence:
 def find_evidence(directory: Path) -> list[Path]:
     """Return the directories of the evidence about an engine.
 
-    Args:
-        directory: A bundle in an artifact store, which may have been judged several times, or the evidence itself.
-
-    Raises:
-        UserError: when the directory is neither.
-        MissingRequirement: when the engine's evidence is not there.
+    Of a bundle in an artifact store, which may have been judged several times, or of the evidence itself. Raises UserError when
+    the directory is neither; MissingRequirement when the engine's evidence is not there.
     """
     if (directory / IDENTITY_FILE).is_file():
         return [directory]
@@ -102,14 +98,8 @@ def find_evidence(directory: Path) -> list[Path]:
 def read_evidence(directory: Path, engine: Path | None = None, baseline: Path | None = None) -> Evidence:
     """Read the evidence in a directory.
 
-    Args:
-        directory: Holds the identity, the report and its samples.
-        engine: The engine's bundle, where a candidate says where it lies. Without it, the bundle is looked for beside the
-            evidence and in the store that the evidence is part of.
-        baseline: The same for the FP16-KV engine's bundle.
-
-    Raises:
-        UserError: when the identity cannot be read.
+    Bundles that are not given are looked for beside the evidence, and in the store that the evidence is part of. Raises
+    UserError when the identity cannot be read.
     """
     identity = read_identity(directory / IDENTITY_FILE)
     report, rows, problem = None, list[SampleRow](), None
@@ -145,13 +135,7 @@ def registered_candidate(store: Path, registration: Registration, tags: Mapping[
 
     Only the name that it is shown by is the registry's. What its version cites is not checked here.
 
-    Args:
-        store: The store's root.
-        registration: The candidate's version.
-        tags: The tags of that version.
-
-    Raises:
-        GateRefusal: when its evidence is not there, or cannot be read.
+    Raises GateRefusal when its evidence is not there, or cannot be read.
     """
     name = f"version {registration.model_version} ({tags.get('kv', 'no name')})"
     cited = {role: tags.get(f"{role}_digest", "") for role in ("engine", "baseline", "report", "identity")}

@@ -10,14 +10,7 @@ REASONS = 5
 
 
 def description(candidate: Candidate, sweep: str, model: str, workdir: Path) -> str:
-    """Return the description.
-
-    Args:
-        candidate: The candidate.
-        sweep: Identifier of its sweep.
-        model: The checkpoint, as the configuration names it.
-        workdir: The work directory.
-    """
+    """Return the description."""
     held = f" {candidate.covered}" if candidate.covered is not None else ""
     head = f"**{candidate.verdict}**{held}: `{candidate.name}` on {candidate.backend}, against the FP16-KV engine, "
     head += f"{'; '.join(candidate.figures)}."

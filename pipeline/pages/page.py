@@ -45,16 +45,7 @@ SHOWN = (
 def run_page(
     candidate: Candidate, report: EvaluationReport, rows: Sequence[SampleRow], *, sweep: str, model: str, workdir: Path
 ) -> RunPage:
-    """Return what the run of a candidate shows, besides report.json and report.html.
-
-    Args:
-        candidate: The candidate, judged.
-        report: Its report.
-        rows: The report's samples.
-        sweep: Identifier of its sweep.
-        model: The checkpoint, as the configuration names it.
-        workdir: The work directory.
-    """
+    """Return what the run of a candidate shows, besides report.json and report.html."""
     return RunPage(
         metrics=chosen(candidate),
         description=description(candidate, sweep, model, workdir),

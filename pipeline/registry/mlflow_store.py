@@ -32,9 +32,8 @@ class MlflowStore(ExperimentRuns):
     def __init__(self, location: Location) -> None:
         """Open the store and create what it lacks.
 
-        Raises:
-            UserError: when it cannot be opened, or its files were moved.
-            MissingRequirement: when it does not answer, is locked, or takes a driver that is not installed.
+        Raises UserError when it cannot be opened, or its files were moved; MissingRequirement when it does not answer, is
+        locked, or takes a driver that is not installed.
         """
         self.location = location
         self.lock = location.lock
@@ -104,9 +103,6 @@ class MlflowStore(ExperimentRuns):
         """Register the engine with its evidence, unless a version with the same citations exists.
 
         The version becomes an output of the run `run_id`. The alias `candidate` moves to it unless it failed.
-
-        Returns:
-            The version and the identifier of its logged model.
         """
         tags = {"kv": candidate.name, "verdict": candidate.verdict, **candidate.citations}
         query = " and ".join(f"tags.{name} = '{value}'" for name, value in tags.items())
@@ -230,16 +226,10 @@ class Fetched:
 
 
 def fetch_evidence(location: Location, names: Sequence[str], known: Collection[str], folder: Path) -> list[Fetched]:
-    """Download files of the registered engines. Nothing in the store changes.
+    """Download files of the registered engines.
 
-    Args:
-        location: The store.
-        names: The files. One that a version lacks is absent.
-        known: Digests of identities whose evidence is not wanted.
-        folder: Gets a directory for each version.
-
-    Raises:
-        UserError, MissingRequirement: when the store cannot be read.
+    Nothing in the store changes. Each version that cites an identity which is not `known` gets a directory in `folder` with
+    those of the files that it has. Raises UserError or MissingRequirement when the store cannot be read.
     """
     client, fetched = Client(location), []
     for version in client.search_model_versions(f"name = '{location.model_name}'"):
@@ -257,15 +247,10 @@ def fetch_evidence(location: Location, names: Sequence[str], known: Collection[s
 
 
 def aliased(location: Location, names: Sequence[str], alias: str) -> tuple[Registration, dict[str, str]] | None:
-    """Return the version that an alias points at, and its tags; None where there is no such alias. Nothing changes.
+    """Return the version that an alias points at, and its tags; None where there is no such alias.
 
-    Args:
-        location: The store.
-        names: Registered models; the first that has the alias counts.
-        alias: The alias.
-
-    Raises:
-        UserError, MissingRequirement: when the store cannot be read.
+    Nothing changes. Of several models the first that has the alias counts. Raises UserError or MissingRequirement when the
+    store cannot be read.
     """
     if location.file is not None and not location.file.exists():
         raise UserError(f"{named(location)} cannot be used: there is no such file; give the store that a promotion wrote to")
@@ -282,8 +267,7 @@ def aliased(location: Location, names: Sequence[str], alias: str) -> tuple[Regis
 def download_engine(location: Location, tags: Mapping[str, str], folder: Path) -> Path:
     """Download the evidence of the version with these tags, and the engine where the registry has it; return where it lies.
 
-    Raises:
-        UserError, MissingRequirement: when the store cannot be read.
+    Raises UserError or MissingRequirement when the store cannot be read.
     """
     client = Client(location)
     return Path(client.download(client.get_logged_model(tags["logged_model"]).artifact_location, str(folder)))

@@ -61,16 +61,7 @@ def judged_again(
 
     Of the summary this takes which versions they are and nothing else.
 
-    Args:
-        listed: Those of the summary.
-        registered: Every version of the registered model with its tags.
-        find: Finds their artifacts.
-        decide: The gates.
-        model: The checkpoint's short name.
-        name: That of the only one which is asked for; None for all.
-
-    Raises:
-        GateRefusal: for a candidate that is not registered, of another model, or whose evidence is not there.
+    Raises GateRefusal for a candidate that is not registered, of another model, or whose evidence is not there.
     """
     versions = {one.model_version: (one, tags) for one, tags in registered}
     found: dict[str, Candidate] = {}
@@ -102,13 +93,6 @@ def incumbent(
 
     It is one where it was judged against the same baseline engine as one of them, under another name, and still passes. The
     champion of other weights is none, and one that is judged anew goes by its new evidence.
-
-    Args:
-        version: The one that the alias `champion` points at; None where nothing serves.
-        registered: Every version of the registered model with its tags.
-        find: Finds its artifacts.
-        decide: The gates, which decide its verdict again.
-        candidates: What was judged.
     """
     serving = next(((one, tags) for one, tags in registered if one.model_version == version), None)
     if serving is None or serving[1].get("kv") in [one.name for one in candidates]:
@@ -125,16 +109,10 @@ def incumbent(
 def choose(candidates: Sequence[Candidate], rolled_back: Mapping[str, str] | None = None, name: str | None = None) -> Candidate:
     """Return the best candidate that passed, or the one with a name if it passed.
 
-    The most live tokens win. Among equals another engine wins over the oracle, and then the lowest mean KL.
+    The most live tokens win. Among equals another engine wins over the oracle, and then the lowest mean KL. Of an engine that
+    was rolled back, by the digest of its report, only its name brings it back.
 
-    Args:
-        candidates: Those to choose from.
-        rolled_back: Digest of a report -> when the engine that it is about was rolled back. Only a name brings it back.
-        name: That of the one that is asked for; None for the best.
-
-    Raises:
-        UserError: when none has the name.
-        GateRefusal: when none passed that was not rolled back.
+    Raises UserError when none has the name; GateRefusal when none passed that was not rolled back.
     """
     if name is not None:
         candidates = [candidate for candidate in candidates if candidate.name == name]
@@ -173,19 +151,9 @@ def promote(
 ) -> Move:
     """Make the best candidate that passed the champion, or the one with a name.
 
-    Args:
-        candidates: Those to choose from, as their artifacts say they are.
-        log: Where versions and aliases are, and moves are recorded.
-        replay: Replays the best candidate's evidence.
-        decide: The gates, which decide its verdict again.
-        sweep: Identifier of the candidates' sweep, noted in the registry.
-        name: That of the candidate that is asked for; None for the best.
-        rival: The champion, which stays where none of them is better; a name displaces it in any case.
-
-    Raises:
-        UserError: when none has the name.
-        GateRefusal: when none passed, or the best one's evidence does not hold.
-        MissingRequirement: when a library that the replay takes is not installed.
+    The `rival` is the champion, which stays where none of them is better; a name displaces it in any case. Raises UserError
+    when none has the name; GateRefusal when none passed, or the best one's evidence does not hold; MissingRequirement when a
+    library that the replay takes is not installed.
     """
     best = choose(candidates, log.read().rolled_back("champion"), name)
     if rival is not None and name is None and choose([best, rival]) is rival and _holds(rival, replay, decide):
@@ -243,10 +211,8 @@ Prove = Callable[[str, Mapping[str, str]], None]
 def rollback(log: MoveLog, prove: Prove) -> Move:
     """Bring the previous champion back, once its evidence was replayed.
 
-    Raises:
-        UserError: when there is none, or its version was deleted.
-        GateRefusal: when its evidence does not hold.
-        MissingRequirement: when a library that the replay takes is not installed.
+    Raises UserError when there is none, or its version was deleted; GateRefusal when its evidence does not hold;
+    MissingRequirement when a library that the replay takes is not installed.
     """
     registry = log.registry
     with log.changing(urgent=True) as history:

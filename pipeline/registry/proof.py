@@ -33,9 +33,7 @@ class Finding:
 def require_same(what: str, findings: Sequence[Finding]) -> None:
     """Check that a replay of an engine found everything the same.
 
-    Raises:
-        GateRefusal: when something differs.
-        MissingRequirement: when nothing differs, but something is missing.
+    Raises GateRefusal when something differs; MissingRequirement when nothing differs, but something is missing.
     """
     named = {status: [finding.name for finding in findings if finding.status == status] for status in ("differs", "missing")}
     if named["differs"]:
@@ -74,9 +72,8 @@ class Proof:
 def verify(candidate: Candidate, replay: Replay, decide: "Decide") -> Proof:
     """Check the evidence of a registered candidate again: as it lies on disk now, and as its version cites it.
 
-    Raises:
-        GateRefusal: with the first thing that is wrong.
-        MissingRequirement: when nothing is wrong, but a library that the replay takes is not installed.
+    Raises GateRefusal with the first thing that is wrong; MissingRequirement when nothing is wrong, but a library that the
+    replay takes is not installed.
     """
     try:
         evidence = replay(candidate)

@@ -22,14 +22,7 @@ class CandidateRun:
     run_id: str = ""
 
     def stage(self, name: str, params: Mapping[str, object], *, digest: str, seconds: float) -> None:
-        """Log a stage that the run made, as a child run; what was reused, the identity names.
-
-        Args:
-            name: The stage's title.
-            params: Its configuration.
-            digest: Of its artifact.
-            seconds: The time that making the artifact took.
-        """
+        """Log a stage that the run made, as a child run; what was reused, the identity names."""
         if self.store is not None:
             self.store.log_stage(self.run_id, name, params, digest=digest, seconds=seconds)
 
@@ -44,15 +37,7 @@ class CandidateRun:
 def track(
     store: "MlflowStore | None", sweep: str, kv: str, backend: str, config: Mapping[str, object]
 ) -> Iterator[CandidateRun]:
-    """Open a candidate's run while the block runs.
-
-    Args:
-        store: Where the run is logged; None when tracking is off.
-        sweep: Identifier of the sweep that the candidate belongs to.
-        kv: The candidate's display name.
-        backend: Name of the engine's backend.
-        config: The whole configuration, logged as parameters without its secrets.
-    """
+    """Open a candidate's run while the block runs."""
     if store is None:
         yield CandidateRun()
         return
@@ -61,10 +46,9 @@ def track(
 
 
 def open_store(tracking: Tracking, workdir: Path, model: str) -> "MlflowStore | None":
-    """Open the tracking store of a model; None when tracking is off. Imports MLflow, which takes 2 s.
+    """Open the tracking store of a model; None when tracking is off.
 
-    Raises:
-        UserError: when the store cannot be opened.
+    Imports MLflow, which takes 2 s. Raises UserError when the store cannot be opened.
     """
     if not tracking.enabled:
         return None

@@ -217,8 +217,7 @@ def evidence_digest(report: Path) -> str:
 def load(workdir: Path, sweep: str | None = None) -> Summary:
     """Return the summary of a sweep, of the last one unless named; an empty one where there is no last one.
 
-    Raises:
-        UserError: when the file is damaged, or another kvgate wrote it, or there is no such sweep.
+    Raises UserError when the file is damaged, or another kvgate wrote it, or there is no such sweep.
     """
     if sweep is None:
         return _read(workdir, FILE) or Summary(schema_version=SCHEMA_VERSION)
@@ -277,12 +276,7 @@ def _set(workdir: Path, sweep: str | None, latest: bool = True, **values: Any) -
 def begin(workdir: Path, sweep: str, names: Sequence[str], latest: bool = True, command: str | None = None) -> Summary:
     """Note that a sweep begins, and the display names of its jobs: what never ends is then seen to be missing.
 
-    Args:
-        workdir: The work directory.
-        sweep: The sweep.
-        names: In the order of the command line.
-        latest: Whether it becomes the last one, whose candidates `summary.json` holds: one of a stage that judges does.
-        command: What was typed, whole; None where nothing was.
+    Only a sweep that judges becomes the `latest`, whose candidates `summary.json` holds.
     """
     said = None if command is None else redact_text(command)
     return _set(workdir, sweep, latest, jobs=len(names), names=tuple(names), command=said)
@@ -304,12 +298,7 @@ def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
 def finish(workdir: Path, sweep: str | None, exit_code: int, job: int = 1, *, latest: bool = True) -> Summary:
     """Note how a job ended; a sweep's exit code is the worst of its jobs'.
 
-    Args:
-        workdir: The work directory.
-        sweep: The job's sweep; None when the job worked on the candidates of the last one, and its code replaces the sweep's.
-        exit_code: The job's.
-        job: Its number within the sweep, from 1. A job that a cluster ran twice counts once, as it ended last.
-        latest: As for `begin`.
+    Of no sweep, the job worked on the candidates of the last one. A job that a cluster ran twice counts once, as it ended last.
     """
     if sweep is None:
         return _set(workdir, None, exit_code=exit_code)

@@ -68,8 +68,7 @@ def way_back(engines: Engines, workload: str, before: Aliases, why: str) -> Move
     It takes no replay: these were proven for the class when they were routed, and a broken engine must not wait for one. Where
     the log that says so cannot be trusted, they are replayed.
 
-    Raises:
-        GateRefusal: when neither can serve.
+    Raises GateRefusal when neither can serve.
     """
     problems, log = [], engines.log
     history = log.read()
@@ -92,16 +91,7 @@ def way_back(engines: Engines, workload: str, before: Aliases, why: str) -> Move
 
 
 def make_moves(log: MoveLog, title: str, moves: Sequence[Move]) -> None:
-    """Make all moves back, then all others.
-
-    Args:
-        log: The log of moves of the registry.
-        title: What asked for them.
-        moves: At most one for each class.
-
-    Raises:
-        GateRefusal: when an alias was moved by somebody else.
-    """
+    """Make all moves back, then all others. Raises GateRefusal when an alias was moved by somebody else."""
     for back in (True, False):
         group = [move for move in moves if move.back is back]
         if group:

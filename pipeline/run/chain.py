@@ -111,10 +111,7 @@ class Chain(BuildChain):
     def once(self, policy: KVPolicy, measured: Artifact, baseline: Artifact | None = None) -> Artifact:
         """Return what is measured of `policy`'s engine a single time.
 
-        Args:
-            policy: The engine's.
-            measured: Its first round.
-            baseline: The baseline's first round; None for the baseline itself.
+        `baseline` is the baseline's first round; None for the baseline itself.
         """
         inputs = {**self._asked(policy, baseline), "measured": measured}
 
@@ -168,8 +165,7 @@ class Chain(BuildChain):
     def evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
         """Return the report on `policy`'s engine, that engine's bundle, and the baseline engine's bundle.
 
-        Raises:
-            MissingRequirement: for an engine that cannot run here; where its graphs can be judged as ONNX, it says how.
+        Raises MissingRequirement for an engine that cannot run here; where its graphs can be judged as ONNX, it says how.
         """
         if policy.name in self._judged:
             return self._judged[policy.name]

@@ -48,10 +48,9 @@ PLANNING = ("capacity", "recommend")
 def check_inputs(config: Config) -> None:
     """Refuse what cannot be used; cheap, reads no weights.
 
-    Raises:
-        UserError: for a file that cannot be used, summary.json or one that the configuration names, and for a policy that
-            does not fit the model or the backend.
-        MissingRequirement: for a library, a GPU or an interpreter that the backend needs and that is not here.
+    Raises UserError for a file that cannot be used, summary.json or one that the configuration names, and for a policy that
+    does not fit the model or the backend; MissingRequirement for a library, a GPU or an interpreter that the backend needs and
+    that is not here.
     """
     for check in checks(config):
         check()
@@ -157,8 +156,7 @@ def weight_bytes(checkpoint: CheckpointInfo) -> int:
 def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]:
     """Check the files and options of what is calibrated on and asked.
 
-    Returns:
-        The samples; none where they are generated and no model that is long enough could find them too long.
+    Return the samples; none where they are generated and no model that is long enough could find them too long.
     """
     for key, path in (("calibration.jsonl", config.calibration.file), ("workloads.jsonl", config.workloads.file)):
         if path is not None:
@@ -197,9 +195,7 @@ def check_file(path: Path, key: str) -> None:
 def inspect_model(path: Path) -> CheckpointInfo:
     """Read the configuration and the tokenizer of a checkpoint, or the header of a GGUF.
 
-    Raises:
-        UserError: when it cannot be used.
-        MissingRequirement: without the package that reads GGUF.
+    Raises UserError when it cannot be used; MissingRequirement without the package that reads GGUF.
     """
     if not path.is_file():
         info = inspect_checkpoint(path)
@@ -212,12 +208,7 @@ def inspect_model(path: Path) -> CheckpointInfo:
 
 
 def check_draft(path: str, target: Path) -> None:
-    """Check that a draft checkpoint can be read, and that it has the target's tokens.
-
-    Args:
-        path: `workloads.speculation.draft`.
-        target: The checkpoint of `model.path`, or its GGUF.
-    """
+    """Check that a draft checkpoint can be read, and that it has the target's tokens."""
     from stages.checkpoints import expected_tensors
 
     key = "workloads.speculation.draft="

@@ -57,8 +57,7 @@ def evaluate(run: Run) -> Candidate:
 
     Jobs of a sweep only register: else the last to finish would win.
 
-    Raises:
-        NotPassed: when it did not pass; not in a sweep, which decides once all candidates are judged.
+    Raises NotPassed when it did not pass; not in a sweep, which decides once all candidates are judged.
     """
     config, chain = run.config, run.chain
     with console.doing("opening MLflow"):

@@ -110,10 +110,8 @@ def rollback(run: Run) -> None:
 
     Its gates are those that it was judged by: the way back asks for no policy, and for no key of this command.
 
-    Raises:
-        UserError: when there is none.
-        GateRefusal: when its evidence does not hold.
-        MissingRequirement: when a library that the replay of the evidence takes is not installed.
+    Raises UserError when there is none; GateRefusal when its evidence does not hold; MissingRequirement when a library that the
+    replay of the evidence takes is not installed.
     """
 
     from pipeline.verdict.gates import decide
@@ -178,9 +176,7 @@ def _say(line: str) -> None:
 def verify(run: Run) -> None:
     """Replay the evidence of an engine, offline and read-only.
 
-    Raises:
-        GateRefusal: when something differs.
-        MissingRequirement: when nothing differs, but something is missing.
+    Raises GateRefusal when something differs; MissingRequirement when nothing differs, but something is missing.
     """
     directory = Path(str(run.config.bundle))
     with console.doing("replaying the evidence"):

@@ -145,13 +145,8 @@ def _repeat(planned: Plan, ended: Sequence[Ended]) -> None:
 def _conclude(planned: Plan, sweep: str, code: int = 0, step: object = None) -> int:
     """Print the comparison of a sweep's candidates and return the sweep's exit code.
 
-    It is the worst of its jobs' codes and of what ended them all; if all ended well, it says whether a candidate passed.
-
-    Args:
-        planned: Its jobs.
-        sweep: Its id.
-        code: What ended its jobs before their time; 0 where nothing did.
-        step: What to do about what its jobs were refused for.
+    It is the worst of its jobs' codes and of what ended them all; if all ended well, it says whether a candidate passed. `code`
+    is what ended its jobs before their time, `step` what to do about what they were refused for.
     """
     from pipeline.registry.proof import PASS
     from pipeline.run.showing import compare_in_mlflow, show

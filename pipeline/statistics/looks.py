@@ -76,12 +76,9 @@ class Look:
 def planned_looks(planned_rounds: Sequence[float], most: int) -> list[Look]:
     """Return the looks of a plan of rounds, at most `most`.
 
-    A plan with more rounds keeps its first ones as looks; the last look is at all samples. Information fractions stay shares
-    of all planned samples: what the looks left out would have spent, the later ones do.
-
-    Args:
-        planned_rounds: Cumulative share of the planned samples after each round; the last is 1.
-        most: `gates.max_rounds`.
+    A plan with more rounds keeps its first ones as looks; the last look is at all samples. Information fractions stay shares of
+    all planned samples: what the looks left out would have spent, the later ones do. The cumulative shares of `planned_rounds`
+    end at 1.
     """
     rounds = [*range(1, min(most, len(planned_rounds))), len(planned_rounds)]
     shares = tuple(planned_rounds[last - 1] for last in rounds)

@@ -26,8 +26,7 @@ def read_policy(config: PromoteConfig) -> GatePolicy | None:
 def standing_policy(log: MoveLog, history: History) -> GatePolicy | None:
     """Return the policy that the log binds; None where it never bound one.
 
-    Raises:
-        GateRefusal: when its content is not what the log binds.
+    Raises GateRefusal when its content is not what the log binds.
     """
     if history.policy is None:
         return None
@@ -44,13 +43,7 @@ def standing_policy(log: MoveLog, history: History) -> GatePolicy | None:
 def settle(log: MoveLog, given: GatePolicy | None, *, loosen: bool) -> GatePolicy | None:
     """Return the policy that holds, after binding the one that a command gives.
 
-    Args:
-        log: The log of moves of the registered model.
-        given: The policy of the command's file; None where it gives none.
-        loosen: `promote.loosen_policy`.
-
-    Raises:
-        GateRefusal: when it is looser than the one that holds, which was not asked for.
+    Raises GateRefusal when it is looser than the one that holds, which was not asked for.
     """
     if given is None:
         return standing_policy(log, log.read())

@@ -82,11 +82,8 @@ class MoveLog:
     def changing(self, *, urgent: bool = False) -> Iterator[History]:
         """Hold the lock while the block runs, with aliases that are where the log says.
 
-        Args:
-            urgent: Whether the way back is asked for, which waits for nobody: a log that cannot be trusted is then mended.
-
-        Raises:
-            GateRefusal: when the log cannot be trusted.
+        The way back is `urgent` and waits for nobody: a log that cannot be trusted is then mended. Raises GateRefusal when the
+        log cannot be trusted.
         """
         with locked(self.registry.lock, "the log of moves"):
             history = self._repaired()
@@ -112,14 +109,7 @@ class MoveLog:
     def append(self, history: History, kind: Kind, why: str, **of: Any) -> None:
         """Write the record of a move, which decides, and let the aliases follow; call it inside `changing`.
 
-        Args:
-            history: What `changing` yielded.
-            kind: Of move.
-            why: In a line.
-            of: Other fields of `Record`.
-
-        Raises:
-            GateRefusal: when another host wrote at the same time.
+        `of` are other fields of `Record`. Raises GateRefusal when another host wrote at the same time.
         """
         record = Record(
             number=history.number + 1,

@@ -148,11 +148,6 @@ def kept(policy: GatePolicy | None, gates: Gates, decide: Decide) -> Decide:
     """Return the gates as a policy has them: what it asks for and a report does not show makes a PASS INCONCLUSIVE.
 
     They raise GateRefusal when the thresholds are looser than the policy.
-
-    Args:
-        policy: The policy; None asks for nothing.
-        gates: The thresholds of this command.
-        decide: Decides by them.
     """
     if policy is None:
         return decide

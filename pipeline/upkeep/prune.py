@@ -46,9 +46,8 @@ class Plan:
 def prune(config: Config) -> None:
     """Show what nobody needs, and remove it where `prune.apply` says so.
 
-    Raises:
-        UserError: when what serves is not known: nothing is removed then.
-        MissingRequirement: when another process uses the artifacts, or the tracking store does not answer.
+    Raises UserError when what serves is not known: nothing is removed then; MissingRequirement when another process uses the
+    artifacts, or the tracking store does not answer.
     """
     root = config.work / "artifacts"
     if not root.is_dir():
@@ -103,8 +102,7 @@ def _check_known(config: Config, found: Found) -> None:
 def alone(root: Path) -> Iterator[None]:
     """Hold a store alone while the block runs: commands that begin meanwhile wait.
 
-    Raises:
-        MissingRequirement: when another process uses it.
+    Raises MissingRequirement when another process uses it.
     """
     with locked_at_once(root / USE_LOCK) as free:
         if not free:
