@@ -6,12 +6,13 @@ The gates and their statistics are imported where they decide: a status does not
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.artifacts.store import Store
 from pipeline.config.config import Config
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.registry.runs import open_store
+from pipeline.registry.tracking import Tracking, locate
 from pipeline.terminal import console
 from pipeline.trust.keys import Keys, load_keys
 from pipeline.trust.movelog import MoveLog
@@ -25,6 +26,16 @@ if TYPE_CHECKING:
     from pipeline.verdict.gates import Decide
     from pipeline.verdict.report import EvaluationReport, SampleRow
     from pipeline.verdict.thresholds import Verdict
+
+
+def open_store(tracking: Tracking, workdir: Path, model: str) -> "MlflowStore | None":
+    """Open the tracking store of a model; None when tracking is off. Imports MLflow, which takes 2 s."""
+    if not tracking.enabled:
+        return None
+    location = locate(tracking, workdir, model)
+    from pipeline.registry.mlflow_store import MlflowStore
+
+    return MlflowStore(location)
 
 
 @dataclass

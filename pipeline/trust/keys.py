@@ -97,7 +97,7 @@ def key_id(key: "Ed25519PublicKey") -> str:
 
 
 def load_keys(config: SigningConfig) -> Keys:
-    """Read the keys that a command is given. Raises UserError for a file that is not such a key; its content is not repeated."""
+    """Read the keys that a command is given. Raises UserError for a file that is none, without its content."""
     if config.key is None and not config.trusted:
         return Keys()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

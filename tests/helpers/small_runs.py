@@ -14,9 +14,8 @@ from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.artifacts.files import link_or_copy
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.registry import summary
-from pipeline.registry.contents import RunPage, Workload
 from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.runs import track
+from pipeline.registry.pages import RunPage
 from pipeline.registry.summary import Candidate, Cited
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 from pipeline.verdict.thresholds import Status
@@ -28,7 +27,8 @@ PAGE = RunPage(
     metrics={"quality/kl_mean": 0.01},
     description="**PASS**",
     tables={"samples.json": [{"answer": "lost"}]},
-    workloads=[Workload("copy", "0" * 64, 1, 1, 1)],
+    workloads={"copy": {"num_rows": 1}},
+    digest="0" * 64,
 )
 
 
@@ -75,7 +75,7 @@ def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | N
 def judge(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None = None, verdict: Status = "PASS") -> Ended:
     """Judge and register one policy."""
     opened = open_tracking(work, uri)
-    with track(opened, sweep, policy, "onnxruntime", {"kv": {"name": policy}}) as run:
+    with opened.candidate(sweep, policy, "onnxruntime", {"kv": {"name": policy}}) as run:
         quantized, engine = build(work, checkpoint, policy)
 
         def measure(out: Path) -> None:
@@ -96,8 +96,8 @@ def judge(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None
         judged = Store(work / "artifacts").get(Recipe("evaluate", CODE, {"kv": policy}, {"round": measured.digest}), report)
         candidate = _candidate(judged.path, policy, engine, verdict)
         for artifact in (quantized, engine, measured, judged):
-            run.stage(artifact.stage, {}, digest=artifact.digest, seconds=0.0)
-        done = run.conclude(candidate, PAGE)
+            opened.log_stage(run, artifact.stage, {}, digest=artifact.digest, seconds=0.0)
+        done = opened.conclude(run, candidate, PAGE)
     summary.record(work, sweep, done)
     assert done.registration is not None
     digests = {artifact.stage: artifact.digest for artifact in (quantized, engine, measured, judged)}

@@ -14,7 +14,6 @@ from judged_candidates import decide_pass, judged_candidate, proven, replay_with
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.registry import promotion
 from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.runs import track
 from pipeline.registry.summary import Candidate, conclude, load, record
 from pipeline.registry.tracking import Tracking, locate
 from pipeline.trust.movelog import MoveLog
@@ -41,8 +40,8 @@ def judge(work: Path, kv: str, kib: float) -> Candidate:
 
 def sweep(store: MlflowStore, work: Path, name: str, **kib: float) -> None:
     for kv, size in kib.items():
-        with track(store, name, kv, "onnxruntime", {}) as run:
-            done = run.conclude(judge(work, kv, size))
+        with store.candidate(name, kv, "onnxruntime", {}) as run:
+            done = store.conclude(run, judge(work, kv, size))
         record(work, name, done)
 
 
@@ -58,8 +57,8 @@ def promote_last(store: MlflowStore, work: Path, name: str | None = None) -> pro
 def _register_one(work: Path, number: int, results: "Queue[str]") -> None:
     """Open the store, which does not exist yet, and register an engine of its own."""
     store = open_in(work, "together")
-    with track(store, "together", f"kv{number}", "onnxruntime", {}) as run:
-        done = run.conclude(judge(work, f"kv{number}", 1.0 + number))
+    with store.candidate("together", f"kv{number}", "onnxruntime", {}) as run:
+        done = store.conclude(run, judge(work, f"kv{number}", 1.0 + number))
     record(work, "together", done)
     assert done.registration is not None
     results.put(done.registration.model_version)
@@ -126,7 +125,7 @@ def test_sweeps_promote_roll_back_and_refuse_tampered_engines(work: Path) -> Non
 def _run_until_stopped(work: Path, name: str, ready: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the command line does
     store = open_in(work, name)
-    with track(store, "stopped", "fp8", "onnxruntime", {}):
+    with store.candidate("stopped", "fp8", "onnxruntime", {}):
         ready.send("running")
         signal.pause()
 

@@ -23,7 +23,6 @@ from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.evidence.identity import read_identity
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.runs import track
 from pipeline.registry.summary import Candidate, Cited, evidence_digest
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 from pipeline.run import runner
@@ -50,7 +49,7 @@ def judge(work: Path, store: MlflowStore, sweep: str, kv: str) -> None:
     evidence = judged_engine(artifacts, kv=kv)
     identity = read_identity(evidence / "identity.json")
     engine, baseline, evaluation = (artifacts / link.place for link in identity.reads)
-    with track(store, sweep, kv, "onnxruntime", {"model": {"path": "/models/some-llm"}}) as run:
+    with store.candidate(sweep, kv, "onnxruntime", {"model": {"path": "/models/some-llm"}}) as run:
         candidate = Candidate(
             name=kv,
             policy=kv,
@@ -63,7 +62,7 @@ def judge(work: Path, store: MlflowStore, sweep: str, kv: str) -> None:
             report=Cited(path=evaluation / "report.json", digest=evidence_digest(evaluation / "report.json")),
             identity=Cited(path=evidence / "identity.json", digest=file_digest(evidence / "identity.json")),
         )
-        done = run.conclude(candidate)
+        done = store.conclude(run, candidate)
     summary.begin(work, sweep, [done.name])
     summary.record(work, sweep, done)
     summary.finish(work, sweep, 0)
