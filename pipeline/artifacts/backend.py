@@ -22,7 +22,6 @@ TORCH = ("torch", "transformers", "safetensors", "tokenizers")
 """Distributions that run a checkpoint."""
 
 Fill = Callable[[Path, Progress], None]
-"""Fills an empty directory with an artifact's files."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,6 @@ class Job:
 
     @property
     def builds(self) -> bool:
-        """Whether the command builds an engine."""
         return self.stage in ("build", "evaluate", "all")
 
     @property
@@ -60,9 +58,7 @@ class Artifacts(Protocol):
         """Return the quantized checkpoint with the policy's static scales."""
         ...
 
-    def exports(self, policy: KVPolicy) -> Artifact:
-        """Return ModelOpt's exports of the quantized checkpoint, beside the checkpoint itself."""
-        ...
+    def exports(self, policy: KVPolicy) -> Artifact: ...
 
     def bundle(self, policy: KVPolicy, config: BackendConfig | None = None) -> Artifact:
         """Return the engine bundle of `policy`, for the configured backend unless `config` names another."""
@@ -114,8 +110,6 @@ class Loader(ABC):
 
 
 class Backend(Loader):
-    """Builds and loads the engines of one backend."""
-
     build_module: ClassVar[str]
     """Module that builds bundles: its source, with all that it can import, is part of a bundle's key."""
 

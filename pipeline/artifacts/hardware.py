@@ -13,7 +13,6 @@ from pipeline.core.redaction import child_environment
 QUERY = ("name", "compute_cap", "driver_version")
 """Properties of a GPU in nvidia-smi's words (`nvidia-smi --help-query-gpu`)."""
 SECONDS = 60
-"""A GPU that was idle takes some seconds to answer."""
 
 
 @cache

@@ -21,7 +21,6 @@ LIMIT = "KVGATE_LOCK_TIMEOUT_S"
 LIMIT_S = 6 * 3600
 """Its default: another process may be making the artifact that is waited for."""
 QUIET_S = 1.0
-"""Seconds of a wait before anything is said of it."""
 POLL_S = 0.05
 """Seconds between two attempts: flock(2) has no wait with a limit."""
 
@@ -51,7 +50,6 @@ def announced(describe: Callable[[], str], quiet_s: float) -> Iterator[None]:
 
 
 def until(seconds: float) -> str:
-    """Return the time of day so many seconds from now."""
     return time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
 
 

@@ -51,7 +51,6 @@ class Artifact:
     key: str
     digest: str
     files: dict[str, str]
-    """Relative path -> sha256."""
     parts: dict[str, object]
     """The values whose digest is the key (`Recipe.parts`)."""
     reused: bool
@@ -59,7 +58,6 @@ class Artifact:
     """Time that making it took, also when it is reused."""
 
     def digest_under(self, folder: str) -> str:
-        """Digest of the files below `folder` only."""
         return files_digest(self.files, folder)
 
 
@@ -72,11 +70,8 @@ class Recipe:
     """Modules whose source, with all they import from this project, is part of the key."""
     config: Mapping[str, object]
     inputs: Mapping[str, str]
-    """Name -> digest."""
     libraries: tuple[str, ...] = ()
-    """Distributions whose versions are part of the key."""
     measures_time: bool = False
-    """Whether the hardware's identity is part of the key."""
     parts: dict[str, object] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -102,14 +97,11 @@ class Recipe:
 
 
 class Store:
-    """Artifacts under one root directory."""
-
     def __init__(self, root: Path) -> None:
         self.root = root
         self._prepared = False
 
     def path(self, recipe: Recipe) -> Path:
-        """Return the directory of a recipe's artifact, made or not."""
         return self.root / recipe.place(recipe.stage, recipe.key)
 
     def get(self, recipe: Recipe, fill: Callable[[Path], None], *, resumable: bool = False) -> Artifact:
@@ -169,7 +161,6 @@ class Store:
         sweep_pool(self.root)
 
     def begun(self, recipe: Recipe) -> Path:
-        """Return the directory in which a resumable artifact is made, begun or not."""
         return self.root / PARTIAL / recipe.stage / recipe.key
 
     def manifests(self, stage: str) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -240,7 +231,6 @@ def check_store(root: Path) -> None:
 
 
 def lock_of(target: Path) -> Path:
-    """Return the lock that is held while an artifact is made or verified."""
     return target.with_name(f".{target.name}.lock")
 
 
@@ -254,7 +244,6 @@ def _remove_abandoned(scratch: Path, target: Path) -> None:
 
 
 def _untouched_s(directory: Path) -> float:
-    """Return the seconds since anything in a directory was written."""
     times = [path.lstat().st_mtime for path in (directory, *directory.rglob("*"))]
     return time.time() - max(times)
 

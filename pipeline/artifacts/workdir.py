@@ -60,10 +60,6 @@ COPIES = 2
 
 
 def check_room(work: Path, given: str, weight_bytes: int) -> None:
-    """Refuse a model that neither memory nor the disk of the work directory holds; rough, and never too strict.
-
-    Raises MissingRequirement with the number of bytes that are missing.
-    """
     memory = psutil.virtual_memory().total + psutil.swap_memory().total
     if weight_bytes > memory:
         raise MissingRequirement(lacks("model.path: its weights take", weight_bytes, "this machine has", memory, "of memory"))

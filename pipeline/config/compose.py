@@ -37,7 +37,6 @@ from pipeline.core.redaction import holds_secret, printable, redact_text
 T = TypeVar("T")
 TRACKING_URI = "tracking.uri"
 MOST_DIGITS = 1000
-"""Of a number; Python reads none of more than 4,300."""
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -102,7 +101,6 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
 
 
 def _as_written(location: tuple[int | str, ...], composed: DictConfig) -> tuple[int | str, ...]:
-    """Return a problem's keys as the user writes them. pydantic inserts the name of the backend's record."""
     return location[:1] + location[2:] if location[1:2] == (composed.backend.get("name"),) else location
 
 
@@ -185,15 +183,11 @@ class Plan:
     swept: tuple[str, ...] = ()
     """Keys that differ between the jobs of a sweep."""
     overrides: tuple[list[str], ...] = ()
-    """Those of each job."""
     names: tuple[str, ...] = ()
-    """Display names of the jobs of a sweep."""
     launcher: str = BASIC
-    """What runs them."""
     launcher_keys: Mapping[str, object] = field(default_factory=dict)
     """Below `hydra.launcher.`, dotted, with their values."""
     given: tuple[str, ...] = ()
-    """Overrides of the command."""
 
 
 def named(overrides: Sequence[str], swept: Sequence[str]) -> list[str]:
@@ -355,6 +349,5 @@ def _jobs(overrides: list[Override]) -> list[list[str]]:
 
 
 def _options(key: str) -> list[str]:
-    """Return the options of a group of conf/, none where `key` is no group."""
     loader = GlobalHydra.instance().config_loader()
     return loader.get_group_options(key, results_filter=ObjectType.CONFIG) if OPTION.fullmatch(key) else []

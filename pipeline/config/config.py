@@ -45,11 +45,8 @@ else:
     AnyBackend = Annotated[reduce(or_, backend_configs().values()), Field(discriminator="name")]
 
 JUDGING = ("evaluate", "all")
-"""Stages that judge an engine."""
 MAKING = ("quantize", "build", "tune", *JUDGING)
-"""Stages that make artifacts."""
 MOVING = ("promote", "rollback", "all", "route", "monitor")
-"""Stages that move aliases."""
 
 
 class ModelConfig(StrictModel):

@@ -47,10 +47,7 @@ WORD: Kind = (_is_word, "give a name of letters, digits and .,:=@%+/&|*()[]-")
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher that may be asked for."""
-
     target: str
-    """Its class."""
     extra: str = ""
     """The extra of kvgate that installs it, and its library's name; empty for what comes with Hydra."""
     keys: Mapping[str, Kind] | None = None
@@ -60,13 +57,11 @@ class Launcher:
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Its plugin, and the library that does the work."""
         plugin = ".".join(self.target.split(".")[:2])
         return (plugin, self.extra) if self.extra else (plugin,)
 
     @property
     def install(self) -> str:
-        """How it is installed."""
         return f"pip install 'kvgate[{self.extra}]'"
 
 

@@ -27,12 +27,10 @@ def load_policies(key: str, names: Sequence[str]) -> list[KVPolicy]:
 
 
 def shipped_policies() -> list[KVPolicy]:
-    """Return all policies of conf/kv, by name."""
     return load_policies("kv", sorted(path.stem for path in (CONF / "kv").glob("*.yaml")))
 
 
 def policy_yaml(policy: KVPolicy, comment: str) -> str:
-    """Return a policy as a file of conf/kv, below a comment of one line."""
     return f"# {comment}\n{OmegaConf.to_yaml(OmegaConf.create(policy.model_dump(mode='json')))}"
 
 

@@ -31,7 +31,6 @@ class Continuation:
     sequence: int = -1
     """Handle of its sequence; -1 before it is started."""
     stored: int = 0
-    """How many of `tokens` its sequence holds."""
 
 
 class Engine(ABC):
@@ -42,7 +41,6 @@ class Engine(ABC):
     """
 
     prefill_chunk: int = PREFILL_CHUNK
-    """Tokens of one prefill run."""
     max_sequences: int | None = None
     """Most sequences that may live at once; None where only memory limits them."""
     max_tokens: int | None = None
@@ -167,7 +165,6 @@ class Engine(ABC):
         return live, logits
 
     def _release_all(self, continuations: Sequence[Continuation]) -> None:
-        """Release the sequences of continuations, as far as they were started."""
         self.release([one.sequence for one in continuations if one.sequence >= 0])
 
     def release(self, sequences: Sequence[int]) -> None:
@@ -215,7 +212,6 @@ class Engine(ABC):
         raise NotImplementedError
 
     def forget_prefixes(self) -> None:
-        """Let go of the beginnings that are kept for later prompts."""
         raise NotImplementedError
 
     def fork(self, sequence: int) -> int:
@@ -269,14 +265,12 @@ class Engine(ABC):
         raise NotImplementedError
 
     def _check_forced(self, tokens: Sequence[int], first: int) -> None:
-        """Raise what `forced` raises."""
         check_tokens(tokens, self.vocab_size)
         if not 0 < first < len(tokens):
             raise ValueError(f"first must be 1 to {len(tokens) - 1}, got {first}")
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
-    """Raise UserError for an empty prompt or ids outside the vocabulary."""
     if not len(tokens):
         raise UserError("a prompt must hold at least one token, got an empty one")
     if min(tokens) < 0 or max(tokens) >= vocab_size:
@@ -284,7 +278,6 @@ def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
 
 
 def check_step(sequences: Sequence[int], tokens: Sequence[int], vocab_size: int) -> None:
-    """Raise ValueError unless a decode step has one token for each of distinct sequences, UserError as check_tokens."""
     if len(sequences) != len(tokens) or len(set(sequences)) != len(sequences):
         raise ValueError(f"decode takes one token for each of distinct sequences, got {sequences} and {tokens}")
     check_tokens(tokens, vocab_size)

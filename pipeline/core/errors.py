@@ -70,7 +70,6 @@ DEBUG_VARIABLE = "KVGATE_DEBUG"
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code of a process that `error` ends."""
     known = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), None)
     if known is not None:
         return known

@@ -42,12 +42,10 @@ SERVER_STAGE = "server"
 
 
 def answers_input(number: int) -> str:
-    """Name the input of an evaluation that is the baseline's round of this number."""
     return "answers" if number == 1 else f"answers_{number}"
 
 
 def round_input(number: int) -> str:
-    """Name the input of an evaluation that is the candidate's round of this number."""
     return f"round_{number}"
 
 
@@ -71,7 +69,6 @@ class Parts(TypedDict):
     stage: Annotated[str, Field(pattern=STAGE)]
     config: dict[str, Any]
     inputs: dict[str, str]
-    """Input's name -> digest."""
     libraries: dict[str, str]
     hardware: Any
 
@@ -98,23 +95,19 @@ class Link(StrictModel):
     digest: str
     parts: Annotated[Parts, AfterValidator(_has_a_digest)]
     files: dict[str, str]
-    """Relative path -> sha256."""
 
     @classmethod
     def of(cls, title: str, artifact: Artifact) -> "Link":
-        """Build the link of an artifact."""
         return cls(
             title=title, key=artifact.key, digest=artifact.digest, parts=cast(Parts, artifact.parts), files=artifact.files
         )
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Input's name -> digest."""
         return self.parts["inputs"]
 
     @property
     def place(self) -> str:
-        """The artifact's directory, relative to a store's root."""
         return Recipe.place(self.parts["stage"], self.key)
 
     def provides(self) -> set[str]:
@@ -124,16 +117,12 @@ class Link(StrictModel):
 
 
 class Identity(StrictModel):
-    """`identity.json`."""
-
     schema_version: Literal[1]
     kvgate: str
     model: str
-    """The checkpoint's short name."""
     policy: str
     backend: str
     chain: list[Link]
-    """In the order in which the artifacts were made."""
     roles: dict[Role, str]
     """Role -> key of the artifact with that role; a server has none of NOT_OF_SERVERS."""
     workloads_file: Annotated[str | None, AfterValidator(_is_beside)]
@@ -158,7 +147,6 @@ class Identity(StrictModel):
         return any(link.key == self.roles.get("engine") and link.parts["stage"] == SERVER_STAGE for link in self.chain)
 
     def link(self, role: Role) -> Link:
-        """Return the artifact with a role."""
         return next(link for link in self.chain if link.key == self.roles[role])
 
     @property
@@ -240,7 +228,6 @@ def make_identity(
 
 
 def signed_files(identity: Identity, digest: str) -> dict[str, str]:
-    """Return the sha256 of each file that a signature vouches for, by its path in a copy of the evidence."""
     evaluation = identity.link("evaluation").files
     evidence = {name: evaluation[name] for name in (REPORT_FILE, SAMPLES_FILE)}
     engine = {f"engine/{name}": value for name, value in identity.link("engine").files.items()}

@@ -45,18 +45,14 @@ class Evidence:
     """What `pipeline.evidence.verify.replay` checks."""
 
     directory: Path
-    """Holds the identity, the report and its samples."""
     identity: Identity
     report: EvaluationReport | None
     """None when it or its samples are missing or cannot be read."""
     rows: list[SampleRow]
-    """The report's samples; empty without a report."""
     problem: str | None
     """Why the report or its samples cannot be read; None when they can, or are missing."""
     engine: Path | None
-    """The engine's bundle; None when it is not there."""
     baseline: Path | None
-    """The FP16-KV engine's bundle; None when it is not there."""
 
 
 def find_evidence(directory: Path) -> list[Path]:
@@ -193,7 +189,6 @@ def lineage(identity: Identity) -> list[Finding]:
 
 
 def _chain(identity: Identity) -> list[Finding]:
-    """Check that each artifact's key and digest follow from its manifest."""
     findings = []
     for link in identity.chain:
         name = f"chain: {link.title}"

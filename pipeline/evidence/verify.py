@@ -64,10 +64,6 @@ def replay_candidate(
 
 
 def replay(evidence: Evidence, trusted: Sequence[Keys] = ()) -> list[Finding]:
-    """Check everything that the identity says; the findings name what is the same, differs or is missing.
-
-    Of each set of `trusted` keys one must have signed it.
-    """
     identity = evidence.identity
     engine_findings = _files("engine", evidence.engine, identity.link("engine").files)
     findings = [*replay_record(evidence), *_signatures(evidence, trusted), *engine_findings]
@@ -113,7 +109,6 @@ def _seal(directory: Path) -> list[Finding]:
 
 
 def _signatures(evidence: Evidence, trusted: Sequence[Keys]) -> list[Finding]:
-    """Check that keys which are trusted signed the engine with its evidence."""
     identity = evidence.identity
     files = signed_files(identity, file_digest(evidence.directory / IDENTITY_FILE))
     findings = []
@@ -223,7 +218,6 @@ def decoded_again(evidence: Evidence, load: Callable[[Path], Engine], count: int
 
 
 def _encoded_digest(config: WorkloadsConfig, engine: Path) -> str:
-    """Return the digest of the encoded samples. Raises UserError when the tokenizer cannot encode them."""
     try:
         with required_libraries():
             from stages.evaluate.inputs.samples import load_samples

@@ -114,7 +114,6 @@ class MlflowStore:
         lock.unlink(missing_ok=True)
 
     def create_run(self, title: str, tags: Mapping[str, str], start_ms: int | None = None) -> str:
-        """Create a run and return its id."""
         owner = {"mlflow.user": getuser(), "mlflow.source.name": "kvgate"}
         return str(self.client.create_run(self.experiment_id, start_ms, {**tags, **owner}, run_name=title).info.run_id)
 
@@ -301,9 +300,7 @@ class Fetched(NamedTuple):
     version: str
     directory: Path
     made: float
-    """When it was registered, in seconds since 1970."""
     identity_digest: str
-    """Of its identity, as the version cites it."""
 
 
 def fetch_evidence(location: Location, names: Sequence[str], known: Collection[str], folder: Path) -> list[Fetched]:

@@ -26,7 +26,6 @@ EVIDENCE_FILES = ("bundle.json", POLICY_FILE, SCALES_FILE)
 REASONS = 5
 """Of a verdict, in the description; checks.json has all."""
 LIMIT = 40
-"""Metrics of a run, at most."""
 FIRST = ("quality/recovery", "memory/kib_per_token", "quality/kl_mean")
 """What the comparison opens on: the share of the probability of right answers that is kept, memory, distance."""
 THEN = (
@@ -97,7 +96,6 @@ class RunPage:
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """In the order in which they are logged; one that is null or not finite is only named."""
     description: str = ""
-    """Markdown."""
     tables: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """File name -> rows."""
     workloads: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -156,7 +154,6 @@ def chosen(candidate: Candidate) -> dict[str, float | None]:
 
 
 def description(candidate: Candidate, sweep: str, model: str, workdir: Path) -> str:
-    """Return the description."""
     held = f" {candidate.covered}" if candidate.covered is not None else ""
     head = f"**{candidate.verdict}**{held}: `{candidate.name}` on {candidate.backend}, against the FP16-KV engine, "
     head += f"{'; '.join(candidate.figures)}."

@@ -29,13 +29,9 @@ class Move:
     """The aliases after a promotion or a rollback."""
 
     champion: str
-    """Name of the candidate that serves now."""
     version: str
-    """The registered version that serves now."""
     previous: str | None
-    """Version that a rollback would bring back."""
     changed: bool
-    """Whether any alias moved."""
     message: str
 
 

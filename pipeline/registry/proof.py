@@ -62,8 +62,6 @@ Replay = Callable[[Candidate], ReplayedEvidence]
 
 @dataclass(frozen=True)
 class Proof:
-    """What a replay of a candidate's evidence gave."""
-
     covered: Limits | None
     """How far the verdict holds; None for a report that does not say."""
     verdict: Verdict
@@ -97,6 +95,5 @@ def verify(candidate: Candidate, replay: Replay, decide: "Decide") -> Proof:
 
 
 def _require(holds: bool, reason: str) -> None:
-    """Raise GateRefusal with the reason unless the condition holds."""
     if not holds:
         raise GateRefusal(reason)

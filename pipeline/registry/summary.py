@@ -33,7 +33,6 @@ SWEEP = re.compile(r"[\w-][\w.-]{0,99}")
 """What the id of a sweep looks like; it becomes the name of a file."""
 
 NAMED = 5
-"""Jobs that did not end of which a message gives the names."""
 
 SCHEMA_VERSION: Final = 1
 
@@ -45,7 +44,6 @@ class Cited(StrictModel):
     """A file or directory, and the digest that it had when it was cited."""
 
     path: Path
-    """Absolute path."""
     digest: str
 
 
@@ -53,9 +51,7 @@ class Registration(StrictModel):
     """Where a candidate is tracked and registered."""
 
     run_id: str
-    """Id of the MLflow run of its evaluation."""
     model_version: str
-    """Its version of the registered model."""
 
 
 class Candidate(StrictModel):
@@ -67,7 +63,6 @@ class Candidate(StrictModel):
     """Display name, unique within a sweep: the policy, and what else the command line changed."""
     policy: str
     model: str
-    """The checkpoint's short name."""
     backend: str
     verdict: Status
     reasons: tuple[str, ...]
@@ -82,9 +77,7 @@ class Candidate(StrictModel):
     metrics: Mapping[str, float | None]
     """By name, grouped by prefix: quality/, noise/, perf/, memory/, baseline/. A value that was not finite is null in JSON."""
     engine: Cited
-    """The bundle's directory."""
     baseline: Cited
-    """The directory of the FP16-KV engine's bundle."""
     report: Cited
     """report.json; samples.jsonl lies beside it, and the digest covers both (`evidence_digest`)."""
     identity: Cited
@@ -92,11 +85,9 @@ class Candidate(StrictModel):
     signed_by: str | None = None
     """Id of the key that signed the evidence; null where none did."""
     registration: Registration | None = None
-    """None without tracking."""
 
     @staticmethod
     def decided(verdict: Verdict) -> dict[str, Any]:
-        """Return the fields that a verdict decides (`DECIDED`)."""
         values = {name: getattr(verdict, name) for name in DECIDED if name != "verdict"}
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return {"verdict": verdict.status, **values, **lists}
@@ -113,7 +104,6 @@ class Candidate(StrictModel):
 
     @property
     def kept(self) -> str | None:
-        """Say how much of that probability it keeps; None where that is not known."""
         line = self.recovery
         if line is None or line.value is None or line.bound is None:
             return None
@@ -126,7 +116,6 @@ class Candidate(StrictModel):
         return contradiction(*(0.0 if pair is None else pair[1] - pair[0] for pair in gains))
 
     def _pair(self, name: str) -> tuple[float, float] | None:
-        """Return a metric of the baseline and of the candidate; None where one is unknown."""
         before, after = (self.metrics.get(name.format(of)) for of in ("baseline", "candidate"))
         return None if before is None or after is None else (before, after)
 
@@ -146,12 +135,10 @@ class Candidate(StrictModel):
 
     @property
     def samples(self) -> Path:
-        """Path of the report's samples.jsonl."""
         return self.report.path.with_name(SAMPLES_FILE)
 
     @property
     def version(self) -> str:
-        """Its version of the registered model."""
         assert self.registration is not None, "a registered candidate"
         return self.registration.model_version
 
@@ -313,7 +300,6 @@ def finish(workdir: Path, sweep: str | None, exit_code: int, job: int = 1, *, la
 
 
 def fail(workdir: Path, sweep: str, exit_code: int) -> Summary:
-    """Note that a sweep whose jobs ended has come to nothing."""
     return _set(workdir, sweep, exit_code=exit_code)
 
 
@@ -326,7 +312,6 @@ def forget(workdir: Path, sweep: str) -> None:
 
 
 def conclude(workdir: Path, champion: str, sweep: str | None = None) -> Summary:
-    """Note which candidate serves now."""
     return _set(workdir, sweep, champion=champion)
 
 

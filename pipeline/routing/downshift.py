@@ -25,21 +25,16 @@ class Step:
     """What a smaller engine would change; the least comes first."""
 
     keys: bool
-    """Whether keys lose anything."""
     young_values: bool
-    """Whether the values of the latest tokens lose anything."""
     gained: int
-    """Live tokens more."""
 
     @property
     def text(self) -> str:
-        """What it changes, in words."""
         what = "keys and values" if self.keys else "values" if self.young_values else "old values alone"
         return f"{what}, {self.gained:,} live tokens more in the same memory"
 
 
 def step(now: Engine, to: Engine) -> Step:
-    """Return what a move from one engine to another changes."""
     one, other = now.policy, to.policy
     fewer = other.sink_tokens < one.sink_tokens or other.recent_tokens < one.recent_tokens
     return Step(

@@ -27,7 +27,6 @@ class Engine:
     load: tuple[float, int]
     """GiB for the cache, and tokens of every sequence in it."""
     workloads: frozenset[str]
-    """Classes of the report's samples."""
 
     @property
     def version(self) -> str:
@@ -35,7 +34,6 @@ class Engine:
 
     @property
     def report(self) -> str:
-        """Digest of its report."""
         return self.candidate.report.digest
 
     def __str__(self) -> str:
@@ -48,7 +46,6 @@ class Engines:
 
     log: MoveLog
     registered: Callable[[], list[tuple[Registration, dict[str, str]]]]
-    """Returns every version with its tags."""
     find: Callable[[Registration, Mapping[str, str]], Engine]
     """Finds the evidence of a version with these tags. Raises GateRefusal where there is none."""
     replay: Replay

@@ -40,8 +40,6 @@ class Route(StrictModel):
 
 
 class RoutingFile(StrictModel):
-    """A routing file."""
-
     default: Route | None = None
     routes: dict[ClassName, Route] = Field(default={})
 
@@ -79,8 +77,6 @@ class Latency(Share):
 
 
 class Memory(StrictModel):
-    """Of the engine that serves the class."""
-
     live_tokens: Count
     max_tokens: Annotated[int, Field(ge=1, le=1 << 53)]
 
@@ -95,7 +91,6 @@ class ClassSnapshot(StrictModel):
     """What was counted of one class. A monitor that the class has not is null; none may be missing."""
 
     version: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,9}$")]
-    """Of the engine that served these requests."""
     latency: Latency
     json_validity: Share | None
     canaries: Share | None
@@ -103,8 +98,6 @@ class ClassSnapshot(StrictModel):
 
 
 class Snapshot(StrictModel):
-    """A snapshot of a serving fleet."""
-
     taken_at: AwareDatetime | None = None
     classes: Annotated[dict[ClassName, ClassSnapshot], Field(min_length=1)]
 

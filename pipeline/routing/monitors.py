@@ -20,8 +20,6 @@ Kind = Literal["latency", "quality", "memory"]
 
 @dataclass(frozen=True)
 class Reading:
-    """One monitor of one class."""
-
     kind: Kind
     """Of quality are JSON validity and canaries. Broken memory is pressure: all tokens are counted, so it is never unknown."""
     name: str
@@ -35,7 +33,6 @@ def quality_holds(readings: Sequence[Reading]) -> bool:
 
 
 def read_monitors(snapshot: ClassSnapshot, limits: MonitorConfig) -> list[Reading]:
-    """Return what the counts of a class show, as far as the class has them."""
 
     def reading(kind: Kind, name: str, share: Share, least: float) -> Reading:
         upper, lower = (share_bound(share.good, share.of, limits.alpha, lower=side) for side in (False, True))

@@ -18,8 +18,6 @@ from pipeline.trust.movelog import MoveLog, Registry
 
 @dataclass(frozen=True)
 class Aliases:
-    """Versions that the aliases of a class point at."""
-
     now: str | None
     previous: str | None = None
     fallback: str | None = None
@@ -30,7 +28,6 @@ class Aliases:
         return replace(self, now=version, previous=before if before != version else None)
 
     def named(self, workload: str) -> dict[str, str | None]:
-        """Return them by their full names."""
         alias = alias_of(workload)
         return {alias: self.now, f"{alias}-previous": self.previous, f"{alias}-fallback": self.fallback}
 
@@ -53,12 +50,10 @@ class Move:
 
 
 def alias_of(workload: str) -> str:
-    """Return the alias that servers read."""
     return f"route-{workload}"
 
 
 def read_aliases(registry: Registry, workload: str) -> Aliases:
-    """Return where the aliases of a class point."""
     return Aliases(*map(registry.alias, Aliases(None).named(workload)))
 
 

@@ -65,8 +65,6 @@ def roll_back(engines: Engines, workload: str, say: Say) -> None:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a snapshot leads to in one class."""
-
     text: str
     move: Move | None = None
     refused: bool = False

@@ -30,19 +30,15 @@ from pipeline.trust.binding import read_policy
 from pipeline.trust.keys import load_keys
 
 WITHOUT_CHECKPOINT = ("promote", "rollback", "verify", "route", "monitor", "status", "prune")
-"""Stages that work on what other commands left."""
 
 UNRECORDED = ("verify", "status", "prune")
 """Stages of which summary.json says nothing; they write to no work directory, but for a prune that removes artifacts."""
 
 TRACKED = (*JUDGING, "promote", "rollback", "route", "monitor", "status", "prune")
-"""Stages that open the tracking store."""
 
 GENERATED_TOKENS = 8192
-"""No generated sample has as many."""
 
 PLANNING = ("capacity", "recommend")
-"""Stages that read a model's shapes alone."""
 
 
 def check_inputs(config: Config) -> None:
@@ -111,7 +107,6 @@ def _check_model(config: Config) -> None:
 
 
 def _check_work(config: Config) -> None:
-    """Refuse a work directory that the stage cannot use."""
     if config.stage not in UNRECORDED:
         check_workdir(config.work, config.workdir, writes=not config.dry)
         summary.load(config.work)
@@ -121,7 +116,6 @@ def _check_work(config: Config) -> None:
 
 
 def _context(config: Config, checkpoint: CheckpointInfo) -> tuple[int, str]:
-    """Return the most tokens of a sequence, and what limits it."""
     own = config.backend.context_limit
     if own is not None and own < checkpoint.max_positions:
         return own, f"backend={config.backend.name} is configured for {own:,}"
@@ -142,7 +136,6 @@ def _check_load(config: Config, checkpoint: CheckpointInfo) -> None:
 
 
 def cache_bytes(config: Config, checkpoint: CheckpointInfo) -> int:
-    """Return the bytes of the larger of the two caches that the load is timed on."""
     load = config.workloads.load
     return load.batch * max(policy.sequence_bytes(checkpoint.shape, load.tokens) for policy in (config.kv, FP16_POLICY))
 

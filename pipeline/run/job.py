@@ -52,7 +52,6 @@ class Run:
 
     @cached_property
     def chain(self) -> "Chain":
-        """Its artifacts."""
         from pipeline.run.served import open_chain
 
         return open_chain(self.config, Store(self.config.work / "artifacts"))
@@ -66,12 +65,10 @@ class Run:
         return store
 
     def log(self, store: "MlflowStore") -> MoveLog:
-        """Return the log of moves of the registered model."""
         return MoveLog(store, self.keys, accept_broken=self.config.promote.accept_broken_log, say=console.warning)
 
     @cached_property
     def keys(self) -> Keys:
-        """The key that signs, and those that are trusted."""
         return load_keys(self.config.signing)
 
     @property
@@ -108,7 +105,6 @@ class Run:
         return kept(policy, self.config.gates, self.decide)
 
     def decide(self, report: "EvaluationReport", rows: "Sequence[SampleRow]") -> "Verdict":
-        """Decide by the gates of this command."""
         from pipeline.verdict.gates import decide
 
         return decide(report, rows, self.config.gates)

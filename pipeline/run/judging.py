@@ -19,8 +19,6 @@ from pipeline.verdict.tracked import flat_metrics
 
 
 class NotPassed(GateRefusal):
-    """A candidate did not pass its gates."""
-
     def __init__(self, candidate: Candidate) -> None:
         said = "is not good enough" if candidate.verdict == "FAIL" else "is not decided"
         if candidate.is_blind:
@@ -30,7 +28,6 @@ class NotPassed(GateRefusal):
 
 
 def quantize(run: Run) -> None:
-    """Quantize the checkpoint's weights, measure the cache's static scales, and write ModelOpt's exports."""
     quantized, exports = run.chain.made_by("quantize")
     lines = f"quantized checkpoint: {quantized.path}", f"ModelOpt's exports: {exports.path}"
     console.result("quantized", *lines, paste=True, checkpoint=quantized.path, exports=exports.path)
@@ -39,7 +36,6 @@ def quantize(run: Run) -> None:
 
 
 def build(run: Run) -> None:
-    """Build the engine bundle."""
     (bundle,) = run.chain.made_by("build")
     lines = f"engine bundle: {bundle.path}", f"digest: {bundle.digest}"
     console.result("engine", *lines, paste=True, bundle=bundle.path, digest=bundle.digest)

@@ -127,11 +127,8 @@ class Found(NamedTuple):
     policy: KVPolicy
     evidence: Evidence
     source: str
-    """Where the evidence is, in words."""
     made: float
-    """When, in seconds since 1970."""
     problem: str | None
-    """What is wrong with it."""
 
 
 def _find_evidence(config: Config, stack: ExitStack) -> Iterator[Found]:

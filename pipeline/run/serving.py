@@ -133,7 +133,6 @@ def rollback(run: Run) -> None:
 
 
 def route(run: Run) -> None:
-    """Give classes of work the engines of a routing file, or one class the engine before."""
     if run.config.routing.rollback is not None:
         routes.roll_back(_engines(run), run.config.routing.rollback, _say)
         next_steps.show(next_steps.after_move(run.config))

@@ -29,11 +29,8 @@ UNFINISHED_EXIT = EXIT_CODES[MissingRequirement]
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended."""
-
     code: int
     said: str = ""
-    """What it was refused for, a line a problem."""
     step: object = None
     """What to do about that, `pipeline.terminal.next_steps.Step`."""
 
@@ -84,7 +81,6 @@ def _show_next(step: Any) -> None:
 
 
 def run_command(planned: Plan, *, as_json: bool = False) -> int:
-    """Run the jobs of a command and return its exit code."""
     if planned.sweeping:
         from pipeline.run.runner import holding
 
@@ -96,7 +92,6 @@ def run_command(planned: Plan, *, as_json: bool = False) -> int:
 
 
 def _sweep(planned: Plan, sweep: str) -> int:
-    """Run the jobs of a sweep and return its exit code."""
     first, launcher = planned.jobs[0], planned.launcher
     output = LAUNCHERS[launcher].output
     with console.doing(f"starting {launcher}"):

@@ -31,10 +31,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over documents."""
-
     values: Array
-    """Of each document, shape (documents,)."""
     limit: float
     best: float = 0.0
     """Values below count as this."""

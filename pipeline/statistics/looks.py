@@ -48,7 +48,6 @@ class Look:
     """One look of the gates at all samples up to a round."""
 
     number: int
-    """From 1."""
     last_round: int
     """The round up to which the samples are looked at, from 1."""
     shares: tuple[float, ...]
@@ -56,7 +55,6 @@ class Look:
 
     @property
     def last(self) -> "Look":
-        """The last look of the same plan."""
         return replace(self, number=len(self.shares))
 
     @property

@@ -107,9 +107,7 @@ class _Flips:
     counts: npt.NDArray[np.int64]
     """Numbers of flips whose chance is above LEAST_CHANCE, shape (counts,)."""
     chances: Array
-    """Probability of each."""
     share: float
-    """Probability that a flip is a loss."""
 
 
 @lru_cache(maxsize=64)

@@ -18,7 +18,6 @@ M = TypeVar("M", bound=StrictModel)
 MOST_BYTES = 1_000_000
 MOST_DEPTH = 100
 SHOWN_CHARS = 200
-"""Of a value, in an error."""
 
 
 def read_yaml(model: type[M], key: str, file: str | None) -> M:

@@ -13,15 +13,12 @@ from pipeline.core.strict import StrictModel
 from pipeline.trust.keys import Keys, Signature
 
 PREFIX = "move-"
-"""Of the tags of the registered model that hold the records: `move-000007`."""
 SIGNED_AS = "application/vnd.kvgate.move+json"
 """The type under which a record is signed."""
 Kind = Literal["promote", "rollback", "route", "policy"]
 
 
 class Record(StrictModel):
-    """One move."""
-
     number: int
     prior: str
     """sha256 of the record before, as its tag holds it; empty for the first."""
@@ -32,7 +29,6 @@ class Record(StrictModel):
     policy: str | None
     """Digest of the gate policy that was kept to."""
     aliases: dict[str, str | None] = Field(default={})
-    """Alias -> the version that it points at from now on; None: it is gone."""
     before: dict[str, str | None] = Field(default={})
     """The same aliases -> where they pointed until then."""
     reports: dict[str, str] = Field(default={})
@@ -44,7 +40,6 @@ class Record(StrictModel):
 
     @property
     def versions(self) -> set[str]:
-        """Return the versions that it points aliases at."""
         return {version for version in self.aliases.values() if version is not None}
 
     def written(self) -> dict[str, Any]:
@@ -52,7 +47,6 @@ class Record(StrictModel):
         return self.model_dump(exclude_defaults=True)
 
     def signed(self) -> bytes:
-        """Return its bytes that are signed."""
         return compact(self.written()).encode()
 
 
@@ -65,13 +59,9 @@ class Entry(StrictModel):
 
 @dataclass(frozen=True)
 class History:
-    """The log as it was read."""
-
     records: tuple[Record, ...]
     last: str
-    """sha256 of the last tag."""
     number: int
-    """Of the last tag."""
     problem: str | None
     """Why it cannot be trusted; None when every record follows from the one before."""
 
@@ -132,7 +122,6 @@ def read_history(model_tags: Mapping[str, str], keys: Keys) -> History:
 
 
 def digest(text: str) -> str:
-    """Return the sha256 of a tag."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -142,5 +131,4 @@ def bound_by(record: str) -> str:
 
 
 def compact(content: object) -> str:
-    """Return JSON in its one shortest form."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"))

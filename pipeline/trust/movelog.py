@@ -65,7 +65,6 @@ class MoveLog:
     """Told of what was repaired."""
 
     def read(self) -> History:
-        """Return the log; what is wrong with it is part of the result."""
         tags = self.registry.model_tags()
         history = read_history(tags, self.keys)
         if history.problem is not None or not history.records:
@@ -169,7 +168,6 @@ def _order(target: tuple[str, str | None]) -> tuple[bool, bool, str]:
 
 
 def tags_of(record: Record) -> dict[str, dict[str, str]]:
-    """Return what a move makes the tags of versions say: what it is about, when, by whom and under which policy."""
     past = PAST[record.kind]
     said = {f"{past}_at": record.at, f"{past}_by": record.by, f"{past}_under": record.policy or "no gate policy"}
     return {version: {**tags, **said} for version, tags in record.tags.items()}

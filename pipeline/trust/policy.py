@@ -54,8 +54,6 @@ class LoosestGates(_loosest()):  # type: ignore[misc]  # its fields are the gate
 
 
 class Covered(StrictModel):
-    """How far a verdict must hold at least."""
-
     tokens: Count = 1
     batch: Count = 1
 
@@ -73,7 +71,6 @@ class GatePolicy(StrictModel):
     """Ed25519 public keys in PEM, of which one must have signed the evidence; any evidence where there are none."""
 
     def keys(self) -> Keys | None:
-        """Return the signers; None where there are none."""
         if not self.signers:
             return None
         return Keys(trusted={key_id(key): key for key in (public_key(text.encode(), "signers") for text in self.signers)})
@@ -123,7 +120,6 @@ class GatePolicy(StrictModel):
 
 
 def _looser(gates: Gates | LoosestGates, limits: LoosestGates) -> list[tuple[str, Any, Any]]:
-    """Return (key, value, limit) of every key whose value is looser than its limit."""
     pairs = [(name, getattr(gates, name), getattr(limits, name)) for name in BOUNDED]
     for workload in sorted({*gates.margins, *limits.margins}):
         value, limit = (one.margins.get(workload, one.margin) for one in (gates, limits))

@@ -40,7 +40,6 @@ class Plan:
     stays: dict[str, int]
     """Who needs something -> how many pieces they are the first to need."""
     left_behind: tuple[str, ...]
-    """Registered versions whose evidence goes."""
 
 
 def prune(config: Config) -> None:
@@ -127,7 +126,6 @@ def remove(root: Path, gone: Sequence[Piece]) -> None:
 
 
 def _print(plan: Plan, *, applied: bool) -> None:
-    """Print what goes, or went, by kind, and what stays and for whom."""
     if plan.gone:
         kinds = dict.fromkeys(piece.kind for piece in plan.gone)
         of_kind = {kind: [piece for piece in plan.gone if piece.kind == kind] for kind in kinds}

@@ -22,12 +22,9 @@ IDENTITY_TAG = "identity_digest"
 
 @dataclass(frozen=True)
 class Version:
-    """A version of a registered model."""
-
     number: str
     tags: Mapping[str, str]
     made: float
-    """When it was registered, in seconds since 1970."""
 
     @property
     def identity_digest(self) -> str:
@@ -36,7 +33,6 @@ class Version:
 
     @property
     def engine(self) -> str:
-        """Display name of its engine."""
         return self.tags.get("kv", "no name")
 
 
@@ -47,9 +43,7 @@ class Model:
     name: str
     tags: dict[str, str]
     versions: dict[str, Version]
-    """By number."""
     aliases: dict[str, str]
-    """Alias -> version, as the registry has it."""
 
     @cached_property
     def history(self) -> History:
@@ -69,7 +63,6 @@ class Model:
 
 
 _KEPT = TypeAdapter(tuple[str, list[Model]])
-"""A question about a SQLite file, and the answer."""
 SQLITE_HEADER = 100
 """Bytes that a file of SQLite begins with; among them a counter of its changes."""
 
