@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.routing.files import ClassSnapshot, Share
-from pipeline.routing.settings import MonitorConfig
+from pipeline.routing.files import ClassSnapshot, MonitorConfig, Share
 from pipeline.statistics.bounds import share_bound
 
 Status = Literal["holds", "broken", "unknown"]

@@ -8,10 +8,9 @@ from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.strict import absolute
 from pipeline.routing.downshift import step, step_down
 from pipeline.routing.engines import Engine, Engines, check_classes
-from pipeline.routing.files import DEFAULT, ClassSnapshot, read_routing_file, read_snapshot
+from pipeline.routing.files import DEFAULT, ClassSnapshot, MonitorConfig, RoutingConfig, read_routing_file, read_snapshot
 from pipeline.routing.monitors import quality_holds, read_monitors
 from pipeline.routing.moves import Move, alias_of, make_moves, read_aliases, way_back
-from pipeline.routing.settings import MonitorConfig, RoutingConfig
 
 Say = Callable[[str], None]
 

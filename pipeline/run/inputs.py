@@ -54,7 +54,7 @@ def check_inputs(config: Config) -> None:
 
 def checks(config: Config) -> list[Callable[[], object]]:
     """Return the checks, none of which needs another one to hold: a dry run says what each of them finds."""
-    needed: list[Callable[[], object]] = [partial(load_keys, config.signing), partial(read_policy, config.promote)]
+    needed: list[Callable[[], object]] = [partial(load_keys, config.signing), partial(read_policy, config.promote.policy)]
     if config.stage != "verify":
         needed.append(partial(_check_work, config))
     if config.tracking.enabled and config.stage in TRACKED:

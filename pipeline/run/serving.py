@@ -56,7 +56,7 @@ def promote_from(run: Run, last: summary.Summary) -> None:
     summary.check_writable(config.work, REPORT)
     store = run.registry()
     log, find = run.log(store), partial(registered_candidate, config.work / "artifacts")
-    policy = settle(log, read_policy(config.promote), loosen=config.promote.loosen_policy)
+    policy = settle(log, read_policy(config.promote.policy), loosen=config.promote.loosen_policy)
     decide, replay_again = run.decide_under(policy), run.replay_under(policy)
     registered = store.registered()
     candidates = promotion.judged_again(listed, registered, find, decide, model, name)

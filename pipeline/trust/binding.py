@@ -9,17 +9,15 @@ from pipeline.trust.files import read_yaml, validated
 from pipeline.trust.history import History, compact, digest
 from pipeline.trust.movelog import MOST_CHARS, MoveLog
 from pipeline.trust.policy import GatePolicy
-from pipeline.trust.settings import PromoteConfig
 
 
-def read_policy(config: PromoteConfig) -> GatePolicy | None:
-    """Read the policy file of a command; None where it names none. Raises UserError with the first problem."""
-    if config.policy is None:
+def read_policy(file: str | None) -> GatePolicy | None:
+    """Read `promote.policy`; None where it names no file. Raises UserError with the first problem."""
+    if file is None:
         return None
-    where = f"promote.policy={config.policy}"
-    policy = read_yaml(GatePolicy, "promote.policy", config.policy)
+    policy = read_yaml(GatePolicy, "promote.policy", file)
     if len(_text(policy)) > MOST_CHARS:
-        raise UserError(f"{where}: is too long: {len(_text(policy)):,} characters of {MOST_CHARS:,}")
+        raise UserError(f"promote.policy={file}: is too long: {len(_text(policy)):,} characters of {MOST_CHARS:,}")
     return policy
 
 
