@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from gate_reports import GATES, gates
 from judged_candidates import MemoryRegistry
-from judged_engine import judged_engine
+from judged_engine import candidate_of, judged_engine
 
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.core.errors import GateRefusal
