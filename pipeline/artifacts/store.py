@@ -156,7 +156,8 @@ class Store:
         for directory in (self.root / PARTIAL).glob("*/*"):
             target = self.root / Recipe.place(directory.parent.name, directory.name)
             with suppress(OSError):  # another process may sweep as well
-                if target.is_dir() or _untouched_s(directory) > RESUMABLE_S:
+                touched = max(path.lstat().st_mtime for path in (directory, *directory.rglob("*")))
+                if target.is_dir() or time.time() - touched > RESUMABLE_S:
                     _remove_abandoned(directory, target)
         sweep_pool(self.root)
 
@@ -241,11 +242,6 @@ def _remove_abandoned(scratch: Path, target: Path) -> None:
     with locked_at_once(lock_of(target)) as abandoned:
         if abandoned:
             shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _untouched_s(directory: Path) -> float:
-    times = [path.lstat().st_mtime for path in (directory, *directory.rglob("*"))]
-    return time.time() - max(times)
 
 
 @cache

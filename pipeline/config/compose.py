@@ -71,7 +71,9 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
     """Return one line per problem: `gates.max_mean_kl: input should be greater than 0 (got -1.0)`."""
     lines = []
     for problem in error.errors(include_url=False):
-        location = _as_written(problem["loc"], composed)
+        location = problem["loc"]
+        if location[1:2] == (composed.backend.get("name"),):  # which pydantic inserts
+            location = location[:1] + location[2:]
         written = _interpolation(composed, location)
         if written is not None and ":" not in written:
             continue  # interpolated from another key, whose problem has a line of its own
@@ -98,10 +100,6 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
                 f"{key}: {text[0].lower()}{text[1:]} (got {short(repr(value) if isinstance(value, str) else value, 200)})"
             )
     return lines
-
-
-def _as_written(location: tuple[int | str, ...], composed: DictConfig) -> tuple[int | str, ...]:
-    return location[:1] + location[2:] if location[1:2] == (composed.backend.get("name"),) else location
 
 
 def _interpolation(composed: DictConfig, location: tuple[int | str, ...]) -> str | None:

@@ -78,7 +78,9 @@ class Engine(ABC):
         Return logits (len(sequences), vocab_size), computed from the quantized cache. Raises UserError where a token is outside
         the vocabulary, or the engine cannot hold it; ValueError where there is not one token for each of distinct sequences.
         """
-        check_step(sequences, tokens, self.vocab_size)
+        if len(sequences) != len(tokens) or len(set(sequences)) != len(sequences):
+            raise ValueError(f"decode takes one token for each of distinct sequences, got {sequences} and {tokens}")
+        check_tokens(tokens, self.vocab_size)
         return self._decode(sequences, tokens)
 
     def generate(
@@ -275,9 +277,3 @@ def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
         raise UserError("a prompt must hold at least one token, got an empty one")
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise UserError(f"token ids must be in [0, {vocab_size}), got {min(tokens)} to {max(tokens)}")
-
-
-def check_step(sequences: Sequence[int], tokens: Sequence[int], vocab_size: int) -> None:
-    if len(sequences) != len(tokens) or len(set(sequences)) != len(sequences):
-        raise ValueError(f"decode takes one token for each of distinct sequences, got {sequences} and {tokens}")
-    check_tokens(tokens, vocab_size)

@@ -99,7 +99,8 @@ def read_evidence(directory: Path, engine: Path | None = None, baseline: Path | 
     """
     identity = read_identity(directory / IDENTITY_FILE)
     report, rows, problem = None, list[SampleRow](), None
-    if all(_is_regular(directory / name) for name in (REPORT_FILE, SAMPLES_FILE)):
+    paths = directory / REPORT_FILE, directory / SAMPLES_FILE
+    if all(path.is_file() and kind_of(path) == "file" for path in paths):  # a link may lead anywhere
         try:
             report, rows = load_report(directory), load_rows(directory)
         except ValueError as error:  # not UTF-8, not JSON, or not a report
@@ -113,11 +114,6 @@ def read_evidence(directory: Path, engine: Path | None = None, baseline: Path | 
         engine=engine or _bundle(directory, "engine", identity),
         baseline=baseline or _bundle(directory, "baseline", identity),
     )
-
-
-def _is_regular(path: Path) -> bool:
-    """Whether `path` is a file and no link to one: a link may lead anywhere."""
-    return path.is_file() and kind_of(path) == "file"
 
 
 def _bundle(directory: Path, role: Role, identity: Identity) -> Path | None:
