@@ -12,16 +12,14 @@ engine back. What was rolled back stays back until it is judged anew, by another
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.core.backends import serves_last
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.registry.proof import PASS, Replay, verify
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.trust.movelog import MoveLog
-
-if TYPE_CHECKING:  # statistics take a while to load
-    from pipeline.verdict.gates import Decide
+from pipeline.verdict.gates import Decide
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ def judged_again(
     listed: Sequence[Candidate],
     registered: Sequence[tuple[Registration, dict[str, str]]],
     find: Find,
-    decide: "Decide",
+    decide: Decide,
     model: str,
     name: str | None = None,
 ) -> list[Candidate]:
@@ -82,7 +80,7 @@ def incumbent(
     version: str | None,
     registered: Sequence[tuple[Registration, dict[str, str]]],
     find: Find,
-    decide: "Decide",
+    decide: Decide,
     candidates: Sequence[Candidate],
 ) -> Candidate | None:
     """Return the champion as a candidate beside others, where it is a rival of theirs.
@@ -139,7 +137,7 @@ def promote(
     candidates: Sequence[Candidate],
     log: MoveLog,
     replay: Replay,
-    decide: "Decide",
+    decide: Decide,
     *,
     sweep: str,
     name: str | None = None,
@@ -191,7 +189,7 @@ def promote(
     return Move(best.name, version, old, True, f"{best.name} (version {version}) is the champion{over}{note}{held}")
 
 
-def _holds(candidate: Candidate, replay: Replay, decide: "Decide") -> bool:
+def _holds(candidate: Candidate, replay: Replay, decide: Decide) -> bool:
     """Return whether a candidate's evidence holds: one whose evidence does not keeps no other one out."""
     try:
         verify(candidate, replay, decide)

@@ -2,16 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.registry.summary import Candidate
 from pipeline.verdict.coverage import Limits
+from pipeline.verdict.gates import Decide
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Verdict
-
-if TYPE_CHECKING:  # statistics take a while to load
-    from pipeline.verdict.gates import Decide
 
 PASS = "PASS"
 
@@ -67,7 +65,7 @@ class Proof:
     verdict: Verdict
 
 
-def verify(candidate: Candidate, replay: Replay, decide: "Decide") -> Proof:
+def verify(candidate: Candidate, replay: Replay, decide: Decide) -> Proof:
     """Check the evidence of a registered candidate again: as it lies on disk now, and as its version cites it.
 
     Raises GateRefusal with the first thing that is wrong; MissingRequirement when nothing is wrong, but a library that the

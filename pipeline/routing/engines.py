@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
@@ -11,9 +11,7 @@ from pipeline.registry.proof import Proof, Replay, verify
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.routing.files import DEFAULT
 from pipeline.trust.movelog import MoveLog
-
-if TYPE_CHECKING:  # statistics take a while to load
-    from pipeline.verdict.gates import Decide
+from pipeline.verdict.gates import Decide
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Engines:
     find: Callable[[Registration, Mapping[str, str]], Engine]
     """Finds the evidence of a version with these tags. Raises GateRefusal where there is none."""
     replay: Replay
-    decide: "Decide"
+    decide: Decide
     proofs: dict[str, Proof] = field(default_factory=dict)
     """Version -> what its replay gave: a replay takes seconds, and an engine may serve several classes."""
 

@@ -24,6 +24,7 @@ from pipeline.terminal.next_steps import Step
 from pipeline.terminal.tables import REPORT
 from pipeline.trust.binding import read_policy, settle, standing_policy
 from pipeline.trust.policy import GatePolicy
+from pipeline.verdict.gates import decide
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Verdict
 
@@ -113,8 +114,6 @@ def rollback(run: Run) -> None:
     Raises UserError when there is none; GateRefusal when its evidence does not hold; MissingRequirement when a library that the
     replay of the evidence takes is not installed.
     """
-
-    from pipeline.verdict.gates import decide
 
     def prove(version: str, tags: Mapping[str, str]) -> None:
         registration = Registration(run_id="", model_version=version)
