@@ -26,8 +26,8 @@ from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
 from pipeline.registry.tracking import locate
 from pipeline.routing.files import read_routing_file, read_snapshot
-from pipeline.trust.binding import read_policy
 from pipeline.trust.keys import load_keys
+from pipeline.trust.policy import read_policy
 
 WITHOUT_CHECKPOINT = ("promote", "rollback", "verify", "route", "monitor", "status", "prune")
 

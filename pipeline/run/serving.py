@@ -22,8 +22,7 @@ from pipeline.run.showing import compare_in_mlflow, show, warned
 from pipeline.terminal import console, next_steps, tables
 from pipeline.terminal.next_steps import Step
 from pipeline.terminal.tables import REPORT
-from pipeline.trust.binding import read_policy, settle, standing_policy
-from pipeline.trust.policy import GatePolicy
+from pipeline.trust.policy import GatePolicy, read_policy, settle, standing_policy
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Verdict

@@ -14,8 +14,8 @@ from pipeline.artifacts.cache import ForeignFolder, own_cache
 from pipeline.artifacts.digest import json_digest
 from pipeline.artifacts.files import write_whole
 from pipeline.registry.tracking import Location
-from pipeline.trust.history import History, read_history
 from pipeline.trust.keys import Keys
+from pipeline.trust.movelog import History, read_history
 
 IDENTITY_TAG = "identity_digest"
 

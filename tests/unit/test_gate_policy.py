@@ -12,9 +12,8 @@ from pipeline.config.compose import plan
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.registry.promotion import promote
 from pipeline.run.inputs import check_inputs
-from pipeline.trust.binding import read_policy, settle, standing_policy
 from pipeline.trust.movelog import MoveLog
-from pipeline.trust.policy import GatePolicy, kept
+from pipeline.trust.policy import GatePolicy, kept, read_policy, settle, standing_policy
 from pipeline.verdict.coverage import Coverage, Exercised
 from pipeline.verdict.gates import Gates, decide
 from pipeline.verdict.thresholds import Verdict
