@@ -256,7 +256,8 @@ def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summar
         raise UserError(f"workdir={workdir}: {FILE} cannot be written ({error.strerror}); give a folder that can") from error
 
 
-def _set(workdir: Path, sweep: str | None, latest: bool = True, **values: Any) -> Summary:
+def note(workdir: Path, sweep: str | None, latest: bool = True, **values: Any) -> Summary:
+    """Change fields of a sweep's summary: which candidate serves now, how the sweep ended."""
     return _update(workdir, sweep, lambda old: old.model_copy(update=values), latest)
 
 
@@ -266,7 +267,7 @@ def begin(workdir: Path, sweep: str, names: Sequence[str], latest: bool = True, 
     Only a sweep that judges becomes the `latest`, whose candidates `summary.json` holds.
     """
     said = None if command is None else redact_text(command)
-    return _set(workdir, sweep, latest, jobs=len(names), names=tuple(names), command=said)
+    return note(workdir, sweep, latest, jobs=len(names), names=tuple(names), command=said)
 
 
 def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
@@ -288,7 +289,7 @@ def finish(workdir: Path, sweep: str | None, exit_code: int, job: int = 1, *, la
     Of no sweep, the job worked on the candidates of the last one. A job that a cluster ran twice counts once, as it ended last.
     """
     if sweep is None:
-        return _set(workdir, None, exit_code=exit_code)
+        return note(workdir, None, exit_code=exit_code)
 
     def change(old: Summary) -> Summary:
         codes = dict(sorted({**old.exit_codes, job: exit_code}.items()))
@@ -299,10 +300,6 @@ def finish(workdir: Path, sweep: str | None, exit_code: int, job: int = 1, *, la
     return _update(workdir, sweep, change, latest)
 
 
-def fail(workdir: Path, sweep: str, exit_code: int) -> Summary:
-    return _set(workdir, sweep, exit_code=exit_code)
-
-
 def forget(workdir: Path, sweep: str) -> None:
     """Remove the summary of a sweep that has no candidates: it was of use while its jobs ran."""
     with locked(workdir / f".{FILE}.lock", FILE):
@@ -311,13 +308,9 @@ def forget(workdir: Path, sweep: str) -> None:
             (workdir / FOLDER).rmdir()
 
 
-def conclude(workdir: Path, champion: str, sweep: str | None = None) -> Summary:
-    return _set(workdir, sweep, champion=champion)
-
-
 def check_writable(workdir: Path, *names: str) -> None:
     """Write the last summary as it is, and open other files of the work directory. Raises UserError where that fails."""
-    _set(workdir, None)
+    note(workdir, None)
     for name in names:
         try:
             (workdir / name).open("a").close()

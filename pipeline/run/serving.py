@@ -68,7 +68,7 @@ def promote_from(run: Run, last: summary.Summary) -> None:
         move = promotion.promote(candidates, log, replay_again, decide, sweep=last.sweep, name=name, rival=rival)
     candidates += [rival] if rival is not None else []
     with _told(move):
-        summary.conclude(config.work, move.champion, last.sweep)
+        summary.note(config.work, last.sweep, champion=move.champion)
         with console.written_to(config.work / REPORT):
             tables.print_occasion()
             tables.print_promotion(candidates, move)
@@ -125,7 +125,7 @@ def rollback(run: Run) -> None:
         with console.doing("replaying the evidence"):
             move = promotion.rollback(log, prove)
     with _told(move):
-        summary.conclude(run.config.work, move.champion)
+        summary.note(run.config.work, None, champion=move.champion)
     console.result("champion", escape(move.message), champion=move.champion, message=move.message)
     next_steps.show(next_steps.after_move(run.config))
 

@@ -174,7 +174,7 @@ def _conclude(planned: Plan, sweep: str, code: int = 0, step: object = None) -> 
         codes.append(GATE_EXIT)
     worst = max(codes, key=SEVERITY.index)
     if config.stage in JUDGING:
-        summary.fail(config.work, sweep, worst)
+        summary.note(config.work, sweep, exit_code=worst)
     else:
         summary.forget(config.work, sweep)
         if config.stage not in UNRECORDED:

@@ -12,10 +12,10 @@ from pipeline.registry.summary import (
     Registration,
     begin,
     check_writable,
-    conclude,
     finish,
     forget,
     load,
+    note,
     record,
 )
 from pipeline.verdict.thresholds import Check, Verdict
@@ -44,7 +44,7 @@ def test_the_same_sweep_merges_by_name_and_another_starts_afresh(tmp_path: Path)
     record(tmp_path, "one", FP8)
     record(tmp_path, "one", fp8(name="int8", policy="int8"))
     record(tmp_path, "one", fp8(verdict="FAIL"))
-    conclude(tmp_path, "int8")
+    note(tmp_path, None, champion="int8")
     assert [(c.name, c.policy, c.verdict) for c in load(tmp_path).candidates] == [
         ("fp8", "fp8", "FAIL"),
         ("int8", "int8", "PASS"),

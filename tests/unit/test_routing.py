@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from judged_candidates import MemoryRegistry
 from judged_engine import cited_tags, judged_engine
 from routed_engines import Fleet
 
@@ -149,36 +148,6 @@ def test_what_is_unknown_or_not_proven_is_refused_and_nothing_moves(
     with pytest.raises(kind, match=expected):
         fleet.routed(text)
     assert (fleet.registry.moves, fleet.records) == ([], ())
-
-
-class Killed(BaseException):
-    """The process died: nothing after it runs."""
-
-
-@pytest.mark.parametrize("error", [Killed, ConnectionError])
-@pytest.mark.parametrize("at", range(4))
-def test_what_a_move_that_failed_or_was_killed_left_the_next_command_completes(
-    fleet: Fleet, at: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fleet.routed("routes: {retrieval: {policy: int8}, copy: {policy: bf16}}")
-    set_alias, left = MemoryRegistry.set_alias, len(fleet.registry.moves) + at
-
-    def dying(self: MemoryRegistry, alias: str, version: str) -> None:
-        if len(self.moves) == left:
-            raise error
-        set_alias(self, alias, version)
-
-    monkeypatch.setattr(MemoryRegistry, "set_alias", dying)
-    with pytest.raises(error):
-        fleet.routed(BOTH)
-    for workload, old, new in (("retrieval", "3", "2"), ("copy", "1", "3")):
-        found = read_aliases(fleet.registry, workload)
-        assert found.now in (old, new)
-        assert old in (found.now, found.previous), "a route that moved has its way back"
-    monkeypatch.undo()
-    MoveLog(fleet.registry).repair()
-    assert read_aliases(fleet.registry, "retrieval") == Aliases("2", "3", "1")
-    assert read_aliases(fleet.registry, "copy") == Aliases("3", "1")
 
 
 def test_routes_that_somebody_else_moved_meanwhile_are_left_to_them(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
