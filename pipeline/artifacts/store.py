@@ -203,8 +203,7 @@ class Store:
 def used(root: Path, *, make: bool) -> Iterator[None]:
     """Keep others from removing artifacts of a store while the block runs; waits while somebody does.
 
-    Unless it may `make` what is missing, a store that is not there is left so. Raises MissingRequirement where another process
-    removed artifacts for all of KVGATE_LOCK_TIMEOUT_S.
+    Unless it may `make` what is missing, a store that is not there is left so.
     """
     lock = root / USE_LOCK
     if not make and not lock.is_file():
@@ -216,10 +215,7 @@ def used(root: Path, *, make: bool) -> Iterator[None]:
 
 
 def check_store(root: Path) -> None:
-    """Refuse a store whose form this kvgate does not know.
-
-    Raises UserError where it is of a newer kvgate, or its version cannot be read.
-    """
+    """Refuse a store whose form this kvgate does not know."""
     path = root / STORE_FILE
     try:
         version = json.loads(path.read_text(encoding="utf-8"))["schema_version"]

@@ -22,9 +22,7 @@ FILES = ("summary.json", "mlflow.db", "mlflow.db.lock", ".summary.json.lock", "r
 def check_workdir(work: Path, given: str, *, writes: bool = True) -> None:
     """Refuse a work directory that cannot be written to.
 
-    Nothing is made in it. Unless it `writes` (a file without a name), the permissions are asked. Raises UserError for a path
-    that cannot be one, or in which something lies in the way; MissingRequirement where this user may not write, or there is no
-    room at all.
+    Nothing is made in it. Unless it `writes` (a file without a name), the permissions are asked.
     """
     name = f"workdir={given}"
     if any(len(os.fsencode(part)) > LONGEST_NAME for part in work.parts) or len(os.fsencode(work)) + BELOW > LONGEST_PATH:

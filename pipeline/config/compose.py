@@ -199,10 +199,7 @@ def named(overrides: Sequence[str], swept: Sequence[str]) -> list[str]:
 
 
 def plan(overrides: Sequence[str], multirun: bool) -> Plan:
-    """Compose and validate the configuration of every job, before any of them runs.
-
-    Raises UserError with one line for each problem of any job.
-    """
+    """Compose and validate the configuration of every job, before any of them runs."""
     for override in overrides:
         key, _, value = override.partition("=")
         if any(len(number) > MOST_DIGITS for number in re.findall(r"[\d_]+", value)):
@@ -274,10 +271,7 @@ def _suited(overrides: list[str]) -> tuple[list[str], DictConfig]:
 
 
 def _configs(given: Sequence[Sequence[str]]) -> tuple[list[Config], tuple[list[str], ...]]:
-    """Compose and validate each job's configuration, and return its overrides with what suits its model.
-
-    Raises UserError with the problems of all of them, each once.
-    """
+    """Compose and validate each job's configuration, and return its overrides with what suits its model."""
     configs, suited, problems = [], [], list[str]()
     for overrides in given:
         try:

@@ -125,8 +125,7 @@ def problem(name: str, key: str, value: object) -> str | None:
 def check_sweep(hydra: DictConfig) -> tuple[str, Mapping[str, object]]:
     """Refuse a composition whose launcher or sweeper is not one of ours, or differs from its plugin beyond the keys above.
 
-    Return the launcher's name, and its keys with their values, dotted, interpolations unresolved. Raises UserError naming the
-    key.
+    Return the launcher's name, and its keys with their values, dotted, interpolations unresolved.
     """
     for key in ("launcher", "sweeper"):
         if not isinstance(hydra[key], DictConfig):

@@ -15,10 +15,7 @@ from pipeline.planning.tuning import check_uniform
 
 
 def load_policies(key: str, names: Sequence[str]) -> list[KVPolicy]:
-    """Return the policies of conf/kv with these names.
-
-    Raises UserError, naming the key that lists them, for a name that is not there.
-    """
+    """Return the policies of conf/kv with these names."""
     known = sorted(path.stem for path in (CONF / "kv").glob("*.yaml"))
     for name in names:
         if name not in known:
@@ -35,10 +32,7 @@ def policy_yaml(policy: KVPolicy, comment: str) -> str:
 
 
 def tuned_policies(config: Config, shape: KVShape) -> tuple[list[KVPolicy], KVPolicy | None]:
-    """Return the policies that the search mixes, and the one of ModelOpt's configuration.
-
-    Raises UserError for one that is not there, is no uniform policy, or does not fit the model.
-    """
+    """Return the policies that the search mixes, and the one of ModelOpt's configuration."""
     uniform = load_policies("tune.policies", config.tune.policies)
     for policy in uniform:
         check_uniform(policy)

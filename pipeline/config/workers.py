@@ -51,11 +51,7 @@ LAST_LINES_S = 1.0
 
 
 def start(name: str, keys: Mapping[str, object]) -> list[str]:
-    """Start what a launcher's jobs run on where its plugin would start it otherwise: Ray.
-
-    Return overrides for the plugin. Raises MissingRequirement when Ray did not start, or its cluster did not answer; where
-    Slurm's commands are missing.
-    """
+    """Start what a launcher's jobs run on where its plugin would start it otherwise: Ray. Return overrides for the plugin."""
     if name == SLURM:
         missing = [command for command in SLURM_COMMANDS if shutil.which(command) is None]
         if missing:

@@ -174,10 +174,7 @@ def by_other_rules(status: object, rules: int, kvgate: object) -> str:
 
 
 def read_identity(path: Path) -> Identity:
-    """Read an identity.json.
-
-    Raises UserError with the first problem, when the file is no identity or names files outside of its evidence.
-    """
+    """Read an identity.json."""
     try:
         content = path.read_bytes()
         return Identity.model_validate_json(content)

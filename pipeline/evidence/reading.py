@@ -58,8 +58,7 @@ class Evidence:
 def find_evidence(directory: Path) -> list[Path]:
     """Return the directories of the evidence about an engine.
 
-    Of a bundle in an artifact store, which may have been judged several times, or of the evidence itself. Raises UserError when
-    the directory is neither; MissingRequirement when the engine's evidence is not there.
+    Of a bundle in an artifact store, which may have been judged several times, or of the evidence itself.
     """
     if (directory / IDENTITY_FILE).is_file():
         return [directory]
@@ -94,8 +93,7 @@ def find_evidence(directory: Path) -> list[Path]:
 def read_evidence(directory: Path, engine: Path | None = None, baseline: Path | None = None) -> Evidence:
     """Read the evidence in a directory.
 
-    Bundles that are not given are looked for beside the evidence, and in the store that the evidence is part of. Raises
-    UserError when the identity cannot be read.
+    Bundles that are not given are looked for beside the evidence, and in the store that the evidence is part of.
     """
     identity = read_identity(directory / IDENTITY_FILE)
     report, rows, problem = None, list[SampleRow](), None
@@ -126,8 +124,6 @@ def registered_candidate(store: Path, registration: Registration, tags: Mapping[
     """Return a registered candidate as its artifacts in a store say it is, with the verdict of its identity.
 
     Only the name that it is shown by is the registry's. What its version cites is not checked here.
-
-    Raises GateRefusal when its evidence is not there, or cannot be read.
     """
     name = f"version {registration.model_version} ({tags.get('kv', 'no name')})"
     cited = {role: tags.get(f"{role}_digest", "") for role in ("engine", "baseline", "report", "identity")}

@@ -189,10 +189,7 @@ def _samples(evidence: Evidence, engine: Path, report: EvaluationReport) -> Find
 
 
 def decoded_again(evidence: Evidence, load: Callable[[Path], Engine], count: int) -> list[Finding]:
-    """Decode a few samples again on both engines, which no digest can stand in for, and compare them with their rows.
-
-    Raises MissingRequirement when this machine cannot run the engines.
-    """
+    """Decode a few samples again on both engines, which no digest can stand in for, and compare them with their rows."""
     engine, baseline, report = evidence.engine, evidence.baseline, evidence.report
     if engine is None or baseline is None or report is None or not count:
         return []
@@ -232,10 +229,7 @@ def _encoded_digest(config: WorkloadsConfig, engine: Path) -> str:
 
 
 def requested_workloads(evidence: Evidence) -> WorkloadsConfig:
-    """Return the configuration of the samples; the user's own file is the copy in the evidence, which may be missing.
-
-    Raises UserError when the configuration cannot be read, or the copy is another file than the one that was evaluated.
-    """
+    """Return the configuration of the samples; the user's own file is the copy in the evidence, which may be missing."""
     identity, link = evidence.identity, evidence.identity.link("evaluation")
     try:
         config = WorkloadsConfig.model_validate_json(json.dumps(link.parts["config"]["workloads"]))

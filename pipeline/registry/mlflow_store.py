@@ -327,8 +327,7 @@ def fetch_evidence(location: Location, names: Sequence[str], known: Collection[s
 def aliased(location: Location, names: Sequence[str], alias: str) -> tuple[Registration, dict[str, str]] | None:
     """Return the version that an alias points at, and its tags; None where there is no such alias.
 
-    Nothing changes. Of several models the first that has the alias counts. Raises UserError or MissingRequirement when the
-    store cannot be read.
+    Nothing changes. Of several models the first that has the alias counts.
     """
     if location.file is not None and not location.file.exists():
         raise UserError(f"{named(location)} cannot be used: there is no such file; give the store that a promotion wrote to")
@@ -343,9 +342,6 @@ def aliased(location: Location, names: Sequence[str], alias: str) -> tuple[Regis
 
 
 def download_engine(location: Location, tags: Mapping[str, str], folder: Path) -> Path:
-    """Download the evidence of the version with these tags, and the engine where the registry has it; return where it lies.
-
-    Raises UserError or MissingRequirement when the store cannot be read.
-    """
+    """Download the evidence of the version with these tags, and the engine where the registry has it; return where it lies."""
     client = Client(location)
     return Path(client.download(client.get_logged_model(tags["logged_model"]).artifact_location, str(folder)))

@@ -54,8 +54,6 @@ def judged_again(
     """Return the candidates that a summary lists, as their artifacts say they are, decided again.
 
     Of the summary this takes which versions they are and nothing else.
-
-    Raises GateRefusal for a candidate that is not registered, of another model, or whose evidence is not there.
     """
     versions = {one.model_version: (one, tags) for one, tags in registered}
     found: dict[str, Candidate] = {}
@@ -105,8 +103,6 @@ def choose(candidates: Sequence[Candidate], rolled_back: Mapping[str, str] | Non
 
     The most live tokens win. Among equals another engine wins over the oracle, and then the lowest mean KL. Of an engine that
     was rolled back, by the digest of its report, only its name brings it back.
-
-    Raises UserError when none has the name; GateRefusal when none passed that was not rolled back.
     """
     if name is not None:
         candidates = [candidate for candidate in candidates if candidate.name == name]
@@ -145,9 +141,7 @@ def promote(
 ) -> Move:
     """Make the best candidate that passed the champion, or the one with a name.
 
-    The `rival` is the champion, which stays where none of them is better; a name displaces it in any case. Raises UserError
-    when none has the name; GateRefusal when none passed, or the best one's evidence does not hold; MissingRequirement when a
-    library that the replay takes is not installed.
+    The `rival` is the champion, which stays where none of them is better; a name displaces it in any case.
     """
     best = choose(candidates, log.read().rolled_back("champion"), name)
     if rival is not None and name is None and choose([best, rival]) is rival and _holds(rival, replay, decide):
@@ -203,11 +197,7 @@ Prove = Callable[[str, Mapping[str, str]], None]
 
 
 def rollback(log: MoveLog, prove: Prove) -> Move:
-    """Bring the previous champion back, once its evidence was replayed.
-
-    Raises UserError when there is none, or its version was deleted; GateRefusal when its evidence does not hold;
-    MissingRequirement when a library that the replay takes is not installed.
-    """
+    """Bring the previous champion back, once its evidence was replayed."""
     registry = log.registry
     with log.changing(urgent=True) as history:
         bad, previous = registry.alias("champion"), registry.alias("previous")

@@ -202,10 +202,7 @@ def evidence_digest(report: Path) -> str:
 
 
 def load(workdir: Path, sweep: str | None = None) -> Summary:
-    """Return the summary of a sweep, of the last one unless named; an empty one where there is no last one.
-
-    Raises UserError when the file is damaged, or another kvgate wrote it, or there is no such sweep.
-    """
+    """Return the summary of a sweep, of the last one unless named; an empty one where there is no last one."""
     if sweep is None:
         return _read(workdir, FILE) or Summary(schema_version=SCHEMA_VERSION)
     found = _read(workdir, f"{FOLDER}/{sweep}.json") if SWEEP.fullmatch(sweep) else None

@@ -58,10 +58,7 @@ def _young_values(policy: KVPolicy) -> tuple[object, ...]:
 
 
 def step_down(engines: Engines, now: Engine, workload: str, quality_holds: bool, say: Callable[[str], None]) -> Engine:
-    """Return the first engine in the order that is proven for the class.
-
-    `say` is told why those before it are not taken. Raises GateRefusal where none is proven.
-    """
+    """Return the first engine in the order that is proven for the class. `say` is told why those before it are not taken."""
     larger = list[Engine]()
     rolled_back = engines.log.read().rolled_back(alias_of(workload))
     for registration, tags in engines.registered():

@@ -54,8 +54,7 @@ class Engines:
     def named(self, name: str, key: str) -> Engine:
         """Return the latest version with this name, or the one with this number.
 
-        `key` is where the name stands in the routing file. Raises UserError when no version is called so; GateRefusal when its
-        evidence is not here.
+        `key` is where the name stands in the routing file.
         """
         versions = {int(one.model_version): (one, tags) for one, tags in self.registered()}
         named = [number for number, (_, tags) in versions.items() if name in (str(number), tags.get("kv"))]
@@ -68,11 +67,7 @@ class Engines:
             raise GateRefusal(f"{key}={name}: {error}") from error
 
     def prove(self, engine: Engine, workload: str) -> None:
-        """Check the engine's evidence again, and that it is about the class.
-
-        Raises GateRefusal with the first thing that is wrong; MissingRequirement when a library that the replay takes is not
-        installed.
-        """
+        """Check the engine's evidence again, and that it is about the class."""
         if engine.version not in self.proofs:
             self.proofs[engine.version] = verify(engine.candidate, self.replay, self.decide)
         if workload == DEFAULT:  # the verdict is about everything that was asked

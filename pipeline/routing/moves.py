@@ -62,8 +62,6 @@ def way_back(engines: Engines, workload: str, before: Aliases, why: str) -> Move
 
     It takes no replay: these were proven for the class when they were routed, and a broken engine must not wait for one. Where
     the log that says so cannot be trusted, they are replayed.
-
-    Raises GateRefusal when neither can serve.
     """
     problems, log = [], engines.log
     history = log.read()

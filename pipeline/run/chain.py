@@ -161,10 +161,7 @@ class Chain(BuildChain):
         return self._opened
 
     def evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
-        """Return the report on `policy`'s engine, that engine's bundle, and the baseline engine's bundle.
-
-        Raises MissingRequirement for an engine that cannot run here; where its graphs can be judged as ONNX, it says how.
-        """
+        """Return the report on `policy`'s engine, that engine's bundle, and the baseline engine's bundle."""
         if policy.name in self._judged:
             return self._judged[policy.name]
         try:

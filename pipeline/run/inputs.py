@@ -42,12 +42,7 @@ PLANNING = ("capacity", "recommend")
 
 
 def check_inputs(config: Config) -> None:
-    """Refuse what cannot be used; cheap, reads no weights.
-
-    Raises UserError for a file that cannot be used, summary.json or one that the configuration names, and for a policy that
-    does not fit the model or the backend; MissingRequirement for a library, a GPU or an interpreter that the backend needs and
-    that is not here.
-    """
+    """Refuse what cannot be used; cheap, reads no weights."""
     for check in checks(config):
         check()
 
@@ -182,10 +177,7 @@ def check_file(path: Path, key: str) -> None:
 
 
 def inspect_model(path: Path) -> CheckpointInfo:
-    """Read the configuration and the tokenizer of a checkpoint, or the header of a GGUF.
-
-    Raises UserError when it cannot be used; MissingRequirement without the package that reads GGUF.
-    """
+    """Read the configuration and the tokenizer of a checkpoint, or the header of a GGUF."""
     if not path.is_file():
         info = inspect_checkpoint(path)
         check_tokenizer(info)

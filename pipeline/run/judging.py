@@ -52,8 +52,6 @@ def evaluate(run: Run) -> Candidate:
     """Judge the engine against the FP16-KV engine and register it; with stage=all, promote it if it passed.
 
     Jobs of a sweep only register: else the last to finish would win.
-
-    Raises NotPassed when it did not pass; not in a sweep, which decides once all candidates are judged.
     """
     config, chain = run.config, run.chain
     with console.doing("opening MLflow"):

@@ -29,13 +29,7 @@ from pipeline.verdict.thresholds import Verdict
 
 
 def promote(run: Run) -> None:
-    """Make the best of a sweep's candidates that passed the champion, or the one that is asked for by name.
-
-    Raises:
-        GateRefusal: when the sweep did not finish, none passed, or the best one's evidence does not hold.
-        MissingRequirement: when a library that the replay of the evidence takes is not installed.
-        UserError: when there are no candidates of the configured model, or the work directory cannot be written.
-    """
+    """Make the best of a sweep's candidates that passed the champion, or the one that is asked for by name."""
     last = summary.load(run.config.work, run.config.promote.sweep)
     with _advised(lambda _: next_steps.after_no_promotion(run.config, last.candidates)):
         if last.unfinished is not None and run.config.promote.name is None:
@@ -109,9 +103,6 @@ def rollback(run: Run) -> None:
     """Bring the previous champion back.
 
     Its gates are those that it was judged by: the way back asks for no policy, and for no key of this command.
-
-    Raises UserError when there is none; GateRefusal when its evidence does not hold; MissingRequirement when a library that the
-    replay of the evidence takes is not installed.
     """
 
     def prove(version: str, tags: Mapping[str, str]) -> None:
@@ -171,10 +162,7 @@ def _say(line: str) -> None:
 
 
 def verify(run: Run) -> None:
-    """Replay the evidence of an engine, offline and read-only.
-
-    Raises GateRefusal when something differs; MissingRequirement when nothing differs, but something is missing.
-    """
+    """Replay the evidence of an engine, offline and read-only."""
     directory = Path(str(run.config.bundle))
     with console.doing("replaying the evidence"):
         replays = [(evidence, replay(evidence, run.trusted)) for evidence in map(read_evidence, find_evidence(directory))]

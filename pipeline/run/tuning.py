@@ -62,10 +62,7 @@ def search(chain: Chain) -> Artifact:
 
 
 def tune(chain: Chain) -> None:
-    """Search, leave the policies on the front for later commands, and print them.
-
-    Raises GateRefusal when no policy of fewer bytes than FP16 is within `tune.max_kl`.
-    """
+    """Search, leave the policies on the front for later commands, and print them."""
     artifact, shape = search(chain), chain.shape
     report = TuneReport.model_validate_json((artifact.path / TUNE_FILE).read_text(encoding="utf-8"))
     folder = chain.config.work / FOLDER

@@ -207,8 +207,7 @@ class MoveLog:
     def changing(self, *, urgent: bool = False) -> Iterator[History]:
         """Hold the lock while the block runs, with aliases that are where the log says.
 
-        The way back is `urgent` and waits for nobody: a log that cannot be trusted is then mended. Raises GateRefusal when the
-        log cannot be trusted.
+        The way back is `urgent` and waits for nobody: a log that cannot be trusted is then mended.
         """
         with locked(self.registry.lock, "the log of moves"):
             history = self._repaired()

@@ -173,10 +173,7 @@ def read_policy(file: str | None) -> GatePolicy | None:
 
 
 def standing_policy(log: MoveLog, history: History) -> GatePolicy | None:
-    """Return the policy that the log binds; None where it never bound one.
-
-    Raises GateRefusal when its content is not what the log binds.
-    """
+    """Return the policy that the log binds; None where it never bound one."""
     if history.policy is None:
         return None
     tag = _tag(history.policy)
@@ -190,10 +187,7 @@ def standing_policy(log: MoveLog, history: History) -> GatePolicy | None:
 
 
 def settle(log: MoveLog, given: GatePolicy | None, *, loosen: bool) -> GatePolicy | None:
-    """Return the policy that holds, after binding the one that a command gives.
-
-    Raises GateRefusal when it is looser than the one that holds, which was not asked for.
-    """
+    """Return the policy that holds, after binding the one that a command gives."""
     if given is None:
         return standing_policy(log, log.read())
     text = _text(given)

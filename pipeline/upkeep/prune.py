@@ -43,11 +43,7 @@ class Plan:
 
 
 def prune(config: Config) -> None:
-    """Show what nobody needs, and remove it where `prune.apply` says so.
-
-    Raises UserError when what serves is not known: nothing is removed then; MissingRequirement when another process uses the
-    artifacts, or the tracking store does not answer.
-    """
+    """Show what nobody needs, and remove it where `prune.apply` says so."""
     root = config.work / "artifacts"
     if not root.is_dir():
         console.say(f"{escape(str(root))}: there are no artifacts")
@@ -99,10 +95,7 @@ def _check_known(config: Config, found: Found) -> None:
 
 @contextmanager
 def alone(root: Path) -> Iterator[None]:
-    """Hold a store alone while the block runs: commands that begin meanwhile wait.
-
-    Raises MissingRequirement when another process uses it.
-    """
+    """Hold a store alone while the block runs: commands that begin meanwhile wait."""
     with locked_at_once(root / USE_LOCK) as free:
         if not free:
             who = holder(root / USE_LOCK)

@@ -70,8 +70,7 @@ SQLITE_HEADER = 100
 def read_registered(location: Location, identities: Collection[str]) -> list[Model]:
     """Read the configured registered model, and each model of which a version cites an identity.
 
-    Of a SQLite file that does not exist nothing is read, and none is made. Raises UserError or MissingRequirement when the
-    store cannot be read.
+    Of a SQLite file that does not exist nothing is read, and none is made.
     """
     file = location.file
     if file is None:
