@@ -102,13 +102,6 @@ def copy_rate(timer: Timer, device: torch.device) -> float:
 def run_case(case: Case, kernels: Sequence[Kernel], timer: Timer, target: MeasuredDevice, seed: int) -> list[Row]:
     """Measure and check every kernel over fresh random inputs.
 
-    Args:
-        case: Sizes.
-        kernels: Kernels to run.
-        timer: Times a kernel.
-        target: Device to run on.
-        seed: Seed of the inputs.
-
     Returns:
         A row per kernel, with its figures or with the reason why it was skipped.
 

@@ -211,13 +211,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_step(name: str, out: Path, say: Callable[[str], None] = print) -> list[Outcome]:
-    """Run the parts of a step one after the other, and write the results after each.
-
-    Args:
-        name: Of STEPS.
-        out: Folder of the results.
-        say: Takes a line for each part.
-    """
+    """Run the parts of a step one after the other, and write the results after each."""
     out.mkdir(parents=True, exist_ok=True)
     outcomes, started = list[Outcome](), time.monotonic()
     for part in STEPS[name]:

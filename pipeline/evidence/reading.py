@@ -152,6 +152,7 @@ def registered_candidate(store: Path, registration: Registration, tags: Mapping[
         baseline=Cited(path=store / identity.link("baseline").place, digest=cited["baseline"]),
         report=Cited(path=store / identity.link("evaluation").place / REPORT_FILE, digest=cited["report"]),
         identity=Cited(path=path, digest=cited["identity"]),
+        checkpoint=identity.binds.get("checkpoint"),
         signed_by=tags.get("signed_by"),
         registration=registration,
     )

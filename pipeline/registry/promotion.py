@@ -83,8 +83,8 @@ def incumbent(
 ) -> Candidate | None:
     """Return the champion as a candidate beside others, where it is a rival of theirs.
 
-    It is one where it was judged against the same baseline engine as one of them, under another name, and still passes. The
-    champion of other weights is none, and one that is judged anew goes by its new evidence.
+    It is one where it is of the same checkpoint as one of them, under another name, and still passes: a baseline that was built
+    again has another digest. Servers are told apart by their baselines. One that is judged anew goes by its new evidence.
     """
     serving = next(((one, tags) for one, tags in registered if one.model_version == version), None)
     if serving is None or serving[1].get("kv") in [one.name for one in candidates]:
@@ -94,8 +94,12 @@ def incumbent(
     except GateRefusal:  # another work directory judged it
         return None
     verdict = decide(evidence.report, evidence.rows)
-    rival = any(one.baseline.digest == found.baseline.digest for one in candidates) and verdict.status == PASS
+    rival = any(_origin(one) == _origin(found) for one in candidates) and verdict.status == PASS
     return found.model_copy(update=Candidate.decided(verdict)) if rival else None
+
+
+def _origin(candidate: Candidate) -> str:
+    return candidate.checkpoint or candidate.baseline.digest
 
 
 def choose(candidates: Sequence[Candidate], rolled_back: Mapping[str, str] | None = None, name: str | None = None) -> Candidate:

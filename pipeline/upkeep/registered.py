@@ -10,9 +10,9 @@ from functools import cached_property
 
 from pydantic import TypeAdapter
 
-from pipeline.artifacts.cache import ForeignFolder, own_cache
 from pipeline.artifacts.digest import json_digest
 from pipeline.artifacts.files import write_whole
+from pipeline.core.cache import ForeignFolder, own_cache
 from pipeline.registry.tracking import Location
 from pipeline.trust.keys import Keys
 from pipeline.trust.movelog import History, read_history

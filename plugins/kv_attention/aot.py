@@ -132,12 +132,6 @@ def compile_kernel(kernel: Any, types: Mapping[str, str | None], variant: Varian
 
     The compiler is told that pointers are 16-byte aligned; otherwise it would load byte by byte.
 
-    Args:
-        kernel: A triton.JITFunction.
-        types: As parameter_types returns them.
-        variant: Constexprs and launch options.
-        sm: Compute capability, 90 for sm_90.
-
     Raises:
         RuntimeError: Triton interprets its kernels in this process, the kernel uses a hidden parameter, or ptxas refuses it.
     """

@@ -214,12 +214,7 @@ def attend(
 
 
 def exact_places(layout: CacheLayout, length: int) -> tuple[list[int], list[int]]:
-    """Return the positions that a token at position `length` reads from the exact buffer, and their slots.
-
-    Args:
-        layout: Format of the cache.
-        length: Tokens of the sequence before the current one.
-    """
+    """Return the positions that a token at position `length` reads from the exact buffer, and their slots."""
     sink, recent = layout.sink_tokens, layout.recent_tokens
     sinks = list(range(min(sink, length)))
     newest = list(range(max(sink, length - recent), length)) if recent else []

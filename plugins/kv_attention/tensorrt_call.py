@@ -38,11 +38,6 @@ class Call:
     def fixed(self, name: str, axis: int, what: str) -> int:
         """Return a dimension that the kernel is compiled for.
 
-        Args:
-            name: The tensor.
-            axis: Number of the dimension.
-            what: Meaning of the dimension, for the error.
-
         Raises:
             ValueError: The dimension varies.
         """

@@ -127,15 +127,7 @@ def _node(operation: Layered, key: Scales, value: Scales, exact: bool) -> Node:
 
 
 def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int, splits: int = 0) -> dict[str, Spec]:
-    """Return the type and shape of each of an operation's inputs, by name, in order.
-
-    Args:
-        node: The operation.
-        layout: Format of the cache.
-        compute: Type of queries, keys and values, and of the result.
-        q_heads: Hq.
-        splits: S.
-    """
+    """Return the type and shape of each of an operation's inputs, by name, in order."""
     heads, dim = layout.kv_heads, layout.head_dim
     sides = {"key": layout.key, "value": layout.value}
     activation = DATA_TYPES[compute]

@@ -44,17 +44,6 @@ def quantize(
     - `kv_policy.json`, `kv_scales.json`: the sidecar that carries what no official export can.
     - `quantizers.json`: which quantizers were enabled, the calibration's size, and the device.
 
-    Args:
-        checkpoint: Hugging Face checkpoint with safetensors weights.
-        out: An empty directory.
-        weights: Format of the linear layers.
-        policy: Formats of the stored keys and values.
-        calibration_texts: Texts to run through the model.
-        max_length: Longer texts are cut to this many tokens.
-        seed: Seed of torch's random numbers.
-        progress: Called with a label, the steps done, and the steps in all.
-        device: What runs the texts: `cpu`, `cuda`, or `auto` for a GPU where torch finds one.
-
     Raises:
         UserError: The checkpoint or the texts cannot be used.
         MissingRequirement: There is no such device.

@@ -55,13 +55,7 @@ def specifications(data: Numbers, names: Sequence[str]) -> dict[str, Spec]:
 
 
 def _chart(description: str, data: dict[str, list[Datum]], **rest: Any) -> Spec:
-    """Return a specification that is as wide as its place.
-
-    Args:
-        description: What the chart shows, for readers who don't see it.
-        data: Its data by name; the first is that of every layer that names no other.
-        rest: The specification's own keys.
-    """
+    """Return a specification that is as wide as its place."""
     params = {"policy": ALL, "workload": ALL, "measure": TITLES["max_mean_kl"]}
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",  # a name, which nothing loads
@@ -159,16 +153,7 @@ def _coloured(names: Sequence[str]) -> Spec:
 
 
 def _by_place(x: Spec, names: Sequence[str], data: Numbers, floor_at: Spec, tooltip: list[Spec], behind: Spec) -> list[Spec]:
-    """Return the layers of a chart of the mean KL: the policies' lines, the gate, and the FP16 engine's distance from itself.
-
-    Args:
-        x: The place.
-        names: The policies in their order.
-        data: The numbers of all charts.
-        floor_at: Where along the floor its label stands.
-        tooltip: Of the points.
-        behind: A layer of the policy that is chosen.
-    """
+    """Return the layers of a chart of the mean KL: policies' lines, the gate, and the FP16 engine's distance from itself."""
     of_kl = [one for one in data["quality"] if one["gate"] == "max_mean_kl"]
     limits = {one["limit"] for one in of_kl} - {None}
     floors = {one["distance"]: one["exact"] for one in of_kl if one["verdict"] == "baseline" and one["exact"] is not None}

@@ -48,12 +48,7 @@ def bfcl_samples(config: BfclConfig, seed: int) -> list[Sample]:
 
 
 def correct_calls(sample: Sample, text: str) -> bool:
-    """Return whether BFCL's checker accepts an answer: the right calls, or none where none is right.
-
-    Args:
-        sample: A sample of `bfcl_samples`.
-        text: The whole generated answer.
-    """
+    """Return whether BFCL's checker accepts an answer: the right calls, or none where none is right."""
     expected = json.loads(sample.expected)
     try:
         calls = read_calls(text)

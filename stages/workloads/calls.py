@@ -94,13 +94,7 @@ def _arithmetic(node: ast.BinOp) -> float:
 
 
 def write_calls(possible: list[dict[str, dict[str, list[Any]]]], required: dict[str, list[str]]) -> str:
-    """Return the calls that a list of possible answers describes, with the first value that each argument may have.
-
-    Args:
-        possible: One entry a call, {function: {argument: values that it may have}}. An argument that may have the value ""
-            may be left out, and is.
-        required: By function, the arguments that may not be left out.
-    """
+    """Return the calls that a list of possible answers describes, with the first value that each argument may have."""
     calls = []
     for answer in possible:
         for name, arguments in answer.items():

@@ -2,13 +2,13 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from fake_interpreter import make_interpreter
 from trtllm_exports import conf, make_bundle, make_exports
 
@@ -105,14 +105,6 @@ def test_weights_and_ranks_that_do_not_go_are_refused_by_their_key(
     assert str(refusal).startswith(expected)
 
 
-def test_an_inner_size_that_ranks_do_not_divide_is_refused_before_it_is_split(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(tiny_checkpoint, tmp_path / "model")
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "intermediate_size": 385}))
-    refusal = refuse("engine", KVPolicy.model_validate(conf("kv", "fp8")), "none", inspect_checkpoint(copy), 2)
-    assert refusal == "backend.tensor_parallel_size=2: does not divide the model's 385 columns of the MLP; use a divisor"
-
-
 @pytest.mark.parametrize(
     ("target", "key", "value", "default"),
     [
@@ -161,12 +153,6 @@ def test_only_the_gpus_of_the_ranks_count_and_they_must_be_of_one_kind(tmp_path:
         interpreter_parts(TrtllmConfig.model_validate({**shipped, "tensor_parallel_size": 2}))
 
 
-def test_the_gpus_are_those_that_cuda_shows_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
-    here = probe(PROGRAM, make_interpreter(tmp_path / "bin", gpus=("9.0", "8.9", "8.0")))
-    assert gpus(here) == [("Fake H2", "8.0", "580.95"), ("Fake H1", "8.9", "580.95")]
-
-
 def test_what_a_prompt_needs_is_checked_with_the_configuration() -> None:
     shipped = conf("backend", "trtllm")
     for changes, key in (({"max_input_len": 8192}, "max_input_len=8192"), ({"max_num_tokens": 4096}, "max_num_tokens=4096")):
@@ -204,6 +190,24 @@ def test_a_setting_that_the_builder_rewrites_is_an_error_unless_it_is_allowed(qu
         '"build_config.plugin_config.use_paged_context_fmha": false'
         in (bundle / "bundle.json").read_text().split("rewritten")[1]
     )
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("sound", {False}), ("no switches", {None})])
+def test_switches_that_move_logits_are_off_in_what_is_served_and_judged_where_the_release_has_them(
+    quantized: Path, tmp_path: Path, mode: str, expected: set[bool | None]
+) -> None:
+    bundle = build(quantized, tmp_path, {"mode": mode, "release": "1.4.0rc1"})
+    served = yaml.safe_load((bundle / "llm_args.yaml").read_text(encoding="utf-8"))
+    judged = json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))["evaluated_with"]
+    for arguments in (served, judged):
+        given = {**arguments, **arguments["kv_cache_config"]}
+        assert {given.get(name) for name in ("enable_in_graph_sampling", "use_kv_cache_manager_v2")} == expected
+
+
+def test_an_int8_cache_is_refused_by_later_releases_with_the_one_that_has_it(tiny_checkpoint: Path) -> None:
+    policy = KVPolicy.model_validate(conf("kv", "int8_tensor"))
+    refusal = refuse("pytorch", policy, "none", inspect_checkpoint(tiny_checkpoint), 1)
+    assert "backend.target=engine with TensorRT-LLM 1.2" in str(refusal)
 
 
 def test_llm_arguments_that_the_release_refuses_are_told_with_its_reason(quantized: Path, tmp_path: Path) -> None:

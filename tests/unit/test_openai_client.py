@@ -175,12 +175,6 @@ def test_a_port_that_speaks_something_else_is_told_in_a_line() -> None:
         thread.join()
 
 
-@pytest.mark.parametrize("body", [b"<html></html>", b"[]", b""])
-def test_what_is_no_json_object_is_no_such_server(body: bytes) -> None:
-    with answering((200, body)) as (url, _), refused_in_a_line(UserError, "no JSON object; give the root of a server"):
-        client(url).get("/x")
-
-
 def test_a_redirection_is_not_followed_with_the_key() -> None:
     with (
         answering((200, b"{}")) as (elsewhere, seen),

@@ -93,6 +93,9 @@ def test_the_champion_stays_where_nothing_better_passed_unless_a_name_is_given(
     assert rival(small) is None, "it was judged anew"
     other = changed(small, baseline=Cited(path=tmp_path, digest="of other weights"))
     assert rival(large, champion=other) is None
+    rebuilt = changed(other, checkpoint="of one")
+    assert rival(changed(large, checkpoint="of one"), champion=rebuilt) is not None
+    assert rival(changed(large, checkpoint="of another"), champion=rebuilt) is None
     says_no = lambda *_: Verdict(status="FAIL", reasons=[], checks=[], samples_needed={})  # noqa: E731
     assert rival(large, decide=says_no) is None
 

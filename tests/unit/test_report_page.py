@@ -116,23 +116,11 @@ def test_answers_that_change_the_other_way_than_their_probability_are_said(tmp_p
     )
 
 
-def test_it_is_said_where_right_answers_were_scored_in_the_words_of_fp16(tmp_path: Path) -> None:
-    of = [*rows(0, ["copy"]), *rows(0, ["retrieval"])[:30], *rows(0, ["retrieval"], right_answer="baseline")[30:]]
-    scored = {line[0]: line[4] for line in make_page([exhibit(tmp_path, "fp8", of)], occasion(tmp_path))["asked"]}
-    assert scored == {"copy": "the reference's", "retrieval": "the reference's (30), FP16's own (10)"}
-
-
 def test_kl_by_position_covers_every_scored_token_once(judged: list[Exhibit]) -> None:
     steps = [one for one in numbers.by_position(judged[:1]) if one["workload"] == numbers.ALL]
     assert sum(one["tokens"] for one in steps) == STEPS * len(judged[0].rows)
     assert (steps[0]["steps"], steps[-1]["steps"]) == ("1 to 1", f"7 to {STEPS}")
     assert all(one["kl"] == pytest.approx(0.001, rel=1e-2) for one in steps)
-
-
-def test_positions_are_not_drawn_from_statistics_of_other_samples(judged: list[Exhibit], tmp_path: Path) -> None:
-    other = replace(judged[0], rows=judged[0].rows[:-1])
-    assert numbers.by_position([other]) == []
-    assert "position" not in make_page([other], occasion(tmp_path))["charts"]
 
 
 def test_depth_by_length_counts_the_baseline_beside_each_policy(judged: list[Exhibit]) -> None:
@@ -162,29 +150,12 @@ def drawn(spec: Any, key: str) -> list[Any]:
     return [*([spec[key]] if key in spec else []), *(found for one in spec.values() for found in drawn(one, key))]
 
 
-@pytest.mark.parametrize("chart", ["context", "position"])
-def test_kl_by_place_shows_the_gate_and_the_floor(chart: str, judged: list[Exhibit], tmp_path: Path) -> None:
-    charts = make_page(judged, occasion(tmp_path))["charts"]
-    said = [one for one in drawn(charts[chart], "says") if isinstance(one, str)]
-    assert said == ["gate max_mean_kl: 0.05", "A/A floor: 1.0e-05"]
-
-
 def test_throughput_has_its_spread_in_the_chart_and_in_the_table(judged: list[Exhibit], tmp_path: Path) -> None:
     page = make_page(judged, occasion(tmp_path))
     assert [row[2:4] for row in page["timed"]] == [("1", "1"), *[("120", "4,321")] * 3]
     fast = "decode_tokens_per_s_fast"
     assert [one[fast] for one in page["charts"]["rate"]["datasets"]["times"]] == [1, 4321, 4321, 4321]
     assert fast in drawn(page["charts"]["rate"], "field")
-
-
-def test_no_two_policies_are_drawn_alike(judged: list[Exhibit], tmp_path: Path) -> None:
-    many = [
-        replace(judged[0], candidate=judged[0].candidate.model_copy(update={"name": f"kv{number}"}))
-        for number in range(MOST_POLICIES)
-    ]
-    coded = make_page(many, occasion(tmp_path))["charts"]["position"]["layer"][1]["encoding"]
-    looks = zip(coded["color"]["scale"]["range"], map(tuple, coded["strokeDash"]["scale"]["range"]), strict=True)
-    assert len(set(looks)) == MOST_POLICIES
 
 
 def test_only_a_candidate_that_is_not_decided_says_how_many_samples_would_decide(judged: list[Exhibit], tmp_path: Path) -> None:

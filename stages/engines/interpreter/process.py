@@ -151,11 +151,6 @@ class Worker:
     def __init__(self, program: Program, python: str, **environment: str) -> None:
         """Start the process.
 
-        Args:
-            program: The library.
-            python: The interpreter.
-            environment: Variables that it gets besides the program's and this process's own, of which it gets no secrets.
-
         Raises:
             MissingRequirement: The interpreter cannot be started.
         """

@@ -95,13 +95,6 @@ def _says(client: Client, model: str) -> dict[str, str]:
 def write_server(facts: Mapping[str, Any], config: OpenAIConfig, checkpoint: Path, out: Path, *, policy: KVPolicy) -> None:
     """Check that a server can be judged, and write its record.
 
-    Args:
-        facts: What `ask` returned.
-        config: The backend's configuration.
-        checkpoint: The model that it is said to serve.
-        out: An empty directory.
-        policy: The policy that its cache is said to have.
-
     Raises:
         UserError: Another tokenizer, another cache than the configuration says, or no prefix is reused.
         MissingRequirement: It shows too little, or does not answer.

@@ -48,13 +48,7 @@ class KernelLayers:
 
 
 def choose_layers(policy: KVPolicy, shape: KVShape, q_heads: int) -> KernelLayers:
-    """Return the layouts of the layers that the kernels hold, and the reasons for the others.
-
-    Args:
-        policy: Any policy, whether its formats fit the model or not.
-        shape: The model's shape.
-        q_heads: The model's query heads.
-    """
+    """Return the layouts of the layers that the kernels hold, and the reasons for the others."""
     layers = KernelLayers({}, {})
     for layer in range(shape.layers):
         layout = layer_layout(policy, shape, layer, q_heads)

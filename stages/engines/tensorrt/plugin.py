@@ -34,9 +34,6 @@ PARTS: tuple[Operation, ...] = ("decode_partial", "decode_reduce", "context_part
 def with_plugin(gpu: Mapping[str, str]) -> GraphAdapter:
     """Return what puts the plugin into the layers that the kernels hold, for build.build_bundle.
 
-    Args:
-        gpu: The GPU that builds, an entry of pipeline.artifacts.hardware.gpus().
-
     Raises:
         MissingRequirement: CUDA uses another GPU.
     """
@@ -74,13 +71,6 @@ def check_gpu(gpu: Mapping[str, str]) -> None:
 
 def write_plugin_graphs(graphs: Mapping[Mode, Path], folder: Path, *, info: ModelInfo, limits: Limits, sm: int) -> PlanGraphs:
     """Write graphs with plugin nodes to `folder`, without their weights, and register the plugin with TensorRT.
-
-    Args:
-        graphs: The graphs of an ONNX bundle. The kernels hold at least one of its layers.
-        folder: An empty directory.
-        info: The bundle's model.
-        limits: What the plans are sized for.
-        sm: Compute capability that the kernels are compiled for, 90 for SM 9.0.
 
     Raises:
         MissingRequirement: Triton is not installed.

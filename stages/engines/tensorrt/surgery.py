@@ -109,15 +109,7 @@ def _replace(model: onnx.ModelProto, node: onnx.NodeProto, nodes: list[onnx.Node
 def plugin_node(
     node: Node, inputs: list[str], outputs: list[str], attributes: dict[str, int], part: int | str | None = None
 ) -> onnx.NodeProto:
-    """Return the ONNX node of a plugin, whose name, version and namespace TensorRT's parser looks for in its registry.
-
-    Args:
-        node: The operation.
-        inputs: Its tensors in the graph, in order.
-        outputs: Likewise.
-        attributes: Its attributes.
-        part: The layer, or the group of layers, which its name ends in; None for what a step has once.
-    """
+    """Return the ONNX node of a plugin, whose name, version and namespace TensorRT's parser looks for in its registry."""
     name = node.operation if part is None else f"{node.operation}.{part}"
     fields: dict[str, Any] = {"plugin_namespace": NAMESPACE, "plugin_version": PLUGIN_VERSION, **attributes}
     return helper.make_node(node.name, inputs, outputs, name=name, domain=NAMESPACE, **fields)
