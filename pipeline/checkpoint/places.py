@@ -54,8 +54,8 @@ def locate_checkpoint(path: str) -> Path:
     Only packages that kvgate ships or names have one: finding any other would import what a configuration names.
 
     Raises:
-        UserError: when it is none of these packages, parts of a file are not what they should be, or it is a name of the Hub and
-            no directory here: kvgate fetches nothing.
+        UserError: when it is none of these packages, parts of a file are not what they should be, or it is a name of the Hub
+            and no directory here: kvgate fetches nothing.
         MissingRequirement: when the package is not installed.
     """
     if not path.startswith(PACKAGED):

@@ -63,8 +63,8 @@ def policy_line(capacity: Capacity, name: str) -> list[str]:
     lengths = " or ".join(f"{context.tokens:,}" for context in use.contexts)
     mean, where = (" in the mean" if len(use.contexts) > 1 else ""), (" on each GPU" if use.tensor_parallel > 1 else "")
     return [
-        f"[bold]{escape(name)}[/]: a request of {lengths} tokens takes {each:.3g} GiB{mean}{where}, {exact - each:.3g} less than "
-        f"under FP16; {own.requests:,} requests fit, under FP16 {base.requests:,}"
+        f"[bold]{escape(name)}[/]: a request of {lengths} tokens takes {each:.3g} GiB{mean}{where}, {exact - each:.3g} less "
+        f"than under FP16; {own.requests:,} requests fit, under FP16 {base.requests:,}"
     ]
 
 

@@ -1,4 +1,4 @@
-"""The workflow for another's repository, run as it stands: it installs kvgate at a commit and judges that repository's model."""
+"""The workflow for another's repository, run as it stands: it installs a commit and judges that repository's model."""
 
 import json
 import os
