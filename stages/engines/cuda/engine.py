@@ -35,10 +35,6 @@ def load_engine(
         threads: Threads of all of torch in this process.
         prefill_chunk: Tokens of one prefill run.
         compute_dtype: Type of weights and activations.
-
-    Raises:
-        UserError: when a file is missing or was altered, and for a policy that the kernels do not hold.
-        MissingRequirement: without a GPU, a CUDA build of torch, or Triton.
     """
     check_positive(threads=threads, prefill_chunk=prefill_chunk)
     device = resolve_device("cuda")
@@ -80,9 +76,6 @@ class KernelEngine(Engine):
             policy: How the cache is stored.
             scales: Its static scales; None when no side of the policy is static.
             prefill_chunk: Tokens of one prefill run.
-
-        Raises:
-            UserError: Policy, scales and model do not fit together, or the kernels do not hold the policy.
         """
         shape = shape_for(model, policy)
         layouts = check_kernels(policy, shape, model.config.num_attention_heads)

@@ -28,9 +28,6 @@ def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUN
         bundle: The bundle's directory.
         threads: Threads of all of torch in this process.
         prefill_chunk: Tokens of one prefill run.
-
-    Raises:
-        UserError: when a file is missing or was altered.
     """
     check_positive(threads=threads, prefill_chunk=prefill_chunk)
     policy, scales = open_bundle(bundle)
@@ -105,9 +102,6 @@ class OracleEngine(ChunkedEngine):
             policy: How the cache is stored.
             scales: Its static scales; None when no side of the policy is static.
             prefill_chunk: Tokens of one prefill run.
-
-        Raises:
-            UserError: Policy, scales and model do not fit together.
         """
         shape = shape_for(model, policy)
         scales = scales_for(policy, shape, scales)
