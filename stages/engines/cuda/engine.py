@@ -28,14 +28,7 @@ PASS_TOKENS = 4 * PREFILL_CHUNK
 def load_engine(
     bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK, compute_dtype: Literal["float32", "bfloat16"] = "float32"
 ) -> "KernelEngine":
-    """Load a bundle of backend=torch onto the current GPU.
-
-    Args:
-        bundle: The bundle's directory.
-        threads: Threads of all of torch in this process.
-        prefill_chunk: Tokens of one prefill run.
-        compute_dtype: Type of weights and activations.
-    """
+    """Load a bundle of backend=torch onto the current GPU. `threads` are those of all of torch in this process."""
     check_positive(threads=threads, prefill_chunk=prefill_chunk)
     device = resolve_device("cuda")
     policy, scales = open_bundle(bundle)
@@ -71,11 +64,7 @@ class KernelEngine(Engine):
     ) -> Self:
         """Return an engine around transformers' causal language model in float32 or bfloat16.
 
-        Args:
-            model: The model, on a GPU, or on a CPU in a process whose kernels are interpreted (TRITON_INTERPRET=1).
-            policy: How the cache is stored.
-            scales: Its static scales; None when no side of the policy is static.
-            prefill_chunk: Tokens of one prefill run.
+        It lies on a GPU, or on a CPU in a process whose kernels are interpreted (TRITON_INTERPRET=1).
         """
         shape = shape_for(model, policy)
         layouts = check_kernels(policy, shape, model.config.num_attention_heads)

@@ -64,7 +64,6 @@ class Device:
         return graph.replay
 
 
-
 class Step:
     """A plan at one shape: its context, its inputs and outputs, and its CUDA graph."""
 
