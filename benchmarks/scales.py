@@ -52,10 +52,6 @@ def calibrated_scales(x_HTD: Tensor, form: Format) -> SideScales:
     """Return the static scales, and the zeros of an asymmetric format, with which no number of x_HTD saturates.
 
     An uncalibrated format has a scale of 1.
-
-    Args:
-        x_HTD: Keys or values (H, T, D) float32.
-        form: Format of the side.
     """
     if form.scale == "uncalibrated":
         return SideScales(scale=(1.0,))

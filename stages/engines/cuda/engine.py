@@ -163,12 +163,8 @@ def plan_pass(left: Sequence[int], chunk: int, most: int) -> list[tuple[int, int
     """Return which sequences take part in a pass, by number, and how many tokens each of them stores.
 
     A prompt is cut into chunks as if it were alone, since its tokens attend to those of earlier chunks through the quantized
-    cache: which other sequences are there changes nothing of its logits but the order of sums.
-
-    Args:
-        left: Tokens that each sequence has not stored yet. Those with one come first: they are waited for at every step.
-        chunk: Most tokens of a sequence in a pass.
-        most: Tokens of a pass beyond which no other sequence joins it.
+    cache: which other sequences are there changes nothing of its logits but the order of sums. Sequences that have one token
+    left come first: they are waited for at every step.
     """
     planned: list[tuple[int, int]] = []
     tokens = 0
