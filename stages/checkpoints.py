@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts.cache import ForeignFolder, own_cache
 from pipeline.artifacts.files import write_whole
 from pipeline.checkpoint.description import inspect_checkpoint, read_config
 from pipeline.checkpoint.files import TOKENIZER_FILES, refusal
+from pipeline.core.cache import ForeignFolder, own_cache
 
 
 def load_causal_lm(directory: Path, **options: Any) -> Any:

@@ -51,11 +51,11 @@ MOST_TEXT_BYTES = 1 << 30
 """Of a file of samples or texts."""
 
 
-def read_file(path: Path, most_bytes: int) -> bytes:
+def read_file(path: Path, most_bytes: int, *, whole: bool = True) -> bytes:
     """Return the content of a regular file of the user's: nothing else is opened, which could wait or never end.
 
-    Raises:
-        Unreadable: when it is missing, no file, too large, or may not be read.
+    Unless the `whole` is asked for, nothing is read. Raises Unreadable when it is missing, no file, too large, or may not be
+    read.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
@@ -66,7 +66,7 @@ def read_file(path: Path, most_bytes: int) -> bytes:
                 raise Unreadable("is no regular file but a pipe, a socket or a device; give a file")
             if about.st_size > most_bytes:
                 raise Unreadable(f"has {about.st_size:,} bytes; such a file should have {most_bytes:,} at most")
-            return stream.read(most_bytes + 1)
+            return stream.read(most_bytes + 1) if whole else b""
     except FileNotFoundError:
         raise Unreadable("no such file; give one that exists") from None
     except OSError as error:
@@ -76,8 +76,7 @@ def read_file(path: Path, most_bytes: int) -> bytes:
 def parse_json(content: bytes) -> Any:
     """Return the value of a JSON file of the user's.
 
-    Raises:
-        Unreadable: when it is no JSON, is nested too deep, or holds a number or a text that cannot be used.
+    Raises Unreadable when it is no JSON, is nested too deep, or holds a number or a text that cannot be used.
     """
     try:
         value = json.loads(content.decode("utf-8"))

@@ -28,8 +28,6 @@ COLUMNS = Column("job", "job"), Column("is", "is", words=True), Column("seconds"
 
 @dataclass
 class Problems:
-    """What the command would fail on."""
-
     found: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     """Exit code and line -> the jobs that have it."""
 
@@ -49,7 +47,6 @@ class Problems:
         return 0
 
     def report(self, sweeping: bool) -> int:
-        """Print a line for each problem, and return the exit code."""
         for (_, line), jobs in self.found.items():
             where = f"job {', '.join(map(str, jobs))}: " if sweeping else ""
             console.error(f"{where}{line}")
@@ -59,8 +56,7 @@ class Problems:
 def foretell(planned: Plan) -> int:
     """Print what the jobs would make, reuse and fail on.
 
-    Returns:
-        The exit code that is certain: 0 where nothing is known to fail and no gate is known to say no.
+    Return the exit code that is certain: 0 where nothing is known to fail and no gate is known to say no.
     """
     problems, rows, verdicts = Problems(), list[Row](), dict[str, str]()
     store = DryStore(planned.jobs[0].work / "artifacts")  # a sweep has one work directory
@@ -115,7 +111,6 @@ def _check_tracking(config: Config) -> None:
 
 
 def _rows(chain: DryChain) -> Iterator[Row]:
-    """Yield a row for each artifact of a job, in the order in which it is asked for."""
     for stage in chain.finished:
         job, artifact = chain.store.job, stage.artifact
         maker = chain.store.maker.get(artifact.key, job)

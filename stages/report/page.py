@@ -11,8 +11,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from pipeline.artifacts.cache import ForeignFolder, own_cache
 from pipeline.artifacts.files import write_whole
+from pipeline.core.cache import ForeignFolder, own_cache
 from stages.report.content import make_page
 from stages.report.exhibit import Exhibit, Occasion
 from stages.report.text import quantity, shown

@@ -1,5 +1,6 @@
 """TensorRT-LLM's interpreter when it is missing, wrong, dies, hangs, babbles, or builds something else than was asked."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from fake_interpreter import make_interpreter
 from trtllm_exports import conf, make_bundle, make_exports
 
@@ -177,6 +179,24 @@ def test_a_setting_that_the_builder_rewrites_is_an_error_unless_it_is_allowed(qu
         '"build_config.plugin_config.use_paged_context_fmha": false'
         in (bundle / "bundle.json").read_text().split("rewritten")[1]
     )
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("sound", {False}), ("no switches", {None})])
+def test_switches_that_move_logits_are_off_in_what_is_served_and_judged_where_the_release_has_them(
+    quantized: Path, tmp_path: Path, mode: str, expected: set[bool | None]
+) -> None:
+    bundle = build(quantized, tmp_path, {"mode": mode, "release": "1.4.0rc1"})
+    served = yaml.safe_load((bundle / "llm_args.yaml").read_text(encoding="utf-8"))
+    judged = json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))["evaluated_with"]
+    for arguments in (served, judged):
+        given = {**arguments, **arguments["kv_cache_config"]}
+        assert {given.get(name) for name in ("enable_in_graph_sampling", "use_kv_cache_manager_v2")} == expected
+
+
+def test_an_int8_cache_is_refused_by_later_releases_with_the_one_that_has_it(tiny_checkpoint: Path) -> None:
+    policy = KVPolicy.model_validate(conf("kv", "int8_tensor"))
+    refusal = refuse("pytorch", policy, "none", inspect_checkpoint(tiny_checkpoint), 1)
+    assert "backend.target=engine with TensorRT-LLM 1.2" in str(refusal)
 
 
 def test_llm_arguments_that_the_release_refuses_are_told_with_its_reason(quantized: Path, tmp_path: Path) -> None:

@@ -1,10 +1,7 @@
 """Promotion against a real SQLite store, and what several processes do to one."""
 
 import multiprocessing
-import os
-import signal
 import sqlite3
-from multiprocessing.connection import Connection
 from multiprocessing.queues import Queue
 from pathlib import Path
 
@@ -14,8 +11,7 @@ from judged_candidates import decide_pass, judged_candidate, proven, replay_with
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.registry import promotion
 from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.runs import track
-from pipeline.registry.summary import Candidate, conclude, load, record
+from pipeline.registry.summary import Candidate, load, note, record
 from pipeline.registry.tracking import Tracking, locate
 from pipeline.trust.movelog import MoveLog
 
@@ -41,8 +37,8 @@ def judge(work: Path, kv: str, kib: float) -> Candidate:
 
 def sweep(store: MlflowStore, work: Path, name: str, **kib: float) -> None:
     for kv, size in kib.items():
-        with track(store, name, kv, "onnxruntime", {}) as run:
-            done = run.conclude(judge(work, kv, size))
+        with store.candidate(name, kv, "onnxruntime", {}) as run:
+            done = store.conclude(run, judge(work, kv, size))
         record(work, name, done)
 
 
@@ -51,15 +47,15 @@ def promote_last(store: MlflowStore, work: Path, name: str | None = None) -> pro
     move = promotion.promote(
         summary.candidates, MoveLog(store), replay_without_findings, decide_pass, sweep=summary.sweep, name=name
     )
-    conclude(work, move.champion)
+    note(work, None, champion=move.champion)
     return move
 
 
 def _register_one(work: Path, number: int, results: "Queue[str]") -> None:
     """Open the store, which does not exist yet, and register an engine of its own."""
     store = open_in(work, "together")
-    with track(store, "together", f"kv{number}", "onnxruntime", {}) as run:
-        done = run.conclude(judge(work, f"kv{number}", 1.0 + number))
+    with store.candidate("together", f"kv{number}", "onnxruntime", {}) as run:
+        done = store.conclude(run, judge(work, f"kv{number}", 1.0 + number))
     record(work, "together", done)
     assert done.registration is not None
     results.put(done.registration.model_version)
@@ -121,40 +117,3 @@ def test_sweeps_promote_roll_back_and_refuse_tampered_engines(work: Path) -> Non
         promote_last(store, work, "fp8k_int4v")
     assert store.alias("champion") == first.version
     assert store.tags("99") is None
-
-
-def _run_until_stopped(work: Path, name: str, ready: Connection) -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the command line does
-    store = open_in(work, name)
-    with track(store, "stopped", "fp8", "onnxruntime", {}):
-        ready.send("running")
-        signal.pause()
-
-
-def test_sigterm_closes_the_run_as_killed(work: Path) -> None:
-    parent, child = FORK.Pipe()
-    worker = FORK.Process(target=_run_until_stopped, args=(work, "terminated", child))
-    worker.start()
-    child.close()  # so that the worker's death is the end of the file
-    assert parent.recv() == "running"
-    assert worker.pid is not None
-    os.kill(worker.pid, signal.SIGTERM)
-    worker.join(timeout=30)
-    assert worker.exitcode == 1
-    with sqlite3.connect(work / "mlflow.db") as database:  # opening the store would close the run
-        query = "select r.status from runs r join experiments e using (experiment_id) where e.name = 'terminated'"
-        assert database.execute(query).fetchall() == [("KILLED",)]
-
-
-def test_the_run_of_a_process_that_was_killed_outright_is_closed_by_the_next(work: Path) -> None:
-    parent, child = FORK.Pipe()
-    worker = FORK.Process(target=_run_until_stopped, args=(work, "killed", child))
-    worker.start()
-    child.close()
-    assert parent.recv() == "running"
-    assert worker.pid is not None
-    os.kill(worker.pid, signal.SIGKILL)
-    worker.join(timeout=30)
-    store = open_in(work, "killed")
-    runs = store.client.search_runs([store.experiment_id])
-    assert [run.info.status for run in runs] == ["KILLED"]

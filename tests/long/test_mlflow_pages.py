@@ -12,9 +12,8 @@ from gate_reports import answered, sliced, verdict
 from judged_candidates import judged_candidate
 from postgres import mlflow_server
 
-from pipeline.pages.page import run_page
 from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.runs import track
+from pipeline.registry.pages import run_page
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 from pipeline.run.showing import compare_in_mlflow
@@ -45,8 +44,8 @@ def judge(folder: Path, store: MlflowStore, name: str, lost: int, memory: float,
     candidate = judged_candidate(folder, name, metrics=metrics)
     candidate = candidate.model_copy(update=Candidate.decided(verdict(rows)) | ({"verdict": "PASS"} if not lost else {}))
     page = run_page(candidate, report, rows, sweep=sweep, model="/models/tiny", workdir=folder)
-    with track(store, sweep, name, "onnxruntime", {"kv": {"name": name}}) as run:
-        return run.conclude(candidate, page)
+    with store.candidate(sweep, name, "onnxruntime", {"kv": {"name": name}}) as run:
+        return store.conclude(run, candidate, page)
 
 
 @pytest.fixture(scope="module")

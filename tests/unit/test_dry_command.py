@@ -153,12 +153,6 @@ def test_every_problem_of_every_job_is_listed_once(
     assert lines[1:] == ["pipeline: error: job 2: no GPU for int8", "pipeline: error: job 3: kv=int4: is not held"]
 
 
-def test_the_configurations_of_all_jobs_are_checked_before_one_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        planned(tmp_path, "gates.margin=-1,0.1,-2", sweeping=True)
-    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["gates.margin", "gates.margin"]
-
-
 def test_what_is_met_after_the_inputs_is_found_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,12 +15,11 @@ from judged_candidates import judged_candidate
 
 from pipeline.artifacts.digest import files_digest, tree_files
 from pipeline.core.errors import UserError
-from pipeline.registry.contents import COLOURS, EMPTY_PAGE, RunPage, Workload
-from pipeline.registry.mlflow_runs import LOCK
-from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.runs import open_store, track
+from pipeline.registry.mlflow_store import LOCK, MlflowStore
+from pipeline.registry.pages import COLOURS, EMPTY_PAGE, RunPage
 from pipeline.registry.summary import Candidate, Cited, Registration
 from pipeline.registry.tracking import Tracking, locate
+from pipeline.run.job import open_store
 from pipeline.verdict.thresholds import Status
 
 SECRET = "hunter2hunter2"
@@ -46,8 +45,8 @@ def judged(folder: Path, kv: str, verdict: Status = "PASS", **metrics: float) ->
 
 
 def track_one(store: MlflowStore, candidate: Candidate, sweep: str, page: RunPage = EMPTY_PAGE) -> Candidate:
-    with track(store, sweep, candidate.name, "onnxruntime", {"kv": {"name": candidate.policy}}) as run:
-        return run.conclude(candidate, page)
+    with store.candidate(sweep, candidate.name, "onnxruntime", {"kv": {"name": candidate.policy}}) as run:
+        return store.conclude(run, candidate, page)
 
 
 def registered(candidate: Candidate) -> Registration:
@@ -65,10 +64,10 @@ def artifacts(store: MlflowStore, run_id: str) -> dict[str, Path]:
 
 
 def test_a_candidate_is_a_top_level_run_and_its_stages_are_its_children(store: MlflowStore, tmp_path: Path) -> None:
-    with track(store, "s1", "fp8", "onnxruntime", {"seed": 0, "kv": {"key": {"dtype": "fp8_e4m3"}}}) as run:
-        run.stage("quantize", {"weights": "none"}, digest="abc", seconds=2.5)
-        run.stage("build", {}, digest="def", seconds=1.5)
-        done = run.conclude(judged(tmp_path, "fp8"))
+    with store.candidate("s1", "fp8", "onnxruntime", {"seed": 0, "kv": {"key": {"dtype": "fp8_e4m3"}}}) as run:
+        store.log_stage(run, "quantize", {"weights": "none"}, digest="abc", seconds=2.5)
+        store.log_stage(run, "build", {}, digest="def", seconds=1.5)
+        done = store.conclude(run, judged(tmp_path, "fp8"))
     run_id = registered(done).run_id
     parent = store.client.get_run(run_id)
     assert "mlflow.parentRunId" not in parent.data.tags
@@ -97,9 +96,9 @@ def test_metrics_keep_their_order_and_those_that_are_not_numbers_are_only_named(
 
 def test_samples_are_a_table_and_the_report_is_an_artifact(store: MlflowStore, tmp_path: Path) -> None:
     rows = ({"id": "a", "kl": 0.5, "answer": {"x": 1}}, {"id": "b", "kl": math.nan, "extra": "only here"})
-    with track(store, "table", "fp8", "onnxruntime", {}) as run:
+    with store.candidate("table", "fp8", "onnxruntime", {}) as run:
         page = RunPage(tables={"samples.json": rows, "checks.json": []})
-        done = run.conclude(judged(tmp_path, "fp8"), page)
+        done = store.conclude(run, judged(tmp_path, "fp8"), page)
     files = artifacts(store, registered(done).run_id)
     assert files.keys() == {"report.json", "samples.json"}
     table = json.loads(files["samples.json"].read_text())
@@ -111,14 +110,14 @@ def test_no_secret_reaches_the_store(work: Path, store: MlflowStore, tmp_path: P
     config = {"hub_token": SECRET, "data": {"uri": f"s3://k:{SECRET}@bucket"}, "note": f"password={SECRET}"}
     reasons = (f"cannot read https://u:{SECRET}@host",)
     candidate = judged(tmp_path, "int4", "FAIL").model_copy(update={"reasons": reasons})
-    with track(store, "secrets", "int4", "onnxruntime", config) as run:
-        run.stage("build", config, digest="d", seconds=0.1)
+    with store.candidate("secrets", "int4", "onnxruntime", config) as run:
+        store.log_stage(run, "build", config, digest="d", seconds=0.1)
         page = RunPage(
             description=f"see https://me:{SECRET}@host",
             tables={"samples.json": [{"id": "a", "text": f"api_key={SECRET}"}]},
-            workloads=[Workload(f"password={SECRET}", "0" * 64, 1, 1, 1)],
+            workloads={f"password={SECRET}": {"num_rows": 1}},
         )
-        run.conclude(candidate, page)
+        store.conclude(run, candidate, page)
     written = [path for path in work.rglob("*") if path.is_file()]
     assert any(path.name == "report.json" for path in written)
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
@@ -190,7 +189,7 @@ def test_a_logged_model_names_its_version_also_when_it_is_judged_again(store: Ml
 
 
 def test_a_run_has_a_description_and_its_kinds_of_work_as_data_sets(store: MlflowStore, tmp_path: Path) -> None:
-    page = RunPage(description="**PASS**", workloads=[Workload("copy", "ab" * 32, 24, 12, 480)])
+    page = RunPage(description="**PASS**", workloads={"copy": {"num_rows": 24}}, digest="ab" * 32)
     done = track_one(store, judged(tmp_path, "described"), "a", page)
     run = store.client.get_run(registered(done).run_id)
     note = run.data.tags["mlflow.note.content"]
@@ -200,7 +199,7 @@ def test_a_run_has_a_description_and_its_kinds_of_work_as_data_sets(store: Mlflo
     (used,) = run.inputs.dataset_inputs
     assert used.dataset.profile is not None
     assert (used.dataset.name, used.dataset.digest) == ("copy", "ab" * 18)
-    assert json.loads(used.dataset.profile) == {"num_rows": 24, "documents": 12, "scored_tokens": 480}
+    assert json.loads(used.dataset.profile) == {"num_rows": 24}
     assert [(tag.key, tag.value) for tag in used.tags] == [("mlflow.data.context", "evaluation")]
 
 
@@ -249,8 +248,8 @@ def leave_a_run_open(work: Path) -> str:
     code = f"""
 import os, signal
 from pathlib import Path
-from pipeline.registry.runs import open_store
 from pipeline.registry.tracking import Tracking
+from pipeline.run.job import open_store
 store = open_store(Tracking(), Path({str(work)!r}), "tiny")
 with store.recorded("killed", {{}}) as run_id:
     print(run_id, flush=True)

@@ -13,7 +13,7 @@ from pipeline.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
 from pipeline.core.scales import KVScales
 from stages.checkpoints import load_causal_lm
 from stages.engines.base import ChunkedEngine, Logits, SequenceTable, check_positive
-from stages.engines.oracle.attention import ATTENTION, Block, BlockView, Fed, Sources, Span, View, check_finite, plan
+from stages.engines.oracle.attention import ATTENTION, Block, BlockView, Fed, Joined, Sources, Span, View, check_finite, plan
 from stages.engines.oracle.build import open_bundle
 from stages.engines.oracle.cache import LayerCache, LayerStorage, layer_storages, one_pass
 from stages.engines.oracle.heavy import SIDES, HeavyCache, HeavyView
@@ -114,12 +114,6 @@ class OracleEngine(ChunkedEngine):
         gains = [{side: self.gain(side, layer) for side in SIDES} for layer in range(self.shape.layers)]
         return HeavyView(caches, spans, gains, sequence)
 
-    def _whole(self, spans: Sequence[Span]) -> View:
-        """A sequence of which nothing is in the cache."""
-        if self._keeps_heavy:
-            return self._heavy_view(self._heavy_caches(), spans, "the sequence")
-        return _OnePassView(self, self._plan(spans))
-
     def _cached(self, handle: int, span: Span) -> _CachedView | HeavyView:
         """New tokens of a live sequence."""
         caches: Any = self.sequences[handle]
@@ -165,10 +159,16 @@ class OracleEngine(ChunkedEngine):
     @torch.inference_mode()
     def _one_pass(self, tokens: Sequence[int], first: int, known: LayerInput | None) -> Logits:
         fed = Fed(tokens, [(first, False), (len(tokens) - first, True)])
-        spans = fed.spans(self.prefill_chunk, len(tokens), itself=self.reads_itself)
+        spans = fed.spans(self.prefill_chunk, itself=self.reads_itself)
         hidden = self._hidden([tokens], torch.arange(len(tokens))[None], [self._whole(spans)], known)
         logits: Logits = head(self.model, hidden[:, first:])[0].numpy()
         return logits
+
+    def _whole(self, spans: Sequence[Span]) -> View:
+        """A sequence that is computed at once, none of whose tokens is in the cache."""
+        if self._keeps_heavy:
+            return self._heavy_view(self._heavy_caches(), spans, "the sequence")
+        return _OnePassView(self, self._plan(spans))
 
     @torch.inference_mode()
     def rows(self, sequences: Sequence[Fed], rounding: float = 0.0) -> tuple[list[Logits], list[Logits]]:
@@ -181,14 +181,19 @@ class OracleEngine(ChunkedEngine):
         Returns:
             Logits (rows, V) of each sequence: a row for the last token of every chunk of a prompt, and for every decoded token.
         """
-        longest = max(len(one.tokens) for one in sequences)
-        fed = [*sequences, *sequences] if rounding else list(sequences)
-        ids = [[*one.tokens, *[0] * (longest - len(one.tokens))] for one in fed]
-        views = [self._whole(one.spans(self.prefill_chunk, longest, itself=self.reads_itself)) for one in fed]
+        lengths, passes = [len(one.tokens) for one in sequences], 2 if rounding else 1
+        ids = [token for one in sequences for token in one.tokens]
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        spans = [one.spans(self.prefill_chunk, itself=self.reads_itself) for one in sequences]
+        views = [Joined([self._whole(of) for of in spans], lengths) for _ in range(passes)]
         with disturbed(self.model, rounding) if rounding else nullcontext():
-            hidden = self._hidden(ids, torch.arange(longest).expand(len(ids), -1), views)
-        logits = [head(self.model, row[None, one.shown])[0].numpy() for row, one in zip(hidden, fed, strict=True)]
-        return logits[: len(sequences)], logits[len(sequences) :]
+            hidden = self._hidden([ids] * passes, positions.expand(passes, -1), views)
+        shown = [one.shown for one in sequences]
+        found = [
+            [head(self.model, part[None, places])[0].numpy() for part, places in zip(row.split(lengths), shown, strict=True)]
+            for row in hidden
+        ]
+        return found[0], found[1] if rounding else []
 
     @torch.inference_mode()
     def replay(
@@ -216,7 +221,7 @@ class OracleEngine(ChunkedEngine):
         """
         first = sum(pieces)
         fed = Fed(tokens, [*((piece, False) for piece in pieces), (len(tokens) - first, True)])
-        spans = fed.spans(prefill_chunk or self.prefill_chunk, len(tokens), itself=reads_itself)
+        spans = fed.spans(prefill_chunk or self.prefill_chunk, itself=reads_itself)
         tape = Tape(self.policy, self.storages, caches)
         views: list[View]
         if self._keeps_heavy:
