@@ -4,13 +4,13 @@ A captured graph holds the addresses and the shape that it was captured with, an
 context and input and output tensors of its own, and shapes are few (`shapes.bucket`). Contexts share one activation
 memory: everything runs on one stream, one after the other.
 
-What the pool does with a run's outputs on the device is part of the run, and of its graph: the host fills one buffer before it
-and reads one result after it.
+What the engine does with a run's outputs on the device (`Consumer`) is part of the run, and of its graph: the host fills one
+buffer before it and reads one result after it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,9 @@ import torch
 
 from pipeline.core.errors import UserError
 from stages.engines.onnx.bundle import Tensor
-from stages.engines.staging import ALIGNMENT, StagedInputs, StepResults, stacked
+from stages.engines.staging import ALIGNMENT, Section, StagedInputs, StepResults, stacked
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.shapes import padded
-
-if TYPE_CHECKING:
-    from stages.engines.tensorrt.pool import TorchPool
 
 DTYPES = {
     "FLOAT": torch.float32,
@@ -64,6 +61,27 @@ class Device:
         return graph.replay
 
 
+class Consumer(Protocol):
+    """What runs on the device after the plan, in the same step."""
+
+    @property
+    def families(self) -> Sequence[Sequence[str]]:
+        """Outputs of one type and shape that it takes as one tensor."""
+        ...
+
+    def sections(self, sizes: Mapping[str, int]) -> dict[str, Section]:
+        """Return what it takes from the host besides the plan's inputs, at a shape."""
+        ...
+
+    def results(self, step: "Step") -> Sequence[torch.Tensor]:
+        """Return the tensors that it leaves for the host."""
+        ...
+
+    def consume(self, step: "Step") -> None:
+        """Launch it."""
+        ...
+
+
 class Step:
     """A plan at one shape: its context, its inputs and outputs, and its CUDA graph."""
 
@@ -71,7 +89,7 @@ class Step:
         self._session = session
         own = {name: tensor for name, tensor in session.inputs.items() if name not in session.bound}
         sections = {name: (DTYPES[t.dtype], session.shape(t, sizes)) for name, t in own.items()}
-        sections |= session.pool.sections(sizes)
+        sections |= session.consumer.sections(sizes)
         # Tables change once in many steps: what lies before them is then all that is copied.
         self._order = sorted(sections, key=lambda name: "table" in name or name == "exact_slots")
         self._staged = StagedInputs({name: sections[name] for name in self._order}, session.device.torch_device)
@@ -80,14 +98,14 @@ class Step:
         self.inputs = self._staged.tensors
         self.outputs: dict[str, torch.Tensor] = {}
         self.families: list[torch.Tensor] = []
-        """As the pool's families name them, each (outputs, *shape)."""
-        for names in session.pool.families:
+        """As the consumer's families name them, each (outputs, *shape)."""
+        for names in session.consumer.families:
             first = session.outputs[names[0]]
             shape, kind = session.shape(first, sizes), DTYPES[first.dtype]
             self.families.append(stacked(len(names), shape, kind, session.device.torch_device))
             self.outputs |= dict(zip(names, self.families[-1], strict=True))
         self.outputs |= {t.name: session.tensor(t, sizes) for t in session.outputs.values() if t.name not in self.outputs}
-        self.results = list(session.pool.results(self))
+        self.results = list(session.consumer.results(self))
         self._results = StepResults(*self.results)
         self._context = session.context()
         bindings = session.bound | {name: self.inputs[name] for name in own}
@@ -120,7 +138,7 @@ class Step:
         self._changed = -1
 
     def read(self) -> list[npt.NDArray[np.generic]]:
-        """Wait for the device once and return the pool's results, which the next call overwrites."""
+        """Wait for the device once and return the consumer's results, which the next call overwrites."""
         return self._results.read()
 
     def run(self) -> None:
@@ -142,7 +160,7 @@ class Step:
     def _enqueue(self) -> None:
         session = self._session
         session.check(self._context.execute_async_v3(session.device.stream), "a run")
-        session.pool.consume(self)
+        session.consumer.consume(self)
 
 
 class PlanSession:
@@ -151,12 +169,24 @@ class PlanSession:
     def __init__(
         self, library: Library, engine: Any, device: Device, inputs: list[Tensor], outputs: list[Tensor], *, captured: bool
     ) -> None:
-        """Open a plan."""
+        """Open a plan.
+
+        Args:
+            library: The TensorRT that deserialized it.
+            engine: An ICudaEngine.
+            device: Where it runs.
+            inputs: The inputs that its bundle describes.
+            outputs: The outputs that its bundle describes.
+            captured: Whether runs become CUDA graphs.
+
+        Raises:
+            UserError: The engine has other inputs or outputs.
+        """
         self.library, self.engine, self.device, self.captured = library, engine, device, captured
         self.inputs, self.outputs = check_signature(library, engine, inputs, outputs)
         self.bound: dict[str, torch.Tensor] = {}
         """Inputs whose addresses never change."""
-        self.pool: TorchPool
+        self.consumer: Consumer
         self._steps: dict[tuple[tuple[str, int], ...], Step] = {}
         self._memory: torch.Tensor | None = None
         self._compiled: Any = None
@@ -167,10 +197,10 @@ class PlanSession:
         """Activation memory that a context needs."""
         return int(self.engine.device_memory_size_v2)
 
-    def use(self, memory: torch.Tensor, bound: Mapping[str, torch.Tensor], pool: "TorchPool") -> None:
+    def use(self, memory: torch.Tensor, bound: Mapping[str, torch.Tensor], consumer: Consumer) -> None:
         """Give the contexts their activation memory, bind tensors whose addresses never change, and set what runs after."""
         assert memory.data_ptr() % ALIGNMENT == 0, f"TensorRT wants memory aligned to {ALIGNMENT} bytes"
-        self._memory, self.pool = memory, pool
+        self._memory, self.consumer = memory, consumer
         self.bound = {name: tensor for name, tensor in bound.items() if name in self.inputs}
 
     @property
@@ -237,6 +267,9 @@ def check_signature(
     """Return the described inputs and outputs that the engine has, by name.
 
     An input that nothing reads may be missing: the builder may drop it.
+
+    Raises:
+        UserError: The engine has another input or output, or lacks an output.
     """
     mode = library.trt.TensorIOMode
     described = {t.name: (mode.INPUT, t) for t in inputs} | {t.name: (mode.OUTPUT, t) for t in outputs}
