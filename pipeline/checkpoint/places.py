@@ -59,13 +59,13 @@ def locate_checkpoint(path: str) -> Path:
         MissingRequirement: when the package is not installed.
     """
     if not path.startswith(PACKAGED):
-        place, on_hub = absolute(path), HUB_ID.fullmatch(path)
-        if on_hub is not None and not place.exists():
+        local, on_hub = absolute(path), HUB_ID.fullmatch(path)
+        if on_hub is not None and not local.exists():
             raise UserError(
                 f"model.path={path}: no such directory; fetch it from the Hub: hf download {path} --local-dir {on_hub[1]}, "
                 f"then give model.path={on_hub[1]}"
             )
-        return place
+        return local
     module, _, folder = path.removeprefix(PACKAGED).partition("/")
     if ".." in PurePath(folder).parts:
         raise UserError(f"model.path={short(path)}: leaves its package; give a checkpoint's directory")
