@@ -97,7 +97,7 @@ class Candidate(StrictModel):
     @property
     def is_blind(self) -> bool:
         """Whether nothing that was measured saw a corrupted cache: then the verdict says nothing of the policy."""
-        return any(check.gate == "canary" and check.status == "FAIL" for check in self.checks)
+        return _is_blind(self.checks)
 
     @property
     def recovery(self) -> Check | None:
@@ -159,6 +159,18 @@ class Candidate(StrictModel):
         """Return a metric for comparisons: inf when it is missing or not finite, so that it never wins."""
         value = self.metrics.get(name)
         return math.inf if value is None or not math.isfinite(value) else value
+
+
+def _is_blind(checks: Sequence[Check]) -> bool:
+    return any(check.gate == "canary" and check.status == "FAIL" for check in checks)
+
+
+def not_passed(name: str, verdict: Status, checks: Sequence[Check]) -> str:
+    """Say that a candidate did not pass, by why it did not."""
+    said = "is not good enough" if verdict == "FAIL" else "is not decided"
+    if _is_blind(checks):
+        said = "is not judged, because its answers do not depend on the cache"
+    return f"{name} {said}: {verdict}"
 
 
 class Summary(StrictModel):

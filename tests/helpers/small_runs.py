@@ -95,8 +95,6 @@ def judge(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None
         judged = Store(work / "artifacts").get(Recipe("evaluate", CODE, {"kv": policy}, {"round": measured.digest}), report)
         tokens = float(len(engine.digest) + int(engine.digest[:4], 16))
         candidate = candidate_in(judged.path, policy, verdict, {"quality/kl_mean": 0.01, "memory/max_live_tokens": tokens})
-        for artifact in (quantized, engine, measured, judged):
-            opened.log_stage(run, artifact.stage, {}, digest=artifact.digest, seconds=0.0)
         done = opened.conclude(run, candidate, PAGE)
     summary.record(work, sweep, done)
     assert done.registration is not None
