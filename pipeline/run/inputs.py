@@ -17,7 +17,7 @@ from pipeline.config.policies import tuned_policies
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import FP16_POLICY
 from pipeline.core.records import Sample
-from pipeline.core.strict import MOST_TEXT_BYTES, Unreadable, read_file
+from pipeline.core.strict import MOST_TEXT_BYTES
 from pipeline.gguf.model import inspect_gguf
 from pipeline.gguf.vocabulary import UNUSED
 from pipeline.loading import open_loader, required_libraries
@@ -170,10 +170,14 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
 
 def check_file(path: Path, key: str) -> None:
     """Refuse what is no regular file that can be read: a pipe would be waited for."""
-    try:
-        read_file(path, MOST_TEXT_BYTES, whole=False)
-    except Unreadable as error:
-        raise UserError(f"{key}={path}: {error}") from None
+    if not os.path.lexists(path):
+        raise UserError(f"{key}={path}: no such file; give one that exists")
+    if not path.is_file():
+        raise UserError(f"{key}={path}: is no file, or a link to none; give a file")
+    if not os.access(path, os.R_OK):
+        raise UserError(f"{key}={path}: may not be read by this user; give a file that may")
+    if path.stat().st_size > MOST_TEXT_BYTES:
+        raise UserError(f"{key}={path}: has {path.stat().st_size:,} bytes; give a file of {MOST_TEXT_BYTES:,} at most")
 
 
 def inspect_model(path: Path) -> CheckpointInfo:
