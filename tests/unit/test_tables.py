@@ -74,6 +74,16 @@ def test_an_undecided_verdict_says_why_in_one_line_and_what_now_and_details_are_
     assert anchor in [re.sub("[^a-z -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
+def test_a_model_whose_answers_do_not_depend_on_the_cache_is_said_not_to_be_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unseen = Check(gate="canary", where="canary", value=0.0, threshold=1.0, status="FAIL", reason="no gate noticed")
+    judged = judged_candidate(tmp_path, "fp8", "FAIL", metrics={}).model_copy(update={"checks": (unseen,)})
+    print_verdict(judged, sliced(answered("copy", 8)))
+    assert "why: not judged, its answers do not depend on the cache; " in capsys.readouterr().out
+    assert not_passed("fp8", "FAIL", judged.checks) == "fp8 is not judged, because its answers do not depend on the cache: FAIL"
+
+
 @pytest.mark.parametrize(
     ("metrics", "key", "shown"),
     [
@@ -86,16 +96,6 @@ def test_an_undecided_verdict_says_why_in_one_line_and_what_now_and_details_are_
         ),
     ],
 )
-def test_a_model_whose_answers_do_not_depend_on_the_cache_is_said_not_to_be_judged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    unseen = Check(gate="canary", where="canary", value=0.0, threshold=1.0, status="FAIL", reason="no gate noticed")
-    judged = judged_candidate(tmp_path, "fp8", "FAIL", metrics={}).model_copy(update={"checks": (unseen,)})
-    print_verdict(judged, sliced(answered("copy", 8)))
-    assert "why: not judged, its answers do not depend on the cache; " in capsys.readouterr().out
-    assert not_passed("fp8", "FAIL", judged.checks) == "fp8 is not judged, because its answers do not depend on the cache: FAIL"
-
-
 def test_what_was_measured_of_some_is_a_column_that_others_leave_open(
     metrics: dict[str, float], key: str, shown: str, tmp_path: Path
 ) -> None:
