@@ -18,8 +18,8 @@ MEASURED = "SmolLM2-135M-Instruct on two cores (`make real`)"
 MEASURED_PARAMETERS = 134_515_008
 FIRST_ROUND_S, ALL_ROUNDS_S = 136.0, 444.0
 """Seconds of one policy and its baseline there (README.md): one that the first round decides, and one that all five decide."""
-BYTES_PER_PARAMETER = 8
-"""The engine and the oracle beside it compute in float32."""
+BYTES_PER_PARAMETER, BESIDE_GIB = 8, 1.5
+"""The engine and the oracle beside it compute in float32; libraries, pages and distributions took the rest of 2.6 GiB there."""
 
 
 def verdict_lines(parameters: int) -> list[str]:
@@ -27,8 +27,9 @@ def verdict_lines(parameters: int) -> list[str]:
     times = parameters / MEASURED_PARAMETERS
     if times < 0.1:  # what does not grow with the parameters takes longer
         return []
+    memory = BYTES_PER_PARAMETER * parameters / GIB + BESIDE_GIB
     return [
-        f"a verdict on a CPU (backend=onnxruntime) takes about {BYTES_PER_PARAMETER * parameters / GIB:.3g} GiB of memory, and "
+        f"a verdict on a CPU (backend=onnxruntime) takes about {memory:.3g} GiB of memory, and "
         f"{duration(times * FIRST_ROUND_S)} where the first round decides, {duration(times * ALL_ROUNDS_S)} where all five are "
         "asked",
         f"  estimated from {MEASURED}: time and memory grow with the parameters, here {parameters / 1e9:.3g} billion",

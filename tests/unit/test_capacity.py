@@ -115,7 +115,7 @@ def test_the_first_line_says_what_a_request_takes_and_saves_and_how_many_fit(tmp
 
 def test_what_a_verdict_takes_is_said_with_what_that_rests_on() -> None:
     first, rests = verdict_lines(8_030_261_248)
-    assert "2 h 15 min where the first round decides, 7 h 21 min where all five are asked" in first
+    assert "61.3 GiB of memory, and 2 h 15 min where the first round decides, 7 h 21 min where all five are asked" in first
     assert rests.startswith("  estimated from SmolLM2-135M-Instruct on two cores (`make real`)")
     assert verdict_lines(1_000_000) == []
 
