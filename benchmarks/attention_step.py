@@ -23,12 +23,6 @@ class Step:
 
     Static scales are 1, which the numbers suit, normally distributed as they are: some peers apply another scale of the values
     in a kernel of its own, which their format does not need.
-
-    Args:
-        case: Sizes.
-        storage: Format of the cache, of STORAGES.
-        device: Device of all tensors.
-        seed: Seed of all random numbers.
     """
 
     def __init__(self, case: Case, storage: str, device: torch.device, seed: int) -> None:

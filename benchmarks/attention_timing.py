@@ -86,11 +86,7 @@ def _event() -> Any:
 
 
 def copy_rate(timer: Timer, device: torch.device) -> float:
-    """Return the bytes per second of a device-to-device copy, bytes read and written together.
-
-    Raises:
-        RuntimeError: The copy did not copy.
-    """
+    """Return the bytes per second of a device-to-device copy, bytes read and written together."""
     source = torch.rand(COPY_BYTES // 4, device=device)
     target = torch.empty_like(source)
     microseconds, copied = timer(lambda: target.copy_(source), COPY_RUNS)
@@ -102,18 +98,8 @@ def copy_rate(timer: Timer, device: torch.device) -> float:
 def run_case(case: Case, kernels: Sequence[Kernel], timer: Timer, target: MeasuredDevice, seed: int) -> list[Row]:
     """Measure and check every kernel over fresh random inputs.
 
-    Args:
-        case: Sizes.
-        kernels: Kernels to run.
-        timer: Times a kernel.
-        target: Device to run on.
-        seed: Seed of the inputs.
-
     Returns:
         A row per kernel, with its figures or with the reason why it was skipped.
-
-    Raises:
-        Exception: A kernel of kvgate failed; failures of peers are recorded.
     """
     rows: list[Row] = []
     for storage in attention_cases.STORAGES:

@@ -42,13 +42,7 @@ def gpu(device: torch.device) -> dict[str, Any]:
 
 
 def content(rows: list[Row], device: dict[str, Any], copy_bytes_per_s: float) -> dict[str, Any]:
-    """Return the content of the results file.
-
-    Args:
-        rows: Results of attention_timing.run_case.
-        device: Description of the GPU.
-        copy_bytes_per_s: Rate of a device-to-device copy, bytes read and written together.
-    """
+    """Return the content of the results file."""
     timing = "median over CUDA graph replays between events, the L2 cache read over before each"
     return results_record(
         rows,

@@ -204,14 +204,7 @@ class Measured:
 def measure(
     model: Any, texts: Sequence[Text], calibration: Sequence[Sequence[int]], policies: Mapping[str, KVPolicy] = POLICIES
 ) -> dict[str, Measured]:
-    """Score all texts under every policy.
-
-    Args:
-        model: A transformers model in float32.
-        texts: What is scored.
-        calibration: Token ids that static scales are measured over.
-        policies: Policies by name.
-    """
+    """Score all texts under every policy."""
     states = cached_states(model, calibration)
     engines = {name: OracleEngine.from_model(model, kv, kv_scales(kv, states)) for name, kv in policies.items()}
     exact = OracleEngine.from_model(model, FP16_POLICY)

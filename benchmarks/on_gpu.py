@@ -166,13 +166,7 @@ def missing(part: Part) -> list[str]:
 
 
 def run_part(part: Part, out: Path, seconds: float) -> Outcome:
-    """Run a part, all its processes at an end when it is.
-
-    Args:
-        part: What to run.
-        out: Folder of the results; the output stays there.
-        seconds: What is left of the step's time.
-    """
+    """Run a part, all its processes at an end when it is."""
     command = tuple(word.replace("{out}", str(out)) for word in part.command)
     written = " ".join(command).replace(PYTHON, "python")
     lacking = missing(part)
@@ -211,13 +205,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_step(name: str, out: Path, say: Callable[[str], None] = print) -> list[Outcome]:
-    """Run the parts of a step one after the other, and write the results after each.
-
-    Args:
-        name: Of STEPS.
-        out: Folder of the results.
-        say: Takes a line for each part.
-    """
+    """Run the parts of a step one after the other, and write the results after each."""
     out.mkdir(parents=True, exist_ok=True)
     outcomes, started = list[Outcome](), time.monotonic()
     for part in STEPS[name]:

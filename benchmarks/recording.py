@@ -26,13 +26,7 @@ def log(text: str) -> None:
 
 
 def results_record(results: list[dict[str, Any]], libraries: Sequence[str] = LIBRARIES, **fields: Any) -> dict[str, Any]:
-    """Return the content of a results file.
-
-    Args:
-        results: One row per case.
-        libraries: Distributions whose versions are recorded.
-        fields: Further fields of the file.
-    """
+    """Return the content of a results file."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),

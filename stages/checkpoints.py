@@ -16,22 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts.cache import ForeignFolder, own_cache
 from pipeline.artifacts.files import write_whole
 from pipeline.checkpoint.description import inspect_checkpoint, read_config
 from pipeline.checkpoint.files import TOKENIZER_FILES, refusal
+from pipeline.core.cache import ForeignFolder, own_cache
 
 
 def load_causal_lm(directory: Path, **options: Any) -> Any:
-    """Load the causal language model of a checkpoint.
-
-    Args:
-        directory: The checkpoint.
-        options: More arguments of `from_pretrained`, such as `dtype`.
-
-    Raises:
-        UserError: `inspect_checkpoint` refuses the checkpoint.
-    """
+    """Load the causal language model of a checkpoint."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -52,13 +44,6 @@ def expected_tensors(path: Path, config: dict[str, Any]) -> Tensors:
     """Return the tensors that transformers saves of the model that config.json, whose content is `config`, describes.
 
     The model is built on the meta device, which imports transformers; a user's cache keeps the answer.
-
-    Args:
-        path: The checkpoint's, for errors.
-        config: Of a supported family.
-
-    Raises:
-        UserError: transformers takes the configuration for none.
     """
     parts = importlib.metadata.version("transformers"), json.dumps(config, sort_keys=True)
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

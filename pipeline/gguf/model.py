@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint.description import CheckpointInfo, describe_checkpoint
+from pipeline.checkpoint.families import FAMILIES
 from pipeline.checkpoint.files import SINGLE
+from pipeline.checkpoint.rope import FULL, SLIDING
 from pipeline.gguf.header import Header, read_header
 from pipeline.gguf.vocabulary import Vocabulary, read_vocabulary
 
-CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""general.architecture -> the class of transformers that computes the same."""
+MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+"""general.architecture -> the model_type of transformers that computes the same."""
 
 SIZES = {
     "block_count": "num_hidden_layers",
@@ -37,6 +39,8 @@ READ = {
     "rope.scaling.original_context_length",
     "vocab_size",
 }
+WINDOWED = {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"}
+"""What of Gemma 3 alone is read besides."""
 NEUTRAL: dict[str, Any] = {
     "attention.causal": True,
     "attention.sliding_window": 0,
@@ -47,6 +51,10 @@ NEUTRAL: dict[str, Any] = {
     "tensor_data_layout": "Meta AI original pth",
 }
 """Keys that change nothing with this value (None: with any)."""
+
+GEMMA3_27B = 62
+"""Layers of the one Gemma 3 whose queries are scaled by their share of the hidden size instead of by their own width. A GGUF
+does not say it, and llama.cpp tells it in this way."""
 
 LARGEST = 2**40
 """No size or frequency of a model comes near it."""
@@ -79,10 +87,15 @@ def inspect_gguf(path: Path) -> GGUFModel:
     """
     header = read_header(path)
     architecture = header.metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in CLASSES:
-        raise header.error(f"general.architecture={architecture} is not supported; use one of {', '.join(CLASSES)}")
+    if not isinstance(architecture, str) or architecture not in MODEL_TYPES:
+        raise header.error(f"general.architecture={architecture} is not supported; use one of {', '.join(MODEL_TYPES)}")
     _refuse_unread(header, architecture)
     vocabulary = read_vocabulary(header)
+    if architecture == "gemma3" and (vocabulary.splitter is not None or vocabulary.space_prefix):
+        raise header.error(
+            "Gemma 3 has a tokenizer of kind llama that puts no space before a text (tokenizer.ggml.add_space_prefix=false), "
+            "and the file has another one; convert the model again"
+        )
     config = _config(header, architecture, vocabulary)
     names = _tensor_names(header, architecture, config)
     info = describe_checkpoint(path, config, (SINGLE,), ("config.json", "tokenizer.json", "tokenizer_config.json"))
@@ -93,7 +106,7 @@ def _refuse_unread(header: Header, architecture: str) -> None:
     """Refuse what would change the model's numbers and would be lost."""
     for key, value in header.metadata.items():
         name = key.removeprefix(f"{architecture}.")
-        if name == key or name in READ:
+        if name == key or name in READ or (architecture == "gemma3" and name in WINDOWED):
             continue
         if name not in NEUTRAL or NEUTRAL[name] not in (None, value):
             raise header.error(f"{key}={value!r:.40} is not supported; use a model without it, or its Hugging Face checkpoint")
@@ -114,14 +127,12 @@ def _config(header: Header, architecture: str, vocabulary: Vocabulary) -> dict[s
     rows = embedding.shape[0] if embedding else 0
     if rows < len(vocabulary.tokens):
         raise header.error(f"{len(vocabulary.tokens)} tokens, and token_embd.weight has {rows} rows; convert the model again")
-    rotated = value("rope.dimension_count", int, sizes["hidden_size"] // heads)
-    head_dim = value("attention.key_length", int, rotated)
-    if not rotated == head_dim == value("attention.value_length", int, head_dim):
+    head_dim = value("attention.key_length", int, value("rope.dimension_count", int, sizes["hidden_size"] // heads))
+    if not value("rope.dimension_count", int, head_dim) == head_dim == value("attention.value_length", int, head_dim):
         raise header.error("keys, values and rotary embedding must have one width; use a model where they do")
     config: dict[str, Any] = {
-        "architectures": [CLASSES[architecture]],
-        "model_type": architecture,
-        "hidden_act": "silu",
+        "architectures": [FAMILIES[MODEL_TYPES[architecture]].architecture],
+        "model_type": MODEL_TYPES[architecture],
         **sizes,
         "num_key_value_heads": value("attention.head_count_kv", int, heads),
         "head_dim": head_dim,
@@ -133,12 +144,29 @@ def _config(header: Header, architecture: str, vocabulary: Vocabulary) -> dict[s
         "eos_token_id": vocabulary.eos,
         "pad_token_id": vocabulary.pad,
     }
+    if architecture == "gemma3":
+        config |= _gemma3(value, config)
+    else:
+        config["hidden_act"] = "silu"
     if architecture == "qwen2":
         config["use_sliding_window"] = False
     else:
         config["attention_bias"] = False
     config["rope_scaling"] = _rope_scaling(header, architecture, value, config)
     return config
+
+
+def _gemma3(value: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Return what transformers is told of a Gemma 3 besides."""
+    layers, period = config["num_hidden_layers"], value("attention.sliding_window_pattern", int, 6)
+    share = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": share if layers == GEMMA3_27B else config["head_dim"],
+        "sliding_window": value("attention.sliding_window", int),
+        "layer_types": [SLIDING if (layer + 1) % period else FULL for layer in range(layers)],
+        "rope_local_base_freq": _shortest(value("rope.freq_base_swa", float, 10000.0)),
+    }
 
 
 def _rope_scaling(header: Header, architecture: str, value: Any, config: dict[str, Any]) -> dict[str, Any] | None:
@@ -220,7 +248,11 @@ def _tensors(architecture: str, config: dict[str, Any]) -> dict[str, tuple[str, 
     if architecture == "qwen2":
         for name, width in (("q", queries), ("k", keys), ("v", keys)):
             layer[f"attn_{name}.bias"] = (f"self_attn.{name}_proj.bias", (width,))
-    if architecture == "qwen3":
+    if architecture == "gemma3":
+        layer["ffn_norm.weight"] = ("pre_feedforward_layernorm.weight", (hidden,))
+        layer["post_attention_norm.weight"] = ("post_attention_layernorm.weight", (hidden,))
+        layer["post_ffw_norm.weight"] = ("post_feedforward_layernorm.weight", (hidden,))
+    if architecture in ("qwen3", "gemma3"):
         for name in ("q", "k"):
             layer[f"attn_{name}_norm.weight"] = (f"self_attn.{name}_norm.weight", (head_dim,))
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {

@@ -206,11 +206,7 @@ class CacheLayout:
         return self.kv_heads * (self.key.token_bytes(self.head_dim) + self.value.token_bytes(self.head_dim))
 
     def pools(self, pages: int) -> dict[str, Spec]:
-        """Return the paged tensors: `key_pool`, `value_pool` (N, H, 64, W), and `*_scale_pool` (N, H, 64, g) of dynamic sides.
-
-        Args:
-            pages: N.
-        """
+        """Return paged tensors: `key_pool`, `value_pool` (N, H, 64, W), and `*_scale_pool` (N, H, 64, g) of dynamic sides."""
         rows = (pages, self.kv_heads, PAGE_TOKENS)
         sides = {"key": self.key, "value": self.value}
         codes: dict[str, Spec] = {
@@ -235,9 +231,6 @@ class CacheLayout:
 
         Slot p of a sequence's buffer holds its sink at position p. Slot sink_tokens + r holds its newest token whose
         position % recent_tokens is r.
-
-        Args:
-            buffers: M.
         """
         if not self.exact_tokens:
             return {}

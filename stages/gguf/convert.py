@@ -39,7 +39,7 @@ def convert_gguf(gguf: Path, out: Path, *, progress: Progress) -> None:
 
     Weights keep their type: F32, F16 or BF16 where all matrices have it. Otherwise (quantized, or mixed) they become float16,
     or bfloat16 where a value is too large for it; vectors follow the matrices. The rows of a Llama's queries and keys are put
-    back in transformers' order.
+    back in transformers' order; from a Gemma's norms the 1 is taken that llama.cpp adds.
 
     Args:
         gguf: The file.
@@ -109,7 +109,8 @@ def _weights(model: GGUFModel, name: str) -> torch.Tensor:
         # llama.cpp rotates neighbours, transformers the two halves of a head.
         rows, columns = values.shape
         values = values.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
-    return values
+    # transformers multiplies by 1 + weight, llama.cpp by what it stores.
+    return values - 1 if model.config["model_type"] == "gemma3_text" and values.dim() == 1 else values
 
 
 def read_tensor(path: Path, tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:

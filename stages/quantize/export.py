@@ -46,20 +46,6 @@ def export(
     - `unified_hf/`, `tensorrt_llm/`: the exports, where they can express the policy, each validated.
     - `exports.json`: by which rule their scales were made, and why an export was not written.
     - `checkpoint/`, `kv_policy.json`, `kv_scales.json`: those of the quantized checkpoint, with links to its weights.
-
-    Args:
-        checkpoint: The source checkpoint.
-        quantized: What `quantize` wrote of it, with the same arguments.
-        out: An empty directory.
-        weights: Format of the linear layers.
-        policy: Formats of the stored keys and values.
-        calibration_texts: Texts to run through the model.
-        max_length: Longer texts are cut to this many tokens.
-        seed: Seed of torch's random numbers.
-        progress: Called with a label, the steps done, and the steps in all.
-
-    Raises:
-        RuntimeError: ModelOpt quantized the weights otherwise this time, or exported something else than the policy says.
     """
     info, judged = inspect_checkpoint(checkpoint), inspect_checkpoint(quantized / "checkpoint")
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)

@@ -45,16 +45,7 @@ ForwardLoop = Callable[[torch.nn.Module], None]
 
 
 def quantize_model(model: torch.nn.Module, recipe: Recipe, forward_loop: ForwardLoop | None) -> None:
-    """Insert and calibrate the recipe's quantizers in place.
-
-    Args:
-        model: The model. It may have quantizers already, which the recipe then configures anew.
-        recipe: The quantizers and the calibration algorithm.
-        forward_loop: Runs the texts, None where nothing is calibrated.
-
-    Raises:
-        RuntimeError: Other quantizers are enabled than the recipe expects.
-    """
+    """Insert and calibrate the recipe's quantizers in place."""
     with quiet() as stdout:
 
         def printing_loop(model: torch.nn.Module) -> None:
@@ -81,17 +72,6 @@ def measure(
     """Measure the extremes of keys and values. Every quantizer of the cache is off afterwards.
 
     ModelOpt measures magnitudes only. Hooks beside its calibrators record minima and maxima, and both must agree.
-
-    Args:
-        model: The model with the weights of `checkpoint/`.
-        places: The layers' keys and values to measure, each with the granularity of its extremes.
-        rotation: Whether the states are measured as they are or Hadamard-rotated.
-        forward_loop: Runs the calibration texts.
-        checkpoint: The user's checkpoint, named in errors.
-
-    Raises:
-        UserError: A key or value is not finite.
-        RuntimeError: The model's attention bypasses a quantizer, or ModelOpt's maximum differs from the hook's.
     """
     recipe = measuring_recipe(places)
     ranges: dict[Place, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -38,15 +38,6 @@ def static_scales(policy: KVPolicy, shape: KVShape, measured: Measured, checkpoi
 
     A scale is 1.0 where the format is uncalibrated, amax / limit where it is symmetric, and (max - min) / levels, with the
     minimum as zero, where it is asymmetric.
-
-    Args:
-        policy: Formats of the stored keys and values.
-        shape: Layers, KV heads and head_dim of the model.
-        measured: Extremes under the weights of `checkpoint/`, which the engine is built from.
-        checkpoint: The user's checkpoint, named in errors.
-
-    Raises:
-        UserError: A layer's keys or values are all zero, which means that the checkpoint itself computes nonsense.
     """
     layers: list[dict[Side, SideScales]] = []
     for layer in range(shape.layers):

@@ -55,13 +55,7 @@ def specifications(data: Numbers, names: Sequence[str]) -> dict[str, Spec]:
 
 
 def _chart(description: str, data: dict[str, list[Datum]], **rest: Any) -> Spec:
-    """Return a specification that is as wide as its place.
-
-    Args:
-        description: What the chart shows, for readers who don't see it.
-        data: Its data by name; the first is that of every layer that names no other.
-        rest: The specification's own keys.
-    """
+    """Return a specification that is as wide as its place."""
     params = {"policy": ALL, "workload": ALL, "measure": TITLES["max_mean_kl"]}
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",  # a name, which nothing loads
@@ -116,7 +110,7 @@ def _quality(data: list[Datum]) -> Spec:
     x = _of("kib", "cache [KiB/token]", scale={"zero": False, "nice": True, "padding": 24}, axis={"tickCount": 8})
     y = _kl("distance", None)
     limit = {"aggregate": [{"op": "max", "field": "limit", "as": "limit"}], "groupby": ["gate"]}
-    gate = {"calculate": "'gate ' + datum.gate + ': at most ' + format(datum.limit, '.3~g')", "as": "says"}
+    gate = {"calculate": "'gate ' + datum.gate + ', documents capped: at most ' + format(datum.limit, '.3~g')", "as": "says"}
     exact = "(isValid(datum.exact) ? format(datum.exact, '.1~e') : 'not measured')"
     floor = {"calculate": f"'A/A floor: ' + {exact}", "as": "says"}
     of_baseline = "datum.verdict === 'baseline'"
@@ -159,20 +153,11 @@ def _coloured(names: Sequence[str]) -> Spec:
 
 
 def _by_place(x: Spec, names: Sequence[str], data: Numbers, floor_at: Spec, tooltip: list[Spec], behind: Spec) -> list[Spec]:
-    """Return the layers of a chart of the mean KL: the policies' lines, the gate, and the FP16 engine's distance from itself.
-
-    Args:
-        x: The place.
-        names: The policies in their order.
-        data: The numbers of all charts.
-        floor_at: Where along the floor its label stands.
-        tooltip: Of the points.
-        behind: A layer of the policy that is chosen.
-    """
+    """Return the layers of a chart of the mean KL: policies' lines, the gate, and the FP16 engine's distance from itself."""
     of_kl = [one for one in data["quality"] if one["gate"] == "max_mean_kl"]
     limits = {one["limit"] for one in of_kl} - {None}
     floors = {one["distance"]: one["exact"] for one in of_kl if one["verdict"] == "baseline" and one["exact"] is not None}
-    levels = [(limit, f"gate max_mean_kl: {limit:.3g}", LIMIT, [7, 4], AT_RIGHT) for limit in sorted(limits)]
+    levels = [(limit, f"gate max_mean_kl, documents capped: {limit:.3g}", LIMIT, [7, 4], AT_RIGHT) for limit in sorted(limits)]
     levels += [(floor, f"A/A floor: {exact:.1e}", FAINT, [2, 3], floor_at) for floor, exact in sorted(floors.items())]
     line = {"type": "line", "point": {"size": 50, "filled": True}, "strokeWidth": 2}
     return [

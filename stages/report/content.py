@@ -109,12 +109,7 @@ class Gate:
 
 
 def make_page(exhibits: Sequence[Exhibit], occasion: Occasion) -> dict[str, Any]:
-    """Return what the page shows, by the names that its template has for it.
-
-    Args:
-        exhibits: The candidates, in the order of the summary.
-        occasion: The command.
-    """
+    """Return what the page shows, by the names that its template has for it."""
     first = sorted(exhibits, key=lambda e: (e.candidate.name != occasion.champion, e.candidate.verdict != "PASS"))
     full = [exhibit for exhibit in exhibits if exhibit in first[:MOST_POLICIES]]
     workloads = list(dict.fromkeys(row.workload for exhibit in full for row in exhibit.rows))

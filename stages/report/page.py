@@ -11,8 +11,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from pipeline.artifacts.cache import ForeignFolder, own_cache
 from pipeline.artifacts.files import write_whole
+from pipeline.core.cache import ForeignFolder, own_cache
 from stages.report.content import make_page
 from stages.report.exhibit import Exhibit, Occasion
 from stages.report.text import quantity, shown
@@ -25,13 +25,7 @@ SNIPPET = "window.vegaEmbed = vegaEmbed;"
 
 
 def write_page(path: Path, exhibits: Sequence[Exhibit], occasion: Occasion) -> Path:
-    """Write the page whole; returns `path`.
-
-    Args:
-        path: The file.
-        exhibits: The candidates, in the order of the summary.
-        occasion: The command that writes it.
-    """
+    """Write the page whole; returns `path`."""
     write_whole(path, render(exhibits, occasion))
     return path
 

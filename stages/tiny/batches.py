@@ -96,10 +96,6 @@ def row(kind: str, rng: random.Random, phase: Phase) -> str:
 def answer_mask(ids_BT: Tensor, tokenizer: PreTrainedTokenizerFast) -> Tensor:
     """Return which targets are scored.
 
-    Args:
-        ids_BT: Token ids of rows; the targets are these ids shifted by one.
-        tokenizer: The tiny model's tokenizer.
-
     Returns:
         Booleans (B, T - 1): true where the target belongs to an assistant's turn or to a row without turns, and is no
         padding.

@@ -103,15 +103,7 @@ class Projections:
 def look_back(
     weights: Projections, kv_head: int, lags: dict[int, int], slots: tuple[int, ...], inverse_frequencies: Tensor
 ) -> None:
-    """Let each query head h of a KV head copy slots from `lags[h]` tokens back to the slots `lags[h]` further on.
-
-    Args:
-        weights: The layer's projections, changed in place.
-        kv_head: The KV head.
-        lags: Query head -> tokens to look back.
-        slots: The slots that are read at that token.
-        inverse_frequencies: Of the rotary pairs, shape (head_dim / 2,).
-    """
+    """Let each query head h of a KV head copy slots from `lags[h]` tokens back to the slots `lags[h]` further on."""
     targets = [lags[head] for head in weights.queries(kv_head)]
     weights.k_GDC[kv_head, :FAST_PAIRS, 0] += LOOK_BACK_GAIN
     for block, source in enumerate(slots):

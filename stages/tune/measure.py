@@ -25,13 +25,7 @@ ROWS = 256
 
 
 class Bench:
-    """A model and the sets of texts that policies are measured on, each policy once.
-
-    Args:
-        model: transformers' causal language model in float32.
-        scales: Returns the static scales of a policy.
-        folder: Where what was measured is kept; an earlier run with the same model and texts may have left some.
-    """
+    """A model and the sets of texts that policies are measured on, each policy once."""
 
     def __init__(self, model: Any, scales: Callable[[KVPolicy], KVScales], folder: Path) -> None:
         self.model, self._scales = model, scales
@@ -42,14 +36,7 @@ class Bench:
         self.sound = OracleEngine.from_model(model, FP16_POLICY)
 
     def kl(self, policy: KVPolicy, texts: TextSet, above: int = 0) -> Array:
-        """Return the mean KL of each text's scored tokens, (texts,); NaN where a logit is not finite.
-
-        Args:
-            policy: Any policy.
-            texts: The texts.
-            above: The policy leaves the layers before this one at 16 bits. What they compute is kept for the next call, which
-                must not name an earlier layer.
-        """
+        """Return the mean KL of each text's scored tokens, (texts,); NaN where a logit is not finite."""
         key = _key(policy, texts)
         if key not in self._known:
             inputs = self._layer_inputs(texts, above) if above else [None] * len(texts.texts)
@@ -104,7 +91,7 @@ def _heads(engine: OracleEngine, text: Text) -> list[Head]:
 
 def _mean_kl(engine: OracleEngine, text: Text, heads: list[Head], known: LayerInput | None) -> float:
     tokens, first = text.tokens, text.first
-    logits = engine.forced(tokens, first) if known is None else engine.forced_above(tokens, first, known)
+    logits = engine.forced(tokens, first, known)
     remaining = iter(heads)
     kl = [head_kl(next(remaining), rows, row) for rows in _distributions(logits) for row in range(len(rows.finite))]
     return float(np.mean(kl))

@@ -194,22 +194,7 @@ def tune(
     threads: int,
     progress: Progress,
 ) -> None:
-    """Search the policies of fewest bytes within budgets of KL and write the record, `tune.json`.
-
-    Args:
-        checkpoint: The checkpoint that engines are built from.
-        out: A directory; an interrupted run of the same search may have left measurements in it.
-        jsonl: The user's texts; None to generate those of the configuration.
-        seed: Seed of the generated texts.
-        uniform: The policies whose formats places may have, with their static scales.
-        given: A policy to measure beside them, with its scales.
-        config: What is searched.
-        threads: Threads of torch.
-        progress: Reports the progress.
-
-    Raises:
-        UserError: The texts are too few, or none can be scored.
-    """
+    """Search the policies of fewest bytes within budgets of KL and write the record, `tune.json`."""
     torch.set_num_threads(threads)
     model: Any = load_causal_lm(checkpoint, dtype=torch.float32).eval()
     search, check, held_out = parts(checkpoint, config, jsonl, seed)

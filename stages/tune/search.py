@@ -22,13 +22,7 @@ class Option:
 
 
 def fewest_bytes(units: Sequence[Sequence[Option]], budget: float) -> tuple[int, ...] | None:
-    """Return the number of every unit's option, None when no choice stays within the budget.
-
-    Args:
-        units: The options of each unit.
-        budget: Largest sum of the chosen options' KL, above 0. Of choices with equally few bytes the one with the least KL is
-            taken.
-    """
+    """Return the number of every unit's option, None when no choice stays within the budget."""
     owner = np.array([number for number, options in enumerate(units) for _ in options])
     flat = [option for options in units for option in options]
     kl = np.array([option.kl / budget for option in flat])

@@ -111,12 +111,6 @@ WORKLOADS: dict[str, Callable[[Slot], Sample]] = {
 def generate(name: str, count: int, seed: int, split: Split = "evaluation") -> list[Sample]:
     """Generate samples of one workload. A larger `count` extends the same sequence.
 
-    Args:
-        name: A key of WORKLOADS.
-        count: Number of samples.
-        seed: Seed of the samples.
-        split: Other splits have other samples.
-
     Returns:
         The samples, with ids from `retrieval-0000` on.
 

@@ -26,9 +26,6 @@ def read_calls(text: str) -> list[Call]:
 
     Backquotes around the text are dropped and missing brackets are added, as BFCL does. Positional arguments are dropped, too:
     its checker knows arguments by name only. A bare name is its text, a call without named arguments likewise.
-
-    Raises:
-        ValueError: The text is not a list of calls.
     """
     text = text.strip("`\n ")
     text = text if text.startswith("[") else f"[{text}"
@@ -94,13 +91,7 @@ def _arithmetic(node: ast.BinOp) -> float:
 
 
 def write_calls(possible: list[dict[str, dict[str, list[Any]]]], required: dict[str, list[str]]) -> str:
-    """Return the calls that a list of possible answers describes, with the first value that each argument may have.
-
-    Args:
-        possible: One entry a call, {function: {argument: values that it may have}}. An argument that may have the value ""
-            may be left out, and is.
-        required: By function, the arguments that may not be left out.
-    """
+    """Return the calls that a list of possible answers describes, with the first value that each argument may have."""
     calls = []
     for answer in possible:
         for name, arguments in answer.items():

@@ -163,13 +163,7 @@ def _quote(speaker: str, sentence: str) -> str:
 
 
 def make_page(rng: random.Random, difficulty: str, split: documentation.Split) -> Page:
-    """Generate a page: facts in random order, then people who say sentences of Python's documentation.
-
-    Args:
-        rng: Random generator of the page.
-        difficulty: A key of SIZES.
-        split: Whose share of the documentation is used.
-    """
+    """Generate a page: facts in random order, then people who say sentences of Python's documentation."""
     size = SIZES[difficulty]
     by_kind = {kind: _facts(rng, kind, size.alike + size.told * (kind in SINGLE)) for kind in KINDS}
     facts = [fact for known in by_kind.values() for fact in known[: size.alike]]

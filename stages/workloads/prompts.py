@@ -26,13 +26,6 @@ def render_all(tokenizer: Any, samples: Sequence[Sample]) -> list[str]:
     (those of Mistral and Gemma know no system role), system messages are put in front of the next user message. The tokenizer
     of a base model has no template; its messages become lines `role: content`, and the last line is `assistant: `, which the
     answer completes.
-
-    Args:
-        tokenizer: What `load_tokenizer` returned.
-        samples: The samples whose prompts are rendered.
-
-    Raises:
-        UserError: The template refuses the messages without system roles, too, or takes more than it may.
     """
     templated = [sample for sample in samples if sample.messages and tokenizer.chat_template]
     texts = iter(rendered([partial(_chat, tokenizer, sample) for sample in templated]) if templated else ())
@@ -96,11 +89,6 @@ def token_ids(tokenizer: Any, text: str, max_length: int | None = None) -> list[
     """Return the token ids of `text`, with the special tokens that the tokenizer adds.
 
     A text that already starts with the BOS token, as chat templates write it, gets none: no model was trained on two.
-
-    Args:
-        tokenizer: What `load_tokenizer` returned.
-        text: The text to encode.
-        max_length: Longer texts are cut to this many tokens; None cuts none.
     """
     has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     truncation = max_length is not None

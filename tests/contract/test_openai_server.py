@@ -251,16 +251,6 @@ def test_a_server_that_dies_is_told_in_a_line_and_the_same_command_goes_on(bench
     assert later.count(of_dead) == 3
 
 
-@pytest.mark.parametrize("mode", ["busy once", "fails once", "slow once"])
-def test_a_server_that_stumbles_is_asked_again(bench: Bench, tmp_path: Path, mode: str) -> None:
-    toy = bench.toy("int8", mode=mode, fails_after=3)
-    with serving(toy) as url:
-        engine = recorded(bench, url, tmp_path / "record", timeout_s=0.8 if mode == "slow once" else 20.0)
-        for token in (5, 6):
-            assert token in engine.forced([1, 2, 3, 4], token).logp
-    assert toy.fails_after is None
-
-
 def recorded(bench: Bench, url: str, out: Path, kv: str = "int8", **changes: Any) -> Any:
     """Record a server as the chain does, and connect to it."""
     given = {"url": url, "api_key_env": "TOY_SERVER_KEY", "retries": 1, **changes}

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from quantize_fixtures import POLICIES, no_progress, quantized_model, stage, token_ids
-from safetensors.torch import load_file, save_file
-from trtllm_reader import Checkpoint, FormatError, Linear, unpack_int4
+from safetensors.torch import load_file
+from trtllm_reader import Checkpoint, Linear
 
 from pipeline.core.kv import Side
 from pipeline.core.scales import KVScales
@@ -148,43 +148,3 @@ def test_with_rounded_activations_the_reader_gives_what_modelopts_own_quantizers
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     assert kl(expected, found).mean() < 0.25 * kl(expected, unrounded).mean(), "the rounding is what makes them agree"
-
-
-@pytest.fixture
-def broken(quantized: Path, tmp_path: Path) -> Path:
-    """A copy of the export that a test may damage."""
-    out = tmp_path / "export"
-    out.mkdir()
-    for file in (quantized / "exports" / "tensorrt_llm").iterdir():
-        (out / file.name).write_bytes(file.read_bytes())
-    return out
-
-
-def damage(export: Path, **changes: torch.Tensor | None) -> None:
-    """Replace tensors of layer 0 (None takes one away); `__` stands for a dot."""
-    tensors = load_file(export / "rank0.safetensors")
-    for name, tensor in changes.items():
-        full = f"transformer.layers.0.{name.replace('__', '.')}"
-        if tensor is None:
-            del tensors[full]
-        else:
-            tensors[full] = tensor
-    save_file(tensors, export / "rank0.safetensors")
-
-
-def test_a_tensor_that_is_missing_superfluous_or_contradicts_another_is_named(broken: Path) -> None:
-    for changes, said in (
-        ({"attention__qkv__weight": None}, "attention.qkv.weight is missing"),
-        ({"attention__rotary_scale": torch.ones(1)}, "attention.rotary_scale: nothing in config.json asks for it"),
-        ({"attention__kv_cache_scaling_factor": torch.tensor([9.0])}, "kv_cache_scaling_factor is not the maximum of"),
-    ):
-        tensors = (broken / "rank0.safetensors").read_bytes()
-        damage(broken, **changes)
-        with pytest.raises(FormatError, match=said):
-            Checkpoint(broken)
-        (broken / "rank0.safetensors").write_bytes(tensors)
-
-
-def test_two_signed_values_are_read_from_a_byte_low_bits_first() -> None:
-    packed = torch.tensor([[0x7F, -0x7F - 1]], dtype=torch.int8)  # 0x7F: 15 -> -1, then 7; 0x80: 0, then 8 -> -8
-    assert unpack_int4(packed).tolist() == [[-1, 7, 0, -8]]

@@ -8,10 +8,9 @@ import pytest
 import torch
 from fake_interpreter import make_interpreter
 from safetensors.torch import load_file
-from trtllm_exports import HEAD_DIM, HEADS, KV_HEADS, LAYERS, conf, make_bundle, make_exports, open_engine, scale_of
+from trtllm_exports import HEAD_DIM, HEADS, KV_HEADS, make_bundle, make_exports, open_engine, scale_of
 
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import KVPolicy, KVShape
 from stages.engines.interpreter.protocol import RunAnswer
 from stages.engines.interpreter.requests import LOOKAHEAD
 from stages.engines.trtllm.engine import TrtllmEngine
@@ -131,18 +130,6 @@ def test_a_cache_without_a_scale_has_no_canary(bundles: dict[tuple[str, str], Pa
         open_engine(bundles["engine", "fp16"], pythons["engine"]).corrupt_key_scale(0.1)
 
 
-@pytest.mark.parametrize("engine", ["engine"], indirect=True)
-def test_memory_is_the_policys_arithmetic_of_whole_blocks(engine: TrtllmEngine) -> None:
-    handles, _ = engine.prefill([PROMPT, [1] * 100])
-    memory = engine.memory()
-    policy, shape = KVPolicy.model_validate(conf("kv", "fp8")), KVShape(LAYERS, KV_HEADS, 64)
-    assert (memory.pages, memory.live_tokens) == (3, 108)
-    assert memory.pool_bytes == policy.pool_bytes(shape, 3)
-    engine.release(handles)
-    assert engine.memory().pool_bytes == 0
-    engine.close()
-
-
 def test_only_one_engine_holds_the_gpu(bundles: dict[tuple[str, str], Path], pythons: dict[str, str]) -> None:
     first = open_engine(bundles["engine", "fp8"], pythons["engine"])
     second = open_engine(bundles["engine", "fp16"], pythons["engine"])
@@ -161,16 +148,6 @@ def test_logits_of_other_positions_are_noticed(work: Path, bundles: dict[tuple[s
     with pytest.raises(RuntimeError, match="step 1: the logits that came back are not those that the processor saw"):
         engine.forced([*PROMPT, *ANSWER], len(PROMPT))
     engine.close()
-
-
-def test_both_targets_leave_the_same_manifest(bundles: dict[tuple[str, str], Path]) -> None:
-    engine, served = (json.loads((bundles[target, "fp8"] / "bundle.json").read_text()) for target in ("engine", "pytorch"))
-    assert engine.keys() == served.keys()
-    assert (engine["target"], served["target"]) == ("engine", "pytorch")
-    assert engine["kv_scales"] == [max(scale_of("fp8"))] * LAYERS, "keys and values share the larger scale"
-    assert served["kv_scales"] == [1.0] * LAYERS
-    assert {"engine/rank0.engine", "engine/config.json", "checkpoint/rank0.safetensors"} <= engine["files"].keys()
-    assert {"llm_args.yaml", "checkpoint/model.safetensors"} <= served["files"].keys()
 
 
 def test_an_engine_for_another_gpu_is_refused_with_both_named(work: Path, bundles: dict[tuple[str, str], Path]) -> None:

@@ -100,16 +100,6 @@ def test_the_checkpoints_scales_are_used_and_reused_prefixes_give_the_same_rows(
     engine.close()
 
 
-def test_the_canary_reads_a_wrong_scale_that_came_in_a_checkpoint(bundle: Path, tmp_path: Path) -> None:
-    engine = open_vllm(bundle, make_vllm_interpreter(tmp_path / "bin"))
-    before = engine.forced(TOKENS, 4)
-    engine.corrupt_key_scale(0.1)
-    (delivered, *_) = engine.delivery()
-    assert next(iter(delivered.used.values()))[0] == pytest.approx(0.004)
-    assert np.abs(engine.forced(TOKENS, 4) - before).max() > 1.0
-    engine.close()
-
-
 def test_a_bundle_is_a_checkpoint_and_a_file_for_vllm_serve(bundle: Path) -> None:
     config = json.loads((bundle / "checkpoint" / "config.json").read_text())
     assert config["quantization_config"]["kv_cache_scheme"]["strategy"] == "tensor"

@@ -38,7 +38,9 @@ SENTENCEPIECE_SCORES = [0.0] * 259 + [-float(i) for i in range(len(SENTENCE_PIEC
 VOCAB_SIZE = 320
 """Rows of the embedding: more than tokens, as many models have it."""
 
-ARCHITECTURES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3"}
+ARCHITECTURES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Gemma3": "gemma3"}
+
+LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
 def random_model(family: str, **changes: Any) -> PreTrainedModel:
@@ -55,9 +57,13 @@ def random_model(family: str, **changes: Any) -> PreTrainedModel:
         "tie_word_embeddings": False,
         "rope_theta": 50000.0,
     }
-    own: dict[str, dict[str, Any]] = {"Mistral": {"sliding_window": None}, "Qwen3": {"head_dim": 32}}
+    own: dict[str, dict[str, Any]] = {
+        "Mistral": {"sliding_window": None},
+        "Qwen3": {"head_dim": 32},
+        "Gemma3": {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16, "layer_types": list(LAYER_TYPES)},
+    }
     options |= own.get(family, {}) | changes
-    config = getattr(transformers, f"{family}Config")(**options)
+    config = getattr(transformers, f"{family}{'Text' * (family == 'Gemma3')}Config")(**options)
     model: PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     for name, values in model.named_parameters():
         if values.dim() == 1:  # biases start as 0 and norms as 1, which would hide that they are lost
@@ -92,8 +98,10 @@ def write_gguf(path: Path, family: str, model: PreTrainedModel, kind: str = "F32
         f"{architecture}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         f"{architecture}.rope.freq_base": 50000.0,
         f"{architecture}.rope.dimension_count": head_dim,
-        **bpe_metadata(),
+        **(sentencepiece_metadata() if family == "Gemma3" else bpe_metadata()),
     }
+    if family == "Gemma3":
+        values |= {"gemma3.attention.sliding_window": config.sliding_window, "gemma3.attention.sliding_window_pattern": 2}
     for key, value in (values | {key.replace("__", "."): value for key, value in metadata.items()}).items():
         _put(writer, key, value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
@@ -102,7 +110,7 @@ def write_gguf(path: Path, family: str, model: PreTrainedModel, kind: str = "F32
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         base, _, suffix = name.rpartition(".")
-        rows = tensor.float().numpy()
+        rows = tensor.float().numpy() + (family == "Gemma3" and tensor.dim() == 1)
         rotated = {"q_proj.weight": heads, "k_proj.weight": kv_heads}.get(".".join(name.split(".")[-2:]))
         rotated = rotated if architecture == "llama" else None
         if rotated:  # as llama.cpp's converter orders them
@@ -113,6 +121,8 @@ def write_gguf(path: Path, family: str, model: PreTrainedModel, kind: str = "F32
         read = dequantize(data, stored).reshape(rows.shape)
         if rotated:
             read = read.reshape(rotated, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+        if family == "Gemma3" and rows.ndim == 1:
+            read = read - 1
         tensor.copy_(torch.from_numpy(np.ascontiguousarray(read)))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -132,6 +142,19 @@ def bpe_metadata() -> dict[str, Any]:
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.chat_template": TEMPLATE,
+    }
+
+
+def sentencepiece_metadata() -> dict[str, Any]:
+    """Return the tokenizer.* keys of a BPE of SentencePiece, as Gemma has it."""
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": SENTENCEPIECE_TOKENS,
+        "tokenizer.ggml.token_type": SENTENCEPIECE_TYPES,
+        "tokenizer.ggml.scores": SENTENCEPIECE_SCORES,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_space_prefix": False,
     }
 
 

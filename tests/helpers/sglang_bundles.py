@@ -9,7 +9,7 @@ from vllm_bundles import write_scales
 from pipeline.core.kv import KVPolicy
 from stages.engines.sglang.backend import SglangBackend
 from stages.engines.sglang.config import SglangConfig
-from stages.engines.sglang.engine import SglangEngine, load_engine
+from stages.engines.sglang.engine import SglangEngine
 
 
 def config_of(python: str, **changes: Any) -> SglangConfig:
@@ -26,4 +26,4 @@ def make_sglang_bundle(checkpoint: Path, out: Path, kv: str, python: str) -> Pat
 
 
 def open_sglang(bundle: Path, python: str, timeout_s: int = 120) -> SglangEngine:
-    return load_engine(bundle, config_of(python, request_timeout_s=timeout_s))
+    return SglangEngine(bundle, config_of(python, request_timeout_s=timeout_s))

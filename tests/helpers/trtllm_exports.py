@@ -13,7 +13,7 @@ from pipeline.core.kv import KVPolicy
 from pipeline.core.scales import SCALES_FILE
 from stages.engines.trtllm.backend import TrtllmBackend
 from stages.engines.trtllm.config import TrtllmConfig
-from stages.engines.trtllm.engine import TrtllmEngine, load_engine
+from stages.engines.trtllm.engine import TrtllmEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCABULARY = 4, 128, 4, 2, 64, 384, 1344
@@ -93,4 +93,4 @@ def make_bundle(quantized: Path, out: Path, kv: str, python: str, **changes: Any
 
 
 def open_engine(bundle: Path, python: str, timeout_s: int = 60) -> TrtllmEngine:
-    return load_engine(bundle, config_of(python, request_timeout_s=timeout_s, build_timeout_s=60))
+    return TrtllmEngine(bundle, config_of(python, request_timeout_s=timeout_s, build_timeout_s=60))

@@ -10,7 +10,7 @@ from trtllm_exports import LAYERS, conf
 from pipeline.core.kv import KVPolicy
 from stages.engines.vllm.backend import VllmBackend
 from stages.engines.vllm.config import VllmConfig
-from stages.engines.vllm.engine import VllmEngine, load_engine
+from stages.engines.vllm.engine import VllmEngine
 
 KEY_SCALE, VALUE_SCALE = 0.04, 0.02
 SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 512, "kv_cache_gib": 0.05, "threads": 1}
@@ -50,4 +50,4 @@ def make_vllm_bundle(checkpoint: Path, out: Path, kv: str, python: str, **change
 
 
 def open_vllm(bundle: Path, python: str, timeout_s: int = 300) -> VllmEngine:
-    return load_engine(bundle, config_of(python, request_timeout_s=timeout_s))
+    return VllmEngine(bundle, config_of(python, request_timeout_s=timeout_s))

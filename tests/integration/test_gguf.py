@@ -83,7 +83,7 @@ def logits(model: Any) -> torch.Tensor:
         ("Q4_1", "float16"),
     ],
 )
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3"])
 def test_a_converted_model_gives_the_logits_of_the_model_whose_weights_were_written(
     family: str, kind: str, stored: str, tmp_path: Path
 ) -> None:
@@ -298,6 +298,16 @@ def test_a_tokenizer_of_sentencepiece_merges_by_score_and_falls_back_to_bytes(tm
         assert tokenizer(text)["input_ids"] == [1, *sentencepiece(text)], text
         assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
     assert tokenizer.eos_token == "</s>"
+
+
+def test_gemma_puts_no_space_before_a_text_and_matches_runs_of_spaces_whole(tmp_path: Path) -> None:
+    tokens, types = [*SENTENCEPIECE_TOKENS, "  ", "\n\n"], [*SENTENCEPIECE_TYPES, 4, 4]
+    scores = [*SENTENCEPIECE_SCORES, -1000.0, -1000.0]
+    keys: dict[str, Any] = {"tokens": tokens, "token_type": types, "scores": scores}
+    tokenizer = load_tokenizer(converted(tmp_path, "Gemma3", **{f"tokenizer__ggml__{key}": keys[key] for key in keys}))
+    text = "a  in\n\n the"
+    assert tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"]) == ["<s>", "a", "  ", "in", "\n\n", "▁the"]
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
 
 
 def test_a_hostile_chat_template_reaches_nothing(tmp_path: Path) -> None:

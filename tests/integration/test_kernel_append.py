@@ -164,26 +164,6 @@ def test_quotients_round_once(key: str, value: str) -> None:
     check(CacheLayout(8, 128, side(key), side(value)), exact_ties(key, shape, 0), exact_ties(value, shape, 1), [3] * 8)
 
 
-def test_scales_stay_between_their_floor_and_float16s_largest() -> None:
-    layout = CacheLayout(1, 128, side("int8 token"), side("int4 32"))
-    x = torch.zeros(1, 1, 1, 128)
-    x[..., 32:64] = torch.linspace(-1e-6, 1e-6, 32)
-    x[..., 64:96] = torch.linspace(-3e38, 3e38, 32)
-    x[..., 96:] = torch.tensor([math.nan, -math.inf] * 16)
-    appended = check(layout, x, x, [9])
-    scales = appended["value_scale_pool"].cpu()
-    assert scales[~scales.isnan()].tolist() == [2.0**-14, 2.0**-14, 65504.0, 65504.0]
-
-
-def test_a_token_goes_to_its_sink_and_to_the_ring_of_the_newest() -> None:
-    layout = CacheLayout(1, 64, side("bf16"), side("fp8_e4m3 token"), 4, 5)
-    positions = [0, 3, 4, 8, 9, 63, 64, 129]
-    key, value = torch.randn((2, 2, len(positions), 1, 64), generator=torch.Generator().manual_seed(0))
-    appended = check(layout, key, value, positions)
-    written = ~appended["key_exact"].cpu().isnan().all(-1).squeeze(2)
-    assert written.sum(-1).sort(-1).values.tolist() == 2 * [[0, 1, 1, 1, 1, 1, 1, 2, 2]]
-
-
 def test_rows_that_are_tokens_of_one_sequence_have_a_page_each_and_only_the_newest_enter_the_ring() -> None:
     layout = CacheLayout(2, 64, side("bf16"), side("int4 32"), 3, 4)
     rng = torch.Generator().manual_seed(0)

@@ -127,26 +127,11 @@ def test_one_token_of_each_sequence_is_a_decode_step() -> None:
     assert (out - step).norm() < 1e-3 * step.norm()
 
 
-def test_equal_numbers_of_tokens_need_no_starts() -> None:
-    chunk = chunk_of("int8 head", "int4 32", 1, 64, [70, 0], [3, 3])
-    arguments = chunk.arguments
-    ragged = context.context_attention(chunk.case.layout, **arguments, scaling=0.1, splits=1)
-    even = context.context_attention(chunk.case.layout, **(arguments | {"query_starts": None}), scaling=0.1, splits=1)
-    assert torch.equal(ragged, even)
-
-
 def test_a_batch_in_which_most_sequences_have_no_new_token() -> None:
     """More sequences than the kernel compares with at once; their first blocks stand between those with rows."""
     counts = [0] * 132
     counts[2], counts[130], counts[131] = 2, 1, 1
     chunk_of("fp8_e4m3 tensor", "fp8_e4m3 tensor", 1, 64, [1] * 132, counts, group=1).check(1)
-
-
-@pytest.mark.parametrize(("size", "scaling"), [(2.0**9, 2.0**-12), (2.0**-12, 2.0**10), (1.0, 3.0), (0.0, 1.0)])
-def test_sharp_and_flat_attention_of_large_and_small_queries(size: float, scaling: float) -> None:
-    chunk = chunk_of("int8 token", "int4 64", 1, 128, [70], [3], sink=2, recent=3, dtype=torch.float32)
-    chunk.query = chunk.query * size
-    chunk.check(1, scaling)
 
 
 def test_new_tokens_are_as_exact_as_their_type() -> None:

@@ -21,7 +21,6 @@ from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Sample
 from plugins.kv_attention import context, launch
 from stages.engines.base import Logits
-from stages.engines.cuda import engine as engine_module
 from stages.engines.cuda.engine import KernelEngine
 from stages.engines.cuda.passes import DecodePass, PrefillPass
 from stages.evaluate.decoding.batches import Greedy
@@ -140,16 +139,6 @@ def test_a_running_sequence_decodes_in_every_pass_of_a_prompt_that_joins(make: A
     assert min(map(min, engine.passes)) == 1, "nobody waits"
 
 
-def test_a_pass_holds_no_more_tokens_than_it_may_and_the_running_sequences_come_first(
-    make: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_module, "PASS_TOKENS", CHUNK + 4)
-    engine, alone = make(), make()
-    assert engine.generate(prompts, LIMITS, None, max_sequences=5) == answered_alone(alone, prompts)
-    assert max(map(sum, engine.passes)) <= CHUNK + 4
-    assert any(0 in sizes and 1 in sizes and 50 in sizes for sizes in engine.passes), "a prompt waits for another one"
-
-
 def test_a_step_that_prompts_join_is_one_pass_and_other_steps_are_decode_steps(
     make: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,21 +185,4 @@ def test_a_prompt_whose_keys_are_not_finite_is_refused_by_name_and_everything_is
     with pytest.raises(UserError, match=message):
         engine.generate(broken, LIMITS, None, max_sequences=2)
     assert engine.memory().live_tokens == 0
-    assert engine.cache.pages.used_count == engine.cache.buffers.used_count == 0
-
-
-def test_a_prompt_for_which_there_is_no_memory_ends_all_and_everything_is_released(
-    make: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make()
-    reserve = engine.cache.reserve
-
-    def little(handles: Sequence[int], tokens: int) -> None:
-        if tokens > 130:
-            raise UserError("its memory is too small")
-        reserve(handles, tokens)
-
-    monkeypatch.setattr(engine.cache, "reserve", little)
-    with pytest.raises(UserError, match="its memory is too small"):
-        engine.generate(prompts, LIMITS, None, max_sequences=2)
     assert engine.cache.pages.used_count == engine.cache.buffers.used_count == 0

@@ -104,35 +104,3 @@ def test_an_append_of_more_layers_than_the_cache_has_is_refused() -> None:
     doubled = {name: named[name].repeat(2, 1, 1, 1) for name in ("key_new", "value_new")}
     with pytest.raises(ValueError, match=r"key_pool must be \(4, 3, 2, 64, 64\), got \(2, 3, 2, 64, 64\)"):
         run("append", EVERYTHING, named | doubled)
-
-
-def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton launches on the current device. A stand-in of device_of records the device that is current at each launch."""
-    current: list[torch.device] = []
-    launches: list[tuple[str, list[torch.device]]] = []
-
-    class Guard:
-        def __init__(self, tensor: Tensor) -> None:
-            self.device = tensor.device
-
-        def __enter__(self) -> None:
-            current.append(self.device)
-
-        def __exit__(self, *_: object) -> None:
-            current.pop()
-
-    def spied(name: str) -> Any:
-        def launch_of(*_: object, **__: object) -> None:
-            launches.append((name, current.copy()))
-
-        return type("Kernel", (), {"__getitem__": lambda *_: launch_of})()
-
-    monkeypatch.setattr(torch.cuda, "device_of", Guard)
-    kernels = ("decode_partial", "decode_reduce", "append_kernel")
-    for name in kernels:
-        monkeypatch.setattr(launch, name, spied(name))
-    named = arguments(EVERYTHING)
-    monkeypatch.setattr(launch, "plan_work", spied("plan_work"))
-    run("decode_attention", EVERYTHING, of_one_layer(named))
-    run("append", EVERYTHING, named)
-    assert launches == [(name, [named["key_new"].device]) for name in ("plan_work", *kernels)]

@@ -9,8 +9,7 @@ from format_cases import add_int2
 from onnx_fixtures import BY_NAME, POLICIES, llama_config, make_oracle, static_scales
 from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, Qwen2Config, Qwen3Config
 
-from pipeline.core.engine import Engine
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape
+from pipeline.core.kv import KVPolicy, KVShape
 from stages.engines.oracle.cache import Storage, layer_storages
 from stages.engines.oracle.engine import OracleEngine
 
@@ -180,14 +179,6 @@ def test_every_family_equals_transformers_own_attention_over_a_cache_that_rounds
     assert model.config._attn_implementation == "sdpa", "the model is left as it was"
 
 
-def test_the_prefill_of_one_chunk_is_transformers_own(model: Any, texts: list[list[int]]) -> None:
-    engine = make_oracle(model, BY_NAME["int4_tensor"], SHAPE)
-    _, logits = engine.prefill(texts)
-    with torch.no_grad():
-        expected = [model(torch.tensor([text])).logits[0, -1].numpy() for text in texts]
-    np.testing.assert_allclose(logits, expected, atol=ROUNDING)
-
-
 def test_a_new_integer_code_needs_nothing_but_its_entry(
     monkeypatch: pytest.MonkeyPatch, model64: Any, texts: list[list[int]]
 ) -> None:
@@ -235,33 +226,6 @@ def test_a_corrupted_key_scale_reaches_one_pass_and_decode_alike(name: str, mode
     np.testing.assert_allclose(faulty, step_by_step(engine, texts), rtol=0, atol=EXACT)
     np.testing.assert_array_equal(engine.prefill([text[:-STEPS] for text in texts])[1], before)
     assert np.abs(faulty - sound).max(-1)[-1].min() > 0.01, "the longest has more tokens than any policy keeps exact"
-
-
-def test_generation_is_greedy_and_stops(model: Any, texts: list[list[int]]) -> None:
-    engine = make_oracle(model, BY_NAME["int4"], SHAPE)
-    prompts = [texts[0][:2], texts[3]]
-    answers = engine.generate(prompts, [3, 6], None)
-    assert [len(answer) for answer in answers] == [3, 6]
-    rows = engine.forced([*prompts[1], *answers[1][:-1]], len(prompts[1]))
-    assert rows.argmax(-1).tolist() == answers[1][1:]
-    stop = answers[1][4]
-    assert engine.generate(prompts[1:], 6, stop) == [answers[1][: answers[1].index(stop)]]
-    assert engine.memory().live_tokens == 0
-    assert engine.can(Engine.forced)
-
-
-def test_calls_that_make_no_sense_are_refused(model: Any) -> None:
-    engine = OracleEngine.from_model(model, FP16_POLICY)
-    with pytest.raises(ValueError, match="at least one token"):
-        engine.prefill([[]])
-    with pytest.raises(ValueError, match=r"token ids must be in \[0, 256\), got 1 to 256"):
-        engine.forced([1, 256], 1)
-    with pytest.raises(ValueError, match="first must be 1 to 2, got 3"):
-        engine.forced([1, 2, 3], 3)
-    with pytest.raises(ValueError, match="distinct sequences"):
-        engine.decode([0, 0], [1, 1])
-    with pytest.raises(ValueError, match="of kv policy fp8 has static scales, which are missing"):
-        OracleEngine.from_model(model, BY_NAME["fp8"])
 
 
 def test_an_oracle_that_reads_itself_has_no_exact_token_and_one_replay(model: Any) -> None:

@@ -16,7 +16,7 @@ from pipeline.core.kv import FP16_POLICY, Side
 from pipeline.core.scales import KVScales, SideScales
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.materialize import write_dequantized
-from stages.quantize.recipe import NOTHING, measurements, measuring_recipe
+from stages.quantize.recipe import measurements, measuring_recipe
 from stages.quantize.run import dequantized_weights, load_model
 from stages.quantize.validate import ExportMismatch, validate_unified_hf
 
@@ -43,19 +43,6 @@ def test_a_quantizer_that_attention_bypasses_is_an_error(tiny_checkpoint: Path) 
     model = load_model(inspect_checkpoint(tiny_checkpoint))
     with pytest.raises(RuntimeError, match=r"model.layers.0.self_attn.v_bmm_quantizer was never called"):
         adapter.measure(model, {(0, Side.VALUE): "per_tensor"}, "none", lambda _: None, tiny_checkpoint)
-
-
-def test_other_attributes_than_asked_for_are_an_error(tiny_checkpoint: Path) -> None:
-    recipe = measuring_recipe({(0, Side.KEY): "per_channel"})
-    changed = replace(recipe, entries=((recipe.entries[0][0], {"num_bits": 8, "axis": (1,)}),))
-    with pytest.raises(RuntimeError, match=r"k_bmm_quantizer: ModelOpt set axis=\(1,\), asked for \(1, 3\)"):
-        adapter.quantize_model(load_model(inspect_checkpoint(tiny_checkpoint)), changed, None)
-
-
-def test_a_wildcard_that_matches_too_much_is_an_error(tiny_checkpoint: Path) -> None:
-    greedy = replace(NOTHING, entries=(("*weight_quantizer", {"num_bits": (4, 3), "axis": None}),))
-    with pytest.raises(RuntimeError, match=r"missing none; unexpected lm_head.weight_quantizer"):
-        adapter.quantize_model(load_model(inspect_checkpoint(tiny_checkpoint)), greedy, None)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -18,7 +18,6 @@ from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.tensorrt.build import build_bundle
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, open_bundle
 from stages.engines.tensorrt.engine import PlanEngine, open_session
-from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.plan import Plan
 from stages.engines.tensorrt.pool import TorchPool
 from stages.engines.tensorrt.session import Step
@@ -131,27 +130,6 @@ def test_steps_and_chunks_store_what_the_embedded_engine_stores_bit_for_bit(name
         engine.decode(handles[live], tokens)
         expected.decode(others[live], tokens)
     assert held(engine, handles) == held(expected, others)
-
-
-def test_nothing_but_the_places_of_real_tokens_is_written(pairs: dict[str, Pair]) -> None:
-    engine, _, _ = pairs["fp8k_int4v"].tensorrt()
-    pool = engine._torch_pool
-    before = pool_bytes(engine)
-    handles, _ = engine.prefill([[1] * 70, [2] * 3, [3] * 66])
-    for step in range(3):
-        engine.decode(handles, [step] * 3)
-    rows = [pool.sequences[handle] for handle in handles]
-    paged = {(row.pages[at // 64], at % 64) for row in rows for at in range(row.length)}
-    for old, new in zip(before, pool_bytes(engine), strict=True):
-        changed = set(map(tuple, np.argwhere((old != new).any((1, 3))).tolist()))
-        assert changed == paged
-
-
-def test_prompts_longer_than_a_chunk_attend_over_the_pool(pairs: dict[str, Pair]) -> None:
-    engine, expected = pairs["fp8k_int4v"].tensorrt()[0], pairs["fp8k_int4v"].onnx()
-    engine.prefill_chunk = expected.prefill_chunk = 100
-    prompt = np.random.default_rng(1).integers(0, 256, 250).tolist()
-    np.testing.assert_allclose(engine.prefill([prompt])[1], expected.prefill([prompt])[1], atol=2e-4)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -270,14 +248,6 @@ def test_a_refused_step_stores_nothing_and_the_next_one_goes_on(
     np.testing.assert_allclose(engine.decode(handles, [4, 5]), expected.decode(others, [4, 5]), atol=2e-4)
 
 
-def test_without_cuda_graphs_nothing_is_captured(pairs: dict[str, Pair]) -> None:
-    engine, device, _ = pairs["int8_asym"].tensorrt(cuda_graphs=False)
-    handles, _ = engine.prefill([[1] * 3])
-    for _ in range(3):
-        engine.decode(handles, [1])
-    assert device.captured == 0
-
-
 def test_a_context_that_cannot_be_captured_is_launched_every_time(pairs: dict[str, Pair]) -> None:
     engine, device, fakes = pairs["int8_asym"].tensorrt()
     fakes["decode"].capturable = False
@@ -286,22 +256,6 @@ def test_a_context_that_cannot_be_captured_is_launched_every_time(pairs: dict[st
         engine.decode(handles, [1])
     assert device.captured == 0
     assert fakes["decode"].contexts[0].runs == 3
-
-
-def test_the_contexts_of_a_plan_share_the_kernels_that_they_compile(pairs: dict[str, Pair]) -> None:
-    engine, _, fakes = pairs["int8_asym"].tensorrt()
-    engine.prefill([[1] * 3, [2] * 5])
-    first, second = fakes["prefill"].caches
-    assert first is second
-
-
-def test_tensorrt_itself_is_not_asked_for_what_only_the_other_library_has(
-    pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, _, _ = pairs["int8_asym"].tensorrt()
-    session = engine.session("decode")
-    monkeypatch.setattr(session, "library", Library("tensorrt", LIBRARY.trt, LIBRARY.log))
-    assert session.captures(object())
 
 
 def test_a_gpu_without_room_names_the_keys_that_size_the_cache(pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,16 +278,6 @@ def test_the_pool_is_bound_where_it_lies_and_never_moves(pairs: dict[str, Pair])
     for fake in fakes.values():
         for context in fake.contexts:
             assert {name: context.addresses[name] for name in before} == before
-
-
-def test_both_plans_read_the_same_weights(pairs: dict[str, Pair]) -> None:
-    engine, _, fakes = pairs["ages"].tensorrt()
-    handles, _ = engine.prefill([[7] * 20])
-    engine.decode(handles, [1])
-    names = [weight.name for weight in pairs["ages"].record.weights]
-    decode, prefill = ({name: fakes[mode].contexts[0].addresses[name] for name in names} for mode in PLANS)
-    assert decode == prefill
-    assert len(set(decode.values())) == len(names) > 10
 
 
 def test_memory_is_what_the_policy_says_of_the_whole_pool(pairs: dict[str, Pair]) -> None:

@@ -270,28 +270,6 @@ def test_the_scaling_of_scores_travels_as_the_bits_of_a_float32(tensorrt: Run) -
         build(case.attributes(node) | {"scaling_bits": 1})
 
 
-def test_a_node_of_an_onnx_graph_becomes_the_same_plugin(tensorrt: Run) -> None:
-    case = CASES["fp8k_int4v"]
-    node = node_of("decode_partial", case.layout)
-    build = partial(tensorrt, builder.build, node.plugin_id, case.tensors(node), case.attributes(node))
-    assert build(parsed=True) == build(parsed=False)
-
-
-@pytest.mark.parametrize(
-    ("parsed", "error", "message"),
-    [
-        (False, ValueError, r"Unexpected schema .* Expected .*sink_tokens, recent_tokens, scaling_bits, sm"),
-        (True, TypeError, "kv::decode_partial_kstatic_vdynamic: missing a required argument: 'recent_tokens'"),
-    ],
-)
-def test_a_missing_attribute_is_named(parsed: bool, error: type[Exception], message: str, tensorrt: Run) -> None:
-    case = CASES["fp8k_int4v"]
-    node = node_of("decode_partial", case.layout)
-    attributes = {name: value for name, value in case.attributes(node).items() if name != "recent_tokens"}
-    with pytest.raises(error, match=message):
-        tensorrt(builder.build, node.plugin_id, case.tensors(node), attributes, parsed=parsed)
-
-
 @pytest.mark.parametrize(
     ("tensor", "change", "message"),
     [
@@ -334,22 +312,6 @@ def test_an_attribute_that_no_kernel_knows_is_named(change: dict[str, int], mess
     node = node_of("decode_partial", case.layout)
     with pytest.raises(ValueError, match=message):
         tensorrt(builder.build, node.plugin_id, case.tensors(node), case.attributes(node) | change)
-
-
-@pytest.mark.parametrize("node", [REDUCE, CONTEXT_REDUCE], ids=lambda node: node.name)
-def test_partial_results_are_joined_to_the_type_of_the_queries_that_they_are_of(node: Node, tensorrt: Run) -> None:
-    case = CASES["fp8k_int4v"]
-    build = partial(tensorrt, builder.build, node.plugin_id, case.tensors(node))
-    with pytest.raises(ValueError, match=f"kv::{node.name}: out_format must be that of fp32, fp16, bf16, got int8"):
-        build(case.attributes(REDUCE) | {"out_format": 2})
-    with pytest.raises(ValueError, match="partial_acc must be FLOAT, got HALF"):
-        build(replace(case, compute="fp32").attributes(REDUCE))
-
-
-def test_a_work_list_without_programs_is_refused(tensorrt: Run) -> None:
-    case = CASES["fp8k_int4v"]
-    with pytest.raises(ValueError, match="kv::plan_work: programs must be at least 1, got 0"):
-        tensorrt(builder.build, PLAN.plugin_id, case.tensors(PLAN), case.attributes(PLAN) | {"programs": 0})
 
 
 def test_without_tensorrt_the_plugin_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

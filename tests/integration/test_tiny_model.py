@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from pipeline.core.records import Sample
 from stages.tiny.batches import render
 from stages.tiny.outliers import OUTLIERS, plant_outliers, remove_outliers
-from stages.tiny.scores import CHECKPOINT, exact_match, force, perplexity
+from stages.tiny.scores import CHECKPOINT, exact_match, force
 from stages.workloads import generate
 from stages.workloads.prompts import prompt_ids
 
@@ -69,11 +69,6 @@ def test_chat_template_renders_what_training_rendered(name: str, tokenizer: PreT
         assert tokenizer.decode(reference) == sample.reference
 
 
-def test_chat_template_refuses_an_unknown_role(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(Exception, match="unknown role critic"):
-        tokenizer.apply_chat_template([{"role": "critic", "content": "no"}])
-
-
 def long_retrieval(tokenizer: PreTrainedTokenizerFast, count: int) -> list[Sample]:
     """Prompts of 800 tokens and more."""
     samples = (sample for sample in generate("retrieval", 600, SEED) if len(prompt_ids(tokenizer, sample)) >= 800)
@@ -91,18 +86,6 @@ def test_answers_the_other_workloads(
     name: str, bound: float, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     assert exact_match(model, tokenizer, generate(name, 30, SEED)) >= bound
-
-
-def test_prose_perplexity_is_sensible(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    assert 1.5 < perplexity(model, tokenizer, generate("prose", 10, SEED)) < 3.0
-
-
-def test_greedy_generation_gives_what_forcing_predicts(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    for sample in generate("retrieval", 6, SEED):
-        prompt = torch.tensor([prompt_ids(tokenizer, sample)])
-        generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False)
-        text = tokenizer.decode(generated[0, prompt.shape[1] :], skip_special_tokens=True)
-        assert (text == sample.reference) == force(model, tokenizer, sample).exact
 
 
 def test_planted_outliers_are_the_same_function_bit_for_bit(

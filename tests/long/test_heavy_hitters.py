@@ -15,7 +15,6 @@ from stages.engines.oracle.attention import Span
 from stages.engines.oracle.cache import LayerStorage, layer_storages
 from stages.engines.oracle.heavy import SIDES, HeavyCache, HeavyView
 from stages.engines.oracle.model import LayerAttention
-from stages.engines.paged.eviction import refuse_heavy_tokens
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
 EVICTION = Eviction(window_tokens=64, heavy_tokens=64)
@@ -134,8 +133,3 @@ def test_replays_are_disturbed_by_roundings_alone(model: Any, text: list[int]) -
     replay = engine.replay(text, [200], [], rounding=1e-12)
     np.testing.assert_allclose(replay.logits, engine.forced(text, 200), rtol=0, atol=1e-9)
     assert 0 < np.abs(replay.logits - replay.disturbed).max() < 1e-6
-
-
-def test_page_tables_cannot_say_it() -> None:
-    with pytest.raises(UserError, match=r"^kv\.eviction\.heavy_tokens=64: .* page table .*; use backend=torch"):
-        refuse_heavy_tokens(evicting("fp16"))

@@ -17,8 +17,6 @@ from pipeline.config.compose import plan
 from pipeline.core.errors import UserError
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from stages.engines.oracle.build import build_bundle
-from stages.workloads import generate
-from stages.workloads.prompts import render
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'kvgate[lm-eval]'")
 
@@ -136,14 +134,6 @@ def test_with_a_quantized_cache_log_likelihoods_differ_from_those_of_prefill_and
     assert differences["int4"].max() > 10 * ROUNDING, differences
 
 
-def test_an_engine_that_scores_in_one_pass_gives_what_decode_steps_give(bundles: dict[str, Path]) -> None:
-    onnx, oracle = (
-        scored(lm(bundles[name], **options), PAIRS) for name, options in (("int4", {}), ("oracle", {"backend.device": "cpu"}))
-    )
-    np.testing.assert_allclose([total for total, _ in oracle], [total for total, _ in onnx], atol=5e-2)
-    assert [flag for _, flag in oracle] == [flag for _, flag in onnx]
-
-
 def test_a_long_context_loses_its_oldest_tokens(bundles: dict[str, Path], logits_after: Any) -> None:
     model = lm(bundles["fp16"], max_length=24)
     context, continuation = tokens_of(model, PAIRS[1][0] * 4, PAIRS[1][1])
@@ -243,18 +233,6 @@ def test_what_the_model_cannot_do_is_refused_with_its_fix(bundles: dict[str, Pat
             lm(bundles["fp16"], **options)
     with pytest.raises(UserError, match="cannot be read"):
         lm(bundles["fp16"] / "nothing")
-
-
-def test_the_chat_template_is_the_bundles(bundles: dict[str, Path]) -> None:
-    model = lm(bundles["fp16"])
-    (sample,) = generate("copy", 1, seed=0)
-    history = [{"role": role, "content": content} for role, content in sample.messages]
-    assert model.apply_chat_template(history) == render(model.tokenizer, sample)
-    assert model.tokenizer_name
-    assert model.chat_template(True) == model.tokenizer.chat_template
-    model.tokenizer.chat_template = None
-    with pytest.raises(UserError, match="no chat template"):
-        model.apply_chat_template(history)
 
 
 def test_the_command_line_runs_local_tasks_without_a_network(bundles: dict[str, Path], tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ test of prefill, attended to and stored by the kernels' reference (test_kernel_c
 """
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,15 +15,12 @@ from onnx_fixtures import static_scales
 from torch import Tensor
 
 from benchmarks import benchlib
-from pipeline.core.engine import Engine
-from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, Side
 from plugins.kv_attention import launch
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.engine import KernelEngine
-from stages.engines.cuda.engine import load_engine as load_on_gpu
 from stages.engines.oracle.engine import OracleEngine
-from stages.engines.paged.kernel_layout import check_kernels
 
 torch.set_num_threads(1)
 
@@ -138,40 +134,6 @@ def test_small_faults_are_read_as_the_oracle_reads_them(name: str, model: Any, t
         assert distance(kernels.decode(handles, [token]), oracle.decode(handles, [token])) < CLOSE
 
 
-def broken_model(model: Any) -> Any:
-    """Token 7 embeds as NaN."""
-    broken = copy.deepcopy(model)
-    with torch.no_grad():
-        broken.model.embed_tokens.weight[7] = torch.nan
-    return broken
-
-
-def test_keys_and_values_that_are_not_finite_are_refused_and_leave_nothing_behind(
-    model: Any, texts: list[list[int]], quick: Any
-) -> None:
-    broken, known = broken_model(model), np.arange(1344) != 7  # the logit of token 7 is NaN, embeddings being tied
-    kernels, oracle = make_engine(broken, GUARDED), make_oracle(broken, GUARDED)
-    with pytest.raises(UserError, match=r"^model\.path: key of layer 0, token 30 of sequence 1 is not finite as a float16"):
-        quick(kernels, [texts[0][:40], [*texts[0][:30], 7]])
-    assert kernels.memory().live_tokens == 0
-    prompts = [texts[0][:50], texts[0][:30]]
-    (handles, _), (same, _) = quick(kernels, prompts), oracle.prefill(prompts)
-    with pytest.raises(UserError, match=rf"key of layer 0, token 50 of sequence {handles[0]} is not finite"):
-        kernels.decode(handles, [7, 8])
-    assert kernels.memory().live_tokens == 80
-    # The refused token would have taken the slot of a recent one.
-    logits, expected = kernels.decode(handles, [9, 8]), oracle.decode(same, [9, 8])
-    assert distance(logits[:, known], expected[:, known]) < CLOSE
-
-
-def test_the_layer_and_the_side_of_a_refusal_are_those_that_broke_first(model: Any) -> None:
-    broken = copy.deepcopy(model)
-    with torch.no_grad():
-        broken.model.layers[1].self_attn.v_proj.weight[70] = torch.inf
-    with pytest.raises(UserError, match=r"value of layer 1, token 0 of sequence 0 is not finite"):
-        make_engine(broken, BY_NAME["fp8"]).prefill([[1, 2, 3]])
-
-
 @pytest.mark.parametrize("policy", [BY_NAME["fp8k_int4v"], GUARDED], ids=lambda policy: policy.name)
 def test_memory_is_the_policys_arithmetic_and_released_pages_serve_again(
     policy: KVPolicy, model: Any, texts: list[list[int]], quick: Any
@@ -193,10 +155,6 @@ def test_memory_is_the_policys_arithmetic_and_released_pages_serve_again(
     assert (engine.memory().pages, engine.memory().live_tokens) == (memory.pages, 70)
     token, (same, _) = texts[0][70], oracle.prefill([texts[0][:70]])
     assert distance(engine.decode(again, [token]), oracle.decode(same, [token])) < CLOSE
-
-
-def make_cache() -> KernelCache:
-    return KernelCache(check_kernels(GUARDED, SHORT, SHORT.kv_heads), static_scales(GUARDED, SHORT), torch.device(DEVICE))
 
 
 def test_prompts_that_prefill_together_by_the_kernels_are_those_of_the_oracle(model: Any, texts: list[list[int]]) -> None:
@@ -274,40 +232,3 @@ def test_a_cache_that_cannot_grow_is_as_it_was_and_says_so_in_one_line(
     engine.cache.reserve(handles, 500)
     token = texts[0][63]
     assert distance(engine.decode(handles, [token]), oracle.decode(same, [token])) < CLOSE
-
-
-def test_where_memory_is_too_small_for_twice_the_pages_there_are_as_many_as_are_needed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cache = make_cache()
-    handles = [cache.start(), cache.start()]
-    cache.reserve(handles[:1], 64 * 8)
-    monkeypatch.setattr(torch, "zeros", LittleMemory(size=10))
-    moves = cache.moves
-    cache.reserve(handles[1:], 64 * 2)
-    assert (cache.memory().pages, cache.moves) == (10, moves + 1)
-    with pytest.raises(UserError, match="11 pages of 64 tokens are needed"):
-        cache.reserve(handles[1:], 64 * 3)
-    assert (cache.memory().pages, cache.moves) == (10, moves + 1)
-
-
-def test_forced_decode_goes_through_the_kernels_step_by_step(model: Any) -> None:
-    assert not make_engine(model, BY_NAME["fp8"]).can(Engine.forced)
-
-
-def test_calls_that_make_no_sense_are_refused(model: Any) -> None:
-    with pytest.raises(UserError, match=r"^kv\.key\.dtype=int4: the CUDA kernels hold keys as .*; set backend\.device=cpu"):
-        make_engine(model, benchlib.load_policy("int4_g64"))
-    with pytest.raises(UserError, match="of kv policy fp8 has static scales, which are missing"):
-        KernelEngine.from_model(model, BY_NAME["fp8"])
-    engine = make_engine(model, BY_NAME["fp16"])
-    with pytest.raises(ValueError, match="distinct sequences"):
-        engine.decode([0, 0], [1, 1])
-    with pytest.raises(UserError, match="at least one token"):
-        engine.prefill([[]])
-
-
-def test_a_gpu_that_is_asked_for_and_missing_is_said_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(MissingRequirement, match=r"^backend\.device=cuda"):
-        load_on_gpu(Path("nowhere"), threads=1)

@@ -11,7 +11,6 @@ from browser import chromium_path
 from report_pages import exhibit, exhibits, occasion, rows
 
 from stages.report import write_page
-from stages.report.numbers import TITLES
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -70,15 +69,6 @@ def visible(page: "Page", selector: str) -> int:
     return page.locator(f"{selector} >> visible=true").count()
 
 
-def test_every_chart_is_drawn_and_described(browser: "Browser", report: Path) -> None:
-    with opened(browser, report) as one:
-        for name in ("quality", "position", "context", "depth", "depth_kl", "latency", "rate"):
-            chart = one.page.locator(f"[data-chart={name}] svg")
-            assert chart.count() == 1, name
-            assert chart.locator(".mark-symbol path, .mark-rect path, .mark-rule line").count() > 0, name
-            assert one.page.locator(f"[data-chart={name}] [role=graphics-document]").get_attribute("aria-label"), name
-
-
 def test_filters_change_charts_checks_and_answers(browser: "Browser", report: Path) -> None:
     with opened(browser, report) as one:
         page = one.page
@@ -98,15 +88,6 @@ def test_filters_change_charts_checks_and_answers(browser: "Browser", report: Pa
         assert page.locator("#count").inner_text().startswith("1 of ")
         page.select_option("#policy", "")
         assert page.locator("#count").inner_text().startswith("3 of ")
-
-
-def test_another_measure_moves_the_points_and_names_its_gate(browser: "Browser", report: Path) -> None:
-    with opened(browser, report) as one:
-        gate = one.page.locator("[data-chart=quality] svg").get_by_text("gate max_mean_kl")
-        assert gate.count() == 1
-        one.page.select_option("#measure", TITLES["min_top10_overlap"])
-        one.page.locator("[data-chart=quality] svg").get_by_text("gate min_top10_overlap").wait_for()
-        assert gate.count() == 0
 
 
 def test_the_keyboard_alone_reaches_filters_checks_and_reasons(browser: "Browser", report: Path) -> None:
@@ -158,45 +139,6 @@ def test_nothing_is_wider_than_a_phone(browser: "Browser", report: Path, width: 
                && e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.outerHTML.slice(0, 80))"""
         )
         assert outside == []
-
-
-def test_page_and_charts_are_dark_or_light_as_the_system_is_and_white_on_paper(browser: "Browser", report: Path) -> None:
-    background = "getComputedStyle(document.documentElement).backgroundColor"
-    label = "getComputedStyle(document.querySelector('[data-chart=quality] .role-axis-label text')).fill"
-    seen = []
-    for scheme in ("dark", "light"):
-        with opened(browser, report, color_scheme=scheme) as one:
-            seen.append((one.page.evaluate(background), one.page.evaluate(label)))
-            one.page.emulate_media(media="print")
-            assert one.page.evaluate(background) == "rgb(255, 255, 255)"
-    (dark, dark_label), (light, light_label) = seen
-    assert dark != light == "rgb(255, 255, 255)"
-    assert dark_label != light_label
-
-
-def test_paper_cuts_nothing_off(browser: "Browser", report: Path) -> None:
-    with opened(browser, report, viewport={"width": 1400, "height": 900}) as one:
-        one.page.set_viewport_size({"width": 1030, "height": 700})  # A4 lying, less its margins
-        one.page.wait_for_timeout(200)
-        one.page.emulate_media(media="print")
-        outside = one.page.evaluate(
-            """[...document.querySelectorAll("main table, main svg, main pre")].filter((e) => e.checkVisibility()
-               && e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.outerHTML.slice(0, 80))"""
-        )
-        assert outside == []
-
-
-def test_long_names_push_no_panel_off_the_page_and_break_between_words(browser: "Browser", tmp_path: Path) -> None:
-    names = [f"int4 kv.sink_tokens={number} kv.eviction.window_tokens=128 kv.value.group_size=32" for number in range(6)]
-    path = write_page(tmp_path / "report.html", [exhibit(tmp_path, name, rows(1)) for name in names], occasion(tmp_path))
-    with opened(browser, path) as one:
-        room, drawn = one.page.evaluate(
-            "[document.querySelector('[data-chart=depth] .chart'), document.querySelector('[data-chart=depth] svg')]"
-            ".map((e) => e.getBoundingClientRect().width)"
-        )
-        assert drawn <= room + 1
-        name = one.page.locator(".overview tbody th bdi", has_text="sink_tokens=0").first
-        assert name.evaluate("e => e.getClientRects().length") <= 4, "a name of four words"
 
 
 def test_without_scripts_all_tables_are_there(browser: "Browser", report: Path) -> None:

@@ -21,7 +21,7 @@ def test_an_engine_of_sglang_is_judged_like_any_other(tmp_path: Path) -> None:
         f"workdir={tmp_path / 'work'}", "backend=sglang", f"backend.python={python}", "backend.context_length=2048",
         "kv=fp8_uncalibrated", "stage=evaluate", "tracking=none", "calibration.samples=2", "calibration.max_length=64",
         "workloads.samples={prose: 1, retrieval: 0, copy: 1, tool_call: 0, multi_turn: 0}", "workloads.max_scored_tokens=16",
-        "workloads.noise_samples=1", "workloads.canary_samples=1", "workloads.rounds=[1.0]",
+        "workloads.noise_samples=1", "workloads.canary_samples=1", "workloads.rounds=[1.0]", "gates.min_baseline_probability=0",
         "workloads.probe={max_tokens: 128, decode_steps: 8, offset_steps: 4, max_batch: 2, requests: 4}",
         "workloads.load={batch: 2, context_tokens: 64, new_tokens: 4, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
     ]  # fmt: skip

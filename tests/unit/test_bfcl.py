@@ -129,16 +129,6 @@ def test_where_no_call_is_right_any_call_is_wrong_and_any_other_text_right() -> 
 
 
 @needs_bfcl
-def test_a_value_that_the_checker_stumbles_over_is_wrong() -> None:
-    texts = ["{}", "[]", "[[1]]", "[{'a': 1}]", "None", "{'a': {'b': 1}}", "..."]
-    for sample in samples("multiple", 30):
-        ((name, values),) = read_calls(sample.reference)[0].items()
-        for text in texts:
-            arguments = ", ".join(f"{key}={text}" for key in values)
-            assert not correct(sample, f"[{name}({arguments})]")
-
-
-@needs_bfcl
 def test_the_prompt_is_bfcls_own_and_the_questions_system_text_follows_it() -> None:
     (sample,) = (s for s in samples("simple_python") if s.id == "bfcl_simple_python_0")
     (system_role, system), (user_role, question) = sample.messages
@@ -194,12 +184,6 @@ def test_a_category_that_cannot_be_judged_is_refused_in_one_line(category: str) 
         f"workloads.bfcl.categories={category}: {reasons[0] if reasons else 'no such category'}; choose among"
     )
     assert "\n" not in message
-
-
-def test_no_category_or_one_twice_is_refused() -> None:
-    for categories in ("[]", "[multiple,multiple]"):
-        with pytest.raises(UserError, match="each once"):
-            plan(["workloads=bfcl", f"workloads.bfcl.categories={categories}"], multirun=False)
 
 
 @needs_bfcl

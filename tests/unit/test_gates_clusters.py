@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.gate_clusters import HARMLESS, KINDS, Kind, drawn, judged, main
+from benchmarks.gate_clusters import HARMLESS, KINDS, Kind, drawn, judged
 from pipeline.statistics.bounds import EVENT_CORRELATION
 from pipeline.statistics.paired import Pairs, effective_pairs, inferiority_p, noninferiority_p
 
@@ -56,10 +56,3 @@ def test_documents_that_flip_as_a_whole_in_all_of_their_samples_have_a_p_value_t
     assert half.lost + half.gained <= half.n + 1e-9
     for pairs in (everything, half):
         assert np.isfinite([noninferiority_p(pairs, 0.05), inferiority_p(pairs, 0.05)]).all()
-
-
-def test_the_benchmark_prints_a_line_for_each_correlation(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--runs", "2", "--rounds", "0.5,1"])
-    printed = capsys.readouterr().out
-    assert "| rho | 40 x 4, one look | 40 x 4, 2 looks |" in printed
-    assert all(f"\n| {rho} | " in printed for rho in ("0", "0.06", "0.2", "0.5"))

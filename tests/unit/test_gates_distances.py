@@ -160,3 +160,13 @@ def test_the_slopes_error_is_that_of_documents() -> None:
     repeated = bounds.clustered_slope(np.repeat(x, 3), np.repeat(0.3 * x + level, 3), [str(i // 3) for i in range(180)])
     assert repeated == pytest.approx((slope, error))
     assert error == pytest.approx(0.1 / (x.std() * math.sqrt(60)), rel=0.3)
+
+
+def test_a_capped_mean_is_called_so_beside_the_mean_that_tables_and_charts_show() -> None:
+    ruined = [row("copy", n, True, True, mean_kl=4.0 if n == 0 else 0.001) for n in range(64)]
+    line = next(one for one in lines("max_mean_kl", EMPTY, ruined) if one.gate == "max_mean_kl")
+    assert "mean KL 0.003328 where a document counts as 0.15 at most (0.06348 whole)" in line.reason
+    whole = [row("copy", n, True, True, mean_kl=4.0) for n in range(64)]
+    line = next(one for one in lines("max_mean_kl", EMPTY, whole) if one.gate == "max_mean_kl")
+    assert line.status == "FAIL"
+    assert "mean KL 4, " in line.reason

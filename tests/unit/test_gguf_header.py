@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize
-from gguf_files import VOCAB_SIZE, random_model, write_gguf
+from gguf_files import VOCAB_SIZE, bpe_metadata, random_model, write_gguf
 
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.compose import plan
@@ -110,6 +110,21 @@ def test_every_type_of_tensor_is_one_that_the_package_dequantizes_in_these_sizes
 )
 def test_what_cannot_be_converted_right_is_refused(keys: dict[str, Any], problem: str, tmp_path: Path) -> None:
     assert problem in refusal(write_gguf(tmp_path / "model.gguf", "Llama", random_model("Llama"), **keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        (bpe_metadata(), "Gemma 3 has a tokenizer of kind llama"),
+        ({"tokenizer.ggml.add_space_prefix": None}, "Gemma 3 has a tokenizer of kind llama that puts no space before"),
+        ({"gemma3.attention.sliding_window": None}, "gemma3.attention.sliding_window must be a positive int, got None"),
+        ({"gemma3.attention.sliding_window_pattern": [True]}, "sliding_window_pattern must be a positive int, got [True]"),
+        ({"gemma3.final_logit_softcapping": 30.0}, "gemma3.final_logit_softcapping=30.0 is not supported"),
+    ],
+    ids=["byte-level", "space", "no window", "windows as a list", "softcap"],
+)
+def test_a_gemma_3_that_would_be_another_model_is_refused(keys: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    assert problem in refusal(write_gguf(tmp_path / "model.gguf", "Gemma3", random_model("Gemma3"), **keys))
 
 
 def test_a_bias_that_transformers_would_drop_is_refused(tmp_path: Path) -> None:

@@ -70,19 +70,6 @@ def test_every_row_of_codes_begins_at_16_bytes() -> None:
             assert ITEM_BYTES[dtype] * shape[-1] % 16 == 0, (layout, name)
 
 
-def test_scales_have_the_shapes_that_the_granularity_says() -> None:
-    layout = CacheLayout(3, 128, SideLayout("int8", "per_head"), SideLayout("int4", "per_group", 32))
-    assert layout.static_scales() == {"key_scale": ("float32", (3,))}
-    assert layout.pools(5)["value_scale_pool"] == ("float16", (5, 3, 64, 4))
-    assert "key_scale_pool" not in layout.pools(5)
-    assert layout.exact_buffers(5) == {}
-    assert CacheLayout(3, 64, FP8_TENSOR, BF16).static_scales() == {"key_scale": ("float32", (1,))}
-    assert CacheLayout(3, 64, FP8_TOKEN, BF16).pools(2)["key_scale_pool"] == ("float16", (2, 3, 64, 1))
-    blocks = CacheLayout(3, 64, FP8_TENSOR, NVFP4)
-    assert blocks.static_scales() == {"key_scale": ("float32", (1,)), "value_scale": ("float32", (1,))}
-    assert blocks.pools(2)["value_scale_pool"] == ("float8_e4m3fn", (2, 3, 64, 4))
-
-
 def test_constants_and_bytes_are_those_of_the_policies() -> None:
     assert PAGE_TOKENS == POLICY_PAGE_TOKENS
     assert (page_format.MIN_SCALE, page_format.MAX_SCALE) == (spec.MIN_SCALE, spec.MAX_FLOAT16)
@@ -104,22 +91,6 @@ def test_constants_and_bytes_are_those_of_the_policies() -> None:
             form.code.storage.torch,
             form.code.scale_storage.torch,
         )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"dtype": "fp8_e5m2"}, "dtype must be one of fp16, bf16, fp8_e4m3, int8, int4, nvfp4, got fp8_e5m2"),
-        ({"dtype": "int4", "granularity": "per_head"}, "int4 must be one of per_token, per_group, got per_head"),
-        ({"dtype": "bf16", "granularity": "per_token"}, "bf16 must be one of none, got per_token"),
-        ({"dtype": "int4", "granularity": "per_group", "group_size": 16}, "group_size must be one of 32, 64, 128, got 16"),
-        ({"dtype": "int8", "granularity": "per_token", "group_size": 64}, "group_size must be None .* got 64"),
-        ({"dtype": "nvfp4", "granularity": "per_group", "group_size": 32}, "group_size must be one of 16, got 32"),
-    ],
-)
-def test_a_side_that_no_kernel_reads_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SideLayout(**arguments)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Sizes of plans whose tensors TensorRT's layers cannot address."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -45,18 +44,6 @@ def test_sizes_that_a_refusal_proposes_are_taken(max_batch: int, max_tokens: int
     assert refused(max_batch, max_tokens) == ""
 
 
-def test_the_scores_of_a_chunk_pass_before_the_pool_where_there_is_one_sequence() -> None:
-    """32 heads x 1,024 rows x (64,512 positions and 1,024 new ones) is 2^31."""
-    message = refused(1, 64_512)
-    assert "the scores of a chunk of 1,024 tokens against all positions of the pages" in message
-    (proposed,) = re.findall(r"set at most backend\.max_tokens=(\d+)$", message)
-    assert refused(1, int(proposed)) == ""
-
-
-def test_layers_with_the_plugin_are_not_counted() -> None:
-    assert refused(1024, 1 << 20, range(0)) == ""
-
-
 @pytest.mark.parametrize(
     ("max_batch", "max_tokens", "native", "rows"),
     [
@@ -82,12 +69,6 @@ def test_as_many_prompts_prefill_together_as_function_bodies_have_room_for(
         positions = 64 * shared.sequence_pages + chunk
         assert rows * Q_HEADS * chunk * positions <= MOST_SHARED_ELEMENTS
         assert rows == min(4, max_batch) or more.prefill_rows * Q_HEADS * chunk * positions > MOST_SHARED_ELEMENTS
-
-
-def test_the_scores_of_prompts_that_prefill_together_are_counted() -> None:
-    limits = Limits(FP16_POLICY, 4, 1024)
-    one, four = (largest(replace(limits, prefill_rows=rows), LLAMA, Q_HEADS, 0) for rows in (1, 4))
-    assert four[0] == 4 * one[0] == 4 * Q_HEADS * 1024 * 2048
 
 
 def test_prompts_are_cut_as_if_alone_and_run_with_those_of_their_bucket() -> None:

@@ -12,7 +12,7 @@ from pipeline.core.records import Sample
 from stages.checkpoints import load_tokenizer
 from stages.evaluate.inputs.tokens import BundleTokenizer
 from stages.quantize.calibration import calibration_texts, tokenize
-from stages.workloads.prompts import prompt_ids, render, token_ids
+from stages.workloads.prompts import prompt_ids, render
 
 CHAT = Sample(
     id="chat-1", workload="w", reference="blue",
@@ -23,10 +23,6 @@ NO_SYSTEM = (
     "{% elif (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
     "{% else %}[{{ m['role'] }}]{{ m['content'] }}{% endif %}{% endfor %}"
 )
-
-
-def quiet(*_: object) -> None:
-    """No progress."""
 
 
 @pytest.fixture
@@ -49,12 +45,6 @@ def test_messages_are_rendered_by_the_chat_template_with_one_bos(tokenizer: Any)
     assert ids.count(tokenizer.bos_token_id) == 1
 
 
-def test_a_raw_prompt_gets_the_tokenizers_special_tokens_once(tokenizer: Any) -> None:
-    plain, with_bos = (Sample(id="p", workload="w", prompt=text, reference="x") for text in ("Once", "<|bos|>Once"))
-    assert prompt_ids(tokenizer, plain)[0] == tokenizer.bos_token_id
-    assert prompt_ids(tokenizer, plain) == prompt_ids(tokenizer, with_bos)
-
-
 def test_a_template_that_writes_no_bos_gets_none(tokenizer: Any) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     assert tokenizer.bos_token_id not in prompt_ids(tokenizer, CHAT)
@@ -66,10 +56,6 @@ def test_calibration_sees_the_tokens_that_evaluation_feeds(tokenizer: Any) -> No
     assert tokenize(tokenizer, texts, 1024, len(tokenizer)) == [prompt_ids(tokenizer, sample) for sample in (CHAT, raw)]
 
 
-def test_token_ids_are_cut(tokenizer: Any) -> None:
-    assert token_ids(tokenizer, "Once upon a time", 3) == token_ids(tokenizer, "Once upon a time")[:3]
-
-
 @pytest.mark.parametrize("template", [None, ""])
 def test_a_base_models_messages_become_lines_with_the_assistants_turn_opened(tokenizer: Any, template: str | None) -> None:
     tokenizer.chat_template = template
@@ -79,23 +65,9 @@ def test_a_base_models_messages_become_lines_with_the_assistants_turn_opened(tok
     assert prompt_ids(tokenizer, CHAT)[0] == tokenizer.bos_token_id
 
 
-def test_evaluation_takes_a_base_models_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
-    tokenizer.chat_template = None
-    opened = BundleTokenizer(saved(tokenizer, tmp_path))
-    assert opened.prompt_ids(CHAT) == prompt_ids(tokenizer, CHAT)
-
-
 def test_a_template_without_a_system_role_gets_its_text_in_the_users_turn(tokenizer: Any) -> None:
     tokenizer.chat_template = NO_SYSTEM
     assert render(tokenizer, CHAT) == ("<|bos|>[user]Be brief.\n\nWhich colour?[assistant]Of what?[user]The sky.")
-
-
-def test_several_system_messages_join_the_users_turn_that_follows(tokenizer: Any) -> None:
-    tokenizer.chat_template = NO_SYSTEM
-    messages = (("system", "One."), ("system", "Two."), ("user", "Go."))
-    assert render(tokenizer, Sample(id="s", workload="w", messages=messages, reference="x")).endswith(
-        "[user]One.\n\nTwo.\n\nGo."
-    )
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,9 @@ def test_the_champion_stays_where_nothing_better_passed_unless_a_name_is_given(
     assert rival(small) is None, "it was judged anew"
     other = changed(small, baseline=Cited(path=tmp_path, digest="of other weights"))
     assert rival(large, champion=other) is None
+    rebuilt = changed(other, checkpoint="of one")
+    assert rival(changed(large, checkpoint="of one"), champion=rebuilt) is not None
+    assert rival(changed(large, checkpoint="of another"), champion=rebuilt) is None
     says_no = lambda *_: Verdict(status="FAIL", reasons=[], checks=[], samples_needed={})  # noqa: E731
     assert rival(large, decide=says_no) is None
 
@@ -212,16 +215,6 @@ def test_previous_is_set_before_champion_moves_and_promoting_the_champion_again_
     assert not again.changed
     assert "champion already" in again.message
     assert len(registry.moves) == 3
-
-
-def test_promotion_after_an_interrupted_one_repairs_the_aliases(tmp_path: Path, registry: MemoryRegistry) -> None:
-    one, two = make(tmp_path, registry, "int8"), make(tmp_path, registry, "fp8")
-    promote(registry, one)
-    registry.aliases["previous"] = "1"  # killed between the two moves
-    with pytest.raises(UserError, match="no previous champion"):
-        rollback(registry)
-    promote(registry, two)
-    assert registry.aliases == {"champion": "2", "previous": "1"}
 
 
 def test_rollback_brings_the_previous_champion_back_once(tmp_path: Path, registry: MemoryRegistry) -> None:

@@ -13,8 +13,8 @@ from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, LayerOverride, Side, Window
 from stages.engines.tensorrt import library as library_module
-from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
-from stages.engines.tensorrt.config import TensorRTConfig, TensorRTRTXConfig
+from stages.engines.tensorrt.backend import TensorRTBackend
+from stages.engines.tensorrt.config import TensorRTConfig
 from stages.engines.tensorrt.library import load
 from stages.engines.tensorrt.plan import GraphRefusal, refusal
 from stages.engines.tensorrt.plugin import check_gpu
@@ -70,25 +70,12 @@ def test_a_release_whose_calls_are_not_known_is_refused_with_both_versions(
         load(name)
 
 
-@pytest.mark.parametrize("version", ["10.14.1.48.post1", "11.4.0.106"])
-def test_releases_from_the_first_to_the_last_that_was_read_are_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace(__version__=version, ILogger=object))
-    monkeypatch.setitem(sys.modules, "tensorrt.plugin", SimpleNamespace())
-    monkeypatch.setattr(library_module, "_collector", lambda _: None)
-    assert load("tensorrt").version == version
-
-
 @pytest.mark.parametrize("tokens", [64, 65, 1000, 4096])
 def test_no_sequence_has_more_window_pages_than_its_plan(tokens: int) -> None:
     limits = Limits(LAYERED, max_batch=3, max_tokens=4096)
     assert max(LAYERED.window_pages(length) for length in range(tokens + 1)) <= limits.sequence_window_pages
     assert limits.ranges("decode")["Y"].largest == 3
     assert limits.fixed == {"N": 192, "M": 3, "NW": 9}
-
-
-def test_the_chunk_of_a_prefill_is_no_longer_than_a_sequence() -> None:
-    assert Limits(LAYERED, 2, 128).ranges("prefill")["S"].largest == 128
-    assert Limits(LAYERED, 2, 1 << 14).ranges("prefill")["S"].largest == 1024
 
 
 @pytest.mark.parametrize(
@@ -101,11 +88,6 @@ def test_a_refused_input_is_traced_to_the_key_that_chose_its_format(side: str, l
     said = str(refusal(LIBRARY, LAYERED, GraphRefusal("no such type", ["lengths", name]), []))  # type: ignore[arg-type]
     assert said.startswith(f"{key}.dtype=")
     assert f"TensorRT for RTX 1.7 refuses the graph's input {name}: no such type" in said
-
-
-def test_a_refusal_without_an_input_names_the_policy() -> None:
-    said = str(refusal(LIBRARY, LAYERED, GraphRefusal("Some tactics do not have sufficient workspace", []), [89]))  # type: ignore[arg-type]
-    assert said.startswith("kv=layered: TensorRT for RTX 1.7 refuses its graph: Some tactics")
 
 
 def test_a_gpu_without_the_only_target_leaves_none_to_choose() -> None:
@@ -160,12 +142,3 @@ def test_the_gpu_of_the_key_must_be_the_one_that_cuda_builds_on(
 def test_one_target_that_is_not_in_a_list_is_shown_as_one() -> None:
     with pytest.raises(UserError, match=r"^backend\.compute_capabilities: is a list: write \[89\]"):
         plan(["backend=tensorrt_rtx", "backend.compute_capabilities=89"], multirun=False)
-
-
-def test_the_order_of_targets_does_not_matter() -> None:
-    def targets(*given: int) -> object:
-        values = {"compute_dtype": "float16", "max_batch": 2, "max_tokens": 128, "cuda_graphs": True}
-        values |= {"name": "tensorrt_rtx", "compute_capabilities": given}
-        return RTXBackend(TensorRTRTXConfig.model_validate(values)).targets
-
-    assert targets(120, 89) == targets(89, 120) == [89, 120]

@@ -15,9 +15,9 @@ from torch import Tensor
 from pipeline.config.compose import plan
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.kv import KVPolicy
 from pipeline.formats.oracle import Stored
-from pipeline.formats.vllm_token_head.oracle import signs, token_head_values
+from pipeline.formats.vllm_token_head.oracle import signs
 from pipeline.run.inputs import check_inputs
 from stages.engines.oracle.formats import dequantize, quantize
 
@@ -43,12 +43,6 @@ def unpacked(stored: Stored) -> Tensor:
     """Codes 0 to 15."""
     byte = stored.codes.to(torch.int16)
     return torch.cat([byte & 15, (byte >> 4) + 8], dim=-1)
-
-
-def test_the_policies_take_the_bytes_of_vllms_slots() -> None:
-    shape = KVShape(layers=1, kv_heads=1, head_dim=128)
-    assert K8V4.bytes_per_token(shape) == 128 + 64 + 4
-    assert INT4.bytes_per_token(shape) == 2 * (64 + 4)
 
 
 def test_turboquant_values_are_rounded_half_up_from_the_unrounded_range() -> None:
@@ -98,15 +92,6 @@ def test_the_signs_are_those_that_vllm_draws() -> None:
     bits = sum(1 << i for i, sign in enumerate(signs(64)[:16].tolist()) if sign > 0)
     assert f"{bits:04x}" == SIGNS
     assert torch.equal(signs(96), signs(32).repeat(3))
-
-
-@pytest.mark.parametrize("size", [32, 64, 96, 128])
-def test_vllms_rotation_is_undone_to_a_rounding(size: int) -> None:
-    x = torch.randn(3, size, generator=torch.Generator().manual_seed(1))
-    codes = torch.full((3, size), 7.0)
-    scale = torch.ones(3, 1).view(torch.int32) & -16
-    assert dequantize(quantize(x, INT4.key, None), INT4.key, None).sub(x).norm() < 0.1 * x.norm()
-    assert not token_head_values(codes, (scale | 7).view(torch.float32)).any()
 
 
 @pytest.mark.parametrize(

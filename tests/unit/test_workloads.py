@@ -9,7 +9,6 @@ import pytest
 from pipeline.core.records import Sample
 from stages.workloads import WORKLOADS, generate
 from stages.workloads.conversation import compact_json
-from stages.workloads.copying import BRACKETS, code_like
 from stages.workloads.records import similar_ids, similar_records
 from stages.workloads.tools import TOOLS
 
@@ -73,12 +72,6 @@ def test_retrieval_depth_is_where_the_line_stands_and_covers_early_middle_and_la
     assert 0.25 < min(thirds[1]) <= max(thirds[1]) < 0.7
 
 
-def test_retrieval_covers_several_context_sizes() -> None:
-    sizes = [len(dict(facts_in(sample.messages[0][1], "="))) for sample in generate("retrieval", COUNT, 0)]
-    assert min(sizes) < 40
-    assert max(sizes) > 100
-
-
 def test_distractors_share_prefixes_digit_pairs_and_values() -> None:
     for seed in range(40):
         rng = random.Random(seed)
@@ -104,10 +97,6 @@ def test_tool_call_is_valid_against_the_offered_tools_and_copies_the_request() -
         assert dict(part.split("=") for part in stated.split(", ")) == call["arguments"]
 
 
-def test_tools_are_told_apart_by_their_phrases() -> None:
-    assert len({phrase for _, phrase in TOOLS.values()}) == len(TOOLS)
-
-
 def test_multi_turn_answer_is_the_updated_value_where_there_is_one() -> None:
     updated = 0
     for sample in generate("multi_turn", COUNT, 0):
@@ -126,21 +115,3 @@ def test_multi_turn_answer_is_the_updated_value_where_there_is_one() -> None:
 def test_copy_answer_is_the_text_of_the_request() -> None:
     for sample in generate("copy", COUNT, 0):
         assert sample.messages[0][1] == f"Copy:\n{sample.reference}"
-
-
-def test_code_like_text_balances_its_brackets() -> None:
-    for seed in range(40):
-        expected: list[str] = []
-        for symbol in code_like(random.Random(seed), 48).split():
-            if symbol in BRACKETS:
-                expected.append(BRACKETS[symbol])
-            elif symbol in BRACKETS.values():
-                assert symbol == expected.pop()
-        assert not expected
-
-
-def test_prose_is_fidelity_only_and_continues_after_whole_stories() -> None:
-    for sample in generate("prose", COUNT, 0):
-        assert sample.check == "none"
-        assert sample.prompt.endswith(".\n\n")
-        assert 400 < len(sample.reference) < 1600

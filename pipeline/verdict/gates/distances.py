@@ -48,6 +48,14 @@ class Distance:
     shown: Callable[[float], float] = float
     """From such a mean to what is configured and shown."""
 
+    @property
+    def uncut(self) -> str:
+        """Say what the mean is with outliers whole, as tables and charts have it; nothing where none is cut."""
+        values, worst = self.mean.values, self.mean.worst
+        if not (values > worst).any():
+            return ""
+        return f" where a document counts as {self.shown(worst):.3g} at most ({self.shown(float(values.mean())):.4g} whole)"
+
 
 def measured(rows: Sequence[SampleRow], limits: Limits) -> Iterator[Distance]:
     """Yield the distances of some samples."""
@@ -79,14 +87,15 @@ def compared(
     threshold: float,
     shown: Callable[[float], float] = float,
     unclear: LineStatus = "INCONCLUSIVE",
+    uncut: str = "",
 ) -> Check:
-    """Return the line of a figure beside its threshold; `unclear` where the test decided nothing."""
+    """Return the line of a figure beside its threshold; `unclear` where the test decided nothing, `uncut` behind the figure."""
     status: LineStatus = result.decision or unclear
     value, bound = shown(result.value), shown(result.bound)
     judgement = {"PASS": "within", "FAIL": "outside"}.get(status, "not clearly within")
     side = "at least" if key.startswith("min_") else "at most"
     reason = (
-        f"{where}: {label} {value:.4g}, {100 * (1 - result.level):.4g} % bound {bound:.4g}, {judgement} {key} "
+        f"{where}: {label} {value:.4g}{uncut}, {100 * (1 - result.level):.4g} % bound {bound:.4g}, {judgement} {key} "
         f"({side} {threshold:g})"
     )
     return Check(
@@ -94,13 +103,14 @@ def compared(
     )
 
 
+CAP = "; but for a FAIL, a document counts as three times the limit at most"
 MEANS = {
-    "max_mean_kl": Line("Mean KL", "nats per token from FP16", per="workload", lower_bound=True),
+    "max_mean_kl": Line("Mean KL", f"nats per token from FP16{CAP}", per="workload", lower_bound=True),
     "min_top10_overlap": Line(
-        "Top-10 overlap", "share of the ten most likely tokens that both agree on", per="workload", equal=1.0
+        "Top-10 overlap", f"share of the ten most likely tokens that both agree on{CAP}", per="workload", equal=1.0
     ),
-    "max_ppl_ratio": Line("Perplexity ratio", "the policy's over that of FP16", per="workload", equal=1.0),
-    "max_rms_delta_p": Line("RMS change of p", "of the reference token's probability", per="workload"),
+    "max_ppl_ratio": Line("Perplexity ratio", f"the policy's over that of FP16{CAP}", per="workload", equal=1.0),
+    "max_rms_delta_p": Line("RMS change of p", f"of the reference token's probability{CAP}", per="workload"),
 }
 
 
@@ -117,4 +127,5 @@ def distances(evidence: Evidence, limits: Limits) -> Iterator[Check]:
         for one in measured(rows, limits):
             result = one.mean.test(limits.alpha / evidence.together, limits.pass_alpha)
             unclear: LineStatus = "WARNING" if beside else "INCONCLUSIVE"
-            yield compared(one.gate, workload, one.label, result, getattr(limits, one.gate), one.shown, unclear)
+            uncut = "" if result.decision == "FAIL" else one.uncut
+            yield compared(one.gate, workload, one.label, result, getattr(limits, one.gate), one.shown, unclear, uncut)

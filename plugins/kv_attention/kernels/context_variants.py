@@ -46,14 +46,7 @@ def context_variant(setting: Setting) -> Variant:
 
 
 def context_blocks(tokens: int, sequences: int, variant: Variant, *, ragged: bool) -> int:
-    """Return the blocks of query rows of a KV head, those without rows included.
-
-    Args:
-        tokens: X, new tokens of all sequences.
-        sequences: B.
-        variant: Of context_partial.
-        ragged: Whether the sequences have different numbers of new tokens.
-    """
+    """Return the blocks of query rows of a KV head, those without rows included."""
     group, columns = int(variant.constants["G"]), int(variant.constants["N"])
     if ragged:
         return tokens * group // columns + sequences

@@ -39,11 +39,6 @@ SCALED_WORDS = for_bytes(
 def decode_blocks(stored, T: tl.constexpr, C: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr):
     """Decode words (T / 2, C / 4) of four bytes of an even and of the odd token, times their blocks' scales.
 
-    Args:
-        stored: A chunk as with_block_scales of tiles.py returns it.
-        T: Tokens of the tile.
-        C: Channels of the chunk.
-
     Returns:
         As decode_words of int4: for each byte a pair (even, odd) of the low and one of the high bits, over NVFP4_GAIN.
     """

@@ -4,8 +4,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import ClassVar
 
-from pipeline.artifacts.backend import Artifacts, Backend, Source
+from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
+from pipeline.checkpoint.description import refuse_other_attention
 from pipeline.core.engine import Engine
+from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
 from stages.engines.interpreter.config import InterpreterConfig
@@ -25,6 +27,19 @@ class InterpreterBackend(Backend):
     def compute_dtype(self) -> str | None:
         """None: GPU kernels of other libraries quantize queries and accumulate as they see fit."""
         return None
+
+    def _check_checkpoint(self, job: Job, instead: str = "") -> None:
+        """Refuse what a library that is given the checkpoint as it is does not hold; `instead` is added to the hint."""
+        refuse_other_attention(job.checkpoint, f"backend={self.config.name} was not shown to keep to that")
+        if job.weights != "none":
+            raise UserError(
+                f"weights={job.weights}: backend={self.config.name} is given 16-bit weights; set weights=none{instead}"
+            )
+        if self.config.context_limit > job.checkpoint.max_positions:
+            raise UserError(
+                f"backend.{self.config.length_key}={self.config.context_limit}: the model was made for "
+                f"{job.checkpoint.max_positions} tokens; set at most that"
+            )
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
         """Return the quantized checkpoint."""

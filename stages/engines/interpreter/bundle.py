@@ -8,11 +8,14 @@ from typing import Any, TypeVar
 from pipeline.artifacts.digest import tree_files
 from pipeline.artifacts.files import link_or_copy
 from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
+from pipeline.checkpoint.exports import holder
 from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.records import Progress
 from pipeline.core.scales import KVScales
 from stages.engines.bundle import BuiltFor, BundleRecord, open_record, read_policy, read_scales, write_bundle, write_policy
-from stages.engines.interpreter.process import Interpreter
+from stages.engines.interpreter.config import InterpreterConfig
+from stages.engines.interpreter.process import Interpreter, Program, probe
 
 CHECKPOINT = "checkpoint"
 """Folder of the checkpoint that is served."""
@@ -40,15 +43,27 @@ class ServedBundle(BundleRecord):
 B = TypeVar("B", bound=ServedBundle)
 
 
-def begin_bundle(checkpoint: Path, out: Path, policy: KVPolicy, scales: Path) -> tuple[CheckpointInfo, KVScales]:
-    """Write policy, scales and tokenizer to `out`; return what the checkpoint is, and the scales."""
+def cannot_hold(policy: KVPolicy, backend: str, reason: str, choices: str) -> str:
+    """Say why a library's cache is not the policy's, and what is."""
+    return (
+        f"kv={policy.name}: backend={backend} cannot hold it ({reason}); choose {choices}, or {holder(policy)}, which runs it"
+    )
+
+
+def begin_bundle(
+    program: Program, config: InterpreterConfig, checkpoint: Path, out: Path, policy: KVPolicy, scales: Path, progress: Progress
+) -> tuple[Interpreter, CheckpointInfo, KVScales]:
+    """Write policy, scales and tokenizer to `out`; return the library, what the checkpoint is, and the scales."""
+    interpreter = probe(program, config.python)
+    if interpreter.unread is not None:
+        progress(interpreter.unread, 0, 0)
     info = inspect_checkpoint(checkpoint)
     measured = read_scales(scales, policy, info.shape)
     write_policy(out, policy, measured)
     for name in TOKENIZER_FILES:
         if (checkpoint / name).is_file():
             shutil.copyfile(checkpoint / name, out / name)
-    return info, measured
+    return interpreter, info, measured
 
 
 def copy_checkpoint(names: Iterable[str], source: Path, out: Path) -> None:

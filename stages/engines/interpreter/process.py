@@ -151,11 +151,6 @@ class Worker:
     def __init__(self, program: Program, python: str, **environment: str) -> None:
         """Start the process.
 
-        Args:
-            program: The library.
-            python: The interpreter.
-            environment: Variables that it gets besides the program's and this process's own, of which it gets no secrets.
-
         Raises:
             MissingRequirement: The interpreter cannot be started.
         """
@@ -206,13 +201,6 @@ class Worker:
 
         After any exception except WorkerError, an interrupt included, the worker and all its children are gone: otherwise a
         later request could get the answer to this one.
-
-        Args:
-            op: Name of the request.
-            timeout_s: Seconds until the answer.
-            key: The configuration's key that gives `timeout_s`.
-            answer: The record of the answer.
-            fields: The request's fields.
 
         Raises:
             WorkerError: The worker answered with an error.

@@ -20,12 +20,12 @@ import numpy as np
 
 from pipeline.core.engine import Continuation, Engine, check_tokens
 from pipeline.core.errors import UserError
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy
+from pipeline.core.kv import PAGE_TOKENS
 from pipeline.core.records import LoadTimes, MemoryReport
 from stages.engines.base import Logits, SequenceTable
-from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle
+from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, open_bundle
 from stages.engines.interpreter.config import InterpreterConfig
-from stages.engines.interpreter.process import A, Interpreter, Worker, WorkerError
+from stages.engines.interpreter.process import A, Program, Worker, WorkerError, probe
 from stages.engines.interpreter.protocol import EmptyAnswer, Generation, Loaded, RunAnswer
 
 TIMEOUT_KEY = "backend.request_timeout_s"
@@ -53,24 +53,31 @@ class RequestEngine(Engine):
     another engine ends this one's worker, and this one's next request starts it again.
     """
 
-    length_key: ClassVar[str]
-    """The configuration's key that bounds a sequence."""
+    program: ClassVar[Program]
+    record: ClassVar[type[ServedBundle]] = ServedBundle
+    """Of its `bundle.json`."""
     max_tokens: int
     max_batch: int
     _static_scale_bytes = 0
     """Of all layers, as the library stores them."""
     _running: ClassVar["weakref.ref[RequestEngine] | None"] = None
 
-    def __init__(
-        self, bundle: Path, described: ServedBundle, policy: KVPolicy, interpreter: Interpreter, config: InterpreterConfig
-    ) -> None:
-        super().__init__(policy, described.shape, described.vocab_size)
-        self.max_tokens, self.max_batch = described.max_tokens, described.max_batch
-        self._bundle, self._interpreter, self._timeout_s = bundle.absolute(), interpreter, config.request_timeout_s
+    def __init__(self, bundle: Path, config: InterpreterConfig) -> None:
+        """Open a bundle; the library itself starts with the first request."""
+        self._described, policy, self._scales = open_bundle(bundle, self.record, config.name)
+        self._interpreter = probe(self.program, config.python)
+        self._check_machine(bundle)
+        super().__init__(policy, self._described.shape, self._described.vocab_size)
+        self.max_tokens, self.max_batch = self._described.max_tokens, self._described.max_batch
+        self._bundle, self._config = bundle.absolute(), config
         self._sequences: SequenceTable[_Sequence] = SequenceTable()
         self._worker: Worker | None = None
         self._fault = 1.0
         self._faulted: tempfile.TemporaryDirectory[str] | None = None
+
+    def _check_machine(self, bundle: Path) -> None:
+        """Raise MissingRequirement where the bundle is for another release, or another machine."""
+        self._interpreter.require_release(bundle, self._described.built_for)
 
     @abstractmethod
     def _open(self) -> Worker:
@@ -84,7 +91,7 @@ class RequestEngine(Engine):
         """Start a worker and let it load a model. Raises UserError, and ends the worker, when it cannot."""
         worker = Worker(self._interpreter.program, self._interpreter.python, **environment)
         try:
-            worker.call("open", self._timeout_s, key=TIMEOUT_KEY, answer=EmptyAnswer, model=str(model), **fields)
+            worker.call("open", self._config.request_timeout_s, key=TIMEOUT_KEY, answer=EmptyAnswer, model=str(model), **fields)
         except WorkerError as error:
             worker.close()
             raise worker.refusal(f"cannot load {model}: {error}") from error
@@ -113,10 +120,8 @@ class RequestEngine(Engine):
     def _check_fits(self, prompt: int, tokens: int) -> None:
         """Raise UserError for a request of so many tokens of a prompt and after it that the engine cannot hold."""
         if prompt + tokens > self.max_tokens:
-            raise UserError(
-                f"backend.{self.length_key}={self.max_tokens}: a prompt of {prompt} tokens with {tokens} more does not fit; "
-                "raise it"
-            )
+            limit = f"backend.{self._config.length_key}={self.max_tokens}"
+            raise UserError(f"{limit}: a prompt of {prompt} tokens with {tokens} more does not fit; raise it")
 
     def _prefill_batch(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
         """As `prefill`, all prompts in one request."""
@@ -206,13 +211,7 @@ class RequestEngine(Engine):
     def _run(
         self, requests: Sequence[Request], seen: Callable[[Sequence[Generation]], None] = lambda _: None, **fields: object
     ) -> list[tuple[list[int], Logits]]:
-        """Run requests; return for each its tokens and the logits of the steps that are not left out.
-
-        Args:
-            requests: The requests, which are in flight at once.
-            seen: Called with the answers while their files are there.
-            fields: What else the worker is asked for.
-        """
+        """Run requests; return for each its tokens and the logits of the steps that are not left out."""
         if not requests:
             return []
         for prompt, _, tokens, _ in requests:
@@ -233,7 +232,7 @@ class RequestEngine(Engine):
             self._worker = self._only_one()
         library = self._worker.program.library
         try:
-            return self._worker.call(op, self._timeout_s, key=TIMEOUT_KEY, answer=answer, **fields)
+            return self._worker.call(op, self._config.request_timeout_s, key=TIMEOUT_KEY, answer=answer, **fields)
         except WorkerError as error:
             raise RuntimeError(f"{library}: {op}: {error}") from error
         except BaseException:  # the worker is gone, as Worker.call says

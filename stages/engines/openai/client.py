@@ -50,13 +50,7 @@ class Client:
     """A server by its URL."""
 
     def __init__(self, config: OpenAIConfig, setting: str, url: str) -> None:
-        """Prepare requests; nothing is sent.
-
-        Args:
-            config: Time-out, retries, and the variable that holds the key, which is taken out of every message.
-            setting: The configuration's key that gives the URL: `backend.url`.
-            url: http://HOST:PORT
-        """
+        """Prepare requests; nothing is sent."""
         self.url, self.where = url, f"{setting}={url}"
         self._config, self._api_key = config, config.api_key()
         self._times = f", {config.retries + 1} times" if config.retries else ""

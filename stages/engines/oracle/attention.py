@@ -91,10 +91,10 @@ class Fed:
             for position in (range(end - count, end) if decoded else (end - 1,))
         ]
 
-    def spans(self, chunk: int, longest: int, *, itself: bool) -> list[Span]:
-        """Return the rows of a pass that is `longest` tokens long; what pads it is a chunk that nothing reads."""
+    def spans(self, chunk: int, *, itself: bool) -> list[Span]:
+        """Return the rows of a pass over the whole sequence."""
         spans, first = [], 0
-        for count, decoded in (*self.pieces, (longest - len(self.tokens), False)):
+        for count, decoded in self.pieces:
             end = first + count
             starts = () if decoded else range(first, end, chunk)
             spans += [Span(begin, min(begin + chunk, end), begin, itself) for begin in starts]
@@ -132,6 +132,19 @@ class View(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Joined:
+    """Sequences one after the other in one row of a batch: nothing pads them."""
+
+    views: Sequence[View]
+    lengths: Sequence[int]
+
+    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, asked: LayerAttention) -> Tensor:
+        """Let each sequence attend to its own tokens; shapes as in `View`."""
+        parts = zip(self.views, *(torch.split(x, list(self.lengths), dim=-2) for x in (q, key, value)), strict=True)
+        return torch.cat([view.attend(layer, *part, asked) for view, *part in parts], dim=-2)
+
+
 class BlockView(ABC):
     """A view whose rows read copies that are known before any of them attends."""
 
@@ -163,14 +176,7 @@ def check_finite(key: Tensor, value: Tensor, layer: int, sequence: str, first_ro
 
 
 def plan(policy: KVPolicy, spans: Sequence[Span], row_bytes: int, slides: Collection[int | None] = (None,)) -> list[Block]:
-    """Cut `spans` into blocks of at most BLOCK_ROWS rows.
-
-    Args:
-        policy: How the cache is stored.
-        spans: The rows.
-        row_bytes: Bytes of the longest row's scores.
-        slides: The windows that the model's layers have.
-    """
+    """Cut `spans` into blocks of at most BLOCK_ROWS rows."""
     rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // max(1, row_bytes)))
     blocks = []
     for span in spans:

@@ -144,12 +144,7 @@ def _tensor(array: npt.NDArray[Any] | None) -> Tensor | None:
 
 @contextmanager
 def disturbed(model: Any, rounding: float) -> Iterator[None]:
-    """Within this context, the output of every layer of the batch's second half is off by normal noise.
-
-    Args:
-        model: transformers' causal language model.
-        rounding: The noise's size, relative to the root mean square of each token's vector.
-    """
+    """Within this context, the output of every layer of the batch's second half is off by normal noise."""
     generator = torch.Generator().manual_seed(0)
 
     def disturb(module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001  (torch's signature)

@@ -48,13 +48,7 @@ class KernelLayers:
 
 
 def choose_layers(policy: KVPolicy, shape: KVShape, q_heads: int) -> KernelLayers:
-    """Return the layouts of the layers that the kernels hold, and the reasons for the others.
-
-    Args:
-        policy: Any policy, whether its formats fit the model or not.
-        shape: The model's shape.
-        q_heads: The model's query heads.
-    """
+    """Return the layouts of the layers that the kernels hold, and the reasons for the others."""
     layers = KernelLayers({}, {})
     for layer in range(shape.layers):
         layout = layer_layout(policy, shape, layer, q_heads)
@@ -90,11 +84,7 @@ def layer_layout(policy: KVPolicy, shape: KVShape, layer: int, q_heads: int) -> 
 
 
 def check_kernels(policy: KVPolicy, shape: KVShape, q_heads: int) -> list[CacheLayout]:
-    """Return the layout of every layer's cache.
-
-    Raises:
-        UserError: The kernels do not hold some layer's cache; names the key, the value and the fix.
-    """
+    """Return the layout of every layer's cache."""
     layers = choose_layers(policy, shape, q_heads)
     if layers.refusals:
         # A format is named before the model: it is what the user can choose.

@@ -25,12 +25,6 @@ class PrefixCache:
     def __init__(self, engine: Engine, identity: str, *, chunk: int, most_tokens: int) -> None:
         """Keep nothing yet.
 
-        Args:
-            engine: The engine whose sequences they are.
-            identity: Digest of all that decides what the cache holds of a prompt: weights, policy, scales.
-            chunk: Tokens of one prefill run of the engine.
-            most_tokens: Most tokens that are kept.
-
         Raises:
             UserError: Chunks are not whole pages, or not one of them may be kept.
         """
@@ -61,11 +55,6 @@ class PrefixCache:
         self, prompt: Sequence[int], start: Callable[[], int], prefill: Callable[[int, Sequence[int]], object]
     ) -> tuple[int, int]:
         """Start a sequence with all of a prompt but its last chunk, and keep what was not kept yet.
-
-        Args:
-            prompt: The prompt.
-            start: Starts an empty sequence.
-            prefill: Appends a chunk to a sequence.
 
         Returns:
             The sequence, and the tokens that it holds.

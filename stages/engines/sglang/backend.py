@@ -1,8 +1,7 @@
 """backend=sglang: SGLang in an interpreter of its own."""
 
 from pipeline.artifacts.backend import Job
-from pipeline.checkpoint.description import refuse_other_attention
-from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.errors import MissingRequirement
 from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.process import probe
 from stages.engines.sglang.build import PROGRAM, cache_dtype
@@ -22,14 +21,7 @@ class SglangBackend(InterpreterBackend):
         if not job.builds:
             return
         cache_dtype(job.policy, self.config)
-        refuse_other_attention(job.checkpoint, "backend=sglang was not shown to keep to that")
-        if job.weights != "none":
-            raise UserError(f"weights={job.weights}: backend=sglang is given 16-bit weights; set weights=none")
-        if self.config.context_length > job.checkpoint.max_positions:
-            raise UserError(
-                f"backend.context_length={self.config.context_length}: the model was made for "
-                f"{job.checkpoint.max_positions} tokens; set at most that"
-            )
+        self._check_checkpoint(job)
         if not probe(PROGRAM, self.config.python).devices and job.judges:
             raise MissingRequirement(f"backend.python={self.config.python}: SGLang finds no GPU there; {PROGRAM.hint}")
 

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.exports import beyond_one_format, describe_format, holder
+from pipeline.checkpoint.exports import beyond_one_format, describe_format
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
-from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, begin_bundle, copy_checkpoint, end_bundle
-from stages.engines.interpreter.process import Program, probe
+from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, begin_bundle, cannot_hold, copy_checkpoint, end_bundle
+from stages.engines.interpreter.process import Program
 from stages.engines.sglang import worker
 from stages.engines.sglang.config import SglangConfig
 
@@ -24,22 +24,13 @@ PROGRAM = Program(
     read=(READ,),
 )
 COMMAND_FILE = "launch.txt"
-CHOICES = "kv=fp16, bf16, fp8_uncalibrated or fp8_e5m2"
 
 
 def build_bundle(
     checkpoint: Path, out: Path, config: SglangConfig, *, policy: KVPolicy, scales: Path, progress: Progress
 ) -> None:
-    """Write a bundle of a quantized checkpoint to the empty directory `out`; `scales` are all 1.0 or none.
-
-    Raises:
-        UserError: SGLang has no such cache.
-        MissingRequirement: SGLang is not installed.
-    """
-    interpreter = probe(PROGRAM, config.python)
-    if interpreter.unread is not None:
-        progress(interpreter.unread, 0, 0)
-    info, _ = begin_bundle(checkpoint, out, policy, scales)
+    """Write a bundle of a quantized checkpoint to the empty directory `out`; `scales` are all 1.0 or none."""
+    interpreter, info, _ = begin_bundle(PROGRAM, config, checkpoint, out, policy, scales, progress)
     copy_checkpoint((*info.weight_files, *info.other_files), info.path, out / CHECKPOINT)
     arguments = server_args(config, cache_dtype(policy, config))
     flags = [f"--{name.replace('_', '-')} {value}" for name, value in arguments.items() if not isinstance(value, bool)]
@@ -59,9 +50,7 @@ def cache_dtype(policy: KVPolicy, config: SglangConfig) -> str:
     if reason is None and key.code.sglang is not None and key.scale == "uncalibrated" and key.rotation == "none":
         return key.code.sglang
     reason = reason or f"{describe_format(key)} has no equal there, or takes scales, which are not handed over"
-    raise UserError(
-        f"kv={policy.name}: backend=sglang cannot hold it ({reason}); choose {CHOICES}, or {holder(policy)}, which runs it"
-    )
+    raise UserError(cannot_hold(policy, "sglang", reason, "kv=fp16, bf16, fp8_uncalibrated or fp8_e5m2"))
 
 
 def server_args(config: SglangConfig, cache: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ class SglangConfig(InterpreterConfig):
     """SGLang: the arguments of its server, by their own names."""
 
     name: Literal["sglang"]
+    length_key = "context_length"
     dtype: Literal["float16", "bfloat16"]
     """Type of activations and of a cache that is not quantized."""
     context_length: Annotated[int, Field(ge=PAGE_TOKENS)]
@@ -24,7 +25,3 @@ class SglangConfig(InterpreterConfig):
     """Share of the memory for weights and cache."""
     attention_backend: str | None
     """Kernels of attention by the release's own name; null is its choice."""
-
-    @property
-    def context_limit(self) -> int:
-        return self.context_length

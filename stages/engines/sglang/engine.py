@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
-from pipeline.core.kv import KVPolicy
 from stages.engines.base import LOGIT_STEP
-from stages.engines.interpreter.bundle import ServedBundle, copy_checkpoint, open_bundle
-from stages.engines.interpreter.process import Interpreter, Worker, probe
+from stages.engines.interpreter.bundle import copy_checkpoint
+from stages.engines.interpreter.config import InterpreterConfig
+from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.protocol import Resolved
 from stages.engines.interpreter.requests import TIMEOUT_KEY, RequestEngine
 from stages.engines.sglang.build import PROGRAM
-from stages.engines.sglang.config import SglangConfig
 
-KEY_TENSORS = ("self_attn.k_norm.weight", "self_attn.k_proj.weight", "self_attn.k_proj.bias")
+KEY_NORM = "self_attn.k_norm.weight"
+KEY_PROJECTION = ("self_attn.k_proj.weight", "self_attn.k_proj.bias")
 """What scales a layer's keys: the norm's weight where there is one, else the projection's."""
 EVALUATION = {
     "enable_custom_logit_processor": True,
@@ -24,36 +24,21 @@ EVALUATION = {
 one's tokens are known: a processor would see each token a step late."""
 
 
-def load_engine(bundle: Path, config: SglangConfig) -> "SglangEngine":
-    """Load a bundle that build_bundle wrote; SGLang itself starts with the first request.
-
-    Raises:
-        UserError: A file is missing or was altered.
-        MissingRequirement: This machine cannot run the engine.
-    """
-    described, policy, _ = open_bundle(bundle, ServedBundle, config.name)
-    interpreter = probe(PROGRAM, config.python)
-    interpreter.require_release(bundle, described.built_for)
-    return SglangEngine(bundle, described, policy, interpreter, config)
-
-
 class SglangEngine(RequestEngine):
     """Requests to SGLang. A cache without scales stores the must-fail control's keys as a checkpoint gives them."""
 
-    length_key = "context_length"
+    program = PROGRAM
 
-    def __init__(
-        self, bundle: Path, described: ServedBundle, policy: KVPolicy, interpreter: Interpreter, config: SglangConfig
-    ) -> None:
-        super().__init__(bundle, described, policy, interpreter, config)
-        self._arguments = {**described.arguments, **EVALUATION}
+    def __init__(self, bundle: Path, config: InterpreterConfig) -> None:
+        super().__init__(bundle, config)
+        self._arguments = {**self._described.arguments, **EVALUATION}
         self.prefill_chunk = int(self._arguments["chunked_prefill_size"])
         self.logit_step = LOGIT_STEP[str(self._arguments["dtype"])]
 
     def _open(self) -> Worker:
         worker = self._opened({}, self._checkpoint(), server_args=self._arguments)
         try:
-            used = worker.call("facts", self._timeout_s, key=TIMEOUT_KEY, answer=Resolved).arguments
+            used = worker.call("facts", self._config.request_timeout_s, key=TIMEOUT_KEY, answer=Resolved).arguments
             asked = self._arguments["kv_cache_dtype"]
             if asked != "auto" and used.get("kv_cache_dtype", asked) != asked:
                 raise worker.refusal(f"made {used['kv_cache_dtype']} of a cache of type {asked}")
@@ -65,12 +50,15 @@ class SglangEngine(RequestEngine):
     def _write_faulted(self, checkpoint: Path, out: Path) -> None:
         from safetensors.torch import load_file, save_file
 
-        files = sorted(path.name for path in checkpoint.iterdir())
-        loaded = {name: load_file(checkpoint / name) for name in files if name.endswith(".safetensors")}
-        copy_checkpoint([name for name in files if name not in loaded], checkpoint, out)
-        names = {name for tensors in loaded.values() for name in tensors}
-        norm, *projection = KEY_TENSORS
-        wanted = (norm,) if any(name.endswith(norm) for name in names) else tuple(projection)
+        names = sorted(path.name for path in checkpoint.iterdir())
+        loaded = {name: load_file(checkpoint / name) for name in names if name.endswith(".safetensors")}
+        copy_checkpoint([name for name in names if name not in loaded], checkpoint, out)
+        normed = any(name.endswith(KEY_NORM) for tensors in loaded.values() for name in tensors)
         for file, tensors in loaded.items():
-            scaled = {name: t * self._fault if name.endswith(wanted) else t for name, t in tensors.items()}
+            scaled = {
+                n: t * self._fault if n.endswith(KEY_NORM if normed else KEY_PROJECTION) else t for n, t in tensors.items()
+            }
             save_file(scaled, out / file, metadata={"format": "pt"})
+
+
+load_engine = SglangEngine

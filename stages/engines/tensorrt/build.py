@@ -55,25 +55,7 @@ def build_bundle(
     gpu: Mapping[str, str] | None = None,
     adapt: GraphAdapter | None = None,
 ) -> None:
-    """Write a bundle of plans.
-
-    Args:
-        onnx_bundle: The bundle whose graphs are built.
-        out: An empty directory.
-        policy: The bundle's policy.
-        scales: The policy's static scales, a kv_scales.json.
-        library: Which TensorRT builds.
-        max_batch: Most sequences of a decode step.
-        max_tokens: Most tokens of a sequence.
-        progress: Called with the steps that are done.
-        targets: Compute capabilities that TensorRT for RTX builds for; 89 is SM 8.9.
-        gpu: The GPU that TensorRT builds for, an entry of pipeline.artifacts.hardware.gpus().
-        adapt: Replaces the graphs; None builds them as they are.
-
-    Raises:
-        UserError: TensorRT does not take the policy's graphs.
-        MissingRequirement: TensorRT is not installed.
-    """
+    """Write a bundle of plans."""
     trt = load(library)
     described, built, _ = open_onnx_bundle(onnx_bundle)
     assert built == policy, f"{onnx_bundle} is a bundle of {built.name}, not of {policy.name}"

@@ -98,15 +98,6 @@ def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], s
 
     TensorRT for RTX measures no times: the plan has the same kernels wherever it is built, and two builds differ in a few
     generated names only.
-
-    Args:
-        parsed: The network.
-        ranges: The sizes of its dynamic dimensions.
-        targets: Compute capabilities to build for, 89 is SM 8.9; none means this machine's GPU.
-        steps: Called with the steps that are done.
-
-    Raises:
-        GraphRefusal: TensorRT cannot build it.
     """
     library, trt = parsed.library, parsed.library.trt
     config = parsed.builder.create_builder_config()
@@ -138,15 +129,7 @@ def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], s
 def refusal(
     library: Library, policy: KVPolicy, refused: GraphRefusal, targets: Sequence[int], gpu: Mapping[str, str] | None = None
 ) -> UserError:
-    """Return the error for a graph that was refused: the key of the KV policy, its value, TensorRT's reason, what to do.
-
-    Args:
-        library: The TensorRT that refused it.
-        policy: The graph's policy.
-        refused: The refusal.
-        targets: The compute capabilities that it was built for, if any.
-        gpu: The GPU that it was built for otherwise, an entry of pipeline.artifacts.hardware.gpus().
-    """
+    """Return the error for a graph that was refused: the key of the KV policy, its value, TensorRT's reason, what to do."""
     title = f"{library.title} {library.version}"
     for name in refused.inputs:
         match = INPUT.fullmatch(name)

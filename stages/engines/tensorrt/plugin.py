@@ -32,14 +32,7 @@ PARTS: tuple[Operation, ...] = ("decode_partial", "decode_reduce", "context_part
 
 
 def with_plugin(gpu: Mapping[str, str]) -> GraphAdapter:
-    """Return what puts the plugin into the layers that the kernels hold, for build.build_bundle.
-
-    Args:
-        gpu: The GPU that builds, an entry of pipeline.artifacts.hardware.gpus().
-
-    Raises:
-        MissingRequirement: CUDA uses another GPU.
-    """
+    """Return what puts the plugin into the layers that the kernels hold, for build.build_bundle."""
     check_gpu(gpu)
     sm = int(gpu["compute_cap"].replace(".", ""))
 
@@ -73,19 +66,7 @@ def check_gpu(gpu: Mapping[str, str]) -> None:
 
 
 def write_plugin_graphs(graphs: Mapping[Mode, Path], folder: Path, *, info: ModelInfo, limits: Limits, sm: int) -> PlanGraphs:
-    """Write graphs with plugin nodes to `folder`, without their weights, and register the plugin with TensorRT.
-
-    Args:
-        graphs: The graphs of an ONNX bundle. The kernels hold at least one of its layers.
-        folder: An empty directory.
-        info: The bundle's model.
-        limits: What the plans are sized for.
-        sm: Compute capability that the kernels are compiled for, 90 for SM 9.0.
-
-    Raises:
-        MissingRequirement: Triton is not installed.
-        UserError: The bundle was built before the attention's scaling was recorded in it.
-    """
+    """Write graphs with plugin nodes to `folder`, without their weights, and register the plugin with TensorRT."""
     if info.scaling is None:
         path = graphs["decode"].with_name(BUNDLE_FILE)
         raise UserError(

@@ -42,15 +42,6 @@ def use_plugin(
     The plugin of a chunk takes new tokens as they lie in memory for the decoder's linear layers, heads of a token together, and
     the graph has them by head: Transposes are put before it, which cancel out with those that the decoder has there.
 
-    Args:
-        model: The graph of a bundle.
-        info: The bundle's model, with the attention's scaling.
-        policy: The bundle's policy.
-        mode: Which of the two graphs.
-        programs: Of a decode step, programs over the pages of a KV head that run at once; of a chunk, splits over the pages of
-            a sequence.
-        sm: Compute capability of the GPU that the kernels are compiled for, 90 say.
-
     Returns:
         The layers that were replaced, and why the others were not.
     """
@@ -109,15 +100,7 @@ def _replace(model: onnx.ModelProto, node: onnx.NodeProto, nodes: list[onnx.Node
 def plugin_node(
     node: Node, inputs: list[str], outputs: list[str], attributes: dict[str, int], part: int | str | None = None
 ) -> onnx.NodeProto:
-    """Return the ONNX node of a plugin, whose name, version and namespace TensorRT's parser looks for in its registry.
-
-    Args:
-        node: The operation.
-        inputs: Its tensors in the graph, in order.
-        outputs: Likewise.
-        attributes: Its attributes.
-        part: The layer, or the group of layers, which its name ends in; None for what a step has once.
-    """
+    """Return the ONNX node of a plugin, whose name, version and namespace TensorRT's parser looks for in its registry."""
     name = node.operation if part is None else f"{node.operation}.{part}"
     fields: dict[str, Any] = {"plugin_namespace": NAMESPACE, "plugin_version": PLUGIN_VERSION, **attributes}
     return helper.make_node(node.name, inputs, outputs, name=name, domain=NAMESPACE, **fields)

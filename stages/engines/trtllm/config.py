@@ -47,6 +47,7 @@ class TrtllmConfig(InterpreterConfig):
     """TensorRT-LLM."""
 
     name: Literal["trtllm"]
+    length_key = "max_seq_len"
     finer = ("fp8", "int8_tensor")
     target: Literal["auto", "engine", "pytorch"]
     """engine: a TensorRT engine, release 1.2; pytorch: checkpoint and LLM arguments, from 1.3 on; auto: by the release."""
@@ -87,7 +88,3 @@ class TrtllmConfig(InterpreterConfig):
                 f"(max_batch_size * max_seq_len)"
             )
         return self
-
-    @property
-    def context_limit(self) -> int:
-        return self.max_seq_len

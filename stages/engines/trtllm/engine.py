@@ -3,12 +3,11 @@
 from pathlib import Path
 
 from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy, Side
+from pipeline.core.kv import Side
 from pipeline.core.records import LayerDelivery
-from pipeline.core.scales import KVScales
 from stages.engines.bundle import BuiltFor, check_built_for
-from stages.engines.interpreter.bundle import CHECKPOINT, open_bundle
-from stages.engines.interpreter.process import Interpreter, Worker, probe
+from stages.engines.interpreter.bundle import CHECKPOINT
+from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.requests import RequestEngine
 from stages.engines.trtllm.build import ENGINE, TrtllmBundle, compile_engine
 from stages.engines.trtllm.checkpoint import write_faulted
@@ -16,42 +15,28 @@ from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.trtllm.library import PROGRAM, rank_capabilities, rank_environment, require_gpus
 
 
-def load_engine(bundle: Path, config: TrtllmConfig) -> "TrtllmEngine":
-    """Load a bundle that build_bundle wrote; TensorRT-LLM itself starts with the first request.
-
-    Raises:
-        UserError: A file is missing or was altered.
-        MissingRequirement: This machine cannot run the engine.
-    """
-    described, policy, scales = open_bundle(bundle, TrtllmBundle, config.name)
-    interpreter, ranks = probe(PROGRAM, config.python), described.tensor_parallel_size
-    if described.target == "engine":
-        capabilities = rank_capabilities(interpreter, ranks)
-        machine = BuiltFor(library=PROGRAM.library, version=interpreter.release, compute_capabilities=capabilities)
-        check_built_for(bundle, described.built_for, machine, exactly=True)
-    else:
-        interpreter.require_release(bundle, described.built_for)
-    require_gpus(interpreter, ranks, "running an engine")
-    return TrtllmEngine(bundle, described, policy, scales, interpreter, config)
-
-
 class TrtllmEngine(RequestEngine):
     """Requests to TensorRT-LLM."""
 
-    length_key = "max_seq_len"
+    program = PROGRAM
+    record = TrtllmBundle
+    _described: TrtllmBundle
+    _config: TrtllmConfig
 
-    def __init__(
-        self,
-        bundle: Path,
-        described: TrtllmBundle,
-        policy: KVPolicy,
-        scales: KVScales,
-        interpreter: Interpreter,
-        config: TrtllmConfig,
-    ) -> None:
-        super().__init__(bundle, described, policy, interpreter, config)
-        self._described, self._scales, self._build_timeout_s = described, scales, config.build_timeout_s
-        self._static_scale_bytes = 2 * 4 * len(described.kv_scales)  # a float32 and its reciprocal
+    def __init__(self, bundle: Path, config: TrtllmConfig) -> None:
+        super().__init__(bundle, config)
+        self._static_scale_bytes = 2 * 4 * len(self._described.kv_scales)  # a float32 and its reciprocal
+
+    def _check_machine(self, bundle: Path) -> None:
+        ranks, built_for = self._described.tensor_parallel_size, self._described.built_for
+        if self._described.target == "engine":
+            capabilities = rank_capabilities(self._interpreter, ranks)
+            release = self._interpreter.release
+            machine = BuiltFor(library=PROGRAM.library, version=release, compute_capabilities=capabilities)
+            check_built_for(bundle, built_for, machine, exactly=True)
+        else:
+            super()._check_machine(bundle)
+        require_gpus(self._interpreter, ranks, "running an engine")
 
     def delivery(self) -> list[LayerDelivery]:
         """Return, by layer, the calibrated scales and those that TensorRT-LLM reads its cache with, as the bundle says."""
@@ -96,8 +81,11 @@ class TrtllmEngine(RequestEngine):
         faulted, prefix = self._checkpoint(), "build_config."
         asked = self._described.arguments.items()
         flags = {key.removeprefix(prefix): value for key, value in asked if key.startswith(prefix)}
-        compile_engine(faulted, faulted.parent / ENGINE, flags, self._interpreter.python, self._build_timeout_s)
+        compile_engine(faulted, faulted.parent / ENGINE, flags, self._interpreter.python, self._config.build_timeout_s)
         return faulted.parent / ENGINE
 
     def _write_faulted(self, checkpoint: Path, out: Path) -> None:
         write_faulted(checkpoint, out, self._fault)
+
+
+load_engine = TrtllmEngine

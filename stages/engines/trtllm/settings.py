@@ -19,12 +19,7 @@ Difference = tuple[str, Any, Any]
 
 
 def engine_settings(options: TrtllmConfig, quantization: Mapping[str, Any]) -> Settings:
-    """Return trtllm-build's settings, by the keys of the engine's config.json below build_config (plugin_config.* included).
-
-    Args:
-        options: The backend's configuration, whose `auto` becomes what the release keeps (see tests/contract/facts).
-        quantization: The section of that name in the checkpoint's config.json.
-    """
+    """Return trtllm-build's settings, by the keys of the engine's config.json below build_config (plugin_config.* included)."""
     weights, cache = quantization.get("quant_algo"), quantization.get("kv_cache_quant_algo")
     fp8_attention = weights in FP8_ATTENTION_WEIGHTS and cache == "FP8"
     paged = cache is None or fp8_attention

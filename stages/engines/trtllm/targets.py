@@ -7,10 +7,11 @@ from typing import Any, Literal
 
 from pipeline.artifacts.backend import Job
 from pipeline.checkpoint.description import CheckpointInfo, refuse_other_attention
-from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal, holder, tensorrt_llm_refusal
+from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal, tensorrt_llm_refusal
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
+from stages.engines.interpreter.bundle import cannot_hold
 from stages.engines.interpreter.process import Interpreter, probe
 from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.trtllm.library import PROGRAM, rank_capabilities, require_gpus
@@ -137,10 +138,9 @@ def refuse(name: TargetName, policy: KVPolicy, weights: WeightsFormat, info: Che
     target = TARGETS[name]
     reason = export_refusal(policy, target.caches)
     if reason is not None:
-        return (
-            f"kv={policy.name}: backend=trtllm, target {name}, cannot hold it ({reason}); choose {target.choices}, or "
-            f"{holder(policy)}, which runs it"
-        )
+        engine = TARGETS["engine"]
+        older = "" if export_refusal(policy, engine.caches) else f", backend.target=engine with TensorRT-LLM {engine.releases}"
+        return cannot_hold(policy, f"trtllm, target {name},", reason, f"{target.choices}{older}")
     if weights not in target.weights:
         return f"weights={weights}: backend.target={name} takes {', '.join(target.weights)}; choose one of them"
     reason = tensorrt_llm_refusal(info) if name == "engine" else None

@@ -1,11 +1,12 @@
 """backend=vllm: vLLM in an interpreter of its own."""
 
 from pipeline.artifacts.backend import Job
+from pipeline.core.errors import UserError
 from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.process import probe
 from stages.engines.vllm.config import VllmConfig
 from stages.engines.vllm.library import PROGRAM, on_cpu
-from stages.engines.vllm.targets import check_inputs
+from stages.engines.vllm.targets import cache_dtypes, check_judging, chosen, refuse_dtype
 
 
 class VllmBackend(InterpreterBackend):
@@ -29,8 +30,21 @@ class VllmBackend(InterpreterBackend):
 
     def check_inputs(self, job: Job) -> None:
         """Refuse what vLLM's cache cannot hold, a missing interpreter, and what its release or this machine lacks."""
-        if job.builds:
-            check_inputs(self.config, job)
+        if not job.builds:
+            return
+        config, ranks, heads = self.config, self.config.tensor_parallel_size, job.checkpoint.q_heads
+        named = cache_dtypes(job.policy, config)  # refuses a policy before the interpreter is asked
+        self._check_checkpoint(job, ", or judge quantized weights with backend=trtllm")
+        if heads % ranks:
+            raise UserError(
+                f"backend.tensor_parallel_size={ranks}: does not divide the model's {heads} query heads; use a divisor"
+            )
+        interpreter = probe(PROGRAM, config.python)
+        refusal = refuse_dtype(config, job.policy, chosen(config, named), interpreter)
+        if refusal is not None:
+            raise UserError(refusal)
+        if job.judges:
+            check_judging(config, interpreter)
 
     def build_parts(self) -> dict[str, object]:
         """Return the platform as well, since arguments are resolved for it."""

@@ -10,7 +10,8 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
 from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, begin_bundle, end_bundle
-from stages.engines.interpreter.process import Interpreter, Worker, WorkerError, probe
+from stages.engines.interpreter.config import InterpreterConfig
+from stages.engines.interpreter.process import Interpreter, Worker, WorkerError
 from stages.engines.interpreter.protocol import Resolved
 from stages.engines.vllm.checkpoint import delivers_scales, write_checkpoint
 from stages.engines.vllm.config import VllmConfig
@@ -18,6 +19,8 @@ from stages.engines.vllm.library import PROGRAM
 from stages.engines.vllm.targets import cache_dtypes, chosen
 
 STEPS = 2
+NOT_VLLMS = ("threads", "kv_cache_dtype", "kv_cache_gib")
+"""Keys of the configuration that are no engine arguments, or by other names."""
 ENGINE_ARGS_FILE = "engine_args.yaml"
 """For `vllm serve BUNDLE/checkpoint --config BUNDLE/engine_args.yaml`."""
 
@@ -35,17 +38,9 @@ class VllmBundle(ServedBundle):
 def build_bundle(
     checkpoint: Path, out: Path, config: VllmConfig, *, policy: KVPolicy, scales: Path, progress: Progress
 ) -> None:
-    """Write a bundle of a quantized checkpoint to the empty directory `out`; `scales` is a kv_scales.json.
-
-    Raises:
-        UserError: vLLM has no such cache, refuses the engine arguments, or makes others of them.
-        MissingRequirement: vLLM is not installed.
-    """
-    interpreter = probe(PROGRAM, config.python)
-    if interpreter.unread is not None:
-        progress(interpreter.unread, 0, 0)
+    """Write a bundle of a quantized checkpoint to the empty directory `out`; `scales` is a kv_scales.json."""
+    interpreter, info, measured = begin_bundle(PROGRAM, config, checkpoint, out, policy, scales, progress)
     progress("build", 0, STEPS)
-    info, measured = begin_bundle(checkpoint, out, policy, scales)
     write_checkpoint(info, out / CHECKPOINT, policy, measured)
     arguments = engine_args(config, chosen(config, cache_dtypes(policy, config)))
     progress("build", 1, STEPS)
@@ -63,22 +58,10 @@ def build_bundle(
 
 def engine_args(config: VllmConfig, cache_dtype: str) -> dict[str, Any]:
     """Return the engine arguments of serving, by the names of vLLM's EngineArgs."""
-    arguments: dict[str, Any] = {
-        "dtype": config.dtype,
-        "kv_cache_dtype": cache_dtype,
-        "block_size": config.block_size,
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
-        "enable_chunked_prefill": config.enable_chunked_prefill,
-        "enable_prefix_caching": config.enable_prefix_caching,
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "enforce_eager": config.enforce_eager,
-        "trust_remote_code": False,
-        "load_format": "safetensors",
-        "seed": 0,
-    }
+    given = config.model_dump(exclude={*NOT_VLLMS, *InterpreterConfig.model_fields})
+    step_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+    fixed = {"kv_cache_dtype": cache_dtype, "trust_remote_code": False, "load_format": "safetensors", "seed": 0}
+    arguments: dict[str, Any] = {**given, "max_num_batched_tokens": step_tokens, **fixed}
     if config.kv_cache_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
     return arguments

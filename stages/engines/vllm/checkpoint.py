@@ -32,14 +32,7 @@ def delivers_scales(policy: KVPolicy) -> bool:
 
 
 def write_checkpoint(info: CheckpointInfo, out: Path, policy: KVPolicy, scales: KVScales) -> None:
-    """Write a checkpoint to the new directory `out`; its weights are those of `info`, once on disk within a store.
-
-    Args:
-        info: The quantized checkpoint.
-        out: A directory that does not exist.
-        policy: How the cache is stored.
-        scales: Its static scales.
-    """
+    """Write a checkpoint to the new directory `out`; its weights are those of `info`, once on disk within a store."""
     kept = [name for name in info.other_files if name not in (CONFIG, INDEX)]
     copy_checkpoint((*info.weight_files, *kept), info.path, out)
     # vLLM may bring a transformers that reads no rope_parameters, and would take a base of 10,000 without a word.

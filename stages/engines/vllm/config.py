@@ -12,6 +12,7 @@ class VllmConfig(InterpreterConfig):
     """vLLM: the arguments of `vllm serve`, by their own names."""
 
     name: Literal["vllm"]
+    length_key = "max_model_len"
     threads: Annotated[int, Field(ge=1, le=1024)] | None
     """CPU threads of the engine; null leaves it to vLLM, which binds them to all cores."""
     dtype: Literal["float16", "bfloat16", "float32"]
@@ -47,7 +48,3 @@ class VllmConfig(InterpreterConfig):
                 f"max_model_len={self.max_model_len}"
             )
         return self
-
-    @property
-    def context_limit(self) -> int:
-        return self.max_model_len

@@ -7,12 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.errors import MissingRequirement
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, Side
+from pipeline.core.kv import PAGE_TOKENS, Side
 from pipeline.core.records import LayerDelivery, MemoryReport, StoredCopy
-from pipeline.core.scales import KVScales
 from stages.engines.base import LOGIT_STEP, Logits
-from stages.engines.interpreter.bundle import CHECKPOINT, open_bundle
-from stages.engines.interpreter.process import Interpreter, Worker, probe
+from stages.engines.interpreter.bundle import CHECKPOINT
+from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.protocol import Generation
 from stages.engines.interpreter.requests import RequestEngine, whole
 from stages.engines.vllm.build import VllmBundle
@@ -24,49 +23,33 @@ LOGPROBS = 20
 """Log-probabilities a token that may be asked for: an evaluation asks for that of the token itself."""
 
 
-def load_engine(bundle: Path, config: VllmConfig) -> "VllmEngine":
-    """Load a bundle that build_bundle wrote; vLLM itself starts with the first request.
-
-    Raises:
-        UserError: A file is missing or was altered.
-        MissingRequirement: This machine cannot run the engine.
-    """
-    described, policy, scales = open_bundle(bundle, VllmBundle, config.name)
-    interpreter = probe(PROGRAM, config.python)
-    interpreter.require_release(bundle, described.built_for)
-    platform = interpreter.description.platform
-    if described.platform != platform:
-        raise MissingRequirement(
-            f"{bundle}: its engine arguments are pinned for vLLM on {described.platform}, {interpreter.python} has it on "
-            f"{platform}: build it again with stage=build, or give that platform's python as backend.python"
-        )
-    return VllmEngine(bundle, described, policy, scales, interpreter, config)
-
-
 class VllmEngine(RequestEngine):
     """Requests to vLLM, with the scales and codes that it shows of its cache."""
 
-    length_key = "max_model_len"
+    program = PROGRAM
+    record = VllmBundle
+    _described: VllmBundle
+    _config: VllmConfig
     reads_itself = True
     """vLLM writes a token's key and value before it attends, and attends to the cache alone, in prompts as well."""
 
-    def __init__(
-        self,
-        bundle: Path,
-        described: VllmBundle,
-        policy: KVPolicy,
-        scales: KVScales,
-        interpreter: Interpreter,
-        config: VllmConfig,
-    ) -> None:
-        super().__init__(bundle, described, policy, interpreter, config)
-        self._described, self._scales, self._threads = described, scales, config.threads
-        self.prefill_chunk = int(described.arguments["max_num_batched_tokens"])
-        self.logit_step = LOGIT_STEP[str(described.arguments["dtype"])]
+    def __init__(self, bundle: Path, config: VllmConfig) -> None:
+        super().__init__(bundle, config)
+        self.prefill_chunk = int(self._described.arguments["max_num_batched_tokens"])
+        self.logit_step = LOGIT_STEP[str(self._described.arguments["dtype"])]
         self._reuse = False
         self._facts: Facts | None = None
         self._shown: list[list[dict[Side, StoredCopy]]] = []
         """What the cache held of each request of the last `forced_together`."""
+
+    def _check_machine(self, bundle: Path) -> None:
+        super()._check_machine(bundle)
+        built, here = self._described.platform, self._interpreter.description.platform
+        if built != here:
+            raise MissingRequirement(
+                f"{bundle}: its engine arguments are pinned for vLLM on {built}, {self._interpreter.python} has it on "
+                f"{here}: build it again with stage=build, or give that platform's python as backend.python"
+            )
 
     def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
         """`stored_request` then shows what the cache held of each."""
@@ -122,7 +105,8 @@ class VllmEngine(RequestEngine):
         self._reuse = reuse
 
     def _open(self) -> Worker:
-        bound = {"OMP_NUM_THREADS": str(self._threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if self._threads else {}
+        threads = self._config.threads
+        bound = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if threads else {}
         # No prompt comes from the cache, unless that is what is looked at, and no step is scheduled before the last one's
         # tokens are known: a logits processor would see each token a step late.
         evaluation = {
@@ -174,3 +158,6 @@ class VllmEngine(RequestEngine):
 
 def _static(scales: Sequence[float]) -> npt.NDArray[np.float32]:
     return np.array(scales, np.float32).reshape(-1, 1, 1)
+
+
+load_engine = VllmEngine

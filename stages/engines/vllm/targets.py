@@ -1,17 +1,16 @@
 """Which policies vLLM's cache can hold, and as what: everything that can be refused before any work."""
 
-from pipeline.artifacts.backend import Job
-from pipeline.checkpoint.description import CheckpointInfo, refuse_other_attention
-from pipeline.checkpoint.exports import beyond_one_format, describe_format, holder
+from pipeline.checkpoint.exports import beyond_one_format, describe_format
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
-from stages.engines.interpreter.process import Interpreter, probe
+from stages.engines.interpreter.bundle import cannot_hold
+from stages.engines.interpreter.process import Interpreter
 from stages.engines.vllm.config import VllmConfig
-from stages.engines.vllm.library import PROGRAM, on_cpu
+from stages.engines.vllm.library import on_cpu
 
 CHOICES = "kv=fp16, bf16, fp8, fp8_uncalibrated, fp8_head or fp8_e5m2"
-SIXTEEN = {"float16": "fp16", "bfloat16": "bf16"}
-"""A type of activations -> the format of a cache that is not quantized."""
+SIXTEEN = ("float16", "bfloat16")
+"""Types of activations that a cache may have."""
 OTHERWISE = {
     "fp8_e4m3 per_token": "fp8_per_token_head keeps float32 scales where this policy rounds them to float16",
     "int8 per_token": "int8_per_token_head keeps float32 scales where this policy rounds them to float16",
@@ -21,32 +20,6 @@ OTHERWISE = {
     ),
 }
 """Formats that vLLM has something like -> how that differs."""
-
-
-def check_inputs(config: VllmConfig, job: Job) -> None:
-    """Refuse a configuration that vLLM cannot build or run, before any artifact is made.
-
-    Raises:
-        UserError: naming the key that vLLM, or its installed release, cannot hold.
-        MissingRequirement: naming the interpreter or the GPU that is not here.
-    """
-    named = cache_dtypes(job.policy, config)  # refuses a policy before the interpreter is asked
-    if job.weights != "none":
-        raise UserError(
-            f"weights={job.weights}: backend=vllm is given 16-bit weights; set weights=none, or judge quantized weights with "
-            "backend=trtllm"
-        )
-    refuse_other_attention(job.checkpoint, "backend=vllm was not shown to keep to that")
-    refusal = _refuse_shape(job.checkpoint, config)
-    if refusal is not None:
-        raise UserError(refusal)
-    interpreter = probe(PROGRAM, config.python)
-    dtype = chosen(config, named)
-    refusal = refuse_dtype(config, job.policy, dtype, interpreter)
-    if refusal is not None:
-        raise UserError(refusal)
-    if job.judges:
-        _check_judging(config, interpreter)
 
 
 def cache_dtypes(policy: KVPolicy, config: VllmConfig) -> tuple[str, ...]:
@@ -62,9 +35,7 @@ def cache_dtypes(policy: KVPolicy, config: VllmConfig) -> tuple[str, ...]:
     if reason is None and policy.key.dtype == "bf16" and config.dtype != "bfloat16":
         reason = f"without a quantized cache it is of backend.dtype={config.dtype}"
     if reason is not None:
-        raise UserError(
-            f"kv={policy.name}: backend=vllm cannot hold it ({reason}); choose {CHOICES}, or {holder(policy)}, which runs it"
-        )
+        raise UserError(cannot_hold(policy, "vllm", reason, CHOICES))
     if policy.key.exact:
         return (*held, config.dtype) if config.dtype in SIXTEEN else held
     return held
@@ -96,19 +67,7 @@ def refuse_dtype(config: VllmConfig, policy: KVPolicy, dtype: str, interpreter: 
     return None
 
 
-def _refuse_shape(info: CheckpointInfo, config: VllmConfig) -> str | None:
-    ranks = config.tensor_parallel_size
-    if info.q_heads % ranks:
-        return f"backend.tensor_parallel_size={ranks}: does not divide the model's {info.q_heads} query heads; use a divisor"
-    if config.max_model_len > info.max_positions:
-        return (
-            f"backend.max_model_len={config.max_model_len}: the model was made for {info.max_positions} tokens; set at most "
-            "that"
-        )
-    return None
-
-
-def _check_judging(config: VllmConfig, interpreter: Interpreter) -> None:
+def check_judging(config: VllmConfig, interpreter: Interpreter) -> None:
     """Refuse what can be built and not evaluated here."""
     if config.tensor_parallel_size > 1:
         raise UserError(

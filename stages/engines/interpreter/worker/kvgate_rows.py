@@ -4,10 +4,14 @@ Needs torch, which every library here brings.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import kvgate_channel
+
+STEPS = ".steps"
+"""Ending of the file that names the steps whose rows were written, a line each."""
 
 
 def described(release: str, **more: Any) -> dict[str, Any]:
@@ -32,13 +36,34 @@ def force(row: Any, said: Sequence[int], forced: Sequence[int]) -> None:
         row[forced[len(said)]] = 0.0
 
 
-def check_answer(request: dict[str, Any], tokens: Sequence[int], seen: Iterable[int]) -> None:
-    """Raise RuntimeError unless all known tokens of a request were taken, and the row of every step was seen."""
-    forced = request["forced"]
+def put(path: str, request: dict[str, Any], step: int, row: Any) -> None:
+    """Write the logits (V) of a step to the file of a request's rows, unless they are left out.
+
+    The row of a step may come more than once: a part of a prompt samples, too, and a request that lost its blocks begins again.
+    The last one counts.
+    """
+    import numpy as np
+
+    if not request["skip"] <= step < request["tokens"]:
+        return
+    shape = (request["tokens"] - request["skip"], row.shape[-1])
+    rows = np.memmap(path, "<f4", "r+" if Path(path).exists() else "w+", shape=shape)
+    rows[step - request["skip"]] = row.detach().float().cpu().numpy()
+    rows.flush()
+    with Path(path + STEPS).open("a") as seen:
+        seen.write(f"{step}\n")
+
+
+def answer(path: str, request: dict[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
+    """Return the answer to a request. Raises RuntimeError unless all known tokens were taken, and every row was written."""
+    forced, steps = request["forced"], Path(path + STEPS)
     if len(tokens) != request["tokens"] or list(tokens[: len(forced)]) != forced:
         raise RuntimeError(
             f"{request['tokens']} tokens were asked for, {len(forced)} of them forced: {len(tokens)} came, or others"
         )
+    seen = map(int, steps.read_text().split() if steps.exists() else ())
     missing = set(range(request["skip"], request["tokens"])) - set(seen)
     if missing:
         raise RuntimeError(f"step {min(missing)}: no logits were seen")
+    count = request["tokens"] - request["skip"]
+    return {"tokens": list(tokens), "logits": path, "shape": [count, Path(path).stat().st_size // 4 // count]}

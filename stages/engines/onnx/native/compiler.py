@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from pipeline.artifacts.cache import ForeignFolder, own_cache
+from pipeline.core.cache import ForeignFolder, own_cache
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.redaction import child_environment
 

@@ -43,24 +43,17 @@ class Model:
         import kvgate_sglang_forcing as forcing
 
         paths = [str(Path(folder, f"logits-{i}")) for i in range(len(requests))]
-        params = [
-            {
-                **_greedy(request["tokens"]),
-                "custom_params": {
-                    forcing.FORCED: request["forced"],
-                    forcing.TOKENS: request["tokens"],
-                    forcing.SKIP: request["skip"],
-                    forcing.ROWS: path,
-                },
-            }
-            for request, path in zip(requests, paths, strict=True)
-        ]
+        # SGLang's own log-probabilities come after the processor, so that nothing else of a row can be compared.
         outputs = self.engine.generate(
-            input_ids=[request["prompt"] for request in requests],
-            sampling_params=params,
+            input_ids=[request.pop("prompt") for request in requests],
+            sampling_params=[
+                {**_greedy(request["tokens"]), "custom_params": {forcing.REQUEST: request, forcing.ROWS: path}}
+                for request, path in zip(requests, paths, strict=True)
+            ],
             custom_logit_processor=forcing.ForcedTokens.to_str(),
         )
-        return {"answers": [_answer(*one) for one in zip(requests, paths, outputs, strict=True)]}
+        answered = zip(paths, requests, outputs, strict=True)
+        return {"answers": [kvgate_rows.answer(path, request, output["output_ids"]) for path, request, output in answered]}
 
     def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Return the times to the first token of one prompt after the other, and of every later step of all together."""
@@ -86,19 +79,6 @@ class Model:
 
 def _greedy(tokens: int) -> dict[str, Any]:
     return {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
-
-
-def _answer(request: dict[str, Any], path: str, output: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to a request. Raises RuntimeError unless all known tokens were taken and every row was written.
-
-    SGLang's own log-probabilities come after the processor, so that nothing else of a row can be compared.
-    """
-    import kvgate_sglang_forcing as forcing
-
-    tokens, steps = list(output["output_ids"]), Path(path + forcing.STEPS)
-    kvgate_rows.check_answer(request, tokens, map(int, steps.read_text().split() if steps.exists() else ()))
-    count = request["tokens"] - request["skip"]
-    return {"tokens": tokens, "logits": path, "shape": [count, Path(path).stat().st_size // 4 // count]}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import kvgate_rows
-import numpy as np
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 KEY = "kvgate_request"
@@ -16,27 +15,15 @@ KEY = "kvgate_request"
 
 
 class Recording:
-    """What one request is to generate, and the logits of each of its steps."""
+    """What one request is to generate, and the file of the logits of its steps."""
 
-    def __init__(self, forced: Sequence[int], tokens: int, skip: int, path: str) -> None:
-        self.forced, self.tokens, self.skip, self.path = list(forced), tokens, skip, path
-        self.rows: Any = None
-        self.seen: set[int] = set()
+    def __init__(self, request: dict[str, Any], path: str) -> None:
+        self.request, self.path = request, path
 
     def __call__(self, output_ids: Sequence[int], logits: Any) -> Any:
-        """Keep the row (V) of the next token, and let it be the one that is known, if any is.
-
-        The row of a step may come more than once: a part of a prompt samples, too, and a request that lost its blocks begins
-        again. The last one counts.
-        """
-        step = len(output_ids)
-        if self.skip <= step < self.tokens:
-            if self.rows is None:
-                shape = (self.tokens - self.skip, logits.shape[-1])
-                self.rows = np.memmap(self.path, "<f4", "w+", shape=shape)
-            self.rows[step - self.skip] = logits.detach().float().cpu().numpy()
-        self.seen.add(step)
-        kvgate_rows.force(logits, output_ids, self.forced)
+        """Keep the row (V) of the next token, and let it be the one that is known, if any is."""
+        kvgate_rows.put(self.path, self.request, len(output_ids), logits)
+        kvgate_rows.force(logits, output_ids, self.request["forced"])
         return logits
 
 

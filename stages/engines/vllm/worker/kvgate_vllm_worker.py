@@ -85,7 +85,7 @@ class Model:
             for i, request in enumerate(requests):
                 name = f"kvgate-{next(self.count)}"
                 logits = str(Path(folder, f"logits-{i}"))
-                forcing.RECORDINGS[name] = forcing.Recording(request["forced"], request["tokens"], request["skip"], logits)
+                forcing.RECORDINGS[name] = forcing.Recording(request, logits)
                 params = SamplingParams(
                     temperature=0.0,
                     max_tokens=request["tokens"],
@@ -99,8 +99,7 @@ class Model:
             answers: list[dict[str, Any]] = [{} for _ in requests]
             for name, output, blocks in self._finished():
                 i = places[name]
-                recording = forcing.RECORDINGS[name]
-                answers[i] = _answer(requests[i], recording, output)
+                answers[i] = _answer(requests[i], forcing.RECORDINGS[name].path, output)
                 if show:
                     stored = Path(folder, f"stored-{i}")
                     length = len(requests[i]["prompt"]) + requests[i]["tokens"] - 1
@@ -150,7 +149,7 @@ class Model:
         return {"first_token_ms": first, "step_ms": steps[-(tokens - 1) :], "blocks": used}
 
 
-def _answer(request: dict[str, Any], recording: Any, output: Any) -> dict[str, Any]:
+def _answer(request: dict[str, Any], path: str, output: Any) -> dict[str, Any]:
     """Return the answer to a request.
 
     Raises RuntimeError unless every row is of the step that it stands for: the raw log-probability that vLLM itself reports of
@@ -159,19 +158,16 @@ def _answer(request: dict[str, Any], recording: Any, output: Any) -> dict[str, A
     import numpy as np
 
     completion = output.outputs[0]
-    tokens = list(completion.token_ids)
-    kvgate_rows.check_answer(request, tokens, recording.seen)
-    for step in range(request["skip"], request["tokens"]):
-        row = np.asarray(recording.rows[step - request["skip"]], np.float64)
+    answer: dict[str, Any] = kvgate_rows.answer(path, request, completion.token_ids)
+    rows = np.memmap(path, "<f4", "r", shape=tuple(answer["shape"]))
+    for step, row in enumerate(rows.astype(np.float64), start=request["skip"]):
         if not np.isfinite(row).all():
             continue  # the caller counts them
-        high = row.max()
-        own = row[tokens[step]] - high - np.log(np.exp(row - high).sum())
-        said = completion.logprobs[step][tokens[step]].logprob
+        token, high = answer["tokens"][step], row.max()
+        own, said = row[token] - high - np.log(np.exp(row - high).sum()), completion.logprobs[step][token].logprob
         if abs(own - said) > 1e-2:
-            raise RuntimeError(f"step {step}: log-probability {said} was reported of token {tokens[step]}, its row has {own}")
-    recording.rows.flush()
-    return {"tokens": tokens, "logits": recording.path, "shape": list(recording.rows.shape)}
+            raise RuntimeError(f"step {step}: log-probability {said} was reported of token {token}, its row has {own}")
+    return answer
 
 
 if __name__ == "__main__":
