@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts.cache import ForeignFolder, own_cache
 from pipeline.artifacts.files import write_whole
 from pipeline.checkpoint.description import CheckpointInfo
 from pipeline.checkpoint.files import refusal
+from pipeline.core.cache import ForeignFolder, own_cache
 from pipeline.core.errors import OF_THE_MACHINE, UserError, short
 
 
