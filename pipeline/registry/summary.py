@@ -222,7 +222,7 @@ def load(workdir: Path, sweep: str | None = None) -> Summary:
     found = _read(workdir, f"{FOLDER}/{sweep}.json") if SWEEP.fullmatch(sweep) else None
     if found is None:
         known = sorted(path.stem for path in (workdir / FOLDER).glob("[!.]*.json"))
-        latest = f"; the latest are {', '.join(known[-3:])}" if known else ""
+        latest = f"; give one, such as {', '.join(known[-3:])}" if known else "; leave it out"
         raise UserError(f"promote.sweep={sweep}: there is no such sweep in {workdir / FOLDER}{latest}")
     return found
 
