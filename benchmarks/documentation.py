@@ -43,11 +43,7 @@ def all_tokens(checkpoint: Path) -> Tokens:
 
 
 def starts(tokens: int, lengths: Sequence[int]) -> list[int]:
-    """Return where texts of some lengths start, so that they do not overlap each other or the calibration tokens.
-
-    Raises:
-        UserError: There is not enough text.
-    """
+    """Return where texts of some lengths start, so that they do not overlap each other or the calibration tokens."""
     room = tokens - CALIBRATION_TOKENS
     if sum(lengths) > room:
         raise UserError(f"--contexts and --texts ask for {sum(lengths)} tokens, and there are {room}; lower one of them")

@@ -22,7 +22,6 @@ TORCH = ("torch", "transformers", "safetensors", "tokenizers")
 """Distributions that run a checkpoint."""
 
 Fill = Callable[[Path, Progress], None]
-"""Fills an empty directory with an artifact's files."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,6 @@ class Job:
 
     @property
     def builds(self) -> bool:
-        """Whether the command builds an engine."""
         return self.stage in ("build", "evaluate", "all")
 
     @property
@@ -60,9 +58,7 @@ class Artifacts(Protocol):
         """Return the quantized checkpoint with the policy's static scales."""
         ...
 
-    def exports(self, policy: KVPolicy) -> Artifact:
-        """Return ModelOpt's exports of the quantized checkpoint, beside the checkpoint itself."""
-        ...
+    def exports(self, policy: KVPolicy) -> Artifact: ...
 
     def bundle(self, policy: KVPolicy, config: BackendConfig | None = None) -> Artifact:
         """Return the engine bundle of `policy`, for the configured backend unless `config` names another."""
@@ -94,16 +90,14 @@ class Loader(ABC):
     def check_inputs(self, job: Job) -> None:
         """Refuse, before any work, what cannot be built or run here.
 
-        Raises:
-            UserError: for what the configuration asks of this backend and it cannot do.
-            MissingRequirement: for a library, a GPU, an interpreter or a server that is not here.
+        Raises UserError for what the configuration asks of this backend and it cannot do; MissingRequirement for a library, a
+        GPU, an interpreter or a server that is not here.
         """
 
     def check_runs(self) -> None:  # noqa: B027  (most backends run wherever they build)
         """Refuse what can be built here and not run, for a dry run: a command that judges builds it all the same.
 
-        Raises:
-            MissingRequirement: for the GPU that is not here.
+        Raises MissingRequirement for the GPU that is not here.
         """
 
     @abstractmethod
@@ -116,8 +110,6 @@ class Loader(ABC):
 
 
 class Backend(Loader):
-    """Builds and loads the engines of one backend."""
-
     build_module: ClassVar[str]
     """Module that builds bundles: its source, with all that it can import, is part of a bundle's key."""
 
@@ -146,18 +138,16 @@ class Backend(Loader):
     def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
         """Fill the empty directory `out` with a bundle; `scales` is a kv_scales.json.
 
-        Raises:
-            UserError: when policy, scales and model do not fit together, or the backend's library refuses them.
-            MissingRequirement: for something that is not here.
+        Raises UserError when policy, scales and model do not fit together, or the backend's library refuses them;
+        MissingRequirement for something that is not here.
         """
 
     @abstractmethod
     def load(self, bundle: Path) -> Engine:
         """Load a bundle that `build` made.
 
-        Raises:
-            UserError: when a file of the bundle is missing or was altered.
-            MissingRequirement: when this machine cannot run it.
+        Raises UserError when a file of the bundle is missing or was altered; MissingRequirement when this machine cannot run
+        it.
         """
 
     def onnx_equivalent(self) -> BackendConfig | None:

@@ -12,9 +12,7 @@ class ForeignFolder(Exception):
 def own_cache(name: str) -> Path:
     """Return `kvgate/NAME` in $XDG_CACHE_HOME or ~/.cache; create it for this user alone.
 
-    Raises:
-        ForeignFolder: It is somebody else's, or others may write to it.
-        OSError: It cannot be created.
+    Raises ForeignFolder where it is somebody else's, or others may write to it; OSError where it cannot be created.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = home / "kvgate" / name

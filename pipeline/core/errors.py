@@ -15,13 +15,7 @@ class GateRefusal(Exception):
 
 
 class CannotBeJudged(GateRefusal):
-    """The baseline itself gets kinds of work wrong: nothing would show what a candidate loses of them.
-
-    Args:
-        message: What it gets wrong.
-        weak: The kinds of work that it cannot do.
-        able: Those that it can.
-    """
+    """The baseline itself gets kinds of work wrong: nothing would show what a candidate loses of them."""
 
     def __init__(self, message: str, weak: Sequence[str], able: Sequence[str]) -> None:
         super().__init__(message)
@@ -76,7 +70,6 @@ DEBUG_VARIABLE = "KVGATE_DEBUG"
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code of a process that `error` ends."""
     known = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), None)
     if known is not None:
         return known

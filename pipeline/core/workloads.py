@@ -103,8 +103,8 @@ class ProbeConfig(StrictModel):
     """Decode steps of the longest sequence: 64 are every offset of a page."""
     max_batch: Annotated[int, Field(ge=2, le=4096)] = 32
     """Largest decode step; the evaluation's batch_size where that is larger."""
-    requests: Annotated[int, Field(ge=1, le=1_000_000)] = 400
-    """Requests that come and go, one in ten of them long, twice: the second time half of them say something else."""
+    requests: Annotated[int, Field(ge=1, le=1_000_000)] = 300
+    """Requests that come and go, one in five of them long, twice: the second time half of them say something else."""
 
 
 class SpeculationConfig(StrictModel):
@@ -155,13 +155,14 @@ class WorkloadsConfig(StrictModel):
     context_bins: list[int]
     """Edges of the prompt-length bins, in tokens, ascending; bins without samples are left out."""
     noise_samples: Count
-    """Samples per workload, besides its longest one, that both engines repeat one at a time: the A/A noise floor."""
+    """Samples per workload, besides the longest of all, that both engines repeat one at a time: the A/A noise floor."""
     canary_samples: Annotated[int, Field(ge=1, le=1000)]
     """Samples per workload of the must-fail control, which takes the longest prompts of whichever workload."""
     canary_factor: float
     """By how much the must-fail control multiplies every key scale."""
     conformance_samples: Count = 0
-    """Samples per workload of the first round that are compared with the oracle, from the shortest to the longest."""
+    """Samples per workload of the first round that are compared with the oracle, from the shortest to the longest; without any
+    the stress probe does not run, and nothing passes."""
     rounds: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=1, max_length=100)] = Field(
         default_factory=lambda: [1.0]
     )

@@ -97,15 +97,7 @@ def run(
 ) -> Candidate | None:
     """Run one job, record in summary.json how it ended, and return what it judged.
 
-    Args:
-        config: The job's configuration.
-        sweep: Id of the command that the job belongs to.
-        job: Its number and its candidate's display name; None: it is its command's only one, named after its policy.
-        sweeping: Whether the command is a sweep.
-        as_json: Whether stage=status prints one JSON document.
-
-    Raises:
-        UserError, GateRefusal, MissingRequirement: what a person or CI can act on; any other exception is a defect.
+    Raises UserError, GateRefusal, MissingRequirement: what a person or CI can act on; any other exception is a defect.
     """
     job, judging = job or console.Job(config.stage, config.kv.name), config.stage in JUDGING
     if judging and not sweeping:

@@ -1,4 +1,4 @@
-"""The must-fail control: a candidate with a strong fault that must be noticed, and a ladder of small ones: which were is said.
+"""The must-fail control: a candidate with a strong fault that must be noticed, and a ladder of small ones up to one that is.
 
 All of them are planted between prefill and decode, so that what decoding reads is wrong and nothing else.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pipeline.core.engine import Engine
-from pipeline.core.kv import KVPolicy, KVShape, Side
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
 from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import ALLOWED
@@ -21,7 +21,7 @@ from stages.evaluate.twins.conformance import Comparison
 from stages.evaluate.twins.twin import Twin
 
 KEY_FACTORS = (1.05, 1.25, 2.0)
-"""Small factors of the key scales of one head, of which the larger ones run only where the smaller ones go unnoticed."""
+"""Small factors of the key scales of one head."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,13 @@ def canary(
         limit: The roundings from which on a request counts as off its twin.
     """
     subset = canary_samples(encoded, config)
-    ladder = _ladder(engine, subset[:1], heads, progress, twin, limit) if engine.can(Engine.corrupt_scale) else []
+    ladder = []
+    if engine.can(Engine.corrupt_scale):
+        policy = engine.policy
+        least = policy.exact_tokens + 2 * PAGE_TOKENS + (policy.window.tokens if policy.window is not None else 0)
+        enough = [item for item in encoded if len(item.prompt) >= least] or subset[:1]
+        climbed = min(enough, key=lambda item: len(item.prompt) + len(item.reference))
+        ladder = _ladder(engine, [climbed], heads, progress, twin, limit)
     progress = labelled(progress, "must-fail control: ")
     rows = _decoded(engine, subset, heads, partial(engine.corrupt_key_scale, config.canary_factor), progress)
     return Canary(factor=config.canary_factor, rows=rows, ladder=ladder)
@@ -87,16 +93,15 @@ def small_faults(policy: KVPolicy, shape: KVShape) -> list[SmallFault]:
 def _ladder(
     engine: Engine, chosen: Sequence[EncodedSample], heads: Heads, progress: Progress, twin: Twin | None, limit: float
 ) -> list[Rung]:
-    """Run the chosen sample with each of the small faults, through the steps that serve.
+    """Run the chosen sample with one small fault after the other, through the steps that serve, until one is noticed.
 
-    Beside the twin a small fault shows on any long sample, and each costs a decode and a replay of it: a larger factor of the
-    same scales is not planted where a smaller one was noticed so.
+    Each costs a decode and a replay of the sample, and beside the twin the first one shows already.
     """
     rungs: list[Rung] = []
     faults = small_faults(engine.policy, engine.shape)
     for number, fault in enumerate(faults):
-        if 0 < number < len(KEY_FACTORS) and rungs and _shows(rungs[-1], twin, limit):
-            continue
+        if rungs and _shows(rungs[-1], twin, limit):
+            break
         named = labelled(progress, f"must-fail control {number + 1} of {len(faults)}, {fault.name}: ")
         every = range(len(chosen))
         beside = None if twin is None else Comparison(engine, twin, chosen, every, batch_size=len(chosen), progress=named)

@@ -26,9 +26,6 @@ def render_all(tokenizer: Any, samples: Sequence[Sample]) -> list[str]:
     (those of Mistral and Gemma know no system role), system messages are put in front of the next user message. The tokenizer
     of a base model has no template; its messages become lines `role: content`, and the last line is `assistant: `, which the
     answer completes.
-
-    Raises:
-        UserError: The template refuses the messages without system roles, too, or takes more than it may.
     """
     templated = [sample for sample in samples if sample.messages and tokenizer.chat_template]
     texts = iter(rendered([partial(_chat, tokenizer, sample) for sample in templated]) if templated else ())

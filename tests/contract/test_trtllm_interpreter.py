@@ -1,5 +1,6 @@
 """TensorRT-LLM's interpreter when it is missing, wrong, dies, hangs, babbles, or builds something else than was asked."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from fake_interpreter import make_interpreter
 from trtllm_exports import conf, make_bundle, make_exports
 
@@ -16,7 +18,7 @@ from pipeline.core.kv import KVPolicy
 from stages.engines.interpreter.process import CHANNEL, Interpreter, probe
 from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.trtllm.library import PROGRAM, rank_capabilities
-from stages.engines.trtllm.targets import TargetName, interpreter_parts, refuse, refuse_integers, refuse_unread, resolve
+from stages.engines.trtllm.targets import TargetName, interpreter_parts, refuse, refuse_unread, resolve
 
 
 @pytest.fixture(scope="module")
@@ -130,17 +132,6 @@ def test_a_switch_that_only_the_other_target_reads_is_refused(target: Any, key: 
     assert refuse_unread(other, backend) is None  # type: ignore[arg-type]
 
 
-def test_integers_are_refused_where_tensorrt_llm_builds_none(tmp_path: Path) -> None:
-    here = probe(PROGRAM, make_interpreter(tmp_path / "bin", gpus=("10.0", "9.0")))
-    fp8, int8 = (KVPolicy.model_validate(conf("kv", name)) for name in ("fp8", "int8_tensor"))
-    refuse_integers(fp8, "fp8", here, 1)
-    with pytest.raises(UserError, match=r"kv=int8_tensor: TensorRT-LLM builds no INT8 cache for Fake H0, SM 10\.0"):
-        refuse_integers(int8, "none", here, 1)
-    with pytest.raises(UserError, match=r"weights=int4_awq: .* no integer weights for Fake H0, SM 10\.0; choose weights=fp8"):
-        refuse_integers(fp8, "int4_awq", here, 1)
-    refuse_integers(int8, "int8_sq", probe(PROGRAM, make_interpreter(tmp_path / "other", gpus=("9.0", "10.0"))), 1)
-
-
 def test_only_the_gpus_of_the_ranks_count_and_they_must_be_of_one_kind(tmp_path: Path) -> None:
     python = make_interpreter(tmp_path / "bin", gpus=("9.0", "8.9", "9.0"))
     here = probe(PROGRAM, python)
@@ -188,6 +179,24 @@ def test_a_setting_that_the_builder_rewrites_is_an_error_unless_it_is_allowed(qu
         '"build_config.plugin_config.use_paged_context_fmha": false'
         in (bundle / "bundle.json").read_text().split("rewritten")[1]
     )
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("sound", {False}), ("no switches", {None})])
+def test_switches_that_move_logits_are_off_in_what_is_served_and_judged_where_the_release_has_them(
+    quantized: Path, tmp_path: Path, mode: str, expected: set[bool | None]
+) -> None:
+    bundle = build(quantized, tmp_path, {"mode": mode, "release": "1.4.0rc1"})
+    served = yaml.safe_load((bundle / "llm_args.yaml").read_text(encoding="utf-8"))
+    judged = json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))["evaluated_with"]
+    for arguments in (served, judged):
+        given = {**arguments, **arguments["kv_cache_config"]}
+        assert {given.get(name) for name in ("enable_in_graph_sampling", "use_kv_cache_manager_v2")} == expected
+
+
+def test_an_int8_cache_is_refused_by_later_releases_with_the_one_that_has_it(tiny_checkpoint: Path) -> None:
+    policy = KVPolicy.model_validate(conf("kv", "int8_tensor"))
+    refusal = refuse("pytorch", policy, "none", inspect_checkpoint(tiny_checkpoint), 1)
+    assert "backend.target=engine with TensorRT-LLM 1.2" in str(refusal)
 
 
 def test_llm_arguments_that_the_release_refuses_are_told_with_its_reason(quantized: Path, tmp_path: Path) -> None:

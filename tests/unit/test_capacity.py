@@ -16,6 +16,7 @@ from pipeline.planning.labels import labelled
 from pipeline.planning.sequences import SequenceCost
 from pipeline.planning.shapes import read_model
 from pipeline.planning.use import GIB, CapacityConfig
+from pipeline.terminal.planning_tables import policy_line, verdict_lines
 
 KIB = 1024
 LLAMA_8B: dict[str, Any] = {
@@ -156,6 +157,23 @@ def test_a_latent_vector_takes_one_format_and_is_copied_to_every_gpu(tmp_path: P
     assert {"int8", "fp8k_int4v", "int4_g32"} <= found.unfit.keys()
     assert found.notes == ["a token has one latent vector of 576 numbers for all heads (MLA): half of them count as keys"]
     assert found.unfit["int8"] == "its latent vectors of 576 numbers (MLA) take one format, without scales a token"
+
+
+def test_the_first_line_says_what_a_request_takes_and_saves_and_how_many_fit(tmp_path: Path) -> None:
+    found = capacity(tmp_path, LLAMA_70B, "capacity.tensor_parallel=4", mix((32768, 1)))
+    (line,) = policy_line(found, "fp8")
+    assert "a request of 32,768 tokens takes 1.25 GiB on each GPU, 1.25 less than under FP16" in line
+    assert line.endswith("24 requests fit, under FP16 12")
+    (line,) = policy_line(capacity(tmp_path, MISTRAL_7B, mix((4096, 1), (65536, 1))), "fp8")
+    assert "a request of 4,096 or 65,536 tokens takes 0.25 GiB in the mean" in line, "a layer that slides keeps its window"
+    assert policy_line(found, "of nobody") == []
+
+
+def test_what_a_verdict_takes_is_said_with_what_that_rests_on() -> None:
+    first, rests = verdict_lines(8_030_261_248)
+    assert "61.3 GiB of memory, and 2 h 15 min where the first round decides, 7 h 21 min where all five are asked" in first
+    assert rests.startswith("  estimated from SmolLM2-135M-Instruct on two cores (`make real`)")
+    assert verdict_lines(1_000_000) == []
 
 
 def test_weights_are_counted_from_the_shapes_alone(tmp_path: Path) -> None:

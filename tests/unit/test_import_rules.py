@@ -27,7 +27,6 @@ ROOMS = (
     "pipeline.verdict.gates",
     "pipeline.trust",
     "pipeline.registry",
-    "pipeline.pages",
     "pipeline.planning",
     "pipeline.routing",
     "pipeline.config",

@@ -34,9 +34,16 @@ class EmptyAnswer(StrictModel):
 
 
 class Resolved(StrictModel):
-    """Answer to `validate`, and to `facts` of SGLang: arguments as the library resolves them."""
+    """Answer to `facts` of SGLang: arguments as the library resolves them."""
 
     arguments: dict[str, Any]
+
+
+class Pinned(Resolved):
+    """Answer to `validate`."""
+
+    pinned: dict[str, Any]
+    """The arguments that were asked for, with what the release needs beside them."""
 
 
 class Generation(StrictModel):

@@ -91,10 +91,10 @@ class Fed:
             for position in (range(end - count, end) if decoded else (end - 1,))
         ]
 
-    def spans(self, chunk: int, longest: int, *, itself: bool) -> list[Span]:
-        """Return the rows of a pass that is `longest` tokens long; what pads it is a chunk that nothing reads."""
+    def spans(self, chunk: int, *, itself: bool) -> list[Span]:
+        """Return the rows of a pass over the whole sequence."""
         spans, first = [], 0
-        for count, decoded in (*self.pieces, (longest - len(self.tokens), False)):
+        for count, decoded in self.pieces:
             end = first + count
             starts = () if decoded else range(first, end, chunk)
             spans += [Span(begin, min(begin + chunk, end), begin, itself) for begin in starts]
@@ -130,6 +130,19 @@ class View(Protocol):
     def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, asked: LayerAttention) -> Tensor:
         """Attend with scaled queries q (H, G, S, D) of the new tokens, whose keys and values are (H, S, D): (H, G, S, D)."""
         ...
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Sequences one after the other in one row of a batch: nothing pads them."""
+
+    views: Sequence[View]
+    lengths: Sequence[int]
+
+    def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, asked: LayerAttention) -> Tensor:
+        """Let each sequence attend to its own tokens; shapes as in `View`."""
+        parts = zip(self.views, *(torch.split(x, list(self.lengths), dim=-2) for x in (q, key, value)), strict=True)
+        return torch.cat([view.attend(layer, *part, asked) for view, *part in parts], dim=-2)
 
 
 class BlockView(ABC):

@@ -171,6 +171,14 @@ class PlanSession:
     ) -> None:
         """Open a plan.
 
+        Args:
+            library: The TensorRT that deserialized it.
+            engine: An ICudaEngine.
+            device: Where it runs.
+            inputs: The inputs that its bundle describes.
+            outputs: The outputs that its bundle describes.
+            captured: Whether runs become CUDA graphs.
+
         Raises:
             UserError: The engine has other inputs or outputs.
         """

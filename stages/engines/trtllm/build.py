@@ -12,7 +12,7 @@ from pipeline.core.records import Progress
 from stages.engines.bundle import BuiltFor
 from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, begin_bundle, copy_checkpoint, end_bundle
 from stages.engines.interpreter.process import Interpreter, Worker, WorkerError, probe
-from stages.engines.interpreter.protocol import EmptyAnswer, Resolved
+from stages.engines.interpreter.protocol import EmptyAnswer, Pinned
 from stages.engines.trtllm import checkpoint as checkpoints
 from stages.engines.trtllm import settings
 from stages.engines.trtllm.config import TrtllmConfig
@@ -47,12 +47,7 @@ class TrtllmBundle(ServedBundle):
 
 
 def build_bundle(exports: Path, out: Path, config: TrtllmConfig, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
-    """Write a bundle of ModelOpt's exports, as stage=quantize writes them with the quantized checkpoint, to the empty `out`.
-
-    Raises:
-        UserError: The policy has no export for the target, TensorRT-LLM failed, or it built something else.
-        MissingRequirement: TensorRT-LLM is not installed.
-    """
+    """Write a bundle of ModelOpt's exports, as stage=quantize writes them with the quantized checkpoint, to the empty `out`."""
     ranks, target = config.tensor_parallel_size, resolve(config.target, probe(PROGRAM, config.python))
     export = exports / TARGETS[target].export
     if not export.is_dir():
@@ -119,22 +114,23 @@ def _pin_llm_args(export: Path, out: Path, config: TrtllmConfig, policy: KVPolic
     """Write a checkpoint with the LLM arguments of serving, and return the fields of its bundle.json."""
     source = out / CHECKPOINT
     copy_checkpoint(sorted(path.name for path in export.iterdir()), export, source)
-    pinned = settings.llm_args(config, policy)
-    evaluated_with = settings.evaluation_of_served(pinned)
+    serving = settings.llm_args(config, policy)
     rewritten: list[settings.Difference] = []
     with Worker(PROGRAM, interpreter.python, **rank_environment(1)) as worker:
-        for arguments in (pinned, evaluated_with):
+
+        def pin(arguments: settings.Settings) -> settings.Settings:
             asked = {"model": str(source.absolute()), "llm_args": arguments}
             try:
-                answer = worker.call(
-                    "validate", config.build_timeout_s, key="backend.build_timeout_s", answer=Resolved, **asked
-                )
+                answer = worker.call("validate", config.build_timeout_s, key="backend.build_timeout_s", answer=Pinned, **asked)
             except WorkerError as error:
                 reason = " ".join(str(error).split())
                 raise UserError(
                     f"backend.serving: TensorRT-LLM {interpreter.release} refuses these LLM arguments: {reason}"
                 ) from error
-            rewritten += settings.differences(settings.flatten(arguments), answer.arguments)
+            rewritten.extend(settings.differences(settings.flatten(answer.pinned), answer.arguments))
+            return answer.pinned
+
+        pinned, evaluated_with = pin(serving), pin(settings.evaluation_of_served(serving))
     settings.refuse_rewrites(rewritten, config.allow_rewrites)
     command = f"# TensorRT-LLM {interpreter.release}: trtllm-serve {CHECKPOINT} --config {LLM_ARGS_FILE}"
     (out / LLM_ARGS_FILE).write_text(f"{command}\n{OmegaConf.to_yaml(pinned)}", encoding="utf-8")

@@ -14,7 +14,7 @@ PROGRAM = Program(
     "run kvgate in the container nvcr.io/nvidia/tensorrt-llm/release:1.2.1 (backend.target=engine; a 1.3 tag for "
     "target=pytorch) with backend.python=python3, or give the python of an environment of Python 3.10 or 3.12 with "
     "pip install tensorrt-llm==1.2.1 --extra-index-url https://pypi.nvidia.com as backend.python=PATH",
-    read=("1.2", "1.3"),
+    read=("1.2", "1.3", "1.4"),
 )
 """The releases were read from their sources (tests/contract/facts)."""
 

@@ -138,7 +138,9 @@ def refuse(name: TargetName, policy: KVPolicy, weights: WeightsFormat, info: Che
     target = TARGETS[name]
     reason = export_refusal(policy, target.caches)
     if reason is not None:
-        return cannot_hold(policy, f"trtllm, target {name},", reason, target.choices)
+        engine = TARGETS["engine"]
+        older = "" if export_refusal(policy, engine.caches) else f", backend.target=engine with TensorRT-LLM {engine.releases}"
+        return cannot_hold(policy, f"trtllm, target {name},", reason, f"{target.choices}{older}")
     if weights not in target.weights:
         return f"weights={weights}: backend.target={name} takes {', '.join(target.weights)}; choose one of them"
     reason = tensorrt_llm_refusal(info) if name == "engine" else None

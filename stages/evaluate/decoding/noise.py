@@ -33,15 +33,11 @@ def canary_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig) ->
 
 
 def repeated_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig) -> list[EncodedSample]:
-    """Return the samples that an engine repeats: the first and the longest ones of every workload."""
+    """Return the samples that an engine repeats: the first ones of every workload, and the longest of all."""
     if not config.noise_samples:
         return []
-    longest: dict[str, int] = {}
-    for i, item in enumerate(encoded):
-        known = longest.setdefault(item.sample.workload, i)
-        if len(item.prompt) + len(item.reference) > len(encoded[known].prompt) + len(encoded[known].reference):
-            longest[item.sample.workload] = i
-    return [encoded[i] for i in sorted({*first_of_each_workload(encoded, config.noise_samples), *longest.values()})]
+    longest = max(range(len(encoded)), key=lambda i: len(encoded[i].prompt) + len(encoded[i].reference))
+    return [encoded[i] for i in sorted({*first_of_each_workload(encoded, config.noise_samples), longest})]
 
 
 def own_heads(run: Callable[[Done], list[SampleResult]], encoded: Sequence[EncodedSample]) -> tuple[Heads, list[SampleResult]]:

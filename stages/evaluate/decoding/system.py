@@ -116,7 +116,7 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
     count = max(1, min(room - 1, round(HELD_BYTES / (copied * length))))
     prompt = [token % engine.vocab_size for token in range(length)]
     moved, before = 0, 0
-    for number in range(3):
+    for number in range(2):
         handles, _ = engine.prefill([prompt])
         engine.release(handles)
         after = _resident()

@@ -19,8 +19,10 @@ from stages.evaluate.twins.stage import Actor, Stage
 
 SHORT = ((2, 6), (7, 9), (12, 15), (20, 12), (61, 8), (1, 17), (66, 4))
 """Tokens of prompt and answer of short requests."""
-LONG = (300, 420, 590)
-"""Tokens of the prompts of one request in ten: its pages from the third on are used again, and by whom is another's affair."""
+LONG = (160, 400, 260)
+"""Tokens of the prompts of one request in five: its pages from the third on are used again, and by whom is another's affair."""
+LONG_STEPS = 24
+"""Tokens of their answers: so many that several of them are always live."""
 WATCHED_LOGITS = 512
 """Logits of a row that are kept: what reads another page changes them all."""
 NOISE = 4.0
@@ -38,9 +40,11 @@ class Guest:
 
 
 def crowd(stage: Stage) -> None:
-    """Requests that come and go, one in ten of them long, with strangers among them whose tokens are exchanged."""
+    """Requests that come and go, one in five of them long, with strangers among them whose tokens are exchanged."""
     kinds = _kinds(stage)
-    exact = dict(zip((kind.role for kind in kinds), stage.exact(kinds), strict=True))
+    roles = {guest.actor.role for guest in _guests(stage, kinds, 1) if guest.watched}
+    watched = [kind for kind in kinds if kind.role in roles]
+    exact = dict(zip((kind.role for kind in watched), stage.exact(watched), strict=True))
     first = _play(stage, kinds, 1, exact)
     other = _play(stage, kinds, 2)
     changed = _difference(first, other)
@@ -65,7 +69,7 @@ def _kinds(stage: Stage) -> list[Actor]:
     most = stage.max_tokens
     shapes = [(length, steps) for length, steps in SHORT if length + steps <= most]
     # Three lengths of a long request, as far as the model and the engine go.
-    shapes += [(max(1, min(length, most - 16 - number)), 12) for number, length in enumerate(LONG)]
+    shapes += [(max(1, min(length, most - LONG_STEPS - number)), LONG_STEPS) for number, length in enumerate(LONG)]
     return [stage.actor(f"request of {length} and {steps} tokens", length, steps) for length, steps in shapes]
 
 
@@ -74,7 +78,7 @@ def _guests(stage: Stage, kinds: Sequence[Actor], strangers: int) -> Iterator[Gu
     order, tokens = np.random.default_rng(0), np.random.default_rng([stage.seed, strangers])
     long = len(kinds) - len(LONG)
     for number in range(stage.config.requests):
-        kind = kinds[long + number // 20 % len(LONG) if number % 20 in (4, 15) else int(order.integers(long))]
+        kind = kinds[long + number // 10 % len(LONG) if number % 10 in (4, 9) else int(order.integers(long))]
         parts = order.integers(4) == 0
         if number % 2 == 0:
             yield Guest(Actor(kind.role, kind.prompt, list(kind.ahead)), watched=True)

@@ -72,7 +72,8 @@ def probe(
         if stage.failures:  # what needs no other run
             break
     assert first is not None
-    said = [*first.failures, *(failures.values() if runs == RUNS or first.failures else ())]
+    said = sorted(first.failures, key=lambda text: not text.startswith("isolation"))
+    said += failures.values() if runs == RUNS or first.failures else ()
     held = None if said else process_memory(engine, max_tokens)
     if engine.can(Engine.forget_prefixes):
         engine.forget_prefixes()

@@ -14,13 +14,16 @@ from stages.evaluate.twins.stage import Actor, Stage
 STEPS = 4
 """Decode steps of a sequence, where nothing else says how many."""
 
+LONG_ANSWER = PAGE_TOKENS + 8
+"""Tokens of one of the free answers: a page begins in it."""
+
 LEAVING = 32
 """Steps within which the rows of the ragged batch leave one after the other: batches of every size up to that."""
 
-FORKED_AT = (PAGE_TOKENS, PAGE_TOKENS + 1, 2 * PAGE_TOKENS - 1)
-"""Tokens at which sequences are forked: no page is copied, nearly nothing of one, nearly all of one."""
+FORKED_AT = (PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1)
+"""Tokens at which sequences are forked: nearly all of a page is copied, nothing, nearly nothing of one."""
 
-TURNS = ((60, 1, 5), (61, 9, 2), (20, 41, 60), (57, 62, 7), (127, 3, 62))
+TURNS = ((60, 1, 5), (61, 9, 2), (20, 41, 60), (57, 62, 7))
 """Tokens of a prompt and of two later turns, three decoded ones after each: borders of pages, and beside them."""
 
 
@@ -37,18 +40,19 @@ class Scene:
 
 
 def batch(stage: Stage) -> None:
-    """A ragged batch of the largest size, several of whose rows have the claimed length, answered freely and then forced.
+    """A ragged batch of the largest size, two of whose rows have the claimed length, answered freely and then forced.
 
-    One row after the other leaves, so that the batch has every size; those that decode far are the last.
+    One row after the other leaves, so that the batch has every size; those that decode far are the last. The longest row is
+    prefilled once: no free answer to it is asked.
     """
     actors = ragged(stage)
     more = [stage.actor("a prompt that joins", 1 + 7 * i % 41, 1 + i % 3) for i in range(stage.largest // 2 + 1)]
-    limits = [min(2, len(actor.ahead)) for actor in actors] + [len(actor.ahead) for actor in more]
-    limits[len(actors) - 1] = len(actors[-1].ahead)  # one answer is long
-    prompts = [actor.prompt for actor in (*actors, *more)]
-    answers = stage.engine.generate(prompts, limits, None, max_sequences=stage.largest)
-    stage.started += len(prompts)
-    for actor, answer, limit in zip((*actors, *more), answers, limits, strict=True):
+    asked = [*actors[1:], *more]
+    limits = [min(2, len(actor.ahead)) for actor in actors[1:]] + [len(actor.ahead) for actor in more]
+    limits[len(actors) - 2] = min(len(actors[-1].ahead), LONG_ANSWER)
+    answers = stage.engine.generate([actor.prompt for actor in asked], limits, None, max_sequences=stage.largest)
+    stage.started += len(asked)
+    for actor, answer, limit in zip(asked, answers, limits, strict=True):
         if len(answer) != limit:
             stage.failures.append(
                 f"generate: {len(answer)} tokens instead of {limit} to a prompt of {len(actor.prompt)} tokens"
@@ -60,7 +64,7 @@ def batch(stage: Stage) -> None:
 
 
 def ragged(stage: Stage) -> list[Actor]:
-    """Return the rows of the ragged batch: long ones first, in the middle and last but one, short ones between them."""
+    """Return the rows of the ragged batch: long ones first and last but one, short ones between them."""
     size, most, config = stage.largest, stage.max_tokens, stage.config
     steps = min(config.offset_steps, most // 2)
     far = min(config.decode_steps, most - 32)
@@ -68,7 +72,7 @@ def ragged(stage: Stage) -> list[Actor]:
     chosen = [
         stage.actor(f"{most:,} tokens", most - steps, steps),
         stage.actor("9 tokens and far", 9, far, part="far", measured=True),
-        *(stage.actor(f"a row of the claimed length, {which}", claimed, STEPS) for which in ("in the middle", "behind")),
+        stage.actor("a row of the claimed length", claimed, STEPS),
         stage.actor("1 token and far", 1, far, part="far", measured=True),
     ][:size]
     lengths = offsets_and_borders(stage.engine.policy, size - len(chosen), most - LEAVING - 2)
@@ -76,11 +80,11 @@ def ragged(stage: Stage) -> list[Actor]:
         stage.actor("a ragged row", length, 2 + i * min(LEAVING, len(lengths)) // len(lengths), measured=i % 8 == 0)
         for i, length in enumerate(lengths)
     ]
-    if size < 5:
+    if size < 4:
         return [*chosen[:1], *chosen[2:], *chosen[1:2]]
-    longest, answered, one, another, alone = chosen
+    longest, answered, long, alone = chosen
     half = len(rest) // 2
-    return [longest, *rest[:half], one, alone, *rest[half:], another, answered]
+    return [longest, *rest[:half], alone, *rest[half:], long, answered]
 
 
 def offsets_and_borders(policy: KVPolicy, size: int, most: int) -> list[int]:
@@ -99,14 +103,13 @@ def offsets_and_borders(policy: KVPolicy, size: int, most: int) -> list[int]:
 
 def equal(stage: Stage) -> None:
     """Equal prompts that share a partial page and then part, within the page and over its border."""
-    for length in (min(40, stage.max_tokens // 2), min(PAGE_TOKENS - 2, stage.max_tokens - STEPS)):
-        prompt = stage.draw(length)
-        role = f"equal prompts of {length} tokens that part"
-        stage.play([stage.actor(role, prompt, STEPS) for _ in range(min(4, stage.largest))])
+    prompt = stage.draw(PAGE_TOKENS - STEPS)
+    role = f"equal prompts of {len(prompt)} tokens that part"
+    stage.play([stage.actor(role, prompt, 2 * STEPS) for _ in range(min(3, stage.largest))])
 
 
 def turns(stage: Stage) -> None:
-    """Turns: prompt, decode, later chunk, decode, later chunk, decode, all together; and the same after a fork."""
+    """Turns: prompt, decode, later chunk, decode, later chunk, decode, all together; and of every second one after a fork."""
     fitting = [turn for turn in TURNS if sum(turn) + 9 <= stage.max_tokens]
     forks = stage.engine.can(Engine.fork) and stage.largest > 1
     for begin in range(0, len(fitting), each := max(1, stage.largest // (1 + forks))):
@@ -117,8 +120,8 @@ def turns(stage: Stage) -> None:
         for number in range(2):
             stage.decode(*actors, steps=3)
             if number == 1 and forks:
-                actors += [stage.fork(actor, f"{actor.role}, forked before the last") for actor in actors]
-                chunks += chunks
+                actors += [stage.fork(actor, f"{actor.role}, forked before the last") for actor in actors[::2]]
+                chunks += chunks[::2]
             for actor, chunk in zip(actors, chunks, strict=True):
                 stage.extend(actor, chunk[number])
         stage.decode(*actors, steps=3)

@@ -25,7 +25,7 @@ NOT_KEPT: Logits = np.zeros(0, np.float32)
 """In place of logits that were compared."""
 
 PASS_TOKENS = 4096
-"""Most tokens of one pass of the twin, padding included."""
+"""Most tokens of one pass of the twin, unless one sequence has more."""
 
 
 @dataclass(frozen=True)
@@ -258,10 +258,14 @@ class Stage:
             self.rounding = max(self.rounding, float(np.abs(disturbed - exact).max()))
         first = len(exact) - len(actor.shown)
         for i, shown in enumerate(actor.shown, start=first):
-            rounding = None if disturbed is None else kl_of_rows(exact[i], disturbed[i][None])[0]
-            kl = kl_of_rows(exact[i], shown.logits_V[None])[0]
+            others = [shown.logits_V] if disturbed is None else [shown.logits_V, disturbed[i]]
+            kls = kl_of_rows(exact[i], np.stack(others))
+            rounding = None if disturbed is None else kls[1]
             difference = float(np.abs(shown.logits_V - exact[i]).max())
-            self.rows.append(Row(actor.part or part, actor.role, replace(shown, logits_V=NOT_KEPT), kl, difference, rounding))
+            if not np.isfinite(kls[0]):
+                self.failures.append(f"{part}: {actor.role}: logits are not finite at position {shown.length - 1}")
+            kept = replace(shown, logits_V=NOT_KEPT)
+            self.rows.append(Row(actor.part or part, actor.role, kept, kls[0], difference, rounding))
         if actor.said and self.twin.compute_dtype is not None:
             gaps = behind(exact[: len(actor.said)], actor.said)
             wrong = np.flatnonzero(~(gaps <= 4 * self.rounding + 1e-3))
@@ -274,13 +278,13 @@ class Stage:
 
 
 def _passes(actors: Sequence[Actor]) -> list[list[Actor]]:
-    """Group sequences of about the same length into passes."""
+    """Group sequences into passes."""
     groups: list[list[Actor]] = []
-    longest = 0
-    for actor in sorted(actors, key=lambda actor: -len(actor.fed.tokens)):
-        length = len(actor.fed.tokens)
-        if not groups or 2 * length < longest or (len(groups[-1]) + 1) * longest > PASS_TOKENS:
+    tokens = 0
+    for actor in actors:
+        tokens += len(actor.fed.tokens)
+        if not groups or tokens > PASS_TOKENS:
             groups.append([])
-            longest = length
+            tokens = len(actor.fed.tokens)
         groups[-1].append(actor)
     return groups

@@ -1,6 +1,6 @@
 """Runs in TensorRT-LLM's interpreter, and answers the requests of `kvgate_channel`.
 
-Needs what TensorRT-LLM brings (numpy, torch) and nothing else. Checked against releases 1.2 and 1.3; the names used here are
+Needs what TensorRT-LLM brings (numpy, torch) and nothing else. Checked against releases 1.2 to 1.4; the names used here are
 recorded in tests/contract/facts/.
 """
 
@@ -19,6 +19,13 @@ import kvgate_rows
 
 ATTENTION = ("tensorrt_llm._torch.attention_backend.trtllm", "tensorrt_llm._torch.attention.backends.trtllm")
 """Where releases from 1.3 on have had the attention of the PyTorch runtime, the earlier place first."""
+SWITCHES = (
+    "enable_in_graph_sampling",
+    "enable_low_latency_host_dispatch",
+    "enable_early_first_token_response",
+    "use_kv_cache_manager_v2",
+)
+"""Switches that change who computes a logit or holds a page. Some releases have them, and a default may move."""
 BUILD_MODULE = "tensorrt_llm.commands.build"
 """The module that `trtllm-build` runs."""
 
@@ -49,10 +56,16 @@ def build(flags: list[str]) -> dict[str, Any]:
 
 
 def validate(model: str, llm_args: dict[str, Any]) -> dict[str, Any]:
-    """Return LLM arguments as the release's own class reads them."""
-    from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
+    """Return LLM arguments with SWITCHES off, as `pinned`, and as the release's own class reads them, as `arguments`."""
+    from tensorrt_llm.llmapi.llm_args import KvCacheConfig, TorchLlmArgs
 
-    return {"arguments": TorchLlmArgs(model=model, **llm_args).model_dump(mode="json")}
+    cache = {**llm_args["kv_cache_config"], **_switched_off(KvCacheConfig)}
+    pinned = {**llm_args, **_switched_off(TorchLlmArgs), "kv_cache_config": cache}
+    return {"arguments": TorchLlmArgs(model=model, **pinned).model_dump(mode="json"), "pinned": pinned}
+
+
+def _switched_off(kind: Any) -> dict[str, bool]:
+    return {name: False for name in SWITCHES if name in kind.model_fields}
 
 
 class Model:

@@ -5,7 +5,19 @@ from typing import Any
 from tensorrt_llm.facts import MODE, PYTORCH
 
 
+def fields(inside: str) -> frozenset[str]:
+    """The names of a class's fields; releases before 1.4 have none without a known default."""
+    known = (key for key, fact in PYTORCH["llm_args"].items() if MODE != "no switches" or "default" in fact)
+    return frozenset(key.removeprefix(inside) for key in known if key.startswith(inside))
+
+
+class KvCacheConfig:
+    model_fields = fields("kv_cache_config.")
+
+
 class TorchLlmArgs:
+    model_fields = fields("")
+
     def __init__(self, model: str, **given: Any) -> None:
         self.values = {"model": model, **given}
         for key, value in flat(given).items():
