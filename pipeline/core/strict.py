@@ -51,11 +51,10 @@ MOST_TEXT_BYTES = 1 << 30
 """Of a file of samples or texts."""
 
 
-def read_file(path: Path, most_bytes: int, *, whole: bool = True) -> bytes:
+def read_file(path: Path, most_bytes: int) -> bytes:
     """Return the content of a regular file of the user's: nothing else is opened, which could wait or never end.
 
-    Unless the `whole` is asked for, nothing is read. Raises Unreadable when it is missing, no file, too large, or may not be
-    read.
+    Raises Unreadable when it is missing, no file, too large, or may not be read.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
@@ -66,7 +65,7 @@ def read_file(path: Path, most_bytes: int, *, whole: bool = True) -> bytes:
                 raise Unreadable("is no regular file but a pipe, a socket or a device; give a file")
             if about.st_size > most_bytes:
                 raise Unreadable(f"has {about.st_size:,} bytes; such a file should have {most_bytes:,} at most")
-            return stream.read(most_bytes + 1) if whole else b""
+            return stream.read(most_bytes + 1)
     except FileNotFoundError:
         raise Unreadable("no such file; give one that exists") from None
     except OSError as error:

@@ -1,8 +1,9 @@
 """The tracking store. Importing it imports MLflow, which takes 2 s: import it inside functions.
 
-A candidate is a top-level run (nested candidates collapse in MLflow's charts), and the stages that it made are child runs. A
-run that is open holds a lock, whose name is a tag of the run. The system lets go of the lock when the process dies, so that a
-run which is RUNNING without its lock was left by a dead process; the next command that opens the store closes it.
+A candidate is a run (nested candidates collapse in MLflow's charts) whose name ends with its verdict, because MLflow's list of
+runs has no column for a tag until somebody asks for one. Each FP16 engine of a sweep is a run beside them. A run that is open
+holds a lock, whose name is a tag of the run. The system lets go of the lock when the process dies, so that a run which is
+RUNNING without its lock was left by a dead process; the next command that opens the store closes it.
 
 An engine with its evidence is a logged model and a version of the registered model. Both are looked up by the digests of the
 evidence, so that judging the same engine again, in any sweep, makes no second version.
@@ -34,7 +35,17 @@ from pipeline.registry.mlflow_client import (
     RunTag,
     process_wide,
 )
-from pipeline.registry.pages import COLOURS, EMPTY_PAGE, UNDECIDED, RunPage, collect_evidence, registered_as, verdict_line
+from pipeline.registry.pages import (
+    COLOURS,
+    EMPTY_PAGE,
+    HIDDEN,
+    UNDECIDED,
+    RunPage,
+    collect_evidence,
+    registered_as,
+    told,
+    verdict_line,
+)
 from pipeline.registry.reaching import named
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.registry.tracking import Location
@@ -43,7 +54,7 @@ TAG_CHARS = 5000
 DIGEST_CHARS = 36
 """The longest digest of a data set that MLflow takes."""
 LOCK = "lock"
-"""Tag of a run and its stages with the name of their lock, a file of `Location.runs`."""
+"""Tag of a run with the name of its lock, a file of `Location.runs`."""
 
 
 class MlflowStore:
@@ -107,7 +118,7 @@ class MlflowStore:
                 self._close(lock, status)
 
     def _close(self, lock: Path, status: str) -> None:
-        """Close a run that is open still, and its stages, by the lock that they share."""
+        """Close a run with this lock that is open still, and the baseline's."""
         query = f"attributes.status = 'RUNNING' and tags.{LOCK} = '{lock.name}'"
         for run in self.client.search_runs([self.experiment_id], query):
             self.client.set_terminated(run.info.run_id, status)
@@ -151,15 +162,6 @@ class MlflowStore:
             self._log(run_id, params=config)
             yield run_id
 
-    def log_stage(self, run_id: str, name: str, params: Mapping[str, object], *, digest: str, seconds: float) -> None:
-        """Log a stage that a run made, as a child run; what was reused, the identity names."""
-        end = int(time.time() * 1000)
-        tags = {"mlflow.parentRunId": run_id, "stage": name, "artifact_digest": digest}
-        tags[LOCK] = self.client.get_run(run_id).data.tags[LOCK]
-        child = self.create_run(name, tags, end - int(seconds * 1000))
-        self._log(child, params=params, metrics={"perf/seconds": seconds})
-        self.client.set_terminated(child, "FINISHED", end)
-
     def conclude(self, run_id: str, candidate: Candidate, page: RunPage = EMPTY_PAGE) -> Candidate:
         """Register a run's engine, and log its verdict and what the run shows; return the candidate with its registration."""
         version, model_id = self._register(candidate, run_id)
@@ -171,6 +173,7 @@ class MlflowStore:
             "reasons": "; ".join(candidate.reasons),
             **candidate.citations,
             "model_version": version,
+            "mlflow.runName": f"{candidate.name}: {candidate.verdict}",
             "mlflow.runColor": COLOURS.get(candidate.verdict, UNDECIDED),
             "mlflow.note.content": f"{page.description}\n\n{registered_as(self.location.model_name, version)}".strip(),
             **({"nonfinite": ", ".join(nonfinite)} if nonfinite else {}),
@@ -180,7 +183,22 @@ class MlflowStore:
             if rows:
                 self.client.log_table(run_id, table_columns(rows), name)
         self.attach(run_id, [candidate.report.path])
+        if page.baseline:
+            self._show_baseline(self.client.get_run(run_id).data.tags, candidate.baseline.digest, page.baseline)
         return candidate.model_copy(update={"registration": Registration(run_id=run_id, model_version=version)})
+
+    def _show_baseline(self, own: Mapping[str, str], digest: str, metrics: Mapping[str, float]) -> None:
+        """Log the FP16 engine as a run of the sweep, unless another candidate did: the bar beside those of its candidates.
+
+        It has the lock of the candidate's run, by whose tags the sweep is known.
+        """
+        tags = {"sweep": own["sweep"], "baseline_digest": digest, "verdict": "baseline"}
+        query = " and ".join(["attributes.status = 'FINISHED'", *(f"tags.{name} = '{value}'" for name, value in tags.items())])
+        with locked(self.lock, "logging the baseline"):
+            if not self.client.search_runs([self.experiment_id], query, max_results=1):
+                run_id = self.create_run("fp16: baseline", {**tags, LOCK: own[LOCK], "mlflow.runColor": UNDECIDED})
+                self._log(run_id, metrics=metrics)
+                self.client.set_terminated(run_id, "FINISHED")
 
     # Engines
 
@@ -264,10 +282,10 @@ class MlflowStore:
             self.client.set_model_version_tag(self.location.model_name, version, name, redact_text(value))
 
     def model_tags(self) -> dict[str, str]:
-        return dict(self.client.get_registered_model(self.location.model_name).tags)
+        return told(self.client.get_registered_model(self.location.model_name).tags)
 
     def set_model_tag(self, name: str, text: str) -> None:
-        self.client.set_registered_model_tag(self.location.model_name, name, text)
+        self.client.set_registered_model_tag(self.location.model_name, HIDDEN + name, text)
 
 
 def _dataset(name: str, profile: Mapping[str, int], digest: str) -> DatasetInput:

@@ -5,12 +5,14 @@ which an engine is chosen. All numbers of a report are in summary.json and verdi
 """
 
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.artifacts.store import Artifact
 from pipeline.core.kv import POLICY_FILE
 from pipeline.core.overrides import written
 from pipeline.core.redaction import copy_redacted, redact, redact_text
@@ -22,13 +24,25 @@ from pipeline.verdict.report import EvaluationReport, SampleRow
 COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#bf8700"}
 """Of runs in MLflow's charts, by verdict."""
 UNDECIDED = "#6e7781"
+HIDDEN = "mlflow.kvgate."
+"""Tags of a registered model that begin so are not on MLflow's page of it; those of an older kvgate do not."""
 EVIDENCE_FILES = ("bundle.json", POLICY_FILE, SCALES_FILE)
 REASONS = 5
 """Of a verdict, in the description; checks.json has all."""
 LIMIT = 40
-FIRST = ("quality/recovery", "memory/kib_per_token", "quality/kl_mean")
+KL, LOG_KL, LEAST_KL = "quality/kl_mean", "quality/kl_mean_log10", 1e-9
+"""MLflow's bars have no logarithmic axis: the logarithm is a metric of its own, of LEAST_KL where the distance is smaller."""
+FIRST = ("quality/recovery", "memory/kib_per_token", LOG_KL)
 """What the comparison opens on: the share of the probability of right answers that is kept, memory, distance."""
+OF_BASELINE = {
+    "memory/kib_per_token": "baseline/kib_per_token",
+    KL: "noise/kl_mean",
+    "quality/accuracy_candidate": "quality/accuracy_baseline",
+    "perf/decode_tokens_per_s": "baseline/decode_tokens_per_s",
+}
+"""A candidate's metric -> that of the FP16 engine, as the candidate's report has it."""
 THEN = (
+    KL,
     "quality/accuracy_loss",
     "memory/max_live_tokens",
     "quality/accuracy_candidate",
@@ -95,6 +109,8 @@ class RunPage:
 
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """In the order in which they are logged; one that is null or not finite is only named."""
+    baseline: Mapping[str, float] = field(default_factory=dict)
+    """Of the FP16 engine, under the same names."""
     description: str = ""
     tables: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """File name -> rows."""
@@ -108,14 +124,29 @@ EMPTY_PAGE = RunPage()
 
 
 def run_page(
-    candidate: Candidate, report: EvaluationReport, rows: Sequence[SampleRow], *, sweep: str, model: str, workdir: Path
+    candidate: Candidate,
+    report: EvaluationReport,
+    rows: Sequence[SampleRow],
+    made: Sequence[tuple[str, Artifact]] = (),
+    *,
+    sweep: str,
+    model: str,
+    workdir: Path,
 ) -> RunPage:
-    """Return what the run of a candidate shows, besides report.json and report.html."""
+    """Return what the run of a candidate shows, besides report.json and report.html.
+
+    Of the stages, those that the run `made`, with their titles: what was reused, the identity names.
+    """
     asked = {part.workload: part for part in report.slices if part.whole and part.workload is not None}
     return RunPage(
         metrics=chosen(candidate),
         description=description(candidate, sweep, model, workdir),
-        tables={"samples.json": _samples(rows), "checks.json": [check.model_dump() for check in candidate.checks]},
+        baseline=of_baseline(candidate),
+        tables={
+            "samples.json": _samples(rows),
+            "checks.json": [check.model_dump() for check in candidate.checks],
+            "stages.json": [{"stage": title, "seconds": one.seconds, "digest": one.digest} for title, one in made],
+        },
         workloads={
             name: {"num_rows": part.samples, "documents": part.documents, "scored_tokens": part.fidelity.tokens}
             for name, part in asked.items()
@@ -136,12 +167,23 @@ def _samples(rows: Sequence[SampleRow]) -> list[dict[str, Any]]:
     return [{"answer": outcome(row), **{name: getattr(row, name) for name in SHOWN}} for row in sorted(rows, key=order)]
 
 
+def of_baseline(candidate: Candidate) -> dict[str, float]:
+    """Return the metrics of the FP16 engine's run, which is a bar beside its candidates."""
+    found = {name: candidate.metrics.get(source) for name, source in OF_BASELINE.items()}
+    known = {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+    return {"quality/recovery": 1.0, **known, **_logarithm(known.get(KL))} if known else {}
+
+
+def _logarithm(kl: float | None) -> dict[str, float]:
+    return {} if kl is None or not math.isfinite(kl) else {LOG_KL: math.log10(max(kl, LEAST_KL))}
+
+
 def chosen(candidate: Candidate) -> dict[str, float | None]:
     """Return the metrics of a candidate's run, in the order in which they are logged.
 
     The accuracy lost, as a fraction (below 0 it was gained), stands beside each pair of accuracies.
     """
-    found = dict(candidate.metrics)
+    found = {**candidate.metrics, **_logarithm(candidate.metrics.get(KL))}
     for name, before in candidate.metrics.items():
         prefix, ending, rest = name.partition("accuracy_baseline")
         after = found.get(f"{prefix}accuracy_candidate")
@@ -176,6 +218,11 @@ def _next_steps(candidate: Candidate, sweep: str, model: str, workdir: Path) -> 
 def _plain(text: str) -> str:
     """Return text in one line that is no markup."""
     return " ".join(text.split()).replace("<", "&lt;")
+
+
+def told(tags: Mapping[str, str]) -> dict[str, str]:
+    """Return the tags of a registered model by the names that kvgate gave them."""
+    return {name.removeprefix(HIDDEN): text for name, text in tags.items()}
 
 
 def registered_as(model_name: str, version: str) -> str:

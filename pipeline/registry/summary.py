@@ -97,7 +97,7 @@ class Candidate(StrictModel):
     @property
     def is_blind(self) -> bool:
         """Whether nothing that was measured saw a corrupted cache: then the verdict says nothing of the policy."""
-        return any(check.gate == "canary" and check.status == "FAIL" for check in self.checks)
+        return _is_blind(self.checks)
 
     @property
     def recovery(self) -> Check | None:
@@ -161,6 +161,18 @@ class Candidate(StrictModel):
         return math.inf if value is None or not math.isfinite(value) else value
 
 
+def _is_blind(checks: Sequence[Check]) -> bool:
+    return any(check.gate == "canary" and check.status == "FAIL" for check in checks)
+
+
+def not_passed(name: str, verdict: Status, checks: Sequence[Check]) -> str:
+    """Say that a candidate did not pass, by why it did not."""
+    said = "is not good enough" if verdict == "FAIL" else "is not decided"
+    if _is_blind(checks):
+        said = "is not judged, because its answers do not depend on the cache"
+    return f"{name} {said}: {verdict}"
+
+
 class Summary(StrictModel):
     """The candidates of a sweep, in the order of the command line; a single evaluation is a sweep of one."""
 
@@ -210,7 +222,7 @@ def load(workdir: Path, sweep: str | None = None) -> Summary:
     found = _read(workdir, f"{FOLDER}/{sweep}.json") if SWEEP.fullmatch(sweep) else None
     if found is None:
         known = sorted(path.stem for path in (workdir / FOLDER).glob("[!.]*.json"))
-        latest = f"; the latest are {', '.join(known[-3:])}" if known else ""
+        latest = f"; give one, such as {', '.join(known[-3:])}" if known else "; leave it out"
         raise UserError(f"promote.sweep={sweep}: there is no such sweep in {workdir / FOLDER}{latest}")
     return found
 

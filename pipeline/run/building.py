@@ -27,7 +27,6 @@ class FinishedStage:
 
     title: str
     artifact: Artifact
-    params: dict[str, object]
 
 
 def digest_of_model(checkpoint: Path) -> str:
@@ -182,7 +181,7 @@ class BuildChain:
             return known
         title = f"{recipe.stage} {policy.name}{note}" if policy is not None else recipe.stage
         artifact = self._get(recipe, fill, title, resumable)
-        self.finished.append(FinishedStage(title, artifact, dict(recipe.config)))
+        self.finished.append(FinishedStage(title, artifact))
         return artifact
 
     def _get(self, recipe: Recipe, fill: Fill, title: str, resumable: bool) -> Artifact:

@@ -148,7 +148,7 @@ class Chain(BuildChain):
             measured,
             config=self.config.workloads,
             progress=progress,
-            twin=opened.twin,
+            twin=opened.twin if self.config.workloads.conformance_samples else None,
             baseline=baseline,
             planned=self._encoded.items,
         )

@@ -17,7 +17,7 @@ from pipeline.config.policies import tuned_policies
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import FP16_POLICY
 from pipeline.core.records import Sample
-from pipeline.core.strict import MOST_TEXT_BYTES, Unreadable, read_file
+from pipeline.core.strict import MOST_TEXT_BYTES
 from pipeline.gguf.model import inspect_gguf
 from pipeline.gguf.vocabulary import UNUSED
 from pipeline.loading import open_loader, required_libraries
@@ -62,7 +62,16 @@ def checks(config: Config) -> list[Callable[[], object]]:
         needed.append(partial(read_snapshot, config.monitor))
     if config.stage not in WITHOUT_CHECKPOINT:
         needed.append(partial(_check_budget if config.stage in PLANNING else _check_model, config))
+    if config.tracking.enabled and config.stage in ("rollback", "route", "monitor"):
+        needed.append(partial(_check_registered, config))
     return needed
+
+
+def _check_registered(config: Config) -> None:
+    """Refuse to move what nothing was registered for, before a store is made."""
+    store = locate(config.tracking, config.work, config.model.label).file
+    if store is not None and not store.exists():
+        raise UserError(f"stage={config.stage}: nothing is registered in {store}; run stage=all first, or give its workdir")
 
 
 def _check_bundle(config: Config) -> None:
@@ -95,10 +104,14 @@ def _check_model(config: Config) -> None:
             from stages.evaluate.inputs.tokens import check_lengths
 
             check_lengths(samples, checkpoint.path, config.workloads, *_context(config, checkpoint))
-        if checkpoint.path.is_dir():  # last, since a new config.json waits for transformers here
+        # last, since new files wait for transformers here
+        if checkpoint.path.is_dir():
             from stages.checkpoints import expected_tensors
 
             check_weights(checkpoint, expected_tensors)
+        from stages.opening import check_opens
+
+        check_opens(checkpoint)
 
 
 def _check_work(config: Config) -> None:
@@ -170,10 +183,14 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
 
 def check_file(path: Path, key: str) -> None:
     """Refuse what is no regular file that can be read: a pipe would be waited for."""
-    try:
-        read_file(path, MOST_TEXT_BYTES, whole=False)
-    except Unreadable as error:
-        raise UserError(f"{key}={path}: {error}") from None
+    if not os.path.lexists(path):
+        raise UserError(f"{key}={path}: no such file; give one that exists")
+    if not path.is_file():
+        raise UserError(f"{key}={path}: is no file, or a link to none; give a file")
+    if not os.access(path, os.R_OK):
+        raise UserError(f"{key}={path}: may not be read by this user; give a file that may")
+    if path.stat().st_size > MOST_TEXT_BYTES:
+        raise UserError(f"{key}={path}: has {path.stat().st_size:,} bytes; give a file of {MOST_TEXT_BYTES:,} at most")
 
 
 def inspect_model(path: Path) -> CheckpointInfo:

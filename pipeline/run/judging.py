@@ -20,10 +20,7 @@ from pipeline.verdict.tracked import flat_metrics
 
 class NotPassed(GateRefusal):
     def __init__(self, candidate: Candidate) -> None:
-        said = "is not good enough" if candidate.verdict == "FAIL" else "is not decided"
-        if candidate.is_blind:
-            said = "is not judged, because its answers do not depend on the cache"
-        super().__init__(f"{candidate.name} {said}: {candidate.verdict}")
+        super().__init__(summary.not_passed(candidate.name, candidate.verdict, candidate.checks))
         self.candidate = candidate
 
 
@@ -83,12 +80,9 @@ def evaluate(run: Run) -> Candidate:
             signed_by=run.keys.signer_id,
         )
         if store is not None:
-            for stage in chain.finished:
-                made = stage.artifact
-                if not made.reused:
-                    store.log_stage(run_id, stage.title, stage.params, digest=made.digest, seconds=made.seconds)
+            made = [(stage.title, stage.artifact) for stage in chain.finished if not stage.artifact.reused]
             with console.doing("registering the engine"):
-                page = run_page(candidate, report, rows, sweep=run.sweep, model=config.model.path, workdir=config.work)
+                page = run_page(candidate, report, rows, made, sweep=run.sweep, model=config.model.path, workdir=config.work)
                 candidate = store.conclude(run_id, candidate, page)
     last = summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate, report)

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from pipeline.artifacts.digest import json_digest
 from pipeline.artifacts.files import write_whole
 from pipeline.core.cache import ForeignFolder, own_cache
+from pipeline.registry.pages import told
 from pipeline.registry.tracking import Location
 from pipeline.trust.keys import Keys
 from pipeline.trust.movelog import History, read_history
@@ -109,5 +110,5 @@ def _ask(location: Location, identities: Collection[str]) -> list[Model]:
             found = client.search_model_versions(f"name = '{name}'")
             versions = {str(one.version): Version(str(one.version), one.tags, one.creation_timestamp / 1000) for one in found}
             aliases = {alias: str(number) for alias, number in model.aliases.items()}
-            models.append(Model(name, dict(model.tags), versions, aliases))
+            models.append(Model(name, told(model.tags), versions, aliases))
     return models

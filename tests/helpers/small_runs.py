@@ -24,6 +24,7 @@ PARTS = 3
 """Samples of the evaluation, each saved when it is done."""
 PAGE = RunPage(
     metrics={"quality/kl_mean": 0.01},
+    baseline={"quality/recovery": 1.0},
     description="**PASS**",
     tables={"samples.json": [{"answer": "lost"}]},
     workloads={"copy": {"num_rows": 1}},
@@ -95,8 +96,6 @@ def judge(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None
         judged = Store(work / "artifacts").get(Recipe("evaluate", CODE, {"kv": policy}, {"round": measured.digest}), report)
         tokens = float(len(engine.digest) + int(engine.digest[:4], 16))
         candidate = candidate_in(judged.path, policy, verdict, {"quality/kl_mean": 0.01, "memory/max_live_tokens": tokens})
-        for artifact in (quantized, engine, measured, judged):
-            opened.log_stage(run, artifact.stage, {}, digest=artifact.digest, seconds=0.0)
         done = opened.conclude(run, candidate, PAGE)
     summary.record(work, sweep, done)
     assert done.registration is not None

@@ -16,6 +16,7 @@ from pipeline.planning.labels import labelled
 from pipeline.planning.sequences import SequenceCost
 from pipeline.planning.shapes import read_model
 from pipeline.planning.use import GIB, CapacityConfig
+from pipeline.terminal.planning_tables import policy_line, verdict_lines
 
 KIB = 1024
 LLAMA_8B: dict[str, Any] = {
@@ -100,6 +101,23 @@ def test_contexts_of_a_70b_take_the_published_gigabytes_of_10_to_the_9(tmp_path:
     entry = of(capacity(tmp_path, LLAMA_70B, "capacity.gpu_gib=45", *BARE), "fp16")
     size = entry.bytes_per_token * tokens / 1e9
     assert round(size, 2 if gigabytes < 10 else 1) == gigabytes
+
+
+def test_the_first_line_says_what_a_request_takes_and_saves_and_how_many_fit(tmp_path: Path) -> None:
+    found = capacity(tmp_path, LLAMA_70B, "capacity.tensor_parallel=4", mix((32768, 1)))
+    (line,) = policy_line(found, "fp8")
+    assert "a request of 32,768 tokens takes 1.25 GiB on each GPU, 1.25 less than under FP16" in line
+    assert line.endswith("24 requests fit, under FP16 12")
+    (line,) = policy_line(capacity(tmp_path, MISTRAL_7B, mix((4096, 1), (65536, 1))), "fp8")
+    assert "a request of 4,096 or 65,536 tokens takes 0.25 GiB in the mean" in line, "a layer that slides keeps its window"
+    assert policy_line(found, "of nobody") == []
+
+
+def test_what_a_verdict_takes_is_said_with_what_that_rests_on() -> None:
+    first, rests = verdict_lines(8_030_261_248)
+    assert "61.3 GiB of memory, and 2 h 15 min where the first round decides, 7 h 21 min where all five are asked" in first
+    assert rests.startswith("  estimated from SmolLM2-135M-Instruct on two cores (`make real`)")
+    assert verdict_lines(1_000_000) == []
 
 
 def test_weights_are_counted_from_the_shapes_alone(tmp_path: Path) -> None:

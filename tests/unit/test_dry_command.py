@@ -117,7 +117,7 @@ def test_times_are_the_medians_of_earlier_artifacts_of_the_stage(used: Path, cap
     out = " ".join(capsys.readouterr().out.split())
     assert "time:" not in out
     assert "asks 24 of prose, 160 of retrieval, 160 of tool_call, 160 of copy, 160 of multi_turn, in 2 rounds at most" in out
-    assert "estimated from SmolLM2-135M-Instruct on two cores" in out
+    assert "a verdict on a CPU" not in out, "a model that is so small takes what does not grow with its parameters"
 
 
 def test_a_work_directory_that_may_not_be_written_to_is_a_problem_and_no_reason_to_say_less(
