@@ -75,7 +75,7 @@ def _meta_tensors(path: Path, config: dict[str, Any]) -> Tensors:
     except Exception as error:  # whatever a class of some family says of its configuration
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise refusal(
-            path, f"config.json: transformers {importlib.metadata.version('transformers')} refuses it: {reason}"
+            path, f"config.json: transformers {importlib.metadata.version('transformers')} refuses it: {reason}; correct it"
         ) from None
     finally:
         logging.set_verbosity(verbosity)

@@ -245,7 +245,9 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
         return compose("config", overrides=list(overrides), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException):
         raise
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # a ValueError: no UTF-8, or an integer of too many digits
+    except (yaml.YAMLError, RecursionError, ValueError, OSError) as error:  # a ValueError: no UTF-8, or too many digits
+        if isinstance(error, OSError) and error.errno is not None:  # else OmegaConf's, of a file that holds one value
+            raise
         said = printable(" ".join(str(error).split()))[:300]
         raise UserError(f"--config-dir: a file in it cannot be read ({said}); correct it") from error
 

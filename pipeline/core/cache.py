@@ -14,7 +14,8 @@ def own_cache(name: str) -> Path:
 
     Raises ForeignFolder where it is somebody else's, or others may write to it; OSError where it cannot be created.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    home = given if given.is_absolute() else Path.home() / ".cache"  # a relative one counts as none, says its specification
     folder = home / "kvgate" / name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()

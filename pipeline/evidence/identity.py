@@ -183,7 +183,8 @@ def read_identity(path: Path) -> Identity:
     except ValidationError as error:
         first = error.errors()[0]
         problem = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
-        raise UserError(f"{path}: {_other_rules(content) or problem}") from None
+        fix = "give the identity.json that stage=evaluate wrote"
+        raise UserError(f"{path}: {_other_rules(content) or f'{problem}; {fix}'}") from None
 
 
 def _other_rules(content: bytes) -> str | None:

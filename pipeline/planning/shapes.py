@@ -113,7 +113,9 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
     other = other_cache(config)
     if other is not None:
         key, reason = other
-        raise UserError(f"model.path={path}: config.json: {key}={short(config[key])}: {reason}; its cache is not counted")
+        raise UserError(
+            f"model.path={path}: config.json: {key}={short(config[key])}: {reason}; its cache is not counted; give another"
+        )
     family = FAMILIES.get(str(config.get("model_type")))
     known = family is not None
     served = family is not None and config.get("architectures") == [family.architecture]

@@ -206,7 +206,7 @@ def rollback(log: MoveLog, prove: Prove) -> Move:
     with log.changing(urgent=True) as history:
         bad, previous = registry.alias("champion"), registry.alias("previous")
         if bad is None or previous is None or previous == bad:
-            raise UserError("stage=rollback: there is no previous champion to return to")
+            raise UserError("stage=rollback: there is no previous champion to return to; run stage=promote with a better one")
         tags = registry.tags(previous)
         if tags is None:
             raise UserError(f"stage=rollback: version {previous}, the previous champion, was deleted from the registry")

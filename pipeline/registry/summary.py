@@ -222,7 +222,7 @@ def load(workdir: Path, sweep: str | None = None) -> Summary:
     found = _read(workdir, f"{FOLDER}/{sweep}.json") if SWEEP.fullmatch(sweep) else None
     if found is None:
         known = sorted(path.stem for path in (workdir / FOLDER).glob("[!.]*.json"))
-        latest = f"; the latest are {', '.join(known[-3:])}" if known else ""
+        latest = f"; give one, such as {', '.join(known[-3:])}" if known else "; leave it out"
         raise UserError(f"promote.sweep={sweep}: there is no such sweep in {workdir / FOLDER}{latest}")
     return found
 
@@ -297,7 +297,8 @@ def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
 def finish(workdir: Path, sweep: str | None, exit_code: int, job: int = 1, *, latest: bool = True) -> Summary:
     """Note how a job ended; a sweep's exit code is the worst of its jobs'.
 
-    Of no sweep, the job worked on the candidates of the last one. A job that a cluster ran twice counts once, as it ended last.
+    Without a sweep the job worked on the candidates of the last one, whose code it replaces. A job that a cluster ran twice
+    counts once, as it ended last.
     """
     if sweep is None:
         return note(workdir, None, exit_code=exit_code)

@@ -45,7 +45,7 @@ def roll_back(engines: Engines, workload: str, say: Say) -> None:
     """Bring the previous engine of a class back, or its fallback."""
     before = read_aliases(engines.log.registry, workload)
     if before.now is None:
-        raise UserError(f"routing.rollback={workload}: this model has no such route")
+        raise UserError(f"routing.rollback={workload}: this model has no such route; give a class that stage=status lists")
     try:
         move = way_back(engines, workload, before, "by hand")
     except GateRefusal as error:

@@ -62,7 +62,16 @@ def checks(config: Config) -> list[Callable[[], object]]:
         needed.append(partial(read_snapshot, config.monitor))
     if config.stage not in WITHOUT_CHECKPOINT:
         needed.append(partial(_check_budget if config.stage in PLANNING else _check_model, config))
+    if config.tracking.enabled and config.stage in ("rollback", "route", "monitor"):
+        needed.append(partial(_check_registered, config))
     return needed
+
+
+def _check_registered(config: Config) -> None:
+    """Refuse to move what nothing was registered for, before a store is made."""
+    store = locate(config.tracking, config.work, config.model.label).file
+    if store is not None and not store.exists():
+        raise UserError(f"stage={config.stage}: nothing is registered in {store}; run stage=all first, or give its workdir")
 
 
 def _check_bundle(config: Config) -> None:
@@ -95,10 +104,14 @@ def _check_model(config: Config) -> None:
             from stages.evaluate.inputs.tokens import check_lengths
 
             check_lengths(samples, checkpoint.path, config.workloads, *_context(config, checkpoint))
-        if checkpoint.path.is_dir():  # last, since a new config.json waits for transformers here
+        # last, since new files wait for transformers here
+        if checkpoint.path.is_dir():
             from stages.checkpoints import expected_tensors
 
             check_weights(checkpoint, expected_tensors)
+        from stages.opening import check_opens
+
+        check_opens(checkpoint)
 
 
 def _check_work(config: Config) -> None:

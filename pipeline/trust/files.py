@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from pipeline.core.errors import UserError
-from pipeline.core.redaction import clip, redact_text
+from pipeline.core.redaction import clip, printable, redact_text
 from pipeline.core.strict import StrictModel, Unreadable, absolute, read_file
 
 M = TypeVar("M", bound=StrictModel)
@@ -65,7 +65,7 @@ def validated(model: type[M], content: str, where: str) -> M:
         return model.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "[key]")
+        place = printable(".".join(str(part) for part in first["loc"] if part != "[key]"))
         text = first["msg"].removeprefix("Value error, ")
         shown = first["type"] in ("missing", "value_error", "json_invalid") or isinstance(first["input"], dict | list)
         got = "" if shown else f" (got {clip(redact_text(repr(first['input'])), SHOWN_CHARS)})"

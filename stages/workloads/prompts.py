@@ -45,11 +45,11 @@ def _plain(sample: Sample) -> str:
 
 def _chat(tokenizer: Any, sample: Sample) -> str:
     try:
-        return _templated(tokenizer, sample.messages)
+        return templated(tokenizer, sample.messages)
     except TemplateError:
         folded = _fold_system(sample.messages)
     try:
-        return _templated(tokenizer, folded)
+        return templated(tokenizer, folded)
     except TemplateError as error:
         raise UserError(
             f"workloads: the tokenizer's chat_template refuses sample {sample.id} ({error}); "
@@ -57,7 +57,8 @@ def _chat(tokenizer: Any, sample: Sample) -> str:
         ) from error
 
 
-def _templated(tokenizer: Any, messages: Sequence[Message]) -> str:
+def templated(tokenizer: Any, messages: Sequence[Message]) -> str:
+    """Return a conversation as the chat template writes it, up to the assistant's turn. Raises TemplateError."""
     turns = [{"role": role, "content": content} for role, content in messages]
     # Templates of Llama 3 write the day that this function names: a prompt must be the same tomorrow.
     try:

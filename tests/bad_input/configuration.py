@@ -235,6 +235,7 @@ OWN_FILES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("a number of 5,000 digits", f"sink_tokens: {'9' * 5000}", ("--config-dir", "digits")),
     ("not UTF-8", b"\xff\xfe", ("--config-dir", "utf-8")),
     ("an alias of aliases", "a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n", ("--config-dir", "mine.yaml", "alias")),
+    ("a number", "5\n", ("--config-dir", "int")),
     ("nested deep", f"a: {'[' * 3000}{']' * 3000}", ("--config-dir", "nested")),
 )
 

@@ -157,6 +157,7 @@ SNAPSHOTS: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("a time without its zone", json.dumps(SNAPSHOT | {"taken_at": "2026-01-01T00:00:00"}), ("taken_at", "timezone")),
     ("a class with a slash", json.dumps({"classes": {"../x": SNAPSHOT["classes"]["chat"]}}), ("classes",)),
     ("half a surrogate", snapshot(version="\ud800"), ("JSON",)),
+    ("a class with a line break", json.dumps({"classes": {"a\n": SNAPSHOT["classes"]["chat"]}}), ("classes.a?",)),
 )
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "\n".join(
@@ -202,6 +203,13 @@ GGUFS: tuple[tuple[str, bytes, tuple[str, ...]], ...] = (
     ("a text that is not UTF-8", b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"\xff", ("not UTF-8",)),
 )
 
+IDENTITIES: tuple[tuple[str, str], ...] = (
+    ("empty", ""),
+    ("of nothing", "{}"),
+    ("nested deep", NESTED),
+    ("5,000 digits", "9" * 5000),
+)
+
 LOADS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("workloads.load.context_tokens=1000000",), ("workloads.load.context_tokens=1000000", "32,768", "967,300 too many")),
     (("workloads.load.new_tokens=100000",), ("workloads.load", "32,768", "too many")),
@@ -233,6 +241,13 @@ CASES = [
                         ("monitor.snapshot", ("stage=monitor",)), ("tune.modelopt", ("stage=tune",)))
       for what, make in (("a pipe", fifo), ("a directory", Path.mkdir), ("a link to itself", lambda path: path.symlink_to("x")),
                          ("100 GB", sparse(100 << 30)))),
+    *(Case(f"of nothing: stage={stage}", (f"stage={stage}", *more), (f"stage={stage}: nothing is registered",), prepare)
+      for stage, more, prepare in (("rollback", (), text("x", "")), ("route", ("routing.rollback=chat",), text("x", "")),
+                                   ("monitor", ("monitor.snapshot=s.json",), text("s.json", snapshot())))),
+    *(Case(f"identity.json: {name}", ("stage=verify", "bundle=b"), ("b/identity.json", "stage=evaluate"),
+           text("b/identity.json", content), begins=True) for name, content in IDENTITIES),
+    Case("tune.modelopt of no version", ("stage=tune", "tune.modelopt=m.json"), ("kv_cache_schema_version=None", "give"),
+         text("m.json", '{"kv_cache_quantized_layers": {"x": "FP8"}}')),
     Case("GGUF: a pipe", ("stage=build", "model.path=m.gguf"), ("model.path=", "m.gguf"), place("m.gguf", fifo)),
     Case("a prompt longer than the context", ("workloads=jsonl", "workloads.jsonl=s.jsonl", "model.path=model"),
          ("sample s-0001", "2,048", "too many"), both(lambda d: checkpoint(d / "model"), text("s.jsonl", LONG)),

@@ -33,6 +33,7 @@ ROOMS = (
     "pipeline.terminal",
     "stages.gguf",
     "stages.workloads",
+    "stages.opening",
     "stages.engines",
     "stages.engines.paged",
     "stages.engines.oracle",

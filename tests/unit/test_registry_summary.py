@@ -175,7 +175,7 @@ def test_a_sweep_of_a_stage_that_judges_nothing_leaves_the_last_one(tmp_path: Pa
 @pytest.mark.parametrize("sweep", ["none", "../summary", "", "a/b"])
 def test_a_sweep_that_is_not_there_is_bad_input_that_names_the_latest(tmp_path: Path, sweep: str) -> None:
     begin(tmp_path, "monday", ["fp8"])
-    with pytest.raises(UserError, match=r"promote\.sweep=.*: there is no such sweep in .*summaries; the latest are monday"):
+    with pytest.raises(UserError, match=r"promote\.sweep=.*: there is no such sweep in .*summaries; give one, such as monday"):
         load(tmp_path, sweep)
 
 
