@@ -118,7 +118,7 @@ class MlflowStore:
                 self._close(lock, status)
 
     def _close(self, lock: Path, status: str) -> None:
-        """Close the run with this lock, if it is open still."""
+        """Close a run with this lock that is open still, and the baseline's."""
         query = f"attributes.status = 'RUNNING' and tags.{LOCK} = '{lock.name}'"
         for run in self.client.search_runs([self.experiment_id], query):
             self.client.set_terminated(run.info.run_id, status)
@@ -184,16 +184,19 @@ class MlflowStore:
                 self.client.log_table(run_id, table_columns(rows), name)
         self.attach(run_id, [candidate.report.path])
         if page.baseline:
-            self._show_baseline(self.client.get_run(run_id).data.tags["sweep"], candidate.baseline.digest, page.baseline)
+            self._show_baseline(self.client.get_run(run_id).data.tags, candidate.baseline.digest, page.baseline)
         return candidate.model_copy(update={"registration": Registration(run_id=run_id, model_version=version)})
 
-    def _show_baseline(self, sweep: str, digest: str, metrics: Mapping[str, float]) -> None:
-        """Log the FP16 engine as a run of the sweep, unless another candidate did: the bar beside those of its candidates."""
-        tags = {"sweep": sweep, "baseline_digest": digest, "verdict": "baseline"}
-        query = " and ".join(f"tags.{name} = '{value}'" for name, value in tags.items())
+    def _show_baseline(self, own: Mapping[str, str], digest: str, metrics: Mapping[str, float]) -> None:
+        """Log the FP16 engine as a run of the sweep, unless another candidate did: the bar beside those of its candidates.
+
+        It has the lock of the candidate's run, by whose tags the sweep is known.
+        """
+        tags = {"sweep": own["sweep"], "baseline_digest": digest, "verdict": "baseline"}
+        query = " and ".join(["attributes.status = 'FINISHED'", *(f"tags.{name} = '{value}'" for name, value in tags.items())])
         with locked(self.lock, "logging the baseline"):
             if not self.client.search_runs([self.experiment_id], query, max_results=1):
-                run_id = self.create_run("fp16: baseline", {**tags, "mlflow.runColor": UNDECIDED})
+                run_id = self.create_run("fp16: baseline", {**tags, LOCK: own[LOCK], "mlflow.runColor": UNDECIDED})
                 self._log(run_id, metrics=metrics)
                 self.client.set_terminated(run_id, "FINISHED")
 

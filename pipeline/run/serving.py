@@ -59,7 +59,7 @@ def promote_from(run: Run, last: summary.Summary) -> None:
     candidates = promotion.judged_again(listed, registered, find, decide, model, name)
     rival = promotion.incumbent(store.alias("champion"), registered, find, decide, candidates) if name is None else None
     if name is not None and not candidates:
-        known = [tags["kv"] for one, tags in registered if "kv" in tags and one in [c.registration for c in listed]]
+        known = [candidate.name for candidate in listed]
         raise UserError(f"promote.name={name}: no candidate of the sweep is called so{suggest(name, known)}")
     with console.doing("replaying the evidence"):
         move = promotion.promote(candidates, log, replay_again, decide, sweep=last.sweep, name=name, rival=rival)

@@ -24,6 +24,7 @@ PARTS = 3
 """Samples of the evaluation, each saved when it is done."""
 PAGE = RunPage(
     metrics={"quality/kl_mean": 0.01},
+    baseline={"quality/recovery": 1.0},
     description="**PASS**",
     tables={"samples.json": [{"answer": "lost"}]},
     workloads={"copy": {"num_rows": 1}},

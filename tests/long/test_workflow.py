@@ -40,12 +40,25 @@ def test_the_workflow_installs_a_commit_and_judges_promotes_and_serves_the_model
         "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"),
         "GITHUB_ENV": str(tmp_path / "env"),
     }
+
+    def shell(script: str) -> str:
+        done = subprocess.run(
+            ["bash", "-e", "-c", script], cwd=theirs, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{script}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+        return done.stdout
+
     for step in workflow["jobs"]["judge"]["steps"]:
         if "run" in step and step["name"] != "Roll back":  # which somebody asks for
-            done = subprocess.run(
-                ["bash", "-e", "-c", step["run"]], cwd=theirs, env=environment, capture_output=True, text=True, check=False
-            )
-            assert done.returncode == 0, f"{step['name']}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+            shell(step["run"])
     assert (tmp_path / "asked").read_text().splitlines()[1] == f"install git+file://{ROOT}@{commit}"
     assert json.loads((theirs / "work" / "summary.json").read_text())["champion"] is not None
     assert "PASS" in (tmp_path / "summary.md").read_text()
+    # As somebody who fetches the champion does, docs/start.md#fetch-the-champion.
+    environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{theirs}/work/mlflow.db"
+    shell("mlflow artifacts download --artifact-uri models:/kvgate-model@champion --dst-path champion")
+    (theirs / "champion" / "workloads").mkdir()
+    shutil.copy(theirs / "questions.jsonl", theirs / "champion" / "workloads")
+    printed = shell("kvgate stage=verify bundle=champion").partition("Next: it is the engine that was judged: load it:")[2]
+    assert "load('champion')" in printed
+    assert shell(printed).strip()
