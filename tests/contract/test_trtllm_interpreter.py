@@ -17,8 +17,8 @@ from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from stages.engines.interpreter.process import CHANNEL, Interpreter, probe
 from stages.engines.trtllm.config import TrtllmConfig
-from stages.engines.trtllm.library import PROGRAM, rank_capabilities
-from stages.engines.trtllm.targets import TargetName, interpreter_parts, refuse, refuse_unread, resolve
+from stages.engines.trtllm.library import PROGRAM
+from stages.engines.trtllm.targets import TargetName, refuse, refuse_unread, resolve
 
 
 @pytest.fixture(scope="module")
@@ -130,16 +130,6 @@ def test_a_switch_that_only_the_other_target_reads_is_refused(target: Any, key: 
     assert refusal.startswith(f"backend.{key}=")
     assert refusal.endswith(f": only backend.target={other} reads it, this is {target}; leave it at {default}")
     assert refuse_unread(other, backend) is None  # type: ignore[arg-type]
-
-
-def test_only_the_gpus_of_the_ranks_count_and_they_must_be_of_one_kind(tmp_path: Path) -> None:
-    python = make_interpreter(tmp_path / "bin", gpus=("9.0", "8.9", "9.0"))
-    here = probe(PROGRAM, python)
-    assert rank_capabilities(here, 1) == ["9.0"]
-    shipped = {**conf("backend", "trtllm"), "python": python}
-    assert interpreter_parts(TrtllmConfig.model_validate(shipped))["compute_capabilities"] == ["9.0"]
-    with pytest.raises(UserError, match=r"tensor_parallel_size=2: GPUs 0 to 1 are SM 9\.0, 8\.9, .*CUDA_VISIBLE_DEVICES"):
-        interpreter_parts(TrtllmConfig.model_validate({**shipped, "tensor_parallel_size": 2}))
 
 
 def test_what_a_prompt_needs_is_checked_with_the_configuration() -> None:

@@ -9,20 +9,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import yaml
 from fake_interpreter import make_interpreter
 from gate_reports import lines
 from safetensors.torch import load_file
-from trtllm_exports import make_bundle, open_engine
 
 from pipeline.config.compose import plan
 from pipeline.core.errors import GateRefusal
 from pipeline.run.inputs import check_inputs
 from pipeline.run.runner import run
 from pipeline.verdict.report import load_report
-from stages.engines.trtllm import settings
 
 FACTS = Path(__file__).resolve().parents[1] / "contract" / "facts"
 FEW = [
@@ -95,23 +91,3 @@ def test_modelopts_exports_hold_the_recorded_tensors_and_keys(judged: tuple[Path
         }
         quantizes = config["quantization"]["kv_cache_quant_algo"] is not None
         assert {name for name in served if name.endswith("_scale")} == (set(scales) if quantizes else set())
-
-
-def test_the_same_artifact_becomes_a_served_checkpoint_with_pinned_arguments(
-    judged: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    python = make_interpreter(tmp_path / "bin", release="1.3.0")
-    quantized = next(
-        path for path in (judged[0] / "artifacts" / "exports").iterdir()
-        if path.is_dir() and json.loads((path / "kv_policy.json").read_text())["name"] == "fp8"
-    )  # fmt: skip
-    bundle = make_bundle(quantized, tmp_path / "bundle", "fp8", python)
-    pinned = yaml.safe_load((bundle / "llm_args.yaml").read_text(encoding="utf-8"))
-    assert pinned["kv_cache_config"]["dtype"] == "fp8"
-    record = json.loads((bundle / "bundle.json").read_text())
-    assert record["evaluated_with"] == settings.evaluation_of_served(pinned)
-    engine = open_engine(bundle, python)
-    rows = engine.forced([1, 2, 3, 4, 5], 2)
-    assert rows.shape == (3, engine.vocab_size)
-    assert np.isfinite(rows).all()
-    engine.close()
