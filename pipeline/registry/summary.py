@@ -297,7 +297,8 @@ def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
 def finish(workdir: Path, sweep: str | None, exit_code: int, job: int = 1, *, latest: bool = True) -> Summary:
     """Note how a job ended; a sweep's exit code is the worst of its jobs'.
 
-    Of no sweep, the job worked on the candidates of the last one. A job that a cluster ran twice counts once, as it ended last.
+    Without a sweep the job worked on the candidates of the last one, whose code it replaces. A job that a cluster ran twice
+    counts once, as it ended last.
     """
     if sweep is None:
         return note(workdir, None, exit_code=exit_code)
