@@ -100,18 +100,17 @@ def _check_model(config: Config) -> None:
         samples = _check_questions(config, checkpoint)
         job = Job(config.stage, config.kv, config.weights.format, checkpoint)
         open_loader(config.backend).check_inputs(job)
+        from stages.opening import check_opens
+
+        check_opens(checkpoint)
         if job.judges and samples and checkpoint.path.is_dir():  # a GGUF's tokenizer is made by the first stage
             from stages.evaluate.inputs.tokens import check_lengths
 
             check_lengths(samples, checkpoint.path, config.workloads, *_context(config, checkpoint))
-        # last, since new files wait for transformers here
-        if checkpoint.path.is_dir():
+        if checkpoint.path.is_dir():  # last, since a new config.json waits for transformers here
             from stages.checkpoints import expected_tensors
 
             check_weights(checkpoint, expected_tensors)
-        from stages.opening import check_opens
-
-        check_opens(checkpoint)
 
 
 def _check_work(config: Config) -> None:
