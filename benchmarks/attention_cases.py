@@ -114,14 +114,7 @@ def grid(
 
 
 def measured(case: Case, storage: str, microseconds: float, copy_bytes_per_s: float) -> Row:
-    """Return the figures of a row.
-
-    Args:
-        case: The case.
-        storage: Storage that the kernel reads.
-        microseconds: Time of one step.
-        copy_bytes_per_s: Rate of a device-to-device copy, bytes read and written together.
-    """
+    """Return the figures of a row."""
     rate = case.moved_bytes(storage) / (microseconds * 1e-6)
     return {
         "microseconds": microseconds,

@@ -26,8 +26,8 @@ def _shipped(step: Step) -> Iterator[Candidate]:
     """kvgate's launch, with the work list that a step makes once for all its layers."""
     programs = launch.default_programs(step.layout, step.query, step.page_table, step.scaling)
     plan = launch.plan_decode(step.layout, step.lengths, programs=programs)
-    inputs = (step.layout, step.query, step.key_new, step.value_new, step.cache, step.page_table, step.lengths, plan)
-    run = partial(launch.decode_attention, *inputs, scaling=step.scaling)
+    inputs = (step.layout, step.query, step.key_new, step.value_new, step.cache, step.page_table, step.lengths)
+    run = partial(launch.decode_attention, *inputs, plan=plan, scaling=step.scaling)
     yield Candidate(lambda: run, f"programs {programs}")
 
 

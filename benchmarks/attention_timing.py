@@ -86,11 +86,7 @@ def _event() -> Any:
 
 
 def copy_rate(timer: Timer, device: torch.device) -> float:
-    """Return the bytes per second of a device-to-device copy, bytes read and written together.
-
-    Raises:
-        RuntimeError: The copy did not copy.
-    """
+    """Return the bytes per second of a device-to-device copy, bytes read and written together."""
     source = torch.rand(COPY_BYTES // 4, device=device)
     target = torch.empty_like(source)
     microseconds, copied = timer(lambda: target.copy_(source), COPY_RUNS)
@@ -104,9 +100,6 @@ def run_case(case: Case, kernels: Sequence[Kernel], timer: Timer, target: Measur
 
     Returns:
         A row per kernel, with its figures or with the reason why it was skipped.
-
-    Raises:
-        Exception: A kernel of kvgate failed; failures of peers are recorded.
     """
     rows: list[Row] = []
     for storage in attention_cases.STORAGES:

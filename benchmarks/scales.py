@@ -5,7 +5,6 @@ ModelOpt's quantizers, and for formats that ModelOpt does not calibrate. Legend:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,16 +20,8 @@ SHARED_AXES = {"per_tensor": (0, 1, 2), "per_head": (1, 2), "per_channel": (1,)}
 """Axes of (H, T, D) that share a static scale, by granularity."""
 
 
-@dataclass(frozen=True)
-class CachedStates:
-    """Keys (after RoPE) and values of every layer over some texts, each (H, T, D) float32."""
-
-    layers: tuple[dict[str, Tensor], ...]
-
-    @property
-    def largest_key(self) -> float:
-        """Largest magnitude of all keys."""
-        return max(layer["key"].abs().max().item() for layer in self.layers)
+CachedStates = tuple[dict[str, Tensor], ...]
+"""Keys (after RoPE) and values of every layer over some texts, each (H, T, D) float32."""
 
 
 @torch.no_grad()
@@ -45,17 +36,13 @@ def cached_states(model: LlamaForCausalLM, texts: Sequence[Sequence[int]]) -> Ca
             assert layer.values is not None
             states["key"].append(layer.keys[0].float())
             states["value"].append(layer.values[0].float())
-    return CachedStates(tuple({side: torch.cat(parts, dim=1) for side, parts in states.items()} for states in layers))
+    return tuple({side: torch.cat(parts, dim=1) for side, parts in states.items()} for states in layers)
 
 
 def calibrated_scales(x_HTD: Tensor, form: Format) -> SideScales:
     """Return the static scales, and the zeros of an asymmetric format, with which no number of x_HTD saturates.
 
     An uncalibrated format has a scale of 1.
-
-    Args:
-        x_HTD: Keys or values (H, T, D) float32.
-        form: Format of the side.
     """
     if form.scale == "uncalibrated":
         return SideScales(scale=(1.0,))
@@ -76,7 +63,7 @@ def _floats(scale: Tensor) -> tuple[float, ...]:
 def kv_scales(policy: KVPolicy, states: CachedStates) -> KVScales:
     """Return the scales of every static side of `policy`."""
     layers: list[dict[Side, SideScales]] = []
-    for number, tensors in enumerate(states.layers):
+    for number, tensors in enumerate(states):
         sides = policy.sides(number).items()
         layers.append({side: calibrated_scales(tensors[side.base], form) for side, form in sides if form.has_static_scales})
     return KVScales(layers=tuple(layers))

@@ -23,11 +23,7 @@ from pipeline.core.cache import ForeignFolder, own_cache
 
 
 def load_causal_lm(directory: Path, **options: Any) -> Any:
-    """Load the causal language model of a checkpoint.
-
-    Raises:
-        UserError: `inspect_checkpoint` refuses the checkpoint.
-    """
+    """Load the causal language model of a checkpoint."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -48,9 +44,6 @@ def expected_tensors(path: Path, config: dict[str, Any]) -> Tensors:
     """Return the tensors that transformers saves of the model that config.json, whose content is `config`, describes.
 
     The model is built on the meta device, which imports transformers; a user's cache keeps the answer.
-
-    Raises:
-        UserError: transformers takes the configuration for none.
     """
     parts = importlib.metadata.version("transformers"), json.dumps(config, sort_keys=True)
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
@@ -82,7 +75,7 @@ def _meta_tensors(path: Path, config: dict[str, Any]) -> Tensors:
     except Exception as error:  # whatever a class of some family says of its configuration
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise refusal(
-            path, f"config.json: transformers {importlib.metadata.version('transformers')} refuses it: {reason}"
+            path, f"config.json: transformers {importlib.metadata.version('transformers')} refuses it: {reason}; correct it"
         ) from None
     finally:
         logging.set_verbosity(verbosity)

@@ -62,12 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure all cells and write them.
-
-    Raises:
-        UserError: An argument cannot be used.
-        MissingRequirement: The package of the default model is not installed.
-    """
+    """Measure all cells and write them."""
     names = arguments.peers.split(",")
     if unknown := sorted(set(names) - set(PEERS)):
         raise UserError(f"--peers={arguments.peers}: unknown {', '.join(unknown)}; choose from {', '.join(PEERS)}")

@@ -32,9 +32,6 @@ def _write_gguf(checkpoint: Path, out: Path) -> None:
 
     Matrices are float16, norms float32. Rotary embedding pairs neighbouring channels in llama.cpp and halves in Hugging Face,
     so that rows of the query and key projections are reordered.
-
-    Raises:
-        ValueError: The checkpoint is of another architecture, or scales its positions.
     """
     import gguf
 

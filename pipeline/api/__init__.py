@@ -1,9 +1,9 @@
 """kvgate from Python: `evaluate` a model, `promote` it, `load` an engine or the `champion` (docs/start.md#from-python)."""
 
+from pipeline.api.calls import KVPolicy
 from pipeline.api.champions import champion, promote
 from pipeline.api.engines import LoadedEngine, load
 from pipeline.api.evaluations import Evaluation, comparison, evaluate
-from pipeline.api.policies import KVPolicy
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 
 __all__ = [

@@ -3,12 +3,27 @@
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+from pydantic import ValidationError
 
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
+from pipeline.core import kv
 from pipeline.core.errors import EXIT_CODES, REFUSALS, UserError, describe, exit_code
 from pipeline.core.overrides import written
+
+
+class KVPolicy(kv.KVPolicy):
+    """A policy of one's own, with the keys of `kv.*`. Raises UserError, a line for each problem."""
+
+    def __new__(cls, **values: Any) -> Any:
+        try:
+            return kv.KVPolicy(**values)
+        except ValidationError as error:
+            problems = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors(include_url=False)]
+            raise UserError("\n".join(f"KVPolicy.{key}: {said[0].lower()}{said[1:]}" for key, said in problems)) from None
+
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -102,7 +102,6 @@ def promote(model: str | Path = "tiny", *, name: str | None = None, **overrides:
 
 
 def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -> Path:
-    """Return the bundle of the champion, in the work directory or downloaded into `scratch`, once it is verified."""
     from pipeline.artifacts.digest import file_digest
     from pipeline.evidence.identity import IDENTITY_FILE
     from pipeline.evidence.reading import read_evidence, registered_candidate

@@ -105,7 +105,6 @@ class LoadedEngine:
         return f"LoadedEngine({self.policy.name} on {self.backend}{state}: {self.bundle})"
 
     def _repr_html_(self) -> str:
-        """Return its policy, what it takes a token, and where it lies."""
         if self._engine is None:
             return f"<div>{escape(repr(self))}</div>"
         kib = self.policy.bytes_per_token(self._engine.shape) / 1024
@@ -190,7 +189,6 @@ def _engine_directory(directory: Path) -> Path:
 
 
 def _threads_asked_for() -> int | None:
-    """Return what OMP_NUM_THREADS says; None where it says no number of threads."""
     text = os.environ.get(THREADS, "")
     return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
 

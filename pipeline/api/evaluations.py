@@ -60,7 +60,6 @@ class Evaluation:
         return f"Evaluation({self.candidate.name} of {self.candidate.model}: {self.verdict}{held}; {cells})"
 
     def _repr_html_(self) -> str:
-        """Return the verdict, what was measured beside the baseline, and why it did not pass, for a notebook."""
         from pipeline.terminal.tables import REASONS_SHOWN
 
         candidate, metrics = self.candidate, self._metrics()
@@ -79,7 +78,6 @@ class Evaluation:
         )
 
     def _metrics(self) -> list[tuple[str, str, str]]:
-        """Return the columns of the console's table: name, the candidate's value, the baseline's."""
         from pipeline.terminal.tables import MEASURES, measured  # which takes the gates, and they SciPy
 
         shown = [one for one in MEASURES if measured(self.candidate.metrics, one.candidate) is not None]
@@ -168,6 +166,5 @@ def evaluate(
 
 
 def model_key(model: str | Path) -> dict[str, object]:
-    """Return the override of the model: an option of conf/model/, or a path."""
     options = {path.stem for path in (CONF / "model").glob("*.yaml")}
     return {"model": model} if isinstance(model, str) and model in options else {"model.path": model}

@@ -14,15 +14,15 @@ from pipeline.artifacts.store import Artifact, Recipe
 from pipeline.checkpoint.description import CheckpointInfo
 from pipeline.core.backends import BackendConfig
 from pipeline.core.engine import Engine
+from pipeline.core.errors import UserError
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Progress
+from pipeline.core.records import LayerDelivery, Progress
 
 TORCH = ("torch", "transformers", "safetensors", "tokenizers")
 """Distributions that run a checkpoint."""
 
 Fill = Callable[[Path, Progress], None]
-"""Fills an empty directory with an artifact's files."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,6 @@ class Job:
 
     @property
     def builds(self) -> bool:
-        """Whether the command builds an engine."""
         return self.stage in ("build", "evaluate", "all")
 
     @property
@@ -60,9 +59,7 @@ class Artifacts(Protocol):
         """Return the quantized checkpoint with the policy's static scales."""
         ...
 
-    def exports(self, policy: KVPolicy) -> Artifact:
-        """Return ModelOpt's exports of the quantized checkpoint, beside the checkpoint itself."""
-        ...
+    def exports(self, policy: KVPolicy) -> Artifact: ...
 
     def bundle(self, policy: KVPolicy, config: BackendConfig | None = None) -> Artifact:
         """Return the engine bundle of `policy`, for the configured backend unless `config` names another."""
@@ -71,6 +68,17 @@ class Artifacts(Protocol):
     def make(self, recipe: Recipe, fill: Fill, policy: KVPolicy | None = None, note: str = "") -> Artifact:
         """Return the artifact of `recipe`; `policy` and `note` are shown beside its stage on the console."""
         ...
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What an engine would load of the scales that a checkpoint carries."""
+
+    engine: str
+    """Its release, and the form of the checkpoint."""
+    layers: list[LayerDelivery]
+    problems: list[str]
+    """What it leaves out or ends with an error on, one line each."""
 
 
 class Loader(ABC):
@@ -94,21 +102,25 @@ class Loader(ABC):
     def check_inputs(self, job: Job) -> None:
         """Refuse, before any work, what cannot be built or run here.
 
-        Raises:
-            UserError: for what the configuration asks of this backend and it cannot do.
-            MissingRequirement: for a library, a GPU, an interpreter or a server that is not here.
+        Raises UserError for what the configuration asks of this backend and it cannot do; MissingRequirement for a library, a
+        GPU, an interpreter or a server that is not here.
         """
 
     def check_runs(self) -> None:  # noqa: B027  (most backends run wherever they build)
         """Refuse what can be built here and not run, for a dry run: a command that judges builds it all the same.
 
-        Raises:
-            MissingRequirement: for the GPU that is not here.
+        Raises MissingRequirement for the GPU that is not here.
         """
 
     @abstractmethod
     def run_parts(self) -> dict[str, object]:
         """Return what decides an evaluation's results besides the engine, code and libraries, as JSON."""
+
+    def audit(self, path: Path) -> Audit:  # noqa: ARG002  (the interface's parameter)
+        """Return the scales of a checkpoint, and those that the backend's engine would use of them; reads no weights."""
+        raise UserError(
+            f"backend={self.config.name}: loads no scales of a checkpoint by itself; use one that does, such as vllm"
+        )
 
     def run_libraries(self) -> tuple[str, ...]:
         """Return distributions that running takes besides `libraries`."""
@@ -116,8 +128,6 @@ class Loader(ABC):
 
 
 class Backend(Loader):
-    """Builds and loads the engines of one backend."""
-
     build_module: ClassVar[str]
     """Module that builds bundles: its source, with all that it can import, is part of a bundle's key."""
 
@@ -146,18 +156,16 @@ class Backend(Loader):
     def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
         """Fill the empty directory `out` with a bundle; `scales` is a kv_scales.json.
 
-        Raises:
-            UserError: when policy, scales and model do not fit together, or the backend's library refuses them.
-            MissingRequirement: for something that is not here.
+        Raises UserError when policy, scales and model do not fit together, or the backend's library refuses them;
+        MissingRequirement for something that is not here.
         """
 
     @abstractmethod
     def load(self, bundle: Path) -> Engine:
         """Load a bundle that `build` made.
 
-        Raises:
-            UserError: when a file of the bundle is missing or was altered.
-            MissingRequirement: when this machine cannot run it.
+        Raises UserError when a file of the bundle is missing or was altered; MissingRequirement when this machine cannot run
+        it.
         """
 
     def onnx_equivalent(self) -> BackendConfig | None:

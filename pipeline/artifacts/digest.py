@@ -39,7 +39,6 @@ def json_digest(value: object) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Return the sha256 of a file."""
     progress = _told.get()
     with path.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -149,5 +148,4 @@ def reachable_modules(entry: str) -> dict[str, Path]:
 
 @cache
 def code_digest(entry: str) -> str:
-    """Return the digest of the source of `entry` and of everything that it can import from this project."""
     return json_digest({name: file_digest(path) for name, path in reachable_modules(entry).items()})

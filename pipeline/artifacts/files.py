@@ -73,7 +73,6 @@ def sweep_pool(root: Path) -> None:
 
 
 def store_of(path: Path) -> Path | None:
-    """Return the root of the store that a path is in."""
     return next((parent for parent in path.parents if (parent / STORE_FILE).is_file()), None)
 
 

@@ -21,7 +21,6 @@ LIMIT = "KVGATE_LOCK_TIMEOUT_S"
 LIMIT_S = 6 * 3600
 """Its default: another process may be making the artifact that is waited for."""
 QUIET_S = 1.0
-"""Seconds of a wait before anything is said of it."""
 POLL_S = 0.05
 """Seconds between two attempts: flock(2) has no wait with a limit."""
 
@@ -51,7 +50,6 @@ def announced(describe: Callable[[], str], quiet_s: float) -> Iterator[None]:
 
 
 def until(seconds: float) -> str:
-    """Return the time of day so many seconds from now."""
     return time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
 
 
@@ -59,14 +57,8 @@ def until(seconds: float) -> str:
 def locked(path: Path, purpose: str, *, together: bool = False) -> Iterator[None]:
     """Hold a lock while the block runs.
 
-    Args:
-        path: The lock's file, in a directory that exists; it is made where it is missing.
-        purpose: What it is held for: `the artifact build/ab12`.
-        together: Whether others may hold it so at the same time.
-
-    Raises:
-        UserError: The file cannot be made, opened or locked.
-        MissingRequirement: Another process held it for all of KVGATE_LOCK_TIMEOUT_S.
+    `purpose` is what it is held for, in words; `together` lets others hold it so at the same time. Raises UserError where the
+    file cannot be made, opened or locked; MissingRequirement where another process held it for all of KVGATE_LOCK_TIMEOUT_S.
     """
     seconds = limit_s()
     end, last = until(seconds), time.monotonic() + seconds

@@ -16,12 +16,7 @@ SBOM_LIBRARY = "cyclonedx-python-lib"
 
 
 def write_sbom(bundle: Path, parts: Mapping[str, Any]) -> None:
-    """Write `sbom.cdx.json` beside the files of a bundle that is complete.
-
-    Args:
-        bundle: The bundle's directory.
-        parts: What decides the bundle's bytes (`Recipe.parts`).
-    """
+    """Write `sbom.cdx.json` beside the files of a bundle that is complete."""
     from cyclonedx.model import HashAlgorithm, HashType, Property
     from cyclonedx.model.bom import Bom
     from cyclonedx.model.component import Component, ComponentType

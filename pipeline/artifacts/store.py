@@ -51,7 +51,6 @@ class Artifact:
     key: str
     digest: str
     files: dict[str, str]
-    """Relative path -> sha256."""
     parts: dict[str, object]
     """The values whose digest is the key (`Recipe.parts`)."""
     reused: bool
@@ -59,28 +58,20 @@ class Artifact:
     """Time that making it took, also when it is reused."""
 
     def digest_under(self, folder: str) -> str:
-        """Digest of the files below `folder` only."""
         return files_digest(self.files, folder)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the bytes of an artifact.
-
-    Raises:
-        MissingRequirement: for a library that is not installed.
-    """
+    """Everything that decides the bytes of an artifact. Raises MissingRequirement for a library that is not installed."""
 
     stage: str
     code: tuple[str, ...]
     """Modules whose source, with all they import from this project, is part of the key."""
     config: Mapping[str, object]
     inputs: Mapping[str, str]
-    """Name -> digest."""
     libraries: tuple[str, ...] = ()
-    """Distributions whose versions are part of the key."""
     measures_time: bool = False
-    """Whether the hardware's identity is part of the key."""
     parts: dict[str, object] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,24 +97,18 @@ class Recipe:
 
 
 class Store:
-    """Artifacts under one root directory."""
-
     def __init__(self, root: Path) -> None:
         self.root = root
         self._prepared = False
 
     def path(self, recipe: Recipe) -> Path:
-        """Return the directory of a recipe's artifact, made or not."""
         return self.root / recipe.place(recipe.stage, recipe.key)
 
     def get(self, recipe: Recipe, fill: Callable[[Path], None], *, resumable: bool = False) -> Artifact:
         """Return the artifact of `recipe`: verified and reused where it exists, else made.
 
-        Args:
-            recipe: What decides its bytes.
-            fill: Fills the empty directory that it is given. What it raises leaves nothing behind.
-            resumable: Whether `fill` may find what an earlier one of the same recipe left when it did not finish. It must
-                trust only what it can check, and remove what is no part of the artifact.
+        `fill` fills an empty directory; what it raises leaves nothing behind. With `resumable` it may find what an earlier fill
+        left, trusts only what it can check, and removes what is no part of the artifact.
         """
         self._prepare()
         target = self.path(recipe)
@@ -171,12 +156,12 @@ class Store:
         for directory in (self.root / PARTIAL).glob("*/*"):
             target = self.root / Recipe.place(directory.parent.name, directory.name)
             with suppress(OSError):  # another process may sweep as well
-                if target.is_dir() or _untouched_s(directory) > RESUMABLE_S:
+                touched = max(path.lstat().st_mtime for path in (directory, *directory.rglob("*")))
+                if target.is_dir() or time.time() - touched > RESUMABLE_S:
                     _remove_abandoned(directory, target)
         sweep_pool(self.root)
 
     def begun(self, recipe: Recipe) -> Path:
-        """Return the directory in which a resumable artifact is made, begun or not."""
         return self.root / PARTIAL / recipe.stage / recipe.key
 
     def manifests(self, stage: str) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -218,12 +203,7 @@ class Store:
 def used(root: Path, *, make: bool) -> Iterator[None]:
     """Keep others from removing artifacts of a store while the block runs; waits while somebody does.
 
-    Args:
-        root: The store's root.
-        make: Whether what is missing of it is made. Without, a store that is not there, or that nobody wrote to, is left so.
-
-    Raises:
-        MissingRequirement: Another process removed artifacts for all of KVGATE_LOCK_TIMEOUT_S.
+    Unless it may `make` what is missing, a store that is not there is left so.
     """
     lock = root / USE_LOCK
     if not make and not lock.is_file():
@@ -235,11 +215,7 @@ def used(root: Path, *, make: bool) -> Iterator[None]:
 
 
 def check_store(root: Path) -> None:
-    """Refuse a store whose form this kvgate does not know.
-
-    Raises:
-        UserError: it is of a newer kvgate, or its version cannot be read.
-    """
+    """Refuse a store whose form this kvgate does not know."""
     path = root / STORE_FILE
     try:
         version = json.loads(path.read_text(encoding="utf-8"))["schema_version"]
@@ -252,7 +228,6 @@ def check_store(root: Path) -> None:
 
 
 def lock_of(target: Path) -> Path:
-    """Return the lock that is held while an artifact is made or verified."""
     return target.with_name(f".{target.name}.lock")
 
 
@@ -263,12 +238,6 @@ def _remove_abandoned(scratch: Path, target: Path) -> None:
     with locked_at_once(lock_of(target)) as abandoned:
         if abandoned:
             shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _untouched_s(directory: Path) -> float:
-    """Return the seconds since anything in a directory was written."""
-    times = [path.lstat().st_mtime for path in (directory, *directory.rglob("*"))]
-    return time.time() - max(times)
 
 
 @cache

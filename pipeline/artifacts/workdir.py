@@ -20,16 +20,9 @@ FILES = ("summary.json", "mlflow.db", "mlflow.db.lock", ".summary.json.lock", "r
 
 
 def check_workdir(work: Path, given: str, *, writes: bool = True) -> None:
-    """Refuse a work directory that cannot be written to. Nothing is made in it.
+    """Refuse a work directory that cannot be written to.
 
-    Args:
-        work: Its absolute path.
-        given: What the configuration says.
-        writes: Whether to try a write, of a file without a name; else the permissions are asked.
-
-    Raises:
-        UserError: for a path that cannot be one, or in which something lies in the way.
-        MissingRequirement: where this user may not write, or there is no room at all.
+    Nothing is made in it. Unless it `writes` (a file without a name), the permissions are asked.
     """
     name = f"workdir={given}"
     if any(len(os.fsencode(part)) > LONGEST_NAME for part in work.parts) or len(os.fsencode(work)) + BELOW > LONGEST_PATH:
@@ -65,16 +58,6 @@ COPIES = 2
 
 
 def check_room(work: Path, given: str, weight_bytes: int) -> None:
-    """Refuse a model that neither memory nor the disk of the work directory holds; rough, and never too strict.
-
-    Args:
-        work: The work directory.
-        given: What the configuration says of it.
-        weight_bytes: Bytes of the checkpoint's weights.
-
-    Raises:
-        MissingRequirement: with the number of bytes that are missing.
-    """
     memory = psutil.virtual_memory().total + psutil.swap_memory().total
     if weight_bytes > memory:
         raise MissingRequirement(lacks("model.path: its weights take", weight_bytes, "this machine has", memory, "of memory"))

@@ -139,7 +139,9 @@ def read_layer_algorithms(path: Path, key: str) -> KVPolicy:
         raise UserError(f"{key}={path}: has no {LAYERS}; give a configuration in which ModelOpt lists layers")
     if declared.get("kv_cache_schema_version") != LAYERS_SCHEMA:
         version = declared.get("kv_cache_schema_version")
-        raise UserError(f"{key}={path}: kv_cache_schema_version={version}: only version {LAYERS_SCHEMA} is known")
+        raise UserError(
+            f"{key}={path}: kv_cache_schema_version={version}: only version {LAYERS_SCHEMA} is known; give one of it"
+        )
     numbers: dict[str, set[int]] = {}
     for name, entry in layers.items():
         match = re.search(r"(?:^|\.)layers\.(\d+)\.", name)

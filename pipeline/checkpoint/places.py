@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -43,6 +44,9 @@ compile."""
 
 GGUF_SUFFIX = ".gguf"
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/([A-Za-z0-9][\w.-]*)")
+"""How the Hugging Face Hub names a model."""
+
 
 def locate_checkpoint(path: str) -> Path:
     """Return the directory or GGUF that `model.path` names: a local one, or `pkg://module/...` inside a package.
@@ -50,11 +54,18 @@ def locate_checkpoint(path: str) -> Path:
     Only packages that kvgate ships or names have one: finding any other would import what a configuration names.
 
     Raises:
-        UserError: when it is none of these packages, or parts of a file are not what they should be.
+        UserError: when it is none of these packages, parts of a file are not what they should be, or it is a name of the Hub
+            and no directory here: kvgate fetches nothing.
         MissingRequirement: when the package is not installed.
     """
     if not path.startswith(PACKAGED):
-        return absolute(path)
+        local, on_hub = absolute(path), HUB_ID.fullmatch(path)
+        if on_hub is not None and not local.exists():
+            raise UserError(
+                f"model.path={path}: no such directory; fetch it from the Hub: hf download {path} --local-dir {on_hub[1]}, "
+                f"then give model.path={on_hub[1]}"
+            )
+        return local
     module, _, folder = path.removeprefix(PACKAGED).partition("/")
     if ".." in PurePath(folder).parts:
         raise UserError(f"model.path={short(path)}: leaves its package; give a checkpoint's directory")

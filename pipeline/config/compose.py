@@ -37,7 +37,6 @@ from pipeline.core.redaction import holds_secret, printable, redact_text
 T = TypeVar("T")
 TRACKING_URI = "tracking.uri"
 MOST_DIGITS = 1000
-"""Of a number; Python reads none of more than 4,300."""
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -72,7 +71,9 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
     """Return one line per problem: `gates.max_mean_kl: input should be greater than 0 (got -1.0)`."""
     lines = []
     for problem in error.errors(include_url=False):
-        location = _as_written(problem["loc"], composed)
+        location = problem["loc"]
+        if location[1:2] == (composed.backend.get("name"),):  # which pydantic inserts
+            location = location[:1] + location[2:]
         written = _interpolation(composed, location)
         if written is not None and ":" not in written:
             continue  # interpolated from another key, whose problem has a line of its own
@@ -99,11 +100,6 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
                 f"{key}: {text[0].lower()}{text[1:]} (got {short(repr(value) if isinstance(value, str) else value, 200)})"
             )
     return lines
-
-
-def _as_written(location: tuple[int | str, ...], composed: DictConfig) -> tuple[int | str, ...]:
-    """Return a problem's keys as the user writes them. pydantic inserts the name of the backend's record."""
-    return location[:1] + location[2:] if location[1:2] == (composed.backend.get("name"),) else location
 
 
 def _interpolation(composed: DictConfig, location: tuple[int | str, ...]) -> str | None:
@@ -185,15 +181,11 @@ class Plan:
     swept: tuple[str, ...] = ()
     """Keys that differ between the jobs of a sweep."""
     overrides: tuple[list[str], ...] = ()
-    """Those of each job."""
     names: tuple[str, ...] = ()
-    """Display names of the jobs of a sweep."""
     launcher: str = BASIC
-    """What runs them."""
     launcher_keys: Mapping[str, object] = field(default_factory=dict)
     """Below `hydra.launcher.`, dotted, with their values."""
     given: tuple[str, ...] = ()
-    """Overrides of the command."""
 
 
 def named(overrides: Sequence[str], swept: Sequence[str]) -> list[str]:
@@ -207,15 +199,7 @@ def named(overrides: Sequence[str], swept: Sequence[str]) -> list[str]:
 
 
 def plan(overrides: Sequence[str], multirun: bool) -> Plan:
-    """Compose and validate the configuration of every job, before any of them runs.
-
-    Args:
-        overrides: `KEY=VALUE` arguments, as typed: `["kv=fp8,int8", "seed=1"]`.
-        multirun: Whether `-m` was given.
-
-    Raises:
-        UserError: one line for each problem of any job.
-    """
+    """Compose and validate the configuration of every job, before any of them runs."""
     for override in overrides:
         key, _, value = override.partition("=")
         if any(len(number) > MOST_DIGITS for number in re.findall(r"[\d_]+", value)):
@@ -261,7 +245,9 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
         return compose("config", overrides=list(overrides), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException):
         raise
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # a ValueError: no UTF-8, or an integer of too many digits
+    except (yaml.YAMLError, RecursionError, ValueError, OSError) as error:  # a ValueError: no UTF-8, or too many digits
+        if isinstance(error, OSError) and error.errno is not None:  # else OmegaConf's, of a file that holds one value
+            raise
         said = printable(" ".join(str(error).split()))[:300]
         raise UserError(f"--config-dir: a file in it cannot be read ({said}); correct it") from error
 
@@ -287,11 +273,7 @@ def _suited(overrides: list[str]) -> tuple[list[str], DictConfig]:
 
 
 def _configs(given: Sequence[Sequence[str]]) -> tuple[list[Config], tuple[list[str], ...]]:
-    """Compose and validate each job's configuration, and return its overrides with what suits its model.
-
-    Raises:
-        UserError: with the problems of all of them, each once.
-    """
+    """Compose and validate each job's configuration, and return its overrides with what suits its model."""
     configs, suited, problems = [], [], list[str]()
     for overrides in given:
         try:
@@ -308,10 +290,8 @@ def _configs(given: Sequence[Sequence[str]]) -> tuple[list[Config], tuple[list[s
 def launch(planned: Plan, more: Sequence[str], task: Callable[[DictConfig], T]) -> list[T]:
     """Run the jobs of a sweep by its launcher and return what each returned, in the order of the command line.
 
-    Args:
-        planned: The jobs, of which Hydra composes each again where it runs: a machine's own defaults are of that machine.
-        more: Overrides for the launcher's plugin.
-        task: What is called with the configuration of each; it is sent to other processes.
+    Hydra composes each again where it runs, since a machine's own defaults are of that machine, and sends `task` there. `more`
+    are overrides for the launcher's plugin.
     """
     with _hydra():
         state = GlobalHydra.instance()
@@ -345,8 +325,7 @@ def _is_hydras(override: Override) -> bool:
 def _jobs(overrides: list[Override]) -> list[list[str]]:
     """Return the overrides of each job, as Hydra's sweeper makes them, in its order: every combination of the swept values.
 
-    Raises:
-        UserError: for a key without a value, and for more jobs than a sweep may have.
+    Raises UserError for a key without a value, and for more jobs than a sweep may have.
     """
     choices: dict[str, list[str]] = {}  # the last value of a key counts, in the place of its first
     for o in overrides:
@@ -364,6 +343,5 @@ def _jobs(overrides: list[Override]) -> list[list[str]]:
 
 
 def _options(key: str) -> list[str]:
-    """Return the options of a group of conf/, none where `key` is no group."""
     loader = GlobalHydra.instance().config_loader()
     return loader.get_group_options(key, results_filter=ObjectType.CONFIG) if OPTION.fullmatch(key) else []

@@ -16,9 +16,8 @@ from pipeline.core.workloads import Workload, WorkloadsConfig
 from pipeline.planning.tuning import TuneConfig
 from pipeline.planning.use import CapacityConfig
 from pipeline.registry.tracking import Tracking
-from pipeline.routing.settings import MonitorConfig, RoutingConfig
+from pipeline.routing.files import MonitorConfig, RoutingConfig
 from pipeline.trust.keys import SigningConfig
-from pipeline.trust.settings import PromoteConfig
 from pipeline.verdict.gates import Gates
 
 Stage = Literal[
@@ -28,6 +27,7 @@ Stage = Literal[
     "promote",
     "rollback",
     "verify",
+    "audit",
     "capacity",
     "recommend",
     "all",
@@ -45,11 +45,8 @@ else:
     AnyBackend = Annotated[reduce(or_, backend_configs().values()), Field(discriminator="name")]
 
 JUDGING = ("evaluate", "all")
-"""Stages that judge an engine."""
 MAKING = ("quantize", "build", "tune", *JUDGING)
-"""Stages that make artifacts."""
 MOVING = ("promote", "rollback", "all", "route", "monitor")
-"""Stages that move aliases."""
 
 
 class ModelConfig(StrictModel):
@@ -89,6 +86,27 @@ class CalibrationConfig(StrictModel):
     @property
     def file(self) -> Path | None:
         return Path(self.jsonl).expanduser() if self.jsonl is not None else None
+
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+class PromoteConfig(StrictModel):
+    """What stage=promote looks at, what it keeps to, and what it may do that it would refuse."""
+
+    name: Text | None
+    """The candidate that is promoted if it passed; null takes the best. Also one that was rolled back, or of a sweep that did
+    not finish."""
+    sweep: Text | None
+    """The sweep whose candidates are looked at; null takes the last one."""
+    policy: Text | None
+    """The file of a gate policy, which the registered model keeps from then on; null keeps to the one that it has."""
+    decode_again: Annotated[int, Field(ge=0, le=1000)]
+    """Samples that are decoded again before an alias moves, on engines that open in seconds; 0 asks no engine."""
+    loosen_policy: bool
+    """Whether that file may be looser than the policy that the model has."""
+    accept_broken_log: bool
+    """Whether to go on where the log of moves cannot be trusted."""
 
 
 class PruneConfig(StrictModel):

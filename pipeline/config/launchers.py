@@ -47,10 +47,7 @@ WORD: Kind = (_is_word, "give a name of letters, digits and .,:=@%+/&|*()[]-")
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher that may be asked for."""
-
     target: str
-    """Its class."""
     extra: str = ""
     """The extra of kvgate that installs it, and its library's name; empty for what comes with Hydra."""
     keys: Mapping[str, Kind] | None = None
@@ -60,13 +57,11 @@ class Launcher:
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Its plugin, and the library that does the work."""
         plugin = ".".join(self.target.split(".")[:2])
         return (plugin, self.extra) if self.extra else (plugin,)
 
     @property
     def install(self) -> str:
-        """How it is installed."""
         return f"pip install 'kvgate[{self.extra}]'"
 
 
@@ -118,13 +113,7 @@ def check_installed(name: str) -> None:
 
 
 def problem(name: str, key: str, value: object) -> str | None:
-    """Return what is wrong with a value of a launcher's key, None where nothing is.
-
-    Args:
-        name: The launcher's.
-        key: Below `hydra.launcher.`.
-        value: As it is composed, interpolations unresolved.
-    """
+    """Return what is wrong with a value of a launcher's key, None where nothing is."""
     keys = LAUNCHERS[name].keys or {}
     if key not in keys:
         fix = f"choose one of {', '.join(keys)}" if keys else f"add hydra/launcher={'|'.join(list(LAUNCHERS)[1:])}"
@@ -136,14 +125,7 @@ def problem(name: str, key: str, value: object) -> str | None:
 def check_sweep(hydra: DictConfig) -> tuple[str, Mapping[str, object]]:
     """Refuse a composition whose launcher or sweeper is not one of ours, or differs from its plugin beyond the keys above.
 
-    Args:
-        hydra: The node `hydra` of the composition, which files of --config-dir may have changed.
-
-    Returns:
-        The launcher's name, and its keys with their values, dotted, interpolations unresolved.
-
-    Raises:
-        UserError: naming the key.
+    Return the launcher's name, and its keys with their values, dotted, interpolations unresolved.
     """
     for key in ("launcher", "sweeper"):
         if not isinstance(hydra[key], DictConfig):

@@ -28,16 +28,7 @@ LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
 
 
 def check_overrides(overrides: Sequence[Override], options_of: Callable[[str], Sequence[str]]) -> None:
-    """Refuse overrides that mean nothing, or something else than they seem to.
-
-    Args:
-        overrides: Those of the command line, parsed.
-        options_of: Returns the options of a group of conf/, none for what is no group.
-
-    Raises:
-        UserError: a line for each.
-        MissingRequirement: for a launcher that is not installed.
-    """
+    """Refuse overrides that mean nothing, or something else than they seem to."""
     asked = (o.value() for o in overrides if o.key_or_group == LAUNCHER)
     launcher = next((value for value in asked if isinstance(value, str)), launchers.BASIC)
     problems = [problem for o in overrides if (problem := _problem(o, options_of, launcher)) is not None]
@@ -106,14 +97,7 @@ def values_of(override: Override) -> Iterator[object]:
 
 
 def refuse_code(hydra: DictConfig) -> None:
-    """Refuse a composition that would make Hydra import and call something; files of --config-dir may hold such.
-
-    Args:
-        hydra: The node `hydra` of the composition.
-
-    Raises:
-        UserError: naming the key.
-    """
+    """Refuse a composition that would make Hydra import and call something; files of --config-dir may hold such."""
     loggers = ("handlers", "formatters", "filters", "loggers")
     for key in ("callbacks", *(f"{log}.{part}" for log in ("job_logging", "hydra_logging") for part in loggers)):
         node: object = hydra

@@ -15,10 +15,7 @@ from pipeline.planning.tuning import check_uniform
 
 
 def load_policies(key: str, names: Sequence[str]) -> list[KVPolicy]:
-    """Return the policies of conf/kv with these names.
-
-    Raises UserError, naming the key that lists them, for a name that is not there.
-    """
+    """Return the policies of conf/kv with these names."""
     known = sorted(path.stem for path in (CONF / "kv").glob("*.yaml"))
     for name in names:
         if name not in known:
@@ -27,20 +24,15 @@ def load_policies(key: str, names: Sequence[str]) -> list[KVPolicy]:
 
 
 def shipped_policies() -> list[KVPolicy]:
-    """Return all policies of conf/kv, by name."""
     return load_policies("kv", sorted(path.stem for path in (CONF / "kv").glob("*.yaml")))
 
 
 def policy_yaml(policy: KVPolicy, comment: str) -> str:
-    """Return a policy as a file of conf/kv, below a comment of one line."""
     return f"# {comment}\n{OmegaConf.to_yaml(OmegaConf.create(policy.model_dump(mode='json')))}"
 
 
 def tuned_policies(config: Config, shape: KVShape) -> tuple[list[KVPolicy], KVPolicy | None]:
-    """Return the policies that the search mixes, and the one of ModelOpt's configuration.
-
-    Raises UserError for one that is not there, is no uniform policy, or does not fit the model.
-    """
+    """Return the policies that the search mixes, and the one of ModelOpt's configuration."""
     uniform = load_policies("tune.policies", config.tune.policies)
     for policy in uniform:
         check_uniform(policy)

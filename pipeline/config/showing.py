@@ -13,13 +13,7 @@ from pipeline.core.errors import UserError
 def configurations(planned: Plan, package: str | None, resolve: bool) -> Iterator[str]:
     """Yield a document for each job; those of a sweep below a comment with what is overridden in it.
 
-    Args:
-        planned: The jobs.
-        package: The part that is shown: `kv` or `gates.margins`; None: everything.
-        resolve: Whether interpolations are replaced by their values.
-
-    Raises:
-        UserError: where a job has no such part.
+    Of `package` (`gates.margins`) only that part is shown. Raises UserError where a job has no such part.
     """
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for number, overrides in enumerate(planned.overrides, start=1):

@@ -21,8 +21,7 @@ TOKENIZER = "tokenizer.json"
 def is_tiny(path: str) -> bool:
     """Return whether a model reads the words that the tiny model was trained on: its tokenizer tells, also of a copy.
 
-    Args:
-        path: `model.path`. What cannot be read is no tiny model: the checks of the model say what is wrong with it.
+    What cannot be read is none.
     """
     if path == TINY:
         return True
@@ -36,7 +35,6 @@ def is_tiny(path: str) -> bool:
 
 
 def _is_converted(gguf: Path, own: Path) -> bool:
-    """Return whether a GGUF has the tiny model's tokens, which are few."""
     tokens = read_header(gguf).metadata.get("tokenizer.ggml.tokens")
     known = json.loads(own.read_text(encoding="utf-8"))["model"]["vocab"]
     return isinstance(tokens, list) and len(tokens) < 2 * len(known) and known.keys() <= set(tokens)

@@ -19,7 +19,6 @@ from pipeline.core.errors import MissingRequirement, short
 
 SLURM = "submitit_slurm"
 SLURM_COMMANDS = ("sbatch", "srun", "sacct")
-"""Those that submitit calls: srun in a job, and to know a cluster by."""
 
 SLURM_OVERRIDES = [
     # One folder for all, which submitit makes before it submits: Slurm fails a job whose output has no folder yet, and with
@@ -48,21 +47,11 @@ RAY_OVERRIDES = [
 LOST = {"TerminatedWorkerError", "BrokenProcessPool", "UncompletedJobError", "WorkerCrashedError", "OutOfMemoryError"}
 """Exceptions of joblib, submitit and ray for a process that ended before its job."""
 ENDING_S = 5.0
-"""Seconds that workers have to end when they are interrupted; submitit gives their jobs one."""
 LAST_LINES_S = 1.0
-"""Seconds in which Ray's last lines arrive."""
 
 
 def start(name: str, keys: Mapping[str, object]) -> list[str]:
-    """Start what a launcher's jobs run on where its plugin would start it otherwise: Ray. Return overrides for the plugin.
-
-    Args:
-        name: The launcher's.
-        keys: Those of its configuration, dotted (`Plan.launcher_keys`).
-
-    Raises:
-        MissingRequirement: when Ray did not start, or its cluster did not answer; where Slurm's commands are missing.
-    """
+    """Start what a launcher's jobs run on where its plugin would start it otherwise: Ray. Return overrides for the plugin."""
     if name == SLURM:
         missing = [command for command in SLURM_COMMANDS if shutil.which(command) is None]
         if missing:

@@ -32,7 +32,6 @@ class BackendConfig(StrictModel):
 
     @property
     def folder(self) -> str:
-        """Folder of `stages/engines` with the backend's `backend.py`."""
         return type(self).__module__.split(".")[-2]
 
     @property
@@ -66,7 +65,6 @@ def serves_last(backend: str) -> bool:
 
 @cache
 def backend_configs() -> dict[str, type[BackendConfig]]:
-    """Return the configuration of every backend by its name, as the folders of `stages/engines` describe them."""
     found: dict[str, type[BackendConfig]] = {}
     for path in sorted(ENGINES.glob("*/config.py")):
         module = import_module(f"stages.engines.{path.parent.name}.config")

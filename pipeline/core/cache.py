@@ -12,11 +12,10 @@ class ForeignFolder(Exception):
 def own_cache(name: str) -> Path:
     """Return `kvgate/NAME` in $XDG_CACHE_HOME or ~/.cache; create it for this user alone.
 
-    Raises:
-        ForeignFolder: It is somebody else's, or others may write to it.
-        OSError: It cannot be created.
+    Raises ForeignFolder where it is somebody else's, or others may write to it; OSError where it cannot be created.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    home = given if given.is_absolute() else Path.home() / ".cache"  # a relative one counts as none, says its specification
     folder = home / "kvgate" / name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()

@@ -31,7 +31,6 @@ class Continuation:
     sequence: int = -1
     """Handle of its sequence; -1 before it is started."""
     stored: int = 0
-    """How many of `tokens` its sequence holds."""
 
 
 class Engine(ABC):
@@ -42,7 +41,6 @@ class Engine(ABC):
     """
 
     prefill_chunk: int = PREFILL_CHUNK
-    """Tokens of one prefill run."""
     max_sequences: int | None = None
     """Most sequences that may live at once; None where only memory limits them."""
     max_tokens: int | None = None
@@ -66,13 +64,9 @@ class Engine(ABC):
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
         """Start one sequence for each prompt.
 
-        Returns:
-            The sequences' handles, and logits (len(prompts), vocab_size) of each prompt's last token. Those of a prompt of at
-            most PREFILL_CHUNK tokens do not read the quantized cache.
-
-        Raises:
-            UserError: A prompt is empty or has ids outside the vocabulary, or the engine cannot hold it.
-                No sequence is started then.
+        Return the sequences' handles, and logits (len(prompts), vocab_size) of each prompt's last token. Those of a prompt of
+        at most PREFILL_CHUNK tokens do not read the quantized cache. Raises UserError where a prompt is empty or has ids
+        outside the vocabulary, or the engine cannot hold it. No sequence is started then.
         """
         for prompt in prompts:
             check_tokens(prompt, self.vocab_size)
@@ -81,14 +75,12 @@ class Engine(ABC):
     def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
         """Append one token to each of distinct sequences.
 
-        Returns:
-            Logits (len(sequences), vocab_size), computed from the quantized cache.
-
-        Raises:
-            UserError: A token is outside the vocabulary, or the engine cannot hold it.
-            ValueError: There is not one token for each of distinct sequences.
+        Return logits (len(sequences), vocab_size), computed from the quantized cache. Raises UserError where a token is outside
+        the vocabulary, or the engine cannot hold it; ValueError where there is not one token for each of distinct sequences.
         """
-        check_step(sequences, tokens, self.vocab_size)
+        if len(sequences) != len(tokens) or len(set(sequences)) != len(sequences):
+            raise ValueError(f"decode takes one token for each of distinct sequences, got {sequences} and {tokens}")
+        check_tokens(tokens, self.vocab_size)
         return self._decode(sequences, tokens)
 
     def generate(
@@ -102,18 +94,11 @@ class Engine(ABC):
     ) -> list[list[int]]:
         """Return greedy continuations without the stop token, in the order of the prompts.
 
-        A finished sequence leaves the batch and is released, and the next prompt takes its place at once.
+        A finished sequence leaves the batch and is released, and the next prompt takes its place at once. At most
+        `max_sequences` live at once; `ended` is told how many continuations have ended whenever one does.
 
-        Args:
-            prompts: Token ids of each prompt.
-            max_new_tokens: The most tokens of every continuation, or of each.
-            stop_token: The token that ends a continuation, if any.
-            max_sequences: Most sequences that live at once; None for one of every prompt.
-            ended: Called with how many continuations have ended, whenever one does.
-
-        Raises:
-            UserError: As `prefill`, for any of the prompts before one is started; and for logits that are not finite, from
-                which no token is picked. `prefill` and `decode` return such logits, since an evaluation counts them.
+        Raises UserError as `prefill`, for any of the prompts before one is started; and for logits that are not finite, from
+        which no token is picked. `prefill` and `decode` return such logits, since an evaluation counts them.
         """
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
         if len(limits) != len(prompts) or min(limits, default=1) < 1:
@@ -167,10 +152,8 @@ class Engine(ABC):
     def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
         """Take one step: prefill those that have no sequence yet or, where all have one, decode.
 
-        An engine that computes both in one pass overrides it.
-
-        Returns:
-            The continuations of which every token is stored now, and the logits (continuations, vocab_size) after these tokens.
+        An engine that computes both in one pass overrides it. Return the continuations of which every token is stored now, and
+        the logits (continuations, vocab_size) after these tokens.
         """
         joining = [one for one in live if one.sequence < 0]
         if joining:
@@ -184,7 +167,6 @@ class Engine(ABC):
         return live, logits
 
     def _release_all(self, continuations: Sequence[Continuation]) -> None:
-        """Release the sequences of continuations, as far as they were started."""
         self.release([one.sequence for one in continuations if one.sequence >= 0])
 
     def release(self, sequences: Sequence[int]) -> None:
@@ -232,7 +214,6 @@ class Engine(ABC):
         raise NotImplementedError
 
     def forget_prefixes(self) -> None:
-        """Let go of the beginnings that are kept for later prompts."""
         raise NotImplementedError
 
     def fork(self, sequence: int) -> int:
@@ -246,13 +227,9 @@ class Engine(ABC):
     def forced(self, tokens: Sequence[int], first: int) -> Logits:
         """Compute forced decode of a whole sequence in one pass; no sequence stays in the engine.
 
-        Returns:
-            Logits (len(tokens) - first, vocab_size): row r is what `decode` returns for tokens[first + r] after `prefill` of
-            tokens[:first], at least one token, and `decode` of the tokens between.
-
-        Raises:
-            UserError: The tokens are none, or outside the vocabulary.
-            ValueError: `first` leaves no prefix, or no token to score.
+        Row r of the logits (len(tokens) - first, vocab_size) is what `decode` returns for tokens[first + r] after `prefill` of
+        tokens[:first], at least one token, and `decode` of the tokens between. Raises UserError where the tokens are none, or
+        outside the vocabulary; ValueError where `first` leaves no prefix, or no token to score.
         """
         raise NotImplementedError
 
@@ -290,22 +267,13 @@ class Engine(ABC):
         raise NotImplementedError
 
     def _check_forced(self, tokens: Sequence[int], first: int) -> None:
-        """Raise what `forced` raises."""
         check_tokens(tokens, self.vocab_size)
         if not 0 < first < len(tokens):
             raise ValueError(f"first must be 1 to {len(tokens) - 1}, got {first}")
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
-    """Raise UserError for an empty prompt or ids outside the vocabulary."""
     if not len(tokens):
         raise UserError("a prompt must hold at least one token, got an empty one")
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise UserError(f"token ids must be in [0, {vocab_size}), got {min(tokens)} to {max(tokens)}")
-
-
-def check_step(sequences: Sequence[int], tokens: Sequence[int], vocab_size: int) -> None:
-    """Raise ValueError unless a decode step has one token for each of distinct sequences, UserError as check_tokens."""
-    if len(sequences) != len(tokens) or len(set(sequences)) != len(sequences):
-        raise ValueError(f"decode takes one token for each of distinct sequences, got {sequences} and {tokens}")
-    check_tokens(tokens, vocab_size)

@@ -15,13 +15,7 @@ class GateRefusal(Exception):
 
 
 class CannotBeJudged(GateRefusal):
-    """The baseline itself gets kinds of work wrong: nothing would show what a candidate loses of them.
-
-    Args:
-        message: What it gets wrong.
-        weak: The kinds of work that it cannot do.
-        able: Those that it can.
-    """
+    """The baseline itself gets kinds of work wrong: nothing would show what a candidate loses of them."""
 
     def __init__(self, message: str, weak: Sequence[str], able: Sequence[str]) -> None:
         super().__init__(message)
@@ -76,7 +70,6 @@ DEBUG_VARIABLE = "KVGATE_DEBUG"
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code of a process that `error` ends."""
     known = next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), None)
     if known is not None:
         return known
@@ -95,7 +88,8 @@ def describe(error: BaseException) -> str:
     text = f"{type(error).__name__}: {detail}" if detail else type(error).__name__
     hint = "KVGATE_DEBUG=1 shows where"
     if isinstance(error, OSError) and not _is_of(STORES, error):
-        place = f"{error.filename}: " if error.filename is not None else ""
+        named = error.filename2 or error.filename  # of a copy the second is what is written
+        place = f"{named}: " if named is not None else ""
         fix = OS_FIXES.get(error.errno or 0, f"make it usable and run it again; {hint}")
         return redact_text(f"{place}{error.strerror or detail or type(error).__name__}; {fix}")
     if isinstance(error, MemoryError):

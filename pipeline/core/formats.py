@@ -101,7 +101,6 @@ class Format(StrictModel):
         return self
 
     def _check_vllm(self) -> None:
-        """Refuse what vLLM has no such format of."""
         if self.arithmetic == "kvgate":
             raise ValueError("rotation must be none or hadamard unless arithmetic is vllm_token_head, got signed_hadamard")
         refined = ARITHMETICS[self.arithmetic].refines
@@ -116,7 +115,6 @@ class Format(StrictModel):
 
     @property
     def code(self) -> Spec:
-        """What a code is."""
         return CODES[self.dtype] if self.arithmetic == "kvgate" else ARITHMETICS[self.arithmetic]
 
     @property
@@ -138,7 +136,6 @@ class Format(StrictModel):
 
     @property
     def has_static_scales(self) -> bool:
-        """Whether any scale is fixed at build time."""
         return self.static_granularity is not None
 
     @property
@@ -159,7 +156,6 @@ class Format(StrictModel):
         return 1 if self.granularity == "per_token" else 0
 
     def code_bytes(self, head_dim: int) -> int:
-        """Return the bytes of the codes of one token of one KV head."""
         return head_dim * self.code.bits // 8
 
     def token_bytes(self, head_dim: int) -> int:
@@ -168,7 +164,6 @@ class Format(StrictModel):
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of a stored scale and its zero."""
         zero = None if self.symmetric else self.code.zero_storage
         return self.code.scale_storage.bytes + (0 if zero is None else zero.bytes)
 

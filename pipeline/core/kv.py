@@ -33,22 +33,18 @@ class Side(StrEnum):
 
     @property
     def is_key(self) -> bool:
-        """Whether it holds keys; otherwise it holds values."""
         return self in (Side.KEY, Side.WINDOW_KEY)
 
     @property
     def in_window(self) -> bool:
-        """Whether it holds the tokens in the window only; otherwise it holds every token."""
         return self in (Side.WINDOW_KEY, Side.WINDOW_VALUE)
 
     @property
     def base(self) -> "Side":
-        """The copy of every token."""
         return Side.KEY if self.is_key else Side.VALUE
 
     @property
     def window(self) -> "Side":
-        """The copy of the tokens in the window."""
         return Side.WINDOW_KEY if self.is_key else Side.WINDOW_VALUE
 
 
@@ -63,7 +59,6 @@ class KVShape:
     """By layer, the latest tokens that it attends to, the attending one included; None for all. Empty where no layer slides."""
 
     def window(self, layer: int) -> int | None:
-        """Return the latest tokens that a layer attends to, None for all."""
         return self.windows[layer] if self.windows else None
 
     @property
@@ -99,7 +94,6 @@ class Window(StrictModel):
         return self
 
     def first_page(self, length: int) -> int:
-        """Return the first page that is in the window of a cache of `length` tokens."""
         return first_recent_page(length, self.tokens)
 
 
@@ -141,7 +135,6 @@ class LayerOverride(StrictModel):
         return self
 
     def form(self, side: Side) -> Format | None:
-        """Return the format that it gives keys or values, None when it leaves them as they are."""
         return self.key if side.is_key else self.value
 
 
@@ -232,7 +225,6 @@ class KVPolicy(StrictModel):
 
     @property
     def quantized(self) -> bool:
-        """Whether any format is not fp16."""
         return any(form.dtype != "fp16" for _, form in self.formats)
 
     @property
@@ -242,7 +234,6 @@ class KVPolicy(StrictModel):
 
     @property
     def sink_pages(self) -> int:
-        """First pages that an eviction keeps."""
         return 0 if self.eviction is None else self.eviction.sink_pages
 
     def latest_tokens(self, shape: KVShape) -> int | None:
@@ -296,7 +287,6 @@ class KVPolicy(StrictModel):
         return self._token_bytes(shape, in_window=False)
 
     def pool_bytes(self, shape: KVShape, pages: int) -> int:
-        """Return the bytes of the pools of all layers for `pages` pages."""
         return pages * PAGE_TOKENS * self.bytes_per_token(shape)
 
     def window_page_bytes(self, shape: KVShape) -> int:
@@ -304,7 +294,6 @@ class KVPolicy(StrictModel):
         return PAGE_TOKENS * self._token_bytes(shape, in_window=True)
 
     def _token_bytes(self, shape: KVShape, *, in_window: bool) -> int:
-        """Bytes of one token of all layers, in the window's pools or in the others."""
         return shape.kv_heads * sum(
             form.token_bytes(shape.head_dim)
             for layer in range(shape.layers)

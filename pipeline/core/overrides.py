@@ -13,8 +13,7 @@ PLAIN = re.compile(r"(?!(?i:true|false|null|nan|inf)$)(?:\.{0,2}/|[A-Za-z_@])[\w
 def written(value: object, key: str = "") -> str:
     """Write a value without spaces; a text is quoted where the grammar would take it for something else.
 
-    Raises:
-        UserError: naming `key`, for what is no value of a configuration.
+    Raises UserError naming `key`, for what is no value of a configuration.
     """
     match value:
         case None:

@@ -22,7 +22,6 @@ def no_progress(label: str, done: int, total: int) -> None:
 
 
 LineCheck = Literal["none", "exact", "mention", "json", "tool_call"]
-"""The checks that a line of the user's own file may ask for."""
 Check = Literal[LineCheck, "bfcl", "number"]
 
 PREFILL_CHUNK = 1024
@@ -60,7 +59,6 @@ class Sample:
 
     @property
     def cluster(self) -> str:
-        """The document, or the id of a sample without one."""
         return self.document or self.id
 
 
@@ -111,11 +109,8 @@ class LayerDelivery:
 
 @dataclass(frozen=True)
 class LoadTimes:
-    """Measured times of one load of prompts on an engine."""
-
     first_token_ms: list[float]
     """Time to the first token of each prompt; prompts are prefilled alone, one after the other."""
     step_ms: list[float]
     """Decode steps of all sequences together, in order."""
     memory: MemoryReport
-    """Memory of the cache at the last decode step."""

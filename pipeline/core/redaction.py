@@ -148,7 +148,6 @@ class RedactedStream:
 
 
 def redact_output() -> None:
-    """Mask secrets in all that this process prints from now on: results, logs of libraries, warnings, tracebacks."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, RedactedStream):
@@ -156,7 +155,6 @@ def redact_output() -> None:
 
 
 def _words(name: str) -> list[str]:
-    """`hfToken`, `hf_token`, `HF-TOKEN` -> hf, token."""
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)]
 
 
@@ -174,7 +172,6 @@ def secret_name(path: str) -> bool:
 
 
 def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """Yield dotted keys with their values."""
     if isinstance(value, Mapping) and (value or not path):
         for name, inner in value.items():
             yield from leaves(inner, f"{path}.{name}" if path else str(name))

@@ -54,8 +54,7 @@ MOST_TEXT_BYTES = 1 << 30
 def read_file(path: Path, most_bytes: int) -> bytes:
     """Return the content of a regular file of the user's: nothing else is opened, which could wait or never end.
 
-    Raises:
-        Unreadable: when it is missing, no file, too large, or may not be read.
+    Raises Unreadable when it is missing, no file, too large, or may not be read.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
@@ -76,8 +75,7 @@ def read_file(path: Path, most_bytes: int) -> bytes:
 def parse_json(content: bytes) -> Any:
     """Return the value of a JSON file of the user's.
 
-    Raises:
-        Unreadable: when it is no JSON, is nested too deep, or holds a number or a text that cannot be used.
+    Raises Unreadable when it is no JSON, is nested too deep, or holds a number or a text that cannot be used.
     """
     try:
         value = json.loads(content.decode("utf-8"))

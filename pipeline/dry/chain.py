@@ -50,7 +50,6 @@ class StandIn(Artifact):
 
 
 def is_there(*artifacts: Artifact) -> bool:
-    """Return whether artifacts are in the store."""
     return not any(isinstance(artifact, StandIn) for artifact in artifacts)
 
 
@@ -93,7 +92,6 @@ class DryChain(Chain):
 
     store: DryStore
     verdict: Verdict | None = None
-    """Of an evaluation that is there."""
 
     def ask(self) -> None:
         """Ask for all that the configured stage makes; the identity only where it is known of what."""

@@ -17,19 +17,19 @@ from pipeline.loading import open_loader, required_libraries
 from pipeline.planning.shapes import read_model
 from pipeline.registry.proof import PASS
 from pipeline.registry.reaching import check_reachable
+from pipeline.registry.summary import not_passed
 from pipeline.registry.tracking import locate
 from pipeline.run.inputs import TRACKED, checks
 from pipeline.terminal import console
 from pipeline.terminal.grids import Column, Grid, Row
 from pipeline.terminal.planning_tables import verdict_lines
+from pipeline.verdict.thresholds import Verdict
 
 COLUMNS = Column("job", "job"), Column("is", "is", words=True), Column("seconds", "time\n(s)", ",.1f")
 
 
 @dataclass
 class Problems:
-    """What the command would fail on."""
-
     found: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     """Exit code and line -> the jobs that have it."""
 
@@ -49,7 +49,6 @@ class Problems:
         return 0
 
     def report(self, sweeping: bool) -> int:
-        """Print a line for each problem, and return the exit code."""
         for (_, line), jobs in self.found.items():
             where = f"job {', '.join(map(str, jobs))}: " if sweeping else ""
             console.error(f"{where}{line}")
@@ -59,10 +58,9 @@ class Problems:
 def foretell(planned: Plan) -> int:
     """Print what the jobs would make, reuse and fail on.
 
-    Returns:
-        The exit code that is certain: 0 where nothing is known to fail and no gate is known to say no.
+    Return the exit code that is certain: 0 where nothing is known to fail and no gate is known to say no.
     """
-    problems, rows, verdicts = Problems(), list[Row](), dict[str, str]()
+    problems, rows, verdicts = Problems(), list[Row](), dict[str, Verdict]()
     store = DryStore(planned.jobs[0].work / "artifacts")  # a sweep has one work directory
     for store.job, (config, overrides) in enumerate(zip(planned.jobs, planned.overrides, strict=True), start=1):
         label = " ".join([config.kv.name, *named(overrides, planned.swept)])
@@ -78,14 +76,14 @@ def foretell(planned: Plan) -> int:
                 problems.look(store.job, partial(_say_questions, config))
             rows += _rows(chain)
             if chain.verdict is not None:
-                verdicts[label] = chain.verdict.status
+                verdicts[label] = chain.verdict
     if rows:
         _print(rows)
-    for label, status in verdicts.items():
-        console.say(f"{escape(label)} is judged already: {status}")
-    if len(verdicts) == len(planned.jobs) and PASS not in verdicts.values():
-        (label, status), *_ = verdicts.items()
-        no = "no candidate of the sweep passed" if planned.sweeping else f"{label} is not good enough: {status}"
+    for label, verdict in verdicts.items():
+        console.say(f"{escape(label)} is judged already: {verdict.status}")
+    if len(verdicts) == len(planned.jobs) and PASS not in [verdict.status for verdict in verdicts.values()]:
+        (label, verdict), *_ = verdicts.items()
+        no = "no candidate of the sweep passed" if planned.sweeping else not_passed(label, verdict.status, verdict.checks)
         problems.found[EXIT_CODES[GateRefusal], no] = list(range(1, len(planned.jobs) + 1))
     code = problems.report(planned.sweeping)
     console.say("dry=true: nothing was written")
@@ -115,7 +113,6 @@ def _check_tracking(config: Config) -> None:
 
 
 def _rows(chain: DryChain) -> Iterator[Row]:
-    """Yield a row for each artifact of a job, in the order in which it is asked for."""
     for stage in chain.finished:
         job, artifact = chain.store.job, stage.artifact
         maker = chain.store.maker.get(artifact.key, job)

@@ -42,12 +42,10 @@ SERVER_STAGE = "server"
 
 
 def answers_input(number: int) -> str:
-    """Name the input of an evaluation that is the baseline's round of this number."""
     return "answers" if number == 1 else f"answers_{number}"
 
 
 def round_input(number: int) -> str:
-    """Name the input of an evaluation that is the candidate's round of this number."""
     return f"round_{number}"
 
 
@@ -71,7 +69,6 @@ class Parts(TypedDict):
     stage: Annotated[str, Field(pattern=STAGE)]
     config: dict[str, Any]
     inputs: dict[str, str]
-    """Input's name -> digest."""
     libraries: dict[str, str]
     hardware: Any
 
@@ -98,23 +95,19 @@ class Link(StrictModel):
     digest: str
     parts: Annotated[Parts, AfterValidator(_has_a_digest)]
     files: dict[str, str]
-    """Relative path -> sha256."""
 
     @classmethod
     def of(cls, title: str, artifact: Artifact) -> "Link":
-        """Build the link of an artifact."""
         return cls(
             title=title, key=artifact.key, digest=artifact.digest, parts=cast(Parts, artifact.parts), files=artifact.files
         )
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Input's name -> digest."""
         return self.parts["inputs"]
 
     @property
     def place(self) -> str:
-        """The artifact's directory, relative to a store's root."""
         return Recipe.place(self.parts["stage"], self.key)
 
     def provides(self) -> set[str]:
@@ -124,16 +117,12 @@ class Link(StrictModel):
 
 
 class Identity(StrictModel):
-    """`identity.json`."""
-
     schema_version: Literal[1]
     kvgate: str
     model: str
-    """The checkpoint's short name."""
     policy: str
     backend: str
     chain: list[Link]
-    """In the order in which the artifacts were made."""
     roles: dict[Role, str]
     """Role -> key of the artifact with that role; a server has none of NOT_OF_SERVERS."""
     workloads_file: Annotated[str | None, AfterValidator(_is_beside)]
@@ -158,7 +147,6 @@ class Identity(StrictModel):
         return any(link.key == self.roles.get("engine") and link.parts["stage"] == SERVER_STAGE for link in self.chain)
 
     def link(self, role: Role) -> Link:
-        """Return the artifact with a role."""
         return next(link for link in self.chain if link.key == self.roles[role])
 
     @property
@@ -186,11 +174,7 @@ def by_other_rules(status: object, rules: int, kvgate: object) -> str:
 
 
 def read_identity(path: Path) -> Identity:
-    """Read an identity.json.
-
-    Raises:
-        UserError: with the first problem, when the file is no identity or names files outside of its evidence.
-    """
+    """Read an identity.json."""
     try:
         content = path.read_bytes()
         return Identity.model_validate_json(content)
@@ -199,7 +183,8 @@ def read_identity(path: Path) -> Identity:
     except ValidationError as error:
         first = error.errors()[0]
         problem = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
-        raise UserError(f"{path}: {_other_rules(content) or problem}") from None
+        fix = "give the identity.json that stage=evaluate wrote"
+        raise UserError(f"{path}: {_other_rules(content) or f'{problem}; {fix}'}") from None
 
 
 def _other_rules(content: bytes) -> str | None:
@@ -221,19 +206,7 @@ def make_identity(
     report: EvaluationReport,
     verdict: Verdict,
 ) -> Identity:
-    """Build the identity of a judged engine.
-
-    Args:
-        config: The configuration of the run that judged it.
-        chain: Every artifact that the run made or reused, in that order.
-        roles: Role -> key of the artifact with that role.
-        engine: The engine's bundle.
-        report: What was measured.
-        verdict: What the gates of `config` say of the report.
-
-    Raises:
-        UserError: when the bundle's record cannot be read.
-    """
+    """Build the identity of a judged engine. Raises UserError when the bundle's record cannot be read."""
     samples = config.workloads.file
     unbound = Identity(
         schema_version=1,
@@ -253,12 +226,6 @@ def make_identity(
 
 
 def signed_files(identity: Identity, digest: str) -> dict[str, str]:
-    """Return the sha256 of each file that a signature vouches for, by its path in a copy of the evidence.
-
-    Args:
-        identity: The identity.
-        digest: sha256 of its identity.json.
-    """
     evaluation = identity.link("evaluation").files
     evidence = {name: evaluation[name] for name in (REPORT_FILE, SAMPLES_FILE)}
     engine = {f"engine/{name}": value for name, value in identity.link("engine").files.items()}
@@ -266,15 +233,7 @@ def signed_files(identity: Identity, digest: str) -> dict[str, str]:
 
 
 def write_identity(identity: Identity, evaluation: Path, workloads: Path | None, out: Path, keys: Keys | None = None) -> None:
-    """Write the identity, the evidence that its replay reads, and their signature.
-
-    Args:
-        identity: The identity.
-        evaluation: Directory of the report and its samples.
-        workloads: The user's own samples, None when all are generated.
-        out: An empty directory to fill.
-        keys: Hold the key that signs; None signs nothing.
-    """
+    """Write the identity, the evidence that its replay reads, and their signature."""
     for name in (REPORT_FILE, SAMPLES_FILE):
         shutil.copyfile(evaluation / name, out / name)
     if workloads is not None:
@@ -290,11 +249,7 @@ def write_identity(identity: Identity, evaluation: Path, workloads: Path | None,
 
 
 def read_bundle(engine: Path) -> dict[str, Any]:
-    """Return the `bundle.json` of any backend, with unchecked values.
-
-    Raises:
-        UserError: when it is no JSON object.
-    """
+    """Return the `bundle.json` of any backend, with unchecked values. Raises UserError when it is no JSON object."""
     path = engine / BUNDLE_FILE
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -306,13 +261,7 @@ def read_bundle(engine: Path) -> dict[str, Any]:
 
 
 def bindings(identity: Identity, record: Mapping[str, Any], report: EvaluationReport) -> dict[str, str]:
-    """Return what the identity binds, by name: digests, versions, and the verdict.
-
-    Args:
-        identity: The identity; its own `binds` is not read.
-        record: The engine's bundle.json.
-        report: What was measured.
-    """
+    """Return what the identity binds, by name: digests, versions, and the verdict. `record` is the engine's bundle.json."""
     engine, evaluation = identity.link("engine"), identity.link("evaluation")
     bound = {"kv policy": engine.files[POLICY_FILE], "samples": report.workloads_digest}
     if identity.served:

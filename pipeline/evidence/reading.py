@@ -45,29 +45,20 @@ class Evidence:
     """What `pipeline.evidence.verify.replay` checks."""
 
     directory: Path
-    """Holds the identity, the report and its samples."""
     identity: Identity
     report: EvaluationReport | None
     """None when it or its samples are missing or cannot be read."""
     rows: list[SampleRow]
-    """The report's samples; empty without a report."""
     problem: str | None
     """Why the report or its samples cannot be read; None when they can, or are missing."""
     engine: Path | None
-    """The engine's bundle; None when it is not there."""
     baseline: Path | None
-    """The FP16-KV engine's bundle; None when it is not there."""
 
 
 def find_evidence(directory: Path) -> list[Path]:
     """Return the directories of the evidence about an engine.
 
-    Args:
-        directory: A bundle in an artifact store, which may have been judged several times, or the evidence itself.
-
-    Raises:
-        UserError: when the directory is neither.
-        MissingRequirement: when the engine's evidence is not there.
+    Of a bundle in an artifact store, which may have been judged several times, or of the evidence itself.
     """
     if (directory / IDENTITY_FILE).is_file():
         return [directory]
@@ -102,18 +93,12 @@ def find_evidence(directory: Path) -> list[Path]:
 def read_evidence(directory: Path, engine: Path | None = None, baseline: Path | None = None) -> Evidence:
     """Read the evidence in a directory.
 
-    Args:
-        directory: Holds the identity, the report and its samples.
-        engine: The engine's bundle, where a candidate says where it lies. Without it, the bundle is looked for beside the
-            evidence and in the store that the evidence is part of.
-        baseline: The same for the FP16-KV engine's bundle.
-
-    Raises:
-        UserError: when the identity cannot be read.
+    Bundles that are not given are looked for beside the evidence, and in the store that the evidence is part of.
     """
     identity = read_identity(directory / IDENTITY_FILE)
     report, rows, problem = None, list[SampleRow](), None
-    if all(_is_regular(directory / name) for name in (REPORT_FILE, SAMPLES_FILE)):
+    paths = directory / REPORT_FILE, directory / SAMPLES_FILE
+    if all(path.is_file() and kind_of(path) == "file" for path in paths):  # a link may lead anywhere
         try:
             report, rows = load_report(directory), load_rows(directory)
         except ValueError as error:  # not UTF-8, not JSON, or not a report
@@ -129,11 +114,6 @@ def read_evidence(directory: Path, engine: Path | None = None, baseline: Path | 
     )
 
 
-def _is_regular(path: Path) -> bool:
-    """Whether `path` is a file and no link to one: a link may lead anywhere."""
-    return path.is_file() and kind_of(path) == "file"
-
-
 def _bundle(directory: Path, role: Role, identity: Identity) -> Path | None:
     """The bundle with a role: copied beside the evidence, or in the store that the evidence is part of."""
     places = (directory / role, directory.resolve().parent.parent / identity.link(role).place)
@@ -144,14 +124,6 @@ def registered_candidate(store: Path, registration: Registration, tags: Mapping[
     """Return a registered candidate as its artifacts in a store say it is, with the verdict of its identity.
 
     Only the name that it is shown by is the registry's. What its version cites is not checked here.
-
-    Args:
-        store: The store's root.
-        registration: The candidate's version.
-        tags: The tags of that version.
-
-    Raises:
-        GateRefusal: when its evidence is not there, or cannot be read.
     """
     name = f"version {registration.model_version} ({tags.get('kv', 'no name')})"
     cited = {role: tags.get(f"{role}_digest", "") for role in ("engine", "baseline", "report", "identity")}
@@ -210,7 +182,6 @@ def lineage(identity: Identity) -> list[Finding]:
 
 
 def _chain(identity: Identity) -> list[Finding]:
-    """Check that each artifact's key and digest follow from its manifest."""
     findings = []
     for link in identity.chain:
         name = f"chain: {link.title}"

@@ -49,13 +49,8 @@ def replay_candidate(
 ) -> ReplayedEvidence:
     """Replay the evidence of a candidate, with the bundles where the candidate says they are.
 
-    Args:
-        candidate: The candidate.
-        trusted: Sets of keys, of each of which one must have signed the evidence.
-        decode: Asks the engines themselves, where everything else is the same.
-
-    Raises:
-        UserError: when its identity cannot be read.
+    Of each set of `trusted` keys one must have signed the evidence. `decode` asks the engines themselves, where everything else
+    is the same. Raises UserError when its identity cannot be read.
     """
     evidence = read_evidence(candidate.identity.path.parent, candidate.engine.path, candidate.baseline.path)
     findings = replay(evidence, trusted)
@@ -69,12 +64,6 @@ def replay_candidate(
 
 
 def replay(evidence: Evidence, trusted: Sequence[Keys] = ()) -> list[Finding]:
-    """Check everything that the identity says; the findings name what is the same, differs or is missing.
-
-    Args:
-        evidence: The evidence.
-        trusted: Sets of keys, of each of which one must have signed it.
-    """
     identity = evidence.identity
     engine_findings = _files("engine", evidence.engine, identity.link("engine").files)
     findings = [*replay_record(evidence), *_signatures(evidence, trusted), *engine_findings]
@@ -120,7 +109,6 @@ def _seal(directory: Path) -> list[Finding]:
 
 
 def _signatures(evidence: Evidence, trusted: Sequence[Keys]) -> list[Finding]:
-    """Check that keys which are trusted signed the engine with its evidence."""
     identity = evidence.identity
     files = signed_files(identity, file_digest(evidence.directory / IDENTITY_FILE))
     findings = []
@@ -201,16 +189,7 @@ def _samples(evidence: Evidence, engine: Path, report: EvaluationReport) -> Find
 
 
 def decoded_again(evidence: Evidence, load: Callable[[Path], Engine], count: int) -> list[Finding]:
-    """Decode a few samples again on both engines, which no digest can stand in for, and compare them with their rows.
-
-    Args:
-        evidence: Evidence of which everything else is the same.
-        load: Loads a bundle.
-        count: Samples, chosen at random.
-
-    Raises:
-        MissingRequirement: when this machine cannot run the engines.
-    """
+    """Decode a few samples again on both engines, which no digest can stand in for, and compare them with their rows."""
     engine, baseline, report = evidence.engine, evidence.baseline, evidence.report
     if engine is None or baseline is None or report is None or not count:
         return []
@@ -236,7 +215,6 @@ def decoded_again(evidence: Evidence, load: Callable[[Path], Engine], count: int
 
 
 def _encoded_digest(config: WorkloadsConfig, engine: Path) -> str:
-    """Return the digest of the encoded samples. Raises UserError when the tokenizer cannot encode them."""
     try:
         with required_libraries():
             from stages.evaluate.inputs.samples import load_samples
@@ -251,11 +229,7 @@ def _encoded_digest(config: WorkloadsConfig, engine: Path) -> str:
 
 
 def requested_workloads(evidence: Evidence) -> WorkloadsConfig:
-    """Return the configuration of the samples; the user's own file is the copy in the evidence, which may be missing.
-
-    Raises:
-        UserError: when the configuration cannot be read, or the copy is another file than the one that was evaluated.
-    """
+    """Return the configuration of the samples; the user's own file is the copy in the evidence, which may be missing."""
     identity, link = evidence.identity, evidence.identity.link("evaluation")
     try:
         config = WorkloadsConfig.model_validate_json(json.dumps(link.parts["config"]["workloads"]))

@@ -164,6 +164,9 @@ class Integer(Scaled):
         return [Stream(x, step if streams else 1.0, offsets[0], nested and bool(streams)), *streams]
 
 
+KINDS: dict[str, type[Graph]] = {"exact": Exact, "float": Float, "integer": Integer}
+
+
 def onnx_type(element: Element) -> int:
     """Return ONNX's number of an element type."""
     kind: int = onnx.TensorProto.DataType.Value(element.onnx)

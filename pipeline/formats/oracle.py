@@ -146,6 +146,9 @@ class Integer(Scaled):
         return signed if options.symmetric else signed + (1 << self.spec.bits - 1)
 
 
+KINDS: dict[str, type[Arithmetic]] = {"exact": Exact, "float": Float, "integer": Integer}
+
+
 def groups_of(x: Tensor, groups: int) -> Tensor:
     """(..., D) -> (..., groups, D / groups)."""
     return x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)

@@ -112,6 +112,8 @@ def measure(
     fitting, unfit = list[PolicyCapacity](), dict[str, str]()
     for label, policy in policies:
         try:
+            if model.latent is not None and not _fits_latent(policy, model.kv.head_dim):
+                raise UserError(f"its latent vectors of {model.latent} numbers (MLA) take one format, without scales a token")
             policy.check_shape(model.kv)
         except UserError as error:
             unfit[label] = str(error)
@@ -122,9 +124,11 @@ def measure(
     slots = sum(page_count(context.tokens) * PAGE_TOKENS * context.requests for context in use.contexts)
     held = sum(context.tokens * context.requests for context in use.contexts)
     notes = list(model.notes)
+    if model.latent is not None:
+        notes.append(f"a token has one latent vector of {model.latent} numbers for all heads (MLA): half of them count as keys")
     if model.max_positions is not None and use.longest > model.max_positions:
         notes.append(f"contexts reach {use.longest:,} tokens, the model's max_position_embeddings is {model.max_positions:,}")
-    if use.tensor_parallel > model.kv.kv_heads:
+    if use.tensor_parallel > model.kv.kv_heads and model.latent is None:
         copies = use.tensor_parallel // model.kv.kv_heads
         notes.append(f"{model.kv.kv_heads} KV heads on {use.tensor_parallel} GPUs: each head's cache is stored {copies} times")
     return Capacity(
@@ -142,6 +146,12 @@ def measure(
         policies=fitting,
         unfit=unfit,
     )
+
+
+def _fits_latent(policy: KVPolicy, head_dim: int) -> bool:
+    """Whether a policy says what a vector takes that is keys and values at once: one format, and no scales a token."""
+    one = policy.key == policy.value and not policy.overrides and policy.window is None
+    return one and not policy.exact_tokens and not policy.key.scales_per_token(head_dim)
 
 
 def _policy_capacity(name: str, policy: KVPolicy, model: ModelShape, use: CapacityConfig, budget: Budget) -> PolicyCapacity:

@@ -1,7 +1,7 @@
 """A model's shapes from its config.json alone: what its cache and its weights take. No weights have to be there.
 
 It reads more than the engines do: any decoder whose layers keep keys and values per head, with full attention or a sliding
-window. What is not read in that way is refused with the key that says so.
+window, or one latent vector of all heads (MLA). What is not read in that way is refused with the key that says so.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,6 +39,8 @@ class ModelShape:
     """Names and shapes of the weights; None for a family whose weights are not counted."""
     notes: tuple[str, ...]
     """What was assumed where config.json does not say it."""
+    latent: int | None = None
+    """Numbers of the one vector that a layer keeps of a token for all heads (MLA): half of them count as keys."""
 
     @property
     def parameters(self) -> int | None:
@@ -105,10 +107,15 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
     nested = config.get("text_config")
     if "num_hidden_layers" not in config and isinstance(nested, dict):
         config = nested  # of a model that also takes pictures or sound: its decoder
+    latent = _latent(path, config)
+    if latent is not None:
+        config = {**config, **latent, "kv_lora_rank": None, "num_key_value_heads": 1}
     other = other_cache(config)
     if other is not None:
         key, reason = other
-        raise UserError(f"model.path={path}: config.json: {key}={short(config[key])}: {reason}; its cache is not counted")
+        raise UserError(
+            f"model.path={path}: config.json: {key}={short(config[key])}: {reason}; its cache is not counted; give another"
+        )
     family = FAMILIES.get(str(config.get("model_type")))
     known = family is not None
     served = family is not None and config.get("architectures") == [family.architecture]
@@ -126,7 +133,16 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
         max_positions=positions if type(positions) is int and positions > 0 else None,
         tensors=partial(_tensors, path, config) if served and config.get("quantization_config") is None else None,
         notes=() if known or config.get("head_dim") is not None else (assumed,),
+        latent=None if latent is None else 2 * shape.head_dim,
     )
+
+
+def _latent(path: Path, config: dict[str, Any]) -> dict[str, int] | None:
+    """Return the head_dim of keys and of values that a latent vector of all heads counts as; None for other models."""
+    if not config.get("kv_lora_rank"):
+        return None
+    width = integer(path, config, "kv_lora_rank") + integer(path, config, "qk_rope_head_dim")
+    return {"head_dim": width // 2}
 
 
 def _tensors(path: Path, config: dict[str, Any]) -> Mapping[str, Shape]:

@@ -1,7 +1,11 @@
 """The tracking store. Importing it imports MLflow, which takes 2 s: import it inside functions.
 
-A candidate is a top-level run (nested candidates collapse in MLflow's charts), and the stages that it made are child runs. An
-engine with its evidence is a logged model and a version of the registered model. Both are looked up by the digests of the
+A candidate is a run (nested candidates collapse in MLflow's charts) whose name ends with its verdict, because MLflow's list of
+runs has no column for a tag until somebody asks for one. Each FP16 engine of a sweep is a run beside them. A run that is open
+holds a lock, whose name is a tag of the run. The system lets go of the lock when the process dies, so that a run which is
+RUNNING without its lock was left by a dead process; the next command that opens the store closes it.
+
+An engine with its evidence is a logged model and a version of the registered model. Both are looked up by the digests of the
 evidence, so that judging the same engine again, in any sweep, makes no second version.
 """
 
@@ -9,35 +13,60 @@ import json
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from getpass import getuser
 from pathlib import Path
-from typing import Any, Literal
+from secrets import token_hex
+from typing import Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from pipeline.artifacts.locks import locked
+from pipeline.artifacts.locks import locked, locked_at_once
 from pipeline.core.errors import UserError
-from pipeline.core.redaction import flat_params, redact_text
-from pipeline.registry.contents import COLOURS, UNDECIDED, RunPage, collect_evidence, registered_as, verdict_line
-from pipeline.registry.mlflow_client import Client, LoggedModelOutput, MlflowException, process_wide
-from pipeline.registry.mlflow_runs import LOCK, ExperimentRuns
+from pipeline.core.redaction import clip, copy_redacted, finite_metrics, flat_params, redact_text, table_columns
+from pipeline.registry.mlflow_client import (
+    Client,
+    Dataset,
+    DatasetInput,
+    InputTag,
+    LoggedModelOutput,
+    Metric,
+    MlflowException,
+    Param,
+    RunTag,
+    process_wide,
+)
+from pipeline.registry.pages import (
+    COLOURS,
+    EMPTY_PAGE,
+    HIDDEN,
+    UNDECIDED,
+    RunPage,
+    collect_evidence,
+    registered_as,
+    told,
+    verdict_line,
+)
 from pipeline.registry.reaching import named
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.registry.tracking import Location
 
+TAG_CHARS = 5000
+DIGEST_CHARS = 36
+"""The longest digest of a data set that MLflow takes."""
+LOCK = "lock"
+"""Tag of a run with the name of its lock, a file of `Location.runs`."""
 
-class MlflowStore(ExperimentRuns):
+
+class MlflowStore:
     """One experiment and one registered model. Implements `pipeline.trust.movelog.Registry`."""
 
     def __init__(self, location: Location) -> None:
         """Open the store and create what it lacks.
 
-        Raises:
-            UserError: when it cannot be opened, or its files were moved.
-            MissingRequirement: when it does not answer, is locked, or takes a driver that is not installed.
+        Raises UserError when it cannot be opened, or its files were moved; MissingRequirement when it does not answer, is
+        locked, or takes a driver that is not installed.
         """
-        self.location = location
-        self.lock = location.lock
+        self.location, self.lock = location, location.lock
         try:
             self.lock.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -45,68 +74,139 @@ class MlflowStore(ExperimentRuns):
         with locked(self.lock, "opening MLflow's store"):  # processes that create one SQLite store at once break its migrations
             self.client = Client(location)
             self.experiment_id = self._experiment()
-            self._registered_model()
-        self.close_left_open()
+            with suppress(MlflowException):  # it is there
+                description = "Engines with a quantized KV cache; the alias champion serves."
+                self.client.create_registered_model(location.model_name, description=description)
+        self._locks = location.runs / self.experiment_id
+        with locked(self.lock, "closing runs"):  # whose process died; of other work directories' runs that is not known
+            for lock in self._locks.glob("*"):
+                with locked_at_once(lock) as died:
+                    if died:
+                        self._close(lock, "KILLED")
 
     def _experiment(self) -> str:
         name = self.location.experiment
-        experiment = active_experiment(self.client, name)
-        if experiment is None:
-            with suppress(MlflowException):  # another host was first
+        with suppress(MlflowException):  # another host was first
+            if self.client.get_experiment_by_name(name) is None:
                 self.client.create_experiment(name, self.location.artifact_root)
-            experiment = active_experiment(self.client, name)
-            assert experiment is not None, f"{name} was created"
+        experiment = self.client.get_experiment_by_name(name)
+        assert experiment is not None, f"{name} was created"
+        if experiment.lifecycle_stage != "active":
+            raise UserError(f"tracking.experiment={name} was deleted in MLflow: restore it or give another name")
         _check_files(self.location, experiment.artifact_location)
         return str(experiment.experiment_id)
 
-    def _registered_model(self) -> None:
-        with suppress(MlflowException):  # it is there
-            description = "Engines with a quantized KV cache; the alias champion serves."
-            self.client.create_registered_model(self.location.model_name, description=description)
+    # Runs
+
+    @contextmanager
+    def recorded(self, title: str, tags: Mapping[str, str]) -> Iterator[str]:
+        """Open a run while the block runs and yield its id. It ends as FAILED after an exception, KILLED after Ctrl-C."""
+        lock = self._locks / token_hex(8)
+        with ExitStack() as stack:
+            with locked(self.lock, "beginning a run"):
+                lock.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked_at_once(lock))
+            status = "FAILED"
+            try:
+                texts = {name: clip(redact_text(text), TAG_CHARS) for name, text in {**tags, LOCK: lock.name}.items()}
+                yield self.create_run(title, texts)
+                status = "FINISHED"
+            except (KeyboardInterrupt, SystemExit):
+                status = "KILLED"
+                raise
+            finally:
+                self._close(lock, status)
+
+    def _close(self, lock: Path, status: str) -> None:
+        """Close a run with this lock that is open still, and the baseline's."""
+        query = f"attributes.status = 'RUNNING' and tags.{LOCK} = '{lock.name}'"
+        for run in self.client.search_runs([self.experiment_id], query):
+            self.client.set_terminated(run.info.run_id, status)
+        lock.unlink(missing_ok=True)
+
+    def create_run(self, title: str, tags: Mapping[str, str], start_ms: int | None = None) -> str:
+        owner = {"mlflow.user": getuser(), "mlflow.source.name": "kvgate"}
+        return str(self.client.create_run(self.experiment_id, start_ms, {**tags, **owner}, run_name=title).info.run_id)
+
+    def attach(self, run_id: str, files: Sequence[Path]) -> None:
+        """Log files as artifacts of a run, even of one that has ended. They lose their secrets."""
+        with tempfile.TemporaryDirectory() as scratch:
+            for path in files:
+                copy_redacted(path, Path(scratch) / path.name)
+            self.client.log_artifacts(run_id, scratch)
+
+    def _log(
+        self,
+        run_id: str,
+        params: Mapping[str, object] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        tags: Mapping[str, str] | None = None,
+        model_id: str | None = None,
+    ) -> None:
+        """Log all of it in one batch, or in as many as MLflow takes."""
+        now = int(time.time() * 1000)
+        self.client.log_batch(
+            run_id,
+            metrics=[Metric(name, value, now, 0, model_id) for name, value in (metrics or {}).items()],
+            params=[Param(name, value) for name, value in flat_params(params or {}).items()],
+            tags=[RunTag(name, clip(redact_text(value), TAG_CHARS)) for name, value in (tags or {}).items()],
+        )
 
     # Candidates
 
     @contextmanager
     def candidate(self, sweep: str, kv: str, backend: str, config: Mapping[str, object]) -> Iterator[str]:
-        """Open a candidate's run while the block runs and yield its id."""
+        """Open a candidate's run while the block runs and yield its id. Its configuration is logged without secrets."""
         tags = {"sweep": sweep, "kv": kv, "backend": backend, "mlflow.runColor": UNDECIDED}
         with self.recorded(kv, tags) as run_id:
-            self.log(run_id, params=flat_params(config))
+            self._log(run_id, params=config)
             yield run_id
 
-    def log_stage(self, run_id: str, name: str, params: Mapping[str, object], *, digest: str, seconds: float) -> None:
-        """Log a finished stage of a run: see `CandidateRun.stage`."""
-        end = int(time.time() * 1000)
-        tags = {"mlflow.parentRunId": run_id, "stage": name, "artifact_digest": digest}
-        tags[LOCK] = self.client.get_run(run_id).data.tags[LOCK]
-        child = self.create_run(name, tags, end - int(seconds * 1000))
-        self.log(child, params=flat_params(params), metrics={"perf/seconds": seconds})
-        self.client.set_terminated(child, "FINISHED", end)
-
-    def conclude(self, run_id: str, candidate: Candidate, page: RunPage) -> Registration:
-        """Register a run's engine, and log its verdict and what the run shows."""
-        version, model_id = self.register(candidate, run_id)
+    def conclude(self, run_id: str, candidate: Candidate, page: RunPage = EMPTY_PAGE) -> Candidate:
+        """Register a run's engine, and log its verdict and what the run shows; return the candidate with its registration."""
+        version, model_id = self._register(candidate, run_id)
+        if page.workloads:
+            self.client.log_inputs(run_id, [_dataset(name, of, page.digest) for name, of in page.workloads.items()])
+        finite, nonfinite = finite_metrics(page.metrics)
         tags = {
             "verdict": candidate.verdict,
             "reasons": "; ".join(candidate.reasons),
             **candidate.citations,
             "model_version": version,
+            "mlflow.runName": f"{candidate.name}: {candidate.verdict}",
             "mlflow.runColor": COLOURS.get(candidate.verdict, UNDECIDED),
             "mlflow.note.content": f"{page.description}\n\n{registered_as(self.location.model_name, version)}".strip(),
+            **({"nonfinite": ", ".join(nonfinite)} if nonfinite else {}),
         }
-        self.show(run_id, page, tags, model_id)
+        self._log(run_id, metrics=finite, tags=tags, model_id=model_id)
+        for name, rows in page.tables.items():
+            if rows:
+                self.client.log_table(run_id, table_columns(rows), name)
         self.attach(run_id, [candidate.report.path])
-        return Registration(run_id=run_id, model_version=version)
+        if page.baseline:
+            self._show_baseline(self.client.get_run(run_id).data.tags, candidate.baseline.digest, page.baseline)
+        return candidate.model_copy(update={"registration": Registration(run_id=run_id, model_version=version)})
+
+    def _show_baseline(self, own: Mapping[str, str], digest: str, metrics: Mapping[str, float]) -> None:
+        """Log the FP16 engine as a run of the sweep, unless another candidate did: the bar beside those of its candidates.
+
+        It has the lock of the candidate's run, by whose tags the sweep is known.
+        """
+        tags = {"sweep": own["sweep"], "baseline_digest": digest, "verdict": "baseline"}
+        query = " and ".join(["attributes.status = 'FINISHED'", *(f"tags.{name} = '{value}'" for name, value in tags.items())])
+        with locked(self.lock, "logging the baseline"):
+            if not self.client.search_runs([self.experiment_id], query, max_results=1):
+                run_id = self.create_run("fp16: baseline", {**tags, LOCK: own[LOCK], "mlflow.runColor": UNDECIDED})
+                self._log(run_id, metrics=metrics)
+                self.client.set_terminated(run_id, "FINISHED")
 
     # Engines
 
-    def register(self, candidate: Candidate, run_id: str) -> tuple[str, str]:
+    def _register(self, candidate: Candidate, run_id: str) -> tuple[str, str]:
         """Register the engine with its evidence, unless a version with the same citations exists.
 
-        The version becomes an output of the run `run_id`. The alias `candidate` moves to it unless it failed.
-
-        Returns:
-            The version and the identifier of its logged model.
+        The version becomes an output of the run `run_id`. The alias `candidate` moves to it unless it failed. Return the
+        version and the id of its logged model.
         """
         tags = {"kv": candidate.name, "verdict": candidate.verdict, **candidate.citations}
         query = " and ".join(f"tags.{name} = '{value}'" for name, value in tags.items())
@@ -156,7 +256,6 @@ class MlflowStore(ExperimentRuns):
     # Versions, tags and aliases
 
     def alias(self, alias: str) -> str | None:
-        """Return the version that an alias points at, None when there is no such alias."""
         # search_model_versions returns versions without their aliases
         version = self.client.get_registered_model(self.location.model_name).aliases.get(alias)
         return None if version is None else str(version)
@@ -168,7 +267,6 @@ class MlflowStore(ExperimentRuns):
         self.client.delete_registered_model_alias(self.location.model_name, alias)
 
     def tags(self, version: str) -> dict[str, str] | None:
-        """Return the tags of a version, None when there is no such version."""
         try:
             return dict(self.client.get_model_version(self.location.model_name, version).tags)
         except MlflowException:
@@ -184,20 +282,17 @@ class MlflowStore(ExperimentRuns):
             self.client.set_model_version_tag(self.location.model_name, version, name, redact_text(value))
 
     def model_tags(self) -> dict[str, str]:
-        """Return the tags of the registered model itself."""
-        return dict(self.client.get_registered_model(self.location.model_name).tags)
+        return told(self.client.get_registered_model(self.location.model_name).tags)
 
     def set_model_tag(self, name: str, text: str) -> None:
-        """Write a tag of the registered model, at once."""
-        self.client.set_registered_model_tag(self.location.model_name, name, text)
+        self.client.set_registered_model_tag(self.location.model_name, HIDDEN + name, text)
 
 
-def active_experiment(client: Client, name: str) -> Any:
-    """Return an experiment; None where there is none. Raises UserError for one that was deleted."""
-    experiment = client.get_experiment_by_name(name)
-    if experiment is not None and experiment.lifecycle_stage != "active":
-        raise UserError(f"tracking.experiment={name} was deleted in MLflow: restore it or give another name")
-    return experiment
+def _dataset(name: str, profile: Mapping[str, int], digest: str) -> DatasetInput:
+    """Return a kind of work as MLflow has data sets; its samples were generated or given, and are in no file of the store."""
+    source = json.dumps({"tags": {"mlflow.source.name": "kvgate", "workloads_digest": digest}})
+    dataset = Dataset(redact_text(name), digest[:DIGEST_CHARS], "code", source, profile=json.dumps(profile))
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", "evaluation")])
 
 
 def _check_files(location: Location, address: str) -> None:
@@ -217,29 +312,20 @@ def _check_files(location: Location, address: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Fetched:
+class Fetched(NamedTuple):
     """The evidence of a registered engine, downloaded."""
 
     version: str
     directory: Path
     made: float
-    """When it was registered, in seconds since 1970."""
     identity_digest: str
-    """Of its identity, as the version cites it."""
 
 
 def fetch_evidence(location: Location, names: Sequence[str], known: Collection[str], folder: Path) -> list[Fetched]:
-    """Download files of the registered engines. Nothing in the store changes.
+    """Download files of the registered engines.
 
-    Args:
-        location: The store.
-        names: The files. One that a version lacks is absent.
-        known: Digests of identities whose evidence is not wanted.
-        folder: Gets a directory for each version.
-
-    Raises:
-        UserError, MissingRequirement: when the store cannot be read.
+    Nothing in the store changes. Each version that cites an identity which is not `known` gets a directory in `folder` with
+    those of the files that it has. Raises UserError or MissingRequirement when the store cannot be read.
     """
     client, fetched = Client(location), []
     for version in client.search_model_versions(f"name = '{location.model_name}'"):
@@ -257,15 +343,9 @@ def fetch_evidence(location: Location, names: Sequence[str], known: Collection[s
 
 
 def aliased(location: Location, names: Sequence[str], alias: str) -> tuple[Registration, dict[str, str]] | None:
-    """Return the version that an alias points at, and its tags; None where there is no such alias. Nothing changes.
+    """Return the version that an alias points at, and its tags; None where there is no such alias.
 
-    Args:
-        location: The store.
-        names: Registered models; the first that has the alias counts.
-        alias: The alias.
-
-    Raises:
-        UserError, MissingRequirement: when the store cannot be read.
+    Nothing changes. Of several models the first that has the alias counts.
     """
     if location.file is not None and not location.file.exists():
         raise UserError(f"{named(location)} cannot be used: there is no such file; give the store that a promotion wrote to")
@@ -280,10 +360,6 @@ def aliased(location: Location, names: Sequence[str], alias: str) -> tuple[Regis
 
 
 def download_engine(location: Location, tags: Mapping[str, str], folder: Path) -> Path:
-    """Download the evidence of the version with these tags, and the engine where the registry has it; return where it lies.
-
-    Raises:
-        UserError, MissingRequirement: when the store cannot be read.
-    """
+    """Download the evidence of the version with these tags, and the engine where the registry has it; return where it lies."""
     client = Client(location)
     return Path(client.download(client.get_logged_model(tags["logged_model"]).artifact_location, str(folder)))

@@ -12,16 +12,14 @@ engine back. What was rolled back stays back until it is judged anew, by another
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.core.backends import serves_last
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.registry.proof import PASS, Replay, verify
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.trust.movelog import MoveLog
-
-if TYPE_CHECKING:  # statistics take a while to load
-    from pipeline.verdict.gates import Decide
+from pipeline.verdict.gates import Decide
 
 
 @dataclass(frozen=True)
@@ -29,13 +27,9 @@ class Move:
     """The aliases after a promotion or a rollback."""
 
     champion: str
-    """Name of the candidate that serves now."""
     version: str
-    """The registered version that serves now."""
     previous: str | None
-    """Version that a rollback would bring back."""
     changed: bool
-    """Whether any alias moved."""
     message: str
 
 
@@ -53,24 +47,13 @@ def judged_again(
     listed: Sequence[Candidate],
     registered: Sequence[tuple[Registration, dict[str, str]]],
     find: Find,
-    decide: "Decide",
+    decide: Decide,
     model: str,
     name: str | None = None,
 ) -> list[Candidate]:
     """Return the candidates that a summary lists, as their artifacts say they are, decided again.
 
     Of the summary this takes which versions they are and nothing else.
-
-    Args:
-        listed: Those of the summary.
-        registered: Every version of the registered model with its tags.
-        find: Finds their artifacts.
-        decide: The gates.
-        model: The checkpoint's short name.
-        name: That of the only one which is asked for; None for all.
-
-    Raises:
-        GateRefusal: for a candidate that is not registered, of another model, or whose evidence is not there.
     """
     versions = {one.model_version: (one, tags) for one, tags in registered}
     found: dict[str, Candidate] = {}
@@ -95,20 +78,13 @@ def incumbent(
     version: str | None,
     registered: Sequence[tuple[Registration, dict[str, str]]],
     find: Find,
-    decide: "Decide",
+    decide: Decide,
     candidates: Sequence[Candidate],
 ) -> Candidate | None:
     """Return the champion as a candidate beside others, where it is a rival of theirs.
 
     It is one where it is of the same checkpoint as one of them, under another name, and still passes: a baseline that was built
     again has another digest. Servers are told apart by their baselines. One that is judged anew goes by its new evidence.
-
-    Args:
-        version: The one that the alias `champion` points at; None where nothing serves.
-        registered: Every version of the registered model with its tags.
-        find: Finds its artifacts.
-        decide: The gates, which decide its verdict again.
-        candidates: What was judged.
     """
     serving = next(((one, tags) for one, tags in registered if one.model_version == version), None)
     if serving is None or serving[1].get("kv") in [one.name for one in candidates]:
@@ -129,16 +105,8 @@ def _origin(candidate: Candidate) -> str:
 def choose(candidates: Sequence[Candidate], rolled_back: Mapping[str, str] | None = None, name: str | None = None) -> Candidate:
     """Return the best candidate that passed, or the one with a name if it passed.
 
-    The most live tokens win. Among equals another engine wins over the oracle, and then the lowest mean KL.
-
-    Args:
-        candidates: Those to choose from.
-        rolled_back: Digest of a report -> when the engine that it is about was rolled back. Only a name brings it back.
-        name: That of the one that is asked for; None for the best.
-
-    Raises:
-        UserError: when none has the name.
-        GateRefusal: when none passed that was not rolled back.
+    The most live tokens win. Among equals another engine wins over the oracle, and then the lowest mean KL. Of an engine that
+    was rolled back, by the digest of its report, only its name brings it back.
     """
     if name is not None:
         candidates = [candidate for candidate in candidates if candidate.name == name]
@@ -169,7 +137,7 @@ def promote(
     candidates: Sequence[Candidate],
     log: MoveLog,
     replay: Replay,
-    decide: "Decide",
+    decide: Decide,
     *,
     sweep: str,
     name: str | None = None,
@@ -177,19 +145,7 @@ def promote(
 ) -> Move:
     """Make the best candidate that passed the champion, or the one with a name.
 
-    Args:
-        candidates: Those to choose from, as their artifacts say they are.
-        log: Where versions and aliases are, and moves are recorded.
-        replay: Replays the best candidate's evidence.
-        decide: The gates, which decide its verdict again.
-        sweep: Identifier of the candidates' sweep, noted in the registry.
-        name: That of the candidate that is asked for; None for the best.
-        rival: The champion, which stays where none of them is better; a name displaces it in any case.
-
-    Raises:
-        UserError: when none has the name.
-        GateRefusal: when none passed, or the best one's evidence does not hold.
-        MissingRequirement: when a library that the replay takes is not installed.
+    The `rival` is the champion, which stays where none of them is better; a name displaces it in any case.
     """
     best = choose(candidates, log.read().rolled_back("champion"), name)
     if rival is not None and name is None and choose([best, rival]) is rival and _holds(rival, replay, decide):
@@ -231,7 +187,7 @@ def promote(
     return Move(best.name, version, old, True, f"{best.name} (version {version}) is the champion{over}{note}{held}")
 
 
-def _holds(candidate: Candidate, replay: Replay, decide: "Decide") -> bool:
+def _holds(candidate: Candidate, replay: Replay, decide: Decide) -> bool:
     """Return whether a candidate's evidence holds: one whose evidence does not keeps no other one out."""
     try:
         verify(candidate, replay, decide)
@@ -245,18 +201,12 @@ Prove = Callable[[str, Mapping[str, str]], None]
 
 
 def rollback(log: MoveLog, prove: Prove) -> Move:
-    """Bring the previous champion back, once its evidence was replayed.
-
-    Raises:
-        UserError: when there is none, or its version was deleted.
-        GateRefusal: when its evidence does not hold.
-        MissingRequirement: when a library that the replay takes is not installed.
-    """
+    """Bring the previous champion back, once its evidence was replayed."""
     registry = log.registry
     with log.changing(urgent=True) as history:
         bad, previous = registry.alias("champion"), registry.alias("previous")
         if bad is None or previous is None or previous == bad:
-            raise UserError("stage=rollback: there is no previous champion to return to")
+            raise UserError("stage=rollback: there is no previous champion to return to; run stage=promote with a better one")
         tags = registry.tags(previous)
         if tags is None:
             raise UserError(f"stage=rollback: version {previous}, the previous champion, was deleted from the registry")

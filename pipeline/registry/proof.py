@@ -2,16 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.registry.summary import Candidate
 from pipeline.verdict.coverage import Limits
+from pipeline.verdict.gates import Decide
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Verdict
-
-if TYPE_CHECKING:  # statistics take a while to load
-    from pipeline.verdict.gates import Decide
 
 PASS = "PASS"
 
@@ -33,9 +31,7 @@ class Finding:
 def require_same(what: str, findings: Sequence[Finding]) -> None:
     """Check that a replay of an engine found everything the same.
 
-    Raises:
-        GateRefusal: when something differs.
-        MissingRequirement: when nothing differs, but something is missing.
+    Raises GateRefusal when something differs; MissingRequirement when nothing differs, but something is missing.
     """
     named = {status: [finding.name for finding in findings if finding.status == status] for status in ("differs", "missing")}
     if named["differs"]:
@@ -64,19 +60,16 @@ Replay = Callable[[Candidate], ReplayedEvidence]
 
 @dataclass(frozen=True)
 class Proof:
-    """What a replay of a candidate's evidence gave."""
-
     covered: Limits | None
     """How far the verdict holds; None for a report that does not say."""
     verdict: Verdict
 
 
-def verify(candidate: Candidate, replay: Replay, decide: "Decide") -> Proof:
+def verify(candidate: Candidate, replay: Replay, decide: Decide) -> Proof:
     """Check the evidence of a registered candidate again: as it lies on disk now, and as its version cites it.
 
-    Raises:
-        GateRefusal: with the first thing that is wrong.
-        MissingRequirement: when nothing is wrong, but a library that the replay takes is not installed.
+    Raises GateRefusal with the first thing that is wrong; MissingRequirement when nothing is wrong, but a library that the
+    replay takes is not installed.
     """
     try:
         evidence = replay(candidate)
@@ -100,6 +93,5 @@ def verify(candidate: Candidate, replay: Replay, decide: "Decide") -> Proof:
 
 
 def _require(holds: bool, reason: str) -> None:
-    """Raise GateRefusal with the reason unless the condition holds."""
     if not holds:
         raise GateRefusal(reason)

@@ -58,9 +58,8 @@ def named(location: Location) -> str:
 def reached(location: Location, *kinds: type[Exception]) -> Iterator[None]:
     """Turn errors of these kinds into one line, and say of a wait that goes on for more than a moment how long it may take.
 
-    Raises:
-        UserError: for credentials that are refused, and a store of another kind or release.
-        MissingRequirement: for a store that does not answer, is locked, lacks its driver, or fails.
+    Raises UserError for credentials that are refused, and a store of another kind or release; MissingRequirement for a store
+    that does not answer, is locked, lacks its driver, or fails.
     """
     limit, end = location.timeout_s, until(location.timeout_s)
     with announced(lambda: f"{named(location)}; a request may take until {end} (tracking.timeout_s={limit:g})", QUIET_S):

@@ -33,7 +33,6 @@ SWEEP = re.compile(r"[\w-][\w.-]{0,99}")
 """What the id of a sweep looks like; it becomes the name of a file."""
 
 NAMED = 5
-"""Jobs that did not end of which a message gives the names."""
 
 SCHEMA_VERSION: Final = 1
 
@@ -45,7 +44,6 @@ class Cited(StrictModel):
     """A file or directory, and the digest that it had when it was cited."""
 
     path: Path
-    """Absolute path."""
     digest: str
 
 
@@ -53,9 +51,7 @@ class Registration(StrictModel):
     """Where a candidate is tracked and registered."""
 
     run_id: str
-    """Id of the MLflow run of its evaluation."""
     model_version: str
-    """Its version of the registered model."""
 
 
 class Candidate(StrictModel):
@@ -67,7 +63,6 @@ class Candidate(StrictModel):
     """Display name, unique within a sweep: the policy, and what else the command line changed."""
     policy: str
     model: str
-    """The checkpoint's short name."""
     backend: str
     verdict: Status
     reasons: tuple[str, ...]
@@ -82,9 +77,7 @@ class Candidate(StrictModel):
     metrics: Mapping[str, float | None]
     """By name, grouped by prefix: quality/, noise/, perf/, memory/, baseline/. A value that was not finite is null in JSON."""
     engine: Cited
-    """The bundle's directory."""
     baseline: Cited
-    """The directory of the FP16-KV engine's bundle."""
     report: Cited
     """report.json; samples.jsonl lies beside it, and the digest covers both (`evidence_digest`)."""
     identity: Cited
@@ -94,11 +87,9 @@ class Candidate(StrictModel):
     signed_by: str | None = None
     """Id of the key that signed the evidence; null where none did."""
     registration: Registration | None = None
-    """None without tracking."""
 
     @staticmethod
     def decided(verdict: Verdict) -> dict[str, Any]:
-        """Return the fields that a verdict decides (`DECIDED`)."""
         values = {name: getattr(verdict, name) for name in DECIDED if name != "verdict"}
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return {"verdict": verdict.status, **values, **lists}
@@ -106,7 +97,7 @@ class Candidate(StrictModel):
     @property
     def is_blind(self) -> bool:
         """Whether nothing that was measured saw a corrupted cache: then the verdict says nothing of the policy."""
-        return any(check.gate == "canary" and check.status == "FAIL" for check in self.checks)
+        return _is_blind(self.checks)
 
     @property
     def recovery(self) -> Check | None:
@@ -115,7 +106,6 @@ class Candidate(StrictModel):
 
     @property
     def kept(self) -> str | None:
-        """Say how much of that probability it keeps; None where that is not known."""
         line = self.recovery
         if line is None or line.value is None or line.bound is None:
             return None
@@ -128,7 +118,6 @@ class Candidate(StrictModel):
         return contradiction(*(0.0 if pair is None else pair[1] - pair[0] for pair in gains))
 
     def _pair(self, name: str) -> tuple[float, float] | None:
-        """Return a metric of the baseline and of the candidate; None where one is unknown."""
         before, after = (self.metrics.get(name.format(of)) for of in ("baseline", "candidate"))
         return None if before is None or after is None else (before, after)
 
@@ -148,12 +137,10 @@ class Candidate(StrictModel):
 
     @property
     def samples(self) -> Path:
-        """Path of the report's samples.jsonl."""
         return self.report.path.with_name(SAMPLES_FILE)
 
     @property
     def version(self) -> str:
-        """Its version of the registered model."""
         assert self.registration is not None, "a registered candidate"
         return self.registration.model_version
 
@@ -172,6 +159,18 @@ class Candidate(StrictModel):
         """Return a metric for comparisons: inf when it is missing or not finite, so that it never wins."""
         value = self.metrics.get(name)
         return math.inf if value is None or not math.isfinite(value) else value
+
+
+def _is_blind(checks: Sequence[Check]) -> bool:
+    return any(check.gate == "canary" and check.status == "FAIL" for check in checks)
+
+
+def not_passed(name: str, verdict: Status, checks: Sequence[Check]) -> str:
+    """Say that a candidate did not pass, by why it did not."""
+    said = "is not good enough" if verdict == "FAIL" else "is not decided"
+    if _is_blind(checks):
+        said = "is not judged, because its answers do not depend on the cache"
+    return f"{name} {said}: {verdict}"
 
 
 class Summary(StrictModel):
@@ -217,17 +216,13 @@ def evidence_digest(report: Path) -> str:
 
 
 def load(workdir: Path, sweep: str | None = None) -> Summary:
-    """Return the summary of a sweep, of the last one unless named; an empty one where there is no last one.
-
-    Raises:
-        UserError: when the file is damaged, or another kvgate wrote it, or there is no such sweep.
-    """
+    """Return the summary of a sweep, of the last one unless named; an empty one where there is no last one."""
     if sweep is None:
         return _read(workdir, FILE) or Summary(schema_version=SCHEMA_VERSION)
     found = _read(workdir, f"{FOLDER}/{sweep}.json") if SWEEP.fullmatch(sweep) else None
     if found is None:
         known = sorted(path.stem for path in (workdir / FOLDER).glob("[!.]*.json"))
-        latest = f"; the latest are {', '.join(known[-3:])}" if known else ""
+        latest = f"; give one, such as {', '.join(known[-3:])}" if known else "; leave it out"
         raise UserError(f"promote.sweep={sweep}: there is no such sweep in {workdir / FOLDER}{latest}")
     return found
 
@@ -272,22 +267,18 @@ def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summar
         raise UserError(f"workdir={workdir}: {FILE} cannot be written ({error.strerror}); give a folder that can") from error
 
 
-def _set(workdir: Path, sweep: str | None, latest: bool = True, **values: Any) -> Summary:
+def note(workdir: Path, sweep: str | None, latest: bool = True, **values: Any) -> Summary:
+    """Change fields of a sweep's summary: which candidate serves now, how the sweep ended."""
     return _update(workdir, sweep, lambda old: old.model_copy(update=values), latest)
 
 
 def begin(workdir: Path, sweep: str, names: Sequence[str], latest: bool = True, command: str | None = None) -> Summary:
     """Note that a sweep begins, and the display names of its jobs: what never ends is then seen to be missing.
 
-    Args:
-        workdir: The work directory.
-        sweep: The sweep.
-        names: In the order of the command line.
-        latest: Whether it becomes the last one, whose candidates `summary.json` holds: one of a stage that judges does.
-        command: What was typed, whole; None where nothing was.
+    Only a sweep that judges becomes the `latest`, whose candidates `summary.json` holds.
     """
     said = None if command is None else redact_text(command)
-    return _set(workdir, sweep, latest, jobs=len(names), names=tuple(names), command=said)
+    return note(workdir, sweep, latest, jobs=len(names), names=tuple(names), command=said)
 
 
 def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
@@ -306,15 +297,11 @@ def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
 def finish(workdir: Path, sweep: str | None, exit_code: int, job: int = 1, *, latest: bool = True) -> Summary:
     """Note how a job ended; a sweep's exit code is the worst of its jobs'.
 
-    Args:
-        workdir: The work directory.
-        sweep: The job's sweep; None when the job worked on the candidates of the last one, and its code replaces the sweep's.
-        exit_code: The job's.
-        job: Its number within the sweep, from 1. A job that a cluster ran twice counts once, as it ended last.
-        latest: As for `begin`.
+    Without a sweep the job worked on the candidates of the last one, whose code it replaces. A job that a cluster ran twice
+    counts once, as it ended last.
     """
     if sweep is None:
-        return _set(workdir, None, exit_code=exit_code)
+        return note(workdir, None, exit_code=exit_code)
 
     def change(old: Summary) -> Summary:
         codes = dict(sorted({**old.exit_codes, job: exit_code}.items()))
@@ -325,11 +312,6 @@ def finish(workdir: Path, sweep: str | None, exit_code: int, job: int = 1, *, la
     return _update(workdir, sweep, change, latest)
 
 
-def fail(workdir: Path, sweep: str, exit_code: int) -> Summary:
-    """Note that a sweep whose jobs ended has come to nothing."""
-    return _set(workdir, sweep, exit_code=exit_code)
-
-
 def forget(workdir: Path, sweep: str) -> None:
     """Remove the summary of a sweep that has no candidates: it was of use while its jobs ran."""
     with locked(workdir / f".{FILE}.lock", FILE):
@@ -338,14 +320,9 @@ def forget(workdir: Path, sweep: str) -> None:
             (workdir / FOLDER).rmdir()
 
 
-def conclude(workdir: Path, champion: str, sweep: str | None = None) -> Summary:
-    """Note which candidate serves now."""
-    return _set(workdir, sweep, champion=champion)
-
-
 def check_writable(workdir: Path, *names: str) -> None:
     """Write the last summary as it is, and open other files of the work directory. Raises UserError where that fails."""
-    _set(workdir, None)
+    note(workdir, None)
     for name in names:
         try:
             (workdir / name).open("a").close()

@@ -61,7 +61,6 @@ class Location:
 
     @property
     def file(self) -> Path | None:
-        """The file of a SQLite store."""
         return Path(self.uri.removeprefix(SQLITE)) if self.uri.startswith(SQLITE) else None
 
     @property
@@ -71,7 +70,6 @@ class Location:
 
     @property
     def served(self) -> bool:
-        """Whether a tracking server already answers at `uri`."""
         return self.uri.startswith(("http://", "https://"))
 
 
@@ -131,7 +129,6 @@ def compare_url(location: Location, experiment_id: str, sweep: str) -> str:
 
 
 def run_url(location: Location, experiment_id: str, run_id: str) -> str:
-    """Return the address of a run's page."""
     return _page(location, f"experiments/{experiment_id}/runs/{run_id}", {})
 
 

@@ -25,21 +25,16 @@ class Step:
     """What a smaller engine would change; the least comes first."""
 
     keys: bool
-    """Whether keys lose anything."""
     young_values: bool
-    """Whether the values of the latest tokens lose anything."""
     gained: int
-    """Live tokens more."""
 
     @property
     def text(self) -> str:
-        """What it changes, in words."""
         what = "keys and values" if self.keys else "values" if self.young_values else "old values alone"
         return f"{what}, {self.gained:,} live tokens more in the same memory"
 
 
 def step(now: Engine, to: Engine) -> Step:
-    """Return what a move from one engine to another changes."""
     one, other = now.policy, to.policy
     fewer = other.sink_tokens < one.sink_tokens or other.recent_tokens < one.recent_tokens
     return Step(
@@ -63,18 +58,7 @@ def _young_values(policy: KVPolicy) -> tuple[object, ...]:
 
 
 def step_down(engines: Engines, now: Engine, workload: str, quality_holds: bool, say: Callable[[str], None]) -> Engine:
-    """Return the first engine in the order that is proven for the class.
-
-    Args:
-        engines: The registered ones.
-        now: The present one.
-        workload: The class.
-        quality_holds: Whether keys may lose anything.
-        say: Is told why those before it are not taken.
-
-    Raises:
-        GateRefusal: where none is proven.
-    """
+    """Return the first engine in the order that is proven for the class. `say` is told why those before it are not taken."""
     larger = list[Engine]()
     rolled_back = engines.log.read().rolled_back(alias_of(workload))
     for registration, tags in engines.registered():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
@@ -11,9 +11,7 @@ from pipeline.registry.proof import Proof, Replay, verify
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.routing.files import DEFAULT
 from pipeline.trust.movelog import MoveLog
-
-if TYPE_CHECKING:  # statistics take a while to load
-    from pipeline.verdict.gates import Decide
+from pipeline.verdict.gates import Decide
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,6 @@ class Engine:
     load: tuple[float, int]
     """GiB for the cache, and tokens of every sequence in it."""
     workloads: frozenset[str]
-    """Classes of the report's samples."""
 
     @property
     def version(self) -> str:
@@ -35,7 +32,6 @@ class Engine:
 
     @property
     def report(self) -> str:
-        """Digest of its report."""
         return self.candidate.report.digest
 
     def __str__(self) -> str:
@@ -48,24 +44,17 @@ class Engines:
 
     log: MoveLog
     registered: Callable[[], list[tuple[Registration, dict[str, str]]]]
-    """Returns every version with its tags."""
     find: Callable[[Registration, Mapping[str, str]], Engine]
     """Finds the evidence of a version with these tags. Raises GateRefusal where there is none."""
     replay: Replay
-    decide: "Decide"
+    decide: Decide
     proofs: dict[str, Proof] = field(default_factory=dict)
     """Version -> what its replay gave: a replay takes seconds, and an engine may serve several classes."""
 
     def named(self, name: str, key: str) -> Engine:
         """Return the latest version with this name, or the one with this number.
 
-        Args:
-            name: As the routing file has it.
-            key: Where it stands there.
-
-        Raises:
-            UserError: when no version is called so.
-            GateRefusal: when its evidence is not here.
+        `key` is where the name stands in the routing file.
         """
         versions = {int(one.model_version): (one, tags) for one, tags in self.registered()}
         named = [number for number, (_, tags) in versions.items() if name in (str(number), tags.get("kv"))]
@@ -78,12 +67,7 @@ class Engines:
             raise GateRefusal(f"{key}={name}: {error}") from error
 
     def prove(self, engine: Engine, workload: str) -> None:
-        """Check the engine's evidence again, and that it is about the class.
-
-        Raises:
-            GateRefusal: with the first thing that is wrong.
-            MissingRequirement: when a library that the replay takes is not installed.
-        """
+        """Check the engine's evidence again, and that it is about the class."""
         if engine.version not in self.proofs:
             self.proofs[engine.version] = verify(engine.candidate, self.replay, self.decide)
         if workload == DEFAULT:  # the verdict is about everything that was asked

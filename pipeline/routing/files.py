@@ -1,4 +1,4 @@
-"""The two files that users give: the routing file, and the snapshot of a fleet. Both are data, and strictly read."""
+"""`routing.*` and `monitor.*`, and the two files that they name: the routing file, and the snapshot of a fleet."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Any, Self
@@ -6,8 +6,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, StringConstraints, model_validator
 
 from pipeline.core.errors import UserError
-from pipeline.core.strict import StrictModel
-from pipeline.routing.settings import MonitorConfig, RoutingConfig
+from pipeline.core.strict import PathText, StrictModel
 from pipeline.trust.files import read_yaml
 
 DEFAULT = "default"
@@ -29,6 +28,35 @@ def _number_as_text(name: Any) -> Any:
 ClassName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$"), AfterValidator(_is_no_other_alias)]
 EngineName = Annotated[str, BeforeValidator(_number_as_text), StringConstraints(min_length=1, max_length=200)]
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
+Part = Annotated[float, Field(gt=0, lt=1)]
+
+
+class RoutingConfig(StrictModel):
+    """What stage=route does: one of the two."""
+
+    file: PathText | None
+    """The routing file: class of work -> policy and fallback."""
+    rollback: Annotated[str, Field(min_length=1)] | None
+    """A class whose route goes back to the one before."""
+
+
+class MonitorConfig(StrictModel):
+    """The snapshot of stage=monitor, and the limits that break a monitor."""
+
+    snapshot: PathText | None
+    """Counts of a serving fleet by class of work, a JSON file."""
+    alpha: Annotated[float, Field(gt=0, le=0.05)]
+    """One-sided error of each monitor in one snapshot."""
+    min_within_limit: Part
+    """Of the requests: the share within `limit_ms`."""
+    min_json_validity: Part
+    """Of the answers: the least share that is valid JSON."""
+    min_canary_accuracy: Part
+    """Of questions with known answers in the traffic: the least share that is answered rightly."""
+    max_live_share: Annotated[float, Field(gt=0, le=1)]
+    """Of the tokens that fit; more is memory pressure."""
+    max_age_s: Annotated[int, Field(ge=1)]
+    """Seconds between now and `taken_at`; a snapshot that is farther away is refused."""
 
 
 class Route(StrictModel):
@@ -40,8 +68,6 @@ class Route(StrictModel):
 
 
 class RoutingFile(StrictModel):
-    """A routing file."""
-
     default: Route | None = None
     routes: dict[ClassName, Route] = Field(default={})
 
@@ -79,8 +105,6 @@ class Latency(Share):
 
 
 class Memory(StrictModel):
-    """Of the engine that serves the class."""
-
     live_tokens: Count
     max_tokens: Annotated[int, Field(ge=1, le=1 << 53)]
 
@@ -95,7 +119,6 @@ class ClassSnapshot(StrictModel):
     """What was counted of one class. A monitor that the class has not is null; none may be missing."""
 
     version: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,9}$")]
-    """Of the engine that served these requests."""
     latency: Latency
     json_validity: Share | None
     canaries: Share | None
@@ -103,8 +126,6 @@ class ClassSnapshot(StrictModel):
 
 
 class Snapshot(StrictModel):
-    """A snapshot of a serving fleet."""
-
     taken_at: AwareDatetime | None = None
     classes: Annotated[dict[ClassName, ClassSnapshot], Field(min_length=1)]
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.routing.files import ClassSnapshot, Share
-from pipeline.routing.settings import MonitorConfig
+from pipeline.routing.files import ClassSnapshot, MonitorConfig, Share
 from pipeline.statistics.bounds import share_bound
 
 Status = Literal["holds", "broken", "unknown"]
@@ -20,8 +19,6 @@ Kind = Literal["latency", "quality", "memory"]
 
 @dataclass(frozen=True)
 class Reading:
-    """One monitor of one class."""
-
     kind: Kind
     """Of quality are JSON validity and canaries. Broken memory is pressure: all tokens are counted, so it is never unknown."""
     name: str
@@ -35,7 +32,6 @@ def quality_holds(readings: Sequence[Reading]) -> bool:
 
 
 def read_monitors(snapshot: ClassSnapshot, limits: MonitorConfig) -> list[Reading]:
-    """Return what the counts of a class show, as far as the class has them."""
 
     def reading(kind: Kind, name: str, share: Share, least: float) -> Reading:
         upper, lower = (share_bound(share.good, share.of, limits.alpha, lower=side) for side in (False, True))

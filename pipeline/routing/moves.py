@@ -18,8 +18,6 @@ from pipeline.trust.movelog import MoveLog, Registry
 
 @dataclass(frozen=True)
 class Aliases:
-    """Versions that the aliases of a class point at."""
-
     now: str | None
     previous: str | None = None
     fallback: str | None = None
@@ -30,7 +28,6 @@ class Aliases:
         return replace(self, now=version, previous=before if before != version else None)
 
     def named(self, workload: str) -> dict[str, str | None]:
-        """Return them by their full names."""
         alias = alias_of(workload)
         return {alias: self.now, f"{alias}-previous": self.previous, f"{alias}-fallback": self.fallback}
 
@@ -53,12 +50,10 @@ class Move:
 
 
 def alias_of(workload: str) -> str:
-    """Return the alias that servers read."""
     return f"route-{workload}"
 
 
 def read_aliases(registry: Registry, workload: str) -> Aliases:
-    """Return where the aliases of a class point."""
     return Aliases(*map(registry.alias, Aliases(None).named(workload)))
 
 
@@ -67,9 +62,6 @@ def way_back(engines: Engines, workload: str, before: Aliases, why: str) -> Move
 
     It takes no replay: these were proven for the class when they were routed, and a broken engine must not wait for one. Where
     the log that says so cannot be trusted, they are replayed.
-
-    Raises:
-        GateRefusal: when neither can serve.
     """
     problems, log = [], engines.log
     history = log.read()
@@ -92,16 +84,7 @@ def way_back(engines: Engines, workload: str, before: Aliases, why: str) -> Move
 
 
 def make_moves(log: MoveLog, title: str, moves: Sequence[Move]) -> None:
-    """Make all moves back, then all others.
-
-    Args:
-        log: The log of moves of the registry.
-        title: What asked for them.
-        moves: At most one for each class.
-
-    Raises:
-        GateRefusal: when an alias was moved by somebody else.
-    """
+    """Make all moves back, then all others. Raises GateRefusal when an alias was moved by somebody else."""
     for back in (True, False):
         group = [move for move in moves if move.back is back]
         if group:

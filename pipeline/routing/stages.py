@@ -8,22 +8,15 @@ from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.strict import absolute
 from pipeline.routing.downshift import step, step_down
 from pipeline.routing.engines import Engine, Engines, check_classes
-from pipeline.routing.files import DEFAULT, ClassSnapshot, read_routing_file, read_snapshot
+from pipeline.routing.files import DEFAULT, ClassSnapshot, MonitorConfig, RoutingConfig, read_routing_file, read_snapshot
 from pipeline.routing.monitors import quality_holds, read_monitors
 from pipeline.routing.moves import Move, alias_of, make_moves, read_aliases, way_back
-from pipeline.routing.settings import MonitorConfig, RoutingConfig
 
 Say = Callable[[str], None]
 
 
 def route(engines: Engines, routing: RoutingConfig, say: Say) -> None:
-    """Make the routes those of the routing file. Classes that it does not name stay as they are.
-
-    Raises:
-        UserError: for a class or an engine that nobody knows.
-        GateRefusal: for an engine whose evidence does not hold, or is about other classes. Nothing was moved.
-        MissingRequirement: when a library that the replay takes is not installed. Nothing was moved.
-    """
+    """Make the routes those of the routing file. Classes that it does not name stay as they are."""
     named: dict[str, dict[str, Engine]] = {}  # class -> key of the routing file -> engine
     for workload, entry in read_routing_file(routing).by_class.items():
         place = f"routing.file: {'' if workload == DEFAULT else 'routes.'}{workload}"
@@ -49,14 +42,10 @@ def route(engines: Engines, routing: RoutingConfig, say: Say) -> None:
 
 
 def roll_back(engines: Engines, workload: str, say: Say) -> None:
-    """Bring the previous engine of a class back, or its fallback.
-
-    Raises:
-        UserError: when the class has no route, or nothing to go back to.
-    """
+    """Bring the previous engine of a class back, or its fallback."""
     before = read_aliases(engines.log.registry, workload)
     if before.now is None:
-        raise UserError(f"routing.rollback={workload}: this model has no such route")
+        raise UserError(f"routing.rollback={workload}: this model has no such route; give a class that stage=status lists")
     try:
         move = way_back(engines, workload, before, "by hand")
     except GateRefusal as error:
@@ -67,8 +56,6 @@ def roll_back(engines: Engines, workload: str, say: Say) -> None:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a snapshot leads to in one class."""
-
     text: str
     move: Move | None = None
     refused: bool = False
@@ -76,12 +63,7 @@ class Decision:
 
 
 def monitor(engines: Engines, limits: MonitorConfig, say: Say) -> None:
-    """Move routes as a snapshot of the fleet asks: back where a monitor broke, down where memory is short.
-
-    Raises:
-        UserError: for a snapshot of classes without a route, or of versions that do not exist. Nothing was moved.
-        GateRefusal: when a monitor broke, after the routes were moved.
-    """
+    """Move routes as a snapshot of the fleet asks: back where a monitor broke, down where memory is short."""
     snapshot, where, registry = read_snapshot(limits), f"monitor.snapshot={limits.snapshot}", engines.log.registry
     for workload, counted in snapshot.classes.items():
         if read_aliases(registry, workload).now is None:

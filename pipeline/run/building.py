@@ -28,7 +28,6 @@ class FinishedStage:
 
     title: str
     artifact: Artifact
-    params: dict[str, object]
 
 
 def digest_of_model(checkpoint: Path) -> str:
@@ -53,7 +52,6 @@ class BuildChain:
 
     @property
     def backend(self) -> Backend:
-        """The configured backend."""
         assert isinstance(self.loader, Backend), "a chain of servers builds nothing"
         return self.loader
 
@@ -65,12 +63,10 @@ class BuildChain:
 
     @property
     def shape(self) -> KVShape:
-        """What of the model decides its cache."""
         return inspect_checkpoint(self.checkpoint).shape
 
     @cached_property
     def checkpoint_digest(self) -> str:
-        """Digest of the files that make the model."""
         checkpoint = self.checkpoint
         with console.doing("reading the model's files"):
             return digest_of_model(checkpoint)
@@ -88,7 +84,6 @@ class BuildChain:
         return self.make(recipe, fill)
 
     def calibration(self) -> Artifact:
-        """Return the texts that static scales are measured on."""
         options, seed = self.config.calibration, self.config.seed
         config: dict[str, object] = options.model_dump(include={"samples", "workloads", "jsonl"}) | {"seed": seed}
         inputs = {"checkpoint": self.checkpoint_digest}
@@ -112,7 +107,6 @@ class BuildChain:
         return self.make(recipe, fill)
 
     def quantized(self, policy: KVPolicy) -> Artifact:
-        """Return the quantized checkpoint: weights, and the cache's static scales."""
         inputs = {"checkpoint": self.checkpoint_digest, "calibration": self.calibration().digest}
         libraries = (*TORCH, "nvidia-modelopt")
         recipe = Recipe("quantize", ("stages.quantize.run",), self._recipe_config(policy), inputs, libraries)
@@ -188,7 +182,7 @@ class BuildChain:
             return known
         title = f"{recipe.stage} {policy.name}{note}" if policy is not None else recipe.stage
         artifact = self._get(recipe, fill, title, resumable)
-        self.finished.append(FinishedStage(title, artifact, dict(recipe.config)))
+        self.finished.append(FinishedStage(title, artifact))
         return artifact
 
     def _get(self, recipe: Recipe, fill: Fill, title: str, resumable: bool) -> Artifact:

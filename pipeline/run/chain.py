@@ -42,7 +42,6 @@ class Chain(BuildChain):
     _opened: "_Opened | None" = field(default=None, init=False)
     """The engine that was asked last."""
     _judged: "dict[str, tuple[Artifact, Artifact, Artifact]]" = field(default_factory=dict, init=False)
-    """Evaluations by the policy's name."""
 
     def made_by(self, stage: str) -> tuple[Artifact, ...]:
         """Return what a stage makes of the configured policy; one that judges makes an identity besides, of what it found."""
@@ -65,7 +64,6 @@ class Chain(BuildChain):
 
     @cached_property
     def twin_config(self) -> TorchConfig:
-        """The oracle, with the threads of the configured backend."""
         threads = getattr(self.config.backend, "threads", None)
         return TorchConfig.model_validate({"name": "torch", "device": "cpu", "threads": threads})
 
@@ -111,10 +109,7 @@ class Chain(BuildChain):
     def once(self, policy: KVPolicy, measured: Artifact, baseline: Artifact | None = None) -> Artifact:
         """Return what is measured of `policy`'s engine a single time.
 
-        Args:
-            policy: The engine's.
-            measured: Its first round.
-            baseline: The baseline's first round; None for the baseline itself.
+        `baseline` is the baseline's first round; None for the baseline itself.
         """
         inputs = {**self._asked(policy, baseline), "measured": measured}
 
@@ -153,7 +148,7 @@ class Chain(BuildChain):
             measured,
             config=self.config.workloads,
             progress=progress,
-            twin=opened.twin,
+            twin=opened.twin if self.config.workloads.conformance_samples else None,
             baseline=baseline,
             planned=self._encoded.items,
         )
@@ -166,11 +161,7 @@ class Chain(BuildChain):
         return self._opened
 
     def evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
-        """Return the report on `policy`'s engine, that engine's bundle, and the baseline engine's bundle.
-
-        Raises:
-            MissingRequirement: for an engine that cannot run here; where its graphs can be judged as ONNX, it says how.
-        """
+        """Return the report on `policy`'s engine, that engine's bundle, and the baseline engine's bundle."""
         if policy.name in self._judged:
             return self._judged[policy.name]
         try:
@@ -223,19 +214,16 @@ class Chain(BuildChain):
         return self.make(self._recipe("evaluate", "joining", made), fill, policy), made["engine"], made["baseline"]
 
     def _require_able(self, answers: Artifact) -> None:
-        """Refuse questions that the baseline cannot answer, as its first round shows."""
         from stages.evaluate.able import require_able
         from stages.evaluate.decoding.stored import read_round
 
         require_able(self._encoded.round(1), read_round(answers.path), self.config.gates.min_baseline_probability)
 
     def check_alike(self, policy: KVPolicy) -> None:
-        """Check that candidate and baseline differ in nothing but the cache."""
         weights = {self.quantized(p).digest_under("checkpoint") for p in (policy, FP16_POLICY)}
         assert len(weights) == 1, "candidate and baseline must differ in nothing but the cache"
 
     def _joined(self, made: Mapping[str, Artifact]) -> "Evaluation":
-        """Return the report on what was made so far, by its name among the inputs of an evaluation."""
         from stages.evaluate.decoding.stored import Once, read_round
         from stages.evaluate.joining import Engines, join
 
@@ -293,7 +281,6 @@ class Chain(BuildChain):
 
     @cached_property
     def _draft_digest(self) -> str | None:
-        """That of the draft checkpoint of `workloads.speculation`; None without one."""
         speculation = self.config.workloads.speculation
         if speculation is None or speculation.draft is None:
             return None
@@ -301,14 +288,12 @@ class Chain(BuildChain):
 
     @cached_property
     def _samples(self) -> list[Sample]:
-        """All samples of the evaluation."""
         from stages.evaluate.inputs.samples import load_samples
 
         return load_samples(self.config.workloads)
 
     @cached_property
     def _rounds(self) -> int:
-        """How many rounds there are."""
         return max(self._encoded.numbers)
 
     @cached_property
@@ -337,7 +322,6 @@ class _Opened:
 
     @cached_property
     def twin(self) -> "Twin":
-        """The oracle under the engine's policy."""
         from stages.evaluate.twins.twin import Twin
 
         chain = self.chain

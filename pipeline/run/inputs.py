@@ -26,41 +26,31 @@ from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
 from pipeline.registry.tracking import locate
 from pipeline.routing.files import read_routing_file, read_snapshot
-from pipeline.trust.binding import read_policy
 from pipeline.trust.keys import load_keys
+from pipeline.trust.policy import read_policy
 
-WITHOUT_CHECKPOINT = ("promote", "rollback", "verify", "route", "monitor", "status", "prune")
-"""Stages that work on what other commands left."""
+WITHOUT_CHECKPOINT = ("promote", "rollback", "verify", "audit", "route", "monitor", "status", "prune")
 
-UNRECORDED = ("verify", "status", "prune")
+UNRECORDED = ("verify", "audit", "status", "prune")
 """Stages of which summary.json says nothing; they write to no work directory, but for a prune that removes artifacts."""
 
 TRACKED = (*JUDGING, "promote", "rollback", "route", "monitor", "status", "prune")
-"""Stages that open the tracking store."""
 
 GENERATED_TOKENS = 8192
-"""No generated sample has as many."""
 
 PLANNING = ("capacity", "recommend")
-"""Stages that read a model's shapes alone."""
 
 
 def check_inputs(config: Config) -> None:
-    """Refuse what cannot be used; cheap, reads no weights.
-
-    Raises:
-        UserError: for a file that cannot be used, summary.json or one that the configuration names, and for a policy that
-            does not fit the model or the backend.
-        MissingRequirement: for a library, a GPU or an interpreter that the backend needs and that is not here.
-    """
+    """Refuse what cannot be used; cheap, reads no weights."""
     for check in checks(config):
         check()
 
 
 def checks(config: Config) -> list[Callable[[], object]]:
     """Return the checks, none of which needs another one to hold: a dry run says what each of them finds."""
-    needed: list[Callable[[], object]] = [partial(load_keys, config.signing), partial(read_policy, config.promote)]
-    if config.stage != "verify":
+    needed: list[Callable[[], object]] = [partial(load_keys, config.signing), partial(read_policy, config.promote.policy)]
+    if config.stage not in ("verify", "audit"):
         needed.append(partial(_check_work, config))
     if config.tracking.enabled and config.stage in TRACKED:
         needed.append(partial(locate, config.tracking, config.work, config.model.label))
@@ -72,7 +62,16 @@ def checks(config: Config) -> list[Callable[[], object]]:
         needed.append(partial(read_snapshot, config.monitor))
     if config.stage not in WITHOUT_CHECKPOINT:
         needed.append(partial(_check_budget if config.stage in PLANNING else _check_model, config))
+    if config.tracking.enabled and config.stage in ("rollback", "route", "monitor"):
+        needed.append(partial(_check_registered, config))
     return needed
+
+
+def _check_registered(config: Config) -> None:
+    """Refuse to move what nothing was registered for, before a store is made."""
+    store = locate(config.tracking, config.work, config.model.label).file
+    if store is not None and not store.exists():
+        raise UserError(f"stage={config.stage}: nothing is registered in {store}; run stage=all first, or give its workdir")
 
 
 def _check_bundle(config: Config) -> None:
@@ -101,6 +100,9 @@ def _check_model(config: Config) -> None:
         samples = _check_questions(config, checkpoint)
         job = Job(config.stage, config.kv, config.weights.format, checkpoint)
         open_loader(config.backend).check_inputs(job)
+        from stages.opening import check_opens
+
+        check_opens(checkpoint)
         if job.judges and samples and checkpoint.path.is_dir():  # a GGUF's tokenizer is made by the first stage
             from stages.evaluate.inputs.tokens import check_lengths
 
@@ -112,7 +114,6 @@ def _check_model(config: Config) -> None:
 
 
 def _check_work(config: Config) -> None:
-    """Refuse a work directory that the stage cannot use."""
     if config.stage not in UNRECORDED:
         check_workdir(config.work, config.workdir, writes=not config.dry)
         summary.load(config.work)
@@ -122,7 +123,6 @@ def _check_work(config: Config) -> None:
 
 
 def _context(config: Config, checkpoint: CheckpointInfo) -> tuple[int, str]:
-    """Return the most tokens of a sequence, and what limits it."""
     own = config.backend.context_limit
     if own is not None and own < checkpoint.max_positions:
         return own, f"backend={config.backend.name} is configured for {own:,}"
@@ -143,7 +143,6 @@ def _check_load(config: Config, checkpoint: CheckpointInfo) -> None:
 
 
 def cache_bytes(config: Config, checkpoint: CheckpointInfo) -> int:
-    """Return the bytes of the larger of the two caches that the load is timed on."""
     load = config.workloads.load
     return load.batch * max(policy.sequence_bytes(checkpoint.shape, load.tokens) for policy in (config.kv, FP16_POLICY))
 
@@ -157,8 +156,7 @@ def weight_bytes(checkpoint: CheckpointInfo) -> int:
 def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]:
     """Check the files and options of what is calibrated on and asked.
 
-    Returns:
-        The samples; none where they are generated and no model that is long enough could find them too long.
+    Return the samples; none where they are generated and no model that is long enough could find them too long.
     """
     for key, path in (("calibration.jsonl", config.calibration.file), ("workloads.jsonl", config.workloads.file)):
         if path is not None:
@@ -195,12 +193,7 @@ def check_file(path: Path, key: str) -> None:
 
 
 def inspect_model(path: Path) -> CheckpointInfo:
-    """Read the configuration and the tokenizer of a checkpoint, or the header of a GGUF.
-
-    Raises:
-        UserError: when it cannot be used.
-        MissingRequirement: without the package that reads GGUF.
-    """
+    """Read the configuration and the tokenizer of a checkpoint, or the header of a GGUF."""
     if not path.is_file():
         info = inspect_checkpoint(path)
         check_tokenizer(info)
@@ -212,12 +205,7 @@ def inspect_model(path: Path) -> CheckpointInfo:
 
 
 def check_draft(path: str, target: Path) -> None:
-    """Check that a draft checkpoint can be read, and that it has the target's tokens.
-
-    Args:
-        path: `workloads.speculation.draft`.
-        target: The checkpoint of `model.path`, or its GGUF.
-    """
+    """Check that a draft checkpoint can be read, and that it has the target's tokens."""
     from stages.checkpoints import expected_tensors
 
     key = "workloads.speculation.draft="

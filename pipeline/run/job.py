@@ -1,30 +1,38 @@
-"""One job of a command: its configuration, its artifacts, and the keys and gates that it goes by.
-
-The gates and their statistics are imported where they decide: a status does not wait for them.
-"""
+"""One job of a command: its configuration, its artifacts, and the keys and gates that it goes by."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.artifacts.store import Store
 from pipeline.config.config import Config
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.registry.runs import open_store
+from pipeline.registry.proof import Finding, Replay
+from pipeline.registry.tracking import Tracking, locate
 from pipeline.terminal import console
 from pipeline.trust.keys import Keys, load_keys
 from pipeline.trust.movelog import MoveLog
+from pipeline.trust.policy import GatePolicy, kept
+from pipeline.verdict.gates import Decide, decide
+from pipeline.verdict.report import EvaluationReport, SampleRow
+from pipeline.verdict.thresholds import Verdict
 
 if TYPE_CHECKING:
     from pipeline.evidence.reading import Evidence
     from pipeline.registry.mlflow_store import MlflowStore
-    from pipeline.registry.proof import Finding, Replay
     from pipeline.run.chain import Chain
-    from pipeline.trust.policy import GatePolicy
-    from pipeline.verdict.gates import Decide
-    from pipeline.verdict.report import EvaluationReport, SampleRow
-    from pipeline.verdict.thresholds import Verdict
+
+
+def open_store(tracking: Tracking, workdir: Path, model: str) -> "MlflowStore | None":
+    """Open the tracking store of a model; None when tracking is off. Imports MLflow, which takes 2 s."""
+    if not tracking.enabled:
+        return None
+    location = locate(tracking, workdir, model)
+    from pipeline.registry.mlflow_store import MlflowStore
+
+    return MlflowStore(location)
 
 
 @dataclass
@@ -41,7 +49,6 @@ class Run:
 
     @cached_property
     def chain(self) -> "Chain":
-        """Its artifacts."""
         from pipeline.run.served import open_chain
 
         return open_chain(self.config, Store(self.config.work / "artifacts"))
@@ -55,12 +62,10 @@ class Run:
         return store
 
     def log(self, store: "MlflowStore") -> MoveLog:
-        """Return the log of moves of the registered model."""
         return MoveLog(store, self.keys, accept_broken=self.config.promote.accept_broken_log, say=console.warning)
 
     @cached_property
     def keys(self) -> Keys:
-        """The key that signs, and those that are trusted."""
         return load_keys(self.config.signing)
 
     @property
@@ -68,7 +73,7 @@ class Run:
         """Sets of keys, of each of which one must have signed what is promoted or verified."""
         return [self.keys] if self.keys.trusted else []
 
-    def replay_under(self, policy: "GatePolicy | None") -> "Replay":
+    def replay_under(self, policy: GatePolicy | None) -> Replay:
         """Return what replays a candidate's evidence, and checks who signed it where that matters."""
         from pipeline.evidence.verify import replay_candidate
 
@@ -76,7 +81,7 @@ class Run:
         trusted = [*self.trusted, *([signers] if signers is not None else [])]
         return partial(replay_candidate, trusted=trusted, decode=self.decode_again)
 
-    def decode_again(self, evidence: "Evidence") -> "list[Finding]":
+    def decode_again(self, evidence: "Evidence") -> list[Finding]:
         """Decode a few samples again, where this command's backend is one that is opened in seconds, and the engine's."""
         from pipeline.evidence.verify import decoded_again
         from pipeline.loading import open_backend
@@ -90,14 +95,9 @@ class Run:
             console.warning(f"no sample was decoded again: {error}")
             return []
 
-    def decide_under(self, policy: "GatePolicy | None") -> "Decide":
+    def decide_under(self, policy: GatePolicy | None) -> Decide:
         """Return the gates of this command under a policy; they raise GateRefusal when they are looser."""
-        from pipeline.trust.policy import kept
-
         return kept(policy, self.config.gates, self.decide)
 
-    def decide(self, report: "EvaluationReport", rows: "Sequence[SampleRow]") -> "Verdict":
-        """Decide by the gates of this command."""
-        from pipeline.verdict.gates import decide
-
+    def decide(self, report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
         return decide(report, rows, self.config.gates)

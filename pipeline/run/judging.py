@@ -1,45 +1,38 @@
 """The stages that make an engine and judge it: quantize, build, evaluate."""
 
+from contextlib import nullcontext
+
 from rich.markup import escape
 
 from pipeline.core.errors import CannotBeJudged, GateRefusal
 from pipeline.evidence.identity import IDENTITY_FILE
-from pipeline.pages.page import run_page
 from pipeline.registry import summary
+from pipeline.registry.pages import run_page
 from pipeline.registry.proof import PASS
-from pipeline.registry.runs import open_store, track
 from pipeline.registry.summary import Candidate, Cited
-from pipeline.run.job import Run
+from pipeline.run.job import Run, open_store
 from pipeline.run.serving import promote_from
 from pipeline.run.showing import show
-from pipeline.terminal import console, next_steps, tables
-from pipeline.terminal.commands import typed, whole
+from pipeline.terminal import commands, console, next_steps, tables
 from pipeline.verdict.report import REPORT_FILE, load_report, load_rows
 from pipeline.verdict.tracked import flat_metrics
 
 
 class NotPassed(GateRefusal):
-    """A candidate did not pass its gates."""
-
     def __init__(self, candidate: Candidate) -> None:
-        said = "is not good enough" if candidate.verdict == "FAIL" else "is not decided"
-        if candidate.is_blind:
-            said = "is not judged, because its answers do not depend on the cache"
-        super().__init__(f"{candidate.name} {said}: {candidate.verdict}")
+        super().__init__(summary.not_passed(candidate.name, candidate.verdict, candidate.checks))
         self.candidate = candidate
 
 
 def quantize(run: Run) -> None:
-    """Quantize the checkpoint's weights, measure the cache's static scales, and write ModelOpt's exports."""
     quantized, exports = run.chain.made_by("quantize")
     lines = f"quantized checkpoint: {quantized.path}", f"ModelOpt's exports: {exports.path}"
     console.result("quantized", *lines, paste=True, checkpoint=quantized.path, exports=exports.path)
     if not run.sweeping:
-        next_steps.show(next_steps.after_making("quantize", typed()))
+        next_steps.show(next_steps.after_making("quantize", commands.typed()))
 
 
 def build(run: Run) -> None:
-    """Build the engine bundle."""
     (bundle,) = run.chain.made_by("build")
     lines = f"engine bundle: {bundle.path}", f"digest: {bundle.digest}"
     console.result("engine", *lines, paste=True, bundle=bundle.path, digest=bundle.digest)
@@ -49,27 +42,24 @@ def build(run: Run) -> None:
     if hint is not None:
         console.say(escape(hint))
     if not run.sweeping:
-        next_steps.show(next_steps.after_making("build", typed()))
+        next_steps.show(next_steps.after_making("build", commands.typed()))
 
 
 def evaluate(run: Run) -> Candidate:
     """Judge the engine against the FP16-KV engine and register it; with stage=all, promote it if it passed.
 
     Jobs of a sweep only register: else the last to finish would win.
-
-    Raises:
-        NotPassed: when it did not pass; not in a sweep, which decides once all candidates are judged.
     """
     config, chain = run.config, run.chain
     with console.doing("opening MLflow"):
         store = open_store(config.tracking, config.work, config.model.label)
-    with track(
-        store, run.sweep, run.label, config.backend.name, config.model_dump(mode="json", exclude={"log", "verbose", "dry"})
-    ) as tracked:
+    whole = config.model_dump(mode="json", exclude={"log", "verbose", "dry"})
+    recorded = nullcontext("") if store is None else store.candidate(run.sweep, run.label, config.backend.name, whole)
+    with recorded as run_id:
         try:
             evaluation, engine, baseline = chain.made_by("evaluate")
         except CannotBeJudged as refusal:
-            refusal.next_step = next_steps.after_weak(config, refusal.weak, refusal.able, typed(), sweep=run.sweeping)
+            refusal.next_step = next_steps.after_weak(config, refusal.weak, refusal.able, commands.typed(), sweep=run.sweeping)
             raise
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         with console.doing("deciding"):
@@ -89,23 +79,21 @@ def evaluate(run: Run) -> Candidate:
             identity=Cited(path=identity.path / IDENTITY_FILE, digest=identity.files[IDENTITY_FILE]),
             signed_by=run.keys.signer_id,
         )
-        for stage in chain.finished:
-            artifact = stage.artifact
-            if not artifact.reused:
-                tracked.stage(stage.title, stage.params, digest=artifact.digest, seconds=artifact.seconds)
-        with console.doing("registering the engine"):
-            page = run_page(candidate, report, rows, sweep=run.sweep, model=config.model.path, workdir=config.work)
-            candidate = tracked.conclude(candidate, page)
+        if store is not None:
+            made = [(stage.title, stage.artifact) for stage in chain.finished if not stage.artifact.reused]
+            with console.doing("registering the engine"):
+                page = run_page(candidate, report, rows, made, sweep=run.sweep, model=config.model.path, workdir=config.work)
+                candidate = store.conclude(run_id, candidate, page)
     last = summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate, report)
     if run.sweeping:
         return candidate
     promotes = config.stage == "all" and config.tracking.enabled
     tables.print_baseline_accuracy([candidate], detail=True)
-    show(config, [candidate], lambda: store, sweep=run.sweep, command=whole())
+    show(config, [candidate], lambda: store, sweep=run.sweep, command=commands.whole())
     if not (promotes and candidate.verdict == PASS):  # a promotion says what comes next, too
         asking = sum(stage.artifact.seconds for stage in chain.finished if stage.artifact.stage in ("baseline", "round"))
-        next_steps.show(next_steps.after_judging(config, [candidate], typed(), asking_s=asking))
+        next_steps.show(next_steps.after_judging(config, [candidate], commands.typed(), asking_s=asking))
     if candidate.verdict != PASS:
         raise NotPassed(candidate)
     if promotes:

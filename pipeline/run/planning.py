@@ -42,12 +42,7 @@ SIZE_TOLERANCE = 1e-9
 
 
 def show_capacity(config: Config, sweeping: bool) -> None:
-    """Print and write what the memory holds under every policy of conf/kv and under `kv=`.
-
-    Raises:
-        UserError: in a sweep, or when the weights leave nothing for the cache.
-        GateRefusal: when no policy admits `capacity.concurrency` requests.
-    """
+    """Print and write what the memory holds under every policy of conf/kv and under `kv=`."""
     _refuse_sweep(config, sweeping)
     capacity, parameters = _capacity(config, []), read_model(locate_checkpoint(config.model.path)).parameters
     for line in (*tables.policy_line(capacity, config.kv.name), *tables.budget_lines(capacity)):
@@ -62,12 +57,7 @@ def show_capacity(config: Config, sweeping: bool) -> None:
 
 
 def recommend_policy(config: Config, sweeping: bool) -> None:
-    """Print and write which policy to take: the most live tokens among those whose evidence covers the use.
-
-    Raises:
-        UserError: in a sweep, for a use that no evidence can cover, or a tracking store that cannot be read.
-        GateRefusal: when no policy qualifies.
-    """
+    """Print and write which policy to take: the most live tokens among those whose evidence covers the use."""
     _refuse_sweep(config, sweeping)
     for key, value, fix in (
         ("eviction", config.capacity.eviction, ", and judge a policy with kv.eviction"),
@@ -129,11 +119,8 @@ class Found(NamedTuple):
     policy: KVPolicy
     evidence: Evidence
     source: str
-    """Where the evidence is, in words."""
     made: float
-    """When, in seconds since 1970."""
     problem: str | None
-    """What is wrong with it."""
 
 
 def _find_evidence(config: Config, stack: ExitStack) -> Iterator[Found]:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def open_chain(config: Config, store: Store) -> Chain:
-    """Return the chain of a configuration."""
     return (Chain if config.backend.builds else ServedChain)(config, store)
 
 
@@ -30,7 +29,6 @@ class ServedChain(Chain):
 
     @cached_property
     def server(self) -> "OpenAIServer":
-        """The configured backend."""
         from stages.engines.openai.backend import OpenAIServer
 
         assert isinstance(self.loader, OpenAIServer), "a server is given, not built"
@@ -43,7 +41,6 @@ class ServedChain(Chain):
         return files_digest({name: file_digest(self.checkpoint / name) for name in names})
 
     def engine(self, policy: KVPolicy) -> Artifact:
-        """Return the record of the server that is said to have `policy`."""
         recorded = self._recorded("baseline" if policy == FP16_POLICY else "candidate", policy)
         assert recorded is not None, "a url of each was asked for before any work"
         return recorded

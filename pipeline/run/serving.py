@@ -1,4 +1,4 @@
-"""The stages that change or check what serves: promote, rollback, route, monitor, verify."""
+"""The stages that change or check what serves: promote, rollback, route, monitor, verify, audit."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,10 +7,12 @@ from pathlib import Path
 
 from rich.markup import escape
 
+from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.compose import suggest
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.evidence.reading import find_evidence, read_evidence, registered_candidate, registered_engine
 from pipeline.evidence.verify import replay
+from pipeline.loading import open_loader
 from pipeline.registry import promotion, summary
 from pipeline.registry.proof import ReplayedEvidence, require_same
 from pipeline.registry.proof import verify as verify_candidate
@@ -22,20 +24,15 @@ from pipeline.run.showing import compare_in_mlflow, show, warned
 from pipeline.terminal import console, next_steps, tables
 from pipeline.terminal.next_steps import Step
 from pipeline.terminal.tables import REPORT
-from pipeline.trust.binding import read_policy, settle, standing_policy
-from pipeline.trust.policy import GatePolicy
+from pipeline.trust.policy import GatePolicy, read_policy, settle, standing_policy
+from pipeline.verdict.delivery import scale_findings
+from pipeline.verdict.gates import decide
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Verdict
 
 
 def promote(run: Run) -> None:
-    """Make the best of a sweep's candidates that passed the champion, or the one that is asked for by name.
-
-    Raises:
-        GateRefusal: when the sweep did not finish, none passed, or the best one's evidence does not hold.
-        MissingRequirement: when a library that the replay of the evidence takes is not installed.
-        UserError: when there are no candidates of the configured model, or the work directory cannot be written.
-    """
+    """Make the best of a sweep's candidates that passed the champion, or the one that is asked for by name."""
     last = summary.load(run.config.work, run.config.promote.sweep)
     with _advised(lambda _: next_steps.after_no_promotion(run.config, last.candidates)):
         if last.unfinished is not None and run.config.promote.name is None:
@@ -56,19 +53,19 @@ def promote_from(run: Run, last: summary.Summary) -> None:
     summary.check_writable(config.work, REPORT)
     store = run.registry()
     log, find = run.log(store), partial(registered_candidate, config.work / "artifacts")
-    policy = settle(log, read_policy(config.promote), loosen=config.promote.loosen_policy)
+    policy = settle(log, read_policy(config.promote.policy), loosen=config.promote.loosen_policy)
     decide, replay_again = run.decide_under(policy), run.replay_under(policy)
     registered = store.registered()
     candidates = promotion.judged_again(listed, registered, find, decide, model, name)
     rival = promotion.incumbent(store.alias("champion"), registered, find, decide, candidates) if name is None else None
     if name is not None and not candidates:
-        known = [tags["kv"] for one, tags in registered if "kv" in tags and one in [c.registration for c in listed]]
+        known = [candidate.name for candidate in listed]
         raise UserError(f"promote.name={name}: no candidate of the sweep is called so{suggest(name, known)}")
     with console.doing("replaying the evidence"):
         move = promotion.promote(candidates, log, replay_again, decide, sweep=last.sweep, name=name, rival=rival)
     candidates += [rival] if rival is not None else []
     with _told(move):
-        summary.conclude(config.work, move.champion, last.sweep)
+        summary.note(config.work, last.sweep, champion=move.champion)
         with console.written_to(config.work / REPORT):
             tables.print_occasion()
             tables.print_promotion(candidates, move)
@@ -109,14 +106,7 @@ def rollback(run: Run) -> None:
     """Bring the previous champion back.
 
     Its gates are those that it was judged by: the way back asks for no policy, and for no key of this command.
-
-    Raises:
-        UserError: when there is none.
-        GateRefusal: when its evidence does not hold.
-        MissingRequirement: when a library that the replay of the evidence takes is not installed.
     """
-
-    from pipeline.verdict.gates import decide
 
     def prove(version: str, tags: Mapping[str, str]) -> None:
         registration = Registration(run_id="", model_version=version)
@@ -129,13 +119,12 @@ def rollback(run: Run) -> None:
         with console.doing("replaying the evidence"):
             move = promotion.rollback(log, prove)
     with _told(move):
-        summary.conclude(run.config.work, move.champion)
+        summary.note(run.config.work, None, champion=move.champion)
     console.result("champion", escape(move.message), champion=move.champion, message=move.message)
     next_steps.show(next_steps.after_move(run.config))
 
 
 def route(run: Run) -> None:
-    """Give classes of work the engines of a routing file, or one class the engine before."""
     if run.config.routing.rollback is not None:
         routes.roll_back(_engines(run), run.config.routing.rollback, _say)
         next_steps.show(next_steps.after_move(run.config))
@@ -176,12 +165,7 @@ def _say(line: str) -> None:
 
 
 def verify(run: Run) -> None:
-    """Replay the evidence of an engine, offline and read-only.
-
-    Raises:
-        GateRefusal: when something differs.
-        MissingRequirement: when nothing differs, but something is missing.
-    """
+    """Replay the evidence of an engine, offline and read-only."""
     directory = Path(str(run.config.bundle))
     with console.doing("replaying the evidence"):
         replays = [(evidence, replay(evidence, run.trusted)) for evidence in map(read_evidence, find_evidence(directory))]
@@ -196,3 +180,24 @@ def verify(run: Run) -> None:
         require_same(f"bundle={directory}", [finding for _, findings in replays for finding in findings])
     built = not any(evidence.identity.served for evidence, _ in replays)
     next_steps.show(next_steps.after_verify(run.config, built=built))
+
+
+def audit(run: Run) -> None:
+    """Say in a line each what of a checkpoint's scales an engine would not use, or could not; nothing is judged or written.
+
+    Raises:
+        GateRefusal: there is something.
+        UserError: the checkpoint cannot be read, or the backend loads no scales of it by itself.
+    """
+    config = run.config
+    found = open_loader(config.backend).audit(locate_checkpoint(config.model.path))
+    lines, sides = [*scale_findings(found.layers), *found.problems], 2 * len(found.layers)
+    for line in lines:
+        _say(line)
+    if lines:
+        raise GateRefusal(
+            f"model.path={config.model.path}: {len(lines)} findings on {sides} scales of {len(found.layers)} layers "
+            f"({found.engine}); stage=build backend={config.backend.name} writes a checkpoint whose scales it loads"
+        )
+    used = [scale for layer in found.layers for scales in layer.used.values() for scale in scales]
+    _say(f"{found.engine}: all {sides} scales are used as carried, from {min(used):.3g} to {max(used):.3g}")

@@ -41,14 +41,10 @@ def warned(what: str) -> Iterator[None]:
 def show(
     config: Config, candidates: Sequence[Candidate], store: "Callable[[], MlflowStore | None]", *, sweep: str, **occasion: Any
 ) -> None:
-    """Write the page about candidates and attach it to their runs. It decides nothing, and a failure is a warning.
+    """Write the page about candidates and attach it to their runs.
 
-    Args:
-        config: Any configuration of the command.
-        candidates: What was judged, in the order of the summary.
-        store: Opens the tracking store; nothing is attached where it returns None.
-        sweep: Id of the candidates' sweep.
-        occasion: More of what the command says of them: fields of `stages.report.Occasion`.
+    It decides nothing, and a failure is a warning. Unless `store` opens a tracking store, it is attached to none. `occasion`
+    are fields of `stages.report.Occasion`.
     """
     with warned(f"{PAGE} is not complete"), required_libraries(), TemporaryDirectory() as scratch:
         from stages.report import Occasion, write_page

@@ -16,9 +16,9 @@ from pipeline.config.workers import SLURM, end_workers, finish, lost_worker, sta
 from pipeline.core.errors import EXIT_CODES, INTERRUPTED, SEVERITY, GateRefusal, MissingRequirement, describe, exit_code
 from pipeline.core.redaction import redact_output, redact_text
 from pipeline.registry import summary
-from pipeline.registry.runs import open_store
 from pipeline.registry.summary import new_sweep
 from pipeline.run.inputs import UNRECORDED
+from pipeline.run.job import open_store
 from pipeline.terminal import commands, console
 from pipeline.terminal.junit import JUNIT, write_junit
 
@@ -29,11 +29,8 @@ UNFINISHED_EXIT = EXIT_CODES[MissingRequirement]
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended."""
-
     code: int
     said: str = ""
-    """What it was refused for, a line a problem."""
     step: object = None
     """What to do about that, `pipeline.terminal.next_steps.Step`."""
 
@@ -84,7 +81,6 @@ def _show_next(step: Any) -> None:
 
 
 def run_command(planned: Plan, *, as_json: bool = False) -> int:
-    """Run the jobs of a command and return its exit code."""
     if planned.sweeping:
         from pipeline.run.runner import holding
 
@@ -96,7 +92,6 @@ def run_command(planned: Plan, *, as_json: bool = False) -> int:
 
 
 def _sweep(planned: Plan, sweep: str) -> int:
-    """Run the jobs of a sweep and return its exit code."""
     first, launcher = planned.jobs[0], planned.launcher
     output = LAUNCHERS[launcher].output
     with console.doing(f"starting {launcher}"):
@@ -145,13 +140,8 @@ def _repeat(planned: Plan, ended: Sequence[Ended]) -> None:
 def _conclude(planned: Plan, sweep: str, code: int = 0, step: object = None) -> int:
     """Print the comparison of a sweep's candidates and return the sweep's exit code.
 
-    It is the worst of its jobs' codes and of what ended them all; if all ended well, it says whether a candidate passed.
-
-    Args:
-        planned: Its jobs.
-        sweep: Its id.
-        code: What ended its jobs before their time; 0 where nothing did.
-        step: What to do about what its jobs were refused for.
+    It is the worst of its jobs' codes and of what ended them all; if all ended well, it says whether a candidate passed. `code`
+    is what ended its jobs before their time, `step` what to do about what they were refused for.
     """
     from pipeline.registry.proof import PASS
     from pipeline.run.showing import compare_in_mlflow, show
@@ -184,7 +174,7 @@ def _conclude(planned: Plan, sweep: str, code: int = 0, step: object = None) -> 
         codes.append(GATE_EXIT)
     worst = max(codes, key=SEVERITY.index)
     if config.stage in JUDGING:
-        summary.fail(config.work, sweep, worst)
+        summary.note(config.work, sweep, exit_code=worst)
     else:
         summary.forget(config.work, sweep)
         if config.stage not in UNRECORDED:

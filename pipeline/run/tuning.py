@@ -25,7 +25,6 @@ FOLDER = "tuned"
 
 
 def search(chain: Chain) -> Artifact:
-    """Return the artifact of the search."""
     config, options = chain.config, chain.config.tune
     uniform, given = tuned_policies(config, chain.shape)
     policies = [*uniform, *([given] if given is not None else [])]
@@ -63,11 +62,7 @@ def search(chain: Chain) -> Artifact:
 
 
 def tune(chain: Chain) -> None:
-    """Search, leave the policies on the front for later commands, and print them.
-
-    Raises:
-        GateRefusal: when no policy of fewer bytes than FP16 is within `tune.max_kl`.
-    """
+    """Search, leave the policies on the front for later commands, and print them."""
     artifact, shape = search(chain), chain.shape
     report = TuneReport.model_validate_json((artifact.path / TUNE_FILE).read_text(encoding="utf-8"))
     folder = chain.config.work / FOLDER
@@ -113,13 +108,11 @@ def _leave(report: TuneReport, artifact: Path, folder: Path, shape: KVShape) -> 
 
 
 def print_front(report: TuneReport, shape: KVShape) -> None:
-    """Print a row for each uniform policy, and for each other one on the front."""
     console.say("")
     console.show("front", front(report, shape))
 
 
 def front(report: TuneReport, shape: KVShape) -> Grid:
-    """Return the table of that."""
     tokens = ", ".join(f"{count:,} {name}" for name, count in report.tokens.items())
     columns = (
         Column("bytes_per_token", "bytes/\ntoken"),

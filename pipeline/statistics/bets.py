@@ -31,10 +31,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over documents."""
-
     values: Array
-    """Of each document, shape (documents,)."""
     limit: float
     best: float = 0.0
     """Values below count as this."""
@@ -95,13 +92,8 @@ def share(
 ) -> Result:
     """Test the share of events by exact bounds of counts.
 
-    Args:
-        events: Of each sample.
-        sizes: What the events of each sample are of.
-        documents: Of each sample.
-        limit: The largest share that is good enough.
-        levels: Of a FAIL, and of a PASS.
-        correlation: How alike the events of a document are taken to be, as far as the counts do not show it.
+    `levels` are those of a FAIL and of a PASS; `correlation` is how alike the events of a document are taken to be, as far as
+    the counts do not show it.
     """
     _, index = np.unique(np.asarray(documents), return_inverse=True)
     counted, measured = (np.bincount(index, weights=column).astype(np.float64) for column in (events, sizes))

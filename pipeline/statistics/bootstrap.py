@@ -8,7 +8,6 @@ import numpy as np
 from pipeline.statistics.bounds import Array
 
 REPLICATES = 2000
-"""Replicates that every bootstrap draws."""
 SEED = 20_260_101
 
 

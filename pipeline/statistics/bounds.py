@@ -121,11 +121,7 @@ def _crossing(mean: float, farthest: float, rejected: Callable[[float], bool]) -
 def design_effect(sums: Array, squares: Array, sizes: Array, prior: float) -> float:
     """Return how many samples of these documents are worth one independent sample, at least 1.
 
-    Args:
-        sums: Sum of the samples' values of each document, shape (documents,). A value is an event (-1, 1) or none (0).
-        squares: Sum of their squares.
-        sizes: Samples of each document.
-        prior: The correlation of the samples of a document, as far as these do not show it.
+    Of each document: the sum of its values, -1, 0 or 1 each, the sum of their squares, and its samples, shape (documents,).
     """
     n, pairs = float(sizes.sum()), float((sizes * (sizes - 1)).sum())
     if pairs == 0:

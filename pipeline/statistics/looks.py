@@ -48,7 +48,6 @@ class Look:
     """One look of the gates at all samples up to a round."""
 
     number: int
-    """From 1."""
     last_round: int
     """The round up to which the samples are looked at, from 1."""
     shares: tuple[float, ...]
@@ -56,7 +55,6 @@ class Look:
 
     @property
     def last(self) -> "Look":
-        """The last look of the same plan."""
         return replace(self, number=len(self.shares))
 
     @property
@@ -76,12 +74,9 @@ class Look:
 def planned_looks(planned_rounds: Sequence[float], most: int) -> list[Look]:
     """Return the looks of a plan of rounds, at most `most`.
 
-    A plan with more rounds keeps its first ones as looks; the last look is at all samples. Information fractions stay shares
-    of all planned samples: what the looks left out would have spent, the later ones do.
-
-    Args:
-        planned_rounds: Cumulative share of the planned samples after each round; the last is 1.
-        most: `gates.max_rounds`.
+    A plan with more rounds keeps its first ones as looks; the last look is at all samples. Information fractions stay shares of
+    all planned samples: what the looks left out would have spent, the later ones do. The cumulative shares of `planned_rounds`
+    end at 1.
     """
     rounds = [*range(1, min(most, len(planned_rounds))), len(planned_rounds)]
     shares = tuple(planned_rounds[last - 1] for last in rounds)
@@ -90,42 +85,37 @@ def planned_looks(planned_rounds: Sequence[float], most: int) -> list[Look]:
 
 @dataclass(frozen=True)
 class _Paths:
-    """The paths of the score that have crossed no boundary so far: a Brownian motion with a drift, seen at the looks.
-
-    At a share t the score is normal with mean drift x t and variance t.
-    """
+    """The paths of the score that have crossed no boundary so far: a Brownian motion, of variance t at a share t."""
 
     share: float
     scores: Array
     """Quadrature nodes, shape (nodes,)."""
     masses: Array
     """Probability that each node stands for, shape (nodes,)."""
-    drift: float
-
-    @classmethod
-    def start(cls, drift: float) -> "_Paths":
-        return cls(0.0, np.zeros(1), np.ones(1), drift)
 
     def crossing(self, share: float, boundary: float) -> float:
         """Return the probability to be above `boundary` at the next look, and not before."""
         step = share - self.share
-        return float(self.masses @ ndtr((self.scores + self.drift * step - boundary) / math.sqrt(step)))
+        return float(self.masses @ ndtr((self.scores - boundary) / math.sqrt(step)))
 
     def below(self, share: float, boundary: float) -> "_Paths":
         """Return the paths that are below `boundary` at the next look too."""
         step = share - self.share
-        low = min(self.drift * share - FARTHEST * math.sqrt(share), boundary)
+        low = min(-FARTHEST * math.sqrt(share), boundary)
         scores = low + (boundary - low) * (NODES + 1) / 2
-        distance = (scores[:, None] - self.scores - self.drift * step) / math.sqrt(step)
+        distance = (scores[:, None] - self.scores) / math.sqrt(step)
         density = np.exp(-(distance**2) / 2) @ self.masses / math.sqrt(2 * math.pi * step)
-        return _Paths(share, scores, density * WEIGHTS * (boundary - low) / 2, self.drift)
+        return _Paths(share, scores, density * WEIGHTS * (boundary - low) / 2)
+
+
+_START = _Paths(0.0, np.zeros(1), np.ones(1))
 
 
 @lru_cache(maxsize=1024)
 def nominal_levels(shares: tuple[float, ...], alpha: float, spending: Spending) -> tuple[float, ...]:
     """Return the level of the test at each look with which the looks up to it err with `spending(share, alpha)` together."""
     levels: list[float] = []
-    paths, spent = _Paths.start(drift=0.0), 0.0
+    paths, spent = _START, 0.0
     for share in shares:
         spent_before, spent = spent, alpha if share == 1 else spending(share, alpha)
         # The first look's level is what it spends, to the last bit: with one look the test is the one at alpha.

@@ -49,9 +49,7 @@ class Pairs:
 def effective_pairs(differences: Sequence[int], documents: Sequence[str]) -> Pairs:
     """Return the counts that independent samples with the same information would have.
 
-    Args:
-        differences: Per sample -1 (lost), 0 or 1 (gained).
-        documents: Per sample its document; samples of one document depend on each other.
+    A difference is -1 (lost), 0 or 1 (gained).
     """
     d = np.asarray(differences)
     _, index = np.unique(np.asarray(documents), return_inverse=True)
@@ -109,9 +107,7 @@ class _Flips:
     counts: npt.NDArray[np.int64]
     """Numbers of flips whose chance is above LEAST_CHANCE, shape (counts,)."""
     chances: Array
-    """Probability of each."""
     share: float
-    """Probability that a flip is a loss."""
 
 
 @lru_cache(maxsize=64)
@@ -195,10 +191,7 @@ def difference_bound(pairs: Pairs, alpha: float, lower: bool) -> float:
 def holm_levels(p_values: Sequence[float], alpha: float, nominal: Callable[[float], float]) -> list[float]:
     """Return the level at which Holm's procedure tests each hypothesis; 0 where it stopped before.
 
-    Args:
-        p_values: Of each hypothesis.
-        alpha: What all hypotheses together may err with.
-        nominal: From what a hypothesis may err with over all looks to the level at this look.
+    `nominal` turns what a hypothesis may err with over all looks into the level at this look.
     """
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     levels = [0.0] * len(p_values)

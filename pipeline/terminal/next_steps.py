@@ -86,7 +86,12 @@ def after_judging(
     """
     if unfinished:
         return Step(why="finish the sweep; what was made is reused", command=judging(base, sweep=bool(swept)))
-    if QUICK in base:
+    if all(one.is_blind for one in candidates):
+        return Step(
+            why="ask a trained model questions whose answers stand in the prompt: a corrupted cache changed nothing that was "
+            "measured, so that no policy can be told from another here (docs/verdict.md#inconclusive-what-now)"
+        )
+    if QUICK in base and any(one.verdict != "FAIL" for one in candidates):
         takes = f", about {duration(FULL_TIMES * asking_s)} more where all are asked" if asking_s else ""
         whole = judging([part for part in base if part != QUICK], sweep=bool(swept))
         return Step(
@@ -99,11 +104,6 @@ def after_judging(
         without = [part for part in base if not part.lstrip("+").startswith("tracking")]
         why = "register what passed, without which nothing is promoted (what was made is reused)"
         return Step(why=why, command=judging(without, "stage=evaluate", sweep=bool(swept)))
-    if all(one.is_blind for one in candidates):
-        return Step(
-            why="ask a trained model questions whose answers stand in the prompt: a corrupted cache changed nothing that was "
-            "measured, so that no policy can be told from another here (docs/verdict.md#inconclusive-what-now)"
-        )
     undecided = [one for one in candidates if one.verdict == "INCONCLUSIVE"]
     finer = [one.policy for one in candidates]
     return _ask_more(config, undecided, base, swept) if undecided else _finer(config, finer, base)

@@ -18,15 +18,18 @@ MEASURED = "SmolLM2-135M-Instruct on two cores (`make real`)"
 MEASURED_PARAMETERS = 134_515_008
 FIRST_ROUND_S, ALL_ROUNDS_S = 136.0, 444.0
 """Seconds of one policy and its baseline there (README.md): one that the first round decides, and one that all five decide."""
-BYTES_PER_PARAMETER = 8
-"""The engine and the oracle beside it compute in float32."""
+BYTES_PER_PARAMETER, BESIDE_GIB = 8, 1.5
+"""The engine and the oracle beside it compute in float32; libraries, pages and distributions took the rest of 2.6 GiB there."""
 
 
 def verdict_lines(parameters: int) -> list[str]:
     """Say what a verdict on a model takes, and what that rests on."""
     times = parameters / MEASURED_PARAMETERS
+    if times < 0.1:  # what does not grow with the parameters takes longer
+        return []
+    memory = BYTES_PER_PARAMETER * parameters / GIB + BESIDE_GIB
     return [
-        f"a verdict on a CPU (backend=onnxruntime) takes about {BYTES_PER_PARAMETER * parameters / GIB:.3g} GiB of memory, and "
+        f"a verdict on a CPU (backend=onnxruntime) takes about {memory:.3g} GiB of memory, and "
         f"{duration(times * FIRST_ROUND_S)} where the first round decides, {duration(times * ALL_ROUNDS_S)} where all five are "
         "asked",
         f"  estimated from {MEASURED}: time and memory grow with the parameters, here {parameters / 1e9:.3g} billion",
@@ -51,18 +54,18 @@ def budget_lines(capacity: Capacity) -> list[str]:
 
 
 def policy_line(capacity: Capacity, name: str) -> list[str]:
-    """Say what one policy takes for a request of each length, and how many of the mix fit; nothing where it is unfit."""
+    """Say what a request takes under one policy, what that saves, and how many of the mix fit; nothing where it is unfit."""
     entries = {entry.name: entry for entry in capacity.policies}
     own, base = entries.get(name), entries.get("fp16")
     if own is None or base is None:
         return []
-    lengths = [context.tokens for context in capacity.use.contexts]
-    each = ", ".join(
-        f"{own.bytes_per_token * n / GIB:.3g} GiB at {n:,} tokens (FP16 {base.bytes_per_token * n / GIB:.3g})" for n in lengths
-    )
+    use, count = capacity.use, sum(context.requests for context in capacity.use.contexts)
+    each, exact = (entry.mix_bytes / count / GIB for entry in (own, base))
+    lengths = " or ".join(f"{context.tokens:,}" for context in use.contexts)
+    mean, where = (" in the mean" if len(use.contexts) > 1 else ""), (" on each GPU" if use.tensor_parallel > 1 else "")
     return [
-        f"[bold]{escape(name)}[/]: a request takes {each}; {own.requests:,} requests of the mix fit, under FP16 "
-        f"{base.requests:,}"
+        f"[bold]{escape(name)}[/]: a request of {lengths} tokens takes {each:.3g} GiB{mean}{where}, {exact - each:.3g} less "
+        f"than under FP16; {own.requests:,} requests fit, under FP16 {base.requests:,}"
     ]
 
 

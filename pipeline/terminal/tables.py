@@ -161,6 +161,7 @@ def print_verdict(candidate: Candidate, report: EvaluationReport) -> None:
     """
     colour, passed = COLOURS[candidate.verdict], candidate.verdict == PASS
     *kept, memory = candidate.figures
+    blind = "not judged, its answers do not depend on the cache; " if candidate.is_blind else ""
     first, *others = candidate.reasons or ("no reason was recorded",)
     unseen = report.served.unseen if report.served is not None else ()
     held = [f"holds {candidate.covered}"] if passed and candidate.covered is not None else []
@@ -171,7 +172,7 @@ def print_verdict(candidate: Candidate, report: EvaluationReport) -> None:
         f"[{colour}]{candidate.verdict}[/] {escape(candidate.name)}: {'; '.join(kept)}",
         f"  {memory}{_beside_baseline(candidate)}",
         *(f"  {escape(line)}" for line in held),
-        *([] if passed else [f"  why: {escape(_first_of((first, *others)))}"]),
+        *([] if passed else [f"  why: {blind}{escape(_first_of((first, *others)))}"]),
         *([f"  what now: {INCONCLUSIVE_PAGE}"] if candidate.verdict == "INCONCLUSIVE" else []),
         candidate=candidate.name,
         model=candidate.model,

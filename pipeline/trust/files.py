@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from pipeline.core.errors import UserError
-from pipeline.core.redaction import clip, redact_text
+from pipeline.core.redaction import clip, printable, redact_text
 from pipeline.core.strict import StrictModel, Unreadable, absolute, read_file
 
 M = TypeVar("M", bound=StrictModel)
@@ -18,20 +18,10 @@ M = TypeVar("M", bound=StrictModel)
 MOST_BYTES = 1_000_000
 MOST_DEPTH = 100
 SHOWN_CHARS = 200
-"""Of a value, in an error."""
 
 
 def read_yaml(model: type[M], key: str, file: str | None) -> M:
-    """Read a YAML or JSON file.
-
-    Args:
-        model: What it must be.
-        key: The key of the command line that names it.
-        file: Its path, as the user gave it.
-
-    Raises:
-        UserError: with its first problem.
-    """
+    """Read a YAML or JSON file. Raises UserError with its first problem."""
     where = f"{key}={file}"
     try:
         text = (
@@ -52,10 +42,7 @@ def read_yaml(model: type[M], key: str, file: str | None) -> M:
 def refuse_growth(text: str, where: str, most_aliases: int = 0) -> None:
     """Refuse aliases of aliases, a few lines of which make gigabytes, and depth, on which the parser spends minutes.
 
-    Args:
-        text: YAML.
-        where: What it is of, for the error.
-        most_aliases: How many aliases it may have, each of what holds none.
+    It may have `most_aliases`, each of what holds none.
     """
     within: list[bool] = []  # of each collection that is open: whether an anchor names it, or one around it
     aliases = 0
@@ -78,7 +65,7 @@ def validated(model: type[M], content: str, where: str) -> M:
         return model.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "[key]")
+        place = printable(".".join(str(part) for part in first["loc"] if part != "[key]"))
         text = first["msg"].removeprefix("Value error, ")
         shown = first["type"] in ("missing", "value_error", "json_invalid") or isinstance(first["input"], dict | list)
         got = "" if shown else f" (got {clip(redact_text(repr(first['input'])), SHOWN_CHARS)})"

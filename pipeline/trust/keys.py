@@ -40,7 +40,6 @@ class Signature(StrictModel):
     keyid: str
     """sha256 of the public key's PEM, which names it."""
     sig: str
-    """Base64."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,9 @@ class Keys:
 
     @property
     def signer_id(self) -> str | None:
-        """Id of the key that signs."""
         return None if self.signer is None else key_id(self.signer.public_key())
 
     def sign(self, kind: str, payload: bytes) -> Signature | None:
-        """Return a signature of bytes of a kind; None without a key."""
         if self.signer is None:
             return None
         signed = self.signer.sign(_encoded(kind, payload))
@@ -84,7 +81,6 @@ class Keys:
 
 
 def _encoded(kind: str, payload: bytes) -> bytes:
-    """Return DSSE's pre-authentication encoding."""
     name = kind.encode()
     return b"DSSEv1 %d %b %d %b" % (len(name), name, len(payload), payload)
 
@@ -97,11 +93,7 @@ def key_id(key: "Ed25519PublicKey") -> str:
 
 
 def load_keys(config: SigningConfig) -> Keys:
-    """Read the keys that a command is given.
-
-    Raises:
-        UserError: for a file that is not such a key; its content is not repeated.
-    """
+    """Read the keys that a command is given. Raises UserError for a file that is none, without its content."""
     if config.key is None and not config.trusted:
         return Keys()
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -9,7 +9,10 @@ MLflow has no compare-and-swap. The lock covers every process on this host that 
 work directory (with a server). Against other hosts there is only a check after the write, which reports a lost race.
 """
 
+import hashlib
+import json
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,19 +20,142 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from getpass import getuser
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+from pydantic import Field, ValidationError
 
 from pipeline.artifacts.locks import locked
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.redaction import clip, redact_text
-from pipeline.trust.history import PREFIX, SIGNED_AS, History, Kind, Record, bound_by, compact, digest, read_history
-from pipeline.trust.keys import Keys
+from pipeline.core.strict import StrictModel
+from pipeline.trust.keys import Keys, Signature
 
+PREFIX = "move-"
+SIGNED_AS = "application/vnd.kvgate.move+json"
+"""The type under which a record is signed."""
 MOST_CHARS = 4900
 """Of a record: MLflow's column holds 5,000."""
 WHY_CHARS = 400
 PAST = {"promote": "promoted", "rollback": "rolled_back", "route": "routed", "policy": "bound"}
 """Kind of move -> how tags of a version name it."""
+Kind = Literal["promote", "rollback", "route", "policy"]
+
+
+class Record(StrictModel):
+    number: int
+    prior: str
+    """sha256 of the record before, as its tag holds it; empty for the first."""
+    kind: Kind
+    at: str
+    by: str
+    why: str
+    policy: str | None
+    """Digest of the gate policy that was kept to."""
+    aliases: dict[str, str | None] = Field(default={})
+    """Alias -> the version that it points at from now on; None: it is gone."""
+    before: dict[str, str | None] = Field(default={})
+    """The same aliases -> where they pointed until then."""
+    reports: dict[str, str] = Field(default={})
+    """Version -> digest of the report that it was moved on, or left with."""
+    tags: dict[str, dict[str, str]] = Field(default={})
+    """Version -> what its tags say of this move."""
+    mends: str | None = None
+    """Why the log before this record could not be trusted; whoever wrote it was told, and went on."""
+
+    @property
+    def versions(self) -> set[str]:
+        return {version for version in self.aliases.values() if version is not None}
+
+    def written(self) -> dict[str, Any]:
+        """Return what is written of it. Defaults are left out: a later kvgate may have more fields."""
+        return self.model_dump(exclude_defaults=True)
+
+    def signed(self) -> bytes:
+        return compact(self.written()).encode()
+
+
+class Entry(StrictModel):
+    """A record with its signature, as a tag holds it."""
+
+    record: Record
+    signature: Signature | None
+
+
+@dataclass(frozen=True)
+class History:
+    records: tuple[Record, ...]
+    last: str
+    number: int
+    problem: str | None
+    """Why it cannot be trusted; None when every record follows from the one before."""
+
+    @property
+    def aliases(self) -> dict[str, str | None]:
+        """Where every alias of the log belongs. Records before one that mends the log no longer count."""
+        start = max((place for place, record in enumerate(self.records) if record.mends is not None), default=0)
+        return {alias: version for record in self.records[start:] for alias, version in record.aliases.items()}
+
+    def rolled_back(self, alias: str) -> dict[str, str]:
+        """Return digest of a report -> when a rollback left the engine that it is about, and nobody chose it since."""
+        left: dict[str, str] = {}
+        for record in self.records:
+            version = record.aliases.get(alias)
+            if version is None:
+                continue
+            if record.kind == "rollback":
+                left[record.reports.get(record.before.get(alias) or "", "")] = record.at
+            else:
+                left.pop(record.reports.get(version, ""), None)
+        return left
+
+    def chosen(self, *aliases: str) -> set[str]:
+        """Return the versions that one of these aliases was pointed at, other than by a rollback: they were proven then."""
+        moves = [record.aliases.get(alias) for record in self.records if record.kind != "rollback" for alias in aliases]
+        return {version for version in moves if version is not None}
+
+    @property
+    def policy(self) -> str | None:
+        """Digest of the gate policy that was set last; None where none ever was."""
+        return next((record.policy for record in reversed(self.records) if record.kind == "policy"), None)
+
+
+def read_history(model_tags: Mapping[str, str], keys: Keys) -> History:
+    """Read the log from the tags of a registered model; what is wrong with it is part of the result."""
+    problem, prior, number, expected, records = None, "", 0, 1, list[Record]()
+    unsigned: str | None = None
+    for name in sorted(name for name in model_tags if re.fullmatch(PREFIX + "[0-9]{6}", name)):
+        text, number = model_tags[name], int(name.removeprefix(PREFIX))
+        try:
+            entry = Entry.model_validate_json(text)
+        except ValidationError:
+            problem, prior, expected = problem or f"{name} cannot be read", digest(text), expected + 1
+            continue
+        record = entry.record
+        if record.mends is not None and record.prior == prior:
+            problem = None
+        elif not record.number == number == expected:
+            problem = problem or f"move {expected} is missing"
+        elif record.prior != prior:
+            problem = problem or f"move {expected} does not follow from the one before: one of them was altered"
+        records.append(record)
+        prior, expected = digest(text), record.number + 1
+        unsigned = keys.problem(SIGNED_AS, record.signed(), [entry.signature] if entry.signature is not None else [])
+    if problem is None and unsigned is not None:  # the last one vouches for those that it follows from
+        problem = f"move {records[-1].number}: {unsigned}"
+    return History(tuple(records), prior, number, problem)
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def bound_by(record: str) -> str:
+    """Return the tag that binds the record with this digest to what it moves, and is written before the record."""
+    return f"moved-by-{record[:16]}"
+
+
+def compact(content: object) -> str:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
 class Registry(Protocol):
@@ -65,7 +191,6 @@ class MoveLog:
     """Told of what was repaired."""
 
     def read(self) -> History:
-        """Return the log; what is wrong with it is part of the result."""
         tags = self.registry.model_tags()
         history = read_history(tags, self.keys)
         if history.problem is not None or not history.records:
@@ -82,11 +207,7 @@ class MoveLog:
     def changing(self, *, urgent: bool = False) -> Iterator[History]:
         """Hold the lock while the block runs, with aliases that are where the log says.
 
-        Args:
-            urgent: Whether the way back is asked for, which waits for nobody: a log that cannot be trusted is then mended.
-
-        Raises:
-            GateRefusal: when the log cannot be trusted.
+        The way back is `urgent` and waits for nobody: a log that cannot be trusted is then mended.
         """
         with locked(self.registry.lock, "the log of moves"):
             history = self._repaired()
@@ -112,14 +233,7 @@ class MoveLog:
     def append(self, history: History, kind: Kind, why: str, **of: Any) -> None:
         """Write the record of a move, which decides, and let the aliases follow; call it inside `changing`.
 
-        Args:
-            history: What `changing` yielded.
-            kind: Of move.
-            why: In a line.
-            of: Other fields of `Record`.
-
-        Raises:
-            GateRefusal: when another host wrote at the same time.
+        `of` are other fields of `Record`. Raises GateRefusal when another host wrote at the same time.
         """
         record = Record(
             number=history.number + 1,
@@ -179,7 +293,6 @@ def _order(target: tuple[str, str | None]) -> tuple[bool, bool, str]:
 
 
 def tags_of(record: Record) -> dict[str, dict[str, str]]:
-    """Return what a move makes the tags of versions say: what it is about, when, by whom and under which policy."""
     past = PAST[record.kind]
     said = {f"{past}_at": record.at, f"{past}_by": record.by, f"{past}_under": record.policy or "no gate policy"}
     return {version: {**tags, **said} for version, tags in record.tags.items()}

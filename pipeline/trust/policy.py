@@ -1,7 +1,9 @@
 """The gate policy: how loose the gates of a promotion may be, and what its evidence must show besides.
 
-The gates are keys of a command line. A policy stands above it: it lies with the registered model (`pipeline.trust.binding`),
-and promotions and routes keep to it wherever they run.
+The gates are keys of a command line. A policy stands above it: its content is a tag of the registered model, and promotions and
+routes keep to it wherever they run. Nobody changes the policy by writing the tag: the tag's name holds the digest of its
+content, and a record of the log of moves says which digest holds. Making it looser takes `promote.loosen_policy=true`, and the
+record says what became looser.
 """
 
 from collections import Counter
@@ -12,7 +14,9 @@ from pydantic import AfterValidator, Field, StringConstraints, create_model
 
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.strict import StrictModel
+from pipeline.trust.files import read_yaml, validated
 from pipeline.trust.keys import Keys, key_id, public_key
+from pipeline.trust.movelog import MOST_CHARS, History, MoveLog, compact, digest
 from pipeline.verdict.gates import Decide, Gates
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Looser, Margin, Verdict
@@ -54,8 +58,6 @@ class LoosestGates(_loosest()):  # type: ignore[misc]  # its fields are the gate
 
 
 class Covered(StrictModel):
-    """How far a verdict must hold at least."""
-
     tokens: Count = 1
     batch: Count = 1
 
@@ -73,7 +75,6 @@ class GatePolicy(StrictModel):
     """Ed25519 public keys in PEM, of which one must have signed the evidence; any evidence where there are none."""
 
     def keys(self) -> Keys | None:
-        """Return the signers; None where there are none."""
         if not self.signers:
             return None
         return Keys(trusted={key_id(key): key for key in (public_key(text.encode(), "signers") for text in self.signers)})
@@ -123,7 +124,6 @@ class GatePolicy(StrictModel):
 
 
 def _looser(gates: Gates | LoosestGates, limits: LoosestGates) -> list[tuple[str, Any, Any]]:
-    """Return (key, value, limit) of every key whose value is looser than its limit."""
     pairs = [(name, getattr(gates, name), getattr(limits, name)) for name in BOUNDED]
     for workload in sorted({*gates.margins, *limits.margins}):
         value, limit = (one.margins.get(workload, one.margin) for one in (gates, limits))
@@ -148,11 +148,6 @@ def kept(policy: GatePolicy | None, gates: Gates, decide: Decide) -> Decide:
     """Return the gates as a policy has them: what it asks for and a report does not show makes a PASS INCONCLUSIVE.
 
     They raise GateRefusal when the thresholds are looser than the policy.
-
-    Args:
-        policy: The policy; None asks for nothing.
-        gates: The thresholds of this command.
-        decide: Decides by them.
     """
     if policy is None:
         return decide
@@ -165,3 +160,56 @@ def kept(policy: GatePolicy | None, gates: Gates, decide: Decide) -> Decide:
         return verdict.model_copy(update={"status": "INCONCLUSIVE", "reasons": lacking})
 
     return decide_with_policy
+
+
+def read_policy(file: str | None) -> GatePolicy | None:
+    """Read `promote.policy`; None where it names no file. Raises UserError with the first problem."""
+    if file is None:
+        return None
+    policy = read_yaml(GatePolicy, "promote.policy", file)
+    if len(_text(policy)) > MOST_CHARS:
+        raise UserError(f"promote.policy={file}: is too long: {len(_text(policy)):,} characters of {MOST_CHARS:,}")
+    return policy
+
+
+def standing_policy(log: MoveLog, history: History) -> GatePolicy | None:
+    """Return the policy that the log binds; None where it never bound one."""
+    if history.policy is None:
+        return None
+    tag = _tag(history.policy)
+    text = log.registry.model_tags().get(tag, "")
+    if digest(text) != history.policy:
+        raise GateRefusal(
+            f"the gate policy of the registered model, tag {tag}, is not the one that the log of moves binds: "
+            "give its file with promote.policy=FILE"
+        )
+    return validated(GatePolicy, text, tag)
+
+
+def settle(log: MoveLog, given: GatePolicy | None, *, loosen: bool) -> GatePolicy | None:
+    """Return the policy that holds, after binding the one that a command gives."""
+    if given is None:
+        return standing_policy(log, log.read())
+    text = _text(given)
+    with log.changing() as history:
+        log.registry.set_model_tag(_tag(digest(text)), text)  # binds nothing yet
+        if history.policy == digest(text):
+            return given
+        before = standing_policy(log, history)
+        looser = given.loosens(before) if before is not None else []
+        if looser and not loosen:
+            raise GateRefusal(
+                f"promote.policy: is looser than the gate policy of the registered model: {', '.join(looser)}; "
+                "promote.loosen_policy=true makes it looser, and the log of moves says so"
+            )
+        why = f"looser: {', '.join(looser)}" if looser else "no looser than before" if before is not None else "the first one"
+        log.append(history, "policy", f"gate policy {digest(text)[:12]}, {why}", policy=digest(text))
+    return given
+
+
+def _text(policy: GatePolicy) -> str:
+    return compact(policy.model_dump(mode="json", exclude_defaults=True))
+
+
+def _tag(policy_digest: str) -> str:
+    return f"gate-policy-{policy_digest[:16]}"

@@ -25,13 +25,7 @@ MOST_BYTES = 16_000_000
 
 
 def sign_files(keys: Keys, name: str, digests: Mapping[str, str]) -> str | None:
-    """Return the signed table of files as the text of a Sigstore bundle; None without a key.
-
-    Args:
-        keys: Hold the key that signs.
-        name: What the files are together.
-        digests: Relative path -> sha256.
-    """
+    """Return the signed table of files as the text of a Sigstore bundle; None without a key."""
     payload = json.dumps(_statement(name, digests), sort_keys=True).encode()
     signature = keys.sign(PAYLOAD_TYPE, payload)
     if signature is None:
@@ -61,14 +55,7 @@ def _statement(name: str, digests: Mapping[str, str]) -> dict[str, Any]:
 
 
 def problem_of(keys: Keys, path: Path, name: str, digests: Mapping[str, str]) -> str | None:
-    """Say why no trusted key signed these files; None where one did.
-
-    Args:
-        keys: Hold the keys that are trusted.
-        path: The signed table.
-        name: What the files are together.
-        digests: Relative path -> sha256, as the files are.
-    """
+    """Say why no trusted key signed these files; None where one did."""
     if path.is_symlink() or not path.is_file():
         return "it is not signed"
     try:

@@ -20,7 +20,6 @@ class File:
     """A file as it lies on disk; names that share `number` share its bytes."""
 
     number: tuple[int, int]
-    """Device and inode."""
     size: int
     links: int
     """How many names it has, wherever they are."""
@@ -41,7 +40,6 @@ class Piece:
 
     @property
     def is_artifact(self) -> bool:
-        """Whether it is finished."""
         return self.kind not in (UNFINISHED, SCRATCH_KIND)
 
 

@@ -39,11 +39,8 @@ BEGAN = re.compile(r"(\d{8}-\d{6})-")
 
 @dataclass(frozen=True)
 class Sweep:
-    """A command that judged."""
-
     name: str
     began: float
-    """In seconds since 1970."""
     summary: Summary
 
 
@@ -60,7 +57,6 @@ class Found:
     """What a work directory and its tracking store hold."""
 
     root: Path
-    """Of the store."""
     pieces: Sequence[Piece]
     evidence: Mapping[str, Held]
     """By the sha256 of identity.json."""
@@ -109,8 +105,6 @@ def _began(path: Path) -> float:
 
 @dataclass(frozen=True)
 class Needs:
-    """Why pieces of a store stay."""
-
     reasons: Mapping[str, str]
     """Place of a piece -> who needs it first."""
     missing: Mapping[str, str]

@@ -40,16 +40,10 @@ class Plan:
     stays: dict[str, int]
     """Who needs something -> how many pieces they are the first to need."""
     left_behind: tuple[str, ...]
-    """Registered versions whose evidence goes."""
 
 
 def prune(config: Config) -> None:
-    """Show what nobody needs, and remove it where `prune.apply` says so.
-
-    Raises:
-        UserError: when what serves is not known: nothing is removed then.
-        MissingRequirement: when another process uses the artifacts, or the tracking store does not answer.
-    """
+    """Show what nobody needs, and remove it where `prune.apply` says so."""
     root = config.work / "artifacts"
     if not root.is_dir():
         console.say(f"{escape(str(root))}: there are no artifacts")
@@ -101,11 +95,7 @@ def _check_known(config: Config, found: Found) -> None:
 
 @contextmanager
 def alone(root: Path) -> Iterator[None]:
-    """Hold a store alone while the block runs: commands that begin meanwhile wait.
-
-    Raises:
-        MissingRequirement: when another process uses it.
-    """
+    """Hold a store alone while the block runs: commands that begin meanwhile wait."""
     with locked_at_once(root / USE_LOCK) as free:
         if not free:
             who = holder(root / USE_LOCK)
@@ -129,7 +119,6 @@ def remove(root: Path, gone: Sequence[Piece]) -> None:
 
 
 def _print(plan: Plan, *, applied: bool) -> None:
-    """Print what goes, or went, by kind, and what stays and for whom."""
     if plan.gone:
         kinds = dict.fromkeys(piece.kind for piece in plan.gone)
         of_kind = {kind: [piece for piece in plan.gone if piece.kind == kind] for kind in kinds}

@@ -13,21 +13,19 @@ from pydantic import TypeAdapter
 from pipeline.artifacts.digest import json_digest
 from pipeline.artifacts.files import write_whole
 from pipeline.core.cache import ForeignFolder, own_cache
+from pipeline.registry.pages import told
 from pipeline.registry.tracking import Location
-from pipeline.trust.history import History, read_history
 from pipeline.trust.keys import Keys
+from pipeline.trust.movelog import History, read_history
 
 IDENTITY_TAG = "identity_digest"
 
 
 @dataclass(frozen=True)
 class Version:
-    """A version of a registered model."""
-
     number: str
     tags: Mapping[str, str]
     made: float
-    """When it was registered, in seconds since 1970."""
 
     @property
     def identity_digest(self) -> str:
@@ -36,7 +34,6 @@ class Version:
 
     @property
     def engine(self) -> str:
-        """Display name of its engine."""
         return self.tags.get("kv", "no name")
 
 
@@ -47,9 +44,7 @@ class Model:
     name: str
     tags: dict[str, str]
     versions: dict[str, Version]
-    """By number."""
     aliases: dict[str, str]
-    """Alias -> version, as the registry has it."""
 
     @cached_property
     def history(self) -> History:
@@ -69,7 +64,6 @@ class Model:
 
 
 _KEPT = TypeAdapter(tuple[str, list[Model]])
-"""A question about a SQLite file, and the answer."""
 SQLITE_HEADER = 100
 """Bytes that a file of SQLite begins with; among them a counter of its changes."""
 
@@ -77,12 +71,7 @@ SQLITE_HEADER = 100
 def read_registered(location: Location, identities: Collection[str]) -> list[Model]:
     """Read the configured registered model, and each model of which a version cites an identity.
 
-    Args:
-        location: The store. Of a SQLite file that does not exist nothing is read, and none is made.
-        identities: sha256 of identities that lie in the work directory.
-
-    Raises:
-        UserError, MissingRequirement: when the store cannot be read.
+    Of a SQLite file that does not exist nothing is read, and none is made.
     """
     file = location.file
     if file is None:
@@ -121,5 +110,5 @@ def _ask(location: Location, identities: Collection[str]) -> list[Model]:
             found = client.search_model_versions(f"name = '{name}'")
             versions = {str(one.version): Version(str(one.version), one.tags, one.creation_timestamp / 1000) for one in found}
             aliases = {alias: str(number) for alias, number in model.aliases.items()}
-            models.append(Model(name, dict(model.tags), versions, aliases))
+            models.append(Model(name, told(model.tags), versions, aliases))
     return models

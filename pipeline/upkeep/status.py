@@ -25,7 +25,6 @@ PASS = "PASS"
 ORDER = {"champion": 0, "previous": 1, "candidate": 3}
 """In which aliases are listed; routes come between."""
 CANDIDATE = {"name", "policy", "model", "backend", "verdict", "covered", "reasons"}
-"""What is said of a candidate, of what its sweep's summary holds."""
 
 Document = dict[str, Any]
 

@@ -214,7 +214,7 @@ def describe(engine: EngineConformance, limit: float, *, judged: bool) -> str:
     """Say in a line whether an engine computes its policy, and where it does not."""
     ranked = engine.ranked(limit)
     if not ranked:
-        return "no request was compared with the oracle; set workloads.conformance_samples to 1 or more"
+        return "no request was compared with the oracle (workloads.conformance_samples=0), so that nothing passes"
     count = len(ranked)
     largest = max(request.engine.kl_max or 0.0 for request in engine.requests)
     if not judged:

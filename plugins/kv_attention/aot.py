@@ -86,9 +86,6 @@ def compile_operation(operation: Kernel, setting: Setting) -> CompiledKernel:
     context_reduce (X * Hq), append (ceil(H / R), B, L), with Y the rows of the work list, blocks as context_blocks counts
     them, S = context_splits(splits), R = append_variant(...).constants["R"].
     context_partial is that of sequences with as many new tokens each, `tokens`.
-
-    Raises:
-        RuntimeError: Triton interprets its kernels in this process, or ptxas refuses the PTX.
     """
     kernel, specialise = KERNELS[operation]
     assert setting.sm is not None, "kernels are compiled for a compute capability"
@@ -131,9 +128,6 @@ def compile_kernel(kernel: Any, types: Mapping[str, str | None], variant: Varian
     """Compile one of the kernels.
 
     The compiler is told that pointers are 16-byte aligned; otherwise it would load byte by byte.
-
-    Raises:
-        RuntimeError: Triton interprets its kernels in this process, the kernel uses a hidden parameter, or ptxas refuses it.
     """
     if not isinstance(kernel, triton.JITFunction):
         raise RuntimeError("Triton interprets its kernels: unset TRITON_INTERPRET before the first import of triton to compile")
@@ -156,11 +150,7 @@ def compile_kernel(kernel: Any, types: Mapping[str, str | None], variant: Varian
 
 
 def strip_hidden_parameters(ptx: str, keep: int) -> str:
-    """Return PTX whose entry declares only its first `keep` parameters.
-
-    Raises:
-        RuntimeError: There is no entry, or its body uses one of the removed parameters.
-    """
+    """Return PTX whose entry declares only its first `keep` parameters."""
     entry = re.search(r"(\.visible \.entry (\w+)\()(.*?)(\n\))", ptx, re.DOTALL)
     if entry is None:
         raise RuntimeError("no .visible .entry in the PTX that Triton made")
@@ -183,9 +173,6 @@ def assemble(ptx: str, sm: int) -> tuple[bytes, int]:
 
     Returns:
         The cubin, and the bytes it spills.
-
-    Raises:
-        RuntimeError: ptxas refuses the PTX or does not report spills.
     """
     target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
     if target is None:

@@ -30,53 +30,14 @@ from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout
 def choose_splits(blocks: int, kv_heads: int, max_pages: int, programs: int) -> int:
     """Return the number of splits over pages that fills the GPU: many of a few drafted tokens, one of a long chunk.
 
-    Args:
-        blocks: Blocks of query rows of a KV head.
-        kv_heads: H.
-        max_pages: P, columns of the page table.
-        programs: Programs that the GPU runs at once.
+    `blocks`: blocks of query rows of a KV head. `programs`: those that the GPU runs at once.
     """
     return max(1, min(programs // (blocks * kv_heads), max_pages * PAGE_TOKENS // int(SPLIT_TOKENS)))
 
 
-def context_attention(
-    layout: CacheLayout,
-    query: Tensor,
-    key_new: Tensor,
-    value_new: Tensor,
-    cache: Mapping[str, Tensor],
-    page_table: Tensor,
-    lengths: Tensor,
-    *,
-    query_starts: Tensor | None = None,
-    scaling: float,
-    splits: int | None = None,
-    exact_slots: Tensor | None = None,
-) -> Tensor:
-    """Run the attention of several new tokens of each sequence in one layer.
-
-    Args:
-        layout: Format of the cache.
-        query: (X, Hq, D) float32, float16 or bfloat16, the new tokens of one sequence after another.
-        key_new: (X, H, D), keys of the new tokens, of the query's type.
-        value_new: (X, H, D), values of the new tokens, of the query's type.
-        cache: As in launch.decode_attention.
-        page_table: (B, P) int32.
-        lengths: (B) int32, tokens before the new ones.
-        query_starts: (B + 1) int32, ascending from 0: the first new token of each sequence, and X. None: each has X / B.
-        scaling: Factor of the scores before the softmax.
-        splits: Splits over pages; None chooses them for this device.
-        exact_slots: (B) int32, exact buffer of each sequence; required with exact tokens.
-
-    Returns:
-        (X, Hq, D) in the type of query.
-
-    Raises:
-        ValueError: A tensor does not fit the layout.
-    """
-    chunk = (query, key_new, value_new, cache, page_table, lengths)
-    options: dict[str, Any] = {"query_starts": query_starts, "scaling": scaling, "splits": splits, "exact_slots": exact_slots}
-    return join_partials(layout, *context_partials(layout, *chunk, **options), query.dtype)
+def context_attention(layout: CacheLayout, query: Tensor, *inputs: Any, **options: Any) -> Tensor:
+    """Run the attention of new tokens in one layer, (X, Hq, D) in the query's type. Takes what context_partials takes."""
+    return join_partials(layout, *context_partials(layout, query, *inputs, **options), query.dtype)
 
 
 def context_partials(
@@ -93,10 +54,26 @@ def context_partials(
     splits: int | None = None,
     exact_slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run context_partial: the attention of every split. Arguments and errors are those of context_attention.
+    """Run context_partial: the attention of every split of several new tokens of each sequence, in one layer.
+
+    Args:
+        layout: Format of the cache.
+        query: (X, Hq, D) float32, float16 or bfloat16, the new tokens of one sequence after another.
+        key_new: (X, H, D), keys of the new tokens, of the query's type.
+        value_new: (X, H, D), values of the new tokens, of the query's type.
+        cache: As in launch.decode_partials.
+        page_table: (B, P) int32.
+        lengths: (B) int32, tokens before the new ones.
+        query_starts: (B + 1) int32, ascending from 0: the first new token of each sequence, and X. None: each has X / B.
+        scaling: Factor of the scores before the softmax.
+        splits: Splits over pages; None chooses them for this device.
+        exact_slots: (B) int32, exact buffer of each sequence; required with exact tokens.
 
     Returns:
         partial_acc (X, Hq, S, D) in partial_type(query.dtype), partial_ml (X, Hq, S, 2) float32, S = context_splits(splits).
+
+    Raises:
+        ValueError: A tensor does not fit the layout.
     """
     check_attended(layout, query, key_new, value_new, "X")
     tokens, q_heads, dim = query.shape
@@ -145,17 +122,7 @@ def context_partials(
 
 
 def join_partials(layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor, dtype: torch.dtype) -> Tensor:
-    """Run context_reduce: join the splits of context_partials to the attention's output.
-
-    Args:
-        layout: Format of the cache.
-        partial_acc: (X, Hq, S, D) float16 or float32.
-        partial_ml: (X, Hq, S, 2) float32.
-        dtype: Type of the output.
-
-    Returns:
-        (X, Hq, D) in `dtype`.
-    """
+    """Run context_reduce: join the splits of context_partials to the attention's output (X, Hq, D) in `dtype`."""
     tokens, q_heads, parts, dim = partial_acc.shape
     out = partial_acc.new_empty((tokens, q_heads, dim), dtype=dtype)
     variant = join_variant(replace(setting_of(layout, out), splits=parts - 1))

@@ -9,7 +9,7 @@ W programs over the pages of a KV head, Y all its programs, R parts, E exact slo
 
 import functools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,27 +48,13 @@ def choose_programs(batch: int, kv_heads: int, max_pages: int, sm_count: int, re
     """Return W, as many programs over the pages of a KV head as run at once for all heads.
 
     The number is rounded down, because a few programs more than run at once would double the time. It depends on shapes only,
-    so that a CUDA graph can capture the launch.
-
-    Args:
-        batch: B.
-        kv_heads: H.
-        max_pages: P, columns of the page table.
-        sm_count: SMs of the GPU.
-        resident: Programs that one SM runs at once.
+    so that a CUDA graph can capture the launch. `resident`: programs that one SM runs at once.
     """
     return max(1, min(sm_count * resident // kv_heads, batch * max_pages))
 
 
 def default_programs(layout: CacheLayout, query: Tensor, page_table: Tensor, scaling: float) -> int:
-    """Return the programs over the pages of a KV head that fill the query's device, from shapes alone.
-
-    Args:
-        layout: Format of the cache.
-        query: (B, Hq, D); of it type, shape and device matter.
-        page_table: (B, P).
-        scaling: Factor of the scores before the softmax.
-    """
+    """Return the programs over the pages of a KV head that fill the device of the query (B, Hq, D), from shapes alone."""
     (batch, max_pages), device = page_table.shape, query.device
     if device.type == "cpu":
         return choose_programs(batch, layout.kv_heads, max_pages, sm_count=INTERPRETED_PROGRAMS, resident=1)
@@ -83,16 +69,7 @@ def setting_of(layout: CacheLayout, new: Tensor, scaling: float = 1.0, rows: int
 
 
 def plan_decode(layout: CacheLayout, lengths: Tensor, *, programs: int) -> Plan:
-    """Make the work list of a decode step on the device.
-
-    Args:
-        layout: Format of the cache; of it the exact tokens matter.
-        lengths: (B) int32, tokens before the current one.
-        programs: W, programs over the pages of a KV head.
-
-    Raises:
-        ValueError: The lengths are no such tensor, or there is no program.
-    """
+    """Make the work list of a decode step on the device. `lengths`: (B) int32, tokens before the current one."""
     if programs < 1:
         raise ValueError(f"programs must be at least 1, got {programs}")
     if lengths.dim() != 1:
@@ -107,7 +84,12 @@ def plan_decode(layout: CacheLayout, lengths: Tensor, *, programs: int) -> Plan:
     return plan
 
 
-def decode_attention(
+def decode_attention(layout: CacheLayout, query: Tensor, *inputs: Any, plan: Plan, **options: Any) -> Tensor:
+    """Run the attention of one decode step of one layer, (B, Hq, D) in the query's type. Takes what decode_partials takes."""
+    return reduce_partials(layout, *decode_partials(layout, query, *inputs, plan=plan, **options), plan, query.dtype)
+
+
+def decode_partials(
     layout: CacheLayout,
     query: Tensor,
     key_new: Tensor,
@@ -115,12 +97,12 @@ def decode_attention(
     cache: Mapping[str, Tensor],
     page_table: Tensor,
     lengths: Tensor,
-    plan: Plan,
     *,
+    plan: Plan,
     scaling: float,
     exact_slots: Tensor | None = None,
-) -> Tensor:
-    """Run the attention of one decode step of one layer.
+) -> tuple[Tensor, Tensor]:
+    """Run decode_partial: the attention of every part of a decode step of one layer.
 
     Args:
         layout: Format of the cache.
@@ -135,33 +117,11 @@ def decode_attention(
         exact_slots: (B) int32, exact buffer of each sequence; required with exact tokens.
 
     Returns:
-        (B, Hq, D) in the type of query.
+        partial_acc (R, Hq, D) in partial_type(query.dtype), partial_ml (R, Hq, 2) float32, R = Y + B; numbers that no part has
+        are not written.
 
     Raises:
         ValueError: A tensor does not fit the layout.
-    """
-    step = (query, key_new, value_new, cache, page_table, lengths, plan)
-    return reduce_partials(layout, *decode_partials(layout, *step, scaling=scaling, exact_slots=exact_slots), plan, query.dtype)
-
-
-def decode_partials(
-    layout: CacheLayout,
-    query: Tensor,
-    key_new: Tensor,
-    value_new: Tensor,
-    cache: Mapping[str, Tensor],
-    page_table: Tensor,
-    lengths: Tensor,
-    plan: Plan,
-    *,
-    scaling: float,
-    exact_slots: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Run decode_partial: the attention of every part. Arguments and errors are those of decode_attention.
-
-    Returns:
-        partial_acc (R, Hq, D) in partial_type(query.dtype), partial_ml (R, Hq, 2) float32, R = Y + B; numbers that no part has
-        are not written.
     """
     check_attended(layout, query, key_new, value_new, "B")
     batch, q_heads, dim = query.shape
@@ -213,18 +173,7 @@ def partial_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def reduce_partials(layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor, plan: Plan, dtype: torch.dtype) -> Tensor:
-    """Run decode_reduce: join the parts of decode_partials to the attention's output.
-
-    Args:
-        layout: Format of the cache.
-        partial_acc: (R, Hq, D) float16 or float32.
-        partial_ml: (R, Hq, 2) float32.
-        plan: That of decode_partials.
-        dtype: Type of the output.
-
-    Returns:
-        (B, Hq, D) in `dtype`.
-    """
+    """Run decode_reduce: join the parts of decode_partials to the attention's output (B, Hq, D) in `dtype`."""
     batch, q_heads, dim = len(plan.sequences), *partial_acc.shape[1:]
     out = partial_acc.new_empty((batch, q_heads, dim), dtype=dtype)
     variant = reduce_variant(setting_of(layout, out))

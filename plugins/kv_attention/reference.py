@@ -35,11 +35,6 @@ def quantize(x: Tensor, side: SideLayout, static_scale: Tensor | None = None) ->
     Codes are the nearest ones, ties to even, saturating. NaN does not enter a dynamic scale; fp8 stores it as NaN of the same
     sign, integers store it as 0.
 
-    Args:
-        x: (..., H, D), any floating-point type.
-        side: Format of the codes.
-        static_scale: (1) or (H), required for a side that has static scales.
-
     Returns:
         Codes (..., H, W), and the scales (..., H, g) of a dynamic side or None: float16, or float8_e4m3fn of nvfp4.
     """
@@ -97,18 +92,10 @@ def append(
     lengths: Tensor,
     exact_slots: Tensor | None = None,
 ) -> None:
-    """Write one new token of every row into the cache, at position lengths[b].
+    """Write one new token (B, H, D) of every row into the cache, at position lengths[b], or nowhere where that is negative.
 
-    The lengths are not changed. No two rows may write to the same place: rows are sequences, or tokens of sequences.
-
-    Args:
-        layout: Format of the cache.
-        key_new: (B, H, D).
-        value_new: (B, H, D).
-        cache: Tensors of the layer, written in place.
-        page_table: (B, P) int32; (B, 1) is the page of that position.
-        lengths: (B) int32, tokens before the new one; nothing is written of a row where it is negative.
-        exact_slots: (B) int32, required with exact tokens: buffer m, or -1 - m of a token that is none of the newest.
+    The lengths are not changed. No two rows may write to the same place: rows are sequences, or tokens of sequences. A page
+    table (B, 1) is the page of that position; an exact slot -1 - m is buffer m of a token that is none of the newest.
     """
     stored = [(b, position) for b, position in enumerate(lengths.tolist()) if position >= 0]
     for name, side, new in (("key", layout.key, key_new), ("value", layout.value, value_new)):
@@ -126,14 +113,7 @@ def append(
 
 
 def dequantize(layout: CacheLayout, cache: Cache, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Return the keys and the values that the pages of one sequence hold, each (H, T, D) float32 with T = length.
-
-    Args:
-        layout: Format of the cache.
-        cache: Tensors of the layer.
-        pages: (P) page numbers of the sequence.
-        length: Tokens of the sequence.
-    """
+    """Return the keys and the values that the pages of one sequence hold, each (H, T, D) float32 with T = length."""
     pages = pages[: -(-length // PAGE_TOKENS)]
 
     def rows(name: str) -> Tensor:
@@ -176,19 +156,8 @@ def attend(
     """Run the attention of the new tokens of each sequence, one or several, before any of them is appended.
 
     A query attends to the sinks and the recent tokens from the exact buffers, to all other tokens from the pages, as a token
-    at position lengths[b] reads them, and to the new tokens up to its own, unquantized.
-
-    Args:
-        layout: Format of the cache.
-        query: (X, Hq, D), the new tokens of one sequence after another.
-        key_new: (X, H, D).
-        value_new: (X, H, D).
-        cache: Tensors of the layer.
-        page_table: (B, P) int32.
-        lengths: (B) int32, tokens before the new ones.
-        scaling: Factor of the scores before the softmax.
-        query_starts: (B + 1) int32, the first new token of each sequence, and X. None: each has X / B.
-        exact_slots: (B) int32, required with exact tokens.
+    at position lengths[b] reads them, and to the new tokens up to its own, unquantized. `query_starts` (B + 1): the first new
+    token of each sequence, and X; None: each has X / B.
 
     Returns:
         (X, Hq, D) float32.

@@ -36,11 +36,7 @@ class Call:
         return [dim.constant_value() if dim.is_constant else None for dim in tensor.shape_expr]
 
     def fixed(self, name: str, axis: int, what: str) -> int:
-        """Return a dimension that the kernel is compiled for.
-
-        Raises:
-            ValueError: The dimension varies.
-        """
+        """Return a dimension that the kernel is compiled for."""
         size = self.dims(name)[axis]
         if size is None:
             raise ValueError(f"{self.node.plugin_id}: {what} must be fixed, but dimension {axis} of {name} varies")
@@ -52,11 +48,7 @@ class Call:
         return self.tensors[name].shape_expr[axis] if size is None else size
 
     def format(self, attribute: str) -> Any:
-        """Return the name of the format in an attribute.
-
-        Raises:
-            ValueError: No format has that value.
-        """
+        """Return the name of the format in an attribute."""
         names = [name for name, code in FORMATS.items() if code == self.attributes[attribute]]
         if not names:
             known = ", ".join(f"{code} ({name})" for name, code in FORMATS.items())
@@ -143,11 +135,7 @@ class Call:
         return self.fixed("partial_acc", 3, "the number of splits") if self.node.operation == "context_reduce" else 0
 
     def check(self) -> None:
-        """Check the types and shapes of all inputs, and the attributes.
-
-        Raises:
-            ValueError: An input's type or shape is not that of the layout, or an attribute is out of range.
-        """
+        """Check the types and shapes of all inputs, and the attributes."""
         layout = self.layout
         if self.q_heads % layout.kv_heads:
             raise ValueError(f"{self.node.plugin_id}: {self.q_heads} query heads are no multiple of {layout.kv_heads} KV heads")

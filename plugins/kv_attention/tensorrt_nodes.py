@@ -171,17 +171,7 @@ def attributes_of(
     scaling: float = 1.0,
     out: Compute = "fp32",
 ) -> dict[str, int]:
-    """Return an operation's attributes, in the order of ATTRIBUTES.
-
-    Args:
-        node: The operation. It takes of the other arguments what it has attributes of.
-        layout: Format of the cache.
-        sm: Compute capability, 90 for sm_90.
-        programs: Programs over the pages of a KV head.
-        splits: Splits over the pages of a sequence.
-        scaling: Factor of the scores before the softmax.
-        out: Type of the result, which is that of the query.
-    """
+    """Return an operation's attributes, in the order of ATTRIBUTES."""
     values = {
         "key_format": FORMATS[layout.key.dtype],
         "value_format": FORMATS[layout.value.dtype],
@@ -204,10 +194,6 @@ def float_bits(value: float) -> int:
 
 
 def bits_float(bits: int) -> float:
-    """Return the float32 of the given bits, the inverse of float_bits.
-
-    Raises:
-        struct.error: `bits` is beyond 32 bits.
-    """
+    """Return the float32 of the given bits, the inverse of float_bits."""
     value: float = struct.unpack("<f", struct.pack("<i", bits))[0]
     return value

@@ -97,12 +97,7 @@ def type_combinations(call: Call, outputs: Sequence[Any]) -> Any:
 
 
 def kernel_launch(call: Call, outputs: Sequence[Any]) -> Any:
-    """Return the kernel's symbol and PTX, its launch parameters, and its integer arguments.
-
-    Raises:
-        RuntimeError: The plugin's tensors are not the kernel's parameters, or the kernel needs more shared memory than a
-            plain launch has.
-    """
+    """Return the kernel's symbol and PTX, its launch parameters, and its integer arguments."""
     kernel = aot.compile_operation(call.node.operation, call.setting)
     plugin_id = call.node.plugin_id
     extras = [name for name, kind in kernel.parameters if kind == "i32"]

@@ -70,10 +70,6 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             max_gen_toks: Most tokens of a generated answer, unless its task says otherwise.
             device: Not used: lm-eval passes cuda:0 whether or not it was asked to. An engine's is `backend.device`.
             options: Keys of the bundle's backend: `backend.threads=2`.
-
-        Raises:
-            UserError: An option that is unknown or does not fit, or a bundle that is not what was built.
-            MissingRequirement: This machine cannot run the bundle.
         """
         super().__init__()
         for key, value in options.items():
@@ -150,11 +146,7 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the greedy answer to each context, up to the first of its stop strings.
-
-        Raises:
-            UserError: A task asks for sampling.
-        """
+        """Return the greedy answer to each context, up to the first of its stop strings."""
         settings = [normalize_gen_kwargs(request.args[1], self.max_gen_toks) for request in requests]
         if any(setting["do_sample"] for setting in settings):
             raise UserError("do_sample=true: the model kvgate generates greedily; give --gen_kwargs do_sample=false")

@@ -30,9 +30,6 @@ def calibration_texts(
 
     Generated texts are prompts with their answers, as the checkpoint's chat template renders them, in equal parts from
     the calibration split of each of `workloads`. An evaluation never draws from that split.
-
-    Raises:
-        UserError: A line of `jsonl` holds no text, or the file has none, or the documentation has fewer pages.
     """
     texts = texts_from_file(jsonl, samples) if jsonl is not None else _generated(checkpoint, samples, workloads, seed, progress)
     (out / TEXTS).write_text(json.dumps(texts, ensure_ascii=False), encoding="utf-8")
@@ -72,11 +69,7 @@ def texts_from_file(path: Path, samples: int) -> list[str]:
 
 
 def tokenize(tokenizer: Any, texts: list[str], max_length: int, vocab_size: int) -> list[list[int]]:
-    """Encode the texts that are not blank, with special tokens as `token_ids` adds them.
-
-    Raises:
-        UserError: Every text is blank, or the tokenizer does not belong to the model.
-    """
+    """Encode the texts that are not blank, with special tokens as `token_ids` adds them."""
     encoded = (token_ids(tokenizer, text, max_length) for text in texts if text.strip())
     samples = [ids for ids in encoded if ids]
     if not samples:

@@ -46,9 +46,6 @@ def export(
     - `unified_hf/`, `tensorrt_llm/`: the exports, where they can express the policy, each validated.
     - `exports.json`: by which rule their scales were made, and why an export was not written.
     - `checkpoint/`, `kv_policy.json`, `kv_scales.json`: those of the quantized checkpoint, with links to its weights.
-
-    Raises:
-        RuntimeError: ModelOpt quantized the weights otherwise this time, or exported something else than the policy says.
     """
     info, judged = inspect_checkpoint(checkpoint), inspect_checkpoint(quantized / "checkpoint")
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)

@@ -33,11 +33,6 @@ def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, tor
     not quantized keep their values and dtype. The others are float16 where the source tensor is float16, else float32:
     bfloat16's 8 bits would blur the codes.
 
-    Args:
-        info: The source checkpoint.
-        out: Directory to create.
-        weights: Tensor name -> float32 values W such that x W^T is the quantized layer.
-
     Raises:
         RuntimeError: A quantized weight is not in the source, or does not fit into float16.
     """

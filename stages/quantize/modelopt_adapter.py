@@ -45,11 +45,7 @@ ForwardLoop = Callable[[torch.nn.Module], None]
 
 
 def quantize_model(model: torch.nn.Module, recipe: Recipe, forward_loop: ForwardLoop | None) -> None:
-    """Insert and calibrate the recipe's quantizers in place.
-
-    Raises:
-        RuntimeError: Other quantizers are enabled than the recipe expects.
-    """
+    """Insert and calibrate the recipe's quantizers in place."""
     with quiet() as stdout:
 
         def printing_loop(model: torch.nn.Module) -> None:
@@ -76,10 +72,6 @@ def measure(
     """Measure the extremes of keys and values. Every quantizer of the cache is off afterwards.
 
     ModelOpt measures magnitudes only. Hooks beside its calibrators record minima and maxima, and both must agree.
-
-    Raises:
-        UserError: A key or value is not finite.
-        RuntimeError: The model's attention bypasses a quantizer, or ModelOpt's maximum differs from the hook's.
     """
     recipe = measuring_recipe(places)
     ranges: dict[Place, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -185,11 +185,7 @@ def expressed_by(side: Side, form: Format) -> str:
 
 
 def check_enabled(expected: Mapping[str, Attributes], enabled: Mapping[str, Attributes]) -> None:
-    """Check that exactly the expected quantizers are enabled; ModelOpt ignores a name that matches nothing.
-
-    Raises:
-        RuntimeError: Names the quantizers that are missing, unexpected or configured otherwise.
-    """
+    """Check that exactly the expected quantizers are enabled; ModelOpt ignores a name that matches nothing."""
     if enabled.keys() != expected.keys():
         missing, unexpected = sorted(expected.keys() - enabled.keys()), sorted(enabled.keys() - expected.keys())
         raise RuntimeError(

@@ -43,11 +43,6 @@ def quantize(
     - `checkpoint/`: a plain Hugging Face checkpoint with the weights as the engine sees them (see materialize.py).
     - `kv_policy.json`, `kv_scales.json`: the sidecar that carries what no official export can.
     - `quantizers.json`: which quantizers were enabled, the calibration's size, and the device.
-
-    Raises:
-        UserError: The checkpoint or the texts cannot be used.
-        MissingRequirement: There is no such device.
-        RuntimeError: ModelOpt enabled other quantizers, or exported something else, than the recipe says: a defect.
     """
     info = inspect_checkpoint(checkpoint)
     policy.check_shape(info.shape)
@@ -99,10 +94,6 @@ def quantized_model(
     """Load a checkpoint and quantize its weights on a device, without the cache's quantizers: the same model at every call.
 
     The model that is returned lies on the CPU.
-
-    Raises:
-        UserError: The checkpoint lacks a tensor.
-        RuntimeError: ModelOpt enabled other quantizers than the recipe says: a defect.
     """
     torch.manual_seed(seed)
     progress("loading the checkpoint", 0, 1)
@@ -118,11 +109,7 @@ def quantized_model(
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return the device that `quantize.device` means here.
-
-    Raises:
-        MissingRequirement: It is a GPU, and torch finds none.
-    """
+    """Return the device that `quantize.device` means here."""
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise MissingRequirement("quantize.device=cuda: torch finds no NVIDIA GPU here; set quantize.device=auto")
@@ -130,11 +117,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def load_model(info: CheckpointInfo) -> torch.nn.Module:
-    """Load the checkpoint in float32, in which scales are measured, with the attention that ModelOpt can hook.
-
-    Raises:
-        UserError: A tensor that the architecture needs is missing. transformers would fill in random values.
-    """
+    """Load the checkpoint in float32, in which scales are measured, with the attention that ModelOpt can hook."""
     # torch's own attention knows neither softcap nor sinks.
     attention = "eager" if info.features else "sdpa"
     model, loading = load_causal_lm(info.path, dtype=torch.float32, attn_implementation=attention, output_loading_info=True)

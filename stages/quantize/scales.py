@@ -38,9 +38,6 @@ def static_scales(policy: KVPolicy, shape: KVShape, measured: Measured, checkpoi
 
     A scale is 1.0 where the format is uncalibrated, amax / limit where it is symmetric, and (max - min) / levels, with the
     minimum as zero, where it is asymmetric.
-
-    Raises:
-        UserError: A layer's keys or values are all zero, which means that the checkpoint itself computes nonsense.
     """
     layers: list[dict[Side, SideScales]] = []
     for layer in range(shape.layers):

@@ -99,11 +99,7 @@ _FLOATS = ("F16", "BF16", "F32")
 
 
 def validate_unified_hf(directory: Path, policy: KVPolicy, weights: WeightsFormat, layers: int, scales: KVScales) -> None:
-    """Check a unified Hugging Face export.
-
-    Raises:
-        ExportMismatch: The export differs from its declaration or from the policy.
-    """
+    """Check a unified Hugging Face export."""
     tensors = _Tensors(directory, UNIFIED_HF.files)
     file = directory / "hf_quant_config.json"
     # An export in which nothing is quantized has no such file.

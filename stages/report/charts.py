@@ -110,7 +110,7 @@ def _quality(data: list[Datum]) -> Spec:
     x = _of("kib", "cache [KiB/token]", scale={"zero": False, "nice": True, "padding": 24}, axis={"tickCount": 8})
     y = _kl("distance", None)
     limit = {"aggregate": [{"op": "max", "field": "limit", "as": "limit"}], "groupby": ["gate"]}
-    gate = {"calculate": "'gate ' + datum.gate + ': at most ' + format(datum.limit, '.3~g')", "as": "says"}
+    gate = {"calculate": "'gate ' + datum.gate + ', documents capped: at most ' + format(datum.limit, '.3~g')", "as": "says"}
     exact = "(isValid(datum.exact) ? format(datum.exact, '.1~e') : 'not measured')"
     floor = {"calculate": f"'A/A floor: ' + {exact}", "as": "says"}
     of_baseline = "datum.verdict === 'baseline'"
@@ -157,7 +157,7 @@ def _by_place(x: Spec, names: Sequence[str], data: Numbers, floor_at: Spec, tool
     of_kl = [one for one in data["quality"] if one["gate"] == "max_mean_kl"]
     limits = {one["limit"] for one in of_kl} - {None}
     floors = {one["distance"]: one["exact"] for one in of_kl if one["verdict"] == "baseline" and one["exact"] is not None}
-    levels = [(limit, f"gate max_mean_kl: {limit:.3g}", LIMIT, [7, 4], AT_RIGHT) for limit in sorted(limits)]
+    levels = [(limit, f"gate max_mean_kl, documents capped: {limit:.3g}", LIMIT, [7, 4], AT_RIGHT) for limit in sorted(limits)]
     levels += [(floor, f"A/A floor: {exact:.1e}", FAINT, [2, 3], floor_at) for floor, exact in sorted(floors.items())]
     line = {"type": "line", "point": {"size": 50, "filled": True}, "strokeWidth": 2}
     return [

@@ -91,7 +91,7 @@ def _heads(engine: OracleEngine, text: Text) -> list[Head]:
 
 def _mean_kl(engine: OracleEngine, text: Text, heads: list[Head], known: LayerInput | None) -> float:
     tokens, first = text.tokens, text.first
-    logits = engine.forced(tokens, first) if known is None else engine.forced_above(tokens, first, known)
+    logits = engine.forced(tokens, first, known)
     remaining = iter(heads)
     kl = [head_kl(next(remaining), rows, row) for rows in _distributions(logits) for row in range(len(rows.finite))]
     return float(np.mean(kl))

@@ -194,11 +194,7 @@ def tune(
     threads: int,
     progress: Progress,
 ) -> None:
-    """Search the policies of fewest bytes within budgets of KL and write the record, `tune.json`.
-
-    Raises:
-        UserError: The texts are too few, or none can be scored.
-    """
+    """Search the policies of fewest bytes within budgets of KL and write the record, `tune.json`."""
     torch.set_num_threads(threads)
     model: Any = load_causal_lm(checkpoint, dtype=torch.float32).eval()
     search, check, held_out = parts(checkpoint, config, jsonl, seed)

@@ -52,11 +52,7 @@ class TextSet:
 
 
 def parts(checkpoint: Path, config: TuneConfig, jsonl: Path | None, seed: int) -> tuple[TextSet, TextSet, TextSet]:
-    """Return the texts of PARTS: half of the documents, a quarter, and a quarter.
-
-    Raises:
-        UserError: Too few texts can be scored.
-    """
+    """Return the texts of PARTS: half of the documents, a quarter, and a quarter."""
     tokenizer = BundleTokenizer(checkpoint)
     # The calibration draws with the seed itself.
     texts = _generated(tokenizer, config, seed + 1) if jsonl is None else _given(tokenizer, config, jsonl)

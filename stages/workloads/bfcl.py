@@ -34,9 +34,6 @@ def bfcl_samples(config: BfclConfig, seed: int) -> list[Sample]:
 
     Entries are drawn with the seed, and stand in the order of BFCL's files. Entries whose possible answer, written as a call,
     the checker itself refuses are left out: nothing could be forced there that counts as right.
-
-    Raises:
-        MissingRequirement: bfcl-eval is not installed, or in another version.
     """
     packaged("bfcl-eval", VERSION, "workloads.bfcl")
     samples = []

@@ -26,9 +26,6 @@ def read_calls(text: str) -> list[Call]:
 
     Backquotes around the text are dropped and missing brackets are added, as BFCL does. Positional arguments are dropped, too:
     its checker knows arguments by name only. A bare name is its text, a call without named arguments likewise.
-
-    Raises:
-        ValueError: The text is not a list of calls.
     """
     text = text.strip("`\n ")
     text = text if text.startswith("[") else f"[{text}"

@@ -50,11 +50,7 @@ def pages(split: Split) -> tuple[tuple[str, ...], ...]:
 
 
 def excerpt(split: Split, seed: int, index: int) -> tuple[str, str]:
-    """Return the first half of a page and the rest of it. Indices of one seed are different pages.
-
-    Raises:
-        UserError: The split has no page of this index.
-    """
+    """Return the first half of a page and the rest of it. Indices of one seed are different pages."""
     order = list(pages(split))
     if index >= len(order):
         version = f"{sys.version_info.major}.{sys.version_info.minor}"

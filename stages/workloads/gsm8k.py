@@ -28,11 +28,7 @@ _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
 def gsm8k_samples(count: int, seed: int) -> list[Sample]:
-    """Return at most `count` problems, drawn with the seed, in the order of the file.
-
-    Raises:
-        MissingRequirement: The package with the data is not installed, or in another version.
-    """
+    """Return at most `count` problems, drawn with the seed, in the order of the file."""
     problems = _problems(packaged(PACKAGE, VERSION, "workloads.gsm8k", DATA))
     drawn = random.Random(f"gsm8k:{seed}").sample(range(len(problems)), min(count, len(problems)))
     return [_sample(f"gsm8k-{i:04d}", *problems[i]) for i in sorted(drawn)]

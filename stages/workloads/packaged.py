@@ -7,12 +7,7 @@ from pipeline.core.errors import MissingRequirement
 
 
 def packaged(name: str, version: str, key: str, file: str = "") -> Path:
-    """Return a file of an installed package, which is not imported.
-
-    Raises:
-        MissingRequirement: naming the key that asks for it and the command that installs it, when it is not there or another
-            version is, or one without the file.
-    """
+    """Return a file of an installed package, which is not imported."""
     install = f"pip install --no-deps {name}=={version}"
     try:
         found = metadata.distribution(name)

@@ -26,9 +26,6 @@ def render_all(tokenizer: Any, samples: Sequence[Sample]) -> list[str]:
     (those of Mistral and Gemma know no system role), system messages are put in front of the next user message. The tokenizer
     of a base model has no template; its messages become lines `role: content`, and the last line is `assistant: `, which the
     answer completes.
-
-    Raises:
-        UserError: The template refuses the messages without system roles, too, or takes more than it may.
     """
     templated = [sample for sample in samples if sample.messages and tokenizer.chat_template]
     texts = iter(rendered([partial(_chat, tokenizer, sample) for sample in templated]) if templated else ())
@@ -48,11 +45,11 @@ def _plain(sample: Sample) -> str:
 
 def _chat(tokenizer: Any, sample: Sample) -> str:
     try:
-        return _templated(tokenizer, sample.messages)
+        return templated(tokenizer, sample.messages)
     except TemplateError:
         folded = _fold_system(sample.messages)
     try:
-        return _templated(tokenizer, folded)
+        return templated(tokenizer, folded)
     except TemplateError as error:
         raise UserError(
             f"workloads: the tokenizer's chat_template refuses sample {sample.id} ({error}); "
@@ -60,7 +57,8 @@ def _chat(tokenizer: Any, sample: Sample) -> str:
         ) from error
 
 
-def _templated(tokenizer: Any, messages: Sequence[Message]) -> str:
+def templated(tokenizer: Any, messages: Sequence[Message]) -> str:
+    """Return a conversation as the chat template writes it, up to the assistant's turn. Raises TemplateError."""
     turns = [{"role": role, "content": content} for role, content in messages]
     # Templates of Llama 3 write the day that this function names: a prompt must be the same tomorrow.
     try:

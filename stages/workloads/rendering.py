@@ -29,11 +29,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def rendered(texts: Sequence[Callable[[], str]]) -> list[str]:
-    """Return what each function returns, all of them called in one child process, one after the other.
-
-    Raises:
-        UserError: One takes more time or memory, or writes more, than it may.
-    """
+    """Return what each function returns, all of them called in one child process, one after the other."""
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:

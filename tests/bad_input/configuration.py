@@ -96,6 +96,9 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("kv.sink_tokens=100000", "kv.sink_tokens", "1024"),
     ("model=giant",),
     ("model.path=/nowhere", "model.path=/nowhere", "no such directory"),
+    ("model.path=Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B, then give model.path=Qwen3-0.6B"),
+    ("stage=capacity model.path=Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B"),
+    ("workloads.speculation={draft:Qwen/Qwen3-0.6B}", "workloads.speculation.draft=Qwen/Qwen3-0.6B", "hf download"),
     ("model.path=pkg://no_such_package/x", "no_such_package", "stages.tiny"),
     ("model.path=pkg://this.x/y", "this.x"),
     ("model.path=pkg://.x/y", "pkg://.x/y"),
@@ -155,6 +158,8 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("-m workdir= kv=fp8,int8", "workdir"),
     ("-m workdir=a,b kv=fp8", "workdir"),
     ("stage=verify", "bundle: missing; stage=verify needs the directory of an engine"),
+    ("stage=audit", "backend=onnxruntime: loads no scales"),
+    ("stage=audit backend=vllm model.path=/nowhere", "model.path=/nowhere"),
     ("stage=verify bundle=/nowhere", "bundle=/nowhere", "no such directory"),
     ("stage=verify bundle=.", "bundle=.: holds neither identity.json nor bundle.json"),
     ("stage=route", "routing"),
@@ -232,13 +237,16 @@ OWN_FILES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("a number of 5,000 digits", f"sink_tokens: {'9' * 5000}", ("--config-dir", "digits")),
     ("not UTF-8", b"\xff\xfe", ("--config-dir", "utf-8")),
     ("an alias of aliases", "a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n", ("--config-dir", "mine.yaml", "alias")),
+    ("a number", "5\n", ("--config-dir", "int")),
     ("nested deep", f"a: {'[' * 3000}{']' * 3000}", ("--config-dir", "nested")),
 )
 
 
 def case(line: str, *says: str, code: int = 2) -> Case:
     arguments = tuple(line.split(" "))
-    return Case(line, arguments, says or arguments[-1:], code=code, begins="stage=verify" in arguments)
+    return Case(
+        line, arguments, says or arguments[-1:], code=code, begins=not {"stage=verify", "stage=audit"}.isdisjoint(arguments)
+    )
 
 
 CASES = [

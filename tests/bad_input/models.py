@@ -336,6 +336,33 @@ HELD_AGAINST_THE_MODEL = (
 )  # fmt: skip
 """What shows once transformers has built the model on the meta device."""
 
+
+def tokenizer_with(**parts: Any) -> Prepare:
+    return with_json(TOKENIZER, lambda old: old | parts)
+
+
+def tokenizer_config_with(**parts: Any) -> Prepare:
+    return with_json("tokenizer_config.json", lambda old: old | parts)
+
+
+CANNOT = "its tokenizer cannot be loaded"
+SPLIT = {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
+OPENED: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
+    ("an unknown normalizer", tokenizer_with(normalizer={"type": "Evil"}), (CANNOT, "Normalizer")),
+    ("an expression that is none", tokenizer_with(pre_tokenizer=SPLIT), (CANNOT, "parenthesis")),
+    ("a merge of no tokens", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"merges": ["zz qq"]}}),
+     (CANNOT, "zz")),
+    ("a tokenizer of another version", tokenizer_with(version="99.0"), (CANNOT, "99.0")),
+    ("tokenizer_class as a list", tokenizer_config_with(tokenizer_class=["a"]), (CANNOT,)),
+    ("a number of a token that is none", tokenizer_config_with(added_tokens_decoder={"x": {"content": "y"}}), (CANNOT, "'x'")),
+    ("extra_special_tokens as numbers", tokenizer_config_with(extra_special_tokens=[1]), (CANNOT,)),
+    ("chat_template.jinja not UTF-8", with_file("chat_template.jinja", b"\xff\xfe{"), (CANNOT, "utf-8")),
+    ("a template that refuses everything", tokenizer_config_with(chat_template="{{ raise_exception('no') }}"),
+     ("chat_template refuses a greeting", "no")),
+    ("a template that divides by 0", tokenizer_config_with(chat_template="{{ 1 / 0 }}"), ("chat_template", "ZeroDivision")),
+)  # fmt: skip
+"""What shows once transformers has opened the tokenizer."""
+
 CASES = [
     *(
         case(name, prepare, *says, loads_model=name in HELD_AGAINST_THE_MODEL)
@@ -344,5 +371,6 @@ CASES = [
             *(*WEIGHTS, *SHARDS, *TOKENIZERS),
         )
     ),
+    *(case(name, prepare, *says, loads_model=True) for name, prepare, says in OPENED),
     *(case(name, prepare, *says, unprivileged=name.endswith("unreadable")) for name, prepare, says in JSON),
 ]

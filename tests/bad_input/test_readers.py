@@ -21,8 +21,7 @@ from pipeline.evidence.identity import read_bundle, read_identity
 from pipeline.gguf.model import inspect_gguf
 from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
-from pipeline.routing.files import read_routing_file, read_snapshot
-from pipeline.routing.settings import MonitorConfig, RoutingConfig
+from pipeline.routing.files import MonitorConfig, RoutingConfig, read_routing_file, read_snapshot
 from stages.checkpoints import expected_tensors
 from stages.evaluate.inputs.samples import read_jsonl
 from stages.quantize.calibration import texts_from_file

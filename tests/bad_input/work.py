@@ -148,8 +148,16 @@ SNAPSHOTS: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("a negative count", snapshot(latency={"good": -1, "of": 1, "limit_ms": 5.0}), ("good",)),
     ("a count as text", snapshot(latency={"good": "1", "of": 1, "limit_ms": 5.0}), ("good",)),
     ("a version 0", snapshot(version="0"), ("version",)),
+    ("a version as a number", snapshot(version=1), ("version", "got 1")),
+    ("a count as a fraction", snapshot(canaries={"good": 0.5, "of": 4}), ("canaries.good",)),
+    ("more live tokens than fit", snapshot(memory={"live_tokens": 2, "max_tokens": 1}), ("live_tokens=2",)),
+    ("no tokens that fit", snapshot(memory={"live_tokens": 0, "max_tokens": 0}), ("max_tokens",)),
+    ("a monitor that there is not", snapshot(throughput=3), ("classes.chat.throughput",)),
+    ("a class without a monitor", '{"classes": {"chat": {"version": "1"}}}', ("classes.chat.latency", "required")),
+    ("a time without its zone", json.dumps(SNAPSHOT | {"taken_at": "2026-01-01T00:00:00"}), ("taken_at", "timezone")),
     ("a class with a slash", json.dumps({"classes": {"../x": SNAPSHOT["classes"]["chat"]}}), ("classes",)),
     ("half a surrogate", snapshot(version="\ud800"), ("JSON",)),
+    ("a class with a line break", json.dumps({"classes": {"a\n": SNAPSHOT["classes"]["chat"]}}), ("classes.a?",)),
 )
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "\n".join(
@@ -167,6 +175,11 @@ ROUTES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("a key twice", "routes: {}\nroutes: {}", ("cannot be read",)),
     ("an unknown key", "rutes: {}", ("rutes",)),
     ("a policy as a list", "routes: {chat: {policy: [a]}}", ("policy",)),
+    ("a policy that is no number", "routes: {chat: {policy: .nan}}", ("routes.chat.policy", "got nan")),
+    ("no policy", "routes: {chat: {fallback: a}}", ("routes.chat.policy", "required")),
+    ("an unknown key of a route", "routes: {chat: {policy: a, fallbak: b}}", ("routes.chat.fallbak",)),
+    ("a class that ends like a way back", "routes: {chat-previous: {policy: a}}", ("must not end with -previous",)),
+    ("a class of two words", "routes: {'a b': {policy: a}}", ("routes.a b",)),
     ("a class default", "routes: {default: {policy: a}}", ("default",)),
     ("zeros", bytes(100), ("cannot be read",)),
 )
@@ -188,6 +201,13 @@ GGUFS: tuple[tuple[str, bytes, tuple[str, ...]], ...] = (
         ("array of arrays",),
     ),
     ("a text that is not UTF-8", b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"\xff", ("not UTF-8",)),
+)
+
+IDENTITIES: tuple[tuple[str, str], ...] = (
+    ("empty", ""),
+    ("of nothing", "{}"),
+    ("nested deep", NESTED),
+    ("5,000 digits", "9" * 5000),
 )
 
 LOADS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
@@ -221,6 +241,13 @@ CASES = [
                         ("monitor.snapshot", ("stage=monitor",)), ("tune.modelopt", ("stage=tune",)))
       for what, make in (("a pipe", fifo), ("a directory", Path.mkdir), ("a link to itself", lambda path: path.symlink_to("x")),
                          ("100 GB", sparse(100 << 30)))),
+    *(Case(f"of nothing: stage={stage}", (f"stage={stage}", *more), (f"stage={stage}: nothing is registered",), prepare)
+      for stage, more, prepare in (("rollback", (), text("x", "")), ("route", ("routing.rollback=chat",), text("x", "")),
+                                   ("monitor", ("monitor.snapshot=s.json",), text("s.json", snapshot())))),
+    *(Case(f"identity.json: {name}", ("stage=verify", "bundle=b"), ("b/identity.json", "stage=evaluate"),
+           text("b/identity.json", content), begins=True) for name, content in IDENTITIES),
+    Case("tune.modelopt of no version", ("stage=tune", "tune.modelopt=m.json"), ("kv_cache_schema_version=None", "give"),
+         text("m.json", '{"kv_cache_quantized_layers": {"x": "FP8"}}')),
     Case("GGUF: a pipe", ("stage=build", "model.path=m.gguf"), ("model.path=", "m.gguf"), place("m.gguf", fifo)),
     Case("a prompt longer than the context", ("workloads=jsonl", "workloads.jsonl=s.jsonl", "model.path=model"),
          ("sample s-0001", "2,048", "too many"), both(lambda d: checkpoint(d / "model"), text("s.jsonl", LONG)),

@@ -17,8 +17,8 @@ from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from stages.engines.interpreter.process import CHANNEL, Interpreter, probe
 from stages.engines.trtllm.config import TrtllmConfig
-from stages.engines.trtllm.library import PROGRAM, rank_capabilities
-from stages.engines.trtllm.targets import TargetName, interpreter_parts, refuse, refuse_integers, refuse_unread, resolve
+from stages.engines.trtllm.library import PROGRAM
+from stages.engines.trtllm.targets import TargetName, refuse, refuse_unread, resolve
 
 
 @pytest.fixture(scope="module")
@@ -130,27 +130,6 @@ def test_a_switch_that_only_the_other_target_reads_is_refused(target: Any, key: 
     assert refusal.startswith(f"backend.{key}=")
     assert refusal.endswith(f": only backend.target={other} reads it, this is {target}; leave it at {default}")
     assert refuse_unread(other, backend) is None  # type: ignore[arg-type]
-
-
-def test_integers_are_refused_where_tensorrt_llm_builds_none(tmp_path: Path) -> None:
-    here = probe(PROGRAM, make_interpreter(tmp_path / "bin", gpus=("10.0", "9.0")))
-    fp8, int8 = (KVPolicy.model_validate(conf("kv", name)) for name in ("fp8", "int8_tensor"))
-    refuse_integers(fp8, "fp8", here, 1)
-    with pytest.raises(UserError, match=r"kv=int8_tensor: TensorRT-LLM builds no INT8 cache for Fake H0, SM 10\.0"):
-        refuse_integers(int8, "none", here, 1)
-    with pytest.raises(UserError, match=r"weights=int4_awq: .* no integer weights for Fake H0, SM 10\.0; choose weights=fp8"):
-        refuse_integers(fp8, "int4_awq", here, 1)
-    refuse_integers(int8, "int8_sq", probe(PROGRAM, make_interpreter(tmp_path / "other", gpus=("9.0", "10.0"))), 1)
-
-
-def test_only_the_gpus_of_the_ranks_count_and_they_must_be_of_one_kind(tmp_path: Path) -> None:
-    python = make_interpreter(tmp_path / "bin", gpus=("9.0", "8.9", "9.0"))
-    here = probe(PROGRAM, python)
-    assert rank_capabilities(here, 1) == ["9.0"]
-    shipped = {**conf("backend", "trtllm"), "python": python}
-    assert interpreter_parts(TrtllmConfig.model_validate(shipped))["compute_capabilities"] == ["9.0"]
-    with pytest.raises(UserError, match=r"tensor_parallel_size=2: GPUs 0 to 1 are SM 9\.0, 8\.9, .*CUDA_VISIBLE_DEVICES"):
-        interpreter_parts(TrtllmConfig.model_validate({**shipped, "tensor_parallel_size": 2}))
 
 
 def test_what_a_prompt_needs_is_checked_with_the_configuration() -> None:

@@ -16,12 +16,10 @@ from torch import Tensor
 
 from benchmarks.scales import calibrated_scales
 from pipeline.core.formats import BlockScale, Format, Granularity, Rotation, ScaleSource
-from pipeline.formats import graph, oracle
 from pipeline.formats.oracle import Static, Stored
 from pipeline.formats.spec import GROUP_SIZES
 from pipeline.formats.table import CODES
-from stages.engines.onnx.formats import GRAPHS
-from stages.engines.oracle.formats import ORACLES, dequantize, hadamard, quantize, static_scales
+from stages.engines.oracle.formats import dequantize, hadamard, quantize, static_scales
 
 LARGEST = 65504 / 128**0.5
 """Largest magnitude that every format can store: a rotation may gather a head of 128 channels in one of them, and the
@@ -29,11 +27,8 @@ caches refuse what does not fit in float16."""
 
 
 def add_int2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new width of integers is one folder, and an entry in each table."""
-    spec = replace(CODES["int4"], name="int2", bits=2, limit=1.0, native=(None, None))
-    monkeypatch.setitem(CODES, "int2", spec)
-    monkeypatch.setitem(ORACLES, "int2", oracle.Integer(spec))
-    monkeypatch.setitem(GRAPHS, "int2", graph.Integer(spec))
+    """A new width of integers is one folder, and an entry in the table."""
+    monkeypatch.setitem(CODES, "int2", replace(CODES["int4"], name="int2", bits=2, limit=1.0, native=(None, None)))
 
 
 def every_format() -> list[Format]:

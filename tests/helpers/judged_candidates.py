@@ -36,8 +36,13 @@ def judged_candidate(
         report = make_report(rows, engine_digest=engine_digest, baseline_digest=baseline_digest).model_dump_json()
     (evidence / REPORT_FILE).write_text(report)
     (evidence / SAMPLES_FILE).write_text("".join(one.model_dump_json() + "\n" for one in rows))
-    identity = evidence / "identity.json"
-    identity.write_text(json.dumps({"policy": policy}))
+    (evidence / "identity.json").write_text(json.dumps({"policy": policy}))
+    return candidate_in(folder, policy, verdict, metrics)
+
+
+def candidate_in(folder: Path, policy: str, verdict: Status, metrics: Mapping[str, float]) -> Candidate:
+    """The candidate whose evidence lies in a folder, as it is."""
+    engine, baseline, evidence = folder / "engines" / policy, folder / "engines" / "fp16", folder / "reports" / policy
     return Candidate(
         name=policy,
         policy=policy,
@@ -46,10 +51,10 @@ def judged_candidate(
         verdict=verdict,
         reasons=() if verdict == "PASS" else ("mean KL",),
         metrics=metrics,
-        engine=Cited(path=engine, digest=engine_digest),
-        baseline=Cited(path=baseline, digest=baseline_digest),
+        engine=Cited(path=engine, digest=files_digest(tree_files(engine))),
+        baseline=Cited(path=baseline, digest=files_digest(tree_files(baseline))),
         report=Cited(path=evidence / REPORT_FILE, digest=evidence_digest(evidence / REPORT_FILE)),
-        identity=Cited(path=identity, digest=file_digest(identity)),
+        identity=Cited(path=evidence / "identity.json", digest=file_digest(evidence / "identity.json")),
     )
 
 

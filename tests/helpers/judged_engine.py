@@ -13,7 +13,9 @@ from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.core.kv import FP16_POLICY, KVPolicy
-from pipeline.evidence.identity import Link, Role, make_identity, write_identity
+from pipeline.evidence.identity import IDENTITY_FILE, Link, Role, make_identity, read_identity, write_identity
+from pipeline.evidence.reading import registered_candidate
+from pipeline.registry.summary import Candidate, Registration
 from pipeline.trust.keys import Keys
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
@@ -93,6 +95,17 @@ def judged_engine(
         Recipe("identity", (), {} if kv == "int8" else {"kv": kv}, {}),
         lambda out: write_identity(identity, evaluation.path, jsonl, out, keys),
     ).path
+
+
+def cited_tags(evidence: Path) -> dict[str, str]:
+    """What a version of the registry cites of a judged engine."""
+    identity = read_identity(evidence / IDENTITY_FILE)
+    return {"kv": identity.policy, **identity.digests, "identity_digest": file_digest(evidence / IDENTITY_FILE)}
+
+
+def candidate_of(evidence: Path) -> Candidate:
+    """A judged engine as a candidate, which is version 1."""
+    return registered_candidate(evidence.parents[1], Registration(run_id="run", model_version="1"), cited_tags(evidence))[0]
 
 
 def _write(files: dict[str, str]) -> Callable[[Path], None]:

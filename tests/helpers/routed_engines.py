@@ -10,10 +10,9 @@ from pipeline.config.policies import shipped_policies
 from pipeline.registry.proof import ReplayedEvidence
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.routing.engines import Engine, Engines
-from pipeline.routing.settings import RoutingConfig
+from pipeline.routing.files import RoutingConfig
 from pipeline.routing.stages import route
-from pipeline.trust.history import Record
-from pipeline.trust.movelog import MoveLog
+from pipeline.trust.movelog import MoveLog, Record
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Check, LineStatus, Status, Verdict
 

@@ -8,16 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from judged_candidates import judged_candidate
+from judged_candidates import candidate_in, judged_candidate
 
-from pipeline.artifacts.digest import file_digest, files_digest, tree_files
+from pipeline.artifacts.digest import file_digest
 from pipeline.artifacts.files import link_or_copy
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.registry import summary
-from pipeline.registry.contents import RunPage, Workload
 from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.runs import track
-from pipeline.registry.summary import Candidate, Cited
+from pipeline.registry.pages import RunPage
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 from pipeline.verdict.thresholds import Status
 
@@ -26,9 +24,11 @@ PARTS = 3
 """Samples of the evaluation, each saved when it is done."""
 PAGE = RunPage(
     metrics={"quality/kl_mean": 0.01},
+    baseline={"quality/recovery": 1.0},
     description="**PASS**",
     tables={"samples.json": [{"answer": "lost"}]},
-    workloads=[Workload("copy", "0" * 64, 1, 1, 1)],
+    workloads={"copy": {"num_rows": 1}},
+    digest="0" * 64,
 )
 
 
@@ -75,7 +75,7 @@ def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | N
 def judge(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None = None, verdict: Status = "PASS") -> Ended:
     """Judge and register one policy."""
     opened = open_tracking(work, uri)
-    with track(opened, sweep, policy, "onnxruntime", {"kv": {"name": policy}}) as run:
+    with opened.candidate(sweep, policy, "onnxruntime", {"kv": {"name": policy}}) as run:
         quantized, engine = build(work, checkpoint, policy)
 
         def measure(out: Path) -> None:
@@ -94,30 +94,10 @@ def judge(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None
             judged_candidate(out, policy, metrics={})
 
         judged = Store(work / "artifacts").get(Recipe("evaluate", CODE, {"kv": policy}, {"round": measured.digest}), report)
-        candidate = _candidate(judged.path, policy, engine, verdict)
-        for artifact in (quantized, engine, measured, judged):
-            run.stage(artifact.stage, {}, digest=artifact.digest, seconds=0.0)
-        done = run.conclude(candidate, PAGE)
+        tokens = float(len(engine.digest) + int(engine.digest[:4], 16))
+        candidate = candidate_in(judged.path, policy, verdict, {"quality/kl_mean": 0.01, "memory/max_live_tokens": tokens})
+        done = opened.conclude(run, candidate, PAGE)
     summary.record(work, sweep, done)
     assert done.registration is not None
     digests = {artifact.stage: artifact.digest for artifact in (quantized, engine, measured, judged)}
     return Ended(digests, done.verdict, done.registration.model_version)
-
-
-def _candidate(folder: Path, policy: str, engine: Artifact, verdict: Status) -> Candidate:
-    """The candidate whose evidence lies in `folder`, as it is."""
-    evidence, baseline = folder / "reports" / policy, folder / "engines" / "fp16"
-    own = folder / "engines" / policy
-    return Candidate(
-        name=policy,
-        policy=policy,
-        model="tiny",
-        backend="onnxruntime",
-        verdict=verdict,
-        reasons=(),
-        metrics={"quality/kl_mean": 0.01, "memory/max_live_tokens": float(len(engine.digest) + int(engine.digest[:4], 16))},
-        engine=Cited(path=own, digest=files_digest(tree_files(own))),
-        baseline=Cited(path=baseline, digest=files_digest(tree_files(baseline))),
-        report=Cited(path=evidence / "report.json", digest=summary.evidence_digest(evidence / "report.json")),
-        identity=Cited(path=evidence / "identity.json", digest=file_digest(evidence / "identity.json")),
-    )

@@ -29,19 +29,6 @@ def test_the_composed_configuration_can_be_shown(run: Callable[[list[str]], Outc
     assert "dtype: int8" in result.stdout
 
 
-def test_a_password_in_an_override_is_not_repeated(run: Callable[[list[str]], Outcome]) -> None:
-    result = run(["tracking.uri=postgresql://me:hunter2@host/db", "kv=fp9"])
-    assert "hunter2" not in result.stderr + result.stdout
-
-
-def test_a_workdir_that_is_a_file_is_refused(run: Callable[[list[str]], Outcome], tmp_path: Path) -> None:
-    (tmp_path / "work").write_text("")
-    for stage in ("build", "promote", "status"):
-        result = run([f"stage={stage}"])
-        assert (result.code, result.stderr.count("pipeline: error: ")) == (2, 1)
-        assert "workdir=work: is not a directory" in result.stderr
-
-
 def test_a_status_before_any_run_says_so_and_makes_nothing(run: Callable[[list[str]], Outcome], tmp_path: Path) -> None:
     result = run(["stage=status", "workdir=here"])
     assert (result.code, result.stderr) == (0, "")

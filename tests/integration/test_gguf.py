@@ -3,12 +3,16 @@
 import json
 import math
 import pydoc_data.topics
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 from gguf_files import (
     CHARACTERS,
     SENTENCE_PIECES,
@@ -27,11 +31,15 @@ from warm import command
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.core.errors import UserError
+from pipeline.gguf.header import Header, Tensor
+from pipeline.gguf.model import inspect_gguf
 from pipeline.gguf.vocabulary import UNUSED
 from pipeline.run.inputs import check_draft
 from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.gguf import convert
 from stages.gguf.convert import convert_gguf
+from stages.gguf.finite import BYTES, NUMBERS, check_finite
+from stages.opening import check_opens
 
 torch.set_num_threads(1)
 
@@ -110,6 +118,40 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     model.state_dict()["model.norm.weight"][0] = math.nan
     with pytest.raises(UserError, match=r"model\.path=.*output_norm\.weight holds a value that is not finite"):
         converted(tmp_path, model=model)
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("bits", [(0x7FC0, 0x7E00), (0xFF80, 0xFC00)], ids=["NaN", "-inf"])
+def test_a_block_that_is_not_finite_is_found_without_dequantizing_it(kind: str, bits: tuple[int, int], tmp_path: Path) -> None:
+    form, first, count = NUMBERS[kind]
+    size, values = BYTES[kind], GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
+    item = np.dtype(form).itemsize
+    for place in [None, *range(first, first + count * item, item)]:
+        stored = np.zeros(3 * size, np.uint8)
+        if place is not None:  # of a float32, its upper half
+            upper = size + place + item - 2
+            stored[upper : upper + 2].view("<u2")[:] = bits[form == "<f2"]
+        with np.errstate(invalid="ignore"):
+            dequantized = dequantize(stored.reshape(3, size), GGMLQuantizationType[kind])
+        assert np.isfinite(dequantized).all() == (place is None), "gguf itself reads it so"
+        stored.tofile(tmp_path / "m.gguf")
+        header = Header(tmp_path / "m.gguf", {}, {"w": Tensor(kind, (3, values), 0, stored.nbytes)})
+        with nullcontext() if place is None else pytest.raises(UserError, match="w holds a value that is not finite"):
+            check_finite(header)
+
+
+def test_a_gguf_is_opened_before_any_work_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    refusing = write_gguf(
+        tmp_path / "r.gguf", "Llama", random_model("Llama"), tokenizer__chat_template="{{ raise_exception('no') }}"
+    )
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"r\.gguf: its chat_template refuses a greeting \(no\)"):
+            check_opens(inspect_gguf(refusing).info)
+    sound = inspect_gguf(write_gguf(tmp_path / "s.gguf", "Llama", random_model("Llama"))).info
+    check_opens(sound)
+    monkeypatch.setattr("stages.checkpoints.load_tokenizer", lambda _: pytest.fail("it is opened again"))
+    check_opens(sound)
 
 
 @pytest.mark.parametrize(

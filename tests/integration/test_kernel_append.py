@@ -15,9 +15,6 @@ import numpy as np
 import pytest
 import torch
 from amount import STRIDE
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 from kernel_cases import DEVICE, DTYPES, KEYS, NO_PAGE, VALUES, differing, on_device, poison, side
 from torch import Tensor
 
@@ -200,29 +197,6 @@ def test_nothing_is_written_of_a_sequence_whose_position_is_negative(positions: 
     shape = (2, len(positions), 3, 64)
     layout = CacheLayout(3, 64, side("int8 token"), side(value), 4, 5)
     check(layout, any_numbers(shape, 0), any_numbers(shape, 1), positions)
-
-
-@st.composite
-def appends(draw: st.DrawFn) -> tuple[CacheLayout, Tensor, Tensor, list[int], int]:
-    """Draw a random layout, new keys and values, their positions, and a seed."""
-    dim = draw(st.sampled_from(HEAD_DIMS))
-    value = draw(st.sampled_from([name for name in VALUES if not (dim == 64 and name == "int4 128")]))
-    sink, recent = draw(st.integers(0, 5)), draw(st.integers(0, 70))
-    layout = CacheLayout(draw(st.integers(1, 9)), dim, side(draw(st.sampled_from(KEYS))), side(value), sink, recent)
-    positions = draw(st.lists(st.integers(0, 300), min_size=1, max_size=2))
-    shape = (draw(st.integers(1, 2)), len(positions), layout.kv_heads, dim)
-    seed = draw(st.integers(0, 2**32 - 1))
-    key, new = any_numbers(shape, seed), any_numbers(shape, seed + 1)
-    row = draw(arrays.arrays(np.float32, dim, elements=st.floats(width=32), fill=st.nothing()))
-    key[0, 0, 0], new[-1, -1, -1] = torch.from_numpy(row), torch.from_numpy(row[::-1].copy())
-    dtype = draw(st.sampled_from(DTYPES))
-    return layout, key.to(dtype), new.to(dtype), positions, seed
-
-
-@settings(max_examples=40 if STRIDE == 1 else 16, derandomize=True, deadline=None)
-@given(drawn=appends())
-def test_any_numbers_are_stored_bit_for_bit(drawn: tuple[CacheLayout, Tensor, Tensor, list[int], int]) -> None:
-    check(*drawn)
 
 
 COMPILE = """

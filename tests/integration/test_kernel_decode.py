@@ -264,14 +264,10 @@ def test_any_cache_attends_as_the_reference(drawn: tuple[Case, int]) -> None:
     [
         ({"plan": launch.Plan(torch.zeros(2, 5).int(), torch.zeros(2, 4).int())}, r"sequences must be \(1, 4\), got \(2, 4\)"),
         ({"plan": launch.Plan(torch.zeros(2, 5), torch.zeros(1, 4).int())}, "work must be torch.int32, got torch.float32"),
-        ({"scaling": 0.0}, "scaling must be positive, got 0.0"),
-        ({"exact_slots": None}, "exact_slots must be given: the layout keeps 3 exact tokens"),
         (
             {"lengths": torch.zeros(1, dtype=torch.int32, device="meta")},
             "lengths must be on cpu, where the other tensors are, got meta",
         ),
-        ({"query": torch.zeros(1, 5, 64)}, r"query must be \(B, G \* 2, 64\), got \(1, 5, 64\)"),
-        ({"query": torch.zeros(1, 34, 64)}, "query heads per KV head must be 1 to 16, got 17"),
     ],
 )
 def test_a_launch_that_no_kernel_serves_is_refused(changed: dict[str, object], message: str) -> None:

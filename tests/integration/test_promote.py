@@ -1,21 +1,15 @@
-"""Promotion against a real SQLite store, and what several processes do to one."""
+"""Processes that begin at once in a work directory without a store: each registers its engine, and the best is promoted."""
 
 import multiprocessing
-import os
-import signal
 import sqlite3
-from multiprocessing.connection import Connection
 from multiprocessing.queues import Queue
 from pathlib import Path
 
-import pytest
-from judged_candidates import decide_pass, judged_candidate, proven, replay_without_findings
+from judged_candidates import decide_pass, judged_candidate, replay_without_findings
 
-from pipeline.core.errors import GateRefusal, UserError
-from pipeline.registry import promotion
 from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.runs import track
-from pipeline.registry.summary import Candidate, conclude, load, record
+from pipeline.registry.promotion import promote
+from pipeline.registry.summary import load, record
 from pipeline.registry.tracking import Tracking, locate
 from pipeline.trust.movelog import MoveLog
 
@@ -24,137 +18,34 @@ FORK = multiprocessing.get_context("fork")
 PROCESSES = 4
 
 
-def open_in(work: Path, name: str = "kvgate") -> MlflowStore:
-    """An experiment of its own in the work directory's store: making a new store takes seconds."""
-    return MlflowStore(locate(Tracking(experiment=name), work, name, {}))
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("work")
-
-
-def judge(work: Path, kv: str, kib: float) -> Candidate:
-    metrics = {"quality/kl_mean": 0.01, "memory/kib_per_token": kib, "memory/max_live_tokens": 1e6 / kib}
-    return judged_candidate(work, kv, metrics=metrics)
-
-
-def sweep(store: MlflowStore, work: Path, name: str, **kib: float) -> None:
-    for kv, size in kib.items():
-        with track(store, name, kv, "onnxruntime", {}) as run:
-            done = run.conclude(judge(work, kv, size))
-        record(work, name, done)
-
-
-def promote_last(store: MlflowStore, work: Path, name: str | None = None) -> promotion.Move:
-    summary = load(work)
-    move = promotion.promote(
-        summary.candidates, MoveLog(store), replay_without_findings, decide_pass, sweep=summary.sweep, name=name
-    )
-    conclude(work, move.champion)
-    return move
+def open_in(work: Path) -> MlflowStore:
+    return MlflowStore(locate(Tracking(experiment="together"), work, "together", {}))
 
 
 def _register_one(work: Path, number: int, results: "Queue[str]") -> None:
-    """Open the store, which does not exist yet, and register an engine of its own."""
-    store = open_in(work, "together")
-    with track(store, "together", f"kv{number}", "onnxruntime", {}) as run:
-        done = run.conclude(judge(work, f"kv{number}", 1.0 + number))
+    store, policy = open_in(work), f"kv{number}"
+    with store.candidate("together", policy, "onnxruntime", {}) as run:
+        metrics = {"quality/kl_mean": 0.01, "memory/max_live_tokens": 1e6 / (1 + number)}
+        done = store.conclude(run, judged_candidate(work, policy, metrics=metrics))
     record(work, "together", done)
-    assert done.registration is not None
-    results.put(done.registration.model_version)
+    results.put(done.version)
 
 
-def test_processes_that_open_a_fresh_store_at_once_all_get_through(work: Path) -> None:
-    assert not (work / "mlflow.db").exists(), "this test comes first in the module: it makes the store"
+def test_processes_that_open_a_fresh_store_at_once_all_get_through(tmp_path: Path) -> None:
     for number in range(PROCESSES):
-        judge(work, f"kv{number}", 1.0)
+        judged_candidate(tmp_path, f"kv{number}", metrics={})
     results: Queue[str] = FORK.Queue()
-    workers = [FORK.Process(target=_register_one, args=(work, n, results)) for n in range(PROCESSES)]
+    workers = [FORK.Process(target=_register_one, args=(tmp_path, n, results)) for n in range(PROCESSES)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join(timeout=60)
     assert [worker.exitcode for worker in workers] == [0] * PROCESSES
     assert sorted(results.get(timeout=1) for _ in workers) == [str(n + 1) for n in range(PROCESSES)]
-    assert len(load(work).candidates) == PROCESSES
-    with sqlite3.connect(work / "mlflow.db") as database:
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
         assert database.execute("select count(*) from experiments where name = 'together'").fetchone() == (1,)
         assert database.execute("select count(*) from runs where status = 'FINISHED'").fetchone() == (PROCESSES,)
-    assert promote_last(open_in(work, "together"), work).champion == "kv0"
-
-
-def test_sweeps_promote_roll_back_and_refuse_tampered_engines(work: Path) -> None:
-    store = open_in(work, "promote")
-    assert store.alias("champion") is None
-    sweep(store, work, "monday", fp8=2.0, int8=2.06)
-    first = promote_last(store, work)
-    assert first.champion == "fp8"
-    assert load(work).champion == "fp8"
-
-    assert not promote_last(store, work).changed
-
-    sweep(store, work, "tuesday", fp8=2.0, fp8k_int4v=1.56)
-    second = promote_last(store, work)
-    assert (second.champion, second.previous) == ("fp8k_int4v", first.version)
-    assert (store.alias("champion"), store.alias("previous")) == (second.version, first.version)
-    tags = store.tags(second.version)
-    assert tags is not None
-    assert tags["promoted_by_sweep"] == "tuesday"
-
-    back = promotion.rollback(MoveLog(store), proven)
-    assert (back.champion, back.version) == ("fp8", first.version)
-    assert (store.alias("champion"), store.alias("previous")) == (first.version, None)
-    with pytest.raises(UserError, match="no previous champion"):
-        promotion.rollback(MoveLog(store), proven)
-
-    assert promote_last(store, work).version == first.version, "what was rolled back stays back"
-    history = MoveLog(store).read()
-    assert [record.kind for record in history.records] == ["promote", "promote", "rollback"]
-    assert history.problem is None
-    store.set_alias("champion", second.version)  # by hand
-    MoveLog(store).repair()
-    assert store.alias("champion") == first.version
-
-    (work / "engines" / "fp8k_int4v" / "bundle.json").write_text("tampered")
-    with pytest.raises(GateRefusal, match="fp8k_int4v is not promoted: its engine"):
-        promote_last(store, work, "fp8k_int4v")
-    assert store.alias("champion") == first.version
-    assert store.tags("99") is None
-
-
-def _run_until_stopped(work: Path, name: str, ready: Connection) -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the command line does
-    store = open_in(work, name)
-    with track(store, "stopped", "fp8", "onnxruntime", {}):
-        ready.send("running")
-        signal.pause()
-
-
-def test_sigterm_closes_the_run_as_killed(work: Path) -> None:
-    parent, child = FORK.Pipe()
-    worker = FORK.Process(target=_run_until_stopped, args=(work, "terminated", child))
-    worker.start()
-    child.close()  # so that the worker's death is the end of the file
-    assert parent.recv() == "running"
-    assert worker.pid is not None
-    os.kill(worker.pid, signal.SIGTERM)
-    worker.join(timeout=30)
-    assert worker.exitcode == 1
-    with sqlite3.connect(work / "mlflow.db") as database:  # opening the store would close the run
-        query = "select r.status from runs r join experiments e using (experiment_id) where e.name = 'terminated'"
-        assert database.execute(query).fetchall() == [("KILLED",)]
-
-
-def test_the_run_of_a_process_that_was_killed_outright_is_closed_by_the_next(work: Path) -> None:
-    parent, child = FORK.Pipe()
-    worker = FORK.Process(target=_run_until_stopped, args=(work, "killed", child))
-    worker.start()
-    child.close()
-    assert parent.recv() == "running"
-    assert worker.pid is not None
-    os.kill(worker.pid, signal.SIGKILL)
-    worker.join(timeout=30)
-    store = open_in(work, "killed")
-    runs = store.client.search_runs([store.experiment_id])
-    assert [run.info.status for run in runs] == ["KILLED"]
+    candidates = load(tmp_path).candidates
+    assert len(candidates) == PROCESSES
+    log = MoveLog(open_in(tmp_path))
+    assert promote(candidates, log, replay_without_findings, decide_pass, sweep="together").champion == "kv0"

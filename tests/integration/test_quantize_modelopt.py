@@ -136,22 +136,6 @@ def test_int8_per_tensor_is_carried_by_the_tensorrt_llm_export_alone(run_stage: 
     assert not (out / "exports" / "unified_hf").exists()
 
 
-@pytest.mark.parametrize(
-    ("policy", "reason"),
-    [
-        ("fp8_e5m2", "fp8_e5m2 per_tensor keys and values: the export has no name"),
-        ("int4_guarded", "overrides.0.key fp8_e4m3 per_tensor: its cache has one type for all keys and values"),
-    ],
-)
-def test_what_no_export_can_express_is_explained_instead(policy: str, reason: str, run_stage: Callable[..., Path]) -> None:
-    out = run_stage(policy)
-    exports = json.loads((out / "exports" / "exports.json").read_text())
-    for name in ("unified_hf", "tensorrt_llm"):
-        assert not (out / "exports" / name).exists()
-        assert not exports[name]["written"]
-        assert reason in exports[name]["reason"]
-
-
 @pytest.mark.parametrize("weights", ["fp8", "int8_sq", "int4_awq"])
 def test_quantized_weights_are_asserted_exported_and_validated(weights: WeightsFormat, run_stage: Callable[..., Path]) -> None:
     out = run_stage("fp8", weights)

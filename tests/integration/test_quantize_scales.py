@@ -4,7 +4,6 @@ Tolerance 1e-5, except where a rotation's 64 products are added in another order
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import transformers
 from quantize_fixtures import FP8, POLICIES, per_token, stage, static, token_ids
 from torch import Tensor
 
-from pipeline.core.errors import UserError
 from pipeline.core.formats import Format, WeightsFormat
 from pipeline.core.kv import KVPolicy, KVShape, LayerOverride, Side, Window
 from pipeline.core.scales import KVScales, SideScales
@@ -156,31 +154,3 @@ def test_a_window_is_measured_over_a_base_that_is_not(states: States, tiny_check
         check(scales.layers[layer][Side.WINDOW_VALUE], states[layer]["value"], FP8)
     enabled = json.loads((tmp_path / "quantizers.json").read_text())["quantizers"]["enabled"]
     assert enabled == [f"model.layers.{layer}.self_attn.v_bmm_quantizer" for layer in range(4)]
-
-
-def _drop_a_layer(scales: KVScales) -> KVScales:
-    return KVScales(layers=scales.layers[:3])
-
-
-def _per_tensor(scales: KVScales) -> KVScales:
-    return KVScales(layers=tuple({**layer, Side.KEY: SideScales(scale=(1.0,))} for layer in scales.layers))
-
-
-def _no_value(scales: KVScales) -> KVScales:
-    return KVScales(layers=tuple({Side.KEY: layer[Side.KEY]} for layer in scales.layers))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (_drop_a_layer, "holds scales of 3 layers, the model has 4"),
-        (_per_tensor, "layer 0: key must hold 2 scales and no zeros for fp8_e4m3 per_head, got 1 and 0"),
-        (_no_value, "layer 0: value of kv policy fp8_head has static scales, which are missing"),
-    ],
-)
-def test_measured_scales_that_were_damaged_are_refused(
-    change: Callable[[KVScales], KVScales], message: str, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
-    scales = scales_of(tiny_checkpoint, tmp_path, POLICIES["fp8_head"])
-    with pytest.raises(UserError, match=f"FILE: {message}"):
-        change(scales).check(POLICIES["fp8_head"], SHAPE, "FILE")

@@ -10,7 +10,6 @@ from typing import Any
 import onnx
 import pytest
 import tensorrt_stubs_builder as builder
-from amount import STRIDE
 from onnx import helper
 from onnx_fixtures import nothing
 from tensorrt_graph_cases import SM, Surgery, surgeries
@@ -120,22 +119,3 @@ def test_everything_but_the_plugins_builds_into_a_plan(name: str, graphs: dict[s
     parsed = parse_rest(model, surgery, tmp_path)
     assert not [tensor.name for tensor in parsed.inputs if tensor.name.startswith("key_pool.0")]
     assert build(parsed, surgery.limits.ranges("decode"), [SM], nothing).data
-
-
-@pytest.mark.skipif(STRIDE > 1, reason="12 s of CPU: make test-long")
-def test_everything_but_the_plugins_of_a_chunk_builds_into_a_plan(graphs: dict[str, Surgery], tmp_path: Path) -> None:
-    surgery = graphs["fp8k_int4v"]
-    info, model = surgery.bundle.model, onnx.ModelProto()
-    model.CopyFrom(surgery.prefill)
-    for layer in surgery.layers.layouts:
-        attend, join = surgery.node(f"context_partial.{layer}"), surgery.node(f"context_reduce.{layer}")
-        for node in (attend, join):
-            model.graph.node.remove(node)
-        shape: list[int | str] = ["B", "S", info.q_heads, info.head_dim]
-        model.graph.input.append(helper.make_tensor_value_info(join.output[0], onnx.TensorProto.FLOAT16, shape))
-        for name, heads in zip(attend.input[:3], (info.q_heads, info.kv_heads, info.kv_heads), strict=True):
-            shape = ["B", "S", heads, info.head_dim]
-            model.graph.output.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT16, shape))
-    parsed = parse_rest(model, surgery, tmp_path)
-    assert not [tensor.name for tensor in parsed.inputs if "_pool." in tensor.name]
-    assert build(parsed, surgery.limits.ranges("prefill"), [SM], nothing).data

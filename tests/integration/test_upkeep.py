@@ -14,17 +14,15 @@ from typing import Any
 
 import pytest
 from interruptions import FORK, attempt
-from judged_engine import config_of, judged_engine
+from judged_engine import candidate_of, config_of, judged_engine
 
-from pipeline.artifacts.digest import file_digest, files_digest, tree_files
+from pipeline.artifacts.digest import file_digest, tree_files
 from pipeline.artifacts.locks import LIMIT
 from pipeline.artifacts.store import MANIFEST, Recipe, Store, used
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.evidence.identity import read_identity
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.runs import track
-from pipeline.registry.summary import Candidate, Cited, evidence_digest
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 from pipeline.run import runner
 from pipeline.upkeep import registered
@@ -46,24 +44,9 @@ def _no_other_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def judge(work: Path, store: MlflowStore, sweep: str, kv: str) -> None:
     """Judge and register an engine, as `stage=evaluate` leaves it."""
-    artifacts = work / "artifacts"
-    evidence = judged_engine(artifacts, kv=kv)
-    identity = read_identity(evidence / "identity.json")
-    engine, baseline, evaluation = (artifacts / link.place for link in identity.reads)
-    with track(store, sweep, kv, "onnxruntime", {"model": {"path": "/models/some-llm"}}) as run:
-        candidate = Candidate(
-            name=kv,
-            policy=kv,
-            model="some-llm",
-            backend="onnxruntime",
-            **Candidate.decided(identity.verdict),
-            metrics={"quality/kl_mean": 0.01, "memory/max_live_tokens": 1.0},
-            engine=Cited(path=engine, digest=files_digest(tree_files(engine))),
-            baseline=Cited(path=baseline, digest=files_digest(tree_files(baseline))),
-            report=Cited(path=evaluation / "report.json", digest=evidence_digest(evaluation / "report.json")),
-            identity=Cited(path=evidence / "identity.json", digest=file_digest(evidence / "identity.json")),
-        )
-        done = run.conclude(candidate)
+    candidate = candidate_of(judged_engine(work / "artifacts", kv=kv)).model_copy(update={"registration": None})
+    with store.candidate(sweep, kv, "onnxruntime", {"model": {"path": "/models/some-llm"}}) as run:
+        done = store.conclude(run, candidate)
     summary.begin(work, sweep, [done.name])
     summary.record(work, sweep, done)
     summary.finish(work, sweep, 0)
@@ -330,6 +313,8 @@ def test_after_a_prune_everything_that_may_serve_still_can(ground: Ground, capsy
     command(ground.work, "stage=route", f"routing.file={routes}")
     command(ground.work, "stage=rollback")
     assert ground.alias("champion") == "int8"
+    with pytest.raises(UserError, match=r"no candidate of the sweep is called so, did you mean fp8k_int4v\?"):
+        command(ground.work, "stage=promote", "promote.name=fp8k_int4")
     command(ground.work, "stage=promote", "promote.name=fp8k_int4v")
     assert ground.alias("champion") == "fp8k_int4v"
     capsys.readouterr()

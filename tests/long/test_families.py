@@ -124,7 +124,7 @@ def test_the_oracle_computes_the_layers_above_a_known_input(served: Served) -> N
     """What `stage=tune` rests on: a layer keeps its window, its rotary base and its number."""
     oracle, last = served.oracle(FP16_POLICY), served.model.config.num_hidden_layers - 1
     known = oracle.layer_input(text(), TOKENS - FORCED, last)
-    again = oracle.forced_above(text(), TOKENS - FORCED, known)
+    again = oracle.forced(text(), TOKENS - FORCED, known)
     np.testing.assert_array_equal(again, oracle.forced(text(), TOKENS - FORCED))
 
 

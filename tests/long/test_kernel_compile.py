@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from plugins.kv_attention import aot
-from plugins.kv_attention.kernels.variants import Setting, decode_variant
-from plugins.kv_attention.launch import choose_programs
+from plugins.kv_attention.kernels.variants import Setting
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,8 +147,6 @@ others = {
     "reduce": described(aot.compile_operation("decode_reduce", HEADLINE.setting())),
     "reduce_wide": described(aot.compile_operation("decode_reduce", Setting(wide, "float32", 80, 8))),
     "join": described(aot.compile_operation("context_reduce", HEADLINE.setting())),
-    "append": described(aot.compile_operation("append", HEADLINE.setting())),
-    "append_exact": described(aot.compile_operation("append", exact)),
 }
 print(json.dumps({"decode": decode, "chunks": chunks, "others": others}))
 """
@@ -236,37 +233,11 @@ def test_the_other_kernels_take_inputs_extras_and_outputs_alone(
         assert_a_plain_launch_runs(compiled["others"][name], taken)
 
 
-def test_append_takes_its_inputs_extras_and_what_it_writes(compiled: dict[str, Any]) -> None:
-    tables = ["key_new", "value_new", "page_table", "lengths"]
-    written = ["key_pool", "value_pool", "value_scale_pool"]
-    assert_a_plain_launch_runs(compiled["others"]["append"], [*tables, "key_scale", "pages", "table_width", *written])
-    pools = ["key_pool", "key_scale_pool", "value_pool", "value_scale_pool", "key_exact", "value_exact"]
-    inputs = [*tables, "exact_slots", "pages", "table_width", "buffers"]
-    assert_a_plain_launch_runs(compiled["others"]["append_exact"], [*inputs, *pools])
-
-
 def test_portable_ptx_is_made_for_targets_that_it_knows(compiled: dict[str, Any]) -> None:
     for case, kernel in zip(CASES, compiled["decode"], strict=True):
         version = re.search(r"^\.version (\S+)", kernel["ptx"], re.MULTILINE)
         assert version is not None
         assert (int(version[1].replace(".", "")) == aot.PORTABLE_PTX) == (case.sm < aot.NEWER_PTX)
-
-
-@pytest.mark.parametrize("kv_heads", [1, 8, 32])
-@pytest.mark.parametrize(("key", "head_dim", "resident"), [("fp8_e4m3 per_tensor", 128, 7), ("int8 per_token", 256, 8)])
-def test_work_is_divided_for_as_many_programs_as_run_at_once(kv_heads: int, key: str, head_dim: int, resident: int) -> None:
-    layout = CacheLayout(kv_heads, head_dim, side(key), side("int4 per_group 64"))
-    variant = decode_variant(Setting(layout, "bfloat16", 90, 8, 0.1))
-    assert variant.resident == resident
-    programs = choose_programs(1, kv_heads, 1 << 20, sm_count=132, resident=variant.resident)
-    assert programs * kv_heads <= 132 * resident < (programs + 1) * kv_heads
-
-
-def test_compiling_in_a_process_that_interprets_is_refused() -> None:
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("kernels are compiled here")
-    with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"):
-        aot.compile_operation("decode_partial", HEADLINE.setting())
 
 
 def test_a_hidden_parameter_that_is_used_is_not_stripped() -> None:

@@ -15,7 +15,6 @@ from judged_candidates import decide_pass, judged_candidate, proven, replay_with
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.promotion import promote, rollback
-from pipeline.registry.runs import track
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import Tracking, locate
 from pipeline.trust.movelog import MoveLog
@@ -43,8 +42,8 @@ def registered(work: Path) -> list[Candidate]:
 def register(work: Path) -> None:
     store = opened(work)
     for number, policy in enumerate(("bf16", "fp8", "int8")):
-        with track(store, "sweep", policy, "onnxruntime", {}) as run:
-            done = run.conclude(judged_candidate(work, policy, metrics={"memory/max_live_tokens": float(number)}))
+        with store.candidate("sweep", policy, "onnxruntime", {}) as run:
+            done = store.conclude(run, judged_candidate(work, policy, metrics={"memory/max_live_tokens": float(number)}))
         (work / f"candidate-{number}").write_text(done.model_dump_json())
 
 

@@ -12,9 +12,8 @@ from gate_reports import answered, sliced, verdict
 from judged_candidates import judged_candidate
 from postgres import mlflow_server
 
-from pipeline.pages.page import run_page
 from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.runs import track
+from pipeline.registry.pages import run_page
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 from pipeline.run.showing import compare_in_mlflow
@@ -45,8 +44,8 @@ def judge(folder: Path, store: MlflowStore, name: str, lost: int, memory: float,
     candidate = judged_candidate(folder, name, metrics=metrics)
     candidate = candidate.model_copy(update=Candidate.decided(verdict(rows)) | ({"verdict": "PASS"} if not lost else {}))
     page = run_page(candidate, report, rows, sweep=sweep, model="/models/tiny", workdir=folder)
-    with track(store, sweep, name, "onnxruntime", {"kv": {"name": name}}) as run:
-        return run.conclude(candidate, page)
+    with store.candidate(sweep, name, "onnxruntime", {"kv": {"name": name}}) as run:
+        return store.conclude(run, candidate, page)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +89,7 @@ def test_the_printed_comparison_shows_the_sweeps_runs_and_draws_their_recovery(
     tracked: Tracked, browser: Opened, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = text_of(browser, printed_address(tracked, tracked.candidates, capsys), "quality/recovery")
-    for name in ("fp8", "int8", "int4"):
+    for name in ("fp8: PASS", "int8: PASS", "int4: FAIL", "fp16: baseline"):
         browser.page.get_by_role("link", name=name, exact=True).wait_for()
     assert "of another sweep" not in text
 

@@ -69,15 +69,6 @@ def visible(page: "Page", selector: str) -> int:
     return page.locator(f"{selector} >> visible=true").count()
 
 
-def test_every_chart_is_drawn_and_described(browser: "Browser", report: Path) -> None:
-    with opened(browser, report) as one:
-        for name in ("quality", "position", "context", "depth", "depth_kl", "latency", "rate"):
-            chart = one.page.locator(f"[data-chart={name}] svg")
-            assert chart.count() == 1, name
-            assert chart.locator(".mark-symbol path, .mark-rect path, .mark-rule line").count() > 0, name
-            assert one.page.locator(f"[data-chart={name}] [role=graphics-document]").get_attribute("aria-label"), name
-
-
 def test_filters_change_charts_checks_and_answers(browser: "Browser", report: Path) -> None:
     with opened(browser, report) as one:
         page = one.page

@@ -8,7 +8,6 @@ from routed_engines import Fleet
 
 from pipeline.core.errors import GateRefusal
 from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.runs import track
 from pipeline.registry.tracking import Tracking, locate
 from pipeline.routing.engines import Engines
 from pipeline.routing.moves import Aliases, read_aliases, way_back
@@ -21,8 +20,8 @@ def test_routes_move_survive_a_failure_and_come_back(tmp_path: Path, monkeypatch
     fleet = Fleet(tmp_path)
     for policy in ("bf16", "fp8", "int8"):  # versions 1 to 3
         fleet.add(policy)
-        with track(store, "sweep", policy, "onnxruntime", {}) as run:
-            run.conclude(judged_candidate(tmp_path, policy, metrics={}))
+        with store.candidate("sweep", policy, "onnxruntime", {}) as run:
+            store.conclude(run, judged_candidate(tmp_path, policy, metrics={}))
     log, memory = MoveLog(store), fleet.engines
     engines = Engines(log, store.registered, memory.find, memory.replay, memory.decide)
 

@@ -6,25 +6,19 @@ the cache.
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import yaml
 from fake_interpreter import make_interpreter
 from gate_reports import lines
 from safetensors.torch import load_file
-from trtllm_exports import make_bundle, open_engine
 
 from pipeline.config.compose import plan
-from pipeline.core.errors import GateRefusal, UserError
+from pipeline.core.errors import GateRefusal
 from pipeline.run.inputs import check_inputs
 from pipeline.run.runner import run
 from pipeline.verdict.report import load_report
-from stages.engines.trtllm import settings
 
 FACTS = Path(__file__).resolve().parents[1] / "contract" / "facts"
 FEW = [
@@ -78,11 +72,6 @@ def test_an_engine_of_tensorrt_llm_is_judged_like_any_other(judged: tuple[Path, 
     assert {change.kind for change in report.scale_changes or []} == {"defaulted"}
 
 
-def names_in(path: Path) -> set[str]:
-    """Tensors of a file, by the recorded templates."""
-    return {re.sub(r"layers\.\d+\.", "layers.{layer}.", name) for name in load_file(path)}
-
-
 def test_modelopts_exports_hold_the_recorded_tensors_and_keys(judged: tuple[Path, dict[str, Any]]) -> None:
     facts = json.loads((FACTS / "engine-1.2.1.json").read_text(encoding="utf-8"))
     scales = json.loads((FACTS / "pytorch-1.3.json").read_text(encoding="utf-8"))["checkpoint"]["scales"]
@@ -102,60 +91,3 @@ def test_modelopts_exports_hold_the_recorded_tensors_and_keys(judged: tuple[Path
         }
         quantizes = config["quantization"]["kv_cache_quant_algo"] is not None
         assert {name for name in served if name.endswith("_scale")} == (set(scales) if quantizes else set())
-
-
-def test_the_same_artifact_becomes_a_served_checkpoint_with_pinned_arguments(
-    judged: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    python = make_interpreter(tmp_path / "bin", release="1.3.0")
-    quantized = next(
-        path for path in (judged[0] / "artifacts" / "exports").iterdir()
-        if path.is_dir() and json.loads((path / "kv_policy.json").read_text())["name"] == "fp8"
-    )  # fmt: skip
-    bundle = make_bundle(quantized, tmp_path / "bundle", "fp8", python)
-    pinned = yaml.safe_load((bundle / "llm_args.yaml").read_text(encoding="utf-8"))
-    assert pinned["kv_cache_config"]["dtype"] == "fp8"
-    record = json.loads((bundle / "bundle.json").read_text())
-    assert record["evaluated_with"] == settings.evaluation_of_served(pinned)
-    engine = open_engine(bundle, python)
-    rows = engine.forced([1, 2, 3, 4, 5], 2)
-    assert rows.shape == (3, engine.vocab_size)
-    assert np.isfinite(rows).all()
-    engine.close()
-
-
-@pytest.mark.parametrize(
-    ("given", "code", "expected"),
-    [
-        (["kv=int4"], 2, "kv=int4: backend=trtllm, target engine, cannot hold it"),
-        (["kv=fp8"], 4, "backend.python=null: backend=trtllm needs a Python that has TensorRT-LLM"),
-    ],
-)
-def test_what_cannot_be_done_is_said_in_one_line_before_any_work(
-    tmp_path: Path, given: list[str], code: int, expected: str
-) -> None:
-    command = [sys.executable, "-m", "pipeline", *arguments(tmp_path / "work", *given)]
-    result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    assert (result.returncode, result.stdout) == (code, "")
-    assert f"pipeline: error: {expected}" in result.stderr
-    assert result.stderr.count("pipeline: error: ") == 1
-    assert not (tmp_path / "work").exists()
-
-
-@pytest.mark.parametrize(
-    ("given", "gpus", "expected"),
-    [
-        (["weights=int4_awq"], ("10.0",), r"weights=int4_awq: .* SM 10\.0; choose weights=fp8"),
-        (["backend.tensor_parallel_size=2"], ("9.0", "8.9"), r"backend\.tensor_parallel_size=2: GPUs 0 to 1 are SM 9\.0, 8\.9"),
-        (["backend.serving.host_cache_gib=8"], ("9.0",), r"backend\.serving\.host_cache_gib=8\.0: only .*target=pytorch"),
-    ],
-)
-def test_what_this_machine_cannot_build_is_refused_before_any_work(
-    tmp_path: Path, given: list[str], gpus: tuple[str, ...], expected: str
-) -> None:
-    python = make_interpreter(tmp_path / "bin", gpus=gpus)
-    asked = arguments(tmp_path / "work", "kv=fp8", f"backend.python={python}", "stage=build", *given)
-    (job,) = plan(asked, multirun=False).jobs
-    with pytest.raises(UserError, match=expected):
-        check_inputs(job)
-    assert not (tmp_path / "work").exists()

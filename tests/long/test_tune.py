@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from pipeline.config.policies import load_policies
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride
+from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.core.scales import KVScales
 from pipeline.planning.tuning import TuneReport
 from stages.checkpoints import load_causal_lm
-from stages.engines.oracle.engine import OracleEngine
 from stages.tune.measure import MEASURED, Bench
 from stages.tune.texts import Text, TextSet
 
@@ -125,19 +124,3 @@ def test_a_search_goes_on_from_what_an_interrupted_one_measured(tmp_path: Path) 
     assert [a.tolist() for a in after] == [b.tolist() for b in before]
     second.close()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_layers_below_the_first_quantized_one_need_not_be_computed_again() -> None:
-    torch.set_num_threads(1)
-    model = load_causal_lm(CHECKPOINT, dtype=torch.float32).eval()
-    (int4,) = load_policies("tune.policies", ["int4_g32"])
-    override = LayerOverride(layers=(2, 3), key=int4.key)
-    policy = FP16_POLICY.model_copy(update={"overrides": (override,)})
-    tokens = list(range(7, 107))
-    exact = OracleEngine.from_model(model, FP16_POLICY)
-    engine = OracleEngine.from_model(model, policy, KVScales(layers=({},) * 4))
-    known = exact.layer_input(tokens, 60, 1)
-    known = exact.layer_input(tokens, 60, 2, known)
-    again = engine.forced_above(tokens, 60, known)
-    assert (again == engine.forced(tokens, 60)).all()
-    assert len(model.model.layers) == 4

@@ -16,6 +16,7 @@ from pipeline.planning.labels import labelled
 from pipeline.planning.sequences import SequenceCost
 from pipeline.planning.shapes import read_model
 from pipeline.planning.use import GIB, CapacityConfig
+from pipeline.terminal.planning_tables import policy_line, verdict_lines
 
 KIB = 1024
 LLAMA_8B: dict[str, Any] = {
@@ -100,6 +101,79 @@ def test_contexts_of_a_70b_take_the_published_gigabytes_of_10_to_the_9(tmp_path:
     entry = of(capacity(tmp_path, LLAMA_70B, "capacity.gpu_gib=45", *BARE), "fp16")
     size = entry.bytes_per_token * tokens / 1e9
     assert round(size, 2 if gigabytes < 10 else 1) == gigabytes
+
+
+def model_of(model_type: str, layers: int, q_heads: int, kv_heads: int, head_dim: int, **more: Any) -> dict[str, Any]:
+    sizes = {"num_hidden_layers": layers, "num_attention_heads": q_heads, "num_key_value_heads": kv_heads}
+    return {"model_type": model_type, "hidden_size": 128, **sizes, "head_dim": head_dim, **more}
+
+
+QWEN_72B, LLAMA_405B = (model_of(*shape) for shape in (("qwen2", 80, 64, 8, 128), ("llama", 126, 128, 8, 128)))
+DEEPSEEK_V3 = model_of("deepseek_v3", 61, 128, 128, 56, kv_lora_rank=512, qk_rope_head_dim=64)
+MIXTRAL_8X7B = model_of("mixtral", 32, 32, 8, 128, num_local_experts=8, num_experts_per_tok=2)
+GEMMA_27B = model_of("gemma3_text", 62, 32, 16, 128, sliding_window=1024, sliding_window_pattern=6)
+GEMMA_4B = model_of("gemma3_text", 34, 8, 4, 256, sliding_window=1024, sliding_window_pattern=6)
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens", "size", "rounded"),
+    [
+        # kB a token: "Insights into DeepSeek-V3" (arXiv 2505.09343), table 1
+        (DEEPSEEK_V3, 1, 70.272, 1e3),
+        (QWEN_72B, 1, 327.680, 1e3),
+        (LLAMA_405B, 1, 516.096, 1e3),
+        # GiB: https://flytomelight.github.io/llm-cal/models/mistralai-mixtral-8x7b-v0-1-h100/
+        (MIXTRAL_8X7B, 4096, 0.5, GIB),
+        (MIXTRAL_8X7B, 32768, 4.0, GIB),
+    ],
+    ids=["DeepSeek-V3", "Qwen2.5-72B", "Llama-3.1-405B", "Mixtral 4k", "Mixtral 32k"],
+)
+def test_families_take_the_published_bytes(
+    tmp_path: Path, config: dict[str, Any], tokens: int, size: float, rounded: float
+) -> None:
+    entry = of(capacity(tmp_path, config, "capacity.gpu_gib=141", *BARE), "fp16")
+    assert entry.bytes_per_token * tokens / rounded == size
+
+
+@pytest.mark.parametrize(("config", "tokens", "mebibytes"), [
+    (GEMMA_27B, 32768, 2560 + 442),
+    (GEMMA_27B, 131072, 10240 + 442),
+    (GEMMA_4B, 131072, 2560 + 123.25),
+], ids=["27B 32k", "27B 128k", "4B 128k"])  # fmt: skip
+def test_sliding_layers_of_a_gemma_3_take_the_published_mebibytes(
+    tmp_path: Path, config: dict[str, Any], tokens: int, mebibytes: float
+) -> None:
+    """What llama.cpp (pull request 13194) allocates with batches of 64: reddit.com/r/LocalLLaMA/comments/1krr7hn.
+
+    Its windows have 64 tokens more; here they begin within a page, which is kept whole.
+    """
+    found = capacity(tmp_path, config, "capacity.gpu_gib=141", "capacity.ceiling=1", mix((tokens - 1, 1)), *BARE)
+    assert of(found, "fp16").mix_bytes / 2**20 == mebibytes
+
+
+def test_a_latent_vector_takes_one_format_and_is_copied_to_every_gpu(tmp_path: Path) -> None:
+    found = capacity(tmp_path, DEEPSEEK_V3, "capacity.gpu_gib=141", "capacity.tensor_parallel=8", *BARE)
+    assert (of(found, "fp16").bytes_per_token, of(found, "fp8").bytes_per_token) == (61 * 576 * 2, 61 * 576)
+    assert {"int8", "fp8k_int4v", "int4_g32"} <= found.unfit.keys()
+    assert found.notes == ["a token has one latent vector of 576 numbers for all heads (MLA): half of them count as keys"]
+    assert found.unfit["int8"] == "its latent vectors of 576 numbers (MLA) take one format, without scales a token"
+
+
+def test_the_first_line_says_what_a_request_takes_and_saves_and_how_many_fit(tmp_path: Path) -> None:
+    found = capacity(tmp_path, LLAMA_70B, "capacity.tensor_parallel=4", mix((32768, 1)))
+    (line,) = policy_line(found, "fp8")
+    assert "a request of 32,768 tokens takes 1.25 GiB on each GPU, 1.25 less than under FP16" in line
+    assert line.endswith("24 requests fit, under FP16 12")
+    (line,) = policy_line(capacity(tmp_path, MISTRAL_7B, mix((4096, 1), (65536, 1))), "fp8")
+    assert "a request of 4,096 or 65,536 tokens takes 0.25 GiB in the mean" in line, "a layer that slides keeps its window"
+    assert policy_line(found, "of nobody") == []
+
+
+def test_what_a_verdict_takes_is_said_with_what_that_rests_on() -> None:
+    first, rests = verdict_lines(8_030_261_248)
+    assert "61.3 GiB of memory, and 2 h 15 min where the first round decides, 7 h 21 min where all five are asked" in first
+    assert rests.startswith("  estimated from SmolLM2-135M-Instruct on two cores (`make real`)")
+    assert verdict_lines(1_000_000) == []
 
 
 def test_weights_are_counted_from_the_shapes_alone(tmp_path: Path) -> None:
@@ -219,7 +293,8 @@ def test_shapes_of_other_architectures_are_read_where_they_say_enough(tmp_path: 
         ({"num_hidden_layers": 10**12}, "num_hidden_layers must be a positive integer"),
         ({"num_key_value_heads": 5}, "num_key_value_heads=5 must divide num_attention_heads=32"),
         ({"model_type": "falcon", "num_key_value_heads": None}, "config.json: num_key_value_heads must be"),
-        ({"kv_lora_rank": 512}, "kv_lora_rank=512: a token has one latent vector for all heads (MLA)"),
+        ({"kv_lora_rank": 512}, "config.json: qk_rope_head_dim must be a positive integer"),
+        ({"kv_lora_rank": "512", "qk_rope_head_dim": 64}, "config.json: kv_lora_rank must be a positive integer"),
         ({"layer_types": ["linear_attention"] * 32}, "layer_types holds 'linear_attention'"),
         ({"layer_types": ["full_attention"]}, "layer_types must name each of the 32 layers"),
         ({"model_type": "new", "sliding_window": 512}, "sliding_window=512 of new, and no layer_types"),

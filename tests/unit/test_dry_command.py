@@ -117,7 +117,7 @@ def test_times_are_the_medians_of_earlier_artifacts_of_the_stage(used: Path, cap
     out = " ".join(capsys.readouterr().out.split())
     assert "time:" not in out
     assert "asks 24 of prose, 160 of retrieval, 160 of tool_call, 160 of copy, 160 of multi_turn, in 2 rounds at most" in out
-    assert "estimated from SmolLM2-135M-Instruct on two cores" in out
+    assert "a verdict on a CPU" not in out, "a model that is so small takes what does not grow with its parameters"
 
 
 def test_a_work_directory_that_may_not_be_written_to_is_a_problem_and_no_reason_to_say_less(
@@ -151,12 +151,6 @@ def test_every_problem_of_every_job_is_listed_once(
     assert len(lines) == 3, lines
     assert lines[0].startswith("pipeline: error: job 1, 2, 3: signing.key=")
     assert lines[1:] == ["pipeline: error: job 2: no GPU for int8", "pipeline: error: job 3: kv=int4: is not held"]
-
-
-def test_the_configurations_of_all_jobs_are_checked_before_one_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        planned(tmp_path, "gates.margin=-1,0.1,-2", sweeping=True)
-    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["gates.margin", "gates.margin"]
 
 
 def test_what_is_met_after_the_inputs_is_found_before_any_work(

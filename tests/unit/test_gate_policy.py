@@ -12,10 +12,8 @@ from pipeline.config.compose import plan
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.registry.promotion import promote
 from pipeline.run.inputs import check_inputs
-from pipeline.trust.binding import read_policy, settle, standing_policy
 from pipeline.trust.movelog import MoveLog
-from pipeline.trust.policy import GatePolicy, kept
-from pipeline.trust.settings import PromoteConfig
+from pipeline.trust.policy import GatePolicy, kept, read_policy, settle, standing_policy
 from pipeline.verdict.coverage import Coverage, Exercised
 from pipeline.verdict.gates import Gates, decide
 from pipeline.verdict.thresholds import Verdict
@@ -27,15 +25,10 @@ required_workloads: [retrieval, copy]
 """
 
 
-def config(path: Path | None, loosen: bool = False) -> PromoteConfig:
-    policy = None if path is None else str(path)
-    return PromoteConfig(name=None, sweep=None, policy=policy, loosen_policy=loosen, decode_again=0, accept_broken_log=False)
-
-
 def given(folder: Path, text: str) -> GatePolicy:
     path = folder / "policy.yaml"
     path.write_text(text)
-    policy = read_policy(config(path))
+    policy = read_policy(str(path))
     assert policy is not None
     return policy
 

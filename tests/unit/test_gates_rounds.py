@@ -13,9 +13,9 @@ from scipy.stats import multivariate_normal, norm
 
 from pipeline.core.errors import UserError
 from pipeline.statistics.looks import (
+    _START,
     Spending,
     _boundary_of,
-    _Paths,
     nominal_levels,
     obrien_fleming_spending,
     planned_looks,
@@ -58,7 +58,7 @@ def keeping(share: float, rows: list[SampleRow]) -> list[SampleRow]:
 
 def crossing_probability(shares: tuple[float, ...], levels: tuple[float, ...]) -> float:
     """The probability that a test at `levels` rejects at any look where its null hypothesis is true."""
-    paths, crossed = _Paths.start(drift=0.0), 0.0
+    paths, crossed = _START, 0.0
     for share, level in zip(shares, levels, strict=True):
         boundary = _boundary_of(level, share)
         crossed += paths.crossing(share, boundary)

@@ -102,17 +102,6 @@ def test_no_job_of_a_sweep_moves_what_serves(asked: str) -> None:
     assert plan(["kv=fp8,int8", "stage=all"], multirun=True).sweeping
 
 
-def test_a_launcher_without_a_sweep_is_refused() -> None:
-    with pytest.raises(UserError, match="hydra/launcher=joblib: runs the jobs of a sweep; add -m"):
-        plan(["hydra/launcher=joblib"], multirun=False)
-
-
-@pytest.mark.parametrize("sweeper", ["optuna", "ax", "nevergrad", "bayesian"])
-def test_sweepers_that_minimize_a_number_are_refused_by_name(sweeper: str) -> None:
-    with pytest.raises(UserError, match=f"hydra/sweeper={sweeper}: a job ends with a verdict.*stage=tune.*-m kv=fp8,int8"):
-        plan(["kv=fp8,int8", f"hydra/sweeper={sweeper}"], multirun=True)
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Hydra says that a file has the name of a schema
 @pytest.mark.parametrize(
     ("file", "text", "said"),

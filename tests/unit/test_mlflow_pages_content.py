@@ -7,9 +7,7 @@ import pytest
 from gate_reports import answered, row, sliced, verdict
 from judged_candidates import judged_candidate
 
-from pipeline.pages.description import description
-from pipeline.pages.metrics import FIRST, LIMIT, chosen
-from pipeline.pages.page import run_page
+from pipeline.registry.pages import FIRST, LIMIT, chosen, description, of_baseline, run_page
 from pipeline.registry.summary import Candidate
 from pipeline.verdict.report import SampleRow
 from pipeline.verdict.tracked import flat_metrics
@@ -30,7 +28,7 @@ def broken(tmp_path: Path) -> Candidate:
 
 def test_a_run_begins_with_recovery_memory_and_distance(broken: Candidate) -> None:
     metrics = chosen(broken)
-    assert tuple(metrics)[:3] == FIRST == ("quality/recovery", "memory/kib_per_token", "quality/kl_mean")
+    assert tuple(metrics)[:3] == FIRST == ("quality/recovery", "memory/kib_per_token", "quality/kl_mean_log10")
     assert metrics["quality/copy/recovery"] == 1.0
     assert metrics["quality/accuracy_loss"] == pytest.approx(41 / 128)
     assert metrics["quality/copy/accuracy_loss"] == 0.625
@@ -45,7 +43,15 @@ def test_a_run_has_few_metrics_however_many_kinds_of_work_there_are(tmp_path: Pa
 
 def test_accuracies_that_were_not_measured_are_no_loss(tmp_path: Path) -> None:
     candidate = judged_candidate(tmp_path, "fp8", metrics={"quality/kl_mean": 0.1})
-    assert chosen(candidate) == {"quality/kl_mean": 0.1}
+    assert chosen(candidate) == {"quality/kl_mean": 0.1, "quality/kl_mean_log10": -1.0}
+
+
+def test_the_fp16_engine_is_a_bar_of_every_chart_that_a_comparison_opens_on(tmp_path: Path) -> None:
+    own = {"quality/recovery": 0.9, "memory/kib_per_token": 1.0, "quality/kl_mean": 0.1}
+    candidate = judged_candidate(tmp_path, "fp8", metrics={**own, "baseline/kib_per_token": 2.0, "noise/kl_mean": 0.0})
+    shown = of_baseline(candidate)
+    assert {name: shown[name] for name in FIRST} == dict(zip(FIRST, (1.0, 2.0, -9.0), strict=True))
+    assert of_baseline(candidate.model_copy(update={"metrics": own})) == {}
 
 
 def test_the_description_has_the_verdict_its_reasons_and_the_replay(broken: Candidate) -> None:
@@ -91,7 +97,5 @@ def test_a_page_has_every_line_of_the_verdict_and_each_kind_of_work_with_the_dig
     made = sliced(rows)
     page = run_page(broken, made, rows, sweep="s", model="/models/a", workdir=WORK)
     assert len(page.tables["checks.json"]) == len(broken.checks)
-    assert [(work.name, work.samples, work.digest) for work in page.workloads] == [
-        ("copy", 64, made.workloads_digest),
-        ("tool_call", 64, made.workloads_digest),
-    ]
+    assert {name: asked["num_rows"] for name, asked in page.workloads.items()} == {"copy": 64, "tool_call": 64}
+    assert page.digest == made.workloads_digest

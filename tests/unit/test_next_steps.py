@@ -1,5 +1,6 @@
-"""Every ending names the next command, and that command is one: it composes as it is printed."""
+"""Every ending names the next command, and that command is one: it composes as it is printed, and its inputs are there."""
 
+import json
 import math
 import shlex
 import sys
@@ -13,13 +14,15 @@ from judged_engine import config_of
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.registry.summary import Candidate, Registration
+from pipeline.run.inputs import check_inputs
 from pipeline.terminal import commands, next_steps
 from pipeline.terminal.next_steps import Step
 from pipeline.verdict.gates.recovery import RECOVERY
 from pipeline.verdict.thresholds import Check, Status
 
+TINY = str(Path(__file__).parents[2] / "stages" / "tiny" / "checkpoint")
 TYPED = [
-    "model.path=/models/Some Llm",
+    f"model.path={TINY}",
     "workdir='a dir/it\\'s'",
     "gates.margin=0.1",
     "+gates.margins.copy=0.2",
@@ -29,8 +32,17 @@ TYPED = [
 """As a shell hands it on."""
 
 
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the commands name is in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "an engine").mkdir()
+    questions = [{"prompt": f"{n}:", "reference": "4711", "workload": name} for n in range(2) for name in ("custom", "other")]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(one) + "\n" for one in questions))
+
+
 def composed(step: Step | None) -> Config:
-    """The first job of a command of ours, composed from what a shell makes of the printed line."""
+    """The first job of a command of ours, composed from what a shell makes of the printed line; all jobs find their inputs."""
     assert step is not None
     assert step.command is not None, step.why
     words = shlex.split(step.command)
@@ -41,7 +53,10 @@ def composed(step: Step | None) -> Config:
         place = arguments.index("--config-dir")
         arguments[place : place + 2] = [f"hydra.searchpath=[file://{arguments[place + 1]}]"]
     planned = plan([one for one in arguments if one != "-m"], "-m" in arguments)
-    assert planned.sweeping == ("-m" in arguments or any(one.startswith("experiment=") for one in arguments))
+    sweeps = {one for one in arguments if one.startswith("experiment=")} - {next_steps.QUICK}
+    assert planned.sweeping == ("-m" in arguments or bool(sweeps))
+    for job in planned.jobs:
+        check_inputs(job)
     return planned.jobs[0]
 
 
@@ -74,12 +89,23 @@ def test_after_judging_the_next_command_has_what_was_typed(
     config = plan([*TYPED, *base], multirun=sweeping).jobs[0]
     step = next_steps.after_judging(config, judged, [*TYPED, *base], swept=["kv"] if sweeping else [], unfinished=unfinished)
     after = composed(step)
-    assert (after.stage, after.model.path, after.workdir) == (stage, "/models/Some Llm", "a dir/it's")
+    assert (after.stage, after.model.path, after.workdir) == (stage, TINY, "a dir/it's")
     assert kv is None or (after.kv.name, after.kv.sink_tokens) == (kv, 0)
     assert after.tracking.enabled
     assert "tracking=none" in base or after.tracking.experiment == "other one"
     if stage != "tune":
         assert (after.gates.margin, after.gates.margins) == (0.1, {"copy": 0.2})
+
+
+@pytest.mark.parametrize(("verdict", "kv", "quick"), [("INCONCLUSIVE", "fp8", False), ("FAIL", "int8", True)])
+def test_after_a_quick_look_comes_a_whole_verdict_or_a_quick_look_at_what_keeps_more(
+    verdict: Status, kv: str, quick: bool, tmp_path: Path
+) -> None:
+    base = [*(one for one in TYPED if "margins" not in one), "experiment=quick", "kv=fp8"]
+    step = next_steps.after_judging(config_of(*base), [candidate(tmp_path, "fp8", verdict)], base, asking_s=30.0)
+    after = composed(step)
+    assert (after.kv.name, after.tracking.enabled) == (kv, not quick)
+    assert ("10 times the questions at most, about 5 min 00 s more" in step.why) is not quick
 
 
 def test_after_an_experiment_the_promotion_finds_what_the_experiment_made(tmp_path: Path) -> None:
@@ -198,22 +224,30 @@ def test_a_command_begins_with_the_python_that_has_kvgate(
 
 
 BASE = [*TYPED, "kv=fp8"]
-ENDINGS: dict[str, Callable[[Config], Step | None]] = {
-    "build": lambda _: next_steps.after_making("quantize", ["kv=fp8,int8"], sweep=True),
-    "evaluate": lambda _: next_steps.after_making("build", BASE),
-    "recommend": lambda _: next_steps.after_capacity(BASE),
-    "status": next_steps.after_move,
-    "verify": lambda config: next_steps.after_promotion(config, Path("an engine")),
-    "prune": lambda config: next_steps.after_prune(config, would_free=True),
-    "all": lambda config: next_steps.after_status(config, judged=False, promotable=True, champion=None, prunable=True),
-    "promote": lambda config: next_steps.after_status(config, judged=True, promotable=True, champion=None, prunable=True),
-}
+ENDINGS: list[tuple[str, Callable[[Config], Step | None]]] = [
+    ("build", lambda _: next_steps.after_making("quantize", ["kv=fp8,int8"], sweep=True)),
+    ("evaluate", lambda _: next_steps.after_making("build", BASE)),
+    ("recommend", lambda _: next_steps.after_capacity(BASE)),
+    ("status", next_steps.after_move),
+    ("verify", lambda config: next_steps.after_promotion(config, Path("an engine"))),
+    ("prune", lambda config: next_steps.after_prune(config, would_free=True)),
+    ("all", lambda config: next_steps.after_status(config, judged=False, promotable=True, champion=None, prunable=True)),
+    ("promote", lambda config: next_steps.after_status(config, judged=True, promotable=True, champion=None, prunable=True)),
+    ("recommend", lambda _: next_steps.after_no_recommendation(BASE)),
+    ("status", lambda config: next_steps.after_prune(config, would_free=False)),
+    (
+        "verify",
+        lambda config: next_steps.after_status(
+            config, judged=True, promotable=False, champion=Path("an engine"), prunable=False
+        ),
+    ),
+]
 
 
-@pytest.mark.parametrize("stage", ENDINGS)
-def test_every_other_ending_names_a_command_that_composes(stage: str) -> None:
+@pytest.mark.parametrize(("stage", "ending"), ENDINGS)
+def test_every_other_ending_names_a_command_that_composes(stage: str, ending: Callable[[Config], Step | None]) -> None:
     config = config_of(*BASE, "stage=prune", "prune.keep_sweeps=7")
-    after = composed(ENDINGS[stage](config))
+    after = composed(ending(config))
     assert after.stage == stage
     assert after.prune.keep_sweeps == (7 if stage == "prune" else 3)
 
@@ -229,3 +263,11 @@ def test_the_command_of_one_candidate_of_a_sweep_has_no_launcher() -> None:
     base = ["kv=fp8,int8", "seed=1", "hydra/launcher=ray", "+hydra.launcher.ray.init.num_cpus=2"]
     assert "hydra" not in commands.judging(base, "kv=int8")
     assert "hydra/launcher=ray +hydra.launcher.ray.init.num_cpus=2" in commands.judging(base, sweep=True)
+
+
+def test_no_ending_is_left_out_here() -> None:
+    """Those of a replay that found a difference say no command."""
+    here = Path(__file__).read_text(encoding="utf-8")
+    endings = {name for name in vars(next_steps) if name.startswith("after_")}
+    assert {name for name in endings if f"next_steps.{name}" not in here} == set()
+    assert [next_steps.after_difference(differs=differs).command for differs in (True, False)] == [None, None]

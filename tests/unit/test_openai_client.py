@@ -146,17 +146,6 @@ def test_a_server_that_does_not_answer_in_time_is_asked_again_and_then_named_by_
     assert len(seen) == asked
 
 
-def test_nothing_at_the_url_is_missing_at_once(waits: list[float]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    with refused_in_a_line(
-        MissingRequirement, rf"^backend\.url={url}: no server answers GET /x there \(the connection was refused"
-    ):
-        client(url).get("/x")
-    assert waits == []
-
-
 def test_a_port_that_speaks_something_else_is_told_in_a_line() -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))

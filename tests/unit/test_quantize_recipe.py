@@ -19,8 +19,6 @@ from stages.quantize.recipe import (
     cache_quantizers,
     check_enabled,
     expressed_by,
-    measurements,
-    measuring_recipe,
 )
 from stages.quantize.run import resolve_device
 from stages.quantize.scales import Extremes, Measured, static_scales
@@ -35,7 +33,6 @@ def static(dtype: str, granularity: Granularity, rotation: Rotation = "none", sy
 FP16, BF16 = Format(dtype="fp16"), Format(dtype="bf16")
 FP8 = static("fp8_e4m3", "per_tensor")
 E5M2 = static("fp8_e5m2", "per_tensor")
-FP8_UNCALIBRATED = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="uncalibrated")
 INT4_GROUP = Format(dtype="int4", granularity="per_group", group_size=16, scale="dynamic")
 INT8 = Format(dtype="int8", granularity="per_token", scale="dynamic")
 INT8_ASYMMETRIC = Format(dtype="int8", granularity="per_token", scale="dynamic", symmetric=False)
@@ -74,19 +71,6 @@ def test_what_modelopt_cannot_round_is_left_to_the_backend(form: Format, static_
     assert expressed_by(Side.KEY, form) == "modelopt with kvgate's arithmetic"
 
 
-def test_the_finest_granularity_of_a_tensors_copies_is_measured_once_a_rotation() -> None:
-    window = Window(tokens=64, key=static("int8", "per_channel"), value=static("int8", "per_head", "hadamard"))
-    by_rotation = measurements(policy(static("int4", "per_head"), FP8, window, LayerOverride(layers=(1,), key=FP8)), 2)
-    assert by_rotation == {
-        "none": {(0, "key"): "per_channel", (0, "value"): "per_tensor", (1, "key"): "per_tensor", (1, "value"): "per_tensor"},
-        "hadamard": {(0, "value"): "per_head", (1, "value"): "per_head"},
-    }
-    assert measuring_recipe(by_rotation["hadamard"]).expected == {
-        "model.layers.0.self_attn.v_bmm_quantizer": {"num_bits": 8, "axis": (1,)},
-        "model.layers.1.self_attn.v_bmm_quantizer": {"num_bits": 8, "axis": (1,)},
-    }
-
-
 def test_a_missing_an_unexpected_and_another_quantizer_are_named() -> None:
     with pytest.raises(RuntimeError, match=r"enabled 2 quantizers instead of 2: missing b; unexpected lm_head\.w"):
         check_enabled({"a": {}, "b": {}}, {"a": {}, "lm_head.w": {}})
@@ -104,40 +88,11 @@ def measured(key: Extremes | None = None, value: Extremes | None = None) -> Meas
     return {"none": {(layer, side): x for layer in range(2) for side, x in sides.items() if x is not None}}
 
 
-def test_symmetric_scales_are_the_maximum_over_the_largest_code(tmp_path: Path) -> None:
-    extremes_by_place = measured(key=extremes((-448.0,), (7.0,)), value=extremes((-0.7, 0.0), (0.1, 14.0)))
-    scales = static_scales(policy(FP8, static("int4", "per_head")), SMALL, extremes_by_place, tmp_path)
-    assert scales.layers[1] == {"key": SideScales(scale=(1.0,)), "value": SideScales(scale=(0.7 / 7, 2.0))}
-
-
-def test_asymmetric_scales_span_minimum_to_maximum(tmp_path: Path) -> None:
-    extremes_by_place = measured(key=extremes((-100.0, 1.0), (155.0, 256.0)))
-    scales = static_scales(policy(static("int8", "per_head", symmetric=False), FP16), SMALL, extremes_by_place, tmp_path)
-    assert scales.layers[0] == {"key": SideScales(scale=(1.0, 1.0), zero=(-100.0, 1.0))}
-
-
-def test_a_finer_measurement_is_reduced_head_by_head(tmp_path: Path) -> None:
-    channels = tuple(float(i) for i in range(32))
-    extremes_by_place = measured(key=extremes(tuple(-x for x in channels), (0.0,) * 32))
-    window = Window(tokens=64, key=static("int4", "per_channel"))
-    cases: dict[Granularity, tuple[float, ...]] = {"per_head": (15 / 127, 31 / 127), "per_tensor": (31 / 127,)}
-    for granularity, reduced in cases.items():
-        scales = static_scales(policy(static("int8", granularity), FP16, window), SMALL, extremes_by_place, tmp_path)
-        assert scales.layers[0][Side.KEY].scale == pytest.approx(reduced)
-        assert scales.layers[0][Side.WINDOW_KEY].scale[1:] == pytest.approx([x / 7 for x in channels[1:]])
-        scales.check(policy(static("int8", granularity), FP16, window), SMALL, "here")
-
-
 def test_a_dead_channel_gets_a_scale_that_divides(tmp_path: Path) -> None:
     extremes_by_place = measured(key=extremes((0.0, -1e-44) + (-7.0,) * 30, (0.0,) * 32))
     scales = static_scales(policy(static("int4", "per_channel"), FP16), SMALL, extremes_by_place, tmp_path)
     smallest_normal = 2.0**-126
     assert scales.layers[0][Side.KEY].scale == (smallest_normal, smallest_normal, *(1.0,) * 30)
-
-
-def test_uncalibrated_scales_are_one_and_dynamic_ones_absent(tmp_path: Path) -> None:
-    scales = static_scales(policy(FP8_UNCALIBRATED, INT8), SMALL, {}, tmp_path)
-    assert scales.layers == ({"key": SideScales(scale=(1.0,))},) * 2
 
 
 def test_a_side_that_is_all_zero_is_refused(tmp_path: Path) -> None:

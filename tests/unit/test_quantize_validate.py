@@ -21,8 +21,6 @@ FP8 = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="calibrated")
 INT4 = Format(dtype="int4", granularity="per_group", group_size=64, scale="dynamic")
 FP8_POLICY = KVPolicy(name="fp8", key=FP8, value=FP8)
 MIXED_POLICY = KVPolicy(name="fp8k_int4v", key=FP8, value=INT4)
-INT8_STATIC = Format(dtype="int8", granularity="per_tensor", scale="calibrated")
-INT8_TENSOR_POLICY = KVPolicy(name="int8_tensor", key=INT8_STATIC, value=INT8_STATIC)
 
 
 def layers_of(key: tuple[float, ...], value: tuple[float, ...]) -> KVScales:
@@ -194,19 +192,6 @@ def test_an_all_fp8_label_for_mixed_keys_and_values_is_refused(tmp_path: Path) -
         check_hf(unified_hf(tmp_path), MIXED_POLICY, scales=scales)
     with pytest.raises(ExportMismatch, match=refusal):
         check_trt(tensorrt_llm(tmp_path / "trt"), MIXED_POLICY, scales=scales)
-
-
-def int8(export: Export) -> None:
-    export.config["quantization"]["kv_cache_quant_algo"] = "INT8"
-    for name, layers in (("k_cache", (0.25, 2.0)), ("v_cache", (0.5, 4.0)), ("kv_cache", (0.5, 4.0))):
-        for layer in range(LAYERS):
-            export.tensors[f"transformer.layers.{layer}.attention.{name}_scaling_factor"] = scalar(layers[layer])
-
-
-def test_int8_scales_of_a_tensorrt_llm_export_have_no_floor(tmp_path: Path) -> None:
-    check_trt(tensorrt_llm(tmp_path, int8), INT8_TENSOR_POLICY)
-    with pytest.raises(ExportMismatch, match=r"kv_cache_quant_algo is 'INT8', must be 'FP8'"):
-        check_trt(tmp_path)
 
 
 def test_a_layer_too_many_or_too_few_is_refused(tmp_path: Path) -> None:

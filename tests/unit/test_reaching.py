@@ -14,7 +14,7 @@ import pytest
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.registry import answers, reaching
+from pipeline.registry import mlflow_client, reaching
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 
@@ -103,7 +103,7 @@ def test_an_answer_that_never_ends_is_given_up(part: bytes, tmp_path: Path) -> N
 
 
 def test_an_answer_that_is_too_large_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(answers, "MOST_BYTES", 1000)
+    monkeypatch.setattr(mlflow_client, "MOST_BYTES", 1000)
 
     with answering(200, b" " * 100_000) as uri:
         assert "answers with more bytes than MLflow does" in refusal(uri, tmp_path, UserError)

@@ -217,16 +217,6 @@ def test_previous_is_set_before_champion_moves_and_promoting_the_champion_again_
     assert len(registry.moves) == 3
 
 
-def test_promotion_after_an_interrupted_one_repairs_the_aliases(tmp_path: Path, registry: MemoryRegistry) -> None:
-    one, two = make(tmp_path, registry, "int8"), make(tmp_path, registry, "fp8")
-    promote(registry, one)
-    registry.aliases["previous"] = "1"  # killed between the two moves
-    with pytest.raises(UserError, match="no previous champion"):
-        rollback(registry)
-    promote(registry, two)
-    assert registry.aliases == {"champion": "2", "previous": "1"}
-
-
 def test_rollback_brings_the_previous_champion_back_once(tmp_path: Path, registry: MemoryRegistry) -> None:
     with pytest.raises(UserError, match="no previous champion"):
         rollback(registry)

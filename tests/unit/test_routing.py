@@ -4,20 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from judged_candidates import MemoryRegistry
-from judged_engine import judged_engine
+from judged_engine import cited_tags, judged_engine
 from routed_engines import Fleet
 
-from pipeline.artifacts.digest import file_digest, files_digest, tree_files
-from pipeline.config.compose import plan
+from pipeline.artifacts.digest import file_digest
 from pipeline.core.errors import GateRefusal, UserError
-from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.evidence.reading import registered_engine
 from pipeline.evidence.verify import replay_candidate
-from pipeline.registry.summary import Registration, evidence_digest
-from pipeline.routing.files import read_routing_file
+from pipeline.registry.summary import Registration
 from pipeline.routing.moves import Aliases, read_aliases
-from pipeline.routing.settings import RoutingConfig
 from pipeline.routing.stages import roll_back
 from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.report import REPORT_FILE
@@ -82,12 +77,6 @@ def test_the_same_file_again_moves_nothing_and_leaves_the_way_back(fleet: Fleet)
     assert read_aliases(fleet.registry, "copy") == Aliases("2", "3")
 
 
-def test_the_file_before_brings_the_routes_before(fleet: Fleet) -> None:
-    for text in (BOTH, "routes: {retrieval: {policy: int8}}", BOTH):
-        fleet.routed(text)
-    assert read_aliases(fleet.registry, "retrieval") == Aliases("2", "3", "1")
-
-
 def test_a_rollback_by_hand_goes_to_the_previous_then_to_the_fallback_then_nowhere(fleet: Fleet) -> None:
     fleet.routed("routes: {retrieval: {policy: int8}}")
     fleet.routed(BOTH)
@@ -121,30 +110,6 @@ def test_a_way_back_that_the_log_cannot_vouch_for_is_replayed(fleet: Fleet) -> N
     fleet.lines.clear()
     rolled_back(fleet, "copy")
     assert fleet.route("copy") == "3"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", "routes must name a class, or give a default"),
-        ("- a", "should be an object"),
-        ("routes: {copy: {policy: fp8}, copy: {policy: int8}}", "cannot be read"),
-        ("routes: {copy: {policy: .nan}}", r"routes\.copy\.policy: Input should be a valid string \(got nan\)"),
-        ("routes: {copy: {fallback: fp8}}", r"routes\.copy\.policy: Field required"),
-        ("routes: {copy: {policy: fp8, fallbak: bf16}}", r"routes\.copy\.fallbak: Extra inputs"),
-        ("routes: {default: {policy: fp8}}", "must stand beside routes"),
-        ("routes: {copy-previous: {policy: fp8}}", "must not end with -previous or -fallback"),
-        ("routes: {'a b': {policy: fp8}}", "routes.a b: String should match"),
-        ("routes: [", "cannot be read"),
-        (None, "cannot be read"),
-    ],
-)
-def test_a_routing_file_that_cannot_be_meant_is_refused_in_one_line(fleet: Fleet, text: str | None, expected: str) -> None:
-    given = RoutingConfig(file=str(fleet.folder / "nowhere"), rollback=None) if text is None else fleet.file(text)
-    with pytest.raises(UserError, match=expected) as caught:
-        read_routing_file(given)
-    assert str(caught.value).startswith("routing.file=")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -185,36 +150,6 @@ def test_what_is_unknown_or_not_proven_is_refused_and_nothing_moves(
     assert (fleet.registry.moves, fleet.records) == ([], ())
 
 
-class Killed(BaseException):
-    """The process died: nothing after it runs."""
-
-
-@pytest.mark.parametrize("error", [Killed, ConnectionError])
-@pytest.mark.parametrize("at", range(4))
-def test_what_a_move_that_failed_or_was_killed_left_the_next_command_completes(
-    fleet: Fleet, at: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fleet.routed("routes: {retrieval: {policy: int8}, copy: {policy: bf16}}")
-    set_alias, left = MemoryRegistry.set_alias, len(fleet.registry.moves) + at
-
-    def dying(self: MemoryRegistry, alias: str, version: str) -> None:
-        if len(self.moves) == left:
-            raise error
-        set_alias(self, alias, version)
-
-    monkeypatch.setattr(MemoryRegistry, "set_alias", dying)
-    with pytest.raises(error):
-        fleet.routed(BOTH)
-    for workload, old, new in (("retrieval", "3", "2"), ("copy", "1", "3")):
-        found = read_aliases(fleet.registry, workload)
-        assert found.now in (old, new)
-        assert old in (found.now, found.previous), "a route that moved has its way back"
-    monkeypatch.undo()
-    MoveLog(fleet.registry).repair()
-    assert read_aliases(fleet.registry, "retrieval") == Aliases("2", "3", "1")
-    assert read_aliases(fleet.registry, "copy") == Aliases("3", "1")
-
-
 def test_routes_that_somebody_else_moved_meanwhile_are_left_to_them(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     changing = MoveLog.changing
 
@@ -228,34 +163,10 @@ def test_routes_that_somebody_else_moved_meanwhile_are_left_to_them(fleet: Fleet
     assert fleet.registry.moves == []
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["stage=route"], "stage=route needs routing.file=FILE or routing.rollback=CLASS"),
-        (["stage=route", "routing.file=a", "routing.rollback=b"], "one of the two"),
-        (["routing.file=a"], "routing.file=a: only stage=route reads it"),
-        (["stage=monitor"], "monitor.snapshot: missing"),
-        (["stage=route", "routing.rollback=a", "monitor.snapshot=s"], "monitor.snapshot=s: only stage=monitor reads it"),
-        (["stage=monitor", "monitor.snapshot=s", "monitor.alpha=0"], r"monitor\.alpha"),
-    ],
-)
-def test_keys_of_another_stage_are_refused(overrides: list[str], expected: str) -> None:
-    with pytest.raises(UserError, match=expected):
-        plan(overrides, multirun=False)
-
-
 def test_an_engine_is_found_in_the_store_by_what_its_version_cites_and_its_evidence_replays(tmp_path: Path) -> None:
     store = tmp_path / "store"
     evidence = judged_engine(store)
-    identity = read_identity(evidence / IDENTITY_FILE)
-    places = {role: store / identity.link(role).place for role in ("engine", "baseline", "evaluation")}
-    tags = {
-        "kv": "int8",
-        "engine_digest": files_digest(tree_files(places["engine"])),
-        "baseline_digest": files_digest(tree_files(places["baseline"])),
-        "report_digest": evidence_digest(places["evaluation"] / REPORT_FILE),
-        "identity_digest": file_digest(evidence / IDENTITY_FILE),
-    }
+    tags = cited_tags(evidence)
     version = Registration(run_id="run", model_version="4")
     found = registered_engine(store, version, tags)
     assert (found.version, str(found), found.policy.name) == ("4", "version 4 (int8)", "int8")

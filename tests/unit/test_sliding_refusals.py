@@ -60,12 +60,6 @@ def test_a_backend_that_is_not_known_to_keep_to_windows_refuses_the_model(
         open_loader(config.backend).check_inputs(Job("all", config.kv, "none", checkpoint))
 
 
-def test_the_embedded_engine_and_the_oracle_take_it(checkpoint: CheckpointInfo) -> None:
-    for backend in (["onnxruntime"], ["torch", "backend.device=cpu"]):
-        (config,) = plan(["kv=fp8", f"backend={backend[0]}", *backend[1:]], multirun=False).jobs
-        open_loader(config.backend).check_inputs(Job("all", config.kv, "none", checkpoint))
-
-
 @pytest.mark.parametrize("backend", ["tensorrt", "tensorrt_rtx", "vllm", "sglang"])
 @pytest.mark.parametrize(
     ("eviction", "holder"),

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,27 +58,21 @@ def test_whatever_can_change_the_bytes_changes_the_key(other: dict[str, Any]) ->
     assert replace(recipe(a=1), **other).key != recipe(a=1).key
 
 
-def test_an_altered_file_is_noticed_and_the_artifact_made_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "alter",
+    [
+        lambda path: (path / "sub" / "one.txt").write_text("two"),
+        lambda path: (path / MANIFEST).write_text((path / MANIFEST).read_text().replace('"a": 1', '"a": 3')),
+        lambda path: (path / MANIFEST).unlink(),
+    ],
+    ids=["a file", "the manifest's parts", "no manifest"],
+)
+def test_what_was_altered_is_noticed_and_made_again(tmp_path: Path, alter: Callable[[Path], object]) -> None:
     store = Store(tmp_path)
-    first = store.get(recipe(), write_one)
-    (first.path / "sub" / "one.txt").write_text("two")
-    again = store.get(recipe(), write_one)
+    alter(store.get(recipe(a=1), write_one).path)
+    again = store.get(recipe(a=1), write_one)
     assert not again.reused
     assert (again.path / "sub" / "one.txt").read_text() == "one"
-
-
-def test_a_manifest_whose_parts_are_not_its_keys_is_not_reused(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    manifest = store.get(recipe(a=1), write_one).path / MANIFEST
-    manifest.write_text(manifest.read_text().replace('"a": 1', '"a": 3'))
-    assert not store.get(recipe(a=1), write_one).reused
-
-
-def test_a_missing_manifest_means_not_finished(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    first = store.get(recipe(), write_one)
-    (first.path / MANIFEST).unlink()
-    assert not store.get(recipe(), write_one).reused
 
 
 def test_a_failure_leaves_nothing_and_is_not_cached(tmp_path: Path) -> None:

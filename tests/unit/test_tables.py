@@ -7,10 +7,11 @@ import pytest
 from gate_reports import answered, sliced, verdict
 from judged_candidates import judged_candidate
 
-from pipeline.registry.summary import Candidate, Registration
+from pipeline.registry.summary import Candidate, Registration, not_passed
 from pipeline.registry.tracking import Tracking, locate
 from pipeline.terminal import console
 from pipeline.terminal.tables import INCONCLUSIVE_PAGE, accuracy_grids, comparison, print_mlflow, print_verdict
+from pipeline.verdict.thresholds import Check
 from pipeline.verdict.tracked import flat_metrics
 
 UNGRADED = {
@@ -71,6 +72,16 @@ def test_an_undecided_verdict_says_why_in_one_line_and_what_now_and_details_are_
     page, _, anchor = INCONCLUSIVE_PAGE.partition("#")
     headings = re.findall("^## (.+)$", (Path(__file__).parents[2] / page).read_text(), re.MULTILINE)
     assert anchor in [re.sub("[^a-z -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def test_a_model_whose_answers_do_not_depend_on_the_cache_is_said_not_to_be_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unseen = Check(gate="canary", where="canary", value=0.0, threshold=1.0, status="FAIL", reason="no gate noticed")
+    judged = judged_candidate(tmp_path, "fp8", "FAIL", metrics={}).model_copy(update={"checks": (unseen,)})
+    print_verdict(judged, sliced(answered("copy", 8)))
+    assert "why: not judged, its answers do not depend on the cache; " in capsys.readouterr().out
+    assert not_passed("fp8", "FAIL", judged.checks) == "fp8 is not judged, because its answers do not depend on the cache: FAIL"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from pathlib import Path
 from urllib.parse import parse_qs, urlparse
 
@@ -7,8 +5,8 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.core.errors import UserError
-from pipeline.registry.runs import open_store, track
 from pipeline.registry.tracking import Tracking, compare_url, locate, run_url, server_command
+from pipeline.run.job import open_store
 
 
 def test_the_store_is_absolute_and_in_the_work_directory_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,17 +78,6 @@ def test_addresses_are_of_the_pages_for_model_training(tmp_path: Path) -> None:
     assert run_url(location, "7", "aa") == "http://127.0.0.1:5000/#/experiments/7/runs/aa?workflowType=machine_learning"
 
 
-def test_importing_the_tracking_configuration_loads_nothing_heavy() -> None:
-    modules = "pipeline.registry.tracking, pipeline.registry.runs, pipeline.registry.promotion, pipeline.run.runner"
-    code = f"import sys, {modules}; print(*sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    heavy = {"mlflow", "pandas", "torch", "sqlalchemy", "pipeline.registry.mlflow_store"}
-    assert heavy.isdisjoint(result.stdout.split())
-
-
-def test_tracking_that_is_off_logs_nothing_and_opens_no_store(tmp_path: Path) -> None:
-    store = open_store(Tracking(enabled=False), tmp_path, "tiny")
-    assert store is None
-    with track(store, "sweep", "fp8", "onnxruntime", {}) as run:
-        run.stage("build", {}, digest="d", seconds=1.0)
+def test_tracking_that_is_off_opens_no_store(tmp_path: Path) -> None:
+    assert open_store(Tracking(enabled=False), tmp_path, "tiny") is None
     assert list(tmp_path.iterdir()) == []

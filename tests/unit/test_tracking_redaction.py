@@ -91,8 +91,3 @@ def test_metrics_that_are_not_numbers_are_listed_and_never_logged() -> None:
     finite, nonfinite = finite_metrics({"a": 1, "b": math.inf, "c": math.nan, "d": None, "e@": -0.5})
     assert finite == {"a": 1.0, "e_at_": -0.5}
     assert nonfinite == ["b", "c", "d"]
-
-
-def test_two_metrics_may_not_share_a_name() -> None:
-    with pytest.raises(AssertionError, match="both called a_at_b"):
-        finite_metrics({"a@b": 1.0, "a_at_b": 2.0})

@@ -15,12 +15,11 @@ from judged_candidates import judged_candidate
 
 from pipeline.artifacts.digest import files_digest, tree_files
 from pipeline.core.errors import UserError
-from pipeline.registry.contents import COLOURS, EMPTY_PAGE, RunPage, Workload
-from pipeline.registry.mlflow_runs import LOCK
-from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.runs import open_store, track
+from pipeline.registry.mlflow_store import LOCK, MlflowStore
+from pipeline.registry.pages import COLOURS, EMPTY_PAGE, RunPage
 from pipeline.registry.summary import Candidate, Cited, Registration
 from pipeline.registry.tracking import Tracking, locate
+from pipeline.run.job import open_store
 from pipeline.verdict.thresholds import Status
 
 SECRET = "hunter2hunter2"
@@ -46,8 +45,8 @@ def judged(folder: Path, kv: str, verdict: Status = "PASS", **metrics: float) ->
 
 
 def track_one(store: MlflowStore, candidate: Candidate, sweep: str, page: RunPage = EMPTY_PAGE) -> Candidate:
-    with track(store, sweep, candidate.name, "onnxruntime", {"kv": {"name": candidate.policy}}) as run:
-        return run.conclude(candidate, page)
+    with store.candidate(sweep, candidate.name, "onnxruntime", {"kv": {"name": candidate.policy}}) as run:
+        return store.conclude(run, candidate, page)
 
 
 def registered(candidate: Candidate) -> Registration:
@@ -64,26 +63,31 @@ def artifacts(store: MlflowStore, run_id: str) -> dict[str, Path]:
     return {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
 
 
-def test_a_candidate_is_a_top_level_run_and_its_stages_are_its_children(store: MlflowStore, tmp_path: Path) -> None:
-    with track(store, "s1", "fp8", "onnxruntime", {"seed": 0, "kv": {"key": {"dtype": "fp8_e4m3"}}}) as run:
-        run.stage("quantize", {"weights": "none"}, digest="abc", seconds=2.5)
-        run.stage("build", {}, digest="def", seconds=1.5)
-        done = run.conclude(judged(tmp_path, "fp8"))
-    run_id = registered(done).run_id
-    parent = store.client.get_run(run_id)
-    assert "mlflow.parentRunId" not in parent.data.tags
-    assert parent.data.tags["sweep"] == "s1"
-    assert parent.data.tags["mlflow.runColor"] == COLOURS["PASS"]
-    assert parent.data.params == {"seed": "0", "kv.key.dtype": "fp8_e4m3"}
-    assert parent.info.status == "FINISHED"
-    query = f"tags.`mlflow.parentRunId` = '{run_id}'"
-    children = {child.info.run_name: child for child in store.client.search_runs([store.experiment_id], query)}
-    assert children.keys() == {"quantize", "build"}
-    assert children["quantize"].data.params == {"weights": "none"}
-    assert children["quantize"].data.tags["artifact_digest"] == "abc"
-    took = {name: child.info.end_time - child.info.start_time for name, child in children.items()}
-    assert took == {"quantize": 2500, "build": 1500}
-    assert children["build"].data.metrics == {"perf/seconds": 1.5}
+def test_a_sweep_is_a_run_a_candidate_named_by_its_verdict_and_one_of_the_fp16_engine(
+    store: MlflowStore, tmp_path: Path
+) -> None:
+    page = RunPage(metrics={"quality/recovery": 0.9}, baseline={"quality/recovery": 1.0})
+    with store.candidate("s1", "fp8", "onnxruntime", {"seed": 0, "kv": {"key": {"dtype": "fp8_e4m3"}}}) as run:
+        done = store.conclude(run, judged(tmp_path, "fp8"), page)
+    track_one(store, judged(tmp_path, "int4", "FAIL").model_copy(update={"baseline": done.baseline}), "s1", page)
+    runs = {one.info.run_name: one for one in store.client.search_runs([store.experiment_id], "tags.sweep = 's1'")}
+    assert runs.keys() == {"fp8: PASS", "int4: FAIL", "fp16: baseline"}
+    assert runs["fp16: baseline"].data.metrics == {"quality/recovery": 1.0}
+    assert {one.info.status for one in runs.values()} == {"FINISHED"}
+    own = runs["fp8: PASS"]
+    assert own.info.run_id == registered(done).run_id
+    assert own.data.tags["mlflow.runColor"] == COLOURS["PASS"]
+    assert own.data.params == {"seed": "0", "kv.key.dtype": "fp8_e4m3"}
+
+
+def test_what_a_registered_model_holds_for_kvgate_is_not_on_its_page(store: MlflowStore) -> None:
+    store.set_model_tag("move-000001", "{}")
+    store.client.set_registered_model_tag("kvgate-tiny", "move-000000", "of an older kvgate")
+    assert store.model_tags() == {"move-000001": "{}", "move-000000": "of an older kvgate"}
+    shown = {name for name in store.client.get_registered_model("kvgate-tiny").tags if not name.startswith("mlflow.")}
+    assert shown == {"move-000000"}
+    for name in ("mlflow.kvgate.move-000001", "move-000000"):
+        store.client.delete_registered_model_tag("kvgate-tiny", name)
 
 
 def test_metrics_keep_their_order_and_those_that_are_not_numbers_are_only_named(store: MlflowStore, tmp_path: Path) -> None:
@@ -97,9 +101,9 @@ def test_metrics_keep_their_order_and_those_that_are_not_numbers_are_only_named(
 
 def test_samples_are_a_table_and_the_report_is_an_artifact(store: MlflowStore, tmp_path: Path) -> None:
     rows = ({"id": "a", "kl": 0.5, "answer": {"x": 1}}, {"id": "b", "kl": math.nan, "extra": "only here"})
-    with track(store, "table", "fp8", "onnxruntime", {}) as run:
+    with store.candidate("table", "fp8", "onnxruntime", {}) as run:
         page = RunPage(tables={"samples.json": rows, "checks.json": []})
-        done = run.conclude(judged(tmp_path, "fp8"), page)
+        done = store.conclude(run, judged(tmp_path, "fp8"), page)
     files = artifacts(store, registered(done).run_id)
     assert files.keys() == {"report.json", "samples.json"}
     table = json.loads(files["samples.json"].read_text())
@@ -111,34 +115,30 @@ def test_no_secret_reaches_the_store(work: Path, store: MlflowStore, tmp_path: P
     config = {"hub_token": SECRET, "data": {"uri": f"s3://k:{SECRET}@bucket"}, "note": f"password={SECRET}"}
     reasons = (f"cannot read https://u:{SECRET}@host",)
     candidate = judged(tmp_path, "int4", "FAIL").model_copy(update={"reasons": reasons})
-    with track(store, "secrets", "int4", "onnxruntime", config) as run:
-        run.stage("build", config, digest="d", seconds=0.1)
+    with store.candidate("secrets", "int4", "onnxruntime", config) as run:
         page = RunPage(
             description=f"see https://me:{SECRET}@host",
             tables={"samples.json": [{"id": "a", "text": f"api_key={SECRET}"}]},
-            workloads=[Workload(f"password={SECRET}", "0" * 64, 1, 1, 1)],
+            workloads={f"password={SECRET}": {"num_rows": 1}},
         )
-        run.conclude(candidate, page)
+        store.conclude(run, candidate, page)
     written = [path for path in work.rglob("*") if path.is_file()]
     assert any(path.name == "report.json" for path in written)
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
 
 
 @pytest.mark.parametrize(("error", "status"), [(RuntimeError, "FAILED"), (KeyboardInterrupt, "KILLED"), (SystemExit, "KILLED")])
-def test_a_run_that_does_not_end_well_is_closed_as_such_with_its_stages(
-    store: MlflowStore, error: type[BaseException], status: str
-) -> None:
+def test_a_run_that_does_not_end_well_is_closed_as_such(store: MlflowStore, error: type[BaseException], status: str) -> None:
     runs = list[str]()
 
     def ends() -> None:
         with store.recorded("ends", {}) as run_id:
-            lock = store.client.get_run(run_id).data.tags[LOCK]
-            runs.extend((run_id, store.create_run("a stage", {LOCK: lock})))
+            runs.append(run_id)
             raise error
 
     with pytest.raises(error):
         ends()
-    assert [store.client.get_run(run_id).info.status for run_id in runs] == [status, status]
+    assert [store.client.get_run(run_id).info.status for run_id in runs] == [status]
 
 
 def test_the_same_engine_with_the_same_evidence_is_registered_once(store: MlflowStore, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_logged_model_names_its_version_also_when_it_is_judged_again(store: Ml
 
 
 def test_a_run_has_a_description_and_its_kinds_of_work_as_data_sets(store: MlflowStore, tmp_path: Path) -> None:
-    page = RunPage(description="**PASS**", workloads=[Workload("copy", "ab" * 32, 24, 12, 480)])
+    page = RunPage(description="**PASS**", workloads={"copy": {"num_rows": 24}}, digest="ab" * 32)
     done = track_one(store, judged(tmp_path, "described"), "a", page)
     run = store.client.get_run(registered(done).run_id)
     note = run.data.tags["mlflow.note.content"]
@@ -200,7 +200,7 @@ def test_a_run_has_a_description_and_its_kinds_of_work_as_data_sets(store: Mlflo
     (used,) = run.inputs.dataset_inputs
     assert used.dataset.profile is not None
     assert (used.dataset.name, used.dataset.digest) == ("copy", "ab" * 18)
-    assert json.loads(used.dataset.profile) == {"num_rows": 24, "documents": 12, "scored_tokens": 480}
+    assert json.loads(used.dataset.profile) == {"num_rows": 24}
     assert [(tag.key, tag.value) for tag in used.tags] == [("mlflow.data.context", "evaluation")]
 
 
@@ -249,8 +249,8 @@ def leave_a_run_open(work: Path) -> str:
     code = f"""
 import os, signal
 from pathlib import Path
-from pipeline.registry.runs import open_store
 from pipeline.registry.tracking import Tracking
+from pipeline.run.job import open_store
 store = open_store(Tracking(), Path({str(work)!r}), "tiny")
 with store.recorded("killed", {{}}) as run_id:
     print(run_id, flush=True)
@@ -262,15 +262,14 @@ with store.recorded("killed", {{}}) as run_id:
 
 def test_runs_of_dead_processes_are_closed_and_no_others(store: MlflowStore, work: Path) -> None:
     dead = leave_a_run_open(work)
-    child = store.create_run("stage", {"mlflow.parentRunId": dead, LOCK: store.client.get_run(dead).data.tags[LOCK]})
     elsewhere = store.create_run("of another work directory", {LOCK: "0123"})
     somebodys = store.create_run("somebody's own", {})
     status = {}
     with store.recorded("alive", {}) as alive:
         MlflowStore(store.location)
-        for run_id in (dead, child, elsewhere, somebodys, alive):
+        for run_id in (dead, elsewhere, somebodys, alive):
             status[run_id] = store.client.get_run(run_id).info.status
-    assert status == dict.fromkeys((dead, child), "KILLED") | dict.fromkeys((elsewhere, somebodys, alive), "RUNNING")
+    assert status == {dead: "KILLED"} | dict.fromkeys((elsewhere, somebodys, alive), "RUNNING")
     assert list(store.location.runs.glob("*/*")) == []
 
 

@@ -9,7 +9,6 @@ import pytest
 from pipeline.core.records import Sample
 from stages.workloads import WORKLOADS, generate
 from stages.workloads.conversation import compact_json
-from stages.workloads.copying import BRACKETS, code_like
 from stages.workloads.records import similar_ids, similar_records
 from stages.workloads.tools import TOOLS
 
@@ -116,14 +115,3 @@ def test_multi_turn_answer_is_the_updated_value_where_there_is_one() -> None:
 def test_copy_answer_is_the_text_of_the_request() -> None:
     for sample in generate("copy", COUNT, 0):
         assert sample.messages[0][1] == f"Copy:\n{sample.reference}"
-
-
-def test_code_like_text_balances_its_brackets() -> None:
-    for seed in range(40):
-        expected: list[str] = []
-        for symbol in code_like(random.Random(seed), 48).split():
-            if symbol in BRACKETS:
-                expected.append(BRACKETS[symbol])
-            elif symbol in BRACKETS.values():
-                assert symbol == expected.pop()
-        assert not expected

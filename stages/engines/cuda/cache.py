@@ -68,12 +68,7 @@ class KernelCache(SequencePages):
     def append(self, keys: Tensor, values: Tensor, page_table: Tensor, positions: Tensor, exact_slots: Tensor) -> None:
         """Store one token of every row that has a position, which is the first or no row; nothing here waits for the device.
 
-        Args:
-            keys: New keys (L, B, H, D), layers in the order of the groups.
-            values: New values (L, B, H, D).
-            page_table: (B, P) int32, or (B, 1): the page that each token goes to.
-            positions: (B) int32: where each token goes in its sequence, -1 in rows that are not stored.
-            exact_slots: (B) int32, the exact buffer of each row, as launch.append takes it.
+        Keys and values are (L, B, H, D), layers in the order of the groups. Rows that are not stored have the position -1.
         """
         for group in self.groups:
             cache = group.paged | group.exact | group.scales

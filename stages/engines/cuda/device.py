@@ -11,11 +11,7 @@ OLDEST = 8
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return the device that backend.device (`auto`, `cpu` or `cuda`) means here; `auto` is cuda where torch finds a GPU.
-
-    Raises:
-        MissingRequirement: The device is a GPU, and something that it needs is missing.
-    """
+    """Return the device that backend.device (`auto`, `cpu` or `cuda`) means here; `auto` is cuda where torch finds a GPU."""
     available = torch.cuda.is_available()
     if device == "cpu" or (device == "auto" and not available):
         return torch.device("cpu")

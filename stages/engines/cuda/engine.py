@@ -28,18 +28,7 @@ PASS_TOKENS = 4 * PREFILL_CHUNK
 def load_engine(
     bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK, compute_dtype: Literal["float32", "bfloat16"] = "float32"
 ) -> "KernelEngine":
-    """Load a bundle of backend=torch onto the current GPU.
-
-    Args:
-        bundle: The bundle's directory.
-        threads: Threads of all of torch in this process.
-        prefill_chunk: Tokens of one prefill run.
-        compute_dtype: Type of weights and activations.
-
-    Raises:
-        UserError: when a file is missing or was altered, and for a policy that the kernels do not hold.
-        MissingRequirement: without a GPU, a CUDA build of torch, or Triton.
-    """
+    """Load a bundle of backend=torch onto the current GPU. `threads` are those of all of torch in this process."""
     check_positive(threads=threads, prefill_chunk=prefill_chunk)
     device = resolve_device("cuda")
     policy, scales = open_bundle(bundle)
@@ -75,14 +64,7 @@ class KernelEngine(Engine):
     ) -> Self:
         """Return an engine around transformers' causal language model in float32 or bfloat16.
 
-        Args:
-            model: The model, on a GPU, or on a CPU in a process whose kernels are interpreted (TRITON_INTERPRET=1).
-            policy: How the cache is stored.
-            scales: Its static scales; None when no side of the policy is static.
-            prefill_chunk: Tokens of one prefill run.
-
-        Raises:
-            UserError: Policy, scales and model do not fit together, or the kernels do not hold the policy.
+        It lies on a GPU, or on a CPU in a process whose kernels are interpreted (TRITON_INTERPRET=1).
         """
         shape = shape_for(model, policy)
         layouts = check_kernels(policy, shape, model.config.num_attention_heads)
@@ -181,12 +163,8 @@ def plan_pass(left: Sequence[int], chunk: int, most: int) -> list[tuple[int, int
     """Return which sequences take part in a pass, by number, and how many tokens each of them stores.
 
     A prompt is cut into chunks as if it were alone, since its tokens attend to those of earlier chunks through the quantized
-    cache: which other sequences are there changes nothing of its logits but the order of sums.
-
-    Args:
-        left: Tokens that each sequence has not stored yet. Those with one come first: they are waited for at every step.
-        chunk: Most tokens of a sequence in a pass.
-        most: Tokens of a pass beyond which no other sequence joins it.
+    cache: which other sequences are there changes nothing of its logits but the order of sums. Sequences that have one token
+    left come first: they are waited for at every step.
     """
     planned: list[tuple[int, int]] = []
     tokens = 0

@@ -202,13 +202,6 @@ class Worker:
         After any exception except WorkerError, an interrupt included, the worker and all its children are gone: otherwise a
         later request could get the answer to this one.
 
-        Args:
-            op: Name of the request.
-            timeout_s: Seconds until the answer.
-            key: The configuration's key that gives `timeout_s`.
-            answer: The record of the answer.
-            fields: The request's fields.
-
         Raises:
             WorkerError: The worker answered with an error.
             UserError: The worker died, took too long, or does not speak the protocol.

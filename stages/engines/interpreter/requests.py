@@ -63,12 +63,7 @@ class RequestEngine(Engine):
     _running: ClassVar["weakref.ref[RequestEngine] | None"] = None
 
     def __init__(self, bundle: Path, config: InterpreterConfig) -> None:
-        """Open a bundle; the library itself starts with the first request.
-
-        Raises:
-            UserError: A file is missing or was altered.
-            MissingRequirement: This machine cannot run the engine.
-        """
+        """Open a bundle; the library itself starts with the first request."""
         self._described, policy, self._scales = open_bundle(bundle, self.record, config.name)
         self._interpreter = probe(self.program, config.python)
         self._check_machine(bundle)

@@ -9,21 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.kv import KVPolicy, KVShape, Side
-from pipeline.formats.bf16.graph import GRAPH as BF16
 from pipeline.formats.body import Body
-from pipeline.formats.fp8_e4m3.graph import GRAPH as FP8_E4M3
-from pipeline.formats.fp8_e5m2.graph import GRAPH as FP8_E5M2
-from pipeline.formats.fp16.graph import GRAPH as FP16
-from pipeline.formats.graph import Graph, Options
-from pipeline.formats.int4.graph import GRAPH as INT4
-from pipeline.formats.int8.graph import GRAPH as INT8
+from pipeline.formats.graph import KINDS, Graph, Options
 from pipeline.formats.nvfp4.graph import GRAPH as NVFP4
 from pipeline.formats.vllm_turboquant.graph import GRAPH as VLLM_TURBOQUANT
 from stages.engines.paged.layout import StoredSide
 
-GRAPHS: dict[str, Graph] = {
-    graph.spec.name: graph for graph in (FP16, BF16, FP8_E4M3, FP8_E5M2, INT8, INT4, NVFP4, VLLM_TURBOQUANT)
-}
+OWN: dict[str, Graph] = {graph.spec.name: graph for graph in (NVFP4, VLLM_TURBOQUANT)}
+"""Formats whose nodes are not those of their kind."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +25,8 @@ class SideCodec(StoredSide):
 
     @property
     def graph(self) -> Graph:
-        """The format's arithmetic."""
-        return GRAPHS[self.form.code.name]
+        """The format's arithmetic: its own, or else that of its kind."""
+        return OWN.get(self.form.code.name) or KINDS[self.form.code.kind](self.form.code)
 
     @property
     def options(self) -> Options:

@@ -41,12 +41,7 @@ class OpenAIServer(Loader):
             self.facts(role)
 
     def facts(self, role: ServerRole) -> dict[str, object] | None:
-        """Return what a server says of itself, as JSON: part of its record's key; None where no such server was given.
-
-        Raises:
-            UserError: for a server that is not what the configuration says.
-            MissingRequirement: for one that does not answer.
-        """
+        """Return what a server says of itself, as JSON: part of its record's key; None where no such server was given."""
         from stages.engines.openai.server import ask
 
         url = getattr(self.config, SETTINGS[role])

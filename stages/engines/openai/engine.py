@@ -82,9 +82,6 @@ class OpenAIEngine:
 
         What the server computed for an earlier prompt that this one begins with comes from its prefix cache.
         None forces nothing.
-
-        Raises:
-            MissingRequirement: The server says another token than the forced one, or shows too few, or no distribution.
         """
         bias = {} if token is None else {"logit_bias": {str(token): FORCE}}
         completion, where = self._complete(prompt, 1, self.top_logprobs, **bias), self._where

@@ -31,12 +31,7 @@ SAME_LOGP = 0.1
 
 
 def ask(config: OpenAIConfig, setting: str, url: str) -> dict[str, object]:
-    """Return what a server says of itself. `setting` is the configuration's key that gives its url.
-
-    Raises:
-        UserError: It has no such model, or does not speak OpenAI's API.
-        MissingRequirement: It does not answer.
-    """
+    """Return what a server says of itself. `setting` is the configuration's key that gives its url."""
     client = Client(config, setting, url)
     try:
         cards = ModelList.model_validate(client.get("/v1/models")).data
@@ -93,12 +88,7 @@ def _says(client: Client, model: str) -> dict[str, str]:
 
 
 def write_server(facts: Mapping[str, Any], config: OpenAIConfig, checkpoint: Path, out: Path, *, policy: KVPolicy) -> None:
-    """Check that a server can be judged, and write its record.
-
-    Raises:
-        UserError: Another tokenizer, another cache than the configuration says, or no prefix is reused.
-        MissingRequirement: It shows too little, or does not answer.
-    """
+    """Check that a server can be judged, and write its record."""
     info = inspect_checkpoint(checkpoint)
     client = Client(config, facts["setting"], facts["url"])
     where = client.where

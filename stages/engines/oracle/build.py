@@ -14,11 +14,7 @@ BACKEND = "torch"
 
 
 def build_bundle(checkpoint: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
-    """Write a bundle. Its weights are those of the checkpoint's artifact, once on disk.
-
-    Raises:
-        UserError: inspect_checkpoint refuses the checkpoint, or policy, scales and model do not fit together.
-    """
+    """Write a bundle. Its weights are those of the checkpoint's artifact, once on disk."""
     info = inspect_checkpoint(checkpoint)
     policy.check_shape(info.shape)
     write_policy(out, policy, read_scales(scales, policy, info.shape))

@@ -22,16 +22,7 @@ from stages.engines.oracle.replay import Replay, ReplayView, Tape, disturbed
 
 
 def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK) -> "OracleEngine":
-    """Load a bundle that build_bundle wrote.
-
-    Args:
-        bundle: The bundle's directory.
-        threads: Threads of all of torch in this process.
-        prefill_chunk: Tokens of one prefill run.
-
-    Raises:
-        UserError: when a file is missing or was altered.
-    """
+    """Load a bundle that build_bundle wrote. `threads` are those of all of torch in this process."""
     check_positive(threads=threads, prefill_chunk=prefill_chunk)
     policy, scales = open_bundle(bundle)
     torch.set_num_threads(threads)
@@ -98,16 +89,9 @@ class OracleEngine(ChunkedEngine):
     def from_model(
         cls, model: Any, policy: KVPolicy, scales: KVScales | None = None, *, prefill_chunk: int = PREFILL_CHUNK
     ) -> Self:
-        """Return an engine around transformers' causal language model in float32, whose weights stay as they are.
+        """Return an engine around transformers' causal language model in float32 on the CPU, whose weights stay as they are.
 
-        Args:
-            model: The model, on the CPU.
-            policy: How the cache is stored.
-            scales: Its static scales; None when no side of the policy is static.
-            prefill_chunk: Tokens of one prefill run.
-
-        Raises:
-            UserError: Policy, scales and model do not fit together.
+        `scales` are the policy's static ones; None when no side of it is static.
         """
         shape = shape_for(model, policy)
         scales = scales_for(policy, shape, scales)
@@ -161,34 +145,22 @@ class OracleEngine(ChunkedEngine):
         logits: Logits = head(self.model, hidden[:, -1:])[:, 0].numpy()
         return logits
 
-    def forced(self, tokens: Sequence[int], first: int) -> Logits:
-        self._check_forced(tokens, first)
-        return self._one_pass(tokens, first, None)
-
-    def forced_above(self, tokens: Sequence[int], first: int, known: LayerInput) -> Logits:
-        """Return what `forced` returns of a sequence whose layers before `known` are computed already, by whatever engine."""
+    def forced(self, tokens: Sequence[int], first: int, known: LayerInput | None = None) -> Logits:
+        """As Engine's; the layers before `known` are computed already, by whatever engine."""
         self._check_forced(tokens, first)
         return self._one_pass(tokens, first, known)
 
     def layer_input(self, tokens: Sequence[int], first: int, layer: int, known: LayerInput | None = None) -> LayerInput:
-        """Return what reaches a layer where `forced` computes these tokens, (1, len(tokens), hidden).
-
-        Args:
-            tokens: The sequence.
-            first: The tokens before it are prefilled.
-            layer: The layer.
-            known: The input of an earlier layer, or of this one.
-        """
+        """Return what reaches a layer where `forced` computes these tokens, (1, len(tokens), hidden)."""
         with captured_input(self.model, layer) as found:
             self._one_pass(tokens, first, known)
         return found[0]
 
     @torch.inference_mode()
     def _one_pass(self, tokens: Sequence[int], first: int, known: LayerInput | None) -> Logits:
-        itself, chunk = self.reads_itself, self.prefill_chunk
-        chunks = [Span(begin, min(begin + chunk, first), begin, itself) for begin in range(0, first, chunk)]
-        view = self._whole([*chunks, Span(first, len(tokens), None, itself)])
-        hidden = self._hidden([tokens], torch.arange(len(tokens))[None], [view], known)
+        fed = Fed(tokens, [(first, False), (len(tokens) - first, True)])
+        spans = fed.spans(self.prefill_chunk, itself=self.reads_itself)
+        hidden = self._hidden([tokens], torch.arange(len(tokens))[None], [self._whole(spans)], known)
         logits: Logits = head(self.model, hidden[:, first:])[0].numpy()
         return logits
 
@@ -247,17 +219,13 @@ class OracleEngine(ChunkedEngine):
         Returns:
             Logits of the tokens after the pieces, without and with layers that are off; and the errors of what was stored.
         """
-        chunk = self.prefill_chunk if prefill_chunk is None else prefill_chunk
-        spans, first = [], 0
-        for piece in pieces:
-            end = first + piece
-            spans += [Span(begin, min(begin + chunk, end), begin, reads_itself) for begin in range(first, end, chunk)]
-            first = end
-        spans.append(Span(first, len(tokens), None, reads_itself))
+        first = sum(pieces)
+        fed = Fed(tokens, [*((piece, False) for piece in pieces), (len(tokens) - first, True)])
+        spans = fed.spans(prefill_chunk or self.prefill_chunk, itself=reads_itself)
         tape = Tape(self.policy, self.storages, caches)
         views: list[View]
         if self._keeps_heavy:
-            views = [self._heavy_view(self._heavy_caches(), spans, "the sequence") for _ in range(2)]
+            views = [self._whole(spans) for _ in range(2)]
         else:
             blocks = self._plan(spans)
             views = [ReplayView(tape, blocks, disturbed=second) for second in (False, True)]

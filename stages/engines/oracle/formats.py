@@ -11,20 +11,19 @@ from torch import Tensor
 
 from pipeline.core.formats import Format
 from pipeline.core.scales import SideScales
-from pipeline.formats.bf16.oracle import ORACLE as BF16
-from pipeline.formats.fp8_e4m3.oracle import ORACLE as FP8_E4M3
-from pipeline.formats.fp8_e5m2.oracle import ORACLE as FP8_E5M2
-from pipeline.formats.fp16.oracle import ORACLE as FP16
-from pipeline.formats.int4.oracle import ORACLE as INT4
-from pipeline.formats.int8.oracle import ORACLE as INT8
 from pipeline.formats.nvfp4.oracle import ORACLE as NVFP4
-from pipeline.formats.oracle import Arithmetic, Options, Static, Stored
+from pipeline.formats.oracle import KINDS, Arithmetic, Options, Static, Stored
+from pipeline.formats.spec import Spec
 from pipeline.formats.vllm_token_head.oracle import ORACLE as VLLM_TOKEN_HEAD
 from pipeline.formats.vllm_turboquant.oracle import ORACLE as VLLM_TURBOQUANT
 
-ORACLES: dict[str, Arithmetic] = {
-    oracle.spec.name: oracle for oracle in (FP16, BF16, FP8_E4M3, FP8_E5M2, INT8, INT4, NVFP4, VLLM_TURBOQUANT, VLLM_TOKEN_HEAD)
-}
+OWN: dict[str, Arithmetic] = {one.spec.name: one for one in (NVFP4, VLLM_TURBOQUANT, VLLM_TOKEN_HEAD)}
+"""Formats whose arithmetic is not that of their kind."""
+
+
+def arithmetic(code: Spec) -> Arithmetic:
+    """Return the arithmetic of a format: its own, or else that of its kind."""
+    return OWN.get(code.name) or KINDS[code.kind](code)
 
 
 def static_scales(side: SideScales, form: Format, kv_heads: int, head_dim: int) -> Static:
@@ -43,13 +42,13 @@ def quantize(x: Tensor, form: Format, static: Static | None, *, towards_zero: bo
 
     Codes are the nearest ones; with `towards_zero` the nearest that are not larger, as a cast that truncates makes them.
     """
-    return ORACLES[form.code.name].store(_rotated(x.float(), form), static, _options(form, x.shape[-1], towards_zero))
+    return arithmetic(form.code).store(_rotated(x.float(), form), static, _options(form, x.shape[-1], towards_zero))
 
 
 def dequantize(stored: Stored, form: Format, static: Static | None) -> Tensor:
     """Return the numbers that the codes stand for, (..., H, T, D) float32, rotated back where the format rotates."""
     head_dim = stored.codes.shape[-1] * form.code.packed
-    return _rotated(ORACLES[form.code.name].numbers(stored, static, _options(form, head_dim)), form)
+    return _rotated(arithmetic(form.code).numbers(stored, static, _options(form, head_dim)), form)
 
 
 def _options(form: Format, head_dim: int, towards_zero: bool = False) -> Options:

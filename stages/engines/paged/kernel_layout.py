@@ -84,11 +84,7 @@ def layer_layout(policy: KVPolicy, shape: KVShape, layer: int, q_heads: int) -> 
 
 
 def check_kernels(policy: KVPolicy, shape: KVShape, q_heads: int) -> list[CacheLayout]:
-    """Return the layout of every layer's cache.
-
-    Raises:
-        UserError: The kernels do not hold some layer's cache; names the key, the value and the fix.
-    """
+    """Return the layout of every layer's cache."""
     layers = choose_layers(policy, shape, q_heads)
     if layers.refusals:
         # A format is named before the model: it is what the user can choose.

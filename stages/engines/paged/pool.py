@@ -174,12 +174,7 @@ class PagedPool(SequencePages):
         return tables
 
     def append(self, handles: Sequence[int], new: Mapping[str, Array]) -> None:
-        """Append S tokens to each of distinct sequences, for which pages are reserved.
-
-        Args:
-            handles: The B sequences.
-            new: What is stored of the new tokens, (B, H, S, W) by the array's name.
-        """
+        """Append S tokens to each of distinct sequences, for which pages are reserved."""
         tokens = next(iter(new.values())).shape[2]
         places = self.places(handles, tokens)
         for name, values in new.items():

@@ -55,12 +55,7 @@ def build_bundle(
     gpu: Mapping[str, str] | None = None,
     adapt: GraphAdapter | None = None,
 ) -> None:
-    """Write a bundle of plans.
-
-    Raises:
-        UserError: TensorRT does not take the policy's graphs.
-        MissingRequirement: TensorRT is not installed.
-    """
+    """Write a bundle of plans."""
     trt = load(library)
     described, built, _ = open_onnx_bundle(onnx_bundle)
     assert built == policy, f"{onnx_bundle} is a bundle of {built.name}, not of {policy.name}"

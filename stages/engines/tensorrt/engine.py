@@ -25,12 +25,7 @@ from stages.engines.tensorrt.shapes import Limits, bucket, plan_run
 
 
 def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool) -> "PlanEngine":
-    """Load a bundle that build_bundle wrote.
-
-    Raises:
-        UserError: A file is missing or was altered, or the GPU has too little memory.
-        MissingRequirement: The library or a GPU is missing, or the plans were built for another version or another GPU.
-    """
+    """Load a bundle that build_bundle wrote."""
     described, policy, scales = open_bundle(bundle, library)
     trt = load(library)
     check_built_for(bundle, described.built_for, this_machine(trt, described.built_for))

@@ -98,9 +98,6 @@ def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], s
 
     TensorRT for RTX measures no times: the plan has the same kernels wherever it is built, and two builds differ in a few
     generated names only.
-
-    Raises:
-        GraphRefusal: TensorRT cannot build it.
     """
     library, trt = parsed.library, parsed.library.trt
     config = parsed.builder.create_builder_config()

@@ -32,11 +32,7 @@ PARTS: tuple[Operation, ...] = ("decode_partial", "decode_reduce", "context_part
 
 
 def with_plugin(gpu: Mapping[str, str]) -> GraphAdapter:
-    """Return what puts the plugin into the layers that the kernels hold, for build.build_bundle.
-
-    Raises:
-        MissingRequirement: CUDA uses another GPU.
-    """
+    """Return what puts the plugin into the layers that the kernels hold, for build.build_bundle."""
     check_gpu(gpu)
     sm = int(gpu["compute_cap"].replace(".", ""))
 
@@ -70,12 +66,7 @@ def check_gpu(gpu: Mapping[str, str]) -> None:
 
 
 def write_plugin_graphs(graphs: Mapping[Mode, Path], folder: Path, *, info: ModelInfo, limits: Limits, sm: int) -> PlanGraphs:
-    """Write graphs with plugin nodes to `folder`, without their weights, and register the plugin with TensorRT.
-
-    Raises:
-        MissingRequirement: Triton is not installed.
-        UserError: The bundle was built before the attention's scaling was recorded in it.
-    """
+    """Write graphs with plugin nodes to `folder`, without their weights, and register the plugin with TensorRT."""
     if info.scaling is None:
         path = graphs["decode"].with_name(BUNDLE_FILE)
         raise UserError(

@@ -169,11 +169,7 @@ class PlanSession:
     def __init__(
         self, library: Library, engine: Any, device: Device, inputs: list[Tensor], outputs: list[Tensor], *, captured: bool
     ) -> None:
-        """Open a plan.
-
-        Raises:
-            UserError: The engine has other inputs or outputs.
-        """
+        """Open a plan."""
         self.library, self.engine, self.device, self.captured = library, engine, device, captured
         self.inputs, self.outputs = check_signature(library, engine, inputs, outputs)
         self.bound: dict[str, torch.Tensor] = {}
@@ -259,9 +255,6 @@ def check_signature(
     """Return the described inputs and outputs that the engine has, by name.
 
     An input that nothing reads may be missing: the builder may drop it.
-
-    Raises:
-        UserError: The engine has another input or output, or lacks an output.
     """
     mode = library.trt.TensorIOMode
     described = {t.name: (mode.INPUT, t) for t in inputs} | {t.name: (mode.OUTPUT, t) for t in outputs}

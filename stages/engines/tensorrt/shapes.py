@@ -108,11 +108,6 @@ def plan_run(left: Sequence[int], chunk: int, rows: int) -> list[tuple[int, int]
     A prompt is cut into chunks as if it were alone, since its tokens attend to those of earlier chunks through the quantized
     cache. Chunks of one bucket run together, that of the first prompt: a short one would be padded to many times its tokens.
 
-    Args:
-        left: Tokens of each prompt that are still to come.
-        chunk: Most tokens of a prompt in a run.
-        rows: Most prompts of a run.
-
     >>> plan_run([0, 700, 3, 1024, 600], chunk=1024, rows=4)
     [(1, 700), (3, 1024), (4, 600)]
     """
@@ -139,16 +134,7 @@ def prefill_rows(limits: Limits, q_heads: int, *, native: bool) -> int:
 def check_extents(
     policy: KVPolicy, shape: KVShape, q_heads: int, layers: Iterable[int], *, max_batch: int, max_tokens: int
 ) -> None:
-    """Raise UserError where the function body of one of `layers` would have a tensor that TensorRT cannot address.
-
-    Args:
-        policy: Any policy.
-        shape: The model's shape.
-        q_heads: The model's query heads.
-        layers: The layers that keep their function body.
-        max_batch: Most sequences of a decode step.
-        max_tokens: Most tokens of a sequence.
-    """
+    """Raise UserError where the function body of one of `layers` would have a tensor that TensorRT cannot address."""
     native = list(layers)
 
     def most(batch: int, tokens: int) -> tuple[int, str]:

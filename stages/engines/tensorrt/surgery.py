@@ -42,15 +42,6 @@ def use_plugin(
     The plugin of a chunk takes new tokens as they lie in memory for the decoder's linear layers, heads of a token together, and
     the graph has them by head: Transposes are put before it, which cancel out with those that the decoder has there.
 
-    Args:
-        model: The graph of a bundle.
-        info: The bundle's model, with the attention's scaling.
-        policy: The bundle's policy.
-        mode: Which of the two graphs.
-        programs: Of a decode step, programs over the pages of a KV head that run at once; of a chunk, splits over the pages of
-            a sequence.
-        sm: Compute capability of the GPU that the kernels are compiled for, 90 say.
-
     Returns:
         The layers that were replaced, and why the others were not.
     """

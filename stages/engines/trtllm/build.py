@@ -47,12 +47,7 @@ class TrtllmBundle(ServedBundle):
 
 
 def build_bundle(exports: Path, out: Path, config: TrtllmConfig, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
-    """Write a bundle of ModelOpt's exports, as stage=quantize writes them with the quantized checkpoint, to the empty `out`.
-
-    Raises:
-        UserError: The policy has no export for the target, TensorRT-LLM failed, or it built something else.
-        MissingRequirement: TensorRT-LLM is not installed.
-    """
+    """Write a bundle of ModelOpt's exports, as stage=quantize writes them with the quantized checkpoint, to the empty `out`."""
     ranks, target = config.tensor_parallel_size, resolve(config.target, probe(PROGRAM, config.python))
     export = exports / TARGETS[target].export
     if not export.is_dir():

@@ -38,12 +38,7 @@ class VllmBundle(ServedBundle):
 def build_bundle(
     checkpoint: Path, out: Path, config: VllmConfig, *, policy: KVPolicy, scales: Path, progress: Progress
 ) -> None:
-    """Write a bundle of a quantized checkpoint to the empty directory `out`; `scales` is a kv_scales.json.
-
-    Raises:
-        UserError: vLLM has no such cache, refuses the engine arguments, or makes others of them.
-        MissingRequirement: vLLM is not installed.
-    """
+    """Write a bundle of a quantized checkpoint to the empty directory `out`; `scales` is a kv_scales.json."""
     interpreter, info, measured = begin_bundle(PROGRAM, config, checkpoint, out, policy, scales, progress)
     progress("build", 0, STEPS)
     write_checkpoint(info, out / CHECKPOINT, policy, measured)

