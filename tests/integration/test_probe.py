@@ -292,7 +292,12 @@ def test_only_the_scenes_that_deviate_are_played_again(int8: Path, twin: Twin) -
     engine: Any = load_engine(int8, threads=1)
     turns_begin_late(engine)
     generate, calls = engine.generate, list[int]()
-    engine.generate = lambda prompts, *given, **options: (calls.append(len(prompts)), generate(prompts, *given, **options))[1]
+
+    def counted(prompts: Sequence[Any], *given: Any, **options: Any) -> Any:
+        calls.append(len(prompts))
+        return generate(prompts, *given, **options)
+
+    engine.generate = counted
     found = probe(engine, twin, SMALL, 4, 150, nothing)
     assert (found.runs, len(calls)) == (4, 1), "the batch alone asks for free answers"
 
