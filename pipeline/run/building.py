@@ -15,8 +15,7 @@ from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import Config
 from pipeline.core.backends import BackendConfig
 from pipeline.core.kv import KVPolicy, KVShape
-from pipeline.core.memory import give_back
-from pipeline.core.records import Progress
+from pipeline.core.records import Progress, give_back
 from pipeline.core.scales import SCALES_FILE
 from pipeline.loading import open_backend, open_loader, required_libraries
 from pipeline.terminal import console

@@ -19,8 +19,7 @@ from pipeline.artifacts.files import link_or_copy
 from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
 from pipeline.checkpoint.families import ARCHITECTURES
 from pipeline.checkpoint.files import TOKENIZER_FILES
-from pipeline.core.memory import give_back
-from pipeline.core.records import Progress
+from pipeline.core.records import Progress, give_back
 from pipeline.formats.body import DOMAIN
 from stages.checkpoints import load_causal_lm
 from stages.engines.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE

@@ -14,8 +14,7 @@ import numpy as np
 from pipeline.core.engine import Engine
 from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS, live_tokens
-from pipeline.core.memory import give_back
-from pipeline.core.records import LoadTimes, Progress, no_progress
+from pipeline.core.records import LoadTimes, Progress, give_back, no_progress
 from pipeline.core.workloads import LoadConfig
 from pipeline.verdict.coverage import Allocation, ProcessMemory
 from pipeline.verdict.report import SystemMetrics
