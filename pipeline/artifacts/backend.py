@@ -14,9 +14,10 @@ from pipeline.artifacts.store import Artifact, Recipe
 from pipeline.checkpoint.description import CheckpointInfo
 from pipeline.core.backends import BackendConfig
 from pipeline.core.engine import Engine
+from pipeline.core.errors import UserError
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Progress
+from pipeline.core.records import LayerDelivery, Progress
 
 TORCH = ("torch", "transformers", "safetensors", "tokenizers")
 """Distributions that run a checkpoint."""
@@ -69,6 +70,17 @@ class Artifacts(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Audit:
+    """What an engine would load of the scales that a checkpoint carries."""
+
+    engine: str
+    """Its release, and the form of the checkpoint."""
+    layers: list[LayerDelivery]
+    problems: list[str]
+    """What it leaves out or ends with an error on, one line each."""
+
+
 class Loader(ABC):
     """What every backend can say: one that builds its engines (`Backend`), and one that is given servers.
 
@@ -103,6 +115,12 @@ class Loader(ABC):
     @abstractmethod
     def run_parts(self) -> dict[str, object]:
         """Return what decides an evaluation's results besides the engine, code and libraries, as JSON."""
+
+    def audit(self, path: Path) -> Audit:  # noqa: ARG002  (the interface's parameter)
+        """Return the scales of a checkpoint, and those that the backend's engine would use of them; reads no weights."""
+        raise UserError(
+            f"backend={self.config.name}: loads no scales of a checkpoint by itself; use one that does, such as vllm"
+        )
 
     def run_libraries(self) -> tuple[str, ...]:
         """Return distributions that running takes besides `libraries`."""

@@ -27,6 +27,7 @@ Stage = Literal[
     "promote",
     "rollback",
     "verify",
+    "audit",
     "capacity",
     "recommend",
     "all",

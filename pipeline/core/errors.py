@@ -88,7 +88,8 @@ def describe(error: BaseException) -> str:
     text = f"{type(error).__name__}: {detail}" if detail else type(error).__name__
     hint = "KVGATE_DEBUG=1 shows where"
     if isinstance(error, OSError) and not _is_of(STORES, error):
-        place = f"{error.filename}: " if error.filename is not None else ""
+        named = error.filename2 or error.filename  # of a copy the second is what is written
+        place = f"{named}: " if named is not None else ""
         fix = OS_FIXES.get(error.errno or 0, f"make it usable and run it again; {hint}")
         return redact_text(f"{place}{error.strerror or detail or type(error).__name__}; {fix}")
     if isinstance(error, MemoryError):

@@ -29,9 +29,9 @@ from pipeline.routing.files import read_routing_file, read_snapshot
 from pipeline.trust.keys import load_keys
 from pipeline.trust.policy import read_policy
 
-WITHOUT_CHECKPOINT = ("promote", "rollback", "verify", "route", "monitor", "status", "prune")
+WITHOUT_CHECKPOINT = ("promote", "rollback", "verify", "audit", "route", "monitor", "status", "prune")
 
-UNRECORDED = ("verify", "status", "prune")
+UNRECORDED = ("verify", "audit", "status", "prune")
 """Stages of which summary.json says nothing; they write to no work directory, but for a prune that removes artifacts."""
 
 TRACKED = (*JUDGING, "promote", "rollback", "route", "monitor", "status", "prune")
@@ -50,7 +50,7 @@ def check_inputs(config: Config) -> None:
 def checks(config: Config) -> list[Callable[[], object]]:
     """Return the checks, none of which needs another one to hold: a dry run says what each of them finds."""
     needed: list[Callable[[], object]] = [partial(load_keys, config.signing), partial(read_policy, config.promote.policy)]
-    if config.stage != "verify":
+    if config.stage not in ("verify", "audit"):
         needed.append(partial(_check_work, config))
     if config.tracking.enabled and config.stage in TRACKED:
         needed.append(partial(locate, config.tracking, config.work, config.model.label))
@@ -100,18 +100,17 @@ def _check_model(config: Config) -> None:
         samples = _check_questions(config, checkpoint)
         job = Job(config.stage, config.kv, config.weights.format, checkpoint)
         open_loader(config.backend).check_inputs(job)
+        from stages.opening import check_opens
+
+        check_opens(checkpoint)
         if job.judges and samples and checkpoint.path.is_dir():  # a GGUF's tokenizer is made by the first stage
             from stages.evaluate.inputs.tokens import check_lengths
 
             check_lengths(samples, checkpoint.path, config.workloads, *_context(config, checkpoint))
-        # last, since new files wait for transformers here
-        if checkpoint.path.is_dir():
+        if checkpoint.path.is_dir():  # last, since a new config.json waits for transformers here
             from stages.checkpoints import expected_tensors
 
             check_weights(checkpoint, expected_tensors)
-        from stages.opening import check_opens
-
-        check_opens(checkpoint)
 
 
 def _check_work(config: Config) -> None:

@@ -41,13 +41,14 @@ def tune(run: Run) -> None:
 
 
 def move(run: Run) -> None:
-    """Change what serves, or verify what does."""
+    """Change what serves, or check what does or would."""
     from pipeline.run import serving
 
     stages = {
         "promote": serving.promote,
         "rollback": serving.rollback,
         "verify": serving.verify,
+        "audit": serving.audit,
         "route": serving.route,
         "monitor": serving.monitor,
     }
@@ -75,7 +76,7 @@ def keep_up(run: Run) -> None:
 STAGES: dict[str, Callable[[Run], Candidate | None]] = {
     **dict.fromkeys(("quantize", "build", "evaluate", "all"), make),
     "tune": tune,
-    **dict.fromkeys(("promote", "rollback", "verify", "route", "monitor"), move),
+    **dict.fromkeys(("promote", "rollback", "verify", "audit", "route", "monitor"), move),
     **dict.fromkeys(("capacity", "recommend"), plan),
     **dict.fromkeys(("status", "prune"), keep_up),
 }
@@ -83,7 +84,7 @@ STAGES: dict[str, Callable[[Run], Candidate | None]] = {
 
 def holding(config: Config) -> AbstractContextManager[None]:
     """Keep stage=prune from the artifacts that a command uses, while its block runs."""
-    if config.stage in ("status", "prune"):  # one looks alone, the other holds them for itself
+    if config.stage in ("status", "prune", "audit"):  # two look alone, the other holds them for itself
         return nullcontext()
     root = config.work / "artifacts"
     if config.stage == "verify":  # it may be of another work directory, or of none

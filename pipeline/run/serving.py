@@ -1,4 +1,4 @@
-"""The stages that change or check what serves: promote, rollback, route, monitor, verify."""
+"""The stages that change or check what serves: promote, rollback, route, monitor, verify, audit."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -7,10 +7,12 @@ from pathlib import Path
 
 from rich.markup import escape
 
+from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.compose import suggest
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.evidence.reading import find_evidence, read_evidence, registered_candidate, registered_engine
 from pipeline.evidence.verify import replay
+from pipeline.loading import open_loader
 from pipeline.registry import promotion, summary
 from pipeline.registry.proof import ReplayedEvidence, require_same
 from pipeline.registry.proof import verify as verify_candidate
@@ -23,6 +25,7 @@ from pipeline.terminal import console, next_steps, tables
 from pipeline.terminal.next_steps import Step
 from pipeline.terminal.tables import REPORT
 from pipeline.trust.policy import GatePolicy, read_policy, settle, standing_policy
+from pipeline.verdict.delivery import scale_findings
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Verdict
@@ -177,3 +180,24 @@ def verify(run: Run) -> None:
         require_same(f"bundle={directory}", [finding for _, findings in replays for finding in findings])
     built = not any(evidence.identity.served for evidence, _ in replays)
     next_steps.show(next_steps.after_verify(run.config, built=built))
+
+
+def audit(run: Run) -> None:
+    """Say in a line each what of a checkpoint's scales an engine would not use, or could not; nothing is judged or written.
+
+    Raises:
+        GateRefusal: there is something.
+        UserError: the checkpoint cannot be read, or the backend loads no scales of it by itself.
+    """
+    config = run.config
+    found = open_loader(config.backend).audit(locate_checkpoint(config.model.path))
+    lines, sides = [*scale_findings(found.layers), *found.problems], 2 * len(found.layers)
+    for line in lines:
+        _say(line)
+    if lines:
+        raise GateRefusal(
+            f"model.path={config.model.path}: {len(lines)} findings on {sides} scales of {len(found.layers)} layers "
+            f"({found.engine}); stage=build backend={config.backend.name} writes a checkpoint whose scales it loads"
+        )
+    used = [scale for layer in found.layers for scales in layer.used.values() for scale in scales]
+    _say(f"{found.engine}: all {sides} scales are used as carried, from {min(used):.3g} to {max(used):.3g}")

@@ -4,8 +4,9 @@ Another library loads scales by itself. It may not find them, take 1.0 in their 
 evaluation would then judge something that nobody asked for. A server shows no scales at all, and little of its distributions.
 """
 
+import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from pipeline.core.kv import Side
 from pipeline.core.records import LayerDelivery
@@ -14,6 +15,9 @@ from pipeline.verdict.thresholds import ScaleChangeKind
 
 SAME = 1e-6
 """Relative difference of float32 scales that are the same."""
+
+RANGE = 1e-6, 1e3
+"""Of scales that calibrations give: FP8 holds 448 times as much."""
 
 WORDS: dict[ScaleChangeKind, str] = {
     "missing": "the checkpoint has none, and {used} is used",
@@ -54,6 +58,23 @@ def scale_changes(delivered: Sequence[LayerDelivery], static: Mapping[int, Colle
                     ScaleChange(layer=layer, side=side, kind=kind, carried=scales.carried.get(side, ()), used=scales.used[side])
                 )
     return changes
+
+
+def scale_findings(layers: Sequence[LayerDelivery]) -> Iterator[str]:
+    """Yield what is wrong with scales that every layer should have, one line each: not used as carried, or no calibration's."""
+    whole = {
+        number: [side for side in (Side.KEY, Side.VALUE) if all(map(math.isfinite, layer.carried.get(side, ())))]
+        for number, layer in enumerate(layers)
+    }
+    for change in scale_changes(layers, whole):
+        yield f"{change.kind}: {change}"
+    for number, layer in enumerate(layers):
+        for side, scales in layer.carried.items():
+            wrong = next((scale for scale in scales if not (math.isfinite(scale) and RANGE[0] <= scale <= RANGE[1])), None)
+            if wrong is not None:
+                yield f"out of range: layer {number} {side}s: {wrong:.4g}, not between {RANGE[0]:g} and {RANGE[1]:g}"
+            elif set(scales) == {1.0}:
+                yield f"defaulted: layer {number} {side}s: the checkpoint carries 1.0 itself, which no calibration gives"
 
 
 def describe_changes(changes: Sequence[ScaleChange]) -> str:

@@ -158,6 +158,8 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("-m workdir= kv=fp8,int8", "workdir"),
     ("-m workdir=a,b kv=fp8", "workdir"),
     ("stage=verify", "bundle: missing; stage=verify needs the directory of an engine"),
+    ("stage=audit", "backend=onnxruntime: loads no scales"),
+    ("stage=audit backend=vllm model.path=/nowhere", "model.path=/nowhere"),
     ("stage=verify bundle=/nowhere", "bundle=/nowhere", "no such directory"),
     ("stage=verify bundle=.", "bundle=.: holds neither identity.json nor bundle.json"),
     ("stage=route", "routing"),
@@ -242,7 +244,9 @@ OWN_FILES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
 
 def case(line: str, *says: str, code: int = 2) -> Case:
     arguments = tuple(line.split(" "))
-    return Case(line, arguments, says or arguments[-1:], code=code, begins="stage=verify" in arguments)
+    return Case(
+        line, arguments, says or arguments[-1:], code=code, begins=not {"stage=verify", "stage=audit"}.isdisjoint(arguments)
+    )
 
 
 CASES = [

@@ -147,8 +147,6 @@ others = {
     "reduce": described(aot.compile_operation("decode_reduce", HEADLINE.setting())),
     "reduce_wide": described(aot.compile_operation("decode_reduce", Setting(wide, "float32", 80, 8))),
     "join": described(aot.compile_operation("context_reduce", HEADLINE.setting())),
-    "append": described(aot.compile_operation("append", HEADLINE.setting())),
-    "append_exact": described(aot.compile_operation("append", exact)),
 }
 print(json.dumps({"decode": decode, "chunks": chunks, "others": others}))
 """

@@ -15,6 +15,9 @@ def test_the_notebook_judges_two_policies_and_asks_an_engine(tmp_path: Path, mon
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     read: Any = nbformat.read  # untyped
     notebook = read(NOTEBOOK, as_version=4)
+    shown_before = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert len(shown_before) == 6, "it is stored with its outputs"
+    assert str(ROOT) not in str(shown_before)
     NotebookClient(notebook, timeout=1800, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert {output.output_type for output in outputs} <= {"stream", "execute_result", "display_data"}

@@ -1,6 +1,8 @@
 """backend=vllm: vLLM in an interpreter of its own."""
 
-from pipeline.artifacts.backend import Job
+from pathlib import Path
+
+from pipeline.artifacts.backend import Audit, Job
 from pipeline.core.errors import UserError
 from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.process import probe
@@ -45,6 +47,12 @@ class VllmBackend(InterpreterBackend):
             raise UserError(refusal)
         if job.judges:
             check_judging(config, interpreter)
+
+    def audit(self, path: Path) -> Audit:
+        """Return what the release that kvgate reads would load, which is not asked: it need not be installed."""
+        from stages.engines.vllm.audit import audit
+
+        return audit(path)
 
     def build_parts(self) -> dict[str, object]:
         """Return the platform as well, since arguments are resolved for it."""

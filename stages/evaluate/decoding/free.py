@@ -45,7 +45,8 @@ def free_answers(
     """
 
     def update(done: int) -> None:
-        progress("free answers, then forced [answers]", done, 2 * len(encoded))
+        if encoded:
+            progress("free answers, then forced [answers]", done, 2 * len(encoded))
 
     update(0)
     limits = [greedy.limit(item) for item in encoded]

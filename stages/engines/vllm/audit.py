@@ -1,0 +1,149 @@
+"""What vLLM 0.32 loads of the scales that a checkpoint carries: read from headers and scale tensors alone.
+
+Of vLLM's model_executor/layers/quantization: base_config.py and fp8.py say which names it knows, kv_cache.py and
+compressed_tensors.py what becomes of the numbers. A name that it does not know is left out without a word.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from pipeline.artifacts.backend import Audit
+from pipeline.checkpoint.files import INDEX, read_json, refusal
+from pipeline.core.errors import UserError
+from pipeline.core.kv import Side
+from pipeline.core.records import LayerDelivery
+from pipeline.planning.shapes import ModelShape, read_model
+
+RELEASE = "vLLM 0.32"
+SIDES = {"k": (Side.KEY,), "v": (Side.VALUE,), "kv": (Side.KEY, Side.VALUE)}
+SCALE = re.compile(
+    r"(?!.*(?:vision|visual))(?:.*\.)?layers\.(\d+)\.((?:.*\.)?(?:(kv|k|v)(?:_cache\.|_)scale|([kv])_proj\.output_scale))"
+)
+"""Names of scales as exporters write them: the layer, the name within, and the letter that says whose they are."""
+READ = re.compile(
+    r"self_attn\.(?:(?:attn|[kv]_proj|qkv_proj|qkqkv_proj)\.)?[kv]_scale|self_attn\.[kv]_cache\.scale|self_attn\.kv_scale"
+)
+"""Of these, the names within a layer that it knows."""
+OUTPUT = re.compile(r"self_attn\.[kv]_proj\.output_scale")
+"""A name that it knows besides, where the weights are FP8 or Quark's."""
+SEPARATE, PAIRED = ("compressed-tensors",), ("modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed", "fp8", "quark")
+"""Methods by what becomes of a scale that is missing: 1.0 by itself; or, of a pair, the other one."""
+FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+MOST_BYTES = 1 << 20
+"""Of a scale; larger ones are none."""
+Scales = dict[Side, tuple[float, ...]]
+
+
+def audit(path: Path) -> Audit:
+    """Return the scales of every layer of a checkpoint: those that it carries, and those that vLLM would use.
+
+    Raises:
+        UserError: naming `model.path`, what cannot be read, and what to do.
+    """
+    if not path.is_dir():
+        raise refusal(path, "is no directory of a Hugging Face checkpoint, which vLLM loads; give one")
+    model = read_model(path)
+    method, scheme, refused = _declared(path)
+    carried: list[Scales] = [{} for _ in range(model.kv.layers)]
+    found: list[Scales] = [{} for _ in range(model.kv.layers)]
+    problems = list(refused)
+    listed = set(read_json(path, INDEX).get("weight_map", {}).values()) if (path / INDEX).is_file() else None
+    for file in sorted(path.glob("*.safetensors")):
+        for name, layer, within, letter, values in _scales(path, file.name):
+            if layer >= model.kv.layers:
+                problems.append(f"{name}: the model has {model.kv.layers} layers")
+                continue
+            whose = re.search(r"\.([kv])_proj\.", f".{within}")
+            carried[layer] |= dict.fromkeys(SIDES[whose[1] if whose and letter != "kv" else letter], values)
+            if listed is not None and file.name not in listed:
+                problems.append(f"{name}: is in {file.name}, which {INDEX} does not name")
+            elif READ.fullmatch(within) or (method in ("fp8", "quark") and OUTPUT.fullmatch(within)):
+                found[layer][SIDES[letter][0]] = values  # one for both is read as the keys'
+            else:
+                problems.append(f"{name}: is no name that it reads")
+    used = [_used(number, scales, method, scheme, model, problems) for number, scales in enumerate(found)]
+    layers = [LayerDelivery(carried=given, used=taken) for given, taken in zip(carried, used, strict=True)]
+    return Audit(f"{RELEASE}, {method or 'no quantization declared'}", layers, problems)
+
+
+def _declared(path: Path) -> tuple[str, Mapping[str, Any], list[str]]:
+    """Return the method that a checkpoint declares, its scheme of the cache, and why vLLM refuses it."""
+    config = read_json(path, "config.json")
+    declared = config.get("quantization_config")
+    if declared is None and (path / "hf_quant_config.json").is_file():
+        declared = read_json(path, "hf_quant_config.json")
+    if declared is None and isinstance(config.get("text_config"), dict):
+        declared = config["text_config"].get("quantization_config")
+    declared = declared or config.get("compression_config") or {}
+    if not isinstance(declared, dict):
+        raise refusal(path, "quantization_config must be an object; give the config.json that belongs to the weights")
+    inner = declared.get("quantization", declared)
+    method = str(declared.get("quant_method") or ("modelopt" if "quantization" in declared else "")).lower()
+    scheme = declared.get("kv_cache_scheme")
+    scheme = scheme if isinstance(scheme, dict) else {}
+    if method.startswith("modelopt") and not (isinstance(inner, dict) and inner.get("quant_algo")):
+        return method, scheme, ["quant_algo is missing, without which it refuses the checkpoint"]
+    if method in SEPARATE and scheme:
+        wanted = {"type": ("float",), "num_bits": (8,), "strategy": ("tensor", "attn_head"), "symmetric": (True,)}
+        wrong = [
+            f"kv_cache_scheme.{key}={scheme.get(key)}, which it refuses"
+            for key, some in wanted.items()
+            if scheme.get(key) not in some
+        ]
+        return method, scheme, wrong
+    return method, scheme, []
+
+
+def _scales(path: Path, file: str) -> Iterator[tuple[str, int, str, str, tuple[float, ...]]]:
+    """Yield of each scale in a file its name, layer, name within the layer, letter and values."""
+    try:
+        with safe_open(path / file, framework="numpy"):  # which checks the header
+            pass
+        with (path / file).open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            for name, about in json.loads(stream.read(length)).items():
+                match = SCALE.fullmatch(name)
+                if match is None:
+                    continue
+                start, end = about["data_offsets"]
+                if about["dtype"] not in FLOATS or not 0 < end - start <= MOST_BYTES:
+                    raise refusal(path, f"{file}: {name} is {about['dtype']} of shape {about['shape']}, no scale; correct it")
+                stream.seek(8 + length + start)
+                numbers = np.frombuffer(stream.read(end - start), FLOATS[about["dtype"]])
+                if about["dtype"] == "BF16":
+                    numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
+                yield name, int(match[1]), match[2], match[3] or match[4], tuple(map(float, numbers))
+    except UserError:
+        raise
+    except (SafetensorError, OSError, ValueError) as error:
+        raise refusal(path, f"{file} is not a complete safetensors file ({error}); download it again") from None
+
+
+def _used(layer: int, found: Scales, method: str, scheme: Mapping[str, Any], model: ModelShape, problems: list[str]) -> Scales:
+    """Return what vLLM makes of a layer's scales; adds to the problems what it ends with an error on."""
+    count = model.kv.kv_heads if method in SEPARATE and scheme.get("strategy") == "attn_head" else 1
+    default = (1.0,) * count
+    for side, values in found.items():
+        if method in (*SEPARATE, *PAIRED) and len(values) != count:
+            problems.append(f"layer {layer} {side}s: {len(values)} scales where it reads {count}, which it refuses")
+            return {Side.KEY: default, Side.VALUE: default}
+    if method in SEPARATE:
+        return {side: found.get(side, default) for side in (Side.KEY, Side.VALUE)}
+    if method not in PAIRED or not found:
+        return {Side.KEY: default, Side.VALUE: default}
+    key, value = (found.get(side, (-1.0,)) for side in (Side.KEY, Side.VALUE))
+    if key[0] > 0 and value[0] > 0:
+        return {Side.KEY: key, Side.VALUE: value}
+    if not key[0] > 0 and not (key[0] < 0 and value[0] < 0):
+        problems.append(
+            f"layer {layer}: ends with an error on a key scale that is not above 0 beside {value[0]:.4g} for values"
+        )
+        return {Side.KEY: default, Side.VALUE: default}
+    shared = max(key, value) if key[0] > 0 else default
+    return {Side.KEY: shared, Side.VALUE: shared}
