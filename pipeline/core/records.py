@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -114,3 +116,11 @@ class LoadTimes:
     step_ms: list[float]
     """Decode steps of all sequences together, in order."""
     memory: MemoryReport
+
+
+def give_back() -> None:
+    """Collect cycles, as models and graphs are, and return to the system what the C library would keep for itself."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

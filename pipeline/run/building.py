@@ -15,7 +15,7 @@ from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import Config
 from pipeline.core.backends import BackendConfig
 from pipeline.core.kv import KVPolicy, KVShape
-from pipeline.core.records import Progress
+from pipeline.core.records import Progress, give_back
 from pipeline.core.scales import SCALES_FILE
 from pipeline.loading import open_backend, open_loader, required_libraries
 from pipeline.terminal import console
@@ -190,6 +190,7 @@ class BuildChain:
             def fill_with_progress(out: Path) -> None:
                 with required_libraries():
                     fill(out, progress)
+                give_back()
 
             artifact = self.store.get(recipe, fill_with_progress, resumable=resumable)
         console.step(title, artifact.path, None if artifact.reused else artifact.seconds)

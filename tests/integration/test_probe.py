@@ -288,6 +288,20 @@ def test_a_fault_where_samples_do_not_lead_is_named(plant: Callable[[Any], None]
     assert any(FAULTS[plant] in failure for failure in failures), failures
 
 
+def test_only_the_scenes_that_deviate_are_played_again(int8: Path, twin: Twin) -> None:
+    engine: Any = load_engine(int8, threads=1)
+    turns_begin_late(engine)
+    generate, calls = engine.generate, list[int]()
+
+    def counted(prompts: Sequence[Any], *given: Any, **options: Any) -> Any:
+        calls.append(len(prompts))
+        return generate(prompts, *given, **options)
+
+    engine.generate = counted
+    found = probe(engine, twin, SMALL, 4, 150, nothing)
+    assert (found.runs, len(calls)) == (4, 1), "the batch alone asks for free answers"
+
+
 def test_only_what_is_influenced_is_called_isolation(int8: Path, twin: Twin) -> None:
     engine = load_engine(int8, threads=1)
     rolled_prompt_logits(engine)

@@ -19,7 +19,7 @@ from pipeline.artifacts.files import link_or_copy
 from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
 from pipeline.checkpoint.families import ARCHITECTURES
 from pipeline.checkpoint.files import TOKENIZER_FILES
-from pipeline.core.records import Progress
+from pipeline.core.records import Progress, give_back
 from pipeline.formats.body import DOMAIN
 from stages.checkpoints import load_causal_lm
 from stages.engines.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE
@@ -50,15 +50,10 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
         UserError: inspect_checkpoint refuses the checkpoint.
     """
     info = inspect_checkpoint(checkpoint)
-    progress("loading the checkpoint", 0, 1)
-    model = load_causal_lm(checkpoint, dtype=getattr(torch, compute_dtype))
-    model.eval()
-    progress("tracing", 0, 1)
-    AttentionInterface.register(_ATTENTION, _attention_node)
-    AttentionMaskInterface.register(_ATTENTION, _no_mask)
-    model.config._attn_implementation = _ATTENTION
-    model.config._experts_implementation = "batched_mm"  # the loop over the experts that tokens chose cannot be traced
-    graph = _write_graph(_Decoder(model), out, progress, [checkpoint / name for name in info.weight_files])
+    _translate(checkpoint, out / "decoder.onnx", compute_dtype, progress)
+    give_back()  # the model, and what was traced of it
+    progress("writing weights", 0, 1)
+    graph = _write_graph(out, [checkpoint / name for name in info.weight_files])
     attributes = _attributes(graph)
     windows = [attributes[layer]["window"].i or None for layer in range(info.shape.layers)]
     assert windows == [info.shape.window(layer) for layer in range(info.shape.layers)], "transformers reads config.json so"
@@ -112,8 +107,16 @@ class _Decoder(torch.nn.Module):
         return head(self.model, hidden.gather(1, index)).squeeze(1)
 
 
-def _write_graph(decoder: torch.nn.Module, out: Path, progress: Progress, files: list[Path]) -> onnx.GraphProto:
-    """Write `decoder.onnx` and `weights.bin`, given the checkpoint's safetensors files; return the graph."""
+def _translate(checkpoint: Path, graph: Path, compute_dtype: ComputeDType, progress: Progress) -> None:
+    """Write a checkpoint's decoder as ONNX, with its weights in a file beside it."""
+    progress("loading the checkpoint", 0, 1)
+    model = load_causal_lm(checkpoint, dtype=getattr(torch, compute_dtype))
+    model.eval()
+    progress("tracing", 0, 1)
+    AttentionInterface.register(_ATTENTION, _attention_node)
+    AttentionMaskInterface.register(_ATTENTION, _no_mask)
+    model.config._attn_implementation = _ATTENTION
+    model.config._experts_implementation = "batched_mm"  # the loop over the experts that tokens chose cannot be traced
     batch, length = torch.export.Dim("B", min=1), torch.export.Dim("S", min=1)
     # Sizes 2 and 3, because torch.export would make a size of 1 a constant.
     example = (torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, dtype=torch.long))
@@ -123,13 +126,16 @@ def _write_graph(decoder: torch.nn.Module, out: Path, progress: Progress, files:
     logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        exported = torch.export.export(decoder, example, dynamic_shapes=shapes, strict=False)
+        exported = torch.export.export(_Decoder(model), example, dynamic_shapes=shapes, strict=False)
         progress("translating to ONNX", 0, 1)
         program = torch.onnx.export(exported, dynamo=True, output_names=["logits"], verbose=False)
     assert program is not None
-    progress("writing weights", 0, 1)
-    graph = out / "decoder.onnx"
     program.save(graph, external_data=True)
+
+
+def _write_graph(out: Path, files: list[Path]) -> onnx.GraphProto:
+    """Move the weights of `decoder.onnx` to `weights.bin`, given the checkpoint's safetensors files; return the graph."""
+    graph = out / "decoder.onnx"
     model = onnx.load(graph, load_external_data=False)
     store_weights(model.graph, out / "decoder.onnx.data", out, files[0] if len(files) == 1 else None)
     # Stack traces and paths of this machine would make the digest differ from machine to machine.

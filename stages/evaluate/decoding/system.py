@@ -3,8 +3,6 @@
 Times are reported. No gate judges them by default.
 """
 
-import ctypes
-import gc
 import random
 import resource
 import time
@@ -16,7 +14,7 @@ import numpy as np
 from pipeline.core.engine import Engine
 from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS, live_tokens
-from pipeline.core.records import LoadTimes, Progress, no_progress
+from pipeline.core.records import LoadTimes, Progress, give_back, no_progress
 from pipeline.core.workloads import LoadConfig
 from pipeline.verdict.coverage import Allocation, ProcessMemory
 from pipeline.verdict.report import SystemMetrics
@@ -151,10 +149,7 @@ def _reported(engine: Engine) -> int:
 
 def _resident() -> int:
     """Return the bytes of this process that are in memory, after what nothing uses any more is given back."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    give_back()
     return int(STATM.read_text().split()[1]) * resource.getpagesize()
 
 

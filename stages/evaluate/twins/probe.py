@@ -7,7 +7,7 @@ with any tokens is the engine.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -60,13 +60,15 @@ def probe(
     largest = min(largest, engine.max_sequences or largest)
     failures: dict[str, str] = {}
     first: Stage | None = None
-    runs = 0
+    runs, suspects, limits = 0, set[str](), (LEAST_KL, SINGLE_KL)
     while runs < RUNS and (first is None or failures):
         stage = Stage(engine, twin, config, max_tokens, largest, claimed, seed=runs)
-        for ended in _played(stage):
+        for ended in _played(stage, None if first is None else suspects):
             progress(f"stress probe{' again' if runs else ''} [scenes]", ended, len(SCENES))
-        found = _deviating(stage)
+        limits = _limits(stage.rows, twin.compute_dtype) if first is None else limits
+        found = _deviating(stage, limits)
         failures = found if first is None else {place: text for place, text in failures.items() if place in found}
+        suspects = _scenes_of(stage, failures, limits)
         first = first or stage
         runs += 1
         if stage.failures:  # what needs no other run
@@ -83,7 +85,6 @@ def probe(
         said.append(f"{what} stayed in the cache after every sequence was released")
     rows = first.rows
     decoded = [row for row in rows if row.shown.decoded]
-    limit, single = _limits(rows, twin.compute_dtype)
     return Probe(
         tokens=max((row.shown.length for row in rows), default=0),
         decoded=max((row.shown.decoded for row in rows), default=0),
@@ -94,8 +95,8 @@ def probe(
         engine_tokens=own_tokens,
         engine_batch=own_batch,
         runs=runs,
-        limit_kl=limit,
-        limit_single_kl=single,
+        limit_kl=limits[0],
+        limit_single_kl=limits[1],
         parts=_parts(rows),
         failures=said,
         allocation=(first.allocation or allocation(engine)).model_copy(update={"process": held}),
@@ -107,11 +108,11 @@ def probe(
     )
 
 
-def _played(stage: Stage) -> Iterator[int]:
-    """Play the scenes that the engine is able to, and yield how many have ended, before the first one and after each."""
+def _played(stage: Stage, only: Collection[str] | None) -> Iterator[int]:
+    """Play scenes that the engine is able to, all or some, and yield how many have ended, before the first and after each."""
     yield 0
     for ended, scene in enumerate(SCENES, start=1):
-        if all(stage.engine.can(need) for need in scene.needs):
+        if (only is None or scene.name in only) and all(stage.engine.can(need) for need in scene.needs):
             try:
                 scene.play(stage)
             except UserError as error:
@@ -131,10 +132,9 @@ def _limits(rows: Sequence[Row], compute_dtype: str | None) -> tuple[float, floa
     return max(LEAST_KL, FACTOR * typical), max(SINGLE_KL, FACTOR * worst)
 
 
-def _deviating(stage: Stage) -> dict[str, str]:
+def _deviating(stage: Stage, limits: tuple[float, float]) -> dict[str, str]:
     """Return the places that deviate -> what is said of them, the worst first."""
-    rows = stage.rows
-    limit, single = _limits(rows, stage.twin.compute_dtype)
+    rows, (limit, single) = stage.rows, limits
     by_place: dict[str, list[Row]] = {}
     for row in rows:
         for place in row.places:
@@ -157,6 +157,17 @@ def _deviating(stage: Stage) -> dict[str, str]:
             f"{(shown.length - 1) % PAGE_TOKENS}), row {shown.row} of a batch of {shown.batch} ({single:.1e} allowed)"
         )
     return found
+
+
+def _scenes_of(stage: Stage, failures: Collection[str], limits: tuple[float, float]) -> set[str]:
+    """Return the scenes in which rows of places that deviate do."""
+    limit, single = limits
+    return {
+        row.scene
+        for row in stage.rows
+        if (not row.kl <= limit and any(place in failures for place in row.places))
+        or ("single" in failures and not row.kl <= single)
+    }
 
 
 def _parts(rows: Sequence[Row]) -> list[ProbePart]:

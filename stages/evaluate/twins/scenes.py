@@ -102,10 +102,13 @@ def offsets_and_borders(policy: KVPolicy, size: int, most: int) -> list[int]:
 
 
 def equal(stage: Stage) -> None:
-    """Equal prompts that share a partial page and then part, within the page and over its border."""
+    """Equal prompts that share a partial page and then part, in the page and over its border; others share a second page."""
     prompt = stage.draw(PAGE_TOKENS - STEPS)
     role = f"equal prompts of {len(prompt)} tokens that part"
-    stage.play([stage.actor(role, prompt, 2 * STEPS) for _ in range(min(3, stage.largest))])
+    stage.play([stage.actor(role, prompt, 2 * STEPS) for _ in range(2)])
+    page, role = stage.draw(PAGE_TOKENS), "prompts that differ before an equal page"
+    if stage.max_tokens >= 2 * PAGE_TOKENS + STEPS:
+        stage.play([stage.actor(role, [*stage.draw(PAGE_TOKENS), *page], STEPS) for _ in range(2)])
 
 
 def turns(stage: Stage) -> None:

@@ -52,6 +52,7 @@ class Row:
     difference: float
     rounding: float | None
     """KL of the twin that is a rounding off, where it was computed."""
+    scene: str
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -265,7 +266,7 @@ class Stage:
             if not np.isfinite(kls[0]):
                 self.failures.append(f"{part}: {actor.role}: logits are not finite at position {shown.length - 1}")
             kept = replace(shown, logits_V=NOT_KEPT)
-            self.rows.append(Row(actor.part or part, actor.role, kept, kls[0], difference, rounding))
+            self.rows.append(Row(actor.part or part, actor.role, kept, kls[0], difference, rounding, part))
         if actor.said and self.twin.compute_dtype is not None:
             gaps = behind(exact[: len(actor.said)], actor.said)
             wrong = np.flatnonzero(~(gaps <= 4 * self.rounding + 1e-3))
