@@ -139,7 +139,7 @@ def _files(what: str, folder: Path | None, digests: Mapping[str, str], only: boo
         kinds = {name: kind_of(folder / name) for name in digests if os.path.lexists(folder / name)}
     else:
         kinds = tree_entries(folder, but=MANIFEST)
-    place = f"{folder.parent.name}/{folder.name}"
+    place = Path(*folder.parts[-2:])
     findings = [Finding(f"{what}: {name}", "missing", f"not in {place}") for name in sorted(digests.keys() - kinds.keys())]
     for name, kind in sorted(kinds.items()):
         printable = f"{what}: {name if name.isprintable() else ascii(name)}"
