@@ -40,9 +40,10 @@ CALIBRATION = 6
 """Calibration texts of each workload."""
 PAGES, PAGE_TOKENS, PAGE_FIRST = 10, 384, 64
 """Pages that SmolLM2 reads, tokens of each, and tokens at its beginning that are not scored."""
-GEMMA_PAGES, GEMMA_TOKENS = 6, 192
-LENGTHS, LAST, DOCUMENTS = (256, 480, 544, 1024, 2048, 4096, 8192), 32, 2
-"""Lengths of the long texts that Gemma 3 reads, of which the last tokens are scored; its windows are of 512."""
+GEMMA_PAGES, GEMMA_TOKENS, LAST = 4, 192, 32
+"""Pages that Gemma 3 reads, tokens of each, and how many at its end are scored: a row of its logits is 262,144 numbers."""
+LENGTHS = (256, 480, 544, 1024, 2048, 4096, 8192)
+"""Lengths of the longer texts that Gemma 3 reads, of which LAST tokens are scored, too; its windows are of 512."""
 ROWS = 128
 """Rows of logits that are compared at a time: a comparison makes several copies of them in float64."""
 
@@ -277,7 +278,7 @@ def show_lengths(model: Any, tokens: npt.NDArray[np.int64], calibration: Sequenc
     """Print the mean KL of the last tokens of longer and longer texts."""
     print(f"\n| tokens | {' | '.join(LONG)} |\n|---:|{'---:|' * len(LONG)}")
     for length in LENGTHS:
-        texts = page_texts(tokens, DOCUMENTS, length, length - LAST)
+        texts = page_texts(tokens, 1, length, length - LAST - 1)
         measured = measure(model, texts, calibration, {name: POLICIES[name] for name in LONG})
         print(f"| {length:,} | {' | '.join(f'{one.mean_kl:.1e}' for one in measured.values())} |", flush=True)
 
@@ -302,7 +303,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
             texts = page_texts(tokens, PAGES, PAGE_TOKENS)
             show(measure(model, texts, calibration), texts)
         else:
-            texts = page_texts(tokens, GEMMA_PAGES, GEMMA_TOKENS)
+            texts = page_texts(tokens, GEMMA_PAGES, GEMMA_TOKENS, GEMMA_TOKENS - LAST - 1)
             show(measure(model, texts, calibration, {key: POLICIES[key] for key in SHORT}), texts)
             show_lengths(model, tokens, calibration)
 
