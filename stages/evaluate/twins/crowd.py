@@ -1,7 +1,7 @@
 """A crowd of requests that come and go in a full batch, and whether any of them reads what another one wrote.
 
-Two requests of three are watched, the others are strangers. The crowd is played twice, with the same watched requests in the same
-places and strangers of the same lengths, whose tokens are others: no watched logit may change. What changes it comes from a
+Two of three requests are watched, the others are strangers. The crowd is played twice, with the same watched requests in the
+same places and strangers of the same lengths and other tokens: no watched logit may change. What changes it comes from a
 page, a row or a buffer of a stranger, live or gone, however small the change is. Where an engine does not repeat itself, the
 first play is repeated as it was, and strangers may change no more than that does.
 """
