@@ -104,7 +104,7 @@ class ProbeConfig(StrictModel):
     max_batch: Annotated[int, Field(ge=2, le=4096)] = 32
     """Largest decode step; the evaluation's batch_size where that is larger."""
     requests: Annotated[int, Field(ge=1, le=1_000_000)] = 300
-    """Requests that come and go, one in five of them long, twice: the second time half of them say something else."""
+    """Requests that come and go, one in five of them long, twice: the second time one in three of them says something else."""
 
 
 class SpeculationConfig(StrictModel):
