@@ -30,22 +30,20 @@ ENGINES = {"native": "", "graph": ", graph", "torch": ", torch"}
 
 HEAD = """# Planted faults, and which gate sees them
 
-{judged} faults as real KV caches have them ([tests/faults](../tests/faults)), each planted in an engine of
-the tiny model that is sound otherwise, and judged by the evaluation and the gates that judge every candidate.
+{judged} faults as real KV caches have them ([tests/faults](../tests/faults)). Each fault is planted in a sound engine of the
+tiny model, and judged by the evaluation and the gates that judge every candidate.
 **{refused} of {judged} are refused** (FAIL, or an evaluation that ends with an error).{left}
 
-`make faults` judges them and writes this page from `tests/faults/results.json`; an interrupted run goes on where it
-ended. Each is judged by the smallest evaluation that may pass (72 requests, of which none of 60 may be ruined) and a probe
-that is smaller than the default one; what gets through is asked the default probe. What no gate sees but those that ask
-samples is asked all samples of the default evaluation too: the other gates ask the same there. Where the record has no
-`default` of such a fault, and for outcomes of commits before 55b903f (152 requests, and the probe before it played
-scenes), that is still to be done: their keys are stale, and `make faults` judges them anew.
-A gate is named by its key under `gates.`, or by its own name. They were judged by the gates of
-{commits}; `make faults` judges again all that later changes may concern.
-
-`costs` is what a user gets, whatever gates say: the same day of service (batches, turns, forks, prompts that begin alike,
-crowds, `generate`; `tests/faults/drill.py`) with the fault and without, as the largest KL of a token in nats. A fault whose
-cost is memory or a word that is not kept says so. Engines are ONNX with the compiled kernel where nothing else is said."""
+- **How a fault is judged.** First by the smallest evaluation that may pass: 72 requests, and a probe that is smaller than the
+  default one. A fault that gets through is judged by the default probe. A fault that only gates on samples see is judged by
+  all samples of the default evaluation as well.
+- **Which gates judged.** The commits of the outcomes are {commits}. Outcomes of commits before 55b903f are of 152 requests
+  and an older probe. `make faults` judges again what later changes may concern, and goes on where an interrupted run ended.
+- **Names.** A gate has the name of its key under `gates.`, or its own name.
+- **Costs.** A day of service runs with the fault and without: batches, turns, forks, prompts that begin alike, crowds,
+  `generate` (`tests/faults/drill.py`). `costs` is the largest KL of a token in nats, whatever the gates say. A fault that
+  costs memory, or a claim that is not kept, says so.
+- **Engines** are ONNX with the compiled kernel unless the table names another."""
 
 ALL_GATES = """
 ## Each gate
