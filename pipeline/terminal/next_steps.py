@@ -1,5 +1,6 @@
 """What to type next: every ending of a command names it, in one line."""
 
+import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -285,7 +286,8 @@ def after_verify(config: Config, *, built: bool) -> Step:
     """Say what to do with an engine that is the one that was judged; one that is a server is not `built`."""
     if not built:
         return Step(why="it is the evidence that was recorded of the server")
-    program = f"from pipeline.api import load; print(load({config.bundle!r}).generate('Copy: 04 Bergen 14 Tartu'))"
+    loaded = f"load({json.dumps(config.bundle)})"
+    program = f'from pipeline.api import load; print({loaded}.generate("Copy: 04 Bergen 14 Tartu"))'
     python = begun().removesuffix(" -m pipeline")
     return Step(why="it is the engine that was judged: load it", command=f"{python} -c {shlex.quote(program)}")
 

@@ -60,5 +60,5 @@ def test_the_workflow_installs_a_commit_and_judges_promotes_and_serves_the_model
     (theirs / "champion" / "workloads").mkdir()
     shutil.copy(theirs / "questions.jsonl", theirs / "champion" / "workloads")
     printed = shell("kvgate stage=verify bundle=champion").partition("Next: it is the engine that was judged: load it:")[2]
-    assert "load('champion')" in printed
+    assert 'load("champion")' in printed
     assert shell(printed).strip()
