@@ -1,4 +1,4 @@
-"""Whether a GGUF's weights are finite, from the numbers of its blocks that can be otherwise: nothing is dequantized."""
+"""Whether a GGUF's weights are finite. Only a block's floats can be NaN or infinite, so that nothing is dequantized."""
 
 import numpy as np
 import numpy.typing as npt
@@ -8,9 +8,10 @@ from pipeline.gguf.header import TENSOR_TYPES, Header, Tensor
 NUMBERS = {"F32": ("<f4", 0, 1), "F16": ("<f2", 0, 1), "BF16": ("<u2", 0, 1), "Q4_0": ("<f2", 0, 1), "Q4_1": ("<f2", 0, 2),
            "Q5_0": ("<f2", 0, 1), "Q5_1": ("<f2", 0, 2), "Q8_0": ("<f2", 0, 1), "Q2_K": ("<f2", 80, 2), "Q3_K": ("<f2", 108, 1),
            "Q4_K": ("<f2", 0, 2), "Q5_K": ("<f2", 0, 2), "Q6_K": ("<f2", 208, 1)}  # fmt: skip
-"""Of a block of each type: its floats, the byte where they begin, and how many. Of other types the conversion finds it."""
+"""For each tensor type: the type of a block's floats, the byte where the floats begin, the number of floats. The
+conversion checks other tensor types."""
 BLOCKS = 1 << 20
-"""That are looked at together."""
+"""Blocks that are read at once."""
 BYTES = {kind: size for kind, _, size in TENSOR_TYPES.values()}
 
 

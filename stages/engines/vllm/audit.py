@@ -1,7 +1,7 @@
-"""What vLLM 0.32 loads of the scales that a checkpoint carries: read from headers and scale tensors alone.
+"""The scales that a checkpoint carries, and the scales that vLLM 0.32 would use: read from headers and scale tensors alone.
 
-Of vLLM's model_executor/layers/quantization: base_config.py and fp8.py say which names it knows, kv_cache.py and
-compressed_tensors.py what becomes of the numbers. A name that it does not know is left out without a word.
+Source: vLLM's model_executor/layers/quantization. base_config.py and fp8.py have the names that vLLM reads; kv_cache.py and
+compressed_tensors.py have the numbers that vLLM uses. vLLM skips any other name without a word.
 """
 
 import json
@@ -29,14 +29,14 @@ SCALE = re.compile(
 READ = re.compile(
     r"self_attn\.(?:(?:attn|[kv]_proj|qkv_proj|qkqkv_proj)\.)?[kv]_scale|self_attn\.[kv]_cache\.scale|self_attn\.kv_scale"
 )
-"""Of these, the names within a layer that it knows."""
+"""Names within a layer that vLLM reads."""
 OUTPUT = re.compile(r"self_attn\.[kv]_proj\.output_scale")
-"""A name that it knows besides, where the weights are FP8 or Quark's."""
+"""A name that vLLM reads as well where the weights are FP8 or Quark's."""
 SEPARATE, PAIRED = ("compressed-tensors",), ("modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed", "fp8", "quark")
-"""Methods by what becomes of a scale that is missing: 1.0 by itself; or, of a pair, the other one."""
+"""Quantization methods by the value of a missing scale: 1.0; or the other scale of the layer's pair."""
 FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 MOST_BYTES = 1 << 20
-"""Of a scale; larger ones are none."""
+"""Largest scale tensor, in bytes."""
 Scales = dict[Side, tuple[float, ...]]
 
 
