@@ -39,11 +39,14 @@ def promote(run: Run) -> None:
             raise GateRefusal(
                 f"stage=promote: {last.unfinished}; run it again to finish it, or promote one that passed: promote.name=NAME"
             )
-        promote_from(run, last)
+        promote_from(run, last, unfinished=last.unfinished)
 
 
-def promote_from(run: Run, last: summary.Summary) -> None:
-    """Promote the best candidate of a summary; raises as `promote` does."""
+def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = None) -> None:
+    """Promote the best candidate of a summary; raises as `promote` does. The page says what is `unfinished`.
+
+    A job that promotes what it judged has not ended yet, so that the summary's own word on this would be of that job.
+    """
     config, model, name = run.config, run.config.model.label, run.config.promote.name
     listed = [candidate for candidate in last.candidates if candidate.model == model]
     if not listed:
@@ -75,7 +78,7 @@ def promote_from(run: Run, last: summary.Summary) -> None:
             lambda: store,
             sweep=last.sweep,
             command=last.command,
-            unfinished=last.unfinished,
+            unfinished=unfinished,
             champion=move.champion,
             message=move.message,
             passed_over=tables.passed_over(candidates, move),
