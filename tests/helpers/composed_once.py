@@ -7,7 +7,6 @@ from typing import Any
 from hydra._internal import config_loader_impl
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra._internal.defaults_list import DefaultsList
-from omegaconf import DictConfig
 
 
 def compose_once() -> None:
@@ -40,7 +39,7 @@ def compose_once() -> None:
         found.config_overrides = values
         return found
 
-    def composed_once(loader: object, defaults: list[Any], repo: Any) -> DictConfig:
+    def composed_once(loader: object, defaults: list[Any], repo: Any) -> Any:
         key = repr((defaults, [(source.provider, source.path) for source in repo.get_sources()]))
         if key not in composed:
             composed[key] = pickle.dumps(compose(loader, defaults, repo))
