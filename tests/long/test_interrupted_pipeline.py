@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from collections.abc import Iterator
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -44,8 +45,8 @@ def test_the_pipeline_gets_to_its_end_however_often_it_is_hit(tmp_path: Path) ->
         importlib.import_module(module)  # once, for all children
     whole, hit = tmp_path / "whole", tmp_path / "hit"
     assert attempt(partial(command, whole), whole).code == 0
-    at, hits = 1, cycle(("SIGKILL", "SIGTERM"))
-    fault: Fault = next(hits)
+    hits: Iterator[Fault] = cycle(("SIGKILL", "SIGTERM"))
+    at, fault = 1, next(hits)
     while (ended := attempt(partial(command, hit), hit, at, fault)).code != 0 or ended.operations >= at:
         assert ended.code in ENDS[fault], (at, ended.said)
         at, fault = at + 151, next(hits)
