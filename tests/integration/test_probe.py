@@ -29,7 +29,7 @@ from stages.evaluate.decoding.system import allocation, process_memory
 from stages.evaluate.twins.probe import probe
 from stages.evaluate.twins.twin import Twin
 
-SMALL = ProbeConfig(max_tokens=192, decode_steps=72, offset_steps=4, max_batch=6, requests=24)
+SMALL = ProbeConfig(max_tokens=192, decode_steps=72, offset_steps=4, max_batch=6, requests=8)
 FAR = ProbeConfig(max_tokens=1152, decode_steps=400, offset_steps=8, max_batch=20, requests=40)
 
 torch.set_num_threads(1)
