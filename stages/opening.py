@@ -1,4 +1,4 @@
-"""Whether a tokenizer, its chat template and a GGUF's weights can be used at all: looked at before any work, once a file."""
+"""Whether a tokenizer, its chat template and the weights can be used at all: looked at before any work, once a file."""
 
 import hashlib
 import importlib.metadata
@@ -23,20 +23,23 @@ def check_opens(info: CheckpointInfo) -> None:
 
     Raises:
         UserError: The tokenizer's library refuses its files, the chat template refuses a greeting or takes more than it may, or
-            a weight of a GGUF is not finite.
+            a weight is not finite.
     """
     kept = _kept(info)
     if kept is not None and kept.is_file():
         return
     if info.path.is_dir():
+        from pipeline.checkpoint.finite import check_finite
+
+        check_finite(info)
         _check_tokenizer(info.path, info.path)
     else:
         from pipeline.gguf.model import inspect_gguf
-        from stages.gguf.finite import check_finite
+        from stages.gguf.finite import check_finite as check_blocks
         from stages.gguf.tokenizer import write_tokenizer
 
         model = inspect_gguf(info.path)
-        check_finite(model.header)
+        check_blocks(model.header)
         with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
             write_tokenizer(model.vocabulary, info.max_positions, Path(scratch))
             _check_tokenizer(info.path, Path(scratch))
@@ -46,7 +49,7 @@ def check_opens(info: CheckpointInfo) -> None:
 
 def _kept(info: CheckpointInfo) -> Path | None:
     """Return the file that says that these files were found sound; None where no cache can be trusted."""
-    files = [info.path / name for name in info.other_files] if info.path.is_dir() else [info.path]
+    files = [info.path / name for name in (*info.other_files, *info.weight_files)] if info.path.is_dir() else [info.path]
     states = [
         (str(file.resolve()), about.st_ino, about.st_size, about.st_mtime_ns) for file in files for about in [file.stat()]
     ]

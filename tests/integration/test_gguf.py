@@ -29,6 +29,7 @@ from tokenizers import pre_tokenizers  # type: ignore[import-untyped]
 from warm import command
 
 from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.finite import EXPONENTS
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.core.errors import UserError
 from pipeline.gguf.header import Header, Tensor
@@ -123,14 +124,14 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", NUMBERS)
 @pytest.mark.parametrize("bits", [(0x7FC0, 0x7E00), (0xFF80, 0xFC00)], ids=["NaN", "-inf"])
 def test_a_block_that_is_not_finite_is_found_without_dequantizing_it(kind: str, bits: tuple[int, int], tmp_path: Path) -> None:
-    form, first, count = NUMBERS[kind]
+    form, first, end = NUMBERS[kind]
     size, values = BYTES[kind], GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
-    item = np.dtype(form).itemsize
-    for place in [None, *range(first, first + count * item, item)]:
+    item = np.dtype(EXPONENTS[form][0]).itemsize
+    for place in [None, *range(first, end, item)]:
         stored = np.zeros(3 * size, np.uint8)
         if place is not None:  # of a float32, its upper half
             upper = size + place + item - 2
-            stored[upper : upper + 2].view("<u2")[:] = bits[form == "<f2"]
+            stored[upper : upper + 2].view("<u2")[:] = bits[form == "F16"]
         with np.errstate(invalid="ignore"):
             dequantized = dequantize(stored.reshape(3, size), GGMLQuantizationType[kind])
         assert np.isfinite(dequantized).all() == (place is None), "gguf itself reads it so"
