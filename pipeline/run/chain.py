@@ -331,5 +331,5 @@ class _Opened:
         chain = self.chain
         oracle: Any = open_backend(chain.twin_config).load(chain.twin(self.policy).path)
         quantized = inspect_checkpoint(chain.checkpoint).quantized
-        rounds = quantized is not None and quantized.rounds_inputs  # the oracle multiplies with the plain weights
-        return Twin(oracle, None if rounds else chain.backend.compute_dtype, chain.backend.measures_rounding)
+        other = quantized is not None and quantized.inputs == "other"  # which the oracle does not round
+        return Twin(oracle, None if other else chain.backend.compute_dtype, chain.backend.measures_rounding)

@@ -11,17 +11,18 @@ from trtllm_exports import conf
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.weights import check_weights
 from pipeline.core.kv import KVPolicy, Side
-from stages.checkpoints import expected_tensors
+from stages.checkpoints import expected_tensors, load_causal_lm
+from stages.engines.oracle.model import round_inputs
 from stages.quantize.dequantize import copy_without_scales, own_scales, write_plain
 
 TITLES = {
-    "W8A8 INT8": ("compressed-tensors int-quantized", True),
-    "FP8": ("compressed-tensors float-quantized", True),
-    "W4A16": ("compressed-tensors pack-quantized", False),
-    "ModelOpt FP8": ("modelopt", True),
-    "FP8 by blocks": ("fp8", True),
-    "GPTQ": ("gptq 4 bits", False),
-    "AWQ": ("awq 4 bits", False),
+    "W8A8 INT8": ("compressed-tensors int-quantized", "int8_token"),
+    "FP8": ("compressed-tensors float-quantized", "other"),
+    "W4A16": ("compressed-tensors pack-quantized", "exact"),
+    "ModelOpt FP8": ("modelopt", "other"),
+    "FP8 by blocks": ("fp8", "other"),
+    "GPTQ": ("gptq 4 bits", "exact"),
+    "AWQ": ("awq 4 bits", "exact"),
 }
 
 
@@ -32,7 +33,7 @@ def test_each_form_is_described_and_dequantized_to_the_numbers_that_it_stands_fo
     numbers = quantize_checkpoint(tiny_checkpoint, tmp_path / "given", form)
     info = inspect_checkpoint(tmp_path / "given")
     assert info.quantized is not None
-    assert (info.quantized.title, info.quantized.rounds_inputs) == TITLES[form]
+    assert (info.quantized.title, info.quantized.inputs) == TITLES[form]
     check_weights(info, expected_tensors)
     write_plain(info, tmp_path / "plain", lambda *_: None)
     written = load_file(tmp_path / "plain" / "model.safetensors")
@@ -55,3 +56,17 @@ def test_the_scales_of_a_cache_are_read_and_left_out_of_what_is_served(tiny_chec
     copy_without_scales(info, tmp_path / "served")
     given, served = (load_file(folder / "model.safetensors") for folder in (info.path, tmp_path / "served"))
     assert given.keys() - served.keys() == {name for name in given if name.endswith(("k_scale", "v_scale"))}
+
+
+def test_the_oracle_multiplies_int8_codes_where_the_engine_does(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    numbers = quantize_checkpoint(tiny_checkpoint, tmp_path / "given", "W8A8 INT8")
+    stored = load_file(tmp_path / "given" / "model.safetensors")
+    write_plain(inspect_checkpoint(tmp_path / "given"), tmp_path / "plain", lambda *_: None)
+    model = load_causal_lm(tmp_path / "plain", dtype=torch.float32)
+    round_inputs(model)
+    layer = "model.layers.1.mlp.up_proj"
+    token = torch.linspace(-3, 1, numbers[f"{layer}.weight"].shape[1]) ** 3
+    codes, step = (token * (127 / 27)).round().to(torch.int64), 27 / 127  # the largest is 27
+    exact = (stored[f"{layer}.weight"].to(torch.int64) @ codes).float() * stored[f"{layer}.weight_scale"][:, 0] * step
+    torch.testing.assert_close(model.get_submodule(layer)(token[None])[0], exact)
+    assert not torch.allclose(numbers[f"{layer}.weight"] @ token, exact)
