@@ -86,6 +86,11 @@ class Quantized:
     block: Shape | None
     """The rows and columns of a weight that share a scale, where the configuration says so."""
 
+    @property
+    def other_than_modelopt(self) -> str | None:
+        """Why TensorRT-LLM is not given these weights; None for those in the form of ModelOpt's exports."""
+        return None if self.method == "modelopt" else f"weights in the form of {self.title}, which ModelOpt does not export"
+
     def layout(self, layer: str, names: Mapping[str, object]) -> Layout | None:
         """Return how a linear layer's weight lies among tensors of these names; None for one that is not quantized."""
         for layout in self.layouts:

@@ -14,7 +14,6 @@ from pipeline.artifacts.digest import file_digest, json_digest
 from pipeline.artifacts.store import Artifact, Recipe
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.places import locate_checkpoint
-from pipeline.checkpoint.quantized import SERVED
 from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import FP16_POLICY, KVPolicy
@@ -49,9 +48,7 @@ class Chain(BuildChain):
         """Return what a stage makes of the configured policy; one that judges makes an identity besides, of what it found."""
         policy = self.config.kv
         if stage == "quantize":
-            quantized = self.quantized(policy)
-            given = any(name.startswith(f"{SERVED}/") for name in quantized.files)  # no export of ModelOpt has such weights
-            return (quantized,) if given else (quantized, self.exports(policy))
+            return self.quantized(policy), self.exports(policy)
         return (self.bundle(policy),) if stage == "build" else self.evaluation(policy)
 
     def engine(self, policy: KVPolicy) -> Artifact:

@@ -1,5 +1,6 @@
 """Checkpoints whose weights are quantized already: what they declare, and the numbers that their weights stand for."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,16 @@ from quantized_checkpoints import FORMS, quantize_checkpoint
 from safetensors.torch import load_file
 from trtllm_exports import conf
 
+from pipeline.artifacts.digest import file_digest
 from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.quantized import SERVED
 from pipeline.checkpoint.weights import check_weights
 from pipeline.core.kv import KVPolicy, Side
 from stages.checkpoints import expected_tensors, load_causal_lm
 from stages.engines.oracle.model import round_inputs
+from stages.engines.trtllm.targets import refuse
 from stages.quantize.dequantize import copy_without_scales, own_scales, write_plain
+from stages.quantize.export import as_given
 
 TITLES = {
     "W8A8 INT8": ("compressed-tensors int-quantized", "int8_token"),
@@ -70,3 +75,27 @@ def test_the_oracle_multiplies_int8_codes_where_the_engine_does(tiny_checkpoint:
     exact = (stored[f"{layer}.weight"].to(torch.int64) @ codes).float() * stored[f"{layer}.weight_scale"][:, 0] * step
     torch.testing.assert_close(model.get_submodule(layer)(token[None])[0], exact)
     assert not torch.allclose(numbers[f"{layer}.weight"] @ token, exact)
+
+
+@pytest.mark.parametrize("form", ["ModelOpt FP8", "W8A8 INT8"])
+def test_tensorrt_llm_is_given_the_weights_that_modelopt_wrote_and_no_others(
+    form: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    quantize_checkpoint(tiny_checkpoint, tmp_path / "given", form)
+    info = inspect_checkpoint(tmp_path / "given")
+    policy = KVPolicy.model_validate(conf("kv", "fp8"))
+    copy_without_scales(info, tmp_path / "made" / SERVED)
+    report = as_given(tmp_path / "made" / SERVED, tmp_path / "unified_hf", policy)
+    engine, pytorch = (refuse(target, policy, "none", info, 1) for target in ("engine", "pytorch"))
+    assert "backend.target=engine: weights that are quantized already; use backend=vllm" in str(engine)
+    assert not report["tensorrt_llm"]["written"]
+    assert report["unified_hf"]["written"] is (form == "ModelOpt FP8") is (pytorch is None)
+    if pytorch is None:
+        declared = json.loads((tmp_path / "unified_hf" / "hf_quant_config.json").read_text(encoding="utf-8"))["quantization"]
+        assert (declared["quant_algo"], declared["kv_cache_quant_algo"], declared["exclude_modules"]) == (
+            "FP8",
+            "FP8",
+            ["lm_head"],
+        )
+        assert inspect_checkpoint(tmp_path / "unified_hf").quantized == info.quantized
+        assert file_digest(tmp_path / "unified_hf" / "model.safetensors") == file_digest(info.path / "model.safetensors")
