@@ -92,10 +92,6 @@ def test_tensorrt_llm_is_given_the_weights_that_modelopt_wrote_and_no_others(
     assert report["unified_hf"]["written"] is (form == "ModelOpt FP8") is (pytorch is None)
     if pytorch is None:
         declared = json.loads((tmp_path / "unified_hf" / "hf_quant_config.json").read_text(encoding="utf-8"))["quantization"]
-        assert (declared["quant_algo"], declared["kv_cache_quant_algo"], declared["exclude_modules"]) == (
-            "FP8",
-            "FP8",
-            ["lm_head"],
-        )
+        assert declared == {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
         assert inspect_checkpoint(tmp_path / "unified_hf").quantized == info.quantized
         assert file_digest(tmp_path / "unified_hf" / "model.safetensors") == file_digest(info.path / "model.safetensors")
