@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from quantized_checkpoints import FORMS, quantize_checkpoint
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from trtllm_exports import conf
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.finite import check_finite
 from pipeline.checkpoint.quantized import SERVED
 from pipeline.checkpoint.weights import check_weights
+from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, Side
 from stages.checkpoints import expected_tensors, load_causal_lm
 from stages.engines.oracle.model import round_inputs
@@ -40,6 +42,7 @@ def test_each_form_is_described_and_dequantized_to_the_numbers_that_it_stands_fo
     assert info.quantized is not None
     assert (info.quantized.title, info.quantized.inputs) == TITLES[form]
     check_weights(info, expected_tensors)
+    check_finite(info)
     write_plain(info, tmp_path / "plain", lambda *_: None)
     written = load_file(tmp_path / "plain" / "model.safetensors")
     assert written.keys() == numbers.keys()
@@ -95,3 +98,12 @@ def test_tensorrt_llm_is_given_the_weights_that_modelopt_wrote_and_no_others(
         assert declared == {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
         assert inspect_checkpoint(tmp_path / "unified_hf").quantized == info.quantized
         assert file_digest(tmp_path / "unified_hf" / "model.safetensors") == file_digest(info.path / "model.safetensors")
+
+
+def test_a_code_that_is_no_number_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(tiny_checkpoint, tmp_path / "given", "FP8")
+    stored = load_file(tmp_path / "given" / "model.safetensors")
+    stored["model.layers.0.mlp.up_proj.weight"].view(torch.uint8)[3, 4] = 0xFF
+    save_file(stored, tmp_path / "given" / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.up_proj\.weight holds NaN"):
+        check_finite(inspect_checkpoint(tmp_path / "given"))
