@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.artifacts.backend import TORCH
 from pipeline.artifacts.digest import file_digest, json_digest
 from pipeline.artifacts.store import Artifact, Recipe
+from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement
@@ -326,4 +327,6 @@ class _Opened:
 
         chain = self.chain
         oracle: Any = open_backend(chain.twin_config).load(chain.twin(self.policy).path)
-        return Twin(oracle, chain.backend.compute_dtype, chain.backend.measures_rounding)
+        quantized = inspect_checkpoint(chain.checkpoint).quantized
+        other = quantized is not None and quantized.inputs == "other"  # which the oracle does not round
+        return Twin(oracle, None if other else chain.backend.compute_dtype, chain.backend.measures_rounding)
