@@ -27,6 +27,7 @@ from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 from pipeline.run import runner
 from pipeline.upkeep import registered
 from pipeline.upkeep.disk import Piece, distinct_bytes, freed_bytes, walk
+from pipeline.upkeep.needs import find
 from pipeline.upkeep.prune import Plan, alone, make_plan, remove
 from pipeline.upkeep.registered import read_registered
 from pipeline.upkeep.status import show_status
@@ -291,6 +292,13 @@ def test_what_an_unfinished_sweep_made_stays(ground: Ground) -> None:
     finally:
         (ground.work / "summaries" / f"{name}.json").unlink()
         shutil.copyfile(ground.work / "summaries" / f"{LAST}.json", ground.work / "summary.json")
+
+
+def test_the_last_sweep_is_the_last_although_the_clock_went_back_an_hour_before_it(tmp_path: Path) -> None:
+    for name in ("20260301-025900-1-a", "20260301-020100-1-b"):
+        summary.begin(tmp_path, name, ["fp8"])
+    found = find(config_of(f"workdir={tmp_path}", MODEL, "stage=prune"))
+    assert [sweep.name for sweep in found.sweeps] == ["20260301-020100-1-b", "20260301-025900-1-a"]
 
 
 def test_after_a_prune_everything_that_may_serve_still_can(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
