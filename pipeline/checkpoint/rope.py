@@ -126,11 +126,13 @@ def _checked(path: Path, place: str, parameters: object) -> dict[str, Any]:
     missing = [key for key in ROPE_NEEDS.get(kind, ()) if not parameters.get(key)]
     if missing:
         raise refusal(path, f"config.json: {place}.{missing[0]} is missing, which {kind} needs; add it")
-    if parameters.get("rope_theta", 1) == 0:
-        raise refusal(path, f"config.json: {place}.rope_theta must be a positive number, got 0")
+    for key in ("rope_theta", "original_max_position_embeddings"):
+        value = parameters.get(key)
+        if value is not None and not is_number(value, 1):
+            raise refusal(path, f"config.json: {place}.{key} must be a number of at least 1, got {short(value)}")
     return {key: value for key, value in parameters.items() if key != "type"} | {"rope_type": kind}
 
 
-def is_number(value: object, lowest: float = 0) -> bool:
-    """Whether a value of a JSON file is a number that a float holds, and at least `lowest`."""
-    return isinstance(value, int | float) and type(value) is not bool and lowest <= value <= sys.float_info.max
+def is_number(value: object, lowest: float = 0, highest: float = sys.float_info.max) -> bool:
+    """Whether a value of a JSON file is a number that a float holds, from `lowest` to `highest`."""
+    return isinstance(value, int | float) and type(value) is not bool and lowest <= value <= highest

@@ -52,7 +52,11 @@ def _generated(checkpoint: Path, samples: int, workloads: Sequence[Workload], se
 def texts_from_file(path: Path, samples: int) -> list[str]:
     """Return the texts of a user's file, at most `samples`. Raises UserError for a line that holds none."""
     texts: list[str] = []
-    for number, line in enumerate(read_file(path, MOST_TEXT_BYTES).splitlines(), start=1):
+    try:
+        content = read_file(path, MOST_TEXT_BYTES)
+    except Unreadable as error:
+        raise UserError(f"calibration.jsonl={path}: {error}") from None
+    for number, line in enumerate(content.splitlines(), start=1):
         if len(texts) == samples:
             break
         try:
