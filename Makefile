@@ -64,7 +64,7 @@ test: check
 # What takes minutes: thousands of requests to one engine, faults at every write, planted faults, simulated verdicts, many
 # processes over one store, the wheel, a browser, every KV policy.
 EVERY := $(addprefix tests/integration/test_,onnx_policies.py onnx_export.py native_attention.py tensorrt_rtx_plan.py conformance.py \
-	kernel_decode.py kernel_append.py tensorrt_engine.py tensorrt_graph_builder.py)
+	kernel_decode.py kernel_append.py)
 test-long: $(VENV)/for-test $(VENV)/for-gemma3
 	EVERY_POLICY=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 10 tests/long $(EVERY)
 
@@ -81,7 +81,7 @@ $(VLLM)/ready: requirements/vllm.lock
 
 # The backend on the engine itself: the tiny model, and a short evaluation of SmolLM2.
 test-vllm: $(VENV)/for-test vllm
-	REQUIRE_VLLM=1 KVGATE_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -n 0 --durations 10 tests/real_vllm
+	REQUIRE_VLLM=1 KVGATE_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -n auto --maxprocesses 2 --dist loadfile --durations 10 tests/real_vllm
 
 # The first hour on a GPU: correctness, speed, peers, causes, each at most ten minutes; exit code 4 without a GPU. It runs on what is
 # installed, by the standard library alone, and names what is missing; `make gpu PYTHON=python3` takes the machine's own Python.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from amount import STRIDE
 from bad_input.case import Commands
 from composed_once import compose_once
 
@@ -30,7 +31,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A GPU test is skipped with its reason where there is no GPU; REQUIRE_GPU=1 makes that a failure instead."""
+    """A GPU test is skipped with its reason where there is no GPU; REQUIRE_GPU=1 makes that a failure instead.
+
+    `make test-long` takes of tests/integration what has more cases there; `make test` takes the rest.
+    """
+    if STRIDE == 1:
+        items[:] = [item for item in items if item.path.parent.name != "integration" or "every" in item.keywords]
     if os.environ.get("REQUIRE_GPU") == "1" or not any("gpu" in item.keywords for item in items):
         return
     if not torch.cuda.is_available():

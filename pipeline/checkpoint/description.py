@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.checkpoint.families import ARCHITECTURES, FAMILIES, OTHER_INPUTS, other_cache
 from pipeline.checkpoint.files import read_json, refusal, refuse_escape, require_file, tokenizer_files, weight_files, wrong
+from pipeline.checkpoint.quantized import Quantized, read_quantized
 from pipeline.checkpoint.rope import is_number, read_rope
 from pipeline.checkpoint.windows import layer_windows
 from pipeline.core.errors import UserError, short
@@ -26,6 +27,9 @@ LARGEST = 1 << 30
 
 COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "num_experts_per_tok")
 SIZES_OF_EXPERTS = (*COUNTS[1:], "moe_intermediate_size", "shared_expert_intermediate_size")
+
+MODELOPT_FILE = "hf_quant_config.json"
+"""Where older ModelOpt says what newer ModelOpt also writes into config.json, as quantization_config."""
 
 NOT_READ = ("num_labels", "id2label", "label2id")
 """What transformers makes a table of, in configurations of other kinds of models."""
@@ -50,7 +54,9 @@ class CheckpointInfo:
     """What attention does besides scaled products and windows: those of the family that this model has."""
     weight_files: tuple[str, ...]
     other_files: tuple[str, ...]
-    """config.json, generation_config.json, the shard index and the tokenizer's files, as far as they exist."""
+    """config.json, those of generation and quantization, the shard index and the tokenizer's files, as far as they exist."""
+    quantized: Quantized | None = None
+    """How the weights are stored, where they are not plain numbers."""
 
 
 def inspect_checkpoint(path: Path) -> CheckpointInfo:
@@ -65,8 +71,8 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
     _architecture(path, config)
     weights, index = weight_files(path)
     tokenizer = tokenizer_files(path)
-    generation = ("generation_config.json",) if os.path.lexists(path / "generation_config.json") else ()
-    other_files = ("config.json", *generation, *index, *tokenizer)
+    others = (name for name in ("generation_config.json", MODELOPT_FILE) if os.path.lexists(path / name))
+    other_files = ("config.json", *others, *index, *tokenizer)
     for name in (*weights, *other_files):
         require_file(path, name)
         refuse_escape(path, name)
@@ -82,6 +88,11 @@ def read_config(path: Path) -> dict[str, Any]:
     content = read_json(path, "config.json")
     # What transformers would take attention or experts from: a name of a kernel on a hub is code.
     config = {key: value for key, value in content.items() if "_implementation" not in key and key not in NOT_READ}
+    if "quantization_config" not in config and (path / MODELOPT_FILE).is_file():
+        declared = read_json(path, MODELOPT_FILE).get("quantization")
+        if isinstance(declared, dict):
+            declared = {**declared, "ignore": declared.get("exclude_modules") or [], "quant_method": "modelopt"}
+        config["quantization_config"] = declared
     for key in OTHER_INPUTS:
         if config.get(key) is not None:
             raise refusal(path, f"config.json: {key}: a model that also takes pictures or sound; save its language model alone")
@@ -101,8 +112,7 @@ def describe_checkpoint(
         UserError: naming `model.path`, what is wrong and what to do.
     """
     architecture = _architecture(path, config)
-    if config.get("quantization_config") is not None:
-        raise refusal(path, "the checkpoint is already quantized; give the unquantized one")
+    quantized = read_quantized(path, config)
     family = FAMILIES[ARCHITECTURES[architecture]]
     config = {**family.defaults, **config}
     rope = read_rope(path, config)
@@ -126,6 +136,7 @@ def describe_checkpoint(
         features=tuple(key for key in family.features if config.get(key, True) is not None),
         weight_files=weight_files,
         other_files=other_files,
+        quantized=quantized,
     )
 
 
@@ -237,6 +248,8 @@ def _check_values(path: Path, config: dict[str, Any]) -> None:
 
 def refuse_weights(info: CheckpointInfo, weights: WeightsFormat) -> None:
     """Raise UserError for weights that are to be rounded, of a family for which that was not shown to be what is exported."""
+    if weights != "none" and info.quantized is not None:
+        raise UserError(f"weights.format={weights}: the weights are {info.quantized.title} already; set weights=none")
     if weights != "none" and not FAMILIES[ARCHITECTURES[info.architecture]].rounded:
         raise UserError(
             f"weights.format={weights}: the linear layers of {info.architecture} were not shown to come out of ModelOpt's "

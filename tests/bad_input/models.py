@@ -24,6 +24,8 @@ from bad_input.makers import (
 
 MODEL = ("stage=build", "model.path=model")
 NESTED = '{"a":' * 100_000 + "1" + "}" * 100_000
+FP8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
+COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "marlin-24", "weights": {"num_bits": 4}}}}
 Tensors = dict[str, tuple[int, ...]]
 
 
@@ -134,7 +136,14 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("architecture of half a surrogate", {"architectures": ["\ud800"]}, ("surrogate",)),
     ("model_type of another", {"model_type": "gpt2"}, ("model_type", "llama")),
     ("model_type as a list", {"model_type": ["llama"]}, ("model_type",)),
-    ("quantized already", {"quantization_config": {"quant_method": "awq"}}, ("already quantized",)),
+    ("quantized for another backend", {"quantization_config": FP8}, ("modelopt", "backend=onnxruntime takes plain", "vllm")),
+    (
+        "quantized by an unknown method",
+        {"quantization_config": {"quant_method": "mxfp4"}},
+        ("quant_method='mxfp4'", "awq"),
+    ),
+    ("quantized by no method", {"quantization_config": [FP8]}, ("quantization_config=",)),
+    ("quantized in an unknown format", {"quantization_config": COMPRESSED}, ("config_groups.a.format='marlin-24'", "pack-")),
     ("a vocabulary that the weights have not", {"vocab_size": 1345}, ("embed_tokens", "1345")),
     ("fewer layers than the weights", {"num_hidden_layers": 1}, ("model.layers.1",)),
     ("more layers than the weights", {"num_hidden_layers": 3}, ("model.layers.2", "missing")),
