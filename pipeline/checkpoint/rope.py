@@ -126,10 +126,13 @@ def _checked(path: Path, place: str, parameters: object) -> dict[str, Any]:
     missing = [key for key in ROPE_NEEDS.get(kind, ()) if not parameters.get(key)]
     if missing:
         raise refusal(path, f"config.json: {place}.{missing[0]} is missing, which {kind} needs; add it")
-    for key in ("rope_theta", "original_max_position_embeddings"):
+    for key in ("rope_theta", "original_max_position_embeddings", "factor"):
         value = parameters.get(key)
         if value is not None and not is_number(value, 1):
             raise refusal(path, f"config.json: {place}.{key} must be a number of at least 1, got {short(value)}")
+    if kind == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
+        low = short(parameters["low_freq_factor"])
+        raise refusal(path, f"config.json: {place}.low_freq_factor must be below high_freq_factor, got {low}")
     return {key: value for key, value in parameters.items() if key != "type"} | {"rope_type": kind}
 
 

@@ -155,6 +155,11 @@ def _vocabulary_problem(tokenizer: dict[str, Any], vocab_size: int) -> str | Non
         isinstance(token, dict) and isinstance(token.get("content"), str) and type(token.get("id")) is int for token in added
     ):
         return "added_tokens must be a list of tokens, each with id and content"
+    beyond = next((token["id"] for token in added if not 0 <= token["id"] < vocab_size), None)
+    if beyond is not None:
+        return f"added_tokens has token {short(beyond)}, the model's vocab_size is {vocab_size}"
+    if model.get("dropout"):
+        return f"model.dropout must be null, got {short(model['dropout'])}: the same text would become other tokens each time"
     return None
 
 

@@ -84,8 +84,12 @@ def test_nothing_is_made_of_a_file_that_was_changed_meanwhile(change: Callable[[
     (tmp_path / "one").write_text("1")
     given.symlink_to("one")
     recipe = Recipe("demo", ("pipeline.core.kv",), {}, {"jsonl": chain.digest_of(given)})
+
+    def fill(*_: object) -> None:
+        change(given)
+
     with pytest.raises(UserError, match="given: was changed while this command read it; run the command again"):
-        chain.make(recipe, lambda *_: change(given))
+        chain.make(recipe, fill)
     assert not chain.store.path(recipe).exists()
 
 
