@@ -32,7 +32,7 @@ def check_opens(info: CheckpointInfo) -> None:
         from pipeline.checkpoint.finite import check_finite
 
         check_finite(info)
-        _check_tokenizer(info.path, info.path)
+        _check_tokenizer(info, info.path)
     else:
         from pipeline.gguf.model import inspect_gguf
         from stages.gguf.finite import check_finite as check_blocks
@@ -42,7 +42,7 @@ def check_opens(info: CheckpointInfo) -> None:
         check_blocks(model.header)
         with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
             write_tokenizer(model.vocabulary, info.max_positions, Path(scratch))
-            _check_tokenizer(info.path, Path(scratch))
+            _check_tokenizer(info, Path(scratch))
     if kept is not None:
         write_whole(kept, "")
 
@@ -60,10 +60,11 @@ def _kept(info: CheckpointInfo) -> Path | None:
         return None
 
 
-def _check_tokenizer(path: Path, directory: Path) -> None:
+def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
     from stages.checkpoints import load_tokenizer
     from stages.workloads.rendering import rendered
 
+    path = info.path
     try:
         tokenizer = load_tokenizer(directory)
     except (UserError, *OF_THE_MACHINE):
@@ -71,8 +72,13 @@ def _check_tokenizer(path: Path, directory: Path) -> None:
     except Exception as error:  # tokenizers raises bare exceptions, transformers whatever it stumbles over
         said = short(f"{type(error).__name__}: {error}".splitlines()[0], 200)
         raise refusal(path, f"its tokenizer cannot be loaded ({said}); give the checkpoint its own tokenizer") from None
-    if tokenizer.chat_template:
-        rendered([partial(_greeting, path, tokenizer)])
+    largest = max((tokenizer.eos_token_id or 0, *tokenizer("Hello")["input_ids"]))
+    if largest >= info.vocab_size:
+        raise refusal(
+            path, f"its tokenizer makes token {largest}, vocab_size is {info.vocab_size}; give the checkpoint its own tokenizer"
+        )
+    if tokenizer.chat_template and "Hello" not in rendered([partial(_greeting, path, tokenizer)])[0]:
+        raise refusal(path, "its chat_template leaves out what the user says; give another template")
 
 
 def _greeting(path: Path, tokenizer: Any) -> str:

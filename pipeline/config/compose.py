@@ -76,6 +76,8 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
     lines = []
     for problem in error.errors(include_url=False):
         location = problem["loc"]
+        if problem["type"] == "too_short" and problem["input"]:
+            continue  # what is in the list has lines of its own
         if location[1:2] == (composed.backend.get("name"),):  # which pydantic inserts
             location = location[:1] + location[2:]
         written = _interpolation(composed, location)

@@ -21,7 +21,7 @@ from pipeline.artifacts.files import write_whole
 from pipeline.artifacts.locks import locked
 from pipeline.core.errors import INTERRUPTED, SEVERITY, UserError
 from pipeline.core.redaction import redact_text
-from pipeline.core.strict import StrictModel
+from pipeline.core.strict import MOST_TEXT_BYTES, StrictModel, Unreadable, read_file
 from pipeline.verdict.gates.answers import contradiction
 from pipeline.verdict.gates.recovery import ALL, RECOVERY, kept
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
@@ -227,14 +227,24 @@ def load(workdir: Path, sweep: str | None = None) -> Summary:
     return found
 
 
+def candidates_of(last: Summary, model: str, workdir: Path) -> list[Candidate]:
+    """Return the candidates of a model. Raises UserError where there are none, which names the models that have some."""
+    listed = [candidate for candidate in last.candidates if candidate.model == model]
+    if not listed:
+        others = ", ".join(sorted({candidate.model for candidate in last.candidates}))
+        hint = f"the last ones are of {others}: give their model.path" if others else "run stage=evaluate first"
+        raise UserError(f"stage=promote: no candidates of model {model} in {workdir}/summary.json; {hint}")
+    return listed
+
+
 def _read(workdir: Path, name: str) -> Summary | None:
     """Return a summary; None where there is no such file. Raises UserError for one that cannot be used."""
     try:
-        return Summary.model_validate_json((workdir / name).read_bytes())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UserError(f"workdir={workdir}: {name} cannot be read ({error.strerror})") from error
+        return Summary.model_validate_json(read_file(workdir / name, MOST_TEXT_BYTES))
+    except Unreadable as error:
+        if not os.path.lexists(workdir / name):
+            return None
+        raise UserError(f"workdir={workdir}: {name} {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
         detail = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))

@@ -11,11 +11,11 @@ from pipeline.artifacts.store import check_store
 from pipeline.artifacts.workdir import check_memory, check_room, check_workdir
 from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint, refuse_weights
 from pipeline.checkpoint.places import locate_checkpoint
-from pipeline.checkpoint.weights import check_tokenizer, check_weights, tensors_on_disk
+from pipeline.checkpoint.weights import check_tokenizer, check_weights, tensors_on_disk, tokens_beyond
 from pipeline.config.config import JUDGING, Config
 from pipeline.config.policies import tuned_policies
 from pipeline.core.backends import BackendConfig, backend_configs
-from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.errors import MissingRequirement, UserError, short
 from pipeline.core.kv import FP16_POLICY
 from pipeline.core.records import Sample
 from pipeline.core.strict import MOST_TEXT_BYTES
@@ -128,7 +128,9 @@ def _refuse_quantized(backend: BackendConfig, checkpoint: CheckpointInfo) -> Non
 def _check_work(config: Config) -> None:
     if config.stage not in UNRECORDED:
         check_workdir(config.work, config.workdir, writes=not config.dry)
-        summary.load(config.work)
+        last = summary.load(config.work, config.promote.sweep if config.stage == "promote" else None)
+        if config.stage == "promote" and last.unfinished is None:
+            summary.candidates_of(last, config.model.label, config.work)
     elif os.path.lexists(config.work) and not config.work.is_dir():
         raise UserError(f"workdir={config.workdir}: is not a directory; give the one that other commands were given")
     check_store(config.work / "artifacts")
@@ -189,6 +191,12 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
 
     samples = load_samples(config.workloads)
     config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
+    for token in tokens_beyond(checkpoint) if checkpoint.path.is_dir() else ():
+        for sample in samples:
+            if any(token in text for text in (sample.prompt, sample.reference, *(said for _, said in sample.messages))):
+                raise UserError(
+                    f"workloads: sample {sample.id} holds {short(token)}, a token that the model has not; leave it out"
+                )
     return samples
 
 
