@@ -67,12 +67,16 @@ def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
     path = info.path
     try:
         tokenizer = load_tokenizer(directory)
-    except (UserError, *OF_THE_MACHINE):
+        made = tokenizer("Hello", verbose=False)["input_ids"]
+    except (UserError, KeyboardInterrupt, SystemExit, *OF_THE_MACHINE):
         raise
-    except Exception as error:  # tokenizers raises bare exceptions, transformers whatever it stumbles over
+    except BaseException as error:  # tokenizers raises bare exceptions and panics, transformers whatever it stumbles over
         said = short(f"{type(error).__name__}: {error}".splitlines()[0], 200)
         raise refusal(path, f"its tokenizer cannot be loaded ({said}); give the checkpoint its own tokenizer") from None
-    largest = max((tokenizer.eos_token_id or 0, *tokenizer("Hello")["input_ids"]))
+    if not tokenizer.eos_token or not made:
+        lacks = "makes no token of a text" if not made else "has no eos_token, which tokenizer_config.json should name"
+        raise refusal(path, f"its tokenizer {lacks}; give the checkpoint its own tokenizer")
+    largest = max(tokenizer.eos_token_id, *made)
     if largest >= info.vocab_size:
         raise refusal(
             path, f"its tokenizer makes token {largest}, vocab_size is {info.vocab_size}; give the checkpoint its own tokenizer"

@@ -42,11 +42,10 @@ def json_digest(value: object) -> str:
 def file_digest(path: Path) -> str:
     """Return the sha256 of a file. Raises OSError for what is none: a pipe would be waited for."""
     progress = _told.get()
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
-        about = os.fstat(stream.fileno())
-        if not stat.S_ISREG(about.st_mode):
-            raise OSError(errno.EINVAL, "is no regular file", str(path))
-        size = about.st_size
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    with path.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
         if progress is None or size < LARGE:
             return hashlib.file_digest(stream, "sha256").hexdigest()
         digest, done = hashlib.sha256(), 0

@@ -22,6 +22,7 @@ ROPE_NEEDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 """Kind of rotary scaling -> the numbers that it takes."""
+MOST = 1e12
 ROPE_TEXTS = ("rope_type", "type")
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -128,8 +129,8 @@ def _checked(path: Path, place: str, parameters: object) -> dict[str, Any]:
         raise refusal(path, f"config.json: {place}.{missing[0]} is missing, which {kind} needs; add it")
     for key in ("rope_theta", "original_max_position_embeddings", "factor"):
         value = parameters.get(key)
-        if value is not None and not is_number(value, 1):
-            raise refusal(path, f"config.json: {place}.{key} must be a number of at least 1, got {short(value)}")
+        if value is not None and not is_number(value, 1, MOST):
+            raise refusal(path, f"config.json: {place}.{key} must be a number of at least 1, at most 1e12, got {short(value)}")
     if kind == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
         low = short(parameters["low_freq_factor"])
         raise refusal(path, f"config.json: {place}.low_freq_factor must be below high_freq_factor, got {low}")

@@ -10,6 +10,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
 
+CONTROLS = r"\p{C}\p{Zl}\p{Zp}"
+"""Classes of characters that are no part of a name: control, formatting, line ends."""
+
 
 class StrictModel(BaseModel):
     """Nothing is coerced; pydantic's own error texts do not repeat values, which may be secrets."""

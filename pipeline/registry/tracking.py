@@ -14,11 +14,9 @@ from pydantic import Field, model_validator
 
 from pipeline.core.errors import UserError, short
 from pipeline.core.redaction import holds_secret, redact_text
-from pipeline.core.strict import StrictModel
+from pipeline.core.strict import CONTROLS, StrictModel
 
 SQLITE = "sqlite:///"
-CONTROLS = r"\p{C}\p{Zl}\p{Zp}"
-"""Classes of characters that are no part of a name: control, formatting, line ends."""
 SCHEMES = (SQLITE, "postgresql", "mysql", "mssql", "http://", "https://")
 ENVIRONMENT = "MLFLOW_TRACKING_URI"
 PORT = 5000

@@ -92,16 +92,13 @@ def find(config: Config) -> Found:
             models = read_registered(locate(config.tracking, config.work, config.model.label), evidence)
         except REFUSALS as error:
             problems.append(error)
-    last = _last(config.work)  # a clock may have gone back since the sweep before it
+    try:
+        last = summary.load(config.work).sweep  # a clock may have gone back since the sweep before it
+    except UserError as error:
+        last = ""
+        problems.append(error)
     sweeps.sort(key=lambda sweep: (sweep.name == last, sweep.began), reverse=True)
     return Found(root, pieces, evidence, models, sweeps, problems)
-
-
-def _last(work: Path) -> str:
-    try:
-        return summary.load(work).sweep
-    except UserError:
-        return ""
 
 
 def _began(path: Path) -> float:

@@ -149,7 +149,7 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("--info nothing", "--info"),
     ("--frobnicate",),
     ("--json", "--json", "stage=status"),
-    ("stage=status -m --json seed=0,1", "--json", "stage=status"),
+    ("stage=status -m --json seed=0,1", "stage=status", "leave -m out"),
     ("stage=status --json dry=true", "--json", "dry=true"),
     ("stage=status prune.apply=true", "prune.apply=true", "stage=prune"),
     ("stage=prune prune.aply=true", "prune.aply", "did you mean apply?"),
