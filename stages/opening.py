@@ -67,14 +67,14 @@ def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
     path = info.path
     try:
         tokenizer = load_tokenizer(directory)
-        made = tokenizer("Hello", verbose=False)["input_ids"]
+        made, other = (tokenizer(text, verbose=False)["input_ids"] for text in ("Hello", "9 of 10"))
     except (UserError, KeyboardInterrupt, SystemExit, *OF_THE_MACHINE):
         raise
     except BaseException as error:  # tokenizers raises bare exceptions and panics, transformers whatever it stumbles over
         said = short(f"{type(error).__name__}: {error}".splitlines()[0], 200)
         raise refusal(path, f"its tokenizer cannot be loaded ({said}); give the checkpoint its own tokenizer") from None
-    if not tokenizer.eos_token or not made:
-        lacks = "makes no token of a text" if not made else "has no eos_token, which tokenizer_config.json should name"
+    if not tokenizer.eos_token or made == other:
+        lacks = "makes the same of every text" if made == other else "has no eos_token, which tokenizer_config.json should name"
         raise refusal(path, f"its tokenizer {lacks}; give the checkpoint its own tokenizer")
     largest = max(tokenizer.eos_token_id, *made)
     if largest >= info.vocab_size:

@@ -155,12 +155,20 @@ def _vocabulary_problem(tokenizer: dict[str, Any], vocab_size: int) -> str | Non
         isinstance(token, dict) and isinstance(token.get("content"), str) and type(token.get("id")) is int for token in added
     ):
         return "added_tokens must be a list of tokens, each with id and content"
-    return _chance(model)
+    return _use_problem(model.get("dropout"), tokenizer.get("post_processor"))
 
 
-def _chance(model: dict[str, Any]) -> str | None:
-    if model.get("dropout"):
-        return f"model.dropout must be null, got {short(model['dropout'])}: a text would become other tokens each time"
+def _use_problem(dropout: object, post: object) -> str | None:
+    """Describe merges that are dropped by chance, or a token around a text that its library would panic over."""
+    if dropout:
+        return f"model.dropout must be null, got {short(dropout)}: a text would become other tokens each time"
+    for part in [post, *(post.get("processors") or [])] if isinstance(post, dict) else ():
+        written = [*(part.get("single") or []), *(part.get("pair") or [])] if isinstance(part, dict) else []
+        for name in (
+            piece["SpecialToken"].get("id") for piece in written if isinstance(piece, dict) and "SpecialToken" in piece
+        ):
+            if name not in part.get("special_tokens", {}):
+                return f"post_processor writes {short(name)}, which its special_tokens lack"
     return None
 
 

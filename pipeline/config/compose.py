@@ -76,7 +76,7 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
     lines = []
     for problem in error.errors(include_url=False):
         location = problem["loc"]
-        if problem["type"] == "too_short" and problem["input"]:
+        if problem["type"] == "too_short" and problem["ctx"]["actual_length"] == 0 and problem["input"]:
             continue  # what is in the list has lines of its own
         if location[1:2] == (composed.backend.get("name"),):  # which pydantic inserts
             location = location[:1] + location[2:]
@@ -88,7 +88,8 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
         text: str = problem["msg"]
         value: Any = problem["input"] if written is None else written
         if problem["type"] == "extra_forbidden":
-            lines.append(f"{key}: unknown key{suggest(str(location[-1]), _siblings(location, composed.backend.get('name')))}")
+            known = suggest(str(location[-1]), _siblings(location, composed.backend.get("name")))
+            lines.append(f"{key}: unknown key{known or '; leave it out'}")
         elif problem["type"] == "union_tag_invalid":
             choices = re.findall(r"'([^']*)'", problem["ctx"]["expected_tags"])
             lines.append(f"{key}.name={value['name']}: no such option{suggest(str(value['name']), choices)}")

@@ -227,16 +227,6 @@ def load(workdir: Path, sweep: str | None = None) -> Summary:
     return found
 
 
-def candidates_of(last: Summary, model: str, workdir: Path) -> list[Candidate]:
-    """Return the candidates of a model. Raises UserError where there are none, which names the models that have some."""
-    listed = [candidate for candidate in last.candidates if candidate.model == model]
-    if not listed:
-        others = ", ".join(sorted({candidate.model for candidate in last.candidates}))
-        hint = f"the last ones are of {others}: give their model.path" if others else "run stage=evaluate first"
-        raise UserError(f"stage=promote: no candidates of model {model} in {workdir}/summary.json; {hint}")
-    return listed
-
-
 def _read(workdir: Path, name: str) -> Summary | None:
     """Return a summary; None where there is no such file. Raises UserError for one that cannot be used."""
     try:
@@ -311,7 +301,7 @@ def finish(workdir: Path, sweep: str | None, exit_code: int, job: int = 1, *, la
     counts once, as it ended last.
     """
     if sweep is None:
-        return note(workdir, None, exit_code=exit_code)
+        return note(workdir, None, exit_code=exit_code) if (workdir / FILE).exists() else load(workdir)
 
     def change(old: Summary) -> Summary:
         codes = dict(sorted({**old.exit_codes, job: exit_code}.items()))

@@ -108,8 +108,8 @@ def _names_a_place(uri: str) -> bool:
     try:
         parts = urlsplit(uri)
         return not scheme.startswith("http") or (bool(parts.hostname) and parts.port != 0 and " " not in uri)
-    except ValueError:  # a port that is none
-        return False
+    except ValueError:  # a port that is none; of a password with a slash, reaching the server says what to do
+        return "@" in rest
 
 
 def server_command(location: Location) -> str | None:

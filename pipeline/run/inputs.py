@@ -128,9 +128,7 @@ def _refuse_quantized(backend: BackendConfig, checkpoint: CheckpointInfo) -> Non
 def _check_work(config: Config) -> None:
     if config.stage not in UNRECORDED:
         check_workdir(config.work, config.workdir, writes=not config.dry)
-        last = summary.load(config.work, config.promote.sweep if config.stage == "promote" else None)
-        if config.stage == "promote" and last.unfinished is None:
-            summary.candidates_of(last, config.model.label, config.work)
+        summary.load(config.work)
     elif os.path.lexists(config.work) and not config.work.is_dir():
         raise UserError(f"workdir={config.workdir}: is not a directory; give the one that other commands were given")
     check_store(config.work / "artifacts")

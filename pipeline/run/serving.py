@@ -48,7 +48,11 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
     A job that promotes what it judged has not ended yet, so that the summary's own word on this would be of that job.
     """
     config, model, name = run.config, run.config.model.label, run.config.promote.name
-    listed = summary.candidates_of(last, model, config.work)
+    listed = [candidate for candidate in last.candidates if candidate.model == model]
+    if not listed:
+        others = ", ".join(sorted({candidate.model for candidate in last.candidates}))
+        hint = f"the last ones are of {others}: give their model.path" if others else "run stage=evaluate first"
+        raise UserError(f"stage=promote: no candidates of model {model} in {config.work}/summary.json; {hint}")
     summary.check_writable(config.work, REPORT)
     store = run.registry()
     log, find = run.log(store), partial(registered_candidate, config.work / "artifacts")

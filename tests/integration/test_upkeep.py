@@ -301,6 +301,16 @@ def test_the_last_sweep_is_the_last_although_the_clock_went_back_an_hour_before_
     assert [sweep.name for sweep in found.sweeps] == ["20260301-020100-1-b", "20260301-025900-1-a"]
 
 
+def test_pipes_in_the_place_of_evidence_are_told_and_not_waited_for(tmp_path: Path) -> None:
+    for name in ("summaries/20260301-025900-1-a.json", f"artifacts/identity/{'b' * 32}/identity.json", "summary.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(tmp_path / name)
+    write = (tmp_path / f"artifacts/identity/{'b' * 32}/{MANIFEST}").write_text
+    write(json.dumps({"key": "x", "files": {}, "seconds": 1, "parts": {"inputs": {}}}))
+    problems = find(config_of(f"workdir={tmp_path}", MODEL, "stage=prune")).problems
+    assert ["no regular file" in str(problem) for problem in problems] == [True] * 3
+
+
 def test_after_a_prune_everything_that_may_serve_still_can(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
     """The last test of the module: it removes, promotes and rolls back."""
     routes = ground.work.parent / "routes.yaml"

@@ -92,6 +92,9 @@ def load_samples(config: WorkloadsConfig) -> list[Sample]:
     return samples
 
 
+MOST_PROBLEMS = 20
+
+
 def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
     """Read the samples of a JSONL file.
 
@@ -122,7 +125,12 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
             used_ids.add(sample.id)
             samples.append(sample)
     if problems:
-        raise UserError("\n".join(problems))
+        more = (
+            [f"{path}: {len(problems) - MOST_PROBLEMS:,} more problems, correct these first"]
+            if problems[MOST_PROBLEMS:]
+            else []
+        )
+        raise UserError("\n".join(problems[:MOST_PROBLEMS] + more))
     if not samples:
         raise UserError(f"{path}:1: prompt: the file has no samples, give one JSON object a line")
     return samples

@@ -164,7 +164,7 @@ def check_lengths(samples: Sequence[Sample], checkpoint: Path, config: Workloads
         size = _most_tokens_of(sample)
         if size > most_tokens * MOST_BYTES_OF_A_TOKEN:  # encoding it would take gigabytes
             raise UserError(
-                f"workloads: sample {sample.id} has {size:,} bytes, more than {most_tokens:,} tokens hold: {limited}; cut it"
+                f"workloads: sample {sample.id} has {size:,} bytes, more than {most_tokens:,} tokens: {limited}; give less"
             )
     for item in encode(doubtful, BundleTokenizer(checkpoint), config.max_scored_tokens):
         tokens = len(item.prompt) + len(item.reference) + (own if item.judged else 0)
