@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.checkpoint.files import refusal
 from pipeline.core.errors import UserError, short
@@ -49,6 +49,11 @@ PACKED = Layout("weight_packed", ("weight_scale", "weight_shape"), ("weight_zero
 GPTQ = Layout("qweight", ("scales", "g_idx"), ("qzeros",), packed=0, transposed=True)
 AWQ = Layout("qweight", ("scales", "qzeros"), packed=1, transposed=True)
 
+Inputs = Literal["exact", "int8_token", "other"]
+INT8_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+ROUNDED = "kvgate_int8_inputs"
+"""Key of the config.json of dequantized weights: the linear layers whose inputs are rounded to INT8 with a scale a token."""
+
 Allowed = Mapping[str, tuple[object, ...]]
 METHODS: dict[str, tuple[tuple[Layout, ...], Allowed]] = {
     "compressed-tensors": ((SCALED, PACKED), {"transform_config": (None, {}), "sparsity_config": (None, {})}),
@@ -76,10 +81,15 @@ class Quantized:
     title: str
     """The method and its format, for lines that name them."""
     layouts: tuple[Layout, ...]
-    rounds_inputs: bool
-    """Whether the inputs of linear layers are rounded as well, which dequantized weights do not show."""
+    inputs: Inputs
+    """How the inputs of these linear layers are rounded: not, to INT8 with a scale a token, or otherwise."""
     block: Shape | None
     """The rows and columns of a weight that share a scale, where the configuration says so."""
+
+    @property
+    def other_than_modelopt(self) -> str | None:
+        """Why TensorRT-LLM is not given these weights; None for those in the form of ModelOpt's exports."""
+        return None if self.method == "modelopt" else f"weights in the form of {self.title}, which ModelOpt does not export"
 
     def layout(self, layer: str, names: Mapping[str, object]) -> Layout | None:
         """Return how a linear layer's weight lies among tensors of these names; None for one that is not quantized."""
@@ -124,9 +134,10 @@ def read_quantized(path: Path, config: Mapping[str, Any]) -> Quantized | None:
     _check(path, "", declared, allowed)
     if method != "compressed-tensors":
         bits = "" if method in ("modelopt", "fp8") else f" {declared['bits']} bits"
-        return Quantized(method, f"{method}{bits}", layouts, not bits, _block(path, declared.get("weight_block_size")))
+        block = _block(path, declared.get("weight_block_size"))
+        return Quantized(method, f"{method}{bits}", layouts, "exact" if bits else "other", block)
     groups = declared.get("config_groups") or {}
-    forms, blocks, rounds = dict[str, None](), list[Any](), False
+    forms, blocks, found = dict[str, None](), list[Any](), set[Inputs]()
     for name, group in groups.items() if isinstance(groups, dict) else [("", groups)]:
         weights = group.get("weights") if isinstance(group, dict) else group
         if weights is None:  # of attention alone
@@ -138,9 +149,12 @@ def read_quantized(path: Path, config: Mapping[str, Any]) -> Quantized | None:
         _check(path, f".config_groups.{name}", read, GROUP)
         forms[str(form)] = None
         blocks.append(weights.get("block_structure"))
-        rounds = rounds or bool(group.get("input_activations"))
+        rounded = group.get("input_activations") or {}
+        as_int8 = isinstance(rounded, dict) and all(rounded.get(key) == value for key, value in INT8_TOKEN.items())
+        found.add("int8_token" if as_int8 else "other" if rounded else "exact")
     title = f"{method} {' and '.join(forms)}" if forms else f"{method}, scales of the cache alone"
-    return Quantized(method, title, layouts, rounds, _block(path, next(filter(None, blocks), None)))
+    inputs: Inputs = "other" if len(found) > 1 else next(iter(found), "exact")
+    return Quantized(method, title, layouts, inputs, _block(path, next(filter(None, blocks), None)))
 
 
 def _check(path: Path, where: str, declared: Mapping[str, Any], allowed: Allowed) -> None:

@@ -14,7 +14,6 @@ from pipeline.artifacts.digest import json_digest
 from pipeline.artifacts.store import Artifact, Recipe
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.places import locate_checkpoint
-from pipeline.checkpoint.quantized import SERVED
 from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import FP16_POLICY, KVPolicy
@@ -49,9 +48,7 @@ class Chain(BuildChain):
         """Return what a stage makes of the configured policy; one that judges makes an identity besides, of what it found."""
         policy = self.config.kv
         if stage == "quantize":
-            quantized = self.quantized(policy)
-            given = any(name.startswith(f"{SERVED}/") for name in quantized.files)  # no export of ModelOpt has such weights
-            return (quantized,) if given else (quantized, self.exports(policy))
+            return self.quantized(policy), self.exports(policy)
         return (self.bundle(policy),) if stage == "build" else self.evaluation(policy)
 
     def engine(self, policy: KVPolicy) -> Artifact:
@@ -331,5 +328,5 @@ class _Opened:
         chain = self.chain
         oracle: Any = open_backend(chain.twin_config).load(chain.twin(self.policy).path)
         quantized = inspect_checkpoint(chain.checkpoint).quantized
-        rounds = quantized is not None and quantized.rounds_inputs  # the oracle multiplies with the plain weights
-        return Twin(oracle, None if rounds else chain.backend.compute_dtype, chain.backend.measures_rounding)
+        other = quantized is not None and quantized.inputs == "other"  # which the oracle does not round
+        return Twin(oracle, None if other else chain.backend.compute_dtype, chain.backend.measures_rounding)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from pipeline.artifacts.files import link_or_copy
 from pipeline.checkpoint.description import MODELOPT_FILE, CheckpointInfo, read_config
 from pipeline.checkpoint.files import INDEX
-from pipeline.checkpoint.quantized import AWQ, CACHE_SCALE, GPTQ, PACKED, Layout, Shape
+from pipeline.checkpoint.quantized import AWQ, CACHE_SCALE, GPTQ, PACKED, ROUNDED, Layout, Shape
 from pipeline.core.kv import KVPolicy, KVShape, Side
 from pipeline.core.records import Progress
 from pipeline.core.scales import KVScales, SideScales
@@ -25,8 +25,8 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 def write_plain(info: CheckpointInfo, out: Path, progress: Progress) -> None:
     """Write a checkpoint to `out`, a new directory, with the weights of quantized layers as float32.
 
-    16 bits would blur the codes. Other tensors stay as they are; scales of the cache are left out. An engine may also round the
-    inputs of these layers, which is not reproduced.
+    16 bits would blur the codes. Other tensors stay as they are; scales of the cache are left out. config.json names the layers
+    whose inputs the checkpoint's engine rounds to INT8, which the oracle then does as well.
     """
     assert info.quantized is not None
     out.mkdir(parents=True)
@@ -34,8 +34,12 @@ def write_plain(info: CheckpointInfo, out: Path, progress: Progress) -> None:
         if name not in ("config.json", INDEX, MODELOPT_FILE):
             link_or_copy(info.path / name, out / name)
     config = {key: value for key, value in read_config(info.path).items() if key not in ("quantization_config", "torch_dtype")}
-    (out / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=1) + "\n", encoding="utf-8")
+    config["dtype"] = "float32"
     places = tensor_files(info)
+    layers = {name.rpartition(".")[0] for name in places}
+    if info.quantized.inputs == "int8_token":
+        config[ROUNDED] = sorted(layer for layer in layers if info.quantized.layout(layer, places) is not None)
+    (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     index: dict[str, str] = {}
     for done, file in enumerate(info.weight_files):
         progress("dequantizing", done, len(info.weight_files))
