@@ -43,7 +43,10 @@ PathText = Annotated[str, AfterValidator(_is_a_path)]
 
 def absolute(path: str) -> Path:
     """Return a path of the user's as an absolute one, without links; of a link to itself, the link."""
-    return Path(os.path.realpath(Path(path).expanduser()))
+    try:
+        return Path(os.path.realpath(Path(path).expanduser()))
+    except RuntimeError:  # ~name of a user who is not here
+        return Path(os.path.realpath(path))
 
 
 class Unreadable(ValueError):

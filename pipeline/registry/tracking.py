@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from pipeline.core.errors import UserError, short
 from pipeline.core.redaction import holds_secret, redact_text
-from pipeline.core.strict import CONTROLS, StrictModel
+from pipeline.core.strict import CONTROLS, StrictModel, absolute
 
 SQLITE = "sqlite:///"
 SCHEMES = (SQLITE, "postgresql", "mysql", "mssql", "http://", "https://")
@@ -84,7 +84,7 @@ def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, 
     if uri.startswith(SQLITE):
         # A relative path would name another store in every working directory. Work directories that share a database file
         # also share its lock.
-        database = Path(uri.removeprefix(SQLITE)).expanduser().resolve()
+        database = absolute(uri.removeprefix(SQLITE))
         uri, lock = f"{SQLITE}{database}", database.with_name(f"{database.name}.lock")
     served = uri.startswith("http")
     return Location(

@@ -211,6 +211,11 @@ GGUFS: tuple[tuple[str, bytes, tuple[str, ...]], ...] = (
         b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 9, 1),
         ("array of arrays",),
     ),
+    (
+        "a tensor without dimensions",
+        b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 1) + b"a" + struct.pack("<IIQ", 0, 0, 0),
+        ("tensor a has 0 dimensions",),
+    ),
     ("a text that is not UTF-8", b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"\xff", ("not UTF-8",)),
 )
 
@@ -265,6 +270,12 @@ CASES = [
          "backend.baseline_url=http://b"), ("backend.url=http://a..b", "give its url"), code=4),
     Case("a prompt of 9 MB", ("workloads=jsonl", "workloads.jsonl=s.jsonl"), ("sample s-0001", "bytes", "give less"),
          text("s.jsonl", changed(prompt="a" * 9_000_000)), loads_model=True),
+    Case("a directory that begins like a user", ("stage=build", "model.path='~x'"), ("model.path", "begins with a user"),
+         place("~x/config.json", lambda path: path.write_text("{}"))),
+    Case("a directory that may not be searched", ("stage=build", "model.path=model"), ("config.json", "Permission denied"),
+         place("model", lambda path: checkpoint(path).chmod(0o444)), unprivileged=True),
+    Case("a lock that may not be read", ("stage=prune", "prune.apply=true"), ("work/artifacts/.lock", "may not be read"),
+         place("work/artifacts/.lock", lambda path: path.touch(0)), begins=True, unprivileged=True),
     Case("GGUF: a pipe", ("stage=build", "model.path=m.gguf"), ("model.path=", "m.gguf"), place("m.gguf", fifo)),
     Case("a prompt longer than the context", ("workloads=jsonl", "workloads.jsonl=s.jsonl", "model.path=model"),
          ("sample s-0001", "2,048", "too many"), both(lambda d: checkpoint(d / "model"), text("s.jsonl", LONG)),
