@@ -225,6 +225,7 @@ def inspect_model(path: Path) -> CheckpointInfo:
 def check_draft(path: str, target: Path) -> None:
     """Check that a draft checkpoint can be read, and that it has the target's tokens."""
     from stages.checkpoints import expected_tensors
+    from stages.opening import check_opens
 
     key = "workloads.speculation.draft="
     try:
@@ -248,6 +249,7 @@ def check_draft(path: str, target: Path) -> None:
             "the target; give a draft with the same tokenizer"
         )
     try:
+        check_opens(drafter)
         check_weights(drafter, expected_tensors)
     except UserError as error:
         raise UserError(str(error).replace("model.path=", key)) from None
