@@ -41,6 +41,8 @@ WORKDIRS: tuple[tuple[str, str, Prepare, int, tuple[str, ...]], ...] = (
     ("a name of 300 characters", "w" * 300, text("x", ""), 2, ("too long",)),
     ("a path of 5,000 characters", "w/" * 2500, text("x", ""), 2, ("too long",)),
     ("artifacts is a file", "work", text("work/artifacts", ""), 2, ("artifacts", "no directory")),
+    (".store.json is a pipe", "work", place("work/artifacts/.store.json", fifo), 2, (".store.json", "schema_version")),
+    (".store.json of version -1", "work", text("work/artifacts/.store.json", '{"schema_version": -1}'), 2, ("-1",)),
     ("sweep is a pipe", "work", place("work/sweep", fifo), 2, ("sweep", "no directory")),
     ("mlflow.db is a directory", "work", place("work/mlflow.db", lambda path: path.mkdir()), 2, ("mlflow.db", "no file")),
     ("summary.json is a pipe", "work", place("work/summary.json", fifo), 2, ("summary.json", "no file")),
@@ -110,12 +112,21 @@ SAMPLES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
         ("reference", "no call of"),
     ),
     ("a reference that is no JSON", changed(check="json"), ("reference", "JSON")),
+    ("an id of two lines", changed(id="a\nb"), ("1:", "id")),
+    (
+        "a tool twice",
+        changed(
+            check="tool_call", tools=[{"name": "f", "arguments": ["a"]}] * 2, reference='{"name": "f", "arguments": {"a": 1}}'
+        ),
+        ("tools",),
+    ),
     ("an id twice", changed(id="a") + "\n" + changed(id="a"), ("2:", "id")),
     ("a key twice", '{"prompt": "a", "prompt": "b", "reference": "c"}', ("1:", "twice")),
 )
 
 TEXTS: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("an empty file", "", ("no texts",)),
+    ("blanks alone", '" "', ("no texts",)),
     ("no JSON", "abc", (":1:", "not JSON")),
     ("a number", "3", (":1:",)),
     ("text as a number", '{"text": 3}', (":1:", "text")),
@@ -248,6 +259,12 @@ CASES = [
            text("b/identity.json", content), begins=True) for name, content in IDENTITIES),
     Case("tune.modelopt of no version", ("stage=tune", "tune.modelopt=m.json"), ("kv_cache_schema_version=None", "give"),
          text("m.json", '{"kv_cache_quantized_layers": {"x": "FP8"}}')),
+    Case("stage=promote without candidates", ("stage=promote",), ("stage=promote: no candidates", "run stage=evaluate"),
+         begins=True),
+    Case("backend.url with an empty label", ("backend=openai", "stage=evaluate", "backend.url=http://a..b",
+         "backend.baseline_url=http://b"), ("backend.url=http://a..b", "give its url"), code=4),
+    Case("a prompt of 9 MB", ("workloads=jsonl", "workloads.jsonl=s.jsonl"), ("sample s-0001", "bytes", "give less"),
+         text("s.jsonl", changed(prompt="a" * 9_000_000)), loads_model=True),
     Case("GGUF: a pipe", ("stage=build", "model.path=m.gguf"), ("model.path=", "m.gguf"), place("m.gguf", fifo)),
     Case("a prompt longer than the context", ("workloads=jsonl", "workloads.jsonl=s.jsonl", "model.path=model"),
          ("sample s-0001", "2,048", "too many"), both(lambda d: checkpoint(d / "model"), text("s.jsonl", LONG)),

@@ -14,6 +14,7 @@ from main_path import FEW, Swept, pipeline, summary
 from signing_keys import key_pair
 
 from pipeline.artifacts.digest import tree_files
+from pipeline.artifacts.store import MANIFEST, Recipe, Store
 
 
 def test_a_route_is_proven_moved_by_monitors_and_refused_without_evidence(swept: Swept) -> None:
@@ -110,6 +111,29 @@ def test_the_evidence_in_the_registry_counts_in_another_work_directory(promoted:
     assert result.returncode == 0, result.stderr
     assert "evidence: version 1 of kvgate-tiny" in result.stdout
     assert not (tmp_path / "work" / "artifacts").exists()
+
+
+def test_an_artifact_of_which_one_bit_flipped_is_used_by_no_stage(swept: Swept) -> None:
+    store, flips = Store(swept[0] / "artifacts"), 0
+    manifests = sorted(store.root.glob(f"[!.]*/*/{MANIFEST}"))
+    for manifest in manifests:
+        recipe = object.__new__(Recipe)
+        for name, value in (("stage", manifest.parts[-3]), ("parts", json.loads(manifest.read_text())["parts"])):
+            object.__setattr__(recipe, name, value)
+        whole = store.verified(recipe)
+        assert whole is not None, manifest
+        for path in [manifest, *(manifest.parent / name for name in whole.files)]:
+            sound = path.read_bytes()
+            flipped = bytearray(sound)
+            flipped[len(flipped) // 2] ^= 1
+            path.unlink()  # other artifacts may share its bytes
+            path.write_bytes(flipped)
+            assert store.verified(recipe) is None, path
+            path.write_bytes(sound)
+            flips += 1
+    made = {manifest.parent.parent.name for manifest in manifests}
+    assert {"encode", "round", "baseline", "once", "evaluate", "identity", "build", "quantize"} <= made
+    assert flips > 100
 
 
 def test_control_c_finishes_what_is_in_flight_and_the_same_command_goes_on(swept: Swept, tmp_path: Path) -> None:
