@@ -112,7 +112,8 @@ def test_the_order_of_log_probabilities_says_nothing_and_one_that_is_nan_makes_t
     for listed in (top, dict(reversed(top.items())), top | {"token_id:9": math.nan}):
         body = completion()
         body["choices"][0]["logprobs"]["top_logprobs"] = [listed]
-        answers(monkeypatch, lambda _, body=body: json.dumps(body).encode())
+        content = json.dumps(body).encode()
+        answers(monkeypatch, lambda _, content=content: content)  # type: ignore[misc]
         shown.append(OpenAIEngine(asked(), RECORD, FP16_POLICY).forced(PROMPT, 7))
     sound = head_of_shown(shown[0], 7)
     in_order, reversed_, broken = (compare_shown(sound, one, 7)[0] for one in shown)

@@ -70,8 +70,10 @@ def test_the_engine_that_the_registry_holds_is_verified_from_what_lies_beside_it
     identities = (work / "mlartifacts").rglob("identity.json")
     (version,) = [path.parent for path in identities if '"policy": "fp8"' in path.read_text()]
     weights = version / "engine" / "weights.bin"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[:-1] + b"?")
     result = pipeline(work, "stage=verify", f"bundle={version}")
+    weights.write_bytes(kept)
     assert (result.returncode, result.stderr.count("pipeline: error: ")) == (3, 1)
     assert f"bundle={version.relative_to(work.parent)} is not what was judged: engine: weights.bin\n" in result.stderr, (
         "and nothing else differs"
@@ -228,11 +230,9 @@ def test_with_a_key_it_is_not_signed_or_signed_for_other_files(forged: Path, key
     result = pipeline(forged, "stage=promote", *trusting)
     assert result.returncode == 3, result.stdout
     assert "int4_tensor is not promoted: signature: differs, it is not signed" in result.stderr
-    (unsigned,) = (
-        path.parent
-        for path in (forged / "artifacts").glob("identity/*/identity.json")
-        if not path.with_name("identity.sig").exists()
-    )
+    identities = (forged / "artifacts").glob("identity/*/identity.json")
+    unsigned = max((path.parent for path in identities), key=lambda path: path.stat().st_mtime)
+    assert not (unsigned / "identity.sig").exists()
     result = pipeline(forged, "stage=verify", f"bundle={unsigned}", f"signing.trusted=[{keys[1]}]")
     assert result.returncode == 3
     assert result.stderr.strip().endswith("is not what was judged: signature")
