@@ -120,9 +120,10 @@ def describe_checkpoint(
     for key in ("hidden_size", "intermediate_size", *(key for key in SIZES_OF_EXPERTS if key in config)):
         integer(path, config, key)
     shape, q_heads = attention_shape(path, config)
-    vocab_size, pad = integer(path, config, "vocab_size"), config.get("pad_token_id")
-    if type(pad) is int and pad >= vocab_size:
-        raise wrong(path, config, "pad_token_id", f"one of the {vocab_size:,} tokens")
+    vocab_size = integer(path, config, "vocab_size")
+    for key in TOKENS:
+        if not all(number < vocab_size for number in _numbers(config.get(key))):
+            raise wrong(path, config, key, f"one of the {vocab_size:,} tokens")
     return CheckpointInfo(
         path=path,
         architecture=architecture,
@@ -196,17 +197,16 @@ def _is_positive(value: object) -> bool:
     return value is None or (is_number(value) and value != 0)
 
 
+def _numbers(tokens: object) -> list[Any]:
+    return tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
+
+
 def _is_token(value: object) -> bool:
-    numbers = value if isinstance(value, list) else [] if value is None else [value]
-    return all(type(number) is int and -1 <= number < LARGEST for number in numbers)
+    return all(type(number) is int and -1 <= number < LARGEST for number in _numbers(value))
 
 
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NUMBERS = (
-    "rms_norm_eps",
-    "norm_epsilon",
-    "rope_theta",
-    "rope_local_base_freq",
-    "partial_rotary_factor",
     "query_pre_attn_scalar",
     "attention_multiplier",
     "logits_scaling",
@@ -220,12 +220,18 @@ RULES: tuple[tuple[tuple[str, ...], str, Callable[[object], bool]], ...] = (
     (("hidden_act", "hidden_activation"), f"one of {', '.join(ACTIVATIONS)}", lambda value: value in ACTIVATIONS),
     (NUMBERS, "a positive number", _is_positive),
     (
+        ("rms_norm_eps", "norm_epsilon", "partial_rotary_factor"),
+        "a number above 0, at most 1",
+        lambda value: _is_positive(value) and (value is None or is_number(value, highest=1)),
+    ),
+    (("rope_theta", "rope_local_base_freq"), "a number of at least 1", lambda value: value is None or is_number(value, 1)),
+    (
         ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "qkv_bias"),
         "true or false",
         lambda value: type(value) is bool,
     ),
     (("dtype", "torch_dtype"), f"one of {', '.join(DTYPES)}", lambda value: value in (None, "auto", *DTYPES)),
-    (("bos_token_id", "eos_token_id", "pad_token_id"), "a token's number", _is_token),
+    (TOKENS, "a token's number", _is_token),
 )
 """What the model's arithmetic takes from config.json besides its sizes; what is not given has a default."""
 

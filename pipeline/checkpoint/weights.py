@@ -155,7 +155,29 @@ def _vocabulary_problem(tokenizer: dict[str, Any], vocab_size: int) -> str | Non
         isinstance(token, dict) and isinstance(token.get("content"), str) and type(token.get("id")) is int for token in added
     ):
         return "added_tokens must be a list of tokens, each with id and content"
+    return _use_problem(model.get("dropout"), tokenizer.get("post_processor"))
+
+
+def _use_problem(dropout: object, post: object) -> str | None:
+    """Describe merges that are dropped by chance, or a token around a text that its library would panic over."""
+    if dropout:
+        return f"model.dropout must be null, got {short(dropout)}: a text would become other tokens each time"
+    for part in [post, *(post.get("processors") or [])] if isinstance(post, dict) else ():
+        written = [*(part.get("single") or []), *(part.get("pair") or [])] if isinstance(part, dict) else []
+        for name in (
+            piece["SpecialToken"].get("id") for piece in written if isinstance(piece, dict) and "SpecialToken" in piece
+        ):
+            if name not in part.get("special_tokens", {}):
+                return f"post_processor writes {short(name)}, which its special_tokens lack"
     return None
+
+
+def tokens_beyond(info: CheckpointInfo) -> list[str]:
+    """Return the texts of added tokens that the model has no row for, such as Gemma 3's picture in its models of text alone."""
+    if "tokenizer.json" not in info.other_files:
+        return []
+    added = read_json(info.path, "tokenizer.json").get("added_tokens", [])
+    return [token["content"] for token in added if token["id"] >= info.vocab_size and token["content"]]
 
 
 def _check_templates(info: CheckpointInfo, content: dict[str, dict[str, Any]]) -> None:
