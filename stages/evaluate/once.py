@@ -67,10 +67,9 @@ def once(
     second = run_samples(engine, subset, own, size, floor, greedy=greedy, one_pass=in_requests)
     traced = list(zip([*subset, *subset], (result.trace for result in [*first, *second]), strict=False))
     longest = max(map(greedy.longest, [*planned, *encoded]))
-    free = subset[::2]
     found = Once(
         noise=noise_floor(subset, second, answers.answers_to(subset), tokenizer),
-        free_answers=free_answers(engine, free, batch, greedy, named, [result.answer for result in second[::2]]),
+        free_answers=free_answers(engine, subset, batch, greedy, named, [result.answer for result in second]),
         reused=reused_prefixes(engine, subset),
         probe=None if twin is None else probe(engine, twin, config.probe, batch, longest, named),
         system=measure_system(engine, config.load, named),

@@ -24,7 +24,7 @@ FEW = (
 )
 """So few samples that nothing can pass, and enough for what is wrong in every request."""
 
-SEEN = {"key_scale_head_x1_25": "conformance", "generate_another_scale": "free_answers"}
+SEEN = {"key_scale_head_x1_25": "conformance", "generate_other_callers": "free_answers"}
 """Faults, and a gate that sees each of them on a few samples, beside those of ALONE."""
 
 
