@@ -39,9 +39,9 @@ Five is the first number with which Triton holds two tiles, so that one is copie
 SM_SHARED = {80: 164 * 1024, 87: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024, 103: 228 * 1024}
 """Bytes of shared memory of an SM by compute capability; others have 100 KB. A program takes 1 KB beyond what it asks for."""
 
-RESIDENT = 4
-"""Programs of decode_partial that one SM is given at most: with two tiles each they keep the memory busy, and more of them only
-make more parts (benchmarks/results/decode_variants_h100.json)."""
+UNDER_WAY = 57 * 1024
+"""Bytes of tiles that an SM has under way, one tile of each program. With fewer bytes the memory waits; with more programs come
+more parts to join (benchmarks/results/decode_variants_h200.json)."""
 
 REDUCE_WARPS, REDUCE_PARTS = 1, 8
 """Warps of decode_reduce, and parts of a sequence that it reads at once."""
@@ -64,13 +64,15 @@ class Variant:
     """Shared memory of a program at most."""
     sm_shared: int = 100 * 1024
     """Shared memory of an SM."""
+    most: int = 8
+    """Programs that an SM is given at most."""
     overlaps: bool = False
     """Whether its programs may begin before the kernel before has ended."""
 
     @property
     def resident(self) -> int:
-        """Programs that one SM is given: RESIDENT, or what its 65536 registers, 256 a thread, and its memory hold at once."""
-        return min(RESIDENT, 65536 // (32 * self.num_warps * 256), self.sm_shared // (self.shared_bytes + 1024))
+        """Programs that one SM is given: `most`, or what its 65536 registers, 256 a thread, and its memory hold at once."""
+        return min(self.most, 65536 // (32 * self.num_warps * 256), self.sm_shared // (self.shared_bytes + 1024))
 
     @property
     def options(self) -> dict[str, int]:
@@ -153,8 +155,9 @@ def decode_variant(setting: Setting) -> Variant:
         "STAGES": stages,
         "PDL": setting.overlaps,
     }
+    tile_bytes = tile * layout.token_bytes // layout.kv_heads
     # Two tiles, and a query or its sums while their layout changes.
-    shared = 2 * tile * layout.token_bytes // layout.kv_heads + 4 * size + 64
+    shared = 2 * tile_bytes + 4 * size + 64
     return Variant(
         constants,
         num_warps=warps,
@@ -162,6 +165,7 @@ def decode_variant(setting: Setting) -> Variant:
         maxnreg=MAX_REGISTERS,
         shared_bytes=shared,
         sm_shared=SM_SHARED.get(sm or 0, Variant.sm_shared),
+        most=max(1, UNDER_WAY // tile_bytes),
     )
 
 
