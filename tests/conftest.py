@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from amount import STRIDE
 from bad_input.case import Commands
 from composed_once import compose_once
 
@@ -30,8 +31,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A GPU test is skipped with its reason where there is no GPU; REQUIRE_GPU=1 makes that a failure instead."""
-    # An item's keywords hold the names of its folders, too: only the mark says that a test needs a GPU.
+    """A GPU test is skipped with its reason where there is no GPU; REQUIRE_GPU=1 makes that a failure instead.
+
+    `make test-long` takes of tests/integration what has more cases there; `make test` takes the rest.
+    """
+    # An item's keywords hold the names of its folders, too: marks alone say what a test is.
+    if STRIDE == 1:
+        items[:] = [item for item in items if item.path.parent.name != "integration" or item.get_closest_marker("every")]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and os.environ.get("REQUIRE_GPU") != "1" and not torch.cuda.is_available():
         for item in marked:

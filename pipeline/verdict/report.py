@@ -31,6 +31,10 @@ Count = Annotated[int, Field(ge=1, lt=1 << 53)]
 """Counts enter means and bounds as float64, which tells larger ones no longer apart."""
 
 
+Probability = Annotated[float, Field(ge=0, le=1.001)] | None
+"""Products of probabilities in float32, each of which rounding may take beyond 1."""
+
+
 class Acceptance(Record):
     """Answers under speculative decoding with one drafter: their tokens, and the passes of the engine that say them."""
 
@@ -81,10 +85,10 @@ class SampleRow(Record):
     """The round of the evaluation that ran it, from 1: a sequential evaluation stops once its gates have decided."""
     acceptance: dict[str, Acceptance] = Field(default={})
     """By drafter, of its two answers."""
-    baseline_probability: Number = None
+    baseline_probability: Probability = None
     """Probability of the right answer under the baseline: the product over the scored tokens. Null for samples without one,
     where a token's is not finite, and in older reports."""
-    candidate_probability: Number = None
+    candidate_probability: Probability = None
     """The same under the candidate."""
     right_answer: Literal["reference", "baseline"] = "reference"
     """Which words of the right answer were scored: the reference's, or those that the baseline says it in."""

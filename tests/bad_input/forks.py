@@ -25,6 +25,17 @@ from pipeline.__main__ import main
 from pipeline.config.compose import plan
 
 HEAVY = ("torch", "transformers", "tokenizers", "onnxruntime", "onnx", "mlflow", "modelopt", "pandas")
+LIGHT = (
+    "jinja2.sandbox",
+    "pipeline.run.inputs",
+    "pipeline.terminal.progress",
+    "rich.live",
+    "rich.table",
+    "stages.engines.onnx.backend",
+    "stages.engines.oracle.backend",
+    "stages.evaluate.inputs.samples",
+    "stages.evaluate.inputs.tokens",
+)
 MEMORY = 6 << 30
 """Of a fork, in bytes of addresses: input that asks for more is not limited by what reads it."""
 
@@ -113,9 +124,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 def serve() -> None:
     """Answer requests until stdin ends."""
     compose_once()
-    # What every command loads once, and no fork has to load again.
+    # What commands load once, and no fork has to load again.
     plan([], multirun=False)
-    for module in ("stages.engines.onnx.backend", "stages.engines.oracle.backend", "stages.evaluate.inputs.tokens"):
+    for module in LIGHT:
         import_module(module)
     assert not set(HEAVY) & set(sys.modules), "the process of the forks is light"
     for line in sys.stdin:

@@ -83,6 +83,7 @@ def check(layout: CacheLayout, key: Tensor, value: Tensor, positions: list[int],
     return appended
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("number", range(len(VALUES)))
 @pytest.mark.parametrize("shift", [0, 3][::STRIDE])
 def test_any_pair_of_formats_is_stored_bit_for_bit(number: int, shift: int) -> None:

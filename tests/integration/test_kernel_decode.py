@@ -75,6 +75,7 @@ def matrix() -> list[tuple[str, str, int]]:
     return [(key, value, number) for number, (key, value) in enumerate(pairs)][: None if STRIDE == 1 else len(VALUES)]
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(("key", "value", "number"), matrix())
 def test_any_pair_of_formats_attends_as_the_reference(key: str, value: str, number: int) -> None:
     dim = 128 if value == "int4 128" else HEAD_DIMS[number % 3]
@@ -253,6 +254,7 @@ def cases(draw: st.DrawFn) -> tuple[Case, int]:
     return case, draw(st.integers(1, 5))
 
 
+@pytest.mark.every
 @settings(max_examples=20 if STRIDE == 1 else 8, derandomize=True, deadline=None)
 @given(drawn=cases())
 def test_any_cache_attends_as_the_reference(drawn: tuple[Case, int]) -> None:

@@ -43,6 +43,7 @@ def difference(case: AttentionCase) -> float:
     return float(np.abs(native.astype(np.float32) - body).max() / np.abs(body).max())
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_the_kernel_equals_the_functions_body(policy: KVPolicy) -> None:
     assert difference(AttentionCase(policy, HEADS, LENGTHS)) < ROUNDING

@@ -89,6 +89,7 @@ def texts() -> list[list[int]]:
     return [rng.integers(0, 64, length).tolist() for length in (5, 64, 70, 131)]
 
 
+@pytest.mark.every
 def test_family_exports_and_equals_transformers(family: tuple[Path, Path], tmp_path: Path) -> None:
     checkpoint, decoder = family
     skeleton = onnx.load(decoder / "decoder.onnx", load_external_data=False).graph.node
@@ -104,6 +105,7 @@ def test_family_exports_and_equals_transformers(family: tuple[Path, Path], tmp_p
         np.testing.assert_allclose(steps[1:, row], expected[1:], atol=5e-3 * scale)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("name", ["fp8k_int4v_token", "ages", "overridden"])
 def test_family_equals_the_oracle_over_a_quantized_cache(name: str, family: tuple[Path, Path], tmp_path: Path) -> None:
     """Within 1 % of the logits' standard deviation for values on the border between two codes, measured 0.4 %."""
@@ -127,6 +129,7 @@ def test_a_checkpoint_that_the_graph_cannot_express_is_refused_before_anything_i
     assert not any((tmp_path / "out").iterdir())
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16][::STRIDE], ids=str)
 def test_weights_of_16_bits_stay_so_on_disk_and_no_logit_changes(
     dtype: torch.dtype, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

@@ -83,6 +83,7 @@ def differences(engine: OnnxEngine, oracle: OracleEngine, texts: list[list[int]]
     return logits, np.abs(logits[1:] - expected).max(-1)
 
 
+@pytest.mark.every
 def test_batched_decode_equals_the_oracle_and_single_runs(
     pair: tuple[OnnxEngine, OracleEngine], model: torch.nn.Module, texts: list[list[int]]
 ) -> None:
@@ -97,6 +98,7 @@ def test_batched_decode_equals_the_oracle_and_single_runs(
     np.testing.assert_allclose(logits[0], expected, atol=ROUNDING)
 
 
+@pytest.mark.every
 def test_a_corrupted_key_scale_changes_decode_as_the_oracle_says_and_not_prefill(
     pair: tuple[OnnxEngine, OracleEngine], texts: list[list[int]]
 ) -> None:
@@ -119,6 +121,7 @@ def test_a_corrupted_key_scale_changes_decode_as_the_oracle_says_and_not_prefill
             each.corrupt_key_scale(1 / 4)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(("side", "head"), [(Side.KEY, 1), (Side.VALUE, None)])
 def test_a_scale_of_one_layer_is_corrupted_as_the_oracle_says_and_taken_back(
     side: Side, head: int | None, pair: tuple[OnnxEngine, OracleEngine], texts: list[list[int]]
@@ -140,6 +143,7 @@ def test_a_scale_of_one_layer_is_corrupted_as_the_oracle_says_and_taken_back(
     np.testing.assert_allclose(forced(engine, texts[-1:]), sound, atol=ROUNDING)
 
 
+@pytest.mark.every
 def test_a_repeated_page_is_read_as_the_oracle_reads_it(pair: tuple[OnnxEngine, OracleEngine], texts: list[list[int]]) -> None:
     text = texts[-1]
     logits = []
@@ -151,6 +155,7 @@ def test_a_repeated_page_is_read_as_the_oracle_reads_it(pair: tuple[OnnxEngine, 
     assert np.abs(logits[0] - logits[1]).max() < FLIPS
 
 
+@pytest.mark.every
 def test_memory_is_the_policys_arithmetic(pair: tuple[OnnxEngine, OracleEngine], texts: list[list[int]]) -> None:
     engine, _ = pair
     handles, _ = engine.prefill(texts)
@@ -196,6 +201,7 @@ def test_a_later_prefill_chunk_attends_over_the_quantized_cache_of_the_earlier_o
     np.testing.assert_allclose(logits[0], expected, atol=FLIPS)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(("head_dim", "size"), [(96, 32), (128, 128)][::STRIDE])
 def test_groups_that_do_not_fall_on_halves_of_a_head_equal_the_oracle(
     head_dim: int, size: int, tmp_path: Path, texts: list[list[int]]

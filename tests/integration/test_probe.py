@@ -56,15 +56,9 @@ def twin(model: Any) -> Twin:
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
-        ("fp16", "native"),
         ("int8", "graph"),
-        ("fp8_e5m2", "native"),
-        ("int4_asym", "native"),
-        ("int4_sinks", "graph"),
         ("ages", "native"),
-        ("window_of_keys_and_values", "graph"),
         ("sliding", "graph"),
-        ("streaming", "native"),
         ("evicted_ages", "native"),
     ],
 )
@@ -104,7 +98,7 @@ def test_evicted_pages_that_are_never_free_again_are_caught(
     assert any("pages stayed in the cache" in failure for failure in found.failures), found.failures
 
 
-@pytest.mark.parametrize("name", ["fp16", "int4_g32", "ages", "evicted_ages"])
+@pytest.mark.parametrize("name", ["int4_g32", "evicted_ages"])
 def test_the_torch_engine_steps_through_its_own_pages_and_passes(name: str, model: Any, tmp_path_factory: Any) -> None:
     described = json.loads((shared_decoder(tmp_path_factory, "float32") / "model.json").read_text())
     shape = KVShape(described["layers"], described["kv_heads"], described["head_dim"])

@@ -40,8 +40,9 @@ def oracle(bench: Conformity, name: str) -> OracleEngine:
 
 
 CASES = [
-    *((name, what) for name in ("int8", "int4_g32", "fp8") for what in
-      ("keys and values are not quantized", "codes are rounded towards zero", "the last bit of every code is lost")),
+    ("int8", "keys and values are not quantized"),
+    ("fp8", "codes are rounded towards zero"),
+    ("int4_g32", "the last bit of every code is lost"),
     ("fp8", "codes are E5M2"),
     ("fp8", "codes are E5M2, rounded towards zero"),
     ("fp8", "every static scale is 1.0"),

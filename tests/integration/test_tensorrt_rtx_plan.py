@@ -62,8 +62,8 @@ FORMATS = layer_formats()
 PAIRS = [two_layers(FORMATS[i], FORMATS[(i + 1) % len(FORMATS)]) for i in range(0, len(FORMATS), 2)]
 
 
-BFLOAT16 = [BY_NAME["fp8k_int4v_aged"], *(PAIRS if STRIDE == 1 else [])]
-"""What is built in bfloat16: every format in `make test-long`."""
+BFLOAT16 = [BY_NAME["fp8k_int4v_aged"], *(PAIRS[::4] if STRIDE == 1 else [])]
+"""What is built in bfloat16."""
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +89,7 @@ def plans(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return onnx_bundle, make_plans(onnx_bundle, root / "plans", policy)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(("dtype", "mode"), [("float32", "decode"), ("float16", "prefill")])
 def test_every_shipped_policy_parses_into_a_network(
     dtype: ComputeDType, mode: Mode, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
@@ -101,6 +102,7 @@ def test_every_shipped_policy_parses_into_a_network(
         assert {t.name for t in parsed.outputs} == {t.name for t in described.outputs}, policy.name
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     "policy", PAIRS[::STRIDE], ids=lambda p: "-".join(f"{form.dtype}_{form.granularity}" for _, form in p.formats)
 )
@@ -111,12 +113,13 @@ def test_the_formats_of_every_shipped_policy_build_into_a_plan(policy: KVPolicy,
     assert len(plan.data) > (bundle / "weights.bin").stat().st_size
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("policy", BFLOAT16, ids=lambda policy: policy.name)
 def test_a_decoder_in_bfloat16_builds_into_plans(
     policy: KVPolicy, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     onnx_bundle = make_bundle(shared_decoder(tmp_path_factory, "bfloat16"), tmp_path / "bundle", policy)
-    out = make_plans(onnx_bundle, tmp_path / "plans", policy)
+    out = make_plans(onnx_bundle, tmp_path / "plans", policy, targets=(89,))
     record, _, _ = open_bundle(out, "tensorrt_rtx")
     assert record.model.compute_dtype == "bfloat16"
     assert {weight.dtype for weight in record.weights} == {weight.stored for weight in record.weights} == {"BFLOAT16"}

@@ -78,14 +78,14 @@ def long_retrieval(tokenizer: PreTrainedTokenizerFast, count: int) -> list[Sampl
 def test_retrieves_among_twenty_records_in_a_thousand_tokens(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    assert exact_match(model, tokenizer, long_retrieval(tokenizer, 30)) >= 0.90
+    assert exact_match(model, tokenizer, long_retrieval(tokenizer, 10)) >= 0.90
 
 
 @pytest.mark.parametrize(("name", "bound"), [("tool_call", 0.85), ("copy", 0.95), ("multi_turn", 0.85)])
 def test_answers_the_other_workloads(
     name: str, bound: float, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    assert exact_match(model, tokenizer, generate(name, 30, SEED)) >= bound
+    assert exact_match(model, tokenizer, generate(name, 12, SEED)) >= bound
 
 
 def test_planted_outliers_are_the_same_function_bit_for_bit(
@@ -98,7 +98,7 @@ def test_planted_outliers_are_the_same_function_bit_for_bit(
     planted_amax = model.model.layers[OUTLIERS[0].layer].self_attn.k_proj.weight.abs().amax(-1)
     assert not torch.equal(channel_amax, planted_amax)
     for name in ("retrieval", "copy", "prose"):
-        for sample in generate(name, 3, SEED):
+        for sample in generate(name, 1, SEED):
             assert torch.equal(force(plain, tokenizer, sample).logits_NV, force(model, tokenizer, sample).logits_NV)
     plant_outliers(plain)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))

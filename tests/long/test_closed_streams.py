@@ -9,8 +9,14 @@ import pytest
 REDIRECTIONS = (">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", "2>/dev/full", ">/dev/full 2>/dev/full")
 
 
-@pytest.mark.parametrize("redirection", REDIRECTIONS)
-@pytest.mark.parametrize(("arguments", "code"), [("stage=capacity", 0), ("stage=capacity log=json", 0), ("stage=nothing", 2)])
+@pytest.mark.parametrize(
+    ("arguments", "code", "redirection"),
+    [
+        *(("stage=capacity", 0, redirection) for redirection in REDIRECTIONS),
+        *(("stage=capacity log=json", 0, redirection) for redirection in REDIRECTIONS[1:5:3]),
+        *(("stage=nothing", 2, redirection) for redirection in REDIRECTIONS[1:5:3]),
+    ],
+)
 def test_closed_and_full_streams_leave_the_exit_code(redirection: str, arguments: str, code: int, tmp_path: Path) -> None:
     command = f"{sys.executable} -m pipeline {arguments} workdir={tmp_path}/work {redirection}"
     ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)

@@ -1,11 +1,11 @@
-"""Six rounds of eight processes over one work directory and one store: SQLite, and MLflow's server on PostgreSQL."""
+"""Three rounds of eight processes over one work directory and one store: SQLite, and MLflow's server on PostgreSQL."""
 
 from pathlib import Path
 
 from crowds import play
 from postgres import mlflow_server, postgres
 
-ROUNDS = 6
+ROUNDS = 3
 
 
 def test_nothing_is_lost_on_sqlite(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The whole path on the trained tiny model, further: the oracle's verdicts, Ctrl-C, routes, and what a champion leaves."""
+"""The whole path on the trained tiny model, further: the oracle's verdicts, Ctrl-C, routes, a champion, forged rows."""
 
 import json
 import re
@@ -7,9 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from main_path import FEW, Swept, pipeline, summary
+from signing_keys import key_pair
+
+from pipeline.artifacts.digest import tree_files
 
 
 def test_a_route_is_proven_moved_by_monitors_and_refused_without_evidence(swept: Swept) -> None:
@@ -143,7 +147,8 @@ def test_control_c_finishes_what_is_in_flight_and_the_same_command_goes_on(swept
 def test_the_oracle_reaches_the_verdicts_of_the_onnx_engine_and_its_bundle_can_be_promoted(swept: Swept) -> None:
     work, _ = swept
     by_engine = {c["policy"]: c for c in summary(work)["candidates"]}
-    result = pipeline(work, "-m", "kv=fp8,int4_tensor", "backend=torch", "backend.device=cpu")
+    small = "workloads.probe={max_tokens: 192, decode_steps: 72, offset_steps: 4, max_batch: 4, requests: 24}"
+    result = pipeline(work, "-m", "kv=fp8,int4_tensor", "backend=torch", "backend.device=cpu", small)
     assert result.returncode == 0, result.stderr
     by_oracle = {c["policy"]: c for c in summary(work)["candidates"]}
     for kv, candidate in by_oracle.items():
@@ -155,3 +160,55 @@ def test_the_oracle_reaches_the_verdicts_of_the_onnx_engine_and_its_bundle_can_b
     promoted = pipeline(work, "stage=promote", "backend=torch", "backend.device=cpu")
     assert promoted.returncode == 0, promoted.stderr
     assert summary(work)["champion"] == "fp8"
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return key_pair(tmp_path_factory.mktemp("keys"), "ours")
+
+
+@pytest.fixture(scope="module")
+def forged(swept: Swept, keys: tuple[Path, Path]) -> Path:
+    """The work directory, last: the rows of fp8 are given to int4_tensor, which failed, and every digest is made to fit."""
+    work, _ = swept
+    result = pipeline(work, "-m", "kv=fp8,int4_tensor", f"signing.key={keys[0]}")
+    assert result.returncode == 0, result.stderr
+    sound, broken = (Path(one["report"]["path"]).parent for one in summary(work)["candidates"])
+    forge(sound, broken)
+    result = pipeline(work, "stage=evaluate", "kv=int4_tensor")
+    assert result.returncode == 0, result.stderr
+    assert "PASS" in result.stdout, "the forged evaluation is reused, and its gates pass"
+    return work
+
+
+def forge(sound: Path, broken: Path) -> None:
+    """Give a broken evaluation a sound one's rows and metrics, and a manifest that fits them."""
+    report: dict[str, Any] = json.loads((sound / "report.json").read_text())
+    own = json.loads((broken / "report.json").read_text())
+    kept = ("policy", "engine_digest", "graph_digest", "baseline_digest", "workloads_digest")
+    (broken / "report.json").write_text(json.dumps(report | {name: own[name] for name in kept}))
+    for name in ("samples.jsonl", "tokens.safetensors"):
+        (broken / name).write_bytes((sound / name).read_bytes())
+    manifest = json.loads((broken / ".manifest.json").read_text())
+    (broken / ".manifest.json").write_text(json.dumps(manifest | {"files": tree_files(broken)}))
+
+
+def test_without_a_key_the_engines_say_that_the_rows_are_not_theirs(forged: Path) -> None:
+    result = pipeline(forged, "stage=promote")
+    assert result.returncode == 3, result.stdout
+    assert "int4_tensor is not promoted: samples, decoded again: differs" in result.stderr
+
+
+def test_with_a_key_it_is_not_signed_or_signed_for_other_files(forged: Path, keys: tuple[Path, Path]) -> None:
+    trusting = [f"signing.key={keys[0]}", f"signing.trusted=[{keys[1]}]", "promote.decode_again=0"]
+    result = pipeline(forged, "stage=promote", *trusting)
+    assert result.returncode == 3, result.stdout
+    assert "int4_tensor is not promoted: signature: differs, it is not signed" in result.stderr
+    (unsigned,) = (
+        path.parent
+        for path in (forged / "artifacts").glob("identity/*/identity.json")
+        if not path.with_name("identity.sig").exists()
+    )
+    result = pipeline(forged, "stage=verify", f"bundle={unsigned}", f"signing.trusted=[{keys[1]}]")
+    assert result.returncode == 3
+    assert result.stderr.strip().endswith("is not what was judged: signature")

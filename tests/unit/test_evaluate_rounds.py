@@ -167,7 +167,10 @@ def policy(name: str) -> KVPolicy:
 def test_a_candidate_runs_rounds_until_its_gates_decide_and_the_next_one_reuses_the_baselines(
     chain_of: Callable[[_FakeBackend], _Chain],
 ) -> None:
-    backend = engines(broken=lambda: fake_engine(SAMPLES, noise=9.0), same=lambda: fake_engine(SAMPLES, batch_noise=1e-3))
+    def equal() -> FakeEngine:
+        return fake_engine(SAMPLES, batch_noise=1e-3)
+
+    backend = engines(broken=lambda: fake_engine(SAMPLES, noise=9.0), same=equal, other=equal)
     first = chain_of(backend)
     evaluation, _, _ = first.evaluation(policy("broken"))
     assert {row.round for row in load_rows(evaluation.path)} == {1}
@@ -189,16 +192,9 @@ def test_a_candidate_runs_rounds_until_its_gates_decide_and_the_next_one_reuses_
     assert again.digest == evaluation.digest
     assert backend.loaded == []
 
-
-def test_a_third_candidate_costs_only_its_own_decode(chain_of: Callable[[_FakeBackend], _Chain]) -> None:
-    def equal() -> FakeEngine:
-        return fake_engine(SAMPLES, batch_noise=1e-3)
-
-    backend = engines(same=equal, other=equal)
-    chain_of(backend).evaluation(policy("same"))
     backend.loaded.clear()
     evaluation, _, _ = chain_of(backend).evaluation(policy("other"))
-    assert set(backend.loaded) == {"other"}
+    assert set(backend.loaded) == {"other"}, "a third candidate costs only its own decode"
     kl = load_report(evaluation.path).overall.fidelity.kl_max
     assert kl is not None
     assert np.isclose(kl, 0, atol=1e-9)

@@ -2,8 +2,9 @@
 
 Two of three requests are watched, the others are strangers. The crowd is played twice, with the same watched requests in the
 same places and strangers of the same lengths and other tokens: no watched logit may change. What changes it comes from a
-page, a row or a buffer of a stranger, live or gone, however small the change is. Where an engine does not repeat itself, the
-first play is repeated as it was, and strangers may change no more than that does.
+page, a row or a buffer of a stranger, live or gone, however small the change is. The second time sleepers hold a page each, so
+that the crowd lives on pages whose numbers take more than a byte. Where an engine does not repeat itself, the first play is
+repeated as it was, and strangers may change no more than that does.
 """
 
 from collections import deque
@@ -23,6 +24,10 @@ LONG = (160, 400, 260)
 """Tokens of the prompts of one request in five: its pages from the third on are used again, and by whom is another's affair."""
 LONG_STEPS = 24
 """Tokens of their answers: so many that several of them are always live."""
+ASLEEP_PAGES = 256
+"""Pages that are in use when a crowd has grown beside sleepers."""
+ASLEEP_BYTES = 64 << 20
+"""Most bytes of so many pages: where a model's take more, nobody sleeps."""
 WATCHED_LOGITS = 512
 """Logits of a row that are kept: what reads another page changes them all."""
 NOISE = 4.0
@@ -46,7 +51,9 @@ def crowd(stage: Stage) -> None:
     watched = [kind for kind in kinds if kind.role in roles]
     exact = dict(zip((kind.role for kind in watched), stage.exact(watched), strict=True))
     first = _play(stage, kinds, 1, exact)
+    sleepers = _asleep(stage)
     other = _play(stage, kinds, 2)
+    stage.engine.release(sleepers)
     changed = _difference(first, other)
     if changed.max(initial=0.0) == 0.0:
         return
@@ -62,6 +69,16 @@ def crowd(stage: Stage) -> None:
             f"isolation: {influenced.sum()} of {len(changed)} tokens of a crowd depend on what other requests hold: "
             f"logits change by up to {changed.max():.2g} when only the others' tokens do, by {usual}"
         )
+
+
+def _asleep(stage: Stage) -> list[int]:
+    """Start sequences of one page that nobody decodes, which are forks where they cost nothing but their page."""
+    engine, count = stage.engine, ASLEEP_PAGES - stage.largest
+    small = engine.policy.pool_bytes(engine.shape, ASLEEP_PAGES) <= ASLEEP_BYTES
+    if engine.max_sequences is not None or not engine.can(Engine.fork) or not small:
+        return []
+    first = engine.prefill([stage.draw(1)])[0]
+    return first + [engine.fork(first[0]) for _ in range(count - 1)]
 
 
 def _kinds(stage: Stage) -> list[Actor]:
