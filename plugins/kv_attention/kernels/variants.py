@@ -41,7 +41,7 @@ SM_SHARED = {80: 164 * 1024, 87: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024, 10
 
 UNDER_WAY = 57 * 1024
 """Bytes of tiles that an SM has under way, one tile of each program. With fewer bytes the memory waits; with more programs come
-more parts to join (benchmarks/results/decode_variants_h200.json)."""
+more parts to join (benchmarks/results/attention_variants_h200.json)."""
 
 REDUCE_WARPS, REDUCE_PARTS = 1, 8
 """Warps of decode_reduce, and parts of a sequence that it reads at once."""
