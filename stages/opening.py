@@ -32,7 +32,7 @@ def check_opens(info: CheckpointInfo) -> None:
         from pipeline.checkpoint.finite import check_finite
 
         check_finite(info)
-        _check_tokenizer(info.path, info.path)
+        _check_tokenizer(info, info.path)
     else:
         from pipeline.gguf.model import inspect_gguf
         from stages.gguf.finite import check_finite as check_blocks
@@ -42,7 +42,7 @@ def check_opens(info: CheckpointInfo) -> None:
         check_blocks(model.header)
         with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
             write_tokenizer(model.vocabulary, info.max_positions, Path(scratch))
-            _check_tokenizer(info.path, Path(scratch))
+            _check_tokenizer(info, Path(scratch))
     if kept is not None:
         write_whole(kept, "")
 
@@ -60,19 +60,29 @@ def _kept(info: CheckpointInfo) -> Path | None:
         return None
 
 
-def _check_tokenizer(path: Path, directory: Path) -> None:
+def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
     from stages.checkpoints import load_tokenizer
     from stages.workloads.rendering import rendered
 
+    path = info.path
     try:
         tokenizer = load_tokenizer(directory)
-    except (UserError, *OF_THE_MACHINE):
+        made, other = (tokenizer(text, verbose=False)["input_ids"] for text in ("Hello", "9 of 10"))
+    except (UserError, KeyboardInterrupt, SystemExit, *OF_THE_MACHINE):
         raise
-    except Exception as error:  # tokenizers raises bare exceptions, transformers whatever it stumbles over
+    except BaseException as error:  # tokenizers raises bare exceptions and panics, transformers whatever it stumbles over
         said = short(f"{type(error).__name__}: {error}".splitlines()[0], 200)
         raise refusal(path, f"its tokenizer cannot be loaded ({said}); give the checkpoint its own tokenizer") from None
-    if tokenizer.chat_template:
-        rendered([partial(_greeting, path, tokenizer)])
+    if not tokenizer.eos_token or made == other:
+        lacks = "makes the same of every text" if made == other else "has no eos_token, which tokenizer_config.json should name"
+        raise refusal(path, f"its tokenizer {lacks}; give the checkpoint its own tokenizer")
+    largest = max(tokenizer.eos_token_id, *made)
+    if largest >= info.vocab_size:
+        raise refusal(
+            path, f"its tokenizer makes token {largest}, vocab_size is {info.vocab_size}; give the checkpoint its own tokenizer"
+        )
+    if tokenizer.chat_template and "Hello" not in rendered([partial(_greeting, path, tokenizer)])[0]:
+        raise refusal(path, "its chat_template leaves out what the user says; give another template")
 
 
 def _greeting(path: Path, tokenizer: Any) -> str:

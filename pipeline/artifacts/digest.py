@@ -1,6 +1,7 @@
 """Digests: of JSON, of files, of directories, and of the source code a stage can reach."""
 
 import ast
+import errno
 import hashlib
 import importlib.util
 import json
@@ -39,7 +40,10 @@ def json_digest(value: object) -> str:
 
 
 def file_digest(path: Path) -> str:
+    """Return the sha256 of a file. Raises OSError for what is none: a pipe would be waited for."""
     progress = _told.get()
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
     with path.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         if progress is None or size < LARGE:

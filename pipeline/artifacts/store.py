@@ -28,6 +28,7 @@ from pipeline.artifacts.files import STORE_FILE, sweep_pool, write_whole
 from pipeline.artifacts.hardware import hardware
 from pipeline.artifacts.locks import locked, locked_at_once
 from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.strict import parse_json, read_file
 
 MANIFEST = ".manifest.json"
 SCHEMA = 1
@@ -38,6 +39,8 @@ PARTIAL = ".partial"
 """Folder of a store with what is being made and may be gone on with: `STAGE/KEY`."""
 USE_LOCK = ".lock"
 """At the root of a store: every command that uses its artifacts holds it together with others, and what removes some alone."""
+MOST_BYTES = 64 << 20
+"""Of a manifest."""
 RESUMABLE_S = 30 * 24 * 3600.0
 """Seconds after which an artifact that was begun and not touched since counts as given up."""
 
@@ -217,13 +220,13 @@ def used(root: Path, *, make: bool) -> Iterator[None]:
 def check_store(root: Path) -> None:
     """Refuse a store whose form this kvgate does not know."""
     path = root / STORE_FILE
-    try:
-        version = json.loads(path.read_text(encoding="utf-8"))["schema_version"]
-    except FileNotFoundError:
+    if not path.exists():
         return
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    try:
+        version = parse_json(read_file(path, MOST_BYTES))["schema_version"]
+    except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path}: says no schema_version; restore it, or give another workdir") from error
-    if type(version) is not int or version > STORE_VERSION:
+    if type(version) is not int or version != STORE_VERSION:
         raise UserError(f"{path}: the store is of a newer kvgate (schema_version {version}); use that one, or another workdir")
 
 
@@ -251,8 +254,8 @@ def _version(name: str) -> str:
 def _manifest(directory: Path) -> dict[str, Any] | None:
     """Return the manifest of an artifact; None where there is none that can be read: then the artifact is not used."""
     try:
-        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        manifest = parse_json(read_file(directory / MANIFEST, MOST_BYTES))
         complete = isinstance(manifest["parts"]["inputs"], dict) and {"key", "files", "seconds"} <= manifest.keys()
-    except (OSError, ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
     return manifest if complete else None

@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.checkpoint.families import ARCHITECTURES, FAMILIES, OTHER_INPUTS, other_cache
 from pipeline.checkpoint.files import read_json, refusal, refuse_escape, require_file, tokenizer_files, weight_files, wrong
+from pipeline.checkpoint.quantized import Quantized, read_quantized
 from pipeline.checkpoint.rope import is_number, read_rope
 from pipeline.checkpoint.windows import layer_windows
 from pipeline.core.errors import UserError, short
@@ -26,6 +27,9 @@ LARGEST = 1 << 30
 
 COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "num_experts_per_tok")
 SIZES_OF_EXPERTS = (*COUNTS[1:], "moe_intermediate_size", "shared_expert_intermediate_size")
+
+MODELOPT_FILE = "hf_quant_config.json"
+"""Where older ModelOpt says what newer ModelOpt also writes into config.json, as quantization_config."""
 
 NOT_READ = ("num_labels", "id2label", "label2id")
 """What transformers makes a table of, in configurations of other kinds of models."""
@@ -50,7 +54,9 @@ class CheckpointInfo:
     """What attention does besides scaled products and windows: those of the family that this model has."""
     weight_files: tuple[str, ...]
     other_files: tuple[str, ...]
-    """config.json, generation_config.json, the shard index and the tokenizer's files, as far as they exist."""
+    """config.json, those of generation and quantization, the shard index and the tokenizer's files, as far as they exist."""
+    quantized: Quantized | None = None
+    """How the weights are stored, where they are not plain numbers."""
 
 
 def inspect_checkpoint(path: Path) -> CheckpointInfo:
@@ -65,8 +71,8 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
     _architecture(path, config)
     weights, index = weight_files(path)
     tokenizer = tokenizer_files(path)
-    generation = ("generation_config.json",) if os.path.lexists(path / "generation_config.json") else ()
-    other_files = ("config.json", *generation, *index, *tokenizer)
+    others = (name for name in ("generation_config.json", MODELOPT_FILE) if os.path.lexists(path / name))
+    other_files = ("config.json", *others, *index, *tokenizer)
     for name in (*weights, *other_files):
         require_file(path, name)
         refuse_escape(path, name)
@@ -82,6 +88,11 @@ def read_config(path: Path) -> dict[str, Any]:
     content = read_json(path, "config.json")
     # What transformers would take attention or experts from: a name of a kernel on a hub is code.
     config = {key: value for key, value in content.items() if "_implementation" not in key and key not in NOT_READ}
+    if "quantization_config" not in config and (path / MODELOPT_FILE).is_file():
+        declared = read_json(path, MODELOPT_FILE).get("quantization")
+        if isinstance(declared, dict):
+            declared = {**declared, "ignore": declared.get("exclude_modules") or [], "quant_method": "modelopt"}
+        config["quantization_config"] = declared
     for key in OTHER_INPUTS:
         if config.get(key) is not None:
             raise refusal(path, f"config.json: {key}: a model that also takes pictures or sound; save its language model alone")
@@ -101,8 +112,7 @@ def describe_checkpoint(
         UserError: naming `model.path`, what is wrong and what to do.
     """
     architecture = _architecture(path, config)
-    if config.get("quantization_config") is not None:
-        raise refusal(path, "the checkpoint is already quantized; give the unquantized one")
+    quantized = read_quantized(path, config)
     family = FAMILIES[ARCHITECTURES[architecture]]
     config = {**family.defaults, **config}
     rope = read_rope(path, config)
@@ -110,9 +120,10 @@ def describe_checkpoint(
     for key in ("hidden_size", "intermediate_size", *(key for key in SIZES_OF_EXPERTS if key in config)):
         integer(path, config, key)
     shape, q_heads = attention_shape(path, config)
-    vocab_size, pad = integer(path, config, "vocab_size"), config.get("pad_token_id")
-    if type(pad) is int and pad >= vocab_size:
-        raise wrong(path, config, "pad_token_id", f"one of the {vocab_size:,} tokens")
+    vocab_size = integer(path, config, "vocab_size")
+    for key in TOKENS:
+        if not all(number < vocab_size for number in _numbers(config.get(key))):
+            raise wrong(path, config, key, f"one of the {vocab_size:,} tokens")
     return CheckpointInfo(
         path=path,
         architecture=architecture,
@@ -125,6 +136,7 @@ def describe_checkpoint(
         features=tuple(key for key in family.features if config.get(key, True) is not None),
         weight_files=weight_files,
         other_files=other_files,
+        quantized=quantized,
     )
 
 
@@ -185,17 +197,16 @@ def _is_positive(value: object) -> bool:
     return value is None or (is_number(value) and value != 0)
 
 
+def _numbers(tokens: object) -> list[Any]:
+    return tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
+
+
 def _is_token(value: object) -> bool:
-    numbers = value if isinstance(value, list) else [] if value is None else [value]
-    return all(type(number) is int and -1 <= number < LARGEST for number in numbers)
+    return all(type(number) is int and -1 <= number < LARGEST for number in _numbers(value))
 
 
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NUMBERS = (
-    "rms_norm_eps",
-    "norm_epsilon",
-    "rope_theta",
-    "rope_local_base_freq",
-    "partial_rotary_factor",
     "query_pre_attn_scalar",
     "attention_multiplier",
     "logits_scaling",
@@ -209,12 +220,18 @@ RULES: tuple[tuple[tuple[str, ...], str, Callable[[object], bool]], ...] = (
     (("hidden_act", "hidden_activation"), f"one of {', '.join(ACTIVATIONS)}", lambda value: value in ACTIVATIONS),
     (NUMBERS, "a positive number", _is_positive),
     (
+        ("rms_norm_eps", "norm_epsilon", "partial_rotary_factor"),
+        "a number above 0, at most 1",
+        lambda value: _is_positive(value) and (value is None or is_number(value, highest=1)),
+    ),
+    (("rope_theta", "rope_local_base_freq"), "a number of at least 1", lambda value: value is None or is_number(value, 1)),
+    (
         ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "qkv_bias"),
         "true or false",
         lambda value: type(value) is bool,
     ),
     (("dtype", "torch_dtype"), f"one of {', '.join(DTYPES)}", lambda value: value in (None, "auto", *DTYPES)),
-    (("bos_token_id", "eos_token_id", "pad_token_id"), "a token's number", _is_token),
+    (TOKENS, "a token's number", _is_token),
 )
 """What the model's arithmetic takes from config.json besides its sizes; what is not given has a default."""
 
@@ -231,6 +248,8 @@ def _check_values(path: Path, config: dict[str, Any]) -> None:
 
 def refuse_weights(info: CheckpointInfo, weights: WeightsFormat) -> None:
     """Raise UserError for weights that are to be rounded, of a family for which that was not shown to be what is exported."""
+    if weights != "none" and info.quantized is not None:
+        raise UserError(f"weights.format={weights}: the weights are {info.quantized.title} already; set weights=none")
     if weights != "none" and not FAMILIES[ARCHITECTURES[info.architecture]].rounded:
         raise UserError(
             f"weights.format={weights}: the linear layers of {info.architecture} were not shown to come out of ModelOpt's "

@@ -45,7 +45,7 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     try:
         content = parse_json(read_file(path / name, MOST_JSON_BYTES))
     except Unreadable as error:
-        if not os.path.lexists(path / name):
+        if not os.path.lexists(path / name) and os.access(path, os.X_OK):
             raise UserError(
                 f"model.path={path}: not a Hugging Face checkpoint, {name} is missing; give the directory of one"
             ) from None

@@ -9,7 +9,13 @@ from pipeline.checkpoint.description import CheckpointInfo
 from pipeline.checkpoint.files import refusal
 from pipeline.core.redaction import printable
 
-EXPONENTS = {"F64": ("<u8", 0x7FF0000000000000), "F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
+EXPONENTS = {
+    "F64": ("<u8", 0x7FF0000000000000),
+    "F32": ("<u4", 0x7F800000),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+    "F8_E4M3": ("u1", 0x7F),  # NaN has all ones in the fraction as well, and nothing is infinite
+}
 """Of each type of weights: the whole number of as many bits, and the bits of the exponent in it."""
 BYTES = 1 << 20
 """That are looked at together: they stay in the processor's cache."""
@@ -40,6 +46,8 @@ def check_finite(info: CheckpointInfo) -> None:
         header.pop("__metadata__", None)
         content = np.memmap(info.path / file, np.uint8, "r")[8 + length :]
         for name, about in header.items():
+            if about["dtype"] not in EXPONENTS:  # codes that are whole numbers
+                continue
             begin, end = about["data_offsets"]
             numbers = content[begin:end].reshape(-1, np.dtype(EXPONENTS[about["dtype"]][0]).itemsize)
             if not is_finite(numbers, about["dtype"]):

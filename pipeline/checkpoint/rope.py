@@ -22,6 +22,7 @@ ROPE_NEEDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 """Kind of rotary scaling -> the numbers that it takes."""
+MOST = 1e12
 ROPE_TEXTS = ("rope_type", "type")
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -126,11 +127,16 @@ def _checked(path: Path, place: str, parameters: object) -> dict[str, Any]:
     missing = [key for key in ROPE_NEEDS.get(kind, ()) if not parameters.get(key)]
     if missing:
         raise refusal(path, f"config.json: {place}.{missing[0]} is missing, which {kind} needs; add it")
-    if parameters.get("rope_theta", 1) == 0:
-        raise refusal(path, f"config.json: {place}.rope_theta must be a positive number, got 0")
+    for key in ("rope_theta", "original_max_position_embeddings", "factor"):
+        value = parameters.get(key)
+        if value is not None and not is_number(value, 1, MOST):
+            raise refusal(path, f"config.json: {place}.{key} must be a number of at least 1, at most 1e12, got {short(value)}")
+    if kind == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
+        low = short(parameters["low_freq_factor"])
+        raise refusal(path, f"config.json: {place}.low_freq_factor must be below high_freq_factor, got {low}")
     return {key: value for key, value in parameters.items() if key != "type"} | {"rope_type": kind}
 
 
-def is_number(value: object, lowest: float = 0) -> bool:
-    """Whether a value of a JSON file is a number that a float holds, and at least `lowest`."""
-    return isinstance(value, int | float) and type(value) is not bool and lowest <= value <= sys.float_info.max
+def is_number(value: object, lowest: float = 0, highest: float = sys.float_info.max) -> bool:
+    """Whether a value of a JSON file is a number that a float holds, from `lowest` to `highest`."""
+    return isinstance(value, int | float) and type(value) is not bool and lowest <= value <= highest

@@ -14,16 +14,15 @@ from safetensors import SafetensorError, safe_open
 
 from pipeline.checkpoint.description import CheckpointInfo, read_config
 from pipeline.checkpoint.files import INDEX, MOST_JSON_BYTES, read_json
+from pipeline.checkpoint.quantized import TYPES, Shape
 from pipeline.core.errors import UserError, short
 from pipeline.core.redaction import printable
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Types of weights; quantized checkpoints are refused by their configuration."""
+"""Types of weights that are plain numbers."""
 
 MOST_HEADER_BYTES = 100_000_000
 """Of a safetensors file, as the format has it."""
-
-Shape = tuple[int, ...]
 
 
 def check_weights(info: CheckpointInfo, expected_tensors: Callable[[Path, dict[str, Any]], Mapping[str, Shape]]) -> None:
@@ -37,20 +36,26 @@ def check_weights(info: CheckpointInfo, expected_tensors: Callable[[Path, dict[s
         UserError: naming the file, the tensor, and what to do: a file that is no safetensors, a tensor that is missing, has
             another shape or type, is in two files, or is no part of the model.
     """
-    found = tensors_on_disk(info)
-    expected = expected_tensors(info.path, read_config(info.path))
-    for name, (file, shape) in found.items():
+    on_disk = tensors_on_disk(info)
+    described = {key: value for key, value in read_config(info.path).items() if key != "quantization_config"}
+    expected = expected_tensors(info.path, described)
+    shapes = {name: shape for name, (_, shape) in on_disk.items()}
+    plain = [(name, name, shape) for name, shape in shapes.items()]
+    found = set()
+    for stored, name, shape in plain if info.quantized is None else info.quantized.plain(shapes, expected):
+        file = on_disk[stored][0]
+        found.add(name)
         if name not in expected and not _is_computed(name):
             raise UserError(
-                f"model.path={info.path}: {file} holds {printable(name[:200])}, which config.json has no place for "
+                f"model.path={info.path}: {file} holds {printable(stored[:200])}, which config.json has no place for "
                 f"({info.architecture} of {info.shape.layers} layers); give the config.json that belongs to the weights"
             )
         if shape != expected.get(name, shape):
             raise UserError(
-                f"model.path={info.path}: {file}: {name} has shape {list(shape)}, config.json makes it "
+                f"model.path={info.path}: {file}: {stored} has shape {list(shape)}, config.json makes it "
                 f"{list(expected[name])}; give the config.json that belongs to the weights"
             )
-    missing = sorted(expected.keys() - found.keys())
+    missing = sorted(expected.keys() - found)
     if missing:
         raise UserError(
             f"model.path={info.path}: {missing[0]} is missing, and {len(missing) - 1} more tensors of {info.architecture} with "
@@ -61,16 +66,25 @@ def check_weights(info: CheckpointInfo, expected_tensors: Callable[[Path, dict[s
 def tensors_on_disk(info: CheckpointInfo) -> dict[str, tuple[str, Shape]]:
     """Return the file and the shape of every tensor that a checkpoint holds. Raises UserError for files that are not sound."""
     found: dict[str, tuple[str, Shape]] = {}
+    types = FLOATS if info.quantized is None else (*FLOATS, *TYPES)
+    codes = []
     for file in info.weight_files:
         for name, dtype, shape in _tensors(info.path, file):
             if name in found:
                 raise UserError(f"model.path={info.path}: {name} is in both {found[name][0]} and {file}; keep one of them")
-            if dtype not in FLOATS:
+            if dtype not in types:
                 raise UserError(
                     f"model.path={info.path}: {file}: {printable(name[:200])} is of type {dtype}; give weights of "
-                    f"{', '.join(FLOATS)}"
+                    f"{', '.join(types)}"
                 )
             found[name] = file, shape
+            codes += [name] if dtype not in FLOATS else []
+    for name in codes:
+        if info.quantized is not None and info.quantized.layout(name.rpartition(".")[0], found) is None:
+            raise UserError(
+                f"model.path={info.path}: {found[name][0]}: {printable(name[:200])} holds codes without the scales that "
+                f"{info.quantized.title} has beside them; give the complete checkpoint"
+            )
     _check_index(info, {name: file for name, (file, _) in found.items()})
     return found
 
@@ -141,7 +155,29 @@ def _vocabulary_problem(tokenizer: dict[str, Any], vocab_size: int) -> str | Non
         isinstance(token, dict) and isinstance(token.get("content"), str) and type(token.get("id")) is int for token in added
     ):
         return "added_tokens must be a list of tokens, each with id and content"
+    return _use_problem(model.get("dropout"), tokenizer.get("post_processor"))
+
+
+def _use_problem(dropout: object, post: object) -> str | None:
+    """Describe merges that are dropped by chance, or a token around a text that its library would panic over."""
+    if dropout:
+        return f"model.dropout must be null, got {short(dropout)}: a text would become other tokens each time"
+    for part in [post, *(post.get("processors") or [])] if isinstance(post, dict) else ():
+        written = [*(part.get("single") or []), *(part.get("pair") or [])] if isinstance(part, dict) else []
+        for name in (
+            piece["SpecialToken"].get("id") for piece in written if isinstance(piece, dict) and "SpecialToken" in piece
+        ):
+            if name not in part.get("special_tokens", {}):
+                return f"post_processor writes {short(name)}, which its special_tokens lack"
     return None
+
+
+def tokens_beyond(info: CheckpointInfo) -> list[str]:
+    """Return the texts of added tokens that the model has no row for, such as Gemma 3's picture in its models of text alone."""
+    if "tokenizer.json" not in info.other_files:
+        return []
+    added = read_json(info.path, "tokenizer.json").get("added_tokens", [])
+    return [token["content"] for token in added if token["id"] >= info.vocab_size and token["content"]]
 
 
 def _check_templates(info: CheckpointInfo, content: dict[str, dict[str, Any]]) -> None:

@@ -37,6 +37,10 @@ from pipeline.core.redaction import holds_secret, printable, redact_text
 T = TypeVar("T")
 TRACKING_URI = "tracking.uri"
 MOST_DIGITS = 1000
+MOST_KEY, MOST_VALUE, MOST_SHOWN = 200, 1 << 15, 400
+"""Characters of a key, of its value, and of a command that a message quotes."""
+ALONE = ({*MOVING} - {*JUDGING}) | {"status", "prune"}
+"""Stages of one work directory: no job of a sweep."""
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -72,6 +76,8 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
     lines = []
     for problem in error.errors(include_url=False):
         location = problem["loc"]
+        if problem["type"] == "too_short" and problem["ctx"]["actual_length"] == 0 and problem["input"]:
+            continue  # what is in the list has lines of its own
         if location[1:2] == (composed.backend.get("name"),):  # which pydantic inserts
             location = location[:1] + location[2:]
         written = _interpolation(composed, location)
@@ -82,7 +88,8 @@ def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
         text: str = problem["msg"]
         value: Any = problem["input"] if written is None else written
         if problem["type"] == "extra_forbidden":
-            lines.append(f"{key}: unknown key{suggest(str(location[-1]), _siblings(location, composed.backend.get('name')))}")
+            known = suggest(str(location[-1]), _siblings(location, composed.backend.get("name")))
+            lines.append(f"{key}: unknown key{known or '; leave it out'}")
         elif problem["type"] == "union_tag_invalid":
             choices = re.findall(r"'([^']*)'", problem["ctx"]["expected_tags"])
             lines.append(f"{key}.name={value['name']}: no such option{suggest(str(value['name']), choices)}")
@@ -166,7 +173,7 @@ def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
     if option:
         options = [line.strip() for line in available[1].splitlines()] if available else []
         return f"{option[1]}={option[2]}: no such option{suggest(option[2], options)}"
-    command = redact_text(" ".join(overrides))
+    command = short(redact_text(" ".join(overrides)), MOST_SHOWN)
     if isinstance(error, OverrideParseException):
         return f"{command}: cannot be read as KEY=VALUE; quote what the shell or Hydra would take apart"
     return f"{command}: {text.splitlines()[0]}; write KEY=VALUE with a key and an option that exist"
@@ -202,6 +209,10 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
     """Compose and validate the configuration of every job, before any of them runs."""
     for override in overrides:
         key, _, value = override.partition("=")
+        if len(key) > MOST_KEY or len(value) > MOST_VALUE:
+            raise UserError(
+                f"{short(key)}: has {len(override):,} characters, a key may have {MOST_KEY}, a value {MOST_VALUE:,}; give less"
+            )
         if any(len(number) > MOST_DIGITS for number in re.findall(r"[\d_]+", value)):
             raise UserError(f"{short(key)}: holds a number of more than {MOST_DIGITS:,} digits; give a shorter one")
         if key.lstrip("+") != TRACKING_URI:
@@ -230,13 +241,16 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
             keys = tuple(dict.fromkeys(o.key_or_group for o in given if last.get(o.key_or_group, o).is_sweep_override()))
             each = tuple([*hydras, *job] for job in _jobs(given))
             jobs, each = _configs(each)
-            moving = next((job.stage for job in jobs if job.stage in MOVING and job.stage not in JUDGING), None)
-            if moving is not None:
-                raise UserError(f"stage={moving}: moves what serves, and jobs of a sweep may run at once; leave -m out")
+            alone = next((job.stage for job in jobs if job.stage in ALONE), None)
+            if alone is not None:
+                raise UserError(f"stage={alone}: is of a whole work directory, and jobs may run at once; leave -m out")
             names = tuple(" ".join([job.kv.name, *named(line, keys)]) for job, line in zip(jobs, each, strict=True))
             return Plan(jobs, True, keys, each, names, launcher, launcher_keys, tuple(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain_hydra(error, overrides)) from error
+    except RecursionError:
+        deepest = max(overrides, key=lambda override: override.count("[") + override.count("{"), default="")
+        raise UserError(f"{short(deepest.partition('=')[0])}: is nested too deep; give less") from None
 
 
 def _composed(overrides: Sequence[str]) -> DictConfig:
@@ -331,7 +345,10 @@ def _jobs(overrides: list[Override]) -> list[list[str]]:
     for o in overrides:
         key = o.get_key_element()
         if o.is_sweep_override():
-            choices[key] = [f"{key}={value}" for value in islice(o.sweep_string_iterator(), MOST_JOBS + 1)]
+            try:
+                choices[key] = [f"{key}={value}" for value in islice(o.sweep_string_iterator(), MOST_JOBS + 1)]
+            except ValueError as error:  # range() of Python's own
+                raise UserError(f"{o.input_line}: {error}; give values that the sweep is over") from None
         else:
             choices[key] = [str(o.input_line) if o.is_delete() else f"{key}={o.get_value_element_as_str()}"]
         if not choices[key]:

@@ -27,6 +27,8 @@ class BackendConfig(StrictModel):
     """Whether it builds its engines; False where it is given running servers."""
     serves_last: ClassVar[bool] = False
     """Whether any other engine that is as good serves in its place: it is written to be read."""
+    takes_quantized: ClassVar[bool] = False
+    """Whether its engines compute with weights that a checkpoint stores quantized, as they are."""
     finer: ClassVar[tuple[str, ...]] = ("fp8",)
     """Policies to try in place of one that failed, from few bytes to many."""
 

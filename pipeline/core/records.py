@@ -121,6 +121,11 @@ class LoadTimes:
 def give_back() -> None:
     """Collect cycles, as models and graphs are, and return to the system what the C library would keep for itself."""
     gc.collect()
+    give_back_freed()
+
+
+def give_back_freed() -> None:
+    """Return to the system what the C library would keep for itself."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

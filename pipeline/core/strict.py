@@ -10,6 +10,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
 
+CONTROLS = r"\p{C}\p{Zl}\p{Zp}"
+"""Classes of characters that are no part of a name: control, formatting, line ends."""
+
 
 class StrictModel(BaseModel):
     """Nothing is coerced; pydantic's own error texts do not repeat values, which may be secrets."""
@@ -40,7 +43,10 @@ PathText = Annotated[str, AfterValidator(_is_a_path)]
 
 def absolute(path: str) -> Path:
     """Return a path of the user's as an absolute one, without links; of a link to itself, the link."""
-    return Path(os.path.realpath(Path(path).expanduser()))
+    try:
+        return Path(os.path.realpath(Path(path).expanduser()))
+    except RuntimeError:  # ~name of a user who is not here
+        return Path(os.path.realpath(path))
 
 
 class Unreadable(ValueError):
@@ -72,13 +78,21 @@ def read_file(path: Path, most_bytes: int) -> bytes:
         raise Unreadable(f"cannot be read ({error.strerror}); give a file that can be") from None
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of JSON. Raises ValueError for a key that is there twice: readers differ in which one counts."""
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return members
+
+
 def parse_json(content: bytes) -> Any:
     """Return the value of a JSON file of the user's.
 
     Raises Unreadable when it is no JSON, is nested too deep, or holds a number or a text that cannot be used.
     """
     try:
-        value = json.loads(content.decode("utf-8"))
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=unique_keys)
         json.dumps(value, ensure_ascii=False).encode("utf-8")  # half of a surrogate pair is no text
     except UnicodeEncodeError:
         raise Unreadable("holds half of a surrogate pair, which is no text; correct it") from None

@@ -155,9 +155,10 @@ class WorkloadsConfig(StrictModel):
     context_bins: list[int]
     """Edges of the prompt-length bins, in tokens, ascending; bins without samples are left out."""
     noise_samples: Count
-    """Samples per workload, besides the longest of all, that both engines repeat one at a time: the A/A noise floor."""
+    """Samples per workload whose answers are judged, besides the longest of these, that both engines repeat in smaller batches:
+    the A/A noise floor. Every second one is answered freely too."""
     canary_samples: Annotated[int, Field(ge=1, le=1000)]
-    """Samples per workload of the must-fail control, which takes the longest prompts of whichever workload."""
+    """Samples per workload of the must-fail control, which takes the shortest prompts of two pages or more of whichever."""
     canary_factor: float
     """By how much the must-fail control multiplies every key scale."""
     conformance_samples: Count = 0

@@ -19,12 +19,12 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 
 from pipeline import __version__
 from pipeline.artifacts.digest import files_digest, json_digest
-from pipeline.artifacts.store import Artifact, Recipe
+from pipeline.artifacts.store import MOST_BYTES, Artifact, Recipe
 from pipeline.config.config import Config
 from pipeline.core.errors import UserError
 from pipeline.core.kv import POLICY_FILE
 from pipeline.core.scales import SCALES_FILE
-from pipeline.core.strict import StrictModel
+from pipeline.core.strict import StrictModel, Unreadable, parse_json, read_file
 from pipeline.trust.keys import Keys
 from pipeline.trust.statement import SIGNATURE_FILE, sign_files
 from pipeline.verdict.gates import Gates
@@ -176,10 +176,10 @@ def by_other_rules(status: object, rules: int, kvgate: object) -> str:
 def read_identity(path: Path) -> Identity:
     """Read an identity.json."""
     try:
-        content = path.read_bytes()
+        content = read_file(path, MOST_BYTES)
         return Identity.model_validate_json(content)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except Unreadable as error:
+        raise UserError(f"{path}: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
         problem = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
@@ -252,9 +252,9 @@ def read_bundle(engine: Path) -> dict[str, Any]:
     """Return the `bundle.json` of any backend, with unchecked values. Raises UserError when it is no JSON object."""
     path = engine / BUNDLE_FILE
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
+        record = parse_json(read_file(path, MOST_BYTES))
+    except Unreadable as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
     if not isinstance(record, dict):
         raise UserError(f"{path}: must hold a JSON object")
     return record

@@ -238,7 +238,7 @@ def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name = cursor.string(MAX_NAME_BYTES)
     dims = cursor.integer("I")
     if not 1 <= dims <= MAX_DIMS:
-        raise _Unreadable(f"tensor {name} has {dims} dimensions; 1 to {MAX_DIMS} are possible")
+        raise _Unreadable(f"tensor {name} has {dims} dimensions; convert the model again, with 1 to {MAX_DIMS}")
     shape = tuple(reversed(cursor.values("Q", dims)))
     return name, shape, cursor.integer("I"), cursor.integer("Q")
 

@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.checkpoint.description import attention_shape, integer
 from pipeline.checkpoint.families import FAMILIES, other_cache
 from pipeline.checkpoint.files import read_json
-from pipeline.checkpoint.weights import Shape
+from pipeline.checkpoint.quantized import Shape
 from pipeline.core.errors import UserError, short
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVShape

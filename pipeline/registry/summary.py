@@ -21,7 +21,7 @@ from pipeline.artifacts.files import write_whole
 from pipeline.artifacts.locks import locked
 from pipeline.core.errors import INTERRUPTED, SEVERITY, UserError
 from pipeline.core.redaction import redact_text
-from pipeline.core.strict import StrictModel
+from pipeline.core.strict import MOST_TEXT_BYTES, StrictModel, Unreadable, read_file
 from pipeline.verdict.gates.answers import contradiction
 from pipeline.verdict.gates.recovery import ALL, RECOVERY, kept
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
@@ -230,11 +230,11 @@ def load(workdir: Path, sweep: str | None = None) -> Summary:
 def _read(workdir: Path, name: str) -> Summary | None:
     """Return a summary; None where there is no such file. Raises UserError for one that cannot be used."""
     try:
-        return Summary.model_validate_json((workdir / name).read_bytes())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UserError(f"workdir={workdir}: {name} cannot be read ({error.strerror})") from error
+        return Summary.model_validate_json(read_file(workdir / name, MOST_TEXT_BYTES))
+    except Unreadable as error:
+        if not os.path.lexists(workdir / name):
+            return None
+        raise UserError(f"workdir={workdir}: {name} {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
         detail = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
@@ -301,7 +301,7 @@ def finish(workdir: Path, sweep: str | None, exit_code: int, job: int = 1, *, la
     counts once, as it ended last.
     """
     if sweep is None:
-        return note(workdir, None, exit_code=exit_code)
+        return note(workdir, None, exit_code=exit_code) if (workdir / FILE).exists() else load(workdir)
 
     def change(old: Summary) -> Summary:
         codes = dict(sorted({**old.exit_codes, job: exit_code}.items()))

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, urlencode, urlsplit
 
 from pydantic import Field, model_validator
 
 from pipeline.core.errors import UserError, short
 from pipeline.core.redaction import holds_secret, redact_text
-from pipeline.core.strict import StrictModel
+from pipeline.core.strict import CONTROLS, StrictModel, absolute
 
 SQLITE = "sqlite:///"
 SCHEMES = (SQLITE, "postgresql", "mysql", "mssql", "http://", "https://")
@@ -29,9 +29,9 @@ class Tracking(StrictModel):
     enabled: bool = True
     uri: Annotated[str, Field(min_length=1)] | None = None
     """A database URI or a server's address; null means MLFLOW_TRACKING_URI, or SQLite in the work directory without it."""
-    experiment: Annotated[str, Field(min_length=1, max_length=200)] = "kvgate"
+    experiment: Annotated[str, Field(min_length=1, max_length=200, pattern=rf"^[^{CONTROLS}]+$")] = "kvgate"
     """Name of MLflow's experiment."""
-    model_name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^/:]+$")] | None = None
+    model_name: Annotated[str, Field(min_length=1, max_length=200, pattern=rf"^[^/:{CONTROLS}]+$")] | None = None
     """Name of the registered model; null means `kvgate-<model>`."""
     log_bundle: bool | None = None
     """Whether the registry gets a copy of the whole bundle; null means only where the store is on this machine."""
@@ -77,14 +77,14 @@ def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, 
     """Resolve the tracking configuration of a work directory and a checkpoint's short name. Raises UserError for a bad URI."""
     workdir = workdir.resolve()
     uri = tracking.uri or environ.get(ENVIRONMENT) or f"{SQLITE}{workdir / 'mlflow.db'}"
-    if not uri.startswith(SCHEMES):
+    if not uri.startswith(SCHEMES) or not _names_a_place(uri):
         key = "tracking.uri" if tracking.uri else ENVIRONMENT
         raise UserError(f"{key}={short(redact_text(uri))}: give sqlite:///FILE, a database URI or http(s)://HOST of MLflow")
     lock = workdir / "mlflow.lock"
     if uri.startswith(SQLITE):
         # A relative path would name another store in every working directory. Work directories that share a database file
         # also share its lock.
-        database = Path(uri.removeprefix(SQLITE)).expanduser().resolve()
+        database = absolute(uri.removeprefix(SQLITE))
         uri, lock = f"{SQLITE}{database}", database.with_name(f"{database.name}.lock")
     served = uri.startswith("http")
     return Location(
@@ -96,6 +96,20 @@ def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, 
         log_bundle=uri.startswith(SQLITE) if tracking.log_bundle is None else tracking.log_bundle,
         timeout_s=tracking.timeout_s,
     )
+
+
+def _names_a_place(uri: str) -> bool:
+    """Whether a URI names the file, or the host and the port, of a store."""
+    scheme, _, rest = uri.partition("://")
+    if not rest or not uri.isprintable():
+        return False
+    if uri.startswith(SQLITE):
+        return rest != "/:memory:" and os.path.normpath(rest[1:]) not in (".", "/")
+    try:
+        parts = urlsplit(uri)
+        return not scheme.startswith("http") or (bool(parts.hostname) and parts.port != 0 and " " not in uri)
+    except ValueError:  # a port that is none; of a password with a slash, reaching the server says what to do
+        return "@" in rest
 
 
 def server_command(location: Location) -> str | None:

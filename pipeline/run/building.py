@@ -14,6 +14,7 @@ from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import Config
 from pipeline.core.backends import BackendConfig
+from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.core.records import Progress, give_back
 from pipeline.core.scales import SCALES_FILE
@@ -29,10 +30,9 @@ class FinishedStage:
     artifact: Artifact
 
 
-def digest_of_model(checkpoint: Path) -> str:
-    """Return the digest of the files that make a model; a repository may hold other formats beside them."""
-    info = inspect_checkpoint(checkpoint)
-    return files_digest({name: file_digest(checkpoint / name) for name in (*info.weight_files, *info.other_files)})
+def _state(path: Path) -> tuple[int, ...]:
+    about = path.stat()
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
 
 
 @dataclass
@@ -43,6 +43,23 @@ class BuildChain:
     store: Store
     finished: list[FinishedStage] = field(default_factory=list)
     """Finished stages, in the order in which they finished."""
+    _given: dict[Path, tuple[int, ...]] = field(default_factory=dict)
+    """The user's files whose digest names artifacts -> their state before they were read."""
+
+    def digest_of(self, path: Path) -> str:
+        """Return the digest of a file of the user's, which has to stay as it is until an artifact is made of it."""
+        self._given.setdefault(path, _state(path))
+        return file_digest(path)
+
+    def digest_of_model(self, checkpoint: Path) -> str:
+        """Return the digest of the files that make a model; a repository may hold other formats beside them."""
+        info = inspect_checkpoint(checkpoint)
+        return files_digest({name: self.digest_of(checkpoint / name) for name in (*info.weight_files, *info.other_files)})
+
+    def _check_given(self) -> None:
+        for path, state in self._given.items():
+            if not path.exists() or _state(path) != state:
+                raise UserError(f"{path}: was changed while this command read it; run the command again")
 
     @cached_property
     def loader(self) -> Loader:
@@ -68,12 +85,12 @@ class BuildChain:
     def checkpoint_digest(self) -> str:
         checkpoint = self.checkpoint
         with console.doing("reading the model's files"):
-            return digest_of_model(checkpoint)
+            return self.digest_of_model(checkpoint)
 
     def _converted(self, gguf: Path) -> Artifact:
         """Return the Hugging Face checkpoint of a GGUF; every later stage works on it alone."""
         libraries = (*TORCH, "gguf", "numpy")
-        recipe = Recipe("checkpoint", ("stages.gguf.convert",), {}, {"gguf": file_digest(gguf)}, libraries)
+        recipe = Recipe("checkpoint", ("stages.gguf.convert",), {}, {"gguf": self.digest_of(gguf)}, libraries)
 
         def fill(out: Path, progress: Progress) -> None:
             from stages.gguf.convert import convert_gguf
@@ -87,7 +104,7 @@ class BuildChain:
         config: dict[str, object] = options.model_dump(include={"samples", "workloads", "jsonl"}) | {"seed": seed}
         inputs = {"checkpoint": self.checkpoint_digest}
         if options.file is not None:
-            inputs["jsonl"] = file_digest(options.file)
+            inputs["jsonl"] = self.digest_of(options.file)
         recipe = Recipe("calibration", ("stages.quantize.calibration",), config, inputs, TORCH)
 
         def fill(out: Path, progress: Progress) -> None:
@@ -190,6 +207,7 @@ class BuildChain:
             def fill_with_progress(out: Path) -> None:
                 with required_libraries():
                     fill(out, progress)
+                self._check_given()
                 give_back()
 
             artifact = self.store.get(recipe, fill_with_progress, resumable=resumable)

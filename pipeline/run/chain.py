@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.artifacts.backend import TORCH
-from pipeline.artifacts.digest import file_digest, json_digest
+from pipeline.artifacts.digest import json_digest
 from pipeline.artifacts.store import Artifact, Recipe
+from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement
@@ -19,7 +20,7 @@ from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.core.records import Progress, Sample
 from pipeline.evidence.identity import Link, Role, answers_input, make_identity, read_bundle, round_input, write_identity
 from pipeline.loading import open_backend
-from pipeline.run.building import BuildChain, digest_of_model
+from pipeline.run.building import BuildChain
 from pipeline.terminal import console
 from pipeline.trust.keys import load_keys
 from pipeline.verdict.gates import decide, is_final
@@ -267,7 +268,7 @@ class Chain(BuildChain):
         workloads, backend = self.config.workloads, self.loader
         digests = {name: artifact.digest for name, artifact in inputs.items()}
         if workloads.file is not None:
-            digests["jsonl"] = file_digest(workloads.file)
+            digests["jsonl"] = self.digest_of(workloads.file)
         if self._draft_digest is not None:
             digests["draft"] = self._draft_digest
         # The texts of some workloads are those of the Python that runs.
@@ -284,7 +285,7 @@ class Chain(BuildChain):
         speculation = self.config.workloads.speculation
         if speculation is None or speculation.draft is None:
             return None
-        return digest_of_model(locate_checkpoint(speculation.draft))
+        return self.digest_of_model(locate_checkpoint(speculation.draft))
 
     @cached_property
     def _samples(self) -> list[Sample]:
@@ -326,4 +327,6 @@ class _Opened:
 
         chain = self.chain
         oracle: Any = open_backend(chain.twin_config).load(chain.twin(self.policy).path)
-        return Twin(oracle, chain.backend.compute_dtype, chain.backend.measures_rounding)
+        quantized = inspect_checkpoint(chain.checkpoint).quantized
+        other = quantized is not None and quantized.inputs == "other"  # which the oracle does not round
+        return Twin(oracle, None if other else chain.backend.compute_dtype, chain.backend.measures_rounding)

@@ -11,10 +11,11 @@ from pipeline.artifacts.store import check_store
 from pipeline.artifacts.workdir import check_memory, check_room, check_workdir
 from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint, refuse_weights
 from pipeline.checkpoint.places import locate_checkpoint
-from pipeline.checkpoint.weights import check_tokenizer, check_weights, tensors_on_disk
+from pipeline.checkpoint.weights import check_tokenizer, check_weights, tensors_on_disk, tokens_beyond
 from pipeline.config.config import JUDGING, Config
 from pipeline.config.policies import tuned_policies
-from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.backends import BackendConfig, backend_configs
+from pipeline.core.errors import MissingRequirement, UserError, short
 from pipeline.core.kv import FP16_POLICY
 from pipeline.core.records import Sample
 from pipeline.core.strict import MOST_TEXT_BYTES
@@ -87,6 +88,7 @@ def _check_model(config: Config) -> None:
     """Refuse a model, and what cannot be done with it: the policy, the load, the questions, the backend's own refusals."""
     checkpoint = inspect_model(locate_checkpoint(config.model.path))
     config.kv.check_shape(checkpoint.shape)
+    _refuse_quantized(config.backend, checkpoint)
     refuse_weights(checkpoint, config.weights.format)
     if config.stage == "tune":
         tuned_policies(config, checkpoint.shape)
@@ -111,6 +113,16 @@ def _check_model(config: Config) -> None:
             from stages.checkpoints import expected_tensors
 
             check_weights(checkpoint, expected_tensors)
+
+
+def _refuse_quantized(backend: BackendConfig, checkpoint: CheckpointInfo) -> None:
+    """Refuse weights that are stored quantized where the backend computes with plain ones alone."""
+    if checkpoint.quantized is not None and not backend.takes_quantized:
+        others = " or ".join(name for name, config in backend_configs().items() if config.takes_quantized)
+        raise UserError(
+            f"model.path={checkpoint.path}: the weights are quantized ({checkpoint.quantized.title}), and backend="
+            f"{backend.name} takes plain ones; use backend={others}, or give the unquantized checkpoint"
+        )
 
 
 def _check_work(config: Config) -> None:
@@ -177,6 +189,12 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
 
     samples = load_samples(config.workloads)
     config.gates.check_margins({sample.workload for sample in samples if sample.check != "none"})
+    for token in tokens_beyond(checkpoint) if checkpoint.path.is_dir() else ():
+        for sample in samples:
+            if any(token in text for text in (sample.prompt, sample.reference, *(said for _, said in sample.messages))):
+                raise UserError(
+                    f"workloads: sample {sample.id} holds {short(token)}, a token that the model has not; leave it out"
+                )
     return samples
 
 
@@ -207,6 +225,7 @@ def inspect_model(path: Path) -> CheckpointInfo:
 def check_draft(path: str, target: Path) -> None:
     """Check that a draft checkpoint can be read, and that it has the target's tokens."""
     from stages.checkpoints import expected_tensors
+    from stages.opening import check_opens
 
     key = "workloads.speculation.draft="
     try:
@@ -214,6 +233,8 @@ def check_draft(path: str, target: Path) -> None:
         if draft.is_file():
             raise UserError(f"{key}{path}: is a file; give the directory of a Hugging Face checkpoint")
         drafter = inspect_checkpoint(draft)
+        if drafter.quantized is not None:
+            raise UserError(f"{key}{path}: its weights are quantized; give the unquantized checkpoint")
         check_tokenizer(drafter)
     except UserError as error:
         raise UserError(str(error).replace("model.path=", key)) from None
@@ -228,6 +249,7 @@ def check_draft(path: str, target: Path) -> None:
             "the target; give a draft with the same tokenizer"
         )
     try:
+        check_opens(drafter)
         check_weights(drafter, expected_tensors)
     except UserError as error:
         raise UserError(str(error).replace("model.path=", key)) from None

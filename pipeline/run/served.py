@@ -4,7 +4,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.artifacts.digest import file_digest, files_digest
+from pipeline.artifacts.digest import files_digest
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.config.config import Config
@@ -38,7 +38,7 @@ class ServedChain(Chain):
     def tokenizer_digest(self) -> str:
         """Digest of the checkpoint's tokenizer, which is all that is needed of it here."""
         names = [name for name in TOKENIZER_FILES if (self.checkpoint / name).is_file()]
-        return files_digest({name: file_digest(self.checkpoint / name) for name in names})
+        return files_digest({name: self.digest_of(self.checkpoint / name) for name in names})
 
     def engine(self, policy: KVPolicy) -> Artifact:
         recorded = self._recorded("baseline" if policy == FP16_POLICY else "candidate", policy)

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from pipeline.artifacts.backend import TORCH
-from pipeline.artifacts.digest import file_digest, json_digest
+from pipeline.artifacts.digest import json_digest
 from pipeline.artifacts.store import Artifact, Recipe
 from pipeline.checkpoint.exports import layer_algorithms
 from pipeline.config.policies import policy_yaml, tuned_policies
@@ -32,7 +32,7 @@ def search(chain: Chain) -> Artifact:
     weights, texts = chain.quantized(FP16_POLICY), config.calibration.file
     inputs = {"checkpoint": weights.digest_under("checkpoint")}
     if texts is not None:
-        inputs["jsonl"] = file_digest(texts)
+        inputs["jsonl"] = chain.digest_of(texts)
     inputs |= {f"scales {policy.name}": made.files[SCALES_FILE] for policy, made in zip(policies, quantized, strict=True)}
     content = {
         "tune": options.model_dump(exclude={"modelopt", "policies"}),

@@ -92,7 +92,13 @@ def find(config: Config) -> Found:
             models = read_registered(locate(config.tracking, config.work, config.model.label), evidence)
         except REFUSALS as error:
             problems.append(error)
-    return Found(root, pieces, evidence, models, sorted(sweeps, key=lambda sweep: sweep.began, reverse=True), problems)
+    try:
+        last = summary.load(config.work).sweep  # a clock may have gone back since the sweep before it
+    except UserError as error:
+        last = ""
+        problems.append(error)
+    sweeps.sort(key=lambda sweep: (sweep.name == last, sweep.began), reverse=True)
+    return Found(root, pieces, evidence, models, sweeps, problems)
 
 
 def _began(path: Path) -> float:

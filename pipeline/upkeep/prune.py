@@ -96,9 +96,12 @@ def _check_known(config: Config, found: Found) -> None:
 @contextmanager
 def alone(root: Path) -> Iterator[None]:
     """Hold a store alone while the block runs: commands that begin meanwhile wait."""
-    with locked_at_once(root / USE_LOCK) as free:
+    lock = root / USE_LOCK
+    if lock.exists() and not os.access(lock, os.R_OK):
+        raise UserError(f"stage=prune: {lock} may not be read by this user, so that nobody is waited for; give the permission")
+    with locked_at_once(lock) as free:
         if not free:
-            who = holder(root / USE_LOCK)
+            who = holder(lock)
             raise MissingRequirement(
                 f"stage=prune: {who} uses the artifacts in {root}; nothing was removed: wait until it ends, or end it"
             )

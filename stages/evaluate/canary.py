@@ -53,14 +53,11 @@ def canary(
         twin: The candidate's twin, beside which small faults show.
         limit: The roundings from which on a request counts as off its twin.
     """
-    subset = canary_samples(encoded, config)
-    ladder = []
+    policy, ladder = engine.policy, []
+    least = policy.exact_tokens + 2 * PAGE_TOKENS + (policy.window.tokens if policy.window is not None else 0)
+    subset = canary_samples(encoded, config, least)
     if engine.can(Engine.corrupt_scale):
-        policy = engine.policy
-        least = policy.exact_tokens + 2 * PAGE_TOKENS + (policy.window.tokens if policy.window is not None else 0)
-        enough = [item for item in encoded if len(item.prompt) >= least] or subset[:1]
-        climbed = min(enough, key=lambda item: len(item.prompt) + len(item.reference))
-        ladder = _ladder(engine, [climbed], heads, progress, twin, limit)
+        ladder = _ladder(engine, subset[:1], heads, progress, twin, limit)
     progress = labelled(progress, "must-fail control: ")
     rows = _decoded(engine, subset, heads, partial(engine.corrupt_key_scale, config.canary_factor), progress)
     return Canary(factor=config.canary_factor, rows=rows, ladder=ladder)

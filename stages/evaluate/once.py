@@ -57,17 +57,20 @@ def once(
     else:
         own, first = own_heads(lambda done: run_samples(engine, subset, None, batch, floor, done=done), subset)
         twin = None if twin is None else twin.beside(first_round.record.conformance)
-    # Another batch composition: a quarter of the sequences at once, or pairs where they ran one by one; batched and token by
-    # token where they ran in one pass. Whole requests stay whole requests: each step of one would be a request of its own.
+    # Another batch composition: a quarter of the sequences at once, pairs of few ones and where they ran one by one; batched
+    # and token by token where they ran in one pass. Whole requests stay whole requests: each step of one would be a request
+    # of its own.
     in_requests = engine.can(Engine.forced_together)
-    quarter = max(1, min(batch, len(subset)) // 4)
-    size = batch if engine.can(Engine.forced) and not in_requests else quarter if batch > 1 else 2
+    together = min(batch, len(subset))
+    fewer = max(1, min(2, together - 1), together // 4) if batch > 1 else 2
+    size = batch if engine.can(Engine.forced) and not in_requests else fewer
     second = run_samples(engine, subset, own, size, floor, greedy=greedy, one_pass=in_requests)
     traced = list(zip([*subset, *subset], (result.trace for result in [*first, *second]), strict=False))
     longest = max(map(greedy.longest, [*planned, *encoded]))
+    free = subset[::2]
     found = Once(
         noise=noise_floor(subset, second, answers.answers_to(subset), tokenizer),
-        free_answers=free_answers(engine, subset, batch, greedy, named, [result.answer for result in second]),
+        free_answers=free_answers(engine, free, batch, greedy, named, [result.answer for result in second[::2]]),
         reused=reused_prefixes(engine, subset),
         probe=None if twin is None else probe(engine, twin, config.probe, batch, longest, named),
         system=measure_system(engine, config.load, named),

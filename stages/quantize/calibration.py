@@ -49,10 +49,18 @@ def _generated(checkpoint: Path, samples: int, workloads: Sequence[Workload], se
     return [prompt + sample.reference for prompt, sample in zip(prompts, interleaved, strict=True)]
 
 
+CHARACTERS = 256
+"""Of a token, at most."""
+
+
 def texts_from_file(path: Path, samples: int) -> list[str]:
     """Return the texts of a user's file, at most `samples`. Raises UserError for a line that holds none."""
     texts: list[str] = []
-    for number, line in enumerate(read_file(path, MOST_TEXT_BYTES).splitlines(), start=1):
+    try:
+        content = read_file(path, MOST_TEXT_BYTES)
+    except Unreadable as error:
+        raise UserError(f"calibration.jsonl={path}: {error}") from None
+    for number, line in enumerate(content.splitlines(), start=1):
         if len(texts) == samples:
             break
         try:
@@ -63,14 +71,15 @@ def texts_from_file(path: Path, samples: int) -> list[str]:
         if not isinstance(text, str) or not text:
             raise UserError(f'calibration.jsonl={path}:{number}: give a JSON string or an object with "text"')
         texts.append(text)
-    if not texts:
+    if not any(text.strip() for text in texts):
         raise UserError(f"calibration.jsonl={path}: no texts in it; give one a line")
     return texts
 
 
 def tokenize(tokenizer: Any, texts: list[str], max_length: int, vocab_size: int) -> list[list[int]]:
     """Encode the texts that are not blank, with special tokens as `token_ids` adds them."""
-    encoded = (token_ids(tokenizer, text, max_length) for text in texts if text.strip())
+    # What is cut off after it was encoded takes gigabytes where a line has megabytes.
+    encoded = (token_ids(tokenizer, text[: max_length * CHARACTERS], max_length) for text in texts if text.strip())
     samples = [ids for ids in encoded if ids]
     if not samples:
         raise UserError(f"calibration.samples={len(texts)}: every text is empty; give at least one that is not")

@@ -6,14 +6,16 @@ An export that is not written gets its reason in the report instead.
 import copy
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
-from pipeline.checkpoint.exports import export_refusal, tensorrt_llm_refusal
-from pipeline.checkpoint.files import TOKENIZER_FILES
+from pipeline.checkpoint.description import MODELOPT_FILE, CheckpointInfo, inspect_checkpoint, read_config
+from pipeline.checkpoint.exports import algorithm, export_refusal, tensorrt_llm_refusal
+from pipeline.checkpoint.files import TOKENIZER_FILES, read_json
+from pipeline.checkpoint.quantized import SERVED
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress
@@ -48,6 +50,12 @@ def export(
     - `checkpoint/`, `kv_policy.json`, `kv_scales.json`: those of the quantized checkpoint, with links to its weights.
     """
     info, judged = inspect_checkpoint(checkpoint), inspect_checkpoint(quantized / "checkpoint")
+    copy_checkpoint(judged, out / "checkpoint")
+    for name in (POLICY_FILE, SCALES_FILE):
+        shutil.copyfile(quantized / name, out / name)
+    if info.quantized is not None:
+        _write_report(out, as_given(quantized / SERVED, out / "unified_hf", policy))
+        return
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
     scales = KVScales.model_validate_json((quantized / SCALES_FILE).read_bytes())
     made = json.loads((quantized / "quantizers.json").read_text(encoding="utf-8"))
@@ -55,20 +63,40 @@ def export(
     if weights != "none":
         check_weights(judged, dequantized_weights(model, info.shape.layers))
     adapter.add_cache_quantizers(model, cache_quantizers(policy, info.shape, scales))
-    copy_checkpoint(judged, out / "checkpoint")
-    for name in (POLICY_FILE, SCALES_FILE):
-        shutil.copyfile(quantized / name, out / name)
     adapter.cast_for_export(model, source_dtype(info))
     report = {}
     for done, (name, write) in enumerate((("tensorrt_llm", _tensorrt_llm), ("unified_hf", _unified_hf))):
         progress("exporting", done, 2)
         report[name] = write(model, info, out / name, weights, policy, scales)
     progress("exporting", 2, 2)
-    (out / "exports.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    _write_report(out, report)
 
 
 Report = dict[str, Any]
 """What `exports.json` says of one export: whether it was written, by which rule its scales were made, or why not."""
+
+
+def _write_report(out: Path, report: Mapping[str, Report]) -> None:
+    (out / "exports.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def as_given(served: Path, out: Path, policy: KVPolicy) -> dict[str, Report]:
+    """Write a checkpoint that ModelOpt quantized before as a unified export; only the cache is declared anew."""
+    info = inspect_checkpoint(served)
+    assert info.quantized is not None
+    reason = info.quantized.other_than_modelopt or export_refusal(policy, validate.UNIFIED_HF.algorithms)
+    report = {"tensorrt_llm": {"written": False, "reason": f"weights in the form of {info.quantized.title}"}}
+    if reason:
+        return {**report, "unified_hf": {"written": False, "reason": reason}}
+    copy_checkpoint(info, out)
+    declared = read_config(served)["quantization_config"]
+    cache = {"kv_cache_quant_algo": algorithm(policy.key), "exclude_modules": declared.get("ignore") or []}
+    content = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": declared["quant_algo"], **cache}}
+    config = {key: value for key, value in read_json(served, "config.json").items() if key != "quantization_config"}
+    for name, written in (("config.json", config), (MODELOPT_FILE, content)):
+        (out / name).unlink(missing_ok=True)  # a link to the bytes that every artifact shares
+        (out / name).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    return {**report, "unified_hf": _written(policy, "scale", shared=False)}
 
 
 def _tensorrt_llm(

@@ -9,6 +9,7 @@ import transformers
 
 from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
 from pipeline.checkpoint.families import LINEARS
+from pipeline.checkpoint.quantized import SERVED
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import POLICY_FILE, KVPolicy
@@ -17,6 +18,7 @@ from pipeline.core.scales import SCALES_FILE
 from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.calibration import tokenize
+from stages.quantize.dequantize import copy_without_scales, own_scales, write_plain
 from stages.quantize.materialize import copy_checkpoint, source_dtype, write_dequantized
 from stages.quantize.recipe import cache_quantizers, check_enabled, expressed_by, measurements, weight_recipe
 from stages.quantize.scales import Measured, static_scales
@@ -41,6 +43,7 @@ def quantize(
     `out` receives:
 
     - `checkpoint/`: a plain Hugging Face checkpoint with the weights as the engine sees them (see materialize.py).
+    - `served/`: of a checkpoint whose weights are quantized already, the checkpoint itself, which engines load.
     - `kv_policy.json`, `kv_scales.json`: the sidecar that carries what no official export can.
     - `quantizers.json`: which quantizers were enabled, the calibration's size, and the device.
     """
@@ -48,17 +51,24 @@ def quantize(
     policy.check_shape(info.shape)
     layers, runs_on = info.shape.layers, resolve_device(device)
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
+    own = None
+    if info.quantized is not None:
+        own = own_scales(info.path, policy, info.shape)
+        copy_without_scales(info, out / SERVED)
+        write_plain(info, out / "checkpoint", progress)
+        info = inspect_checkpoint(out / "checkpoint")
     # Weights come first, and the cache is measured on the finished weights: AWQ's search would otherwise choose other
     # weights for every KV policy, and a candidate would differ from its baseline in more than the cache.
     model = cache_model = quantized_model(info, weights, samples, seed, progress, runs_on)
     if weights == "none":
-        copy_checkpoint(info, out / "checkpoint")
+        if info.path != out / "checkpoint":
+            copy_checkpoint(info, out / "checkpoint")
     else:
         write_dequantized(info, out / "checkpoint", dequantized_weights(model, layers))
         cache_model = load_model(inspect_checkpoint(out / "checkpoint"))
-    measured = measure(cache_model.to(runs_on), info, policy, _forward_loop("cache", samples, progress))
+    measured = {} if own else measure(cache_model.to(runs_on), info, policy, _forward_loop("cache", samples, progress))
     model = model.cpu()
-    scales = static_scales(policy, info.shape, measured, info.path)
+    scales = own or static_scales(policy, info.shape, measured, info.path)
     quantizers = cache_quantizers(policy, info.shape, scales)
     adapter.add_cache_quantizers(model, quantizers)
     enabled = adapter.enabled_attributes(model)

@@ -38,6 +38,10 @@ NAMED = {
         no_such_key=3 +no_such_key=3 +_target_=os.system
     """,
     "stage=prune": "prune.keep_sweeps=-1",
+    "stage=evaluate": """
+        tracking.uri=sqlite:/// tracking.uri=sqlite:///:memory: tracking.uri=http:// tracking.uri=http:///x tracking.uri=http://h:0
+        tracking.uri=http://h:port tracking.uri=postgresql://
+    """,
     "-m": "seed=range(0,100000000) seed=choice()",
     "stage=verify": "bundle=",
     "stage=route": "routing.file=5",
@@ -149,12 +153,15 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("--info nothing", "--info"),
     ("--frobnicate",),
     ("--json", "--json", "stage=status"),
-    ("stage=status -m --json seed=0,1", "--json", "stage=status"),
+    ("stage=status -m --json seed=0,1", "stage=status", "leave -m out"),
     ("stage=status --json dry=true", "--json", "dry=true"),
     ("stage=status prune.apply=true", "prune.apply=true", "stage=prune"),
     ("stage=prune prune.aply=true", "prune.aply", "did you mean apply?"),
     ("-m kv=fp8,fp9", "kv=fp9", "did you mean fp8?"),
     ("-m kv=glob(zzz*)",),
+    ("-m seed=range(0,1,0)", "seed=range(0,1,0)", "must not be zero"),
+    ("-m stage=prune kv=fp8,int8", "stage=prune", "leave -m out"),
+    ("stage=capacity capacity.contexts=[{tokens:10,requests:1,x:1}]", "capacity.contexts.0.x: unknown key; leave it out"),
     ("-m workdir= kv=fp8,int8", "workdir"),
     ("-m workdir=a,b kv=fp8", "workdir"),
     ("stage=verify", "bundle: missing; stage=verify needs the directory of an engine"),
@@ -264,5 +271,12 @@ CASES = [
     case(f"seed={'9' * 5000}", "seed: holds a number of more than 1,000 digits"),
     case(f"model.path={'x' * 300}", "model.path", "too long"),
     Case("a b=3", ("a b=3",), ("a b",)),
+    Case("a line break", ("\n",), ("KEY=VALUE",)),
+    Case("a line break of Unicode's", ("kv=fp8\u2028x",), ("KEY=VALUE",)),
+    Case("a key of 3,000 parts", (f"{'a.' * 3000}a=1",), ("6,003 characters",)),
+    Case("a value of 100,000 quotes", ("seed=" + "\"'" * 50_000,), ("seed:", "100,005 characters")),
+    Case("lists of lists", ("seed=" + "[" * 3000 + "]" * 3000,), ("seed:", "nested too deep")),
+    Case("an experiment of two lines", ("tracking.experiment='a\nb'",), ("tracking.experiment",)),
+    Case("a model's name that turns the line", ("tracking.model_name='a\u202eb'",), ("tracking.model_name",)),
     Case("a key with a blank", ("backend=openai", "backend.api_key_env='sk-a b'"), ("backend.api_key_env",)),
 ]

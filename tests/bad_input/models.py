@@ -24,6 +24,8 @@ from bad_input.makers import (
 
 MODEL = ("stage=build", "model.path=model")
 NESTED = '{"a":' * 100_000 + "1" + "}" * 100_000
+FP8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
+COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "marlin-24", "weights": {"num_bits": 4}}}}
 Tensors = dict[str, tuple[int, ...]]
 
 
@@ -72,6 +74,29 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("dtype as a list", {"dtype": ["float32"]}, ("dtype",)),
     ("eos as text", {"eos_token_id": "</s>"}, ("eos_token_id", "'</s>'")),
     ("padding that the vocabulary has not", {"pad_token_id": 10**9}, ("pad_token_id", "1000000000", "1,344")),
+    ("an end that the vocabulary has not", {"eos_token_id": [1, 1344]}, ("eos_token_id", "1,344")),
+    ("a theta below 1", {"rope_theta": 1e-300}, ("rope_theta", "1e-300")),
+    ("an eps of everything", {"rms_norm_eps": 1e300}, ("rms_norm_eps", "1e+300")),
+    ("more than the whole head rotated", {"partial_rotary_factor": 2}, ("partial_rotary_factor", "2")),
+    (
+        "a scaling from 0 positions",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0}},
+        ("rope_scaling.original_max_position_embeddings", "got 0"),
+    ),
+    ("a factor of true", {"rope_scaling": {"rope_type": "linear", "factor": True}}, ("rope_scaling.factor", "True")),
+    (
+        "frequencies without a range",
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        ("rope_scaling.low_freq_factor", "1.0"),
+    ),
     ("rope_scaling as a number", {"rope_scaling": 2}, ("rope_scaling", "2")),
     ("rope_scaling of another kind", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("rope_scaling", "dynamic")),
     ("rope_scaling without factor", {"rope_scaling": {"rope_type": "linear"}}, ("rope_scaling.factor",)),
@@ -134,7 +159,14 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("architecture of half a surrogate", {"architectures": ["\ud800"]}, ("surrogate",)),
     ("model_type of another", {"model_type": "gpt2"}, ("model_type", "llama")),
     ("model_type as a list", {"model_type": ["llama"]}, ("model_type",)),
-    ("quantized already", {"quantization_config": {"quant_method": "awq"}}, ("already quantized",)),
+    ("quantized for another backend", {"quantization_config": FP8}, ("modelopt", "backend=onnxruntime takes plain", "vllm")),
+    (
+        "quantized by an unknown method",
+        {"quantization_config": {"quant_method": "mxfp4"}},
+        ("quant_method='mxfp4'", "awq"),
+    ),
+    ("quantized by no method", {"quantization_config": [FP8]}, ("quantization_config=",)),
+    ("quantized in an unknown format", {"quantization_config": COMPRESSED}, ("config_groups.a.format='marlin-24'", "pack-")),
     ("a vocabulary that the weights have not", {"vocab_size": 1345}, ("embed_tokens", "1345")),
     ("fewer layers than the weights", {"num_hidden_layers": 1}, ("model.layers.1",)),
     ("more layers than the weights", {"num_hidden_layers": 3}, ("model.layers.2", "missing")),
@@ -233,6 +265,7 @@ JSON: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = tuple(
         ("with a byte order mark", with_file(name, b"\xef\xbb\xbf{}"), ("not JSON",)),
         ("a list", with_file(name, "[]"), ("object",)),
         ("null", with_file(name, "null"), ("object",)),
+        ("with a key twice", with_file(name, lambda old: old.rstrip()[:-1] + b', "zz": 1, "zz": 2}'), ("twice",)),
         ("a number of 5,000 digits", with_file(name, "9" * 5000), ("not JSON",)),
         ("nested deep", with_file(name, NESTED), ("nested too deep",)),
         ("of zeros", with_file(name, bytes(1000)), ("not JSON",)),
@@ -309,6 +342,11 @@ TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
         **old["model"]["vocab"], "zzz": 10**6}}}), (TOKENIZER, "1000000", "1344")),
     ("a negative token", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"vocab": {
         **old["model"]["vocab"], "zzz": -5}}}), (TOKENIZER, "vocab", "-5")),
+    ("merges that are dropped by chance", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"dropout": 0.5}}),
+     (TOKENIZER, "dropout", "0.5")),
+    ("a template of a token that is not there", with_json(TOKENIZER, lambda old: old | {"post_processor": {
+        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<nope>", "type_id": 0}}], "pair": [],
+        "special_tokens": {}}}), (TOKENIZER, "post_processor", "<nope>")),
     ("added_tokens that is an object", with_json(TOKENIZER, lambda old: old | {"added_tokens": {}}),
      (TOKENIZER, "added_tokens")),
     ("tokenizer_config that is a list", with_file("tokenizer_config.json", "[]"), ("tokenizer_config.json", "object")),
@@ -362,6 +400,11 @@ OPENED: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("chat_template.jinja not UTF-8", with_file("chat_template.jinja", b"\xff\xfe{"), (CANNOT, "utf-8")),
     ("a template that refuses everything", tokenizer_config_with(chat_template="{{ raise_exception('no') }}"),
      ("chat_template refuses a greeting", "no")),
+    ("a template that leaves the question out", tokenizer_config_with(chat_template="hello"), ("chat_template leaves out",)),
+    ("an end that is no token", tokenizer_config_with(eos_token="<nope>"), ("makes token 1344", "1344")),
+    ("no end", tokenizer_config_with(eos_token=None), ("no eos_token",)),
+    ("a tokenizer that deletes everything",
+     tokenizer_with(normalizer={"type": "Replace", "pattern": {"Regex": "."}, "content": ""}), ("makes the same",)),
     ("a template that divides by 0", tokenizer_config_with(chat_template="{{ 1 / 0 }}"), ("chat_template", "ZeroDivision")),
 )  # fmt: skip
 """What shows once transformers has opened the tokenizer."""

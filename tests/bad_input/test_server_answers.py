@@ -93,6 +93,7 @@ def test_a_completion(data: st.DataObject, replacement: object, monkeypatch: pyt
         ({"token_id:7": -1.0, "token_id:8": -2.0}, "top_logprobs=10: .* shows 2 tokens"),
         ({f"token_id:{7 + i}": 0.0 for i in range(12)}, "sum to more than one"),
         ({f"token_id:{7 + i}": 1.0 for i in range(12)}, "gives 1 as a log-probability"),
+        ({}, "gives no log-probabilities"),
     ],
 )
 def test_log_probabilities_that_are_no_distribution(top: dict[str, float], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +102,24 @@ def test_log_probabilities_that_are_no_distribution(top: dict[str, float], said:
     answers(monkeypatch, lambda _: json.dumps(body).encode())
     with pytest.raises(MissingRequirement, match=said):
         OpenAIEngine(asked(), RECORD, FP16_POLICY).forced(PROMPT, 7)
+
+
+def test_the_order_of_log_probabilities_says_nothing_and_one_that_is_nan_makes_the_step_nan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    top = {f"token_id:{7 + i}": -1.0 - i for i in range(12)}
+    shown = []
+    for listed in (top, dict(reversed(top.items())), top | {"token_id:9": math.nan}):
+        body = completion()
+        body["choices"][0]["logprobs"]["top_logprobs"] = [listed]
+        content = json.dumps(body).encode()
+        answers(monkeypatch, lambda _, content=content: content)  # type: ignore[misc]
+        shown.append(OpenAIEngine(asked(), RECORD, FP16_POLICY).forced(PROMPT, 7))
+    sound = head_of_shown(shown[0], 7)
+    in_order, reversed_, broken = (compare_shown(sound, one, 7)[0] for one in shown)
+    np.testing.assert_array_equal(in_order, reversed_)
+    assert in_order[0] == 0
+    assert np.isnan(broken[0])
 
 
 @FUZZED

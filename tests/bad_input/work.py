@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bad_input.case import Case
-from bad_input.makers import Prepare, both, checkpoint, fifo, sparse, text, with_config
+from bad_input.makers import Prepare, both, checkpoint, fifo, sparse, text, with_config, with_weights
 
 NESTED = "[" * 100_000 + "]" * 100_000
 
@@ -41,6 +41,8 @@ WORKDIRS: tuple[tuple[str, str, Prepare, int, tuple[str, ...]], ...] = (
     ("a name of 300 characters", "w" * 300, text("x", ""), 2, ("too long",)),
     ("a path of 5,000 characters", "w/" * 2500, text("x", ""), 2, ("too long",)),
     ("artifacts is a file", "work", text("work/artifacts", ""), 2, ("artifacts", "no directory")),
+    (".store.json is a pipe", "work", place("work/artifacts/.store.json", fifo), 2, (".store.json", "schema_version")),
+    (".store.json of version -1", "work", text("work/artifacts/.store.json", '{"schema_version": -1}'), 2, ("-1",)),
     ("sweep is a pipe", "work", place("work/sweep", fifo), 2, ("sweep", "no directory")),
     ("mlflow.db is a directory", "work", place("work/mlflow.db", lambda path: path.mkdir()), 2, ("mlflow.db", "no file")),
     ("summary.json is a pipe", "work", place("work/summary.json", fifo), 2, ("summary.json", "no file")),
@@ -110,12 +112,21 @@ SAMPLES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
         ("reference", "no call of"),
     ),
     ("a reference that is no JSON", changed(check="json"), ("reference", "JSON")),
+    ("an id of two lines", changed(id="a\nb"), ("1:", "id")),
+    (
+        "a tool twice",
+        changed(
+            check="tool_call", tools=[{"name": "f", "arguments": ["a"]}] * 2, reference='{"name": "f", "arguments": {"a": 1}}'
+        ),
+        ("tools",),
+    ),
     ("an id twice", changed(id="a") + "\n" + changed(id="a"), ("2:", "id")),
     ("a key twice", '{"prompt": "a", "prompt": "b", "reference": "c"}', ("1:", "twice")),
 )
 
 TEXTS: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("an empty file", "", ("no texts",)),
+    ("blanks alone", '" "', ("no texts",)),
     ("no JSON", "abc", (":1:", "not JSON")),
     ("a number", "3", (":1:",)),
     ("text as a number", '{"text": 3}', (":1:", "text")),
@@ -200,6 +211,11 @@ GGUFS: tuple[tuple[str, bytes, tuple[str, ...]], ...] = (
         b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 9, 1),
         ("array of arrays",),
     ),
+    (
+        "a tensor without dimensions",
+        b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, 1) + b"a" + struct.pack("<IIQ", 0, 0, 0),
+        ("tensor a has 0 dimensions",),
+    ),
     ("a text that is not UTF-8", b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"\xff", ("not UTF-8",)),
 )
 
@@ -248,6 +264,21 @@ CASES = [
            text("b/identity.json", content), begins=True) for name, content in IDENTITIES),
     Case("tune.modelopt of no version", ("stage=tune", "tune.modelopt=m.json"), ("kv_cache_schema_version=None", "give"),
          text("m.json", '{"kv_cache_quantized_layers": {"x": "FP8"}}')),
+    Case("stage=promote without candidates", ("stage=promote",), ("stage=promote: no candidates", "run stage=evaluate"),
+         begins=True),
+    Case("backend.url with an empty label", ("backend=openai", "stage=evaluate", "backend.url=http://a..b",
+         "backend.baseline_url=http://b"), ("backend.url=http://a..b", "give its url"), code=4),
+    Case("a prompt of 9 MB", ("workloads=jsonl", "workloads.jsonl=s.jsonl"), ("sample s-0001", "bytes", "give less"),
+         text("s.jsonl", changed(prompt="a" * 9_000_000)), loads_model=True),
+    Case("a directory that begins like a user", ("stage=build", "model.path='~x'"), ("model.path", "begins with a user"),
+         place("~x/config.json", lambda path: path.write_text("{}"))),
+    Case("a directory that may not be searched", ("stage=build", "model.path=model"), ("config.json", "Permission denied"),
+         place("model", lambda path: checkpoint(path).chmod(0o444)), unprivileged=True),
+    Case("a lock that may not be read", ("stage=prune", "prune.apply=true"), ("work/artifacts/.lock", "may not be read"),
+         place("work/artifacts/.lock", lambda path: path.touch(0)), begins=True, unprivileged=True),
+    Case("a draft with NaN", ("stage=evaluate", "workloads.speculation={draft:model}"),
+         ("workloads.speculation.draft=", "model.safetensors", "NaN"),
+         with_weights(data=lambda zeros: zeros[:-4] + b"\0\0\xc0\x7f"), loads_model=True),
     Case("GGUF: a pipe", ("stage=build", "model.path=m.gguf"), ("model.path=", "m.gguf"), place("m.gguf", fifo)),
     Case("a prompt longer than the context", ("workloads=jsonl", "workloads.jsonl=s.jsonl", "model.path=model"),
          ("sample s-0001", "2,048", "too many"), both(lambda d: checkpoint(d / "model"), text("s.jsonl", LONG)),

@@ -86,13 +86,12 @@ def test_any_pair_of_formats_attends_as_the_reference(key: str, value: str, numb
     check(case, programs=1 + number % 5)
 
 
-@pytest.mark.parametrize(("sink", "recent", "programs"), [(0, 0, 2), (4, 64, 7), (65, 0, 1), (1, 3, 3)])
+@pytest.mark.parametrize(("sink", "recent", "programs"), [(4, 64, 7), (65, 0, 1)])
 def test_every_length_around_a_page_boundary(sink: int, recent: int, programs: int) -> None:
     check(case_of("fp8_e4m3 token", "int4 64", 1, 128, BOUNDARIES, sink=sink, recent=recent, group=8, seed=sink), programs)
 
 
-@pytest.mark.parametrize("programs", [1, 3, 17])
-@pytest.mark.parametrize("recent", [0, 30])
+@pytest.mark.parametrize(("programs", "recent"), [(1, 0), (3, 30), (17, 0)])
 def test_sequences_of_many_parts_join_and_a_program_attends_to_several(programs: int, recent: int) -> None:
     check(case_of("fp8_e4m3 tensor", "int4 32", 1, 64, [451, 64, 0, 5], recent=recent, seed=programs), programs)
 
@@ -139,8 +138,11 @@ def attention_in_float64(case: Case, scaling: float) -> Tensor:
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 1.1), (torch.bfloat16, 0.15)], ids=["float16", "bfloat16"])
-@pytest.mark.parametrize("scaling", [128**-0.5, 1e-6], ids=["usual", "flat"])
+@pytest.mark.parametrize(
+    ("dtype", "limit", "scaling"),
+    [(torch.float16, 1.1, 1e-6), (torch.bfloat16, 0.15, 128**-0.5)],
+    ids=["float16, flat", "bfloat16"],
+)
 def test_means_in_float16_add_no_more_error_than_the_outputs_own_rounding(
     dtype: torch.dtype, limit: float, scaling: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +188,6 @@ def test_values_beyond_float16_become_its_largest_and_what_is_no_number_is_seen(
     ("key", "value", "sink", "recent"),
     [
         ("fp8_e4m3 token", "int4 64", 3, 20),
-        ("int8 token", "bf16", 0, 0),
         ("bf16", "fp8_e4m3 token", 65, 0),
         ("fp8_e4m3 tensor", "nvfp4 16", 2, 30),
     ],
@@ -255,7 +256,7 @@ def cases(draw: st.DrawFn) -> tuple[Case, int]:
 
 
 @pytest.mark.every
-@settings(max_examples=20 if STRIDE == 1 else 8, derandomize=True, deadline=None)
+@settings(max_examples=20 if STRIDE == 1 else 4, derandomize=True, deadline=None)
 @given(drawn=cases())
 def test_any_cache_attends_as_the_reference(drawn: tuple[Case, int]) -> None:
     check(*drawn)

@@ -27,6 +27,7 @@ from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 from pipeline.run import runner
 from pipeline.upkeep import registered
 from pipeline.upkeep.disk import Piece, distinct_bytes, freed_bytes, walk
+from pipeline.upkeep.needs import find
 from pipeline.upkeep.prune import Plan, alone, make_plan, remove
 from pipeline.upkeep.registered import read_registered
 from pipeline.upkeep.status import show_status
@@ -291,6 +292,23 @@ def test_what_an_unfinished_sweep_made_stays(ground: Ground) -> None:
     finally:
         (ground.work / "summaries" / f"{name}.json").unlink()
         shutil.copyfile(ground.work / "summaries" / f"{LAST}.json", ground.work / "summary.json")
+
+
+def test_the_last_sweep_is_the_last_although_the_clock_went_back_an_hour_before_it(tmp_path: Path) -> None:
+    for name in ("20260301-025900-1-a", "20260301-020100-1-b"):
+        summary.begin(tmp_path, name, ["fp8"])
+    found = find(config_of(f"workdir={tmp_path}", MODEL, "stage=prune"))
+    assert [sweep.name for sweep in found.sweeps] == ["20260301-020100-1-b", "20260301-025900-1-a"]
+
+
+def test_pipes_in_the_place_of_evidence_are_told_and_not_waited_for(tmp_path: Path) -> None:
+    for name in ("summaries/20260301-025900-1-a.json", f"artifacts/identity/{'b' * 32}/identity.json", "summary.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(tmp_path / name)
+    write = (tmp_path / f"artifacts/identity/{'b' * 32}/{MANIFEST}").write_text
+    write(json.dumps({"key": "x", "files": {}, "seconds": 1, "parts": {"inputs": {}}}))
+    problems = find(config_of(f"workdir={tmp_path}", MODEL, "stage=prune")).problems
+    assert ["no regular file" in str(problem) for problem in problems] == [True] * 3
 
 
 def test_after_a_prune_everything_that_may_serve_still_can(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,14 +39,14 @@ SAMPLES = ROOT / "examples" / "own_samples.jsonl"
 ASKS: dict[str, Any] = {
     "workloads": "jsonl",
     "workloads.jsonl": SAMPLES,
-    "workloads.probe": {"max_tokens": 1088, "decode_steps": 72, "offset_steps": 4, "max_batch": 9, "requests": 100},
+    "workloads.probe": {"max_tokens": 448, "decode_steps": 72, "offset_steps": 4, "max_batch": 4, "requests": 24},
     "workloads.load": {
         "batch": 2,
         "context_tokens": 64,
         "new_tokens": 8,
         "warmup_steps": 1,
         "budget_gib": 1.0,
-        "sequence_tokens": 1024,
+        "sequence_tokens": 256,
     },
     "calibration.samples": 1,
     "backend.threads": 1,

@@ -1,4 +1,4 @@
-"""A fault at every thirtieth operation of a small run; KVGATE_EVERY=1 takes every single one, which is half an hour."""
+"""A fault at every fiftieth operation of a small run; KVGATE_EVERY=1 takes every single one, which is half an hour."""
 
 import os
 
@@ -6,7 +6,7 @@ import pytest
 from interruptions import FAULTS, Fault
 from recovery import Trials
 
-EVERY = int(os.environ.get("KVGATE_EVERY", "30"))
+EVERY = int(os.environ.get("KVGATE_EVERY", "50"))
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -20,20 +20,23 @@ BESIDE = [name for name in HERE if name != "basic"]
 """Launchers whose jobs run in processes of their own."""
 
 
-@pytest.mark.parametrize("launcher", HERE)
+SWEEPS = [
+    ("0,5,6", 0, {"fp8 seed=0": "PASS", "fp8 seed=5": "PASS", "fp8 seed=6": "INCONCLUSIVE"}, []),
+    ("6,3", 3, {"fp8 seed=6": "INCONCLUSIVE", "fp8 seed=3": "FAIL"}, ["pipeline: error: no candidate of the sweep passed"]),
+    (
+        "0,4,2,3",
+        2,
+        {"fp8 seed=0": "PASS", "fp8 seed=3": "FAIL"},
+        ["job 2 of 4 fp8 seed=4: seed=4: is missing here", "job 3 of 4 fp8 seed=2: seed=2: is bad input that shows late"],
+    ),
+    ("1,2", 1, {}, ["job 1 of 2 fp8 seed=1: a defect of kvgate (RuntimeError: planted)"]),
+]
+"""Seeds, exit code, verdicts, and what is said; the middle two by every launcher."""
+
+
 @pytest.mark.parametrize(
-    ("seeds", "code", "candidates", "said"),
-    [
-        ("0,5,6", 0, {"fp8 seed=0": "PASS", "fp8 seed=5": "PASS", "fp8 seed=6": "INCONCLUSIVE"}, []),
-        ("6,3", 3, {"fp8 seed=6": "INCONCLUSIVE", "fp8 seed=3": "FAIL"}, ["pipeline: error: no candidate of the sweep passed"]),
-        (
-            "0,4,2,3",
-            2,
-            {"fp8 seed=0": "PASS", "fp8 seed=3": "FAIL"},
-            ["job 2 of 4 fp8 seed=4: seed=4: is missing here", "job 3 of 4 fp8 seed=2: seed=2: is bad input that shows late"],
-        ),
-        ("1,2", 1, {}, ["job 1 of 2 fp8 seed=1: a defect of kvgate (RuntimeError: planted)"]),
-    ],
+    ("launcher", "seeds", "code", "candidates", "said"),
+    [(launcher, *one) for launcher in HERE for one in (SWEEPS if launcher == "basic" else SWEEPS[1:3])],
 )
 def test_every_launcher_gives_the_same_verdicts_order_and_exit_code(
     launcher: str, seeds: str, code: int, candidates: dict[str, str], said: list[str], tmp_path: Path
@@ -57,8 +60,9 @@ def test_a_killed_worker_is_named_and_running_it_again_goes_on(launcher: str, tm
     assert (again.code, again.names) == (0, ["fp8 seed=5", "fp8 seed=3"])
 
 
-@pytest.mark.parametrize("launcher", BESIDE)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("launcher", "number"), list(zip(BESIDE, (signal.SIGINT, signal.SIGTERM, signal.SIGINT), strict=False))
+)
 def test_an_interrupt_ends_all_workers_and_the_command_with_130(launcher: str, number: signal.Signals, tmp_path: Path) -> None:
     with started(tmp_path, "5,15,15", "tracking=none", *LAUNCHERS[launcher]) as process:
         wait_for(tmp_path, "waits-*")

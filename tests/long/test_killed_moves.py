@@ -102,14 +102,14 @@ def test_a_move_that_is_killed_at_any_write_leaves_a_log_that_is_followed(work: 
     kills = 0
     for after in (False, True):
         for at in range(6):
-            for name in ("int8", None, "fp8", None):  # whatever the kill before left, some of these are moves
+            for name in ("int8", None):  # whatever the kill before left, some of these are moves
                 kills += in_a_child(partial(killed, work, name, at, after)) == -signal.SIGKILL
                 assert in_a_child(partial(check, work)) == 0
-    assert kills >= 30
+    assert kills >= 15
 
 
 def test_four_processes_that_move_at_once_leave_one_log(work: Path) -> None:
-    for _ in range(10):
+    for _ in range(4):
         open_all = FORK.Barrier(4)  # a store takes a second to open, a move a fraction of it
         children = [FORK.Process(target=move, args=(work, name, open_all.wait)) for name in ("int8", None, "bf16", None)]
         for child in children:

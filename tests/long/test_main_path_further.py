@@ -14,6 +14,7 @@ from main_path import FEW, Swept, pipeline, summary
 from signing_keys import key_pair
 
 from pipeline.artifacts.digest import tree_files
+from pipeline.artifacts.store import MANIFEST, Recipe, Store
 
 
 def test_a_route_is_proven_moved_by_monitors_and_refused_without_evidence(swept: Swept) -> None:
@@ -69,8 +70,10 @@ def test_the_engine_that_the_registry_holds_is_verified_from_what_lies_beside_it
     identities = (work / "mlartifacts").rglob("identity.json")
     (version,) = [path.parent for path in identities if '"policy": "fp8"' in path.read_text()]
     weights = version / "engine" / "weights.bin"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[:-1] + b"?")
     result = pipeline(work, "stage=verify", f"bundle={version}")
+    weights.write_bytes(kept)
     assert (result.returncode, result.stderr.count("pipeline: error: ")) == (3, 1)
     assert f"bundle={version.relative_to(work.parent)} is not what was judged: engine: weights.bin\n" in result.stderr, (
         "and nothing else differs"
@@ -110,6 +113,29 @@ def test_the_evidence_in_the_registry_counts_in_another_work_directory(promoted:
     assert not (tmp_path / "work" / "artifacts").exists()
 
 
+def test_an_artifact_of_which_one_bit_flipped_is_used_by_no_stage(swept: Swept) -> None:
+    store, flips = Store(swept[0] / "artifacts"), 0
+    manifests = sorted(store.root.glob(f"[!.]*/*/{MANIFEST}"))
+    for manifest in manifests:
+        recipe = object.__new__(Recipe)
+        for name, value in (("stage", manifest.parts[-3]), ("parts", json.loads(manifest.read_text())["parts"])):
+            object.__setattr__(recipe, name, value)
+        whole = store.verified(recipe)
+        assert whole is not None, manifest
+        for path in [manifest, *(manifest.parent / name for name in whole.files)]:
+            sound = path.read_bytes()
+            flipped = bytearray(sound)
+            flipped[len(flipped) // 2] ^= 1
+            path.unlink()  # other artifacts may share its bytes
+            path.write_bytes(flipped)
+            assert store.verified(recipe) is None, path
+            path.write_bytes(sound)
+            flips += 1
+    made = {manifest.parent.parent.name for manifest in manifests}
+    assert {"encode", "round", "baseline", "once", "evaluate", "identity", "build", "quantize"} <= made
+    assert flips > 100
+
+
 def test_control_c_finishes_what_is_in_flight_and_the_same_command_goes_on(swept: Swept, tmp_path: Path) -> None:
     artifacts = swept[0] / "artifacts"
     work = tmp_path / "work"  # of its own, so that the sweep's summary stays; what does not depend on samples is there
@@ -147,7 +173,7 @@ def test_control_c_finishes_what_is_in_flight_and_the_same_command_goes_on(swept
 def test_the_oracle_reaches_the_verdicts_of_the_onnx_engine_and_its_bundle_can_be_promoted(swept: Swept) -> None:
     work, _ = swept
     by_engine = {c["policy"]: c for c in summary(work)["candidates"]}
-    small = "workloads.probe={max_tokens: 192, decode_steps: 72, offset_steps: 4, max_batch: 4, requests: 24}"
+    small = "workloads.probe={max_tokens: 128, decode_steps: 8, offset_steps: 1, max_batch: 2, requests: 2}"
     result = pipeline(work, "-m", "kv=fp8,int4_tensor", "backend=torch", "backend.device=cpu", small)
     assert result.returncode == 0, result.stderr
     by_oracle = {c["policy"]: c for c in summary(work)["candidates"]}
@@ -204,11 +230,9 @@ def test_with_a_key_it_is_not_signed_or_signed_for_other_files(forged: Path, key
     result = pipeline(forged, "stage=promote", *trusting)
     assert result.returncode == 3, result.stdout
     assert "int4_tensor is not promoted: signature: differs, it is not signed" in result.stderr
-    (unsigned,) = (
-        path.parent
-        for path in (forged / "artifacts").glob("identity/*/identity.json")
-        if not path.with_name("identity.sig").exists()
-    )
+    identities = (forged / "artifacts").glob("identity/*/identity.json")
+    unsigned = max((path.parent for path in identities), key=lambda path: path.stat().st_mtime)
+    assert not (unsigned / "identity.sig").exists()
     result = pipeline(forged, "stage=verify", f"bundle={unsigned}", f"signing.trusted=[{keys[1]}]")
     assert result.returncode == 3
     assert result.stderr.strip().endswith("is not what was judged: signature")

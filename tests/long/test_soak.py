@@ -1,4 +1,4 @@
-"""One engine as a library: 3,000 requests of mixed lengths that begin, fork, wait, are cancelled or end, many at once."""
+"""One engine as a library: 2,000 requests of mixed lengths that begin, fork, wait, are cancelled or end, many at once."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from stages.engines.onnx.engine import OnnxEngine
 torch.set_num_threads(1)
 
 VOCABULARY = 256
-REQUESTS = 3_000
+REQUESTS = 2_000
 MOST_LIVE = 12
 LONGEST = 300
 DECODED = 12

@@ -56,13 +56,6 @@ def test_a_wheel_brings_the_command_kvgate(installed: Path, tmp_path: Path) -> N
     assert (result.returncode, result.stdout[:7]) == (0, "kvgate "), result.stderr
 
 
-def test_a_wheel_carries_its_license_and_says_that_it_is_typed(installed: Path) -> None:
-    assert {path.parent.name for path in installed.glob("*/py.typed")} == {"pipeline", "stages", "plugins"}
-    (information,) = installed.glob("*.dist-info")
-    assert (information / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
-    assert "License-Expression: Apache-2.0\n" in (information / "METADATA").read_text()
-
-
 def test_an_images_health_check_and_entry_point_work_from_a_wheel(installed: Path, tmp_path: Path) -> None:
     """The Dockerfile's own commands, with an environment as empty as a container's."""
     lines = (ROOT / "Dockerfile").read_text().splitlines()

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module, metadata
 from pathlib import Path
@@ -19,7 +20,7 @@ from pipeline.config import CONF
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.core.backends import backend_configs
-from pipeline.core.errors import MissingRequirement, exit_code
+from pipeline.core.errors import MissingRequirement, UserError, exit_code
 from pipeline.core.kv import KVPolicy
 from pipeline.core.scales import SCALES_FILE
 from pipeline.evidence.reading import USER_INPUTS
@@ -68,6 +69,28 @@ def test_an_artifact_is_verified_once_a_job(tmp_path: Path, monkeypatch: pytest.
     assert chain.make(recipe, lambda *_: None) is first
     assert len(hashed) == 1
     assert len(chain.finished) == 1
+
+
+def swap(link: Path) -> None:
+    link.with_name("other").write_text("2")
+    link.unlink()
+    link.symlink_to("other")
+
+
+@pytest.mark.parametrize("change", [swap, Path.unlink, lambda path: path.resolve().write_text("two")])
+def test_nothing_is_made_of_a_file_that_was_changed_meanwhile(change: Callable[[Path], object], tmp_path: Path) -> None:
+    config: Any = None  # `make` does not look at it
+    chain, given = Chain(config, Store(tmp_path / "store")), tmp_path / "given"
+    (tmp_path / "one").write_text("1")
+    given.symlink_to("one")
+    recipe = Recipe("demo", ("pipeline.core.kv",), {}, {"jsonl": chain.digest_of(given)})
+
+    def fill(*_: object) -> None:
+        change(given)
+
+    with pytest.raises(UserError, match="given: was changed while this command read it; run the command again"):
+        chain.make(recipe, fill)
+    assert not chain.store.path(recipe).exists()
 
 
 BACKEND_NAMES = sorted(backend_configs())

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from pipeline.core.errors import UserError
 from pipeline.core.records import Sample
 from stages.evaluate.decoding.batches import Finished, Greedy, Logits, Step
 from stages.evaluate.decoding.decode import decode
+from stages.evaluate.decoding.noise import canary_samples, repeated_samples
 from stages.evaluate.inputs.tokens import EncodedSample, encode, workloads_digest
 
 SAMPLES = [
@@ -51,6 +53,15 @@ def assert_same(one: Rows, other: Rows) -> None:
 def answers_of(engine: FakeEngine, items: list[EncodedSample], batch_size: int, extra: int = 4) -> dict[int, Finished]:
     events = decode(engine, items, batch_size, Greedy(EOS, extra))
     return {event.sample: event for event in events if isinstance(event, Finished)}
+
+
+def test_samples_with_answers_are_repeated_and_the_shortest_prompts_that_suffice_are_corrupted() -> None:
+    a, b, c, d = encoded()
+    config: Any = SimpleNamespace(noise_samples=1, canary_samples=2)
+    assert repeated_samples([d, a, b, c], config) == [a, c]
+    assert repeated_samples([d], config) == [d]
+    assert canary_samples([a, b, c, d], config, 3) == [a, b]
+    assert canary_samples([a, b, c, d], config, 4) == canary_samples([a, b, c, d], config) == [b, a]
 
 
 def test_references_end_with_eos_when_judged_and_are_cut_when_not() -> None:

@@ -97,7 +97,7 @@ def test_what_is_no_launcher_of_ours_or_no_resource_is_refused(name: str) -> Non
 @pytest.mark.parametrize("asked", ["stage=promote", "stage=evaluate,rollback"])
 def test_no_job_of_a_sweep_moves_what_serves(asked: str) -> None:
     moving = asked.replace("=", ",").split(",")[-1]
-    with pytest.raises(UserError, match=f"stage={moving}: moves what serves.*leave -m out"):
+    with pytest.raises(UserError, match=f"stage={moving}: is of a whole work directory.*leave -m out"):
         plan(["kv=fp8,int8", asked], multirun=True)
     assert plan(["kv=fp8,int8", "stage=all"], multirun=True).sweeping
 

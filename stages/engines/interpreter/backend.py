@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
 from pipeline.checkpoint.description import refuse_other_attention
+from pipeline.checkpoint.quantized import SERVED
 from pipeline.core.engine import Engine
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
@@ -42,9 +43,10 @@ class InterpreterBackend(Backend):
             )
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
-        """Return the quantized checkpoint."""
+        """Return the quantized checkpoint; one whose weights were quantized before, as it was given."""
         quantized = artifacts.quantized(policy)
-        return Source(quantized.path / "checkpoint", quantized.digest_under("checkpoint"))
+        folder = SERVED if (quantized.path / SERVED).is_dir() else "checkpoint"
+        return Source(quantized.path / folder, quantized.digest_under(folder))
 
     def build_parts(self) -> dict[str, object]:
         """Return the options, and the release that they are pinned for."""

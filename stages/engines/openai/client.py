@@ -110,7 +110,7 @@ class Client:
         """Return an answer of 200. Raises what `post` raises for any other."""
         try:
             answer = self._read(method, path, body)
-        except requests.RequestException as error:
+        except (requests.RequestException, HTTPError) as error:
             raise MissingRequirement(f"{self._silence(error, f'{method} {path}')}; {KEPT}") from error
         if answer.status in AGAIN:
             raise MissingRequirement(
@@ -128,7 +128,7 @@ class Client:
             raise UserError(f"{self.where}: answers {method} {path} with {answer.status}; give its own url")
         return answer
 
-    def _silence(self, error: requests.RequestException, request: str) -> str:
+    def _silence(self, error: requests.RequestException | HTTPError, request: str) -> str:
         """Say why a request has no answer."""
         reason = getattr(error.args[0], "reason", None) if error.args else None
         if isinstance(error, requests.Timeout) or isinstance(reason, ReadTimeoutError):

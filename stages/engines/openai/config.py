@@ -17,6 +17,7 @@ class OpenAIConfig(BackendConfig):
 
     name: Literal["openai"]
     builds = False
+    takes_quantized = True
     url: str | None
     """The server that is judged, as http://HOST:PORT, with or without /v1."""
     baseline_url: str | None

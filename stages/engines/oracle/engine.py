@@ -17,7 +17,7 @@ from stages.engines.oracle.attention import ATTENTION, Block, BlockView, Fed, Jo
 from stages.engines.oracle.build import open_bundle
 from stages.engines.oracle.cache import LayerCache, LayerStorage, layer_storages, one_pass
 from stages.engines.oracle.heavy import SIDES, HeavyCache, HeavyView
-from stages.engines.oracle.model import LayerInput, captured_input, head, hidden_states, scales_for, shape_for
+from stages.engines.oracle.model import LayerInput, captured_input, head, hidden_states, round_inputs, scales_for, shape_for
 from stages.engines.oracle.replay import Replay, ReplayView, Tape, disturbed
 
 
@@ -27,6 +27,7 @@ def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUN
     policy, scales = open_bundle(bundle)
     torch.set_num_threads(threads)
     model = load_causal_lm(bundle, dtype=torch.float32)
+    round_inputs(model)
     engine = OracleEngine.from_model(model, policy, scales, prefill_chunk=prefill_chunk)
     engine.threads = threads
     return engine

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from pipeline.checkpoint.quantized import ROUNDED
 from pipeline.checkpoint.windows import layer_windows
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.core.scales import KVScales
@@ -35,6 +36,17 @@ def scales_for(policy: KVPolicy, shape: KVShape, scales: KVScales | None) -> KVS
         scales = KVScales(layers=tuple({} for _ in range(shape.layers)))
     scales.check(policy, shape, "scales")
     return scales
+
+
+def round_inputs(model: Any) -> None:
+    """Let the linear layers that config.json names round each token of their input to INT8, by its largest magnitude."""
+
+    def rounded(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        scale = (inputs[0].abs().amax(-1, keepdim=True) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+        return (inputs[0] / scale).round() * scale
+
+    for name in getattr(model.config, ROUNDED, ()):
+        model.get_submodule(name).register_forward_pre_hook(rounded)
 
 
 @dataclass(frozen=True)

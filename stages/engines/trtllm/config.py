@@ -48,6 +48,7 @@ class TrtllmConfig(InterpreterConfig):
 
     name: Literal["trtllm"]
     length_key = "max_seq_len"
+    takes_quantized = True
     finer = ("fp8", "int8_tensor")
     target: Literal["auto", "engine", "pytorch"]
     """engine: a TensorRT engine, release 1.2; pytorch: checkpoint and LLM arguments, from 1.3 on; auto: by the release."""

@@ -143,6 +143,10 @@ def refuse(name: TargetName, policy: KVPolicy, weights: WeightsFormat, info: Che
         return cannot_hold(policy, f"trtllm, target {name},", reason, f"{target.choices}{older}")
     if weights not in target.weights:
         return f"weights={weights}: backend.target={name} takes {', '.join(target.weights)}; choose one of them"
+    if info.quantized is not None:
+        reason = "weights that are quantized already" if name == "engine" else info.quantized.other_than_modelopt
+        if reason is not None:
+            return f"model.path={info.path}: backend.target={name}: {reason}; use backend=vllm"
     reason = tensorrt_llm_refusal(info) if name == "engine" else None
     if reason is not None:
         return f"model.path={info.path}: {reason}; use backend.target=pytorch with TensorRT-LLM 1.3"

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from pipeline.checkpoint.description import CheckpointInfo
+from pipeline.checkpoint.description import CheckpointInfo, read_config
 from pipeline.checkpoint.files import INDEX
 from pipeline.checkpoint.rope import rope_at_top_level
 from pipeline.core.kv import KVPolicy, Side
@@ -21,6 +21,8 @@ from pipeline.core.scales import KVScales
 from stages.engines.interpreter.bundle import copy_checkpoint
 
 CONFIG = "config.json"
+CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
+"""Keys of a quantization_config that are about the cache."""
 SCALES = "kv_scales.safetensors"
 NAME = "model.layers.{layer}.self_attn.{side}_scale"
 SIDES = {Side.KEY: "k", Side.VALUE: "v"}
@@ -37,8 +39,11 @@ def write_checkpoint(info: CheckpointInfo, out: Path, policy: KVPolicy, scales: 
     copy_checkpoint((*info.weight_files, *kept), info.path, out)
     # vLLM may bring a transformers that reads no rope_parameters, and would take a base of 10,000 without a word.
     config: dict[str, Any] = rope_at_top_level(json.loads((info.path / CONFIG).read_text(encoding="utf-8")))
+    own = {key: value for key, value in (read_config(info.path).get("quantization_config") or {}).items() if key not in CACHE}
+    if own:
+        config["quantization_config"] = own
     if delivers_scales(policy):
-        config["quantization_config"] = quantization_config(policy)
+        config["quantization_config"] = quantization_config(policy) | own
         _write_index(out, info.weight_files, write_scales(out, scales))
     elif (info.path / INDEX).is_file():
         shutil.copyfile(info.path / INDEX, out / INDEX)

@@ -13,6 +13,7 @@ class VllmConfig(InterpreterConfig):
 
     name: Literal["vllm"]
     length_key = "max_model_len"
+    takes_quantized = True
     threads: Annotated[int, Field(ge=1, le=1024)] | None
     """CPU threads of the engine; null leaves it to vLLM, which binds them to all cores."""
     dtype: Literal["float16", "bfloat16", "float32"]

@@ -1,10 +1,14 @@
 """Which policies vLLM's cache can hold, and as what: everything that can be refused before any work."""
 
+from pipeline.artifacts.backend import Audit
 from pipeline.checkpoint.exports import beyond_one_format, describe_format
+from pipeline.checkpoint.quantized import Quantized
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
+from pipeline.verdict.delivery import scale_findings
 from stages.engines.interpreter.bundle import cannot_hold
 from stages.engines.interpreter.process import Interpreter
+from stages.engines.vllm.audit import PAIRED, SEPARATE
 from stages.engines.vllm.config import VllmConfig
 from stages.engines.vllm.library import on_cpu
 
@@ -39,6 +43,21 @@ def cache_dtypes(policy: KVPolicy, config: VllmConfig) -> tuple[str, ...]:
     if policy.key.exact:
         return (*held, config.dtype) if config.dtype in SIXTEEN else held
     return held
+
+
+def check_own_scales(policy: KVPolicy, quantized: Quantized, found: Audit) -> None:
+    """Refuse a policy whose scales vLLM does not read beside such weights, and scales that vLLM would leave out."""
+    scaled = policy.key.dtype == "fp8_e4m3"
+    if scaled and quantized.method not in (*SEPARATE, *PAIRED):
+        raise UserError(f"kv={policy.name}: vLLM reads no scales of a cache beside {quantized.title}; choose kv=fp8_e5m2")
+    if policy.key.dtype == "fp8_e5m2" and quantized.method in PAIRED:
+        raise UserError(f"kv={policy.name}: vLLM takes no E5M2 beside {quantized.title}; choose kv=fp8")
+    findings = [*scale_findings(found.layers), *found.problems] if any(layer.carried for layer in found.layers) else []
+    if scaled and findings:
+        raise UserError(
+            f"model.path: vLLM would not use the cache's scales of this checkpoint: {findings[0]}; correct or remove "
+            "them; stage=audit lists all"
+        )
 
 
 def chosen(config: VllmConfig, named: tuple[str, ...]) -> str:

@@ -23,21 +23,30 @@ def first_of_each_workload(encoded: Sequence[EncodedSample], count: int) -> list
     return indices
 
 
-def canary_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig) -> list[EncodedSample]:
-    """Return the must-fail control's samples: the longest prompts, as many as `canary_samples` of each workload are.
+def answered(encoded: Sequence[EncodedSample]) -> list[EncodedSample]:
+    """Return the samples whose answers are judged, all where none is: prose is longer, and shows nothing else."""
+    return [item for item in encoded if item.judged] or list(encoded)
 
+
+def canary_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig, least: int | None = None) -> list[EncodedSample]:
+    """Return the must-fail control's samples, as many as `canary_samples` of each workload are.
+
+    The shortest prompts of `least` tokens or more; the longest where too few have so many, or nobody knows how many do.
     A short prompt may consist of exact sink and recent tokens, and then reads no scale.
     """
-    longest = sorted(encoded, key=lambda item: -len(item.prompt))
-    return longest[: len(first_of_each_workload(encoded, config.canary_samples))]
+    count = len(first_of_each_workload(encoded, config.canary_samples))
+    by_length = sorted(answered(encoded), key=lambda item: len(item.prompt))
+    enough = [item for item in by_length if least is not None and len(item.prompt) >= least]
+    return enough[:count] if len(enough) >= count else by_length[-count:][::-1]
 
 
 def repeated_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig) -> list[EncodedSample]:
-    """Return the samples that an engine repeats: the first ones of every workload, and the longest of all."""
+    """Return the samples that an engine repeats: the first ones of every workload with answers, and the longest of these."""
     if not config.noise_samples:
         return []
-    longest = max(range(len(encoded)), key=lambda i: len(encoded[i].prompt) + len(encoded[i].reference))
-    return [encoded[i] for i in sorted({*first_of_each_workload(encoded, config.noise_samples), longest})]
+    able = answered(encoded)
+    longest = max(range(len(able)), key=lambda i: len(able[i].prompt) + len(able[i].reference))
+    return [able[i] for i in sorted({*first_of_each_workload(able, config.noise_samples), longest})]
 
 
 def own_heads(run: Callable[[Done], list[SampleResult]], encoded: Sequence[EncodedSample]) -> tuple[Heads, list[SampleResult]]:

@@ -14,7 +14,7 @@ import numpy as np
 from pipeline.core.engine import Engine
 from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS, live_tokens
-from pipeline.core.records import LoadTimes, Progress, give_back, no_progress
+from pipeline.core.records import LoadTimes, Progress, give_back, give_back_freed, no_progress
 from pipeline.core.workloads import LoadConfig
 from pipeline.verdict.coverage import Allocation, ProcessMemory
 from pipeline.verdict.report import SystemMetrics
@@ -114,6 +114,7 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
     count = max(1, min(room - 1, round(HELD_BYTES / (copied * length))))
     prompt = [token % engine.vocab_size for token in range(length)]
     moved, before = 0, 0
+    give_back()
     for number in range(2):
         handles, _ = engine.prefill([prompt])
         engine.release(handles)
@@ -148,8 +149,8 @@ def _reported(engine: Engine) -> int:
 
 
 def _resident() -> int:
-    """Return the bytes of this process that are in memory, after what nothing uses any more is given back."""
-    give_back()
+    """Return the bytes of this process that are in memory, after what was freed is given back."""
+    give_back_freed()
     return int(STATM.read_text().split()[1]) * resource.getpagesize()
 
 

@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.core.records import Sample
+from pipeline.core.strict import unique_keys
 from stages.workloads.bfcl import correct_calls
 from stages.workloads.gsm8k import final_number
-
-
-class _NotStrictJson(ValueError):
-    """The text is JSON that a strict parser refuses."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +26,8 @@ class Judgement:
     """Whether the answer is the right one."""
 
 
-def _object_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) != len(pairs):
-        raise _NotStrictJson("a key occurs twice")
-    return members
-
-
 def _refuse_constant(name: str) -> None:
-    raise _NotStrictJson(f"{name} is not JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def strict_json(text: str) -> Any:
@@ -46,7 +36,7 @@ def strict_json(text: str) -> Any:
     Raises:
         ValueError: The text is anything else.
     """
-    return json.loads(text, object_pairs_hook=_object_of_unique_keys, parse_constant=_refuse_constant)
+    return json.loads(text, object_pairs_hook=unique_keys, parse_constant=_refuse_constant)
 
 
 def _canonical(value: Any) -> str:

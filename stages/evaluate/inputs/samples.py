@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.core.errors import UserError
 from pipeline.core.records import LineCheck, Sample
-from pipeline.core.strict import MOST_TEXT_BYTES, Unreadable, read_file
+from pipeline.core.strict import CONTROLS, MOST_TEXT_BYTES, Unreadable, read_file
 from pipeline.core.workloads import Workload, WorkloadsConfig
 from stages.evaluate.inputs.checks import calls_declared_tool, mentions, strict_json, words_of
 from stages.workloads import generate
@@ -41,7 +41,7 @@ class _Tool(_Strict):
 class _Line(_Strict):
     """A line of the user's file."""
 
-    id: str | None = Field(default=None, min_length=1)
+    id: str | None = Field(default=None, pattern=rf"^[^{CONTROLS}]{{1,200}}$")
     workload: str = Field(default="custom", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     prompt: str | None = Field(default=None, min_length=1)
     messages: list[_Message] | None = Field(default=None, min_length=1)
@@ -56,6 +56,7 @@ class _Line(_Strict):
 
 
 _FIXES = {
+    "id": "give a text of 1 to 200 characters that can be shown",
     "check": f"give one of {', '.join(get_args(LineCheck))}",
     "workload": "give a name of letters, digits, _ and -",
     "depth": "give a number from 0 to 1",
@@ -91,6 +92,9 @@ def load_samples(config: WorkloadsConfig) -> list[Sample]:
     return samples
 
 
+MOST_PROBLEMS = 20
+
+
 def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
     """Read the samples of a JSONL file.
 
@@ -121,7 +125,12 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
             used_ids.add(sample.id)
             samples.append(sample)
     if problems:
-        raise UserError("\n".join(problems))
+        more = (
+            [f"{path}: {len(problems) - MOST_PROBLEMS:,} more problems, correct these first"]
+            if problems[MOST_PROBLEMS:]
+            else []
+        )
+        raise UserError("\n".join(problems[:MOST_PROBLEMS] + more))
     if not samples:
         raise UserError(f"{path}:1: prompt: the file has no samples, give one JSON object a line")
     return samples
@@ -182,6 +191,8 @@ def _contradictions(line: _Line) -> Iterator[str]:
         yield f"prompt: {'given beside' if both else 'missing, and so is'} messages, give exactly one of the two"
     if line.check == "tool_call" and not line.tools:
         yield 'tools: missing for check "tool_call", list the tools that may be called'
+    if len({tool.name for tool in line.tools}) < len(line.tools):
+        yield "tools: a name occurs twice, keep one of the two"
     if line.check == "mention":
         yield from _unanswerable(line)
     elif line.mentions or line.distractors:

@@ -25,6 +25,9 @@ TEMPLATE_BYTES = 512
 """Of what a chat template writes around a message, and before the first one."""
 
 
+MOST_BYTES_OF_A_TOKEN = 256
+
+
 class BundleTokenizer:
     """The tokenizer in a bundle's or checkpoint's directory, loaded with transformers; nothing is downloaded."""
 
@@ -157,6 +160,12 @@ def check_lengths(samples: Sequence[Sample], checkpoint: Path, config: Workloads
     doubtful = [sample for sample in samples if _most_tokens_of(sample) + own > most_tokens]
     if not doubtful:
         return
+    for sample in doubtful:
+        size = _most_tokens_of(sample)
+        if size > most_tokens * MOST_BYTES_OF_A_TOKEN:  # encoding it would take gigabytes
+            raise UserError(
+                f"workloads: sample {sample.id} has {size:,} bytes, more than {most_tokens:,} tokens: {limited}; give less"
+            )
     for item in encode(doubtful, BundleTokenizer(checkpoint), config.max_scored_tokens):
         tokens = len(item.prompt) + len(item.reference) + (own if item.judged else 0)
         if tokens > most_tokens:

@@ -1,0 +1,136 @@
+"""Checkpoints whose weights are quantized by hand in each form, with the numbers that they stand for."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "tensor"}
+Tensors = dict[str, torch.Tensor]
+Made = tuple[Tensors, torch.Tensor]
+"""The parts of a layer, and the weight that they stand for."""
+
+
+def _group(form: str, bits: int, kind: str, strategy: str, inputs: bool, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": False, **more}
+    rounded = {**weights, "strategy": "token", "dynamic": True} if inputs else None
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": rounded, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+    } | {"config_groups": {"group_0": group}}
+
+
+def _int8(weight: torch.Tensor) -> Made:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    codes = (weight / scale).round()
+    return {"weight": codes.to(torch.int8), "weight_scale": scale}, codes * scale
+
+
+def _fp8(weight: torch.Tensor) -> Made:
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+
+
+def _modelopt(weight: torch.Tensor) -> Made:
+    scale = weight.abs().amax() / 448
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.05)}, codes.float() * scale
+
+
+def _blocks(weight: torch.Tensor) -> Made:
+    """Blocks of 48 by 32, the last rows of which are fewer."""
+    parts = [[columns.abs().amax() for columns in torch.split(rows, 32, 1)] for rows in torch.split(weight, 48, 0)]
+    scale = torch.stack([torch.stack(row) for row in parts]) / 448
+    each = torch.tensor([[float(scale[i // 48, j // 32]) for j in range(weight.shape[1])] for i in range(weight.shape[0])])
+    codes = (weight / each).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale_inv": scale}, codes.float() * each
+
+
+def _four_bits(weight: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes from 0 to 15 around 8, a scale for each, and a scale for each group of `size` columns."""
+    scale = torch.stack([part.abs().amax(1) for part in torch.split(weight, size, 1)], 1) / 7
+    each = torch.stack([scale[:, column // size] for column in range(weight.shape[1])], 1)
+    return (weight / each).round().clamp(-8, 7) + 8, each, scale
+
+
+def _packed(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Return eight columns in each int32: the column `order[k]` of the eight in the bits from 4 k."""
+    numbers = codes.numpy().astype(np.uint32)
+    words = np.zeros((numbers.shape[0], numbers.shape[1] // 8), np.uint32)
+    for column in range(numbers.shape[1]):
+        words[:, column // 8] |= numbers[:, column] << np.uint32(4 * order.index(column % 8))
+    return torch.from_numpy(words.view(np.int32))
+
+
+def _int4(weight: torch.Tensor) -> Made:
+    codes, each, scale = _four_bits(weight, 32)
+    shape = torch.tensor(weight.shape)
+    return {"weight_packed": _packed(codes), "weight_scale": scale, "weight_shape": shape}, (codes - 8) * each
+
+
+def _gptq(weight: torch.Tensor) -> Made:
+    """The columns are in groups by turns, as with desc_act."""
+    groups = torch.arange(weight.shape[1]) % (weight.shape[1] // 32)
+    scale = torch.stack([weight[:, groups == group].abs().amax(1) for group in range(int(groups.max()) + 1)]).half() / 7
+    each = torch.stack([scale[group] for group in groups.tolist()], 1).float()
+    codes = (weight / each).round().clamp(-8, 7) + 8
+    zeros = _packed(torch.full(scale.shape, 7))
+    parts = {"qweight": _packed(codes).T.contiguous(), "qzeros": zeros, "scales": scale, "g_idx": groups.int()}
+    return parts, (codes - 8) * each
+
+
+def _awq(weight: torch.Tensor) -> Made:
+    codes, _, scale = _four_bits(weight, 32)
+    zeros = (torch.arange(scale.numel()) % 16).reshape(scale.shape)  # any
+    half = torch.stack([scale[:, column // 32] for column in range(weight.shape[1])], 1).half().float()
+    shift = torch.stack([zeros[:, column // 32] for column in range(weight.shape[1])], 1)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    parts = {"qweight": _packed(codes.T, order), "qzeros": _packed(zeros.T, order), "scales": scale.T.contiguous().half()}
+    return parts, (codes - shift) * half
+
+
+FORMS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Made]]] = {
+    "W8A8 INT8": (_group("int-quantized", 8, "int", "channel", inputs=True), _int8),
+    "FP8": (_group("float-quantized", 8, "float", "channel", inputs=True), _fp8),
+    "W4A16": (_group("pack-quantized", 4, "int", "group", inputs=False, group_size=32), _int4),
+    "ModelOpt FP8": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, _modelopt),
+    "FP8 by blocks": ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [48, 32]}, _blocks),
+    "GPTQ": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": True}, _gptq),
+    "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, _awq),
+}
+
+
+def quantize_checkpoint(source: Path, out: Path, form: str, cache_scale: float | None = None) -> Tensors:
+    """Write a checkpoint of one file with its linear layers quantized, and return its weights as numbers.
+
+    `cache_scale` is the scale of keys that layer 0 carries; each later layer, and values, carry half of the one before.
+    """
+    shutil.copytree(source, out)
+    declared, make = FORMS[form]
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    numbers, stored = load_file(source / "model.safetensors"), Tensors()
+    for name, tensor in list(numbers.items()):
+        layer = name.rpartition(".")[0]
+        if not name.endswith("_proj.weight"):
+            stored[name] = tensor
+            continue
+        parts, numbers[name] = make(tensor.float())
+        stored |= {f"{layer}.{part}": value.contiguous() for part, value in parts.items()}
+    if cache_scale is not None:
+        declared = declared | {"kv_cache_scheme": SCHEME}
+        for number in range(2 * config["num_hidden_layers"]):
+            letter = "kv"[number % 2]
+            stored[f"model.layers.{number // 2}.self_attn.{letter}_proj.{letter}_scale"] = torch.tensor(cache_scale / 2**number)
+    (out / "config.json").write_text(json.dumps({**config, "quantization_config": declared}), encoding="utf-8")
+    (out / "model.safetensors").unlink()
+    save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
+    return numbers
