@@ -27,7 +27,7 @@ from pipeline.artifacts.files import store_of
 from pipeline.artifacts.store import used
 from pipeline.config.compose import plan
 from pipeline.core.engine import Engine
-from pipeline.core.errors import UserError
+from pipeline.core.errors import UserError, short
 from pipeline.core.records import Sample
 from pipeline.evidence.identity import BUNDLE_FILE, read_bundle
 from pipeline.loading import open_backend
@@ -38,6 +38,9 @@ from stages.evaluate.distances.distance import log_softmax
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.workloads.prompts import token_ids
 from stages.workloads.rendering import rendered
+
+MOST_PATH = 4095
+"""Characters of a path on Linux."""
 
 __all__ = ["KvgateLM", "cli_evaluate"]
 
@@ -54,7 +57,7 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     def __init__(
         self,
-        bundle: str,
+        bundle: str = "",
         batch_size: int | str = 1,
         max_length: int = 2048,
         max_gen_toks: int = 256,
@@ -76,6 +79,8 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             if not key.startswith("backend."):
                 known = "bundle, max_length, max_gen_toks, backend.KEY, and --batch_size"
                 raise UserError(f"{key}={value}: the model kvgate does not know this argument; it takes {known}")
+        if not bundle or len(bundle) > MOST_PATH:
+            raise UserError(f"bundle={short(bundle)}: is no path; give --model_args bundle=DIR, the directory of an engine")
         directory = Path(bundle)
         store = store_of(directory.resolve() / BUNDLE_FILE)
         self._in_use = ExitStack()  # held until the process ends: stage=prune waits for it

@@ -19,7 +19,6 @@ from plugins.kv_attention.layout import CacheLayout
 
 LENGTHS, SCALING, PROGRAMS = [0, 1, 64, 200], 0.1, 5
 LAYOUTS = {
-    "fp8k_int4v": CacheLayout(4, 128, side("fp8_e4m3 tensor"), side("int4 64")),
     "fp8k_nvfp4v": CacheLayout(4, 128, side("fp8_e4m3 tensor"), side("nvfp4 16")),
     "guarded": CacheLayout(4, 128, side("int8 token"), side("int4 32"), sink_tokens=4, recent_tokens=70),
     "bf16": CacheLayout(4, 64, side("bf16"), side("bf16")),

@@ -1,5 +1,6 @@
 """Every supported model family exports and equals transformers."""
 
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,13 @@ def test_family_equals_the_oracle_over_a_quantized_cache(name: str, family: tupl
     difference = np.abs(steps[1:] - expected).max(-1) / expected.std()
     assert difference.max() < 1e-2
     assert np.median(difference) < 2e-4
+
+
+@pytest.mark.usefixtures("family")
+def test_no_weight_stays_in_memory_after_an_export() -> None:
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)]
+    assert [found.shape for found in tensors if sorted(found.shape) == [48, 64]] == []
 
 
 def test_a_checkpoint_that_the_graph_cannot_express_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -233,6 +233,9 @@ def test_what_the_model_cannot_do_is_refused_with_its_fix(bundles: dict[str, Pat
             lm(bundles["fp16"], **options)
     with pytest.raises(UserError, match="cannot be read"):
         lm(bundles["fp16"] / "nothing")
+    for none in ("", "b" * 5000):
+        with pytest.raises(UserError, match="is no path; give --model_args bundle=DIR"):
+            KvgateLM(none)
 
 
 def test_the_command_line_runs_local_tasks_without_a_network(bundles: dict[str, Path], tmp_path: Path) -> None:

@@ -131,6 +131,11 @@ def _translate(checkpoint: Path, graph: Path, compute_dtype: ComputeDType, progr
         program = torch.onnx.export(exported, dynamo=True, output_names=["logits"], verbose=False)
     assert program is not None
     program.save(graph, external_data=True)
+    # The exporter keeps the graph for as long as the process runs: its weights go, folded ones and the model's.
+    for value in program.model.graph.initializers.values():
+        value.const_value = None
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0)
 
 
 def _write_graph(out: Path, files: list[Path]) -> onnx.GraphProto:
