@@ -86,10 +86,13 @@ def _event() -> Any:
 
 
 def copy_rate(timer: Timer, device: torch.device) -> float:
-    """Return the bytes per second of a device-to-device copy, bytes read and written together."""
+    """Return the bytes per second of a copy by a kernel, bytes read and written together.
+
+    A graph's own node for a copy moved 2.8 TB/s on an H200 on which kernels read 3.8 TB/s.
+    """
     source = torch.rand(COPY_BYTES // 4, device=device)
     target = torch.empty_like(source)
-    microseconds, copied = timer(lambda: target.copy_(source), COPY_RUNS)
+    microseconds, copied = timer(lambda: torch.mul(source, 1.0, out=target), COPY_RUNS)
     if not torch.equal(copied, source):
         raise RuntimeError("the copy that was timed did not copy: nothing can be measured against it")
     return 2 * COPY_BYTES / (microseconds * 1e-6)

@@ -134,7 +134,13 @@ STEPS: dict[str, tuple[Part, ...]] = {
     ),
     "speed": (
         attention("8B, batch 32, 2k", 150, KV, batches="32", tokens="2k", group=4),
-        attention("large caches", 300, KV, tokens="8k,32k"),
+        attention("large caches", 200, KV, tokens="8k,32k"),
+        *(
+            Part(
+                name.replace("_", " "), (PYTHON, "-m", f"benchmarks.{name}", "--json", f"{{out}}/{name}.json"), 120, ("triton",)
+            )
+            for name in ("attention_variants", "context_attention")
+        ),
     ),
     "peers": (
         attention(

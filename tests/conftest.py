@@ -35,14 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     `make test-long` takes of tests/integration what has more cases there; `make test` takes the rest.
     """
+    # An item's keywords hold the names of its folders, too: marks alone say what a test is.
     if STRIDE == 1:
-        items[:] = [item for item in items if item.path.parent.name != "integration" or "every" in item.keywords]
-    if os.environ.get("REQUIRE_GPU") == "1" or not any("gpu" in item.keywords for item in items):
-        return
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU (REQUIRE_GPU=1 turns this into a failure)"))
+        items[:] = [item for item in items if item.path.parent.name != "integration" or item.get_closest_marker("every")]
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and os.environ.get("REQUIRE_GPU") != "1" and not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU (REQUIRE_GPU=1 turns this into a failure)"))
 
 
 def pytest_collection_finish() -> None:

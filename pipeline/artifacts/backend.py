@@ -127,6 +127,10 @@ class Loader(ABC):
         return ()
 
 
+FLOAT16_WEIGHTS = "float32, attention weights in float16"
+"""What an engine in float32 computes in whose kernels round the weights of values for the matrix instruction."""
+
+
 class Backend(Loader):
     build_module: ClassVar[str]
     """Module that builds bundles: its source, with all that it can import, is part of a bundle's key."""

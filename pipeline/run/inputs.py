@@ -249,8 +249,8 @@ def check_draft(path: str, target: Path) -> None:
             "the target; give a draft with the same tokenizer"
         )
     try:
-        check_opens(drafter)
         check_weights(drafter, expected_tensors)
+        check_opens(drafter)
     except UserError as error:
         raise UserError(str(error).replace("model.path=", key)) from None
 

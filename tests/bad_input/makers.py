@@ -125,6 +125,24 @@ def with_weights(
     return prepare
 
 
+def sharded(weight_map: object, files: dict[str, list[str]] | None = None) -> Prepare:
+    """Make `model` with an index, and shards that hold what `files` says; without it, half of the tensors each."""
+
+    def prepare(directory: Path) -> None:
+        model = checkpoint(directory / "model")
+        (model / "model.safetensors").unlink()
+        tensors = shapes()
+        names = list(tensors)
+        parts = files or {"a.safetensors": names[:10], "b.safetensors": names[10:]}
+        for file, held in parts.items():
+            safetensors(model / file, {name: tensors[name] for name in held})
+        whole = {name: file for file, held in parts.items() for name in held}
+        listed = weight_map(whole) if callable(weight_map) else weight_map
+        (model / "model.safetensors.index.json").write_text(json.dumps(listed))
+
+    return prepare
+
+
 def instead(name: str, make: Callable[[Path], object]) -> Prepare:
     """Make `model` in which something else lies in the place of a file."""
 

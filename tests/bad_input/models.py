@@ -10,11 +10,10 @@ from bad_input.case import Case
 from bad_input.makers import (
     CONFIG,
     Prepare,
-    checkpoint,
     fifo,
     instead,
-    safetensors,
     shapes,
+    sharded,
     sparse,
     with_config,
     with_file,
@@ -74,29 +73,6 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("dtype as a list", {"dtype": ["float32"]}, ("dtype",)),
     ("eos as text", {"eos_token_id": "</s>"}, ("eos_token_id", "'</s>'")),
     ("padding that the vocabulary has not", {"pad_token_id": 10**9}, ("pad_token_id", "1000000000", "1,344")),
-    ("an end that the vocabulary has not", {"eos_token_id": [1, 1344]}, ("eos_token_id", "1,344")),
-    ("a theta below 1", {"rope_theta": 1e-300}, ("rope_theta", "1e-300")),
-    ("an eps of everything", {"rms_norm_eps": 1e300}, ("rms_norm_eps", "1e+300")),
-    ("more than the whole head rotated", {"partial_rotary_factor": 2}, ("partial_rotary_factor", "2")),
-    (
-        "a scaling from 0 positions",
-        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0}},
-        ("rope_scaling.original_max_position_embeddings", "got 0"),
-    ),
-    ("a factor of true", {"rope_scaling": {"rope_type": "linear", "factor": True}}, ("rope_scaling.factor", "True")),
-    (
-        "frequencies without a range",
-        {
-            "rope_scaling": {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 1.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
-        ("rope_scaling.low_freq_factor", "1.0"),
-    ),
     ("rope_scaling as a number", {"rope_scaling": 2}, ("rope_scaling", "2")),
     ("rope_scaling of another kind", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("rope_scaling", "dynamic")),
     ("rope_scaling without factor", {"rope_scaling": {"rope_type": "linear"}}, ("rope_scaling.factor",)),
@@ -173,6 +149,22 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("biases that the weights have not", {"attention_bias": True}, ("bias", "missing")),
     ("an output matrix that the weights have not", {"tie_word_embeddings": False}, ("lm_head.weight",)),
     ("other heads than the weights'", {"num_attention_heads": 4}, ("self_attn", "shape")),
+)
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
+NUMBERS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
+    ("an end that the vocabulary has not", {"eos_token_id": [1, 1344]}, ("eos_token_id", "1,344")),
+    ("a theta below 1", {"rope_theta": 1e-300}, ("rope_theta", "1e-300")),
+    ("an eps of everything", {"rms_norm_eps": 1e300}, ("rms_norm_eps", "1e+300")),
+    ("more than the whole head rotated", {"partial_rotary_factor": 2}, ("partial_rotary_factor", "2")),
+    ("a factor of true", {"rope_scaling": {"rope_type": "linear", "factor": True}}, ("rope_scaling.factor", "True")),
+    (
+        "a scaling from 0",
+        {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 0}},
+        ("original_max_position_embeddings",),
+    ),
+    ("frequencies without a range", {"rope_scaling": LLAMA3}, ("rope_scaling.low_freq_factor", "1.0")),
 )
 
 
@@ -279,24 +271,6 @@ JSON: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = tuple(
         ("unreadable", instead(name, unreadable), ("Permission denied",)),
     )
 )  # fmt: skip
-
-
-def sharded(weight_map: object, files: dict[str, list[str]] | None = None) -> Prepare:
-    """Make `model` with an index, and shards that hold what `files` says; without it, half of the tensors each."""
-
-    def prepare(directory: Any) -> None:
-        model = checkpoint(directory / "model")
-        (model / FILE).unlink()
-        tensors = shapes()
-        names = list(tensors)
-        parts = files or {"a.safetensors": names[:10], "b.safetensors": names[10:]}
-        for file, held in parts.items():
-            safetensors(model / file, {name: tensors[name] for name in held})
-        whole = {name: file for file, held in parts.items() for name in held}
-        listed = weight_map(whole) if callable(weight_map) else weight_map
-        (model / "model.safetensors.index.json").write_text(json.dumps(listed))
-
-    return prepare
 
 
 INDEX = "model.safetensors.index.json"
@@ -413,7 +387,7 @@ CASES = [
     *(
         case(name, prepare, *says, loads_model=name in HELD_AGAINST_THE_MODEL)
         for name, prepare, says in (
-            *((name, with_config(**changes), says) for name, changes, says in CONFIGS),
+            *((name, with_config(**changes), says) for name, changes, says in (*CONFIGS, *NUMBERS)),
             *(*WEIGHTS, *SHARDS, *TOKENIZERS),
         )
     ),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bad_input.case import Case
-from bad_input.makers import Prepare, both, checkpoint, fifo, sparse, text, with_config, with_weights
+from bad_input.makers import Prepare, both, checkpoint, fifo, sparse, text, with_config, with_file, with_weights
 
 NESTED = "[" * 100_000 + "]" * 100_000
 
@@ -276,6 +276,9 @@ CASES = [
          place("model", lambda path: checkpoint(path).chmod(0o444)), unprivileged=True),
     Case("a lock that may not be read", ("stage=prune", "prune.apply=true"), ("work/artifacts/.lock", "may not be read"),
          place("work/artifacts/.lock", lambda path: path.touch(0)), begins=True, unprivileged=True),
+    Case("a draft without weights", ("stage=evaluate", "workloads.speculation={draft:model}"),
+         ("workloads.speculation.draft=", "model.safetensors", "download it again"), with_file("model.safetensors", "x"),
+         loads_model=True),
     Case("a draft with NaN", ("stage=evaluate", "workloads.speculation={draft:model}"),
          ("workloads.speculation.draft=", "model.safetensors", "NaN"),
          with_weights(data=lambda zeros: zeros[:-4] + b"\0\0\xc0\x7f"), loads_model=True),

@@ -7,6 +7,7 @@ interpreter, which run on the GPU where there is one: tests/integration/test_ker
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ctypes import CDLL, byref, c_int, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from kernel_cases import side
 from torch import Tensor
 
 from plugins.kv_attention import launch
+from plugins.kv_attention.kernels.decode import decode_partial
+from plugins.kv_attention.kernels.variants import decode_variant
 from plugins.kv_attention.layout import CacheLayout
 
 pytestmark = pytest.mark.gpu
@@ -104,6 +107,28 @@ def test_a_captured_step_replays_over_other_tokens_as_if_it_were_launched(name: 
         assert out.isfinite().all()
         for array, tensor in captured.cache.items():
             assert torch.equal(tensor.view(torch.uint8), eager.cache[array].view(torch.uint8)), array
+
+
+class Launched:
+    """decode_partial, which keeps the compiled kernel of its last launch."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*arguments: Any, **options: Any) -> None:
+            self.kernel = decode_partial[grid](*arguments, **options)
+
+        return run
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_programs_that_work_is_divided_for_run_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, decoder = Launched(), Decoder(LAYOUTS[name])
+    monkeypatch.setattr(launch, "decode_partial", launched)
+    decoder.step()
+    variant = decode_variant(launch.setting_of(decoder.layout, decoder.inputs[0][0], 0.1))
+    resident, shared = c_int(0), c_size_t(launched.kernel.metadata.shared)
+    of_a_multiprocessor = CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor
+    assert of_a_multiprocessor(byref(resident), c_void_p(launched.kernel.function), 32 * variant.num_warps, shared) == 0
+    assert resident.value >= variant.resident
 
 
 def test_the_benchmark_runs_and_every_kernel_is_right(tmp_path: Path) -> None:

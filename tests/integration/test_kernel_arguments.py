@@ -4,6 +4,7 @@ On a GPU the driver launches the PTX that the plugin carries, by cupy and withou
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from plugins.kv_attention.layout import CacheLayout
 
 LENGTHS, SCALING, PROGRAMS = [0, 1, 64, 200], 0.1, 5
 LAYOUTS = {
-    "fp8k_int4v": CacheLayout(4, 128, side("fp8_e4m3 tensor"), side("int4 64")),
     "fp8k_nvfp4v": CacheLayout(4, 128, side("fp8_e4m3 tensor"), side("nvfp4 16")),
     "guarded": CacheLayout(4, 128, side("int8 token"), side("int4 32"), sink_tokens=4, recent_tokens=70),
     "bf16": CacheLayout(4, 64, side("bf16"), side("bf16")),
@@ -28,8 +28,8 @@ LAYOUTS = {
 class Plugin:
     """Launches of the plugin's kernels for one layout."""
 
-    def __init__(self, layout: CacheLayout, query: Tensor) -> None:
-        self.setting = launch.setting_of(layout, query, SCALING)
+    def __init__(self, layout: CacheLayout, query: Tensor, folder: Path) -> None:
+        self.setting, self.folder = launch.setting_of(layout, query, SCALING), folder
 
     def run(self, operation: aot.Kernel, grid: tuple[int, ...], given: Mapping[str, Any]) -> None:
         """Launch a kernel. given: tensors and integers by the names of its parameters."""
@@ -38,7 +38,9 @@ class Plugin:
             return
         cupy = pytest.importorskip("cupy", reason="cupy launches PTX without TensorRT")
         kernel = aot.compile_operation(operation, self.setting)
-        function = cupy.RawModule(code=kernel.ptx).get_function(kernel.name)
+        file = self.folder / f"{kernel.name}.ptx"  # as `code`, cupy would take the text for CUDA C++
+        file.write_text(kernel.ptx)
+        function = cupy.RawModule(path=str(file)).get_function(kernel.name)
         arguments = tuple(self.argument(name, kind, given) for name, kind in kernel.parameters)
         function((*grid, 1, 1)[:3], (32 * kernel.num_warps, 1, 1), arguments, shared_mem=kernel.shared_bytes)
         torch.cuda.synchronize()
@@ -65,14 +67,14 @@ def launch_value(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_step_with_the_plugins_arguments_gives_what_launches_on_torch_tensors_give(name: str) -> None:
+def test_a_step_with_the_plugins_arguments_gives_what_launches_on_torch_tensors_give(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     case = Case(layout, LENGTHS)
     cache, tables = on_device(case.cache), on_device(case.tables)
     query, key_new, value_new = (tensor.to(DEVICE) for tensor in (case.query, case.key_new, case.value_new))
     page_table, lengths = tables["page_table"], tables["lengths"]
     batch, q_heads, dim = query.shape
-    plugin, rows = Plugin(layout, query), work_rows(PROGRAMS, batch, exact=layout.exact_tokens > 0)
+    plugin, rows = Plugin(layout, query, tmp_path), work_rows(PROGRAMS, batch, exact=layout.exact_tokens > 0)
     plan = launch.plan_decode(layout, lengths, programs=PROGRAMS)
     own = launch.Plan(torch.full_like(plan.work, -7), torch.full_like(plan.sequences, -7))
     step = {"work": own.work, "sequences": own.sequences, "table_width": page_table.shape[1], **tables}

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from pipeline.artifacts.backend import Backend
+from pipeline.artifacts.backend import FLOAT16_WEIGHTS, Backend
 from pipeline.config.compose import plan
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
@@ -18,6 +18,7 @@ from pipeline.run.inputs import check_inputs
 from stages.engines.cuda.device import device_identity, resolve_device
 from stages.engines.oracle.config import TorchConfig
 from stages.engines.paged.kernel_layout import check_kernels, choose_layers
+from stages.evaluate.twins.twin import ROUNDING
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=128)
 CONF = Path(__file__).parents[2] / "conf" / "kv"
@@ -163,9 +164,10 @@ def test_a_job_is_refused_before_anything_is_made() -> None:
 
 @pytest.mark.usefixtures("a_gpu")
 def test_what_a_gpu_computes_in_is_part_of_an_evaluations_key() -> None:
-    for dtype in ("float32", "bfloat16"):
+    for dtype, computes in (("float32", FLOAT16_WEIGHTS), ("bfloat16", "bfloat16")):
         config = TorchConfig.model_validate({"name": "torch", "device": "cuda", "threads": 1, "compute_dtype": dtype})
         backend = open_backend(config)
         assert isinstance(backend, Backend)
-        assert (backend.compute_dtype, backend.run_parts()["compute_dtype"]) == (dtype, dtype)
+        assert (backend.compute_dtype, backend.run_parts()["compute_dtype"]) == (computes, dtype)
+        assert ROUNDING["float32"] < ROUNDING[computes]
     assert "compute_dtype" not in open_backend(TorchConfig(name="torch", device="cpu", threads=1)).run_parts()

@@ -33,7 +33,7 @@ def context_variant(setting: Setting) -> Variant:
     # The largest tiles leave no shared memory for two of them.
     stages = 1 if wide and dim == 256 else STAGES
     tile = 16 if wide or dim == 256 else 32
-    constants = decode.constants | {
+    constants = {name: value for name, value in decode.constants.items() if name != "PDL"} | {
         "T": tile,
         "U": 16 if dim == 256 or setting.dtype == "float32" else 32,
         "N": columns,

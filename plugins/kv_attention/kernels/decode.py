@@ -16,6 +16,7 @@ block's scale is a float16 without rounding, and the layer's scale is one factor
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from plugins.kv_attention.kernels.attend import (
     HEADROOM,
@@ -161,7 +162,7 @@ def decode_partial(
     SCALING: tl.constexpr, PARTS: tl.constexpr,
     KEY: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE: tl.constexpr, VALUE_SCALE: tl.constexpr, GROUPS: tl.constexpr,
     CHUNKS: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend with one KV head to the pages that a row of the work list names. Grid (H, Y).
 
@@ -184,6 +185,8 @@ def decode_partial(
             without a part are not written.
         partial_ml: Output (R, Hq, 2) float32, m and l, the sum of the weights; -inf and 0 of a part without tokens.
     """
+    if PDL:  # decode_reduce's programs may take the places that are free, and wait there
+        gdc_launch_dependents()
     h = tl.program_id(0)
     work += tl.program_id(1) * 5
     EXACT: tl.constexpr = SINK + RECENT

@@ -5,13 +5,14 @@ Shapes: B sequences, Hq query heads, R parts of all sequences, D head_dim.
 
 import triton
 import triton.language as tl
-
-CHUNK = tl.constexpr(16)
-"""Parts that are read at once."""
+from triton.language.extra.cuda import gdc_wait
 
 
 @triton.jit
-def decode_reduce(partial_acc, partial_ml, sequences, out, HQ: tl.constexpr, D: tl.constexpr, ROUND: tl.constexpr):
+def decode_reduce(
+    partial_acc, partial_ml, sequences, out,
+    HQ: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Join the parts of one sequence and query head. Grid (Hq, B).
 
     Args:
@@ -19,12 +20,16 @@ def decode_reduce(partial_acc, partial_ml, sequences, out, HQ: tl.constexpr, D: 
         partial_ml: (R, Hq, 2) float32, m and l; a part without tokens has l = 0 and m = -inf.
         sequences: (B, 4) int32, as plan_work writes it.
         out: (B, Hq, D).
+        CHUNK: Parts that are read at once.
+        PDL: The kernel may begin before decode_partial has ended: it waits for the parts, not for a launch.
         ROUND: Round to bfloat16 by integer arithmetic, because Triton's interpreter truncates.
     """
     head = tl.program_id(0)
     b = tl.program_id(1)
     first = tl.load(sequences + b * 4 + 2)
     parts = tl.load(sequences + b * 4 + 3)
+    if PDL:
+        gdc_wait()
     d = tl.arange(0, D)
     m = float("-inf")
     l = 0.0

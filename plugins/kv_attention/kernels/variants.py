@@ -11,6 +11,9 @@ FP8_SM = 89
 DIRECT_FP8_SM = 90
 """First compute capability for which Triton converts float32 to float8 directly; below, it rounds to float16 on the way."""
 
+PDL_SM = 90
+"""First compute capability with programmatic dependent launches: a kernel begins before the one that it waits for has ended."""
+
 GROUP_LIMIT = 16
 """Largest number of query heads per KV head."""
 
@@ -36,6 +39,13 @@ Five is the first number with which Triton holds two tiles, so that one is copie
 SM_SHARED = {80: 164 * 1024, 87: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024, 103: 228 * 1024}
 """Bytes of shared memory of an SM by compute capability; others have 100 KB. A program takes 1 KB beyond what it asks for."""
 
+UNDER_WAY = 57 * 1024
+"""Bytes of tiles that an SM has under way, one tile of each program. With fewer bytes the memory waits; with more programs come
+more parts to join (benchmarks/results/attention_variants_h200.json)."""
+
+REDUCE_WARPS, REDUCE_PARTS = 1, 8
+"""Warps of decode_reduce, and parts of a sequence that it reads at once."""
+
 MAX_REGISTERS = 255
 """Registers per thread of decode_partial. Without it ptxas stays at 168 and spills a few bytes, for an occupancy that decoding
 does not need."""
@@ -54,16 +64,21 @@ class Variant:
     """Shared memory of a program at most."""
     sm_shared: int = 100 * 1024
     """Shared memory of an SM."""
+    most: int = 8
+    """Programs that an SM is given at most."""
+    overlaps: bool = False
+    """Whether its programs may begin before the kernel before has ended."""
 
     @property
     def resident(self) -> int:
-        """Programs that one SM runs at once, of its 65536 registers 256 a thread: 8 of one warp, or what its memory holds."""
-        return min(65536 // (32 * self.num_warps * 256), self.sm_shared // (self.shared_bytes + 1024))
+        """Programs that one SM is given: `most`, or what its 65536 registers, 256 a thread, and its memory hold at once."""
+        return min(self.most, 65536 // (32 * self.num_warps * 256), self.sm_shared // (self.shared_bytes + 1024))
 
     @property
     def options(self) -> dict[str, int]:
         """Options of Triton besides the constexprs, at a launch and ahead of time."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        options |= {"launch_pdl": True} if self.overlaps else {}
         return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
 
 
@@ -100,6 +115,11 @@ class Setting:
         """Whether a kernel rounds its bfloat16 results by integer arithmetic, because the interpreter truncates."""
         return self.sm is None and self.dtype == "bfloat16"
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether decode_reduce may begin before decode_partial has ended."""
+        return self.sm is not None and self.sm >= PDL_SM
+
 
 def decode_variant(setting: Setting) -> Variant:
     """Return the variant of decode_partial."""
@@ -133,9 +153,11 @@ def decode_variant(setting: Setting) -> Variant:
         "PTX": sm is not None,
         "FP8": sm is not None and sm >= FP8_SM,
         "STAGES": stages,
+        "PDL": setting.overlaps,
     }
+    tile_bytes = tile * layout.token_bytes // layout.kv_heads
     # Two tiles, and a query or its sums while their layout changes.
-    shared = 2 * tile * layout.token_bytes // layout.kv_heads + 4 * size + 64
+    shared = 2 * tile_bytes + 4 * size + 64
     return Variant(
         constants,
         num_warps=warps,
@@ -143,6 +165,7 @@ def decode_variant(setting: Setting) -> Variant:
         maxnreg=MAX_REGISTERS,
         shared_bytes=shared,
         sm_shared=SM_SHARED.get(sm or 0, Variant.sm_shared),
+        most=max(1, UNDER_WAY // tile_bytes),
     )
 
 
@@ -202,8 +225,14 @@ def partial_dtype(query_dtype: str) -> str:
 def reduce_variant(setting: Setting) -> Variant:
     """Return the variant of decode_reduce."""
     layout = setting.layout
-    constants = {"HQ": layout.kv_heads * setting.group, "D": layout.head_dim, "ROUND": setting.rounds_bfloat16}
-    return Variant(constants, num_warps=4, num_stages=1)
+    constants = {
+        "HQ": layout.kv_heads * setting.group,
+        "D": layout.head_dim,
+        "CHUNK": REDUCE_PARTS,
+        "ROUND": setting.rounds_bfloat16,
+        "PDL": setting.overlaps,
+    }
+    return Variant(constants, num_warps=REDUCE_WARPS, num_stages=1, overlaps=setting.overlaps)
 
 
 def _scale_kind(side: SideLayout, dynamic: str) -> str:

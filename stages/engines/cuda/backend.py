@@ -6,7 +6,7 @@ them differs.
 
 from pathlib import Path
 
-from pipeline.artifacts.backend import Job
+from pipeline.artifacts.backend import FLOAT16_WEIGHTS, Job
 from pipeline.checkpoint.description import refuse_other_attention
 from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement
@@ -31,7 +31,8 @@ class CudaBackend(OracleBackend):
 
     @property
     def compute_dtype(self) -> str:
-        return self.config.compute_dtype
+        weights = self.config.compute_dtype == "float32" and self._finds_gpu()
+        return FLOAT16_WEIGHTS if weights else self.config.compute_dtype
 
     @property
     def engine_module(self) -> str:  # type: ignore[override]  # torch decides which engine runs

@@ -1,0 +1,79 @@
+"""Attention of several new tokens over a quantized history on a GPU, beside torch's SDPA over the same keys and values in bf16.
+
+    python -m benchmarks.context_attention --json benchmarks/results/context_attention_h200.json
+
+Exit code 4 without a GPU or Triton, 1 when an output was wrong.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.attention_cases import STORAGES, Case, Row
+from benchmarks.recording import log, results_record, write_json
+
+CASES = ((Case(1, 8192, 8), 512), (Case(4, 8192, 8), 512), (Case(1, 512, 8), 512), (Case(8, 8192, 8), 4))
+"""Sequences with their history, and new tokens of each."""
+TOLERANCE = 5e-3
+
+
+def measure(device: torch.device) -> Iterator[Row]:
+    """Yield a row of each storage, and one of SDPA."""
+    from benchmarks.attention_step import Step
+    from benchmarks.attention_timing import GpuTimer
+    from plugins.kv_attention import reference
+    from plugins.kv_attention.context import context_attention
+
+    timer = GpuTimer(device)
+    for case, new in CASES:
+        batch, history = case.batch, case.tokens
+        flops = 4 * batch * case.q_heads * case.head_dim * new * (history + (new + 1) / 2)
+        what = {"batch": batch, "history": history, "new": new, "group": case.group}
+        heads = (case.q_heads, case.kv_heads, case.kv_heads)
+        query, key, value = (torch.randn(batch * new, h, case.head_dim, device=device).bfloat16() for h in heads)
+        for storage in STORAGES:
+            step = Step(case, storage, device, seed=1)
+            inputs = (step.layout, query, key, value, step.cache, step.page_table, step.lengths)
+            microseconds, out = timer(partial(context_attention, *inputs, scaling=step.scaling), None)
+            stored = [reference.dequantize(step.layout, step.cache, table.long(), history) for table in step.page_table]
+            given = [
+                torch.cat([torch.stack(side), x.view(batch, new, case.kv_heads, -1).transpose(1, 2)], 2)
+                for side, x in zip(zip(*stored, strict=True), (key, value), strict=True)
+            ]
+            rows = query.view(batch, new, case.q_heads, -1).transpose(1, 2)
+            attend = partial(scaled_dot_product_attention, scale=step.scaling, enable_gqa=True)
+            visible = torch.ones(new, history + new, dtype=torch.bool, device=device).tril(history)
+            keys, values = given
+            exact = attend(rows[:1].float(), keys[:1].float(), values[:1].float(), attn_mask=visible).transpose(1, 2)[0]
+            error = float((out[:new].float() - exact).norm() / exact.norm())
+            yield what | {"kernel": storage, "microseconds": microseconds, "tflops": flops / microseconds / 1e6, "error": error}
+        dense = partial(attend, rows, keys.bfloat16(), values.bfloat16(), attn_mask=causal_lower_right(new, history + new))
+        microseconds, _ = timer(dense, None)
+        yield what | {"kernel": "sdpa bf16", "microseconds": microseconds, "tflops": flops / microseconds / 1e6}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark with command-line arguments. Returns the exit code."""
+    parser = argparse.ArgumentParser("python -m benchmarks.context_attention", description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        log("context_attention.py lacks here: an NVIDIA GPU")
+        return 4
+    rows = []
+    with torch.inference_mode():
+        for row in measure(torch.device("cuda", torch.cuda.current_device())):
+            log(" ".join(f"{name}={value}" for name, value in row.items()))
+            rows.append(row)
+    write_json(arguments.json, results_record(rows, ("torch", "triton"), gpu={"name": torch.cuda.get_device_name()}))
+    return 1 if any(not row.get("error", 0.0) <= TOLERANCE for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
