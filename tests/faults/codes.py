@@ -117,7 +117,7 @@ FAULTS = [
     of("values_of_next_layer", "int8", "one layer stores the values of the next one",
        write("value", from_new("value_pool.2"), layers=[1]) + write("value_scale", from_new("value_scale_pool.2"), layers=[1])),
     of("heads_swapped_in_decode", "fp8", "decode stores one layer's heads in reverse order",
-       write("key", lambda x, _: x[:, ::-1], decoding, layers=[1])),
+       write("key", lambda x, _: x[:, ::-1], decoding, layers=[1]), "conformance"),
     of("head_0_for_all", "fp8", "all heads of one layer store the first one's values: GQA's mapping",
        write("value", lambda x, _: np.broadcast_to(x[:, :1], x.shape), layers=[2])),
     of("nibbles_swapped_sometimes", "fp8k_int4v", "a byte's two codes swapped in every other token of one layer",

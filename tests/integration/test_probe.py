@@ -269,7 +269,7 @@ FAULTS: dict[Callable[[Any], None], str] = {
     long_rows_of_large_batches: "batch: row 18 of a batch of 20",
     turns_begin_late: "turns: turns of 60, 1, 5 tokens",
     equal_prompts_share_what_they_write: "equal: equal prompts of 60 tokens that part",
-    lost_from_the_330th: "far: 56 tokens and far, 320 or more decoded tokens",
+    lost_from_the_330th: "far: 9 tokens and far, 320 or more decoded tokens",
     a_breath_of_another: "isolation: ",
 }
 

@@ -14,11 +14,8 @@ from stages.evaluate.twins.stage import Actor, Stage
 STEPS = 4
 """Decode steps of a sequence, where nothing else says how many."""
 
-LONG_ANSWER = 16
+LONG_ANSWER = PAGE_TOKENS + 8
 """Tokens of one of the free answers: a page begins in it."""
-
-ANSWERED = PAGE_TOKENS - LONG_ANSWER // 2
-"""Tokens of its prompt."""
 
 LEAVING = 32
 """Steps within which the rows of the ragged batch leave one after the other: batches of every size up to that."""
@@ -70,11 +67,11 @@ def ragged(stage: Stage) -> list[Actor]:
     """Return the rows of the ragged batch: long ones first and last but one, short ones between them."""
     size, most, config = stage.largest, stage.max_tokens, stage.config
     steps = min(config.offset_steps, most // 2)
-    far, near = min(config.decode_steps, most - 32), min(ANSWERED, most // 2)
+    far = min(config.decode_steps, most - 32)
     claimed = min(stage.claimed, most - STEPS)
     chosen = [
         stage.actor(f"{most:,} tokens", most - steps, steps),
-        stage.actor(f"{near} tokens and far", near, min(far, most - near), part="far", measured=True),
+        stage.actor("9 tokens and far", 9, far, part="far", measured=True),
         stage.actor("a row of the claimed length", claimed, STEPS),
         stage.actor("1 token and far", 1, far, part="far", measured=True),
     ][:size]
