@@ -81,7 +81,7 @@ FAULTS = [
     of("ring_over_the_sinks", "int8_sinks", "the ring of recent tokens begins at the sinks' slots",
        ring(lambda slots, sink, _: np.where(slots >= sink, slots - sink, slots))),
     of("ring_never_wraps", "int8_sinks", "tokens that come round the ring stay in its last slot",
-       ring(lambda slots, sink, recent: np.where(slots == sink, sink + recent - 1, slots))),
+       ring(lambda slots, sink, recent: np.where(slots == sink, sink + recent - 1, slots)), "conformance"),
     of("exact_slots_of_eight", "int8_sinks", "rows from 8 on read other rows' exact tokens",
        given("exact_slots", lambda x, _: x[np.arange(len(x)) % 8])),
     of("exact_tokens_of_prompts_alone", "int8_sinks", "decoded tokens are not kept exactly",
