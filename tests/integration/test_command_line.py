@@ -65,8 +65,7 @@ def test_promote_without_candidates_says_what_to_run_and_writes_nothing(
     result = run(["stage=promote"])
     assert (result.code, result.stderr.count("pipeline: error: ")) == (2, 1)
     assert "run stage=evaluate first" in result.stderr
-    assert not (tmp_path / "work").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["work"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_sigterm_is_a_control_c(tmp_path: Path) -> None:
