@@ -1,6 +1,6 @@
 """How often the gate on answers passes or fails wrongly where samples share documents whose answers flip together.
 
-    python -m benchmarks.gate_clusters               # the table of docs/verdict.md on documents, about ten minutes
+    python -m benchmarks.gate_clusters               # the figures of docs/verdict.md on documents, about ten minutes
     python -m benchmarks.gate_clusters --runs 1000
 
 Evaluations of one kind of work are drawn, and the counts and tests of `pipeline.verdict` decide them. rho is the correlation of

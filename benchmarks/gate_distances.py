@@ -1,6 +1,6 @@
 """How often bounds of a mean distance pass a candidate exactly at its threshold, on shapes that real KV caches have.
 
-    python -m benchmarks.gate_distances          # the tables of docs/verdict.md on distances, about two minutes
+    python -m benchmarks.gate_distances          # the figures of docs/verdict.md on distances, about two minutes
 
 A shape (`benchmarks.gate_shapes`) is scaled until the mean of its documents, each cut at `distances.OUTLIER` times the limit,
 is the limit: a PASS is wrong there. Documents are drawn from it with replacement. Power is of the shapes as they were measured.

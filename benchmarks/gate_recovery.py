@@ -1,7 +1,7 @@
 """How often bounds of recovery pass a candidate exactly at its limit, and a sound one, on rows that were measured.
 
     python -m benchmarks.recovery                     # two hours: 3,000 questions to SmolLM2, the file that this reads
-    python -m benchmarks.gate_recovery                # the tables of docs/verdict.md on recovery, about three minutes
+    python -m benchmarks.gate_recovery                # the figures of docs/verdict.md on recovery, about three minutes
 
 A candidate at its limit is made from the measured ones: by a loss in proportion to the probability (`proportional`), by the
 losses of a cache that loses more, made smaller (`scaled`), or by a broken cache's rows for some questions (`questions`) or for
