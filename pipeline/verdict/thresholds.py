@@ -8,12 +8,8 @@ from pydantic import Field
 from pipeline.core.strict import StrictModel
 from pipeline.verdict.record import Record
 
-RULES = 6
-"""Version of the gates' rules. 1: one look at all samples, and Holm's procedure for PASS as well as for FAIL. 2: bootstraps of
-distances, a tail and a slope that passed where they did not fail, and flips of a document taken to be alike. 3: counts
-of samples that share documents were rounded against the candidate, and an INCONCLUSIVE asked for other numbers of samples.
-4: an INCONCLUSIVE asked for more samples where answers were open alone, and a FAIL asked for some. 5: a PASS needed each kind
-of work's greedy answers to be non-inferior, and no probability of an answer was looked at."""
+RULES = 7
+"""Version of the gates' rules; docs/verdict.md has the table of what each version went by."""
 
 MOST_SAMPLES = 1_000_000
 """Cap of the number of samples that an INCONCLUSIVE asks for; texts say "over a million" there."""

@@ -59,14 +59,13 @@ def test_a_sweep_may_name_its_policies_by_a_pattern(run: Callable[[list[str]], O
     assert "model.path=/nowhere" in result.stderr
 
 
-def test_promote_without_candidates_says_what_to_run_and_writes_only_its_summary(
+def test_promote_without_candidates_says_what_to_run_and_writes_nothing(
     run: Callable[[list[str]], Outcome], tmp_path: Path
 ) -> None:
     result = run(["stage=promote"])
     assert (result.code, result.stderr.count("pipeline: error: ")) == (2, 1)
     assert "run stage=evaluate first" in result.stderr
-    assert {path.name for path in (tmp_path / "work").iterdir()} <= {"summary.json", "summaries", ".summary.json.lock"}
-    assert [path.name for path in tmp_path.iterdir()] == ["work"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_sigterm_is_a_control_c(tmp_path: Path) -> None:

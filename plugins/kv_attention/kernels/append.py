@@ -46,7 +46,7 @@ def append(
     """
     heads = tl.program_id(0) * R + tl.arange(0, R)
     b, layer = tl.program_id(1), tl.program_id(2)
-    source = (layer * tl.num_programs(1) + b) * H + heads
+    source = ((layer * tl.num_programs(1) + b) * H + heads).to(tl.int64)  # times D it may pass 2^31
     position = tl.load(lengths + b)
     # Whether to store is decided on the device, so that a captured step can leave out what its own checks refuse.
     column = tl.minimum(position // PAGE, table_width - 1)
