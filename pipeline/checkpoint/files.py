@@ -1,5 +1,6 @@
 """The files of a checkpoint: its JSON, weights and tokenizer, all regular files inside its directory."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,11 @@ def require_file(path: Path, name: str) -> None:
 def refuse_escape(path: Path, name: str) -> None:
     if not (path / name).resolve().is_relative_to(path.resolve()):
         raise refusal(path, f"{name} is a link that leaves the directory; copy the files (cp -rL)")
+
+
+def safetensors_header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Return where the numbers of a safetensors file begin, and its header, which has to have been found sound before."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header: dict[str, Any] = json.loads(stream.read(length))
+    return 8 + length, header

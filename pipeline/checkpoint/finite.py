@@ -1,12 +1,10 @@
 """Whether weights are finite: the exponent of a number that is NaN or infinite is all ones, so that nothing is computed."""
 
-import json
-
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.checkpoint.description import CheckpointInfo
-from pipeline.checkpoint.files import refusal
+from pipeline.checkpoint.files import refusal, safetensors_header
 from pipeline.core.redaction import printable
 
 EXPONENTS = {
@@ -40,11 +38,9 @@ def is_finite(stored: npt.NDArray[np.uint8], kind: str) -> bool:
 def check_finite(info: CheckpointInfo) -> None:
     """Refuse a weight of a directory's safetensors that is NaN or infinite; the headers were found sound before."""
     for file in info.weight_files:
-        with (info.path / file).open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(length))
+        first, header = safetensors_header(info.path / file)
         header.pop("__metadata__", None)
-        content = np.memmap(info.path / file, np.uint8, "r")[8 + length :]
+        content = np.memmap(info.path / file, np.uint8, "r")[first:]
         for name, about in header.items():
             if about["dtype"] not in EXPONENTS:  # codes that are whole numbers
                 continue

@@ -12,6 +12,7 @@ from pipeline.artifacts.files import link_or_copy
 from pipeline.checkpoint.description import MODELOPT_FILE, CheckpointInfo, read_config
 from pipeline.checkpoint.files import INDEX
 from pipeline.checkpoint.quantized import AWQ, CACHE_SCALE, GPTQ, PACKED, ROUNDED, Layout, Shape
+from pipeline.checkpoint.weights import tensors_on_disk
 from pipeline.core.kv import KVPolicy, KVShape, Side
 from pipeline.core.records import Progress
 from pipeline.core.scales import KVScales, SideScales
@@ -91,11 +92,7 @@ def own_scales(path: Path, policy: KVPolicy, shape: KVShape) -> KVScales | None:
 
 def tensor_files(info: CheckpointInfo) -> dict[str, str]:
     """Return the file of each tensor of a checkpoint."""
-    places: dict[str, str] = {}
-    for file in info.weight_files:
-        with safe_open(info.path / file, framework="pt") as source:
-            places |= dict.fromkeys(source.keys(), file)
-    return places
+    return {name: file for name, (file, _) in tensors_on_disk(info).items()}
 
 
 def read_tensor(info: CheckpointInfo, places: Mapping[str, str], name: str) -> torch.Tensor:

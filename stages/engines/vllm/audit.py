@@ -4,7 +4,6 @@ Source: vLLM's model_executor/layers/quantization. base_config.py and fp8.py hav
 compressed_tensors.py have the numbers that vLLM uses. vLLM skips any other name without a word.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from pipeline.artifacts.backend import Audit
-from pipeline.checkpoint.files import INDEX, read_json, refusal
+from pipeline.checkpoint.files import INDEX, read_json, refusal, safetensors_header
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Side
 from pipeline.core.records import LayerDelivery
@@ -105,16 +104,16 @@ def _scales(path: Path, file: str) -> Iterator[tuple[str, int, str, str, tuple[f
     try:
         with safe_open(path / file, framework="numpy"):  # which checks the header
             pass
+        first, header = safetensors_header(path / file)
         with (path / file).open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            for name, about in json.loads(stream.read(length)).items():
+            for name, about in header.items():
                 match = SCALE.fullmatch(name)
                 if match is None:
                     continue
                 start, end = about["data_offsets"]
                 if about["dtype"] not in FLOATS or not 0 < end - start <= MOST_BYTES:
                     raise refusal(path, f"{file}: {name} is {about['dtype']} of shape {about['shape']}, no scale; correct it")
-                stream.seek(8 + length + start)
+                stream.seek(first + start)
                 numbers = np.frombuffer(stream.read(end - start), FLOATS[about["dtype"]])
                 if about["dtype"] == "BF16":
                     numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
