@@ -6,20 +6,18 @@ Prints and writes the microseconds of a decode step of one layer. plugins/kv_att
 Exit code 4 without a GPU or Triton.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from benchmarks.attention_cases import Case, Row
-from benchmarks.recording import log, results_record, write_json
+from benchmarks.gpu_rows import measured_rows
 
 CASES = (Case(32, 8192, 8), Case(32, 2048, 4), Case(8, 8192, 8))
 STORAGES = ("fp8k_int4v", "fp8", "bf16")
@@ -63,19 +61,7 @@ def measure(device: torch.device) -> Iterator[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark with command-line arguments. Returns the exit code."""
-    parser = argparse.ArgumentParser("python -m benchmarks.attention_variants", description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        log("attention_variants.py lacks here: an NVIDIA GPU")
-        return 4
-    rows = []
-    with torch.inference_mode():
-        for row in measure(torch.device("cuda", torch.cuda.current_device())):
-            log(" ".join(f"{name}={value}" for name, value in row.items() if value != ""))
-            rows.append(row)
-    write_json(arguments.json, results_record(rows, ("torch", "triton"), gpu={"name": torch.cuda.get_device_name()}))
-    return 0
+    return 4 if measured_rows("attention_variants", __doc__, measure, argv) is None else 0
 
 
 if __name__ == "__main__":

@@ -5,18 +5,16 @@
 Exit code 4 without a GPU or Triton, 1 when an output was wrong.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.attention_cases import STORAGES, Case, Row
-from benchmarks.recording import log, results_record, write_json
+from benchmarks.gpu_rows import measured_rows
 
 CASES = ((Case(1, 8192, 8), 512), (Case(4, 8192, 8), 512), (Case(1, 512, 8), 512), (Case(8, 8192, 8), 4))
 """Sequences with their history, and new tokens of each."""
@@ -60,18 +58,9 @@ def measure(device: torch.device) -> Iterator[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark with command-line arguments. Returns the exit code."""
-    parser = argparse.ArgumentParser("python -m benchmarks.context_attention", description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        log("context_attention.py lacks here: an NVIDIA GPU")
+    rows = measured_rows("context_attention", __doc__, measure, argv)
+    if rows is None:
         return 4
-    rows = []
-    with torch.inference_mode():
-        for row in measure(torch.device("cuda", torch.cuda.current_device())):
-            log(" ".join(f"{name}={value}" for name, value in row.items()))
-            rows.append(row)
-    write_json(arguments.json, results_record(rows, ("torch", "triton"), gpu={"name": torch.cuda.get_device_name()}))
     return 1 if any(not row.get("error", 0.0) <= TOLERANCE for row in rows) else 0
 
 

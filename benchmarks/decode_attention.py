@@ -7,12 +7,9 @@ kernel's output was wrong.
 """
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
 from typing import Any
 
 import torch
@@ -20,25 +17,10 @@ from rich.console import Console
 
 from benchmarks import attention_cases
 from benchmarks.attention_cases import BATCHES, GROUPS, RAGGED, TOKENS, Row
+from benchmarks.gpu_rows import gpu, lacks_gpu
 from benchmarks.recording import log, results_record, write_json
 
 LIBRARIES = ("torch", "triton", "flashinfer-python", "numpy")
-
-
-def gpu(device: torch.device) -> dict[str, Any]:
-    """Return what the figures depend on: the GPU, its driver ("" without nvidia-smi) and CUDA."""
-    properties = torch.cuda.get_device_properties(device)
-    query = ["nvidia-smi", f"--id={device.index or 0}", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip() if which("nvidia-smi") else ""
-    return {
-        "name": properties.name,
-        "driver": driver,
-        "cuda": torch.version.cuda,
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "sm_count": properties.multi_processor_count,
-        "memory_gib": round(properties.total_memory / 2**30, 1),
-        "l2_mib": round(properties.L2_cache_size / 2**20, 1),
-    }
 
 
 def content(rows: list[Row], device: dict[str, Any], copy_bytes_per_s: float) -> dict[str, Any]:
@@ -83,12 +65,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark with command-line arguments. Returns the exit code."""
     arguments = parser().parse_args(argv)
-    lacking = [
-        *(["an NVIDIA GPU"] if not torch.cuda.is_available() else []),
-        *(["Triton"] if find_spec("triton") is None else []),
-    ]
-    if lacking:
-        log(f"decode_attention.py lacks here: {'; '.join(lacking)}")
+    if lacks_gpu("decode_attention"):
         return 4
     from benchmarks.attention_peers import KERNELS
     from benchmarks.attention_timing import GpuTimer, MeasuredDevice, copy_rate, run_case
