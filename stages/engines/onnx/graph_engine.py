@@ -2,20 +2,22 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.engine import check_tokens
-from pipeline.core.errors import UserError
+from pipeline.core.engine import Continuation, check_tokens
 from pipeline.core.kv import PAGE_TOKENS, Side
-from pipeline.core.records import MemoryReport, StoredCopy
+from pipeline.core.records import MemoryReport, Pressed, StoredCopy
 from pipeline.core.scales import KVScales
 from stages.engines.base import ChunkedEngine, Logits, Mode, not_finite
+from stages.engines.paged import waiting
 from stages.engines.paged.layout import layer_sides
 from stages.engines.paged.pool import Factor, PagedPool
 from stages.engines.paged.prefixes import PrefixCache
+from stages.engines.paged.sequences import PoolFull
 
 
 class PagedEngine(ChunkedEngine):
@@ -65,7 +67,7 @@ class PagedEngine(ChunkedEngine):
         while True:
             try:
                 return self.pool.reserve(handles, tokens)
-            except UserError:
+            except PoolFull:
                 if self.prefixes is None or not self.prefixes.evict():
                     raise
 
@@ -83,6 +85,20 @@ class PagedEngine(ChunkedEngine):
 
     def _release(self, sequence: int) -> None:
         self.pool.release(sequence)
+
+    def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
+        """Where the pool has no room for all, some wait, and the youngest gives way."""
+        moved, logits = waiting.advance(self, live)
+        rows = [row for row, one in enumerate(moved) if one.stored == len(one.tokens)]
+        return [moved[row] for row in rows], logits[rows]
+
+    def press(
+        self, plays: Sequence[Sequence[tuple[Sequence[int], int]]], rows: int, pages: int | None = None
+    ) -> list[list[Pressed]]:
+        for tokens, first in chain.from_iterable(plays):
+            self._check_forced(tokens, first)
+        with waiting.pool_of(self, pages):
+            return [waiting.serve(self, play, rows) for play in plays]
 
     def fork(self, sequence: int) -> int:
         """Start a sequence with the same tokens, which shares the full pages of the first, and return its handle."""
