@@ -13,7 +13,7 @@ SHOWN = 3
 @gate(
     thresholds.Limits,
     {"pressure": Line("Full pool", "requests that a full pool changes beyond noise", per="engine", samples_decide=False)},
-    rank=37,
+    rank=38,
 )
 def pressure(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
     """FAIL where any request differs from itself with room by more than noise; INCONCLUSIVE where the pool was never full."""
@@ -35,7 +35,7 @@ def pressure(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
         told = f"{len(found.deviations)} of {found.requests} requests differ ({found.limit_kl:.1e} allowed): "
         told += "; ".join(map(str, found.deviations[:SHOWN])) + more
     elif status == "PASS":
-        told += f", {bounded(found.requests, 'change')}"
+        told += f", {bounded(found.asked, 'change')}"
     else:
         told += f": the pool was never full; ask more requests with workloads.pressure={2 * found.asked}"
     yield Check(

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gate_reports import report
+from gate_reports import pressure_line
 from onnx_fixtures import BY_NAME, POLICIES, make_engine, shared_decoder
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Sample, no_progress
-from pipeline.verdict.coverage import Pressure
+from pipeline.verdict.coverage import Deviation, Pressure
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.paged import waiting
 from stages.engines.paged.allocator import PageAllocator
@@ -26,6 +26,8 @@ from stages.evaluate.inputs.tokens import EncodedSample
 torch.set_num_threads(1)
 
 REQUESTS = 16
+ROOM = 100
+"""A pool of more pages is no small one."""
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +66,14 @@ def test_a_sound_engine_answers_in_a_full_pool_as_with_room(policy: KVPolicy, de
 
 
 def freed_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the third request ends, the first page of another one is free as well."""
-    release, free, ended = PagedPool.release, PageAllocator.free, []
+    """Now and then, a page of a request that runs is free when another request ends."""
+    release, free, ended = PagedPool.release, PageAllocator.free, list[int]()
 
     def released(self: PagedPool, handle: int) -> None:
         release(self, handle)
-        live = [sequence for sequence in self.sequences.values() if len(sequence.pages) > 2]
         ended.append(handle)
-        if len(ended) > 20 and live and self.max_pages < 100:
+        live = [sequence for sequence in self.sequences.values() if len(sequence.pages) > 2]
+        if live and self.max_pages < ROOM and len(ended) > 20:
             heapq.heappush(self.pages._free, live[0].pages[0])
             ended.clear()
 
@@ -100,14 +102,46 @@ def recomputed_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_join", join)
 
 
-@pytest.mark.parametrize("plant", [freed_too_early, found_by_its_length, recomputed_a_token_late])
+@pytest.mark.parametrize(
+    ("plant", "says"),
+    [
+        (freed_too_early, lambda one: len(one.pages) > 2),
+        (found_by_its_length, lambda one: one.reused > 64),
+        (recomputed_a_token_late, lambda one: one.preempted),
+    ],
+)
 @pytest.mark.parametrize("name", ["fp8", "int4"])
-def test_a_planted_fault_of_a_full_pool_is_found_and_named(
-    plant: Callable[[pytest.MonkeyPatch], None], name: str, decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_planted_fault_of_a_full_pool_is_refused_and_the_requests_that_it_met_are_named(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    says: Callable[[Deviation], bool],
+    name: str,
+    decoder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name])
     plant(monkeypatch)
     found = pressure(engine, samples(), REQUESTS, no_progress)
-    print(len(found.deviations), found.limit_kl, found.noise_kl, *map(str, found.deviations), sep="\n")
-    assert found.deviations
-    assert len(found.deviations) < found.requests
+    assert found is not None
+    assert 0 < len(found.deviations) < found.requests
+    assert all(map(says, found.deviations))
+    line = pressure_line(found)
+    assert line.status == "FAIL"
+    assert f"{len(found.deviations)} of 32 requests differ" in line.reason
+    assert str(found.deviations[0]) in line.reason
+
+
+def test_generate_waits_for_room_and_answers_each_prompt_as_alone(decoder: Path, tmp_path: Path) -> None:
+    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["int4"], max_pages=5)
+    prompts = [list(item.prompt[:length]) for item, length in zip(samples(), (130, 60, 63, 126, 190, 1), strict=False)]
+    alone = [engine.generate([prompt], 70, None)[0] for prompt in prompts]
+    assert engine.generate(prompts, 70, None) == alone
+    assert engine.pool.in_use == (0, 0)
+
+
+def test_a_request_that_the_empty_pool_does_not_hold_is_refused(decoder: Path, tmp_path: Path) -> None:
+    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["int4"], max_pages=3)
+    for prompts in ([[1] * 193], [[1] * 10, [1] * 190]):
+        with pytest.raises(UserError, match="max_pages=3 is too small: 4 pages"):
+            engine.generate(prompts, 70, None)
+        assert engine.pool.in_use == (0, 0)
