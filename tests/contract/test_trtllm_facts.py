@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 from pipeline.core.errors import UserError
-from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
 from stages.engines.interpreter.process import Interpreter
 from stages.engines.interpreter.protocol import Description, Device
@@ -23,14 +22,13 @@ from stages.engines.trtllm.config import Serving, Speculation, TrtllmConfig
 from stages.engines.trtllm.library import PROGRAM
 from stages.engines.trtllm.targets import refuse_integers
 from stages.engines.trtllm.worker import kvgate_forcing
-from stages.quantize.validate import TENSORRT_LLM
+from stages.quantize.validate import ALGORITHMS
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = Path(__file__).resolve().parent / "facts"
 ENGINE: dict[str, Any] = json.loads((FACTS / "engine-1.2.1.json").read_text(encoding="utf-8"))
 PYTORCH: dict[str, Any] = json.loads((FACTS / "pytorch-1.3.json").read_text(encoding="utf-8"))
 SWITCHES = ("auto", "enable", "disable")
-ALGORITHMS: dict[WeightsFormat, str | None] = {name: layout.algorithm for name, layout in TENSORRT_LLM.layouts.items()}
 QUANTIZATIONS = [
     {"quant_algo": weights, "kv_cache_quant_algo": cache}
     for weights, cache in product(ALGORITHMS.values(), ENGINE["quantization"]["kv_cache_quant_algo"])
@@ -194,10 +192,6 @@ def test_the_tensors_that_we_name_are_tensorrt_llms() -> None:
     for ending in (*ours, checkpoint.KV_SCALE, checkpoint.KV_RECIPROCAL, *checkpoint.KV_SIDES):
         weight = re.sub("bias$", "weight", ending)  # a bias is named like its weight
         assert any(name.endswith(weight) for name in names), ending
-    for layout in TENSORRT_LLM.layouts.values():
-        assert set(layout.linear_scales) <= set(ENGINE["tensors"]["linear_suffixes"])
-    for linear in TENSORRT_LLM.linears:
-        assert f"transformer.layers.{{layer}}.{linear}.weight" in names
 
 
 def test_the_algorithms_that_we_declare_are_tensorrt_llms() -> None:
