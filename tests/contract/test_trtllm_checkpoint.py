@@ -7,6 +7,8 @@ The format is read as TensorRT-LLM 1.2.1 reads it (tensorrt_llm/models/modeling_
 rows of q, k and v, fc is gate_proj, gate is up_proj; INT4 codes lie transposed, two outputs a byte, the low bits first.
 """
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from safetensors.torch import load_file
 
 FORMATS = {"none": "fp8", "fp8": "int8_tensor", "int8_sq": "fp8", "int4_awq": "int8_tensor"}
 """Weights with the cache they are tried with: the one does not depend on the other."""
+FACTS = json.loads(Path(__file__).with_name("facts").joinpath("engine-1.2.1.json").read_text(encoding="utf-8"))
 HALF_UNIT = 2.0**-11
 FUSED = {
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -50,6 +53,8 @@ def test_every_weight_of_the_export_is_the_one_that_is_judged(weights: Any, tiny
     stage(tiny_checkpoint, tmp_path, FORMATS[weights], weights)
     tensors = load_file(tmp_path / "exports" / "tensorrt_llm" / "rank0.safetensors")
     judged = load_file(tmp_path / "checkpoint" / "model.safetensors")
+    if weights == "none":
+        assert {re.sub(r"layers\.\d+\.", "layers.{layer}.", name) for name in tensors} <= set(FACTS["tensors"]["names"])
     for layer in range(4):
         for name, parts in FUSED.items():
             expected = torch.cat([judged[f"model.layers.{layer}.{part}.weight"].float() for part in parts])

@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 DECODE_INPUTS = ("query", "key_new", "value_new", "key_pool", "value_pool", "key_scale", "value_scale", "value_block_scale")
 TABLES = ("page_table", "lengths", "work", "sequences")
-EXACT_INPUTS = ("key_exact", "value_exact", "exact_slots")
+EXACT = ("key_exact", "value_exact")
+EXACT_INPUTS = (*EXACT, "exact_slots")
+APPENDED = ("key_new", "value_new", "page_table", "lengths", "exact_slots", "pages", "table_width", "buffers")
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ from plugins.kv_attention import aot
 from plugins.kv_attention.kernels.variants import Setting, decode_variant
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 from tests.helpers.machine_code import accesses, streamed_bytes
-from tests.long.test_kernel_compile import CASES, CHUNKS, HEADLINE, NVFP4
+from tests.long.test_kernel_compile import CASES, CHUNKS, HEADLINE
 
 assert all(Path(aot.assembler(sm).path).is_relative_to(Path(triton.__file__).parent) for sm in (80, 100))
 
@@ -109,7 +111,6 @@ wide = CacheLayout(8, 256, SideLayout("fp16"), SideLayout("fp16"))
 exact = next(case for case in CASES if sum(case.exact)).setting()
 others = {
     "append": described(aot.compile_operation("append", exact)),
-    "append_blocks": described(aot.compile_operation("append", NVFP4.setting())),
     "plan": described(aot.compile_operation("plan_work", HEADLINE.setting())),
     "plan_exact": described(aot.compile_operation("plan_work", exact)),
     "reduce": described(aot.compile_operation("decode_reduce", HEADLINE.setting())),
@@ -189,8 +190,10 @@ def test_a_chunk_takes_inputs_extras_and_outputs_alone_and_fits(compiled: dict[s
 @pytest.mark.parametrize(
     ("names", "taken"),
     [
-        (("append",), [*APPENDED, "exact_slots", *SIZES, "buffers", *POOLS, "key_exact", "value_exact"]),
-        (("append_blocks",), [*APPENDED, *SIZES, *POOLS]),
+        (
+            ("append",),
+            [*APPENDED, *(f"{side}_{array}" for side in ("key", "value") for array in ("pool", "scale_pool")), *EXACT],
+        ),
         (("plan", "plan_exact"), ["lengths", "batch", "programs", "work", "sequences"]),
         (("reduce", "reduce_wide"), ["partial_acc", "partial_ml", "sequences", "out"]),
         (("join",), ["partial_acc", "partial_ml", "splits", "out"]),
