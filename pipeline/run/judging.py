@@ -7,7 +7,7 @@ from rich.markup import escape
 from pipeline.core.errors import CannotBeJudged, GateRefusal
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.registry import summary
-from pipeline.registry.pages import run_page
+from pipeline.registry.pages import description
 from pipeline.registry.proof import PASS
 from pipeline.registry.summary import Candidate, Cited
 from pipeline.run.job import Run, open_store
@@ -80,10 +80,8 @@ def evaluate(run: Run) -> Candidate:
             signed_by=run.keys.signer_id,
         )
         if store is not None:
-            made = [(stage.title, stage.artifact) for stage in chain.finished if not stage.artifact.reused]
             with console.doing("registering the engine"):
-                page = run_page(candidate, report, rows, made, sweep=run.sweep, model=config.model.path, workdir=config.work)
-                candidate = store.conclude(run_id, candidate, page)
+                candidate = store.conclude(run_id, candidate, description(candidate, run.sweep, config.model.path, config.work))
     last = summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate, report)
     if run.sweeping:
