@@ -38,6 +38,7 @@ from pipeline.registry.pages import (
     UNDECIDED,
     chosen,
     collect_evidence,
+    description,
     of_baseline,
     registered_as,
     told,
@@ -70,8 +71,8 @@ class MlflowStore:
             self.client = Client(location)
             self.experiment_id = self._experiment()
             with suppress(MlflowException):  # it is there
-                description = "Engines with a quantized KV cache; the alias champion serves."
-                self.client.create_registered_model(location.model_name, description=description)
+                said = "Engines with a quantized KV cache; the alias champion serves."
+                self.client.create_registered_model(location.model_name, description=said)
         self._locks = location.runs / self.experiment_id
         with locked(self.lock, "closing runs"):  # whose process died; of other work directories' runs that is not known
             for lock in self._locks.glob("*"):
@@ -157,7 +158,7 @@ class MlflowStore:
             self._log(run_id, params=config)
             yield run_id
 
-    def conclude(self, run_id: str, candidate: Candidate, description: str = "") -> Candidate:
+    def conclude(self, run_id: str, candidate: Candidate) -> Candidate:
         """Register a run's engine, and log its verdict and its numbers; return the candidate with its registration."""
         version, model_id = self._register(candidate, run_id)
         finite, nonfinite = finite_metrics(chosen(candidate))
@@ -168,7 +169,7 @@ class MlflowStore:
             "model_version": version,
             "mlflow.runName": f"{candidate.name}: {candidate.verdict}",
             "mlflow.runColor": COLOURS.get(candidate.verdict, UNDECIDED),
-            "mlflow.note.content": f"{description}\n\n{registered_as(self.location.model_name, version)}".strip(),
+            "mlflow.note.content": f"{description(candidate)}\n\n{registered_as(self.location.model_name, version)}",
             **({"nonfinite": ", ".join(nonfinite)} if nonfinite else {}),
         }
         self._log(run_id, metrics=finite, tags=tags, model_id=model_id)

@@ -6,12 +6,10 @@ which an engine is chosen. All numbers of a report are in summary.json and verdi
 
 import json
 import math
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.core.kv import POLICY_FILE
-from pipeline.core.overrides import written
 from pipeline.core.redaction import copy_redacted, redact, redact_text
 from pipeline.core.scales import SCALES_FILE
 from pipeline.registry.summary import DECIDED, Candidate
@@ -97,24 +95,14 @@ def chosen(candidate: Candidate) -> dict[str, float | None]:
     return {name: found[name] for name in [name for name in order if name in found][:LIMIT]}
 
 
-def description(candidate: Candidate, sweep: str, model: str, workdir: Path) -> str:
+def description(candidate: Candidate) -> str:
     held = f" {candidate.covered}" if candidate.covered is not None else ""
     head = f"**{candidate.verdict}**{held}: `{candidate.name}` on {candidate.backend}, against the FP16-KV engine, "
     head += f"{'; '.join(candidate.figures)}."
     reasons = [f"- {_plain(reason)}" for reason in candidate.reasons[:REASONS]]
     left = len(candidate.reasons) - REASONS
     reasons += [f"- and {left} more, in `report.html`"] if left > 0 else []
-    return "\n\n".join(part for part in (head, "\n".join(reasons), _next_steps(candidate, sweep, model, workdir)) if part)
-
-
-def _next_steps(candidate: Candidate, sweep: str, model: str, workdir: Path) -> str:
-    where = [f"model.path={written(model)}", f"workdir={written(str(workdir))}"]
-    replay = shlex.join(["stage=verify", f"bundle={written(str(candidate.identity.path.parent))}"])
-    lines = [f"python -m pipeline {replay}  # replay the evidence"]
-    if candidate.verdict == "PASS":
-        promote = shlex.join([*where, "stage=promote", f"promote.sweep={sweep}", f"promote.name={written(candidate.name)}"])
-        lines.append(f"python -m pipeline {promote}  # make it the champion; repeat the gates.* of its evaluation")
-    return "\n".join(["```sh", *lines, "```"])
+    return "\n\n".join(part for part in (head, "\n".join(reasons)) if part)
 
 
 def _plain(text: str) -> str:

@@ -7,7 +7,6 @@ from rich.markup import escape
 from pipeline.core.errors import CannotBeJudged, GateRefusal
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.registry import summary
-from pipeline.registry.pages import description
 from pipeline.registry.proof import PASS
 from pipeline.registry.summary import Candidate, Cited
 from pipeline.run.job import Run, open_store
@@ -81,13 +80,12 @@ def evaluate(run: Run) -> Candidate:
         )
         if store is not None:
             with console.doing("registering the engine"):
-                candidate = store.conclude(run_id, candidate, description(candidate, run.sweep, config.model.path, config.work))
+                candidate = store.conclude(run_id, candidate)
     last = summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate, report)
     if run.sweeping:
         return candidate
     promotes = config.stage == "all" and config.tracking.enabled
-    tables.print_baseline_accuracy([candidate], detail=True)
     show(config, [candidate], lambda: store, sweep=run.sweep, command=commands.whole())
     if not (promotes and candidate.verdict == PASS):  # a promotion says what comes next, too
         asking = sum(stage.artifact.seconds for stage in chain.finished if stage.artifact.stage in ("baseline", "round"))

@@ -88,7 +88,7 @@ def judge(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None
         judged = Store(work / "artifacts").get(Recipe("evaluate", CODE, {"kv": policy}, {"round": measured.digest}), report)
         tokens = float(len(engine.digest) + int(engine.digest[:4], 16))
         candidate = candidate_in(judged.path, policy, verdict, {**FIGURES, "memory/max_live_tokens": tokens})
-        done = opened.conclude(run, candidate, "**PASS**")
+        done = opened.conclude(run, candidate)
     summary.record(work, sweep, done)
     assert done.registration is not None
     digests = {artifact.stage: artifact.digest for artifact in (quantized, engine, measured, judged)}

@@ -34,17 +34,10 @@ from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
 def test_a_library_that_is_not_installed_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "stages.gguf.convert", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
-    fix = r"stages\.gguf\.convert needs torch, .* pip install torch"
+    fix = "^torch is not installed here: pip install torch$"
     with pytest.raises(MissingRequirement, match=fix) as caught, required_libraries():
         import_module("stages.gguf.convert")
     assert exit_code(caught.value) == 4
-
-
-def test_what_a_library_looks_for_while_it_works_stays_a_defect() -> None:
-    library: dict[str, Any] = {"__name__": "some_library"}
-    exec("def work():\n    import something_that_is_missing", library)
-    with pytest.raises(ModuleNotFoundError), required_libraries():
-        library["work"]()
 
 
 def test_a_module_of_ours_that_is_missing_is_a_defect() -> None:

@@ -44,9 +44,9 @@ def judged(folder: Path, kv: str, verdict: Status = "PASS", **metrics: float) ->
     return judged_candidate(folder, kv, verdict, metrics={"memory/kib_per_token": 2.0, **metrics}, report=report)
 
 
-def track_one(store: MlflowStore, candidate: Candidate, sweep: str, description: str = "") -> Candidate:
+def track_one(store: MlflowStore, candidate: Candidate, sweep: str) -> Candidate:
     with store.candidate(sweep, candidate.name, "onnxruntime", {"kv": {"name": candidate.policy}}) as run:
-        return store.conclude(run, candidate, description)
+        return store.conclude(run, candidate)
 
 
 def registered(candidate: Candidate) -> Registration:
@@ -66,7 +66,7 @@ def artifacts(store: MlflowStore, run_id: str) -> dict[str, Path]:
 def test_a_sweep_is_a_run_a_candidate_named_by_its_verdict_and_one_of_the_fp16_engine(
     store: MlflowStore, tmp_path: Path
 ) -> None:
-    figures = {"quality/recovery": 0.9, "baseline/kib_per_token": 4.0}
+    figures: dict[str, Any] = {"quality/recovery": 0.9, "baseline/kib_per_token": 4.0}
     with store.candidate("s1", "fp8", "onnxruntime", {"seed": 0, "kv": {"key": {"dtype": "fp8_e4m3"}}}) as run:
         done = store.conclude(run, judged(tmp_path, "fp8", **figures))
     track_one(store, judged(tmp_path, "int4", "FAIL", **figures).model_copy(update={"baseline": done.baseline}), "s1")
@@ -91,7 +91,7 @@ def test_what_a_registered_model_holds_for_kvgate_is_not_on_its_page(store: Mlfl
 
 
 def test_metrics_keep_their_order_and_those_that_are_not_numbers_are_only_named(store: MlflowStore, tmp_path: Path) -> None:
-    metrics = {"quality/kl_mean": 0.01, "quality/kl_max": math.inf, "quality/ppl_ratio": math.nan}
+    metrics: dict[str, Any] = {"quality/kl_mean": 0.01, "quality/kl_max": math.inf, "quality/ppl_ratio": math.nan}
     done = track_one(store, judged(tmp_path, "int8", "FAIL", **metrics), "metrics")
     run = store.client.get_run(registered(done).run_id)
     assert list(run.data.metrics.items())[:2] == [("memory/kib_per_token", 2.0), ("quality/kl_mean_log10", -2.0)]
@@ -105,7 +105,7 @@ def test_no_secret_reaches_the_store(work: Path, store: MlflowStore, tmp_path: P
     reasons = (f"cannot read https://u:{SECRET}@host",)
     candidate = judged(tmp_path, "int4", "FAIL").model_copy(update={"reasons": reasons})
     with store.candidate("secrets", "int4", "onnxruntime", config) as run:
-        store.conclude(run, candidate, f"see https://me:{SECRET}@host")
+        store.conclude(run, candidate)
     written = [path for path in work.rglob("*") if path.is_file()]
     assert any(path.name == "report.json" for path in written)
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
@@ -174,9 +174,9 @@ def test_a_logged_model_names_its_version_also_when_it_is_judged_again(store: Ml
 
 
 def test_a_run_has_a_description_and_its_report(store: MlflowStore, tmp_path: Path) -> None:
-    done = track_one(store, judged(tmp_path, "described"), "a", "**PASS**")
+    done = track_one(store, judged(tmp_path, "described"), "a")
     note = store.client.get_run(registered(done).run_id).data.tags["mlflow.note.content"]
-    assert note.startswith("**PASS**\n")
+    assert note.startswith("**PASS**: `described` on onnxruntime")
     assert f"models:/kvgate-tiny/{version(done)} " in note
     assert artifacts(store, registered(done).run_id).keys() == {"report.json"}
 
