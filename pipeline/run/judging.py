@@ -2,8 +2,6 @@
 
 from contextlib import nullcontext
 
-from rich.markup import escape
-
 from pipeline.core.errors import CannotBeJudged, GateRefusal
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.registry import summary
@@ -37,9 +35,6 @@ def build(run: Run) -> None:
     console.result("engine", *lines, paste=True, bundle=bundle.path, digest=bundle.digest)
     for line in run.chain.backend.describe(bundle.path):
         console.say(line)
-    hint = run.chain.onnx_report(run.config.kv)
-    if hint is not None:
-        console.say(escape(hint))
     if not run.sweeping:
         next_steps.show(next_steps.after_making("build", commands.typed()))
 

@@ -229,6 +229,11 @@ def test_what_plans_need_is_asked_for_before_any_work(
         check_inputs(config)
 
 
+def test_the_default_profile_of_plans_fits_the_built_in_workloads(tmp_path: Path) -> None:
+    config: Any = configured(tmp_path, "backend=tensorrt_rtx")
+    assert config.backend.max_batch >= max(config.workloads.batch_size, config.workloads.load.batch)
+
+
 def test_the_key_of_plans_for_rtx_does_not_depend_on_the_plugin() -> None:
     assert "plugins.kv_attention.kernels.decode" in reachable_modules(TensorRTBackend.build_module)
     assert not [name for name in reachable_modules(RTXBackend.build_module) if name.startswith("plugins")]
