@@ -95,7 +95,6 @@ def test_every_type_of_tensor_is_one_that_the_package_dequantizes_in_these_sizes
         ({"llama__rope__scaling__type": "longrope"}, "llama.rope.scaling.type=longrope is not supported"),
         ({"llama__rope__scaling__type": "yarn"}, "llama.rope.scaling.factor must be a positive float, got None"),
         ({"rope_freqs": [1.0, 2.0]}, "rope_freqs.weight must be 8 values"),
-        ({"tokenizer__chat_template": "{% for"}, "tokenizer.chat_template is no template"),
         ({"tokenizer__ggml__model": "bert"}, "tokenizer.ggml.model=bert is not supported"),
         ({"tokenizer__ggml__pre": "jais"}, "tokenizer.ggml.pre=jais: how its tokenizer cuts text is not known here"),
         ({"tokenizer__ggml__pre": None}, "tokenizer.ggml.pre=None"),

@@ -18,7 +18,6 @@ from pipeline.planning.tuning import (
     SIDES,
     MeasuredPolicy,
     beaten,
-    check_uniform,
     choose,
     is_on_front,
     mixed_policy,
@@ -89,16 +88,6 @@ def test_each_place_has_the_scales_of_the_policy_that_its_format_is_from() -> No
     mixed.check(policy, SHAPE, "scales")
     assert [entry.get(Side.KEY) for entry in mixed.layers] == [SideScales(scale=(v,)) for v in (1.0, 2.0, 12.0)]
     assert mixed.layers[2][Side.VALUE] == SideScales(scale=(3.0,))
-
-
-def test_a_policy_with_exceptions_is_no_uniform_one() -> None:
-    with pytest.raises(UserError, match=r"tune\.policies=int4_sinks"):
-        check_uniform(load_policies("tune.policies", ["int4_sinks"])[0])
-
-
-def test_an_unknown_policy_is_refused_with_the_closest_name() -> None:
-    with pytest.raises(UserError, match=r"tune\.policies=int4_g33: no such policy in conf/kv, did you mean int4_g32"):
-        load_policies("tune.policies", ["int4_g33"])
 
 
 def measured(policy: KVPolicy, size: int, kl: float | None, searched: float | None = None) -> MeasuredPolicy:
