@@ -186,7 +186,7 @@ def expected_launches(
         REDUCE: ([(out, (batch, one, q_heads, dim))], (q_heads, batch, one), []),
         node_of("context_partial", layout): (
             partials(batch, tokens, q_heads, splits), (blocks, heads, splits), [width, tokens]
-        ),  # type: ignore[dict-item]  # three numbers
+        ),
         CONTEXT_REDUCE: ([(out, (batch, tokens, q_heads, dim))], (rows, one, one), [splits]),  # type: ignore[dict-item]
     }  # fmt: skip
 
