@@ -57,7 +57,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
         with pytest.MonkeyPatch.context() as patch:
             # what TensorRT reads of the graphs is real; test_tensorrt_rtx_plan.py builds them
             patch.setattr(
-                "stages.engines.tensorrt.build.build", lambda parsed, *_: Plan(b"plan", [], parsed.inputs, parsed.outputs)
+                "stages.engines.tensorrt.build.build", lambda parsed, *_: Plan(b"plan", parsed.inputs, parsed.outputs)
             )
             build_bundle(
                 onnx_bundle, out, policy=BY_NAME[name], scales=root / f"{name}_scales.json", library="tensorrt_rtx",
