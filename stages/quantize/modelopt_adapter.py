@@ -164,13 +164,6 @@ def effective_weight(linear: torch.nn.Module) -> torch.Tensor:
     return weight
 
 
-def disable_input_quantizers(model: torch.nn.Module) -> None:
-    """Disable the rounding of activations, which stay scaled by pre_quant_scale; `checkpoint/` reproduces this model."""
-    for name, quantizer in enabled_quantizers(model):
-        if name.endswith("input_quantizer"):
-            quantizer.disable()
-
-
 def cast_for_export(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Cast the parameters to `dtype`, as the exporters expect them, and keep every calibrated maximum in float32.
 
