@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pipeline.checkpoint.description import MODELOPT_FILE, CheckpointInfo, inspect_checkpoint, read_config
-from pipeline.checkpoint.exports import algorithm, export_refusal, tensorrt_llm_refusal
+from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, algorithm, export_refusal, tensorrt_llm_refusal
 from pipeline.checkpoint.files import TOKENIZER_FILES, read_json
 from pipeline.checkpoint.quantized import SERVED
 from pipeline.core.formats import WeightsFormat
@@ -84,7 +84,7 @@ def as_given(served: Path, out: Path, policy: KVPolicy) -> dict[str, Report]:
     """Write a checkpoint that ModelOpt quantized before as a unified export; only the cache is declared anew."""
     info = inspect_checkpoint(served)
     assert info.quantized is not None
-    reason = info.quantized.other_than_modelopt or export_refusal(policy, validate.UNIFIED_HF.algorithms)
+    reason = info.quantized.other_than_modelopt or export_refusal(policy, UNIFIED_HF_KV)
     report = {"tensorrt_llm": {"written": False, "reason": f"weights in the form of {info.quantized.title}"}}
     if reason:
         return {**report, "unified_hf": {"written": False, "reason": reason}}
@@ -102,7 +102,7 @@ def as_given(served: Path, out: Path, policy: KVPolicy) -> dict[str, Report]:
 def _tensorrt_llm(
     model: torch.nn.Module, info: CheckpointInfo, out: Path, weights: WeightsFormat, policy: KVPolicy, scales: KVScales
 ) -> Report:
-    reason = export_refusal(policy, validate.TENSORRT_LLM.algorithms) or tensorrt_llm_refusal(info)
+    reason = export_refusal(policy, TENSORRT_LLM_KV) or tensorrt_llm_refusal(info)
     if reason:
         return {"written": False, "reason": reason}
     adapter.export_tensorrt_llm(copy.deepcopy(model), out, source_dtype(info))
@@ -115,7 +115,7 @@ def _unified_hf(
     model: torch.nn.Module, info: CheckpointInfo, out: Path, weights: WeightsFormat, policy: KVPolicy, scales: KVScales
 ) -> Report:
     """Write the export, the last one: the exporter changes the model in place."""
-    reason = export_refusal(policy, validate.UNIFIED_HF.algorithms)
+    reason = export_refusal(policy, UNIFIED_HF_KV)
     if reason:
         return {"written": False, "reason": reason}
     adapter.export_unified_hf(model, out)

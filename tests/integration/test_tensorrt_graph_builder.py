@@ -39,25 +39,6 @@ def tensorrt() -> Iterator[Run]:
         yield lambda function, *args, **kwargs: pool.submit(function, *args, **kwargs).result(timeout=120)
 
 
-@pytest.mark.parametrize("name", ["fp8k_int4v", "aged"])
-def test_every_plugin_node_is_one_that_nvidia_has_registered(name: str, graphs: dict[str, Surgery], tensorrt: Run) -> None:
-    """Name, namespace, version, attributes and the number of tensors, as the parser looks them up."""
-    surgery, declared = graphs[name], tensorrt(builder.declared)
-    everything = [*surgery.model.graph.node, *surgery.prefill.graph.node]
-    nodes = [n for n in everything if any(a.name == "plugin_namespace" for a in n.attribute)]
-    assert len(nodes) == 4 * len(surgery.layers.layouts) + 1
-    for node in nodes:
-        text_attributes = {a.name: a.s.decode() for a in node.attribute if a.type == onnx.AttributeProto.STRING}
-        assert text_attributes == {"plugin_namespace": "kv", "plugin_version": PLUGIN_VERSION}
-        inputs, attributes, _, outputs = declared[f"{node.domain}::{node.op_type}"]
-        assert (len(node.input), len(node.output)) == (len(inputs), outputs)
-        assert dict.fromkeys(surgery.attributes(node), "int") == attributes
-        for tensor, expected in zip(node.input, inputs, strict=True):
-            # the cache's tensors carry their names, activations those of the decoder
-            taken = tensor.partition(".")[0]
-            assert taken == expected or expected in ("query", "key", "value"), (node.name, tensor)
-
-
 def made(node: onnx.NodeProto, plan: Plan) -> dict[str, Tensor]:
     """What a plugin node puts out, by name."""
     return {
@@ -74,7 +55,7 @@ def plugin_nodes(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
 def test_nvidias_builder_takes_types_and_shapes_of_every_plugin_node_and_their_kernels_are_recorded(
     name: str, graphs: dict[str, Surgery], tensorrt: Run
 ) -> None:
-    """test_tensorrt_plugin.py holds shapes and launches of each operation; here they are given what the graphs give them."""
+    """Name, namespace, version and attributes as the parser looks them up; test_tensorrt_plugin.py holds the launches."""
     surgery = graphs[name]
     models: dict[Mode, onnx.ModelProto] = {"decode": surgery.model, "prefill": surgery.prefill}
     digests = tensorrt(kernel_digests, models, surgery.layers, surgery.bundle.model)
@@ -83,7 +64,10 @@ def test_nvidias_builder_takes_types_and_shapes_of_every_plugin_node_and_their_k
     for mode, model in models.items():
         known: dict[str, Tensor] = {}
         for node_name, node in plugin_nodes(model).items():
-            plan: Plan = tensorrt(builder.build, f"kv::{node.op_type}", surgery.tensors(node, known), surgery.attributes(node))
+            texts = {a.name: a.s.decode() for a in node.attribute if a.type == onnx.AttributeProto.STRING}
+            assert texts == {"plugin_namespace": "kv", "plugin_version": PLUGIN_VERSION}
+            given = surgery.tensors(node, known), surgery.attributes(node)
+            plan: Plan = tensorrt(builder.build, f"kv::{node.op_type}", *given, parsed=True)
             known |= made(node, plan)
             assert digests[node_name] == hashlib.sha256(plan.ptx.encode()).hexdigest(), (mode, node_name)
 
