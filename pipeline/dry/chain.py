@@ -5,16 +5,19 @@ words in their place, the same words wherever the same recipe is met again: the 
 first one.
 """
 
+import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from pipeline.artifacts.backend import Fill
-from pipeline.artifacts.digest import json_digest
+from pipeline.artifacts.digest import files_digest, json_digest
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import JUDGING, Config
-from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.kv import KVShape
 from pipeline.gguf.model import inspect_gguf
 from pipeline.run.chain import Chain
 from pipeline.run.served import ServedChain
@@ -35,11 +38,15 @@ class _Words(dict[str, str]):
         return json_digest([self._key, name])
 
 
+@dataclass(frozen=True)
 class StandIn(Artifact):
     """Stands in for an artifact that is not in the store."""
 
+    folder: Callable[[str], str]
+    """Returns what stands for the digest of a folder."""
+
     def digest_under(self, folder: str) -> str:
-        return json_digest([self.key, folder])
+        return self.folder(folder)
 
 
 def is_there(*artifacts: Artifact) -> bool:
@@ -62,7 +69,22 @@ class DryStore(Store):
             return found
         self.maker.setdefault(recipe.key, self.job)
         path, key = self.path(recipe), recipe.key
-        return StandIn(path, recipe.stage, key, key, _Words(key), recipe.parts, False, 0.0)
+        return StandIn(
+            path, recipe.stage, key, key, _Words(key), recipe.parts, False, 0.0, folder=lambda name: self._folder(recipe, name)
+        )
+
+    def _folder(self, recipe: Recipe, folder: str) -> str:
+        """Return the digest of a folder, which no policy changes: weights are the same under each."""
+        wanted = _without_policy(recipe.parts)
+        alike = (one for _, one in self.manifests(recipe.stage) if _without_policy(one["parts"]) == wanted)
+        known = next(alike, None)
+        return files_digest(known["files"], folder) if known is not None else json_digest([wanted, folder])
+
+
+def _without_policy(parts: dict[str, Any]) -> dict[str, Any]:
+    stored: dict[str, Any] = json.loads(json.dumps(parts))  # as a manifest holds them
+    stored["config"].pop("kv", None)
+    return stored
 
 
 class DryChain(Chain):
@@ -101,9 +123,6 @@ class DryChain(Chain):
         from stages.evaluate.inputs.rounds import assign_rounds
 
         return len(assign_rounds(self._samples, self.config.workloads.rounds))
-
-    def check_alike(self, policy: KVPolicy) -> None:
-        """Check nothing: weights that are not there have no digest."""
 
     def _require_able(self, answers: Artifact) -> None:
         if is_there(answers):

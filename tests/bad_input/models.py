@@ -349,7 +349,7 @@ def tokenizer_config_with(**parts: Any) -> Prepare:
 CANNOT = "its tokenizer cannot be loaded"
 SPLIT = {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
 OPENED: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
-("a tokenizer without a model", with_json(TOKENIZER, lambda old: {k: v for k, v in old.items() if k != "model"}),
+    ("a tokenizer without a model", with_json(TOKENIZER, lambda old: {k: v for k, v in old.items() if k != "model"}),
      (CANNOT, "model")),
     ("a vocabulary that is a list", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"vocab": []}}),
      (CANNOT,)),

@@ -209,18 +209,9 @@ def _policy(bundle: Path) -> str:
     return (bundle / "kv_policy.json").read_text()
 
 
-def test_a_prompt_that_cannot_be_answered_is_refused(judged: Evaluation) -> None:
-    refused: list[tuple[Any, int, str]] = [
-        ([], 64, "prompt: holds no message"),
-        ([{"role": "user"}], 64, "is no message; give {"),
-        (["Copy", {"role": "user"}], 64, "prompt"),
-        (ASKED, 0, "max_new_tokens=0: must be a whole number of at least 1"),
-        (ASKED, 40_000, "that the model was made for"),
-    ]
-    with load(judged.bundle, threads=1) as engine:
-        for prompt, tokens, expected in refused:
-            with pytest.raises(UserError, match=re.escape(expected)):
-                engine.generate(prompt, tokens)
+def test_a_prompt_and_an_answer_that_the_model_was_not_made_for_are_refused(judged: Evaluation) -> None:
+    with load(judged.bundle, threads=1) as engine, pytest.raises(UserError, match="that the model was made for"):
+        engine.generate(ASKED, 40_000)
 
 
 def test_what_is_no_engine_is_refused(judged: Evaluation, tmp_path: Path) -> None:

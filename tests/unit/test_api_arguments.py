@@ -85,6 +85,8 @@ def test_a_champion_is_found_by_a_path_as_well(tmp_path: Path) -> None:
         ("hello", 0, "max_new_tokens=0: must be a whole number of at least 1"),
         ("hello", "8", "max_new_tokens='8': must be a whole number of at least 1"),
         (5, 8, "prompt: 5 is none; give a text, or a conversation"),
+        ([], 8, "prompt: holds no message; give a text, or a conversation"),
+        ([{"role": "user"}], 8, 'prompt: {\'role\': \'user\'} is no message; give {"role": "user", "content": "..."}'),
     ],
 )
 def test_a_prompt_or_a_length_that_is_none_is_named(prompt: Any, most: Any, said: str) -> None:
