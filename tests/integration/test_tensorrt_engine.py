@@ -7,7 +7,6 @@ import pytest
 import torch
 from fake_tensorrt import LIBRARY, FakeDevice, FakeEngine
 from onnx_fixtures import BY_NAME, make_bundle, nothing, shared_decoder
-from transfers import counted_transfers
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Side
@@ -57,7 +56,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
         with pytest.MonkeyPatch.context() as patch:
             # what TensorRT reads of the graphs is real; test_tensorrt_rtx_plan.py builds them
             patch.setattr(
-                "stages.engines.tensorrt.build.build", lambda parsed, *_: Plan(b"plan", [], parsed.inputs, parsed.outputs)
+                "stages.engines.tensorrt.build.build", lambda parsed, *_: Plan(b"plan", parsed.inputs, parsed.outputs)
             )
             build_bundle(
                 onnx_bundle, out, policy=BY_NAME[name], scales=root / f"{name}_scales.json", library="tensorrt_rtx",
@@ -175,9 +174,7 @@ def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_a_step_is_one_upload_and_one_read_and_the_captured_run_stores_its_tokens(
-    pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_captured_run_stores_its_tokens(pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _, _ = pairs["ages"].tensorrt()
     handles, _ = engine.prefill([[1] * 3, [2] * 63])
     stored: list[list[np.ndarray]] = []
@@ -196,13 +193,6 @@ def test_a_step_is_one_upload_and_one_read_and_the_captured_run_stores_its_token
             engine.decode(handles, [1, 2])
         assert not same(*stored[-2:])
         assert same(stored[-1], pool_bytes(engine))
-        with counted_transfers(monkeypatch) as counts:
-            engine.decode(handles, [1, 2])
-        assert counts == {"uploads": 1, "reads": 1, "transfers": []}
-    engine.prefill_chunk = 64
-    with counted_transfers(monkeypatch) as counts:
-        engine.prefill([[1] * 100])
-    assert counts == {"uploads": 2, "reads": 2, "transfers": []}
 
 
 @pytest.mark.parametrize("name", POLICIES)
