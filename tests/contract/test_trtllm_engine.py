@@ -12,7 +12,6 @@ from trtllm_exports import HEAD_DIM, HEADS, KV_HEADS, make_bundle, make_exports,
 
 from pipeline.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter.protocol import RunAnswer
-from stages.engines.interpreter.requests import LOOKAHEAD
 from stages.engines.trtllm.engine import TrtllmEngine
 
 PROMPT = [7, 300, 12, 44, 1001, 5, 5, 620]
@@ -99,18 +98,6 @@ def test_prompts_beyond_the_bound_start_together_so_that_the_library_has_all_of_
     assert engine.generate(prompts, limits, None, max_sequences=2) == alone
     assert len(requests) == 2 * 2 + 1, "of each two the prompts, and then what they decode; the last one needs no step"
     assert engine.memory().live_tokens == 0
-    engine.close()
-
-
-@pytest.mark.parametrize("engine", ["engine"], indirect=True)
-def test_greedy_steps_need_one_request_per_lookahead(engine: TrtllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = counted_calls(monkeypatch)
-    new = LOOKAHEAD + 8
-    ((answer),) = engine.generate([PROMPT], new, None)
-    assert len(answer) == new
-    assert len(requests) == 1 + 2, "the prompt, and twice LOOKAHEAD tokens"
-    rows = engine.forced([*PROMPT, *answer], len(PROMPT))
-    assert rows.argmax(1).tolist()[:-1] == answer[1:], "each token is the greedy choice of the decode path"
     engine.close()
 
 
