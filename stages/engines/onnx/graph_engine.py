@@ -2,29 +2,24 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.engine import Continuation, check_tokens
+from pipeline.core.engine import check_tokens
 from pipeline.core.kv import PAGE_TOKENS, Side
-from pipeline.core.records import MemoryReport, Pressed, StoredCopy
+from pipeline.core.records import MemoryReport, StoredCopy
 from pipeline.core.scales import KVScales
 from stages.engines.base import ChunkedEngine, Logits, Mode, not_finite
-from stages.engines.paged import waiting
 from stages.engines.paged.layout import layer_sides
 from stages.engines.paged.pool import Factor, PagedPool
-from stages.engines.paged.prefixes import PrefixCache
 from stages.engines.paged.sequences import PoolFull
+from stages.engines.paged.waiting import PooledEngine
 
 
-class PagedEngine(ChunkedEngine):
+class PagedEngine(ChunkedEngine, PooledEngine):
     """An engine but for the execution of a graph, which is the subclass's."""
-
-    prefixes: PrefixCache | None = None
-    """The beginnings of prompts that are kept for later ones; None keeps none."""
 
     def __init__(self, vocab_size: int, scales: KVScales, pool: PagedPool, *, prefill_chunk: int) -> None:
         super().__init__(pool.policy, pool.shape, vocab_size, prefill_chunk)
@@ -85,20 +80,6 @@ class PagedEngine(ChunkedEngine):
 
     def _release(self, sequence: int) -> None:
         self.pool.release(sequence)
-
-    def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
-        """Where the pool has no room for all, some wait, and the youngest gives way."""
-        moved, logits = waiting.advance(self, live)
-        rows = [row for row, one in enumerate(moved) if one.stored == len(one.tokens)]
-        return [moved[row] for row in rows], logits[rows]
-
-    def press(
-        self, plays: Sequence[Sequence[tuple[Sequence[int], int]]], rows: int, pages: int | None = None
-    ) -> list[list[Pressed]]:
-        for tokens, first in chain.from_iterable(plays):
-            self._check_forced(tokens, first)
-        with waiting.pool_of(self, pages):
-            return [waiting.serve(self, play, rows) for play in plays]
 
     def fork(self, sequence: int) -> int:
         """Start a sequence with the same tokens, which shares the full pages of the first, and return its handle."""

@@ -8,22 +8,41 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import chain
 
 import numpy as np
 
-from pipeline.core.engine import Continuation
+from pipeline.core.engine import Continuation, Engine
 from pipeline.core.kv import PAGE_TOKENS
 from pipeline.core.records import Pressed
 from stages.engines.base import Logits
+from stages.engines.paged.pool import PagedPool
 from stages.engines.paged.prefixes import PrefixCache
 from stages.engines.paged.sequences import PoolFull
 
-if TYPE_CHECKING:
-    from stages.engines.onnx.graph_engine import PagedEngine
+
+class PooledEngine(Engine):
+    """An engine over a paged pool, but for everything else."""
+
+    pool: PagedPool
+    prefixes: PrefixCache | None = None
+    """The beginnings of prompts that are kept for later ones; None keeps none."""
+
+    def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
+        moved, logits = advance(self, live)
+        rows = [row for row, one in enumerate(moved) if one.stored == len(one.tokens)]
+        return [moved[row] for row in rows], logits[rows]
+
+    def press(
+        self, plays: Sequence[Sequence[tuple[Sequence[int], int]]], rows: int, pages: int | None = None
+    ) -> list[list[Pressed]]:
+        for tokens, first in chain.from_iterable(plays):
+            self._check_forced(tokens, first)
+        with pool_of(self, pages):
+            return [serve(self, play, rows) for play in plays]
 
 
-def advance(engine: "PagedEngine", live: Sequence[Continuation]) -> tuple[list[Continuation], Logits]:
+def advance(engine: PooledEngine, live: Sequence[Continuation]) -> tuple[list[Continuation], Logits]:
     """Prefill those that wait and find room, the oldest first; where none does, decode the next token of all that run.
 
     Return those that took a step, and the logits (B, V) after their stored tokens. Raises PoolFull where one alone has no room.
@@ -50,7 +69,7 @@ def advance(engine: "PagedEngine", live: Sequence[Continuation]) -> tuple[list[C
         return running, logits
 
 
-def _fitting(engine: "PagedEngine", joining: Sequence[Continuation], running: Sequence[Continuation]) -> int:
+def _fitting(engine: PooledEngine, joining: Sequence[Continuation], running: Sequence[Continuation]) -> int:
     """Return how many of those that wait are prefilled now: one at a time where the next may find what it keeps."""
     pool, added = engine.pool, 0
     held = {page for one in running for page in pool.sequences[one.sequence].pages}
@@ -65,7 +84,7 @@ def _fitting(engine: "PagedEngine", joining: Sequence[Continuation], running: Se
     return count + 1 if joining else 0
 
 
-def _join(engine: "PagedEngine", joining: Sequence[Continuation]) -> Logits:
+def _join(engine: PooledEngine, joining: Sequence[Continuation]) -> Logits:
     before = engine.prefixes.reused_tokens if engine.prefixes is not None else 0
     handles, logits = engine.prefill([one.tokens[: one.prompt_tokens] for one in joining])
     for one, handle in zip(joining, handles, strict=True):
@@ -75,14 +94,14 @@ def _join(engine: "PagedEngine", joining: Sequence[Continuation]) -> Logits:
     return logits
 
 
-def _preempt(engine: "PagedEngine", one: Continuation) -> None:
+def _preempt(engine: PooledEngine, one: Continuation) -> None:
     engine.release([one.sequence])
     one.sequence, one.reached, one.stored = -1, one.stored, 0
     one.preempted += 1
 
 
 @contextmanager
-def pool_of(engine: "PagedEngine", pages: int | None) -> Iterator[None]:
+def pool_of(engine: PooledEngine, pages: int | None) -> Iterator[None]:
     """Let the engine's pool be of so many pages and keep beginnings; None: have room, and keep none.
 
     Prompts are prefilled in chunks of a page either way, so that beginnings of a page can be found.
@@ -108,7 +127,7 @@ class _Request(Continuation):
     pages: tuple[int, ...] = ()
 
 
-def serve(engine: "PagedEngine", requests: Sequence[tuple[Sequence[int], int]], rows: int) -> list[Pressed]:
+def serve(engine: PooledEngine, requests: Sequence[tuple[Sequence[int], int]], rows: int) -> list[Pressed]:
     """Force requests (tokens, first) that arrive at once; return the logits of the last `rows` tokens of each."""
     arrived = [_Request(list(tokens), first, len(tokens), rows=deque(maxlen=rows)) for tokens, first in requests]
     live = list(arrived)
