@@ -5,10 +5,12 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from gate_reports import pressure_line
 from safetensors.torch import load_file, save_file
 from trtllm_exports import conf
 from vllm_bundles import KEY_SCALE, KNOWN_LAYOUT, VALUE_SCALE, make_vllm_bundle, open_vllm
@@ -17,16 +19,20 @@ from pipeline.artifacts.digest import file_digest
 from pipeline.checkpoint.files import INDEX
 from pipeline.core.errors import GateRefusal
 from pipeline.core.kv import KVPolicy, Side
+from pipeline.core.records import no_progress
 from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.engines.bundle import read_scales
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import probe
+from stages.engines.interpreter.requests import Request
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.vllm.checkpoint import SCALES
 from stages.engines.vllm.engine import VllmEngine
 from stages.engines.vllm.library import PROGRAM
+from stages.evaluate.decoding.pressure import pressure
 from stages.evaluate.delivery import audit_scales
 from stages.evaluate.distances.distance import kl_of_rows
+from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 from stages.workloads import generate
 
 FIRST = 60
@@ -207,3 +213,39 @@ def test_e5m2_runs_without_scales(bundles: dict[str, Path], texts: list[list[int
     assert audit_scales(engine, ()) == []
     assert np.isfinite(engine.forced(texts[0], FIRST)).all()
     engine.close()
+
+
+def test_requests_in_a_full_pool_give_way_reuse_beginnings_and_answer_as_with_room(
+    fp8: VllmEngine, tiny_checkpoint: Path
+) -> None:
+    tokenizer = BundleTokenizer(tiny_checkpoint)
+    samples = generate("retrieval", 24, 0)
+    found = pressure(fp8, encode(samples, tokenizer, 64), 24, no_progress)
+    assert found is not None
+    print(found.model_dump(exclude={"deviations"}))
+    line = pressure_line(found)
+    assert line.status == "PASS", line.reason
+    assert found.preempted > 0
+    assert found.reused > 64
+    assert found.noise_kl is not None
+    assert 0 < found.noise_kl < 0.01
+
+
+def test_a_beginning_of_another_request_in_a_full_pool_is_refused_and_named(
+    fp8: VllmEngine, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third request of a play gets the rows of its neighbour, as from a block that was freed too early."""
+    sound = VllmEngine._run
+
+    def run(self: VllmEngine, requests: list[Request], *given: Any, **fields: Any) -> list[Any]:
+        wrong = self._pages is not None and len(requests) > 2
+        prompt, known, count, skip = requests[2]
+        asked = [*requests[:2], ([prompt[0], *requests[1][0][1:64], *prompt[64:]], known, count, skip), *requests[3:]]
+        return sound(self, asked if wrong else requests, *given, **fields)
+
+    monkeypatch.setattr(VllmEngine, "_run", run)
+    found = pressure(fp8, encode(generate("retrieval", 24, 0), BundleTokenizer(tiny_checkpoint), 64), 8, no_progress)
+    assert found is not None
+    assert len(found.deviations) == 2
+    assert all(len(one.pages) >= 3 for one in found.deviations)
+    assert pressure_line(found).status == "FAIL"

@@ -1,6 +1,7 @@
 """The engine of vLLM."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain, starmap
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy.typing as npt
 
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import PAGE_TOKENS, Side
-from pipeline.core.records import LayerDelivery, MemoryReport, StoredCopy
+from pipeline.core.records import LayerDelivery, MemoryReport, Pressed, StoredCopy
 from stages.engines.base import LOGIT_STEP, Logits
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import Worker
@@ -33,11 +34,16 @@ class VllmEngine(RequestEngine):
     reads_itself = True
     """vLLM writes a token's key and value before it attends, and attends to the cache alone, in prompts as well."""
 
+    pressed_requests = 24
+    """vLLM serves from a full pool, where most faults of its cache are reported."""
+
     def __init__(self, bundle: Path, config: VllmConfig) -> None:
         super().__init__(bundle, config)
         self.prefill_chunk = int(self._described.arguments["max_num_batched_tokens"])
         self.logit_step = LOGIT_STEP[str(self._described.arguments["dtype"])]
         self._reuse = False
+        self._pages: int | None = None
+        """Pages of the small pool; None has the bundle's memory."""
         self._facts: Facts | None = None
         self._shown: list[list[dict[Side, StoredCopy]]] = []
         """What the cache held of each request of the last `forced_together`."""
@@ -76,6 +82,25 @@ class VllmEngine(RequestEngine):
         finally:
             self._restart(reuse=False)
 
+    def press(
+        self, plays: Sequence[Sequence[tuple[Sequence[int], int]]], rows: int, pages: int | None = None
+    ) -> list[list[Pressed]]:
+        for tokens, first in chain.from_iterable(plays):
+            self._check_forced(tokens, first)
+        if pages is None:
+            return [self._pressed(play, rows) for play in plays]
+        self._restart(reuse=True, pages=pages)
+        try:
+            return [self._pressed(play, rows) for play in plays]
+        finally:
+            self._restart(reuse=False)
+
+    def _pressed(self, play: Sequence[tuple[Sequence[int], int]], rows: int) -> list[Pressed]:
+        seen: list[Generation] = []
+        requests = [(prompt, known, count, max(1, count - rows)) for prompt, known, count, _ in starmap(whole, play)]
+        pairs = zip(self._run(requests, seen.extend), seen, strict=True)
+        return [Pressed(logits, one.preempted, one.reused, tuple(one.blocks)) for (_, logits), one in pairs]
+
     def delivery(self) -> list[LayerDelivery]:
         """Return, by layer, the scales of the checkpoint and those that the loaded layers read.
 
@@ -99,10 +124,10 @@ class VllmEngine(RequestEngine):
             self._facts = self._call("facts", Facts)
         return self._facts
 
-    def _restart(self, *, reuse: bool) -> None:
-        """Let the next request load the model with or without prefix caching."""
+    def _restart(self, *, reuse: bool, pages: int | None = None) -> None:
+        """Let the next request load the model with or without prefix caching, in a pool of so many pages."""
         self.close()
-        self._reuse = reuse
+        self._reuse, self._pages = reuse, pages
 
     def _open(self) -> Worker:
         threads = self._config.threads
@@ -115,6 +140,11 @@ class VllmEngine(RequestEngine):
             "max_logprobs": LOGPROBS,
             "disable_log_stats": False,
         }
+        if self._pages is not None:
+            size = int(self._described.arguments["block_size"])
+            blocks = -(-self._pages * PAGE_TOKENS // size)
+            # The null block holds nothing, and no sequence may be longer than the pool.
+            evaluation |= {"num_gpu_blocks_override": blocks + 1, "max_model_len": min(self.max_tokens, blocks * size)}
         carried = self._described.kv_scales_in_checkpoint  # else the worker makes the keys louder
         model = self._checkpoint() if carried else self._bundle / CHECKPOINT
         fault = None if self._fault == 1.0 else self._fault

@@ -33,14 +33,16 @@ class Cache:
         runner = getattr(worker, "worker", worker).model_runner
         context = runner.vllm_config.compilation_config.static_forward_context
         self.layers = {name: layer for name, layer in context.items() if hasattr(layer, "_k_scale")}
-        self.freed: dict[str, list[int]] = {}
-        """Blocks of requests that have ended, by their names; what they hold stays until the next step."""
+        self.freed: dict[str, tuple[list[int], int]] = {}
+        """Of requests that lost their blocks, by their names: the blocks, and how often they had lost some before. What the
+        blocks of a request hold that has ended stays until the next step."""
         manager = core.scheduler.kv_cache_manager
         free = manager.free
 
         def noted(request: Any) -> None:
             # vLLM appends a random suffix to the name that it was given.
-            self.freed[request.request_id.rpartition("-")[0]] = list(manager.get_block_ids(request.request_id)[0])
+            blocks = list(manager.get_block_ids(request.request_id)[0])
+            self.freed[request.request_id.rpartition("-")[0]] = blocks, int(request.num_preemptions)
             free(request)
 
         manager.free = noted
