@@ -5,7 +5,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.engines.bundle import read_scales
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import probe
-from stages.engines.interpreter.requests import Request
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.vllm.checkpoint import SCALES
 from stages.engines.vllm.engine import VllmEngine
@@ -222,30 +220,9 @@ def test_requests_in_a_full_pool_give_way_reuse_beginnings_and_answer_as_with_ro
     samples = generate("retrieval", 24, 0)
     found = pressure(fp8, encode(samples, tokenizer, 64), 24, no_progress)
     assert found is not None
-    print(found.model_dump(exclude={"deviations"}))
     line = pressure_line(found)
     assert line.status == "PASS", line.reason
     assert found.preempted > 0
     assert found.reused > 64
     assert found.noise_kl is not None
-    assert 0 < found.noise_kl < 0.01
-
-
-def test_a_beginning_of_another_request_in_a_full_pool_is_refused_and_named(
-    fp8: VllmEngine, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The third request of a play gets the rows of its neighbour, as from a block that was freed too early."""
-    sound = VllmEngine._run
-
-    def run(self: VllmEngine, requests: list[Request], *given: Any, **fields: Any) -> list[Any]:
-        wrong = self._pages is not None and len(requests) > 2
-        prompt, known, count, skip = requests[2]
-        asked = [*requests[:2], ([prompt[0], *requests[1][0][1:64], *prompt[64:]], known, count, skip), *requests[3:]]
-        return sound(self, asked if wrong else requests, *given, **fields)
-
-    monkeypatch.setattr(VllmEngine, "_run", run)
-    found = pressure(fp8, encode(generate("retrieval", 24, 0), BundleTokenizer(tiny_checkpoint), 64), 8, no_progress)
-    assert found is not None
-    assert len(found.deviations) == 2
-    assert all(len(one.pages) >= 3 for one in found.deviations)
-    assert pressure_line(found).status == "FAIL"
+    assert found.noise_kl < 0.01
