@@ -118,6 +118,20 @@ class LoadTimes:
     memory: MemoryReport
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """What an engine says of itself when it speculates."""
+
+    answers: list[list[int]]
+    """Tokens of each request."""
+    passes: list[int]
+    """Passes that said them, that of the prompt included."""
+    drafts: int
+    """The engine's own counters: proposals, and the tokens that they proposed and that were accepted."""
+    drafted: int
+    accepted: int
+
+
 def give_back() -> None:
     """Collect cycles, as models and graphs are, and return to the system what the C library would keep for itself."""
     gc.collect()
