@@ -102,6 +102,8 @@ def _refuse_format(key: str, side: Side, form: Format) -> KernelRefusal | None:
     plural, dtypes = ("keys", KEY_DTYPES) if side.is_key else ("values", tuple(CODES))
     if form.dtype not in dtypes:
         return KernelRefusal(f"{key}.dtype", form.dtype, f"the CUDA kernels hold {plural} as {_listed(dtypes)}")
+    if form.code.oracle_only:
+        return KernelRefusal(f"{key}.arithmetic", form.arithmetic, "the CUDA kernels have kvgate's alone")
     granularities = CODES[form.dtype].granularities
     if form.granularity not in granularities:
         reason = f"the CUDA kernels hold {form.dtype} {_listed(granularities)}"
