@@ -121,6 +121,7 @@ def join(
             reused_baseline=base.reused,
             speculated_candidate=own.speculated,
             speculated_baseline=base.speculated,
+            pressure=own.pressure,
         ),
         scale_changes=first.scale_changes,
         served=_served(records, bases, own),
