@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, TextIO, cast
 from urllib.parse import quote, unquote
@@ -237,3 +237,15 @@ def copy_redacted(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
     else:
         target.write_text(redact_text(source.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def table_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return rows as columns of equal length; nested values as JSON text, missing and non-finite ones as None."""
+    masked = cache(redact_text)  # the same texts stand in most rows
+
+    def cell(value: object) -> object:
+        value = masked(value) if isinstance(value, str) else redact(value)
+        return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
+
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [cell(row.get(name)) for row in rows] for name in names}

@@ -1,10 +1,13 @@
 """MLflow's client. No other module imports MLflow, which takes 2 s: import this one and `mlflow_store` inside functions."""
 
+import io
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
+from http.client import HTTPResponse
 from typing import Any
 
 # MLflow reads these when it is imported or first used.
@@ -20,6 +23,7 @@ from mlflow.entities import LoggedModelOutput, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from requests import RequestException
 from sqlalchemy.exc import SQLAlchemyError
+from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from pipeline.registry.reaching import check_reachable, reached
 from pipeline.registry.tracking import ENVIRONMENT, Location
@@ -40,6 +44,51 @@ LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abst
 ERRORS = (MlflowException, SQLAlchemyError, CommandError, RequestException)
 
 
+MOST_BYTES = 256 << 20
+"""Of an answer to a question; thousands of versions with their tags have fewer."""
+MOST_FILE_BYTES = 1 << 42
+SLOWEST_BYTES_S = 256 << 10
+"""Of a file's download, which may take longer than an answer."""
+_downloads: list[bool] = []
+"""One for each download that goes on: its library reads in threads of its own."""
+
+
+class _Limited(io.RawIOBase):
+    """What a socket gives, until it was too long or too much: the client's own timeout is one between two readings."""
+
+    def __init__(self, stream: Any, seconds: float) -> None:
+        self._stream, self._until, self._read = stream, time.monotonic() + seconds, 0
+        self._file = bool(_downloads)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count: int = self._stream.readinto(buffer)
+        self._read += count
+        if time.monotonic() > self._until + (self._read / SLOWEST_BYTES_S if self._file else 0):
+            raise TimeoutError("timed out: the answer does not end")
+        if self._read > (MOST_FILE_BYTES if self._file else MOST_BYTES):
+            raise OSError(f"the answer has more than {MOST_BYTES:,} bytes")
+        return count
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+def _limit_answers(seconds: float) -> None:
+    """Give every answer that this process gets by urllib3 from now on so many seconds, from its first byte to its last."""
+
+    class Ending(HTTPResponse):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.fp = io.BufferedReader(_Limited(self.fp.detach(), seconds))
+
+    for kind in (HTTPConnection, HTTPSConnection):
+        kind.response_class = Ending
+
+
 class Client(MlflowClient):
     """MLflow's client, whose waits are announced and whose errors are a line: from every method as `reached` raises them."""
 
@@ -51,6 +100,8 @@ class Client(MlflowClient):
         # MLflow reads them at every request, and libpq at every connection.
         os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(1, round(location.timeout_s)))
         os.environ["PGCONNECT_TIMEOUT"] = str(max(2, round(location.timeout_s)))
+        if location.served:
+            _limit_answers(location.timeout_s)
         self._location = location
         retries = os.environ[RETRIES]
         os.environ[RETRIES] = "0"  # a server that is not there says so at once
@@ -76,8 +127,12 @@ class Client(MlflowClient):
         return call
 
     def download(self, address: str, folder: str) -> str:
-        """Download an artifact into a folder; return where it lies."""
-        return str(download_artifacts(address, dst_path=folder, tracking_uri=self._location.uri))
+        """Download an artifact into a folder; return where it lies. A file may be larger than an answer, and take longer."""
+        _downloads.append(True)
+        try:
+            return str(download_artifacts(address, dst_path=folder, tracking_uri=self._location.uri))
+        finally:
+            _downloads.pop()
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 from pipeline.artifacts.locks import locked, locked_at_once
 from pipeline.core.errors import UserError
-from pipeline.core.redaction import clip, copy_redacted, finite_metrics, flat_params, redact_text
+from pipeline.core.redaction import clip, copy_redacted, finite_metrics, flat_params, redact_text, table_columns
 from pipeline.registry.mlflow_client import (
     Client,
     LoggedModelOutput,
@@ -41,12 +41,14 @@ from pipeline.registry.pages import (
     description,
     of_baseline,
     registered_as,
+    run_tables,
     told,
     verdict_line,
 )
 from pipeline.registry.reaching import named
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.registry.tracking import Location
+from pipeline.verdict.report import SampleRow
 
 TAG_CHARS = 5000
 LOCK = "lock"
@@ -158,8 +160,8 @@ class MlflowStore:
             self._log(run_id, params=config)
             yield run_id
 
-    def conclude(self, run_id: str, candidate: Candidate) -> Candidate:
-        """Register a run's engine, and log its verdict and its numbers; return the candidate with its registration."""
+    def conclude(self, run_id: str, candidate: Candidate, rows: Sequence[SampleRow] = ()) -> Candidate:
+        """Register an engine, and log its verdict, numbers, answers and checks; return the candidate with its registration."""
         version, model_id = self._register(candidate, run_id)
         finite, nonfinite = finite_metrics(chosen(candidate))
         tags = {
@@ -173,6 +175,9 @@ class MlflowStore:
             **({"nonfinite": ", ".join(nonfinite)} if nonfinite else {}),
         }
         self._log(run_id, metrics=finite, tags=tags, model_id=model_id)
+        for name, table in run_tables(candidate, rows).items():
+            if table:
+                self.client.log_table(run_id, table_columns(table), name)
         self.attach(run_id, [candidate.report.path])
         baseline = of_baseline(candidate)
         if baseline:

@@ -1,19 +1,21 @@
-"""What MLflow shows of a candidate: its run's numbers and description, and the files of its model version.
+"""What MLflow shows of a candidate: its run's numbers, description and tables, and the files of its model version.
 
 MLflow compares runs by the metric that was logged first, and draws a chart of each: a run has few metrics, and those first by
-which an engine is chosen. All numbers of a report are in summary.json and verdict.json; checks and samples are in report.html.
+which an engine is chosen. All numbers of a report are in summary.json and verdict.json.
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pipeline.core.kv import POLICY_FILE
 from pipeline.core.redaction import copy_redacted, redact, redact_text
 from pipeline.core.scales import SCALES_FILE
 from pipeline.registry.summary import DECIDED, Candidate
 from pipeline.trust.statement import SIGNATURE_FILE
+from pipeline.verdict.report import SampleRow
 
 COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#bf8700"}
 """Of runs in MLflow's charts, by verdict."""
@@ -62,9 +64,58 @@ THEN = (
     "quality/acceptance_lookup_baseline",
     "quality/acceptance_draft_candidate",
     "quality/acceptance_draft_baseline",
+    "quality/acceptance_engine_candidate",
+    "quality/acceptance_engine_baseline",
 )
 BY_WORKLOAD = ("recovery", "kl_mean", "accuracy_loss")
 """Of each kind of work, in the order of their names, as far as the limit goes."""
+OUTCOMES = {
+    (True, False): "lost",
+    (False, True): "gained",
+    (False, False): "wrong in both",
+    (True, True): "right in both",
+    (None, None): "not judged",
+}
+"""(baseline right, candidate right) -> outcome; the table begins with what was lost."""
+SHOWN = (
+    "workload",
+    "context_tokens",
+    "reference",
+    "baseline_generation",
+    "candidate_generation",
+    "mean_kl",
+    "max_kl",
+    "baseline_probability",
+    "candidate_probability",
+    "top10_overlap",
+    "top1_agreement",
+    "baseline_nll",
+    "candidate_nll",
+    "depth",
+    "difficulty",
+    "scored_tokens",
+    "round",
+    "document",
+    "id",
+)
+"""Columns of the samples after the outcome: what was said stands before what was measured."""
+
+
+def run_tables(candidate: Candidate, rows: Sequence[SampleRow]) -> dict[str, list[dict[str, Any]]]:
+    """Return file name -> rows of what MLflow compares beside the metrics: answers and checks."""
+    return {"samples.json": _samples(rows), "checks.json": [check.model_dump() for check in candidate.checks]}
+
+
+def _samples(rows: Sequence[SampleRow]) -> list[dict[str, Any]]:
+    """Return the samples, lost answers first, those farthest from the baseline first; without a finite KL is farthest."""
+
+    def outcome(row: SampleRow) -> str:
+        return OUTCOMES[row.baseline_correct, row.candidate_correct]
+
+    def order(row: SampleRow) -> tuple[int, bool, float]:
+        return list(OUTCOMES.values()).index(outcome(row)), row.mean_kl is not None, -(row.mean_kl or 0.0)
+
+    return [{"answer": outcome(row), **{name: getattr(row, name) for name in SHOWN}} for row in sorted(rows, key=order)]
 
 
 def of_baseline(candidate: Candidate) -> dict[str, float]:

@@ -75,7 +75,7 @@ def evaluate(run: Run) -> Candidate:
         )
         if store is not None:
             with console.doing("registering the engine"):
-                candidate = store.conclude(run_id, candidate)
+                candidate = store.conclude(run_id, candidate, rows)
     last = summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate, report)
     if run.sweeping:

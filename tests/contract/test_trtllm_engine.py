@@ -129,14 +129,6 @@ def test_only_one_engine_holds_the_gpu(bundles: dict[tuple[str, str], Path], pyt
     first.close()
 
 
-def test_logits_of_other_positions_are_noticed(work: Path, bundles: dict[tuple[str, str], Path]) -> None:
-    python = make_interpreter(work / "shifted", mode="shifted logits")
-    engine = open_engine(bundles["engine", "fp8"], python)
-    with pytest.raises(RuntimeError, match="step 1: the logits that came back are not those that the processor saw"):
-        engine.forced([*PROMPT, *ANSWER], len(PROMPT))
-    engine.close()
-
-
 def test_an_engine_for_another_gpu_is_refused_with_both_named(work: Path, bundles: dict[tuple[str, str], Path]) -> None:
     other = make_interpreter(work / "ada", gpus=("8.9",))
     with pytest.raises(MissingRequirement, match=r"TensorRT-LLM 1\.2\.1 and SM 9\.0.*TensorRT-LLM 1\.2\.1 and SM 8\.9"):

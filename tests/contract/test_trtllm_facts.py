@@ -1,7 +1,6 @@
 """Everything that we say to TensorRT-LLM, and everything that we read of it, is in the facts recorded from its sources."""
 
 import ast
-import inspect
 import json
 import re
 import sys
@@ -21,7 +20,6 @@ from stages.engines.trtllm import checkpoint, settings
 from stages.engines.trtllm.config import Serving, Speculation, TrtllmConfig
 from stages.engines.trtllm.library import PROGRAM
 from stages.engines.trtllm.targets import refuse_integers
-from stages.engines.trtllm.worker import kvgate_forcing
 from stages.quantize.validate import ALGORITHMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -173,7 +171,7 @@ def test_llm_arguments_are_recorded_keys_with_recorded_choices() -> None:
         judged, engine = settings.evaluation_of_served(pinned), settings.evaluation_of_engine(options())
         assert "speculative_config" not in judged
         for arguments in (judged, engine):
-            assert (arguments["gather_generation_logits"], arguments["kv_cache_config"]["enable_block_reuse"]) == (True, False)
+            assert arguments["kv_cache_config"]["enable_block_reuse"] is False
         assert set(engine) <= set(ENGINE["llm"])
         assert set(engine["kv_cache_config"]) <= set(ENGINE["kv_cache_config"])
         assert pinned["kv_cache_config"]["host_cache_size"] == 1_610_612_736
@@ -200,13 +198,15 @@ def worker_calls() -> Iterator[tuple[str, ast.Call]]:
 
 def test_the_worker_calls_tensorrt_llm_by_recorded_names() -> None:
     for facts in (ENGINE, PYTORCH):
-        for name, call in worker_calls():
-            given = {keyword.arg for keyword in call.keywords if keyword.arg is not None}
+        for name, made in worker_calls():
+            given = {keyword.arg for keyword in made.keywords if keyword.arg is not None}
             if name == "SamplingParams":
                 assert given <= set(facts["sampling_params"])
             elif name in ("generate", "generate_async"):
                 assert given <= set(facts[name])
             elif name == "LLM":
                 assert given <= set(facts["llm"])
-    signature = list(inspect.signature(kvgate_forcing.ForcedTokens.__call__).parameters)
-    assert signature[1:] == ENGINE["logits_processor"] == PYTORCH["logits_processor"]
+    processor = ast.parse(PROGRAM.script.with_name("kvgate_forcing.py").read_text(encoding="utf-8"))
+    (call,) = (node for node in ast.walk(processor) if isinstance(node, ast.FunctionDef) and node.name == "__call__")
+    taken = [argument.arg for argument in call.args.args]
+    assert taken[1:] == ENGINE["logits_processor"] == PYTORCH["logits_processor"]

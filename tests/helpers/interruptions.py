@@ -27,7 +27,9 @@ CHANGES = {"os.rename": 1, "os.link": 1, "os.mkdir": 0, "os.remove": 0, "os.rmdi
 """Events of a change, and which of their arguments is what is changed."""
 STATES = (
     "create_run",
+    "log_inputs",
     "log_batch",
+    "log_table",
     "log_artifacts",
     "create_logged_model",
     "log_model_artifacts",

@@ -38,7 +38,7 @@ def judge(folder: Path, store: MlflowStore, name: str, lost: int, memory: float,
     candidate = judged_candidate(folder, name, metrics=metrics)
     candidate = candidate.model_copy(update=Candidate.decided(verdict(rows)) | ({"verdict": "PASS"} if not lost else {}))
     with store.candidate(sweep, name, "onnxruntime", {"kv": {"name": name}}) as run:
-        return store.conclude(run, candidate)
+        return store.conclude(run, candidate, rows)
 
 
 @pytest.fixture(scope="module")

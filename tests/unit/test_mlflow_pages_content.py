@@ -1,12 +1,12 @@
-"""What MLflow shows of a candidate: the numbers, the description."""
+"""What MLflow shows of a candidate: the numbers, the description, the tables."""
 
 from pathlib import Path
 
 import pytest
-from gate_reports import answered, sliced, verdict
+from gate_reports import answered, row, sliced, verdict
 from judged_candidates import judged_candidate
 
-from pipeline.registry.pages import FIRST, LIMIT, chosen, description, of_baseline
+from pipeline.registry.pages import FIRST, LIMIT, chosen, description, of_baseline, run_tables
 from pipeline.registry.summary import Candidate
 from pipeline.verdict.report import SampleRow
 from pipeline.verdict.tracked import flat_metrics
@@ -57,3 +57,19 @@ def test_the_description_has_the_verdict_and_its_reasons(broken: Candidate) -> N
     assert lines[0].startswith("**FAIL**")
     assert "against the FP16-KV engine, keeps 100.0 % of the probability of right answers (at least 9" in lines[0]
     assert any(line.startswith("- copy: 40 of 64 answers lost") for line in lines)
+
+
+def test_the_tables_are_every_check_and_the_samples_from_lost_answers_on_farthest_first(broken: Candidate) -> None:
+    rows = [
+        row("copy", 1, True, True),
+        row("copy", 2, True, False, mean_kl=0.1),
+        row("copy", 3, False, True),
+        row("copy", 4, True, False, mean_kl=0.3),
+        row("copy", 5, True, False, mean_kl=None),
+        row("copy", 6, False, False),
+    ]
+    tables = run_tables(broken, rows)
+    samples = tables["samples.json"]
+    assert [sample["answer"] for sample in samples] == ["lost"] * 3 + ["gained", "wrong in both", "right in both"]
+    assert [sample["mean_kl"] for sample in samples[:3]] == [None, 0.3, 0.1]
+    assert len(tables["checks.json"]) == len(broken.checks)

@@ -1,21 +1,31 @@
 """Tracking stores that cannot be used: one line, soon, without a password and without MLflow's traceback."""
 
+import itertools
 import socket
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.registry import reaching
+from pipeline.registry import mlflow_client, reaching
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 
 SECRET = "hunter2/hunter2"
+
+
+@pytest.fixture(autouse=True)
+def _limits_of_this_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits of answers are of a whole process."""
+    monkeypatch.setattr(HTTPConnection, "response_class", HTTPConnection.response_class)
+    monkeypatch.setattr(HTTPSConnection, "response_class", HTTPSConnection.response_class)
 
 
 def refusal(uri: str, folder: Path, kind: type[Exception]) -> str:
@@ -60,6 +70,43 @@ def test_a_locked_database_is_waited_for_as_long_as_the_configuration_says(
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "cannot be made (" in refusal(f"sqlite:///{tmp_path}/file/below/mlflow.db", tmp_path, UserError)
+
+
+@pytest.mark.parametrize("part", [b"HTTP/1.1 200 OK\r\n", b"x: y\r\n", b"1"])
+def test_an_answer_that_never_ends_is_given_up(part: bytes, tmp_path: Path) -> None:
+    """A byte now and then, in the status line, a header or the body."""
+    stop = threading.Event()
+
+    def drip(server: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                peer, _ = server.accept()
+                threading.Thread(target=dripped, args=(peer,), daemon=True).start()
+
+    def dripped(peer: socket.socket) -> None:
+        with suppress(OSError), peer:
+            peer.recv(65536)
+            peer.sendall(b"" if part.startswith(b"HTTP") else b"HTTP/1.1 200 OK\r\n")
+            peer.sendall(b"\r\n" if part == b"1" else b"")
+            for byte in itertools.cycle(part.rstrip()):
+                peer.sendall(bytes([byte]))
+                if stop.wait(0.1):
+                    return
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=drip, args=(server,), daemon=True).start()
+        began = time.monotonic()
+        text = refusal(f"http://127.0.0.1:{server.getsockname()[1]}", tmp_path, MissingRequirement)
+        stop.set()
+    assert "did not answer within tracking.timeout_s=1" in text
+    assert time.monotonic() - began < 10
+
+
+def test_an_answer_that_is_too_large_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(mlflow_client, "MOST_BYTES", 1000)
+
+    with answering(200, b" " * 100_000) as uri:
+        assert "answers with more bytes than MLflow does" in refusal(uri, tmp_path, UserError)
 
 
 @pytest.mark.parametrize(

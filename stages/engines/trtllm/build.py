@@ -35,7 +35,7 @@ class TrtllmBundle(ServedBundle):
     tensor_parallel_size: int
     max_input_len: int
     evaluated_with: dict[str, Any]
-    """LLM arguments of an evaluation: those of serving, except for block reuse, speculation, and what returns logits."""
+    """LLM arguments of an evaluation: those of serving, except for block reuse and speculation."""
     rewritten: dict[str, Any]
     """The values of settings that TensorRT-LLM built otherwise; backend.allow_rewrites allowed each of them."""
     kv_scales: list[float]
