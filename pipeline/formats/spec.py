@@ -65,6 +65,10 @@ class Spec:
 
     refines: tuple[str, str] | None = None
     """Of an arithmetic that another library has for the codes of a dtype: that dtype, and the rotation that goes with it."""
+    only: tuple[int, bool] | None = None
+    """Of a type that another library defines: the group_size, and whether it is symmetric; its scales are dynamic."""
+    in_graphs: bool = True
+    """Whether ONNX's operators compute it."""
     neighbour: str | None = None
     """The format of as many bits that an engine may take it for."""
 
@@ -78,6 +82,8 @@ class Spec:
     """Whether the exports of that name are right."""
     vllm: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Granularity -> the types of vLLM's cache that mean the same arithmetic, the first of which is taken."""
+    llamacpp: str | None = None
+    """The type of llama.cpp's cache."""
     sglang: str | None = None
     """The type of SGLang's cache that means the same arithmetic at scale 1.0."""
 

@@ -24,10 +24,11 @@ from stages.evaluate.twins.twin import Twin
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf" / "kv"
+EVERY = (KVPolicy.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))) for path in sorted(CONF.glob("*.yaml")))
 POLICIES = {
-    path.stem: KVPolicy.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    for path in sorted(CONF.glob("*.yaml"))
-    if path.stem not in ("int4_g128", "vllm_int4")  # groups of 128 channels in heads of 64; a zero that ONNX does not read
+    policy.name: policy
+    for policy in EVERY
+    if all(form.code.in_graphs and form.refuse_head_dim(64) is None for _, form in policy.formats)
 }
 POLICIES |= {
     f"{name}_evicting": POLICIES[name].model_copy(update={"name": f"{name}_evicting", "eviction": eviction})

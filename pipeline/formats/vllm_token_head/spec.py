@@ -15,5 +15,6 @@ VLLM_TOKEN_HEAD = Spec(
     7.0,
     scale_storage=FLOAT32,
     zero_storage=None,
+    in_graphs=False,
     refines=("int4", "signed_hadamard"),
 )

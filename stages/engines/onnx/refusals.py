@@ -8,13 +8,14 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 
 
-def refuse_zeros_in_scales(policy: KVPolicy) -> None:
-    """Raise UserError for a format whose stored scale holds its zero in bits."""
+def refuse_outside_graphs(policy: KVPolicy) -> None:
+    """Raise UserError for a format of another library that has no arithmetic in ONNX's operators here."""
     for key, form in policy.formats:
-        if not form.symmetric and form.code.zero_storage is None:
+        if not form.code.in_graphs:
+            given = f"dtype={form.dtype}" if form.arithmetic == "kvgate" else f"arithmetic={form.arithmetic}"
             raise UserError(
-                f"kv.{key}.arithmetic={form.arithmetic}: its zeros are bits of its scales, which ONNX's operators do not "
-                f"read; use {holder(policy)}, or set kv.{key}.arithmetic=kvgate kv.{key}.rotation=hadamard"
+                f"kv.{key}.{given}: is another library's, and no graph here computes it; use {holder(policy)}, or another "
+                "policy"
             )
 
 
