@@ -87,13 +87,15 @@ test-vllm: $(VENV)/for-test vllm
 LLAMACPP := .venv-llamacpp
 llamacpp: $(LLAMACPP)/ready
 
-# What compiles it is installed first, from the same lock.
+# What compiles it is installed first, from the same lock. Half of the files are of command-line tools: they are left out.
 LLAMACPP_PIP := $(LLAMACPP)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --require-hashes
 $(LLAMACPP)/ready: requirements/llamacpp.lock
 	$(PYTHON) -m venv --clear $(LLAMACPP)
 	sed '/^llama-cpp-python/,/[^\\]$$/d' $< > $(LLAMACPP)/tools.lock
 	$(LLAMACPP_PIP) --requirement $(LLAMACPP)/tools.lock
-	PATH=$(abspath $(LLAMACPP))/bin:$$PATH CMAKE_ARGS=-DLLAVA_BUILD=OFF CMAKE_BUILD_PARALLEL_LEVEL=$(shell nproc) $(LLAMACPP_PIP) --requirement $<
+	echo 'set(LLAMA_BUILD_COMMON OFF)' > $(LLAMACPP)/library.cmake
+	PATH=$(abspath $(LLAMACPP))/bin:$$PATH CMAKE_BUILD_PARALLEL_LEVEL=$(shell nproc) \
+	CMAKE_ARGS='-DLLAVA_BUILD=OFF -DCMAKE_PROJECT_INCLUDE=$(abspath $(LLAMACPP))/library.cmake' $(LLAMACPP_PIP) --requirement $<
 	touch $@
 
 # The backend on the engine itself: the tiny model, and a short evaluation of SmolLM2's own GGUF.

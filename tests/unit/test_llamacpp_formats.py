@@ -6,48 +6,19 @@ tests/real_llamacpp/test_llamacpp_codes.py compares the same with ggml's own cod
 import numpy as np
 import pytest
 import torch
+from ggml_cases import NAMES, form_of, raw, vectors
 from gguf import GGMLQuantizationType, quants
 from pydantic import ValidationError
-from torch import Tensor
 
 from pipeline.config.compose import plan
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
 from pipeline.formats.ggml.oracle import asked
-from pipeline.formats.ggml.spec import TYPES
-from pipeline.formats.oracle import Stored
 from pipeline.run.inputs import check_inputs
 from stages.engines.oracle.formats import dequantize, quantize
 
-NAMES = [spec.name for spec in TYPES]
 WRITTEN = [name for name in NAMES if name != "iq4_nl"]
 """The package writes no iq4_nl."""
-
-
-def form_of(name: str, rotation: str = "none") -> Format:
-    only = next(spec.only for spec in TYPES if spec.name == name)
-    assert only is not None
-    fields = {"dtype": name, "granularity": "per_group", "group_size": only[0], "symmetric": only[1], "scale": "dynamic"}
-    return Format.model_validate({**fields, "rotation": rotation})
-
-
-def vectors() -> Tensor:
-    """Random ones of many sizes, of one sign, all the same, all zero: (2, 12, 64)."""
-    x = torch.randn(2, 12, 64, generator=torch.Generator().manual_seed(0)) * torch.exp2(torch.arange(12.0) - 6)[:, None]
-    x[:, 0], x[:, 1] = 0.0, 0.25
-    x[:, 2] += 100
-    x[:, 3] -= 300
-    return x
-
-
-def raw(stored: Stored) -> np.ndarray:
-    """The bytes as ggml has them: of each block its scale, its minimum, its codes."""
-    assert stored.scale is not None
-    blocks = stored.scale.shape[-1]
-    parts = [part.unsqueeze(-1).contiguous().view(torch.uint8) for part in (stored.scale, stored.zero) if part is not None]
-    codes = stored.codes.contiguous().view(torch.uint8)
-    joined = torch.cat([*parts, codes.reshape(*codes.shape[:-1], blocks, -1)], dim=-1)
-    return joined.flatten(-2).numpy()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,7 +49,7 @@ def test_iq4_nl_takes_the_nearest_of_its_table_and_the_scale_that_fits_best() ->
 def test_hadamard_64_rotates_each_64_channels_and_goes_back() -> None:
     x = torch.randn(1, 3, 128, generator=torch.Generator().manual_seed(1))
     blocks = form_of("q8_0", "hadamard_64")
-    halves = [quantize(part, form_of("q8_0", "hadamard"), None) for part in x.split(64, dim=-1)]
+    halves = [quantize(part, form_of("q8_0", "hadamard"), None) for part in x.chunk(2, dim=-1)]
     assert torch.equal(quantize(x, blocks, None).codes, torch.cat([half.codes for half in halves], dim=-1))
     assert (dequantize(quantize(x, blocks, None), blocks, None) - x).abs().max() < 0.05
 

@@ -30,7 +30,8 @@ class State:
         positions = []
         for _ in range(cells):
             positions.append(self._number("i4"))
-            self._place += 4 * self._number("u4")  # its sequences
+            sequences = self._number("u4")
+            self._place += 4 * sequences
         if positions != list(range(cells)):
             raise RuntimeError(f"tokens lie at positions {positions[:8]}... of the state, and not in their order")
         transposed, layers = self._number("u4"), self._number("u4")
