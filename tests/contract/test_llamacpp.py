@@ -115,14 +115,14 @@ def test_a_tokenizer_that_llama_cpp_lacks_and_a_weight_beyond_float16(tiny_check
 
 
 def state_bytes(tokens: int, *, transposed: bool) -> tuple[bytes, np.ndarray, np.ndarray]:
-    """A state of one layer with one stream of its own beside an empty one: q8_0 keys of 64 channels, f16 values of 3."""
+    """A state of one layer with one stream of its own between empty ones: q8_0 keys of 64 channels, f16 values of 3."""
     keys = np.arange(tokens * 68, dtype=np.uint8).reshape(tokens, 68)
     keys[:, [0, 34]], keys[:, [1, 35]] = 0, 0x3C  # scales of 1.0
     values = np.arange(tokens * 3, dtype=np.float16).reshape(tokens, 3)
     cells = b"".join(struct.pack("<iIi", position, 1, 1) for position in range(tokens))
-    head = struct.pack("<IiIII", 0, 1, 2, 0, tokens) + cells + struct.pack("<II", transposed, 1)
+    head = struct.pack("<IiIII", 0, 1, 3, 0, tokens) + cells + struct.pack("<II", transposed, 1)
     end = struct.pack("<iII", 1, 2, 3) + values.T.tobytes() if transposed else struct.pack("<iQ", 1, 6) + values.tobytes()
-    return head + struct.pack("<iQ", 8, 68) + keys.tobytes() + end, keys, values
+    return head + struct.pack("<iQ", 8, 68) + keys.tobytes() + end + struct.pack("<I", 0), keys, values
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -66,7 +66,8 @@ def check(engine: LlamaCppEngine, checkpoint: Path, texts: list[list[int]]) -> N
         replay = replayed(engine, checkpoint, text, number)
         assert mean_kl(replay.logits, rows[number]) < 10 * mean_kl(replay.logits, replay.disturbed) + 1e-8
         for errors in (copy for layer in replay.errors for copy in layer.values()):
-            assert float(errors.engine.max()) < 4 * float(errors.disturbed.abs().max()) + 1e-3
+            assert float(errors.engine.max()) < 1e-2
+            assert float(errors.engine.mean()) < 2e-4
     (handle,), _ = engine.prefill([texts[0][:64]])
     assert engine.memory().pool_bytes == engine.policy.pool_bytes(engine.shape, 1)
     engine.release([handle])
@@ -101,7 +102,7 @@ def test_the_state_of_the_first_layer_is_byte_for_byte_what_the_format_makes_of_
     codes, scale = (torch.cat([getattr(page, part) for page in ours], dim=1)[:, :160] for part in ("codes", "scale"))
     assert shown.scale is not None
     theirs = Stored(torch.from_numpy(shown.codes).view(torch.int8), torch.from_numpy(shown.scale), None)
-    assert float((raw(theirs) != raw(Stored(codes, scale, None))).mean()) < 5e-3
+    assert float((raw(theirs) != raw(Stored(codes, scale, None))).mean()) < 2e-2
 
 
 def test_batches_steps_and_answers_agree(q8_q4: LlamaCppEngine, texts: list[list[int]]) -> None:

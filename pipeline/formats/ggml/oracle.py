@@ -82,11 +82,10 @@ class Table(Blocks):
         upper = torch.searchsorted(TABLE, steps.contiguous(), right=True).clamp(1, len(TABLE) - 1)
         codes = torch.where(steps - TABLE[upper - 1] < TABLE[upper] - steps, upper - 1, upper)
         values = TABLE[codes]
-        up = down = torch.zeros_like(x[..., 0], dtype=torch.float64)
+        up = down = torch.zeros_like(x[..., 0])
         for weighted, number, value in zip((x * x * values).unbind(-1), x.unbind(-1), values.unbind(-1), strict=True):
-            up = (up + weighted.double() * number).float().double()
-            down = (down + weighted.double() * value).float().double()
-        scale = torch.where(down > 0, (up.float() / down.float()).nan_to_num(), 0.0)
+            up, down = up + weighted * number, down + weighted * value
+        scale = torch.where(down > 0, (up / down).nan_to_num(), 0.0)
         return torch.where(x.abs().amax(-1, keepdim=True) < 1e-15, 0, codes), scale.unsqueeze(-1), None
 
     def _unpacked(self, packed: Tensor) -> Tensor:

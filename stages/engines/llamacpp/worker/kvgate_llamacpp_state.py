@@ -24,6 +24,8 @@ class State:
             cells = self._number("u4")
             if cells:
                 self._stream(cells)
+        if self._place != len(self.bytes):
+            raise RuntimeError(f"the state has {len(self.bytes)} bytes, {self._place} were read")
 
     def _stream(self, cells: int) -> None:
         self.tokens = cells
@@ -42,8 +44,6 @@ class State:
             view = self.bytes[self._place : self._place + cells * width]
             self.parts.append(view.view("<u2").reshape(-1, cells).T if turned else view.reshape(cells, width))
             self._place += cells * width
-        if self._place != len(self.bytes):
-            raise RuntimeError(f"the state has {len(self.bytes)} bytes, {self._place} were read")
 
     def _number(self, kind: str) -> int:
         width = int(kind[1:])
