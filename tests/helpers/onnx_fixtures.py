@@ -56,9 +56,10 @@ def conf_policy(name: str) -> KVPolicy:
     return policy.model_copy(update={"overrides": moved})
 
 
-EVERY = [conf_policy(path.stem) for path in sorted(CONF.glob("*.yaml"))]
 SHIPPED = [
-    policy for policy in EVERY if all(form.code.in_graphs and form.refuse_head_dim(64) is None for _, form in policy.formats)
+    policy
+    for policy in (conf_policy(path.stem) for path in sorted(CONF.glob("*.yaml")))
+    if policy.name != "int4_g128" and not any(form.code.oracle_only for _, form in policy.formats)
 ]
 """Every shipped policy that heads of 64 channels and ONNX graphs allow."""
 

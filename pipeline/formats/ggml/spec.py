@@ -13,7 +13,7 @@ IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 1
 
 
 def _spec(name: str, bits: int, limit: float, *, symmetric: bool = True) -> Spec:
-    return Spec(name, "integer", bits, PACKED, limit, in_graphs=False, only=(BLOCK, symmetric), llamacpp=name)
+    return Spec(name, "integer", bits, PACKED, limit, oracle_only=True, only=(BLOCK, symmetric), llamacpp=name)
 
 
 TYPES = (

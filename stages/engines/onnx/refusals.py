@@ -8,14 +8,18 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 
 
-def refuse_outside_graphs(policy: KVPolicy) -> None:
-    """Raise UserError for a format of another library that has no arithmetic in ONNX's operators here."""
+def refuse_oracles_own(policy: KVPolicy) -> None:
+    """Raise UserError for a format that the oracle alone computes."""
     for key, form in policy.formats:
-        if not form.code.in_graphs:
-            given = f"dtype={form.dtype}" if form.arithmetic == "kvgate" else f"arithmetic={form.arithmetic}"
+        if form.code.oracle_only:
+            named, instead = "arithmetic", ["arithmetic=kvgate"]
+            if form.arithmetic == "kvgate":
+                named, instead = "dtype", [f"dtype=int{min(8, form.code.bits // 4 * 4)}"]
+            if form.rotation not in ("none", "hadamard"):
+                instead.append("rotation=hadamard")
             raise UserError(
-                f"kv.{key}.{given}: is another library's, and no graph here computes it; use {holder(policy)}, or another "
-                "policy"
+                f"kv.{key}.{named}={getattr(form, named)}: ONNX's operators have no graph of it; "
+                f"use {holder(policy)}, or set {' '.join(f'kv.{key}.{change}' for change in instead)}"
             )
 
 

@@ -8,7 +8,14 @@ from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.process import probe
 from stages.engines.vllm.config import VllmConfig
 from stages.engines.vllm.library import PROGRAM, on_cpu
-from stages.engines.vllm.targets import cache_dtypes, check_judging, check_own_scales, chosen, refuse_dtype
+from stages.engines.vllm.targets import (
+    cache_dtypes,
+    check_boundaries,
+    check_judging,
+    check_own_scales,
+    chosen,
+    refuse_dtype,
+)
 
 
 class VllmBackend(InterpreterBackend):
@@ -36,6 +43,7 @@ class VllmBackend(InterpreterBackend):
             return
         config, ranks, heads = self.config, self.config.tensor_parallel_size, job.checkpoint.q_heads
         named = cache_dtypes(job.policy, config)  # refuses a policy before the interpreter is asked
+        check_boundaries(job.policy, named[0], job.checkpoint.shape.layers)
         self._check_checkpoint(job, ", or judge quantized weights with backend=trtllm")
         if job.checkpoint.quantized is not None:
             check_own_scales(job.policy, job.checkpoint.quantized, self.audit(job.checkpoint.path))

@@ -7,7 +7,8 @@ a block of a head holds its keys channel by channel, then its values token by to
 from pathlib import Path
 from typing import Any
 
-LIBRARIES_16 = {"auto", "float16", "bfloat16"}
+SCALED, UNSCALED = ("fp8", "nvfp4"), ("e5m2", "per_token_head")
+"""Beginnings of types of the cache that read a layer's scale, and endings of those that do not."""
 
 
 def refusal(platform: str, dtype: str) -> str:
@@ -73,7 +74,7 @@ class Cache:
         without a scale stores `factor` times the key.
         """
         for layer in self.layers.values():
-            scaled = layer.kv_cache_dtype not in LIBRARIES_16 and "e5m2" not in layer.kv_cache_dtype
+            scaled = layer.kv_cache_dtype.startswith(SCALED) and not layer.kv_cache_dtype.endswith(UNSCALED)
             write = layer.impl.do_kv_cache_update
             layer.impl.do_kv_cache_update = _scaled(write, factor) if scaled else _louder(write, factor)
 
