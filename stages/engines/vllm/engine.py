@@ -1,5 +1,6 @@
 """The engine of vLLM."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from stages.engines.interpreter.requests import RequestEngine, whole
 from stages.engines.vllm.build import VllmBundle
 from stages.engines.vllm.checkpoint import delivered, write_faulted
 from stages.engines.vllm.config import VllmConfig
-from stages.engines.vllm.library import PROGRAM, Facts
+from stages.engines.vllm.library import PROGRAM, Facts, LayerScales, on_cpu
 
 LOGPROBS = 20
 """Log-probabilities a token that may be asked for: an evaluation asks for that of the token itself."""
@@ -85,10 +86,13 @@ class VllmEngine(RequestEngine):
         carried = [{side: scales.scale for side, scales in layer.items()} for layer in self._scales.layers]
         if self._described.kv_scales_in_checkpoint:
             carried = delivered(self._bundle / CHECKPOINT, self.shape.layers)
-        return [
-            LayerDelivery(dict(given), {Side.KEY: tuple(layer.key), Side.VALUE: tuple(layer.value)})
-            for given, layer in zip(carried, used, strict=True)
-        ]
+        return [LayerDelivery(dict(given), self._used(layer)) for given, layer in zip(carried, used, strict=True)]
+
+    def _used(self, layer: LayerScales) -> dict[Side, tuple[float, ...]]:
+        """The scales that a layer reads. Several workers tell those of all heads, where the policy has one for all, too."""
+        told = {Side.KEY: layer.key, Side.VALUE: layer.value}
+        by_head = self.policy.key.granularity == "per_head"
+        return {side: tuple(numbers if by_head else dict.fromkeys(numbers)) for side, numbers in told.items()}
 
     def close(self) -> None:
         super().close()
@@ -105,7 +109,9 @@ class VllmEngine(RequestEngine):
         self._reuse = reuse
 
     def _open(self) -> Worker:
-        threads = self._config.threads
+        threads, workers = self._config.threads, int(self._described.arguments["tensor_parallel_size"])
+        if on_cpu(self._interpreter) and workers > 1:  # vLLM would bind each worker to a NUMA node of its own
+            threads = threads or max(1, len(os.sched_getaffinity(0)) // workers)
         bound = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if threads else {}
         # No prompt comes from the cache, unless that is what is looked at, and no step is scheduled before the last one's
         # tokens are known: a logits processor would see each token a step late.
@@ -146,7 +152,7 @@ class VllmEngine(RequestEngine):
         used = self._loaded().scales
         copies = []
         for layer in range(shape.layers):
-            scales = {Side.KEY: used[layer].key, Side.VALUE: used[layer].value}
+            scales = self._used(used[layer])
             copies.append(
                 {
                     side: StoredCopy(0, raw[layer, i], None, None, _static(scales[side]) if form.static else None, None)
