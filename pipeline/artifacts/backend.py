@@ -172,10 +172,6 @@ class Backend(Loader):
         it.
         """
 
-    def onnx_equivalent(self) -> BackendConfig | None:
-        """Return the ONNX Runtime backend that runs the same graphs on any CPU; None where there are no such graphs."""
-        return None
-
     def describe(self, bundle: Path) -> list[str]:  # noqa: ARG002  (the interface's parameter)
         """Return lines that stage=build prints of a bundle, besides its place and digest."""
         return []

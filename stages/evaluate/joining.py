@@ -119,6 +119,7 @@ def join(
             free_baseline=base.free_answers,
             reused_candidate=own.reused,
             reused_baseline=base.reused,
+            pressure=own.pressure,
         ),
         scale_changes=first.scale_changes,
         served=_served(records, bases, own),

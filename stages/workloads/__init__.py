@@ -1,7 +1,7 @@
-"""Generates seeded text for evaluation, calibration and training, with the standard library alone.
+"""Generates seeded text for evaluation and calibration, with the standard library alone.
 
 Other stages call `generate`. The name of the split is part of every sample's seed, so that an evaluation never repeats
-the samples of training or calibration, whatever the integer seeds are.
+the samples of calibration, or of the tiny model's training, whatever the integer seeds are.
 """
 
 import random

@@ -1,7 +1,4 @@
-"""Conversations, which the chat workloads generate: every assistant turn is a known answer.
-
-Training scores all assistant turns. A sample of an evaluation asks for the last one only.
-"""
+"""Conversations, which the chat workloads generate: every assistant turn is a known answer, and a sample asks for the last."""
 
 import json
 from collections.abc import Sequence

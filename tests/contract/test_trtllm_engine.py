@@ -12,7 +12,6 @@ from trtllm_exports import HEAD_DIM, HEADS, KV_HEADS, make_bundle, make_exports,
 
 from pipeline.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter.protocol import RunAnswer
-from stages.engines.interpreter.requests import LOOKAHEAD
 from stages.engines.trtllm.engine import TrtllmEngine
 
 PROMPT = [7, 300, 12, 44, 1001, 5, 5, 620]
@@ -102,18 +101,6 @@ def test_prompts_beyond_the_bound_start_together_so_that_the_library_has_all_of_
     engine.close()
 
 
-@pytest.mark.parametrize("engine", ["engine"], indirect=True)
-def test_greedy_steps_need_one_request_per_lookahead(engine: TrtllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = counted_calls(monkeypatch)
-    new = LOOKAHEAD + 8
-    ((answer),) = engine.generate([PROMPT], new, None)
-    assert len(answer) == new
-    assert len(requests) == 1 + 2, "the prompt, and twice LOOKAHEAD tokens"
-    rows = engine.forced([*PROMPT, *answer], len(PROMPT))
-    assert rows.argmax(1).tolist()[:-1] == answer[1:], "each token is the greedy choice of the decode path"
-    engine.close()
-
-
 def test_the_canary_reads_a_wrong_scale_and_leaves_the_prompt_alone(engine: TrtllmEngine) -> None:
     before = engine.forced([*PROMPT, *ANSWER], len(PROMPT))
     _, prompt_before = engine.prefill([PROMPT])
@@ -140,14 +127,6 @@ def test_only_one_engine_holds_the_gpu(bundles: dict[tuple[str, str], Path], pyt
     np.testing.assert_array_equal(first.forced(tokens, len(PROMPT)), before)
     assert second._worker is None
     first.close()
-
-
-def test_logits_of_other_positions_are_noticed(work: Path, bundles: dict[tuple[str, str], Path]) -> None:
-    python = make_interpreter(work / "shifted", mode="shifted logits")
-    engine = open_engine(bundles["engine", "fp8"], python)
-    with pytest.raises(RuntimeError, match="step 1: the logits that came back are not those that the processor saw"):
-        engine.forced([*PROMPT, *ANSWER], len(PROMPT))
-    engine.close()
 
 
 def test_an_engine_for_another_gpu_is_refused_with_both_named(work: Path, bundles: dict[tuple[str, str], Path]) -> None:

@@ -59,10 +59,6 @@ class PlanBackend(Backend):
         """The backend whose bundle has the graphs."""
         return OnnxRuntimeConfig(name="onnxruntime", compute_dtype=self.config.compute_dtype, threads=1, attention="auto")
 
-    def onnx_equivalent(self) -> OnnxRuntimeConfig | None:
-        """See Backend; ONNX Runtime does not run graphs in bfloat16."""
-        return None if self.config.compute_dtype == "bfloat16" else self._graphs
-
     def describe(self, bundle: Path) -> list[str]:
         """Return the sizes of the plans."""
         plans = {path.name: path.stat().st_size / 2**20 for path in sorted(bundle.glob("*.plan"))}
