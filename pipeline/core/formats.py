@@ -17,7 +17,7 @@ Granularity = Literal["none", "per_tensor", "per_head", "per_channel", "per_toke
 ScaleSource = Literal["none", "uncalibrated", "calibrated", "dynamic"]
 Rotation = Literal["none", "hadamard", "signed_hadamard"]
 BlockScale = Literal["none", "max", "4over6"]
-Arithmetic = Literal["kvgate", "vllm_turboquant", "vllm_token_head"]
+Arithmetic = Literal["kvgate", "vllm_turboquant", "vllm_centroids", "vllm_token_head"]
 
 
 class Format(StrictModel):
@@ -37,9 +37,11 @@ class Format(StrictModel):
     float32 scale of the layer and side, which is calibrated. block_scale says how it is chosen: `max` makes the block's largest
     magnitude 6; `4over6` makes it 6 or 4, whichever has the smaller squared error, because E2M1 has nothing between them.
 
-    arithmetic is whose rounding codes, scales and zeros have. Two are vLLM's, of asymmetric INT4 per token and head, so that an
-    engine here computes what vLLM computes. `vllm_turboquant` are the values of its turboquant_k8v4: codes of the unrounded
-    range and minimum, rounded half up, where kvgate's are of the stored ones. `vllm_token_head` is its int4_per_token_head:
+    arithmetic is whose rounding codes, scales and zeros have. Three are vLLM's, of a scale a token and head, so that an
+    engine here computes what vLLM computes. `vllm_turboquant` are the values of its turboquant_k8v4: INT4 codes of the
+    unrounded range and minimum, rounded half up, where kvgate's are of the stored ones. `vllm_centroids` are the keys of its
+    turboquant_4bit_nc: the nearest of 16 numbers in a rotated vector of length 1, and that length. `vllm_token_head` are its
+    int8_per_token_head and fp8_per_token_head, whose scales are float32; and its int4_per_token_head:
     rotation=signed_hadamard (vLLM's own signs, then the Hadamard matrix of -1 and 1), a zero that is a whole number of codes,
     and one float32 for both, the zero in the four lowest bits of the scale.
     """
@@ -59,7 +61,7 @@ class Format(StrictModel):
     block_scale: BlockScale = "none"
     """Of nvfp4: whether a block's largest magnitude becomes 6 (max), or 6 or 4 (4over6)."""
     arithmetic: Arithmetic = "kvgate"
-    """Whose rounding INT4 per token and head with a zero has."""
+    """Whose rounding a scale per token and head has."""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -103,19 +105,18 @@ class Format(StrictModel):
     def _check_vllm(self) -> None:
         if self.arithmetic == "kvgate":
             raise ValueError("rotation must be none or hadamard unless arithmetic is vllm_token_head, got signed_hadamard")
-        refined = ARITHMETICS[self.arithmetic].refines
-        assert refined is not None
-        dtype, rotation = refined
+        known = [spec.refines for (name, _), spec in ARITHMETICS.items() if name == self.arithmetic]
+        dtype, symmetric, rotation = next((one for one in known if one[0] == self.dtype), known[0])
         given = (self.dtype, self.granularity, self.symmetric, self.scale, self.rotation)
-        if given != (dtype, "per_token", False, "dynamic", rotation):
+        if given != (dtype, "per_token", symmetric, "dynamic", rotation):
             raise ValueError(
-                f"arithmetic {self.arithmetic} is of dtype={dtype} granularity=per_token symmetric=false scale=dynamic "
-                f"rotation={rotation} alone: set these, or arithmetic=kvgate"
+                f"arithmetic {self.arithmetic} is of dtype={dtype} granularity=per_token symmetric={str(symmetric).lower()} "
+                f"scale=dynamic rotation={rotation} alone: set these, or arithmetic=kvgate"
             )
 
     @property
     def code(self) -> Spec:
-        return CODES[self.dtype] if self.arithmetic == "kvgate" else ARITHMETICS[self.arithmetic]
+        return CODES[self.dtype] if self.arithmetic == "kvgate" else ARITHMETICS[self.arithmetic, self.dtype]
 
     @property
     def exact(self) -> bool:

@@ -8,13 +8,16 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 
 
-def refuse_zeros_in_scales(policy: KVPolicy) -> None:
-    """Raise UserError for a format whose stored scale holds its zero in bits."""
+def refuse_oracles_own(policy: KVPolicy) -> None:
+    """Raise UserError for a format that the oracle alone computes."""
     for key, form in policy.formats:
-        if not form.symmetric and form.code.zero_storage is None:
+        if form.code.oracle_only:
+            instead = " ".join(
+                [f"kv.{key}.arithmetic=kvgate", *([f"kv.{key}.rotation=hadamard"] if form.rotation != "none" else [])]
+            )
             raise UserError(
-                f"kv.{key}.arithmetic={form.arithmetic}: its zeros are bits of its scales, which ONNX's operators do not "
-                f"read; use {holder(policy)}, or set kv.{key}.arithmetic=kvgate kv.{key}.rotation=hadamard"
+                f"kv.{key}.arithmetic={form.arithmetic}: ONNX's operators have no graph of it; "
+                f"use {holder(policy)}, or set {instead}"
             )
 
 

@@ -14,10 +14,10 @@ from pipeline.core.scales import SideScales
 from pipeline.formats.nvfp4.oracle import ORACLE as NVFP4
 from pipeline.formats.oracle import KINDS, Arithmetic, Options, Static, Stored
 from pipeline.formats.spec import Spec
-from pipeline.formats.vllm_token_head.oracle import ORACLE as VLLM_TOKEN_HEAD
-from pipeline.formats.vllm_turboquant.oracle import ORACLE as VLLM_TURBOQUANT
+from pipeline.formats.vllm_token_head.oracle import ORACLES as VLLM_TOKEN_HEADS
+from pipeline.formats.vllm_turboquant.oracle import ORACLES as VLLM_TURBOQUANTS
 
-OWN: dict[str, Arithmetic] = {one.spec.name: one for one in (NVFP4, VLLM_TURBOQUANT, VLLM_TOKEN_HEAD)}
+OWN: dict[str, Arithmetic] = {one.spec.name: one for one in (NVFP4, *VLLM_TURBOQUANTS, *VLLM_TOKEN_HEADS)}
 """Formats whose arithmetic is not that of their kind."""
 
 
