@@ -269,8 +269,8 @@ def _distances(item: EncodedSample, logits_RV: Logits, replay: Replay, problem: 
 def _by_layer(compared: Compared, rounding: tuple[float, ...]) -> Compared:
     """Return a compared request with the mean errors of each layer, beside those of the 16-bit engine.
 
-    The disturbed twin's stand in their place where they are larger: the sign of a scale of q4_0 turns with the last place of the
-    two largest numbers of a block, and all codes of the block with it.
+    The disturbed twin's stand in their place where they are larger: the sign of a scale of q4_0 turns with the last place of a
+    block's two largest numbers, and all codes of the block with it.
     """
 
     def means_of(part: str) -> tuple[float, ...]:
