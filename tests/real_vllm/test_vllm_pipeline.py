@@ -110,7 +110,10 @@ def test_a_real_models_fp8_cache_fails_too(tmp_path: Path, vllm_python: str) -> 
         ("weights=fp8", "weights=fp8: backend=vllm is given 16-bit weights"),
         ("backend.kv_cache_dtype=nvfp4", "backend.kv_cache_dtype=nvfp4: is not what the policy says, which is fp8_e4m3 or fp8"),
         ("backend.block_size=16", "backend.block_size=16: vLLM's attention on a CPU takes multiples of 32"),
-        ("backend.tensor_parallel_size=2", "backend.tensor_parallel_size=2: an evaluation runs in one process"),
+        (
+            "backend.tensor_parallel_size=3",
+            "backend.tensor_parallel_size=3: does not divide the model's 4 query heads; use a divisor",
+        ),
     ],
 )
 def test_what_vllm_cannot_do_is_refused_before_any_work(tmp_path: Path, vllm_python: str, given: str, expected: str) -> None:
