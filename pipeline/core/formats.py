@@ -15,7 +15,7 @@ from pipeline.formats.table import ARITHMETICS, CODES
 
 Granularity = Literal["none", "per_tensor", "per_head", "per_channel", "per_token", "per_group"]
 ScaleSource = Literal["none", "uncalibrated", "calibrated", "dynamic"]
-Rotation = Literal["none", "hadamard", "signed_hadamard"]
+Rotation = Literal["none", "hadamard", "hadamard_64", "signed_hadamard"]
 BlockScale = Literal["none", "max", "4over6"]
 Arithmetic = Literal["kvgate", "vllm_turboquant", "vllm_centroids", "vllm_token_head"]
 
@@ -37,6 +37,9 @@ class Format(StrictModel):
     float32 scale of the layer and side, which is calibrated. block_scale says how it is chosen: `max` makes the block's largest
     magnitude 6; `4over6` makes it 6 or 4, whichever has the smaller squared error, because E2M1 has nothing between them.
 
+    dtype=q8_0, q5_1, q4_1, q4_0 and iq4_nl are llama.cpp's types: blocks of 32 channels, in its rounding and bytes.
+    rotation=hadamard_64 is of them alone: the Hadamard matrix of each 64 channels, as llama.cpp rotates values.
+
     arithmetic is whose rounding codes, scales and zeros have. Three are vLLM's, of a scale a token and head, so that an
     engine here computes what vLLM computes. `vllm_turboquant` are the values of its turboquant_k8v4: INT4 codes of the
     unrounded range and minimum, rounded half up, where kvgate's are of the stored ones. `vllm_centroids` are the keys of its
@@ -47,7 +50,7 @@ class Format(StrictModel):
     """
 
     dtype: str
-    """Type of a code: fp16, bf16, fp8_e4m3, fp8_e5m2, int8, int4 or nvfp4."""
+    """Type of a code: fp16, bf16, fp8_e4m3, fp8_e5m2, int8, int4, nvfp4, or llama.cpp's q8_0, q5_1, q4_1, q4_0 and iq4_nl."""
     granularity: Granularity = "none"
     """What shares a scale: a layer, a KV head, a channel, a token of a head, or a group of channels of a token."""
     group_size: int | None = None
@@ -57,7 +60,7 @@ class Format(StrictModel):
     scale: ScaleSource = "none"
     """Where the scale comes from: ModelOpt's calibration, 1.0 (uncalibrated), or the token itself (dynamic)."""
     rotation: Rotation = "none"
-    """Exact rotation of every head before quantization; signed_hadamard is of vllm_token_head alone."""
+    """Exact rotation of every head before quantization; hadamard_64 is of llama.cpp's types, signed_hadamard of vLLM's."""
     block_scale: BlockScale = "none"
     """Of nvfp4: whether a block's largest magnitude becomes 6 (max), or 6 or 4 (4over6)."""
     arithmetic: Arithmetic = "kvgate"
@@ -78,6 +81,7 @@ class Format(StrictModel):
             )
         if self.arithmetic != "kvgate" or self.rotation == "signed_hadamard":
             self._check_vllm()
+        self._check_llamacpp()
         if self.exact:
             unscaled = (self.granularity, self.scale, self.group_size, self.symmetric) == ("none", "none", None, True)
             if not unscaled or self.rotation != "none":
@@ -101,6 +105,18 @@ class Format(StrictModel):
         if self.granularity != "per_group" and self.group_size is not None:
             raise ValueError(f"group_size must be null for granularity {self.granularity}, got {self.group_size}")
         return self
+
+    def _check_llamacpp(self) -> None:
+        if self.code.only is not None and (self.granularity, self.group_size, self.symmetric) != ("per_group", *self.code.only):
+            size, symmetric = self.code.only
+            raise ValueError(
+                f"dtype {self.dtype} is of granularity=per_group group_size={size} symmetric={str(symmetric).lower()} alone: "
+                "set these"
+            )
+        if self.rotation == "hadamard_64" and self.code.llamacpp is None:
+            raise ValueError(
+                f"rotation hadamard_64 is of llama.cpp's types alone, got dtype {self.dtype}: set hadamard or none"
+            )
 
     def _check_vllm(self) -> None:
         if self.arithmetic == "kvgate":
@@ -176,6 +192,10 @@ class Format(StrictModel):
         if self.group_size is not None and head_dim % self.group_size:
             choice = "choose one that does, or granularity=per_token"
             return f"group_size={self.group_size} does not divide the model's head_dim {head_dim}; {choice}"
+        if self.rotation == "hadamard_64" and head_dim % 64:
+            return (
+                f"rotation=hadamard_64 needs a head_dim that is a multiple of 64, the model has {head_dim}; set rotation=none"
+            )
         if self.rotation == "hadamard" and head_dim & (head_dim - 1):
             return f"rotation=hadamard needs a head_dim that is a power of two, the model has {head_dim}; set rotation=none"
         return None

@@ -68,6 +68,8 @@ class Spec:
     refines: tuple[str, bool, str] = ("", True, "none")
     """Of an arithmetic that another library has for the codes of a dtype: that dtype, whether its codes are symmetric, and the
     rotation that goes with it."""
+    only: tuple[int, bool] | None = None
+    """Of a type that another library defines: the group_size, and whether it is symmetric; its scales are dynamic."""
     oracle_only: bool = False
     """Whether the oracle alone computes it."""
     neighbour: str | None = None
@@ -84,6 +86,8 @@ class Spec:
     vllm: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Granularity, or the way to choose the scale of a block -> the types of vLLM's cache that mean the same arithmetic, the
     first of which is taken."""
+    llamacpp: str | None = None
+    """The type of llama.cpp's cache."""
     vllm_beside: Mapping[str, str] = field(default_factory=dict)
     """Of values: the format of the keys beside them -> the type of vLLM's cache that has both."""
     sglang: str | None = None

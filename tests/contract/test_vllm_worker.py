@@ -13,9 +13,16 @@ from vllm_bundles import config_of, make_vllm_bundle, open_vllm
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.verdict.thresholds import ScaleChangeKind
-from stages.engines.interpreter.process import probe
+from stages.engines.interpreter.process import Interpreter, probe
 from stages.engines.vllm.library import PROGRAM
-from stages.engines.vllm.targets import cache_dtypes, check_boundaries, refuse_dtype, skipped_layers
+from stages.engines.vllm.targets import (
+    cache_dtypes,
+    check_boundaries,
+    check_judging,
+    check_split,
+    refuse_dtype,
+    skipped_layers,
+)
 from stages.evaluate.delivery import audit_scales
 
 TOKENS = [7, 300, 12, 44, 1001, 5, 5, 620, 9, 13, 700]
@@ -108,6 +115,26 @@ def test_a_type_that_release_or_machine_lack_is_refused_by_its_reason(
     config = config_of(make_vllm_interpreter(tmp_path / "bin", mode=mode))
     refusal = refuse_dtype(config, KVPolicy.model_validate(conf("kv", kv)), "fp8_e4m3", probe(PROGRAM, config.python))
     assert re.match(expected, str(refusal))
+
+
+@pytest.mark.parametrize(("q_heads", "kv_heads", "named"), [(4, 2, "4 query heads"), (9, 2, "2 KV heads")])
+def test_heads_that_workers_cannot_share_are_refused(q_heads: int, kv_heads: int, named: str) -> None:
+    check_split(3, 9, 6)
+    check_split(3, 9, 1)  # each of three workers holds the one head
+    with pytest.raises(UserError, match=f"backend.tensor_parallel_size=3: does not divide the model's {named}; use a divisor"):
+        check_split(3, q_heads, kv_heads)
+
+
+def test_an_evaluation_over_more_gpus_than_there_are_is_refused(tmp_path: Path) -> None:
+    interpreter = probe(PROGRAM, make_vllm_interpreter(tmp_path / "bin"))
+    check_judging(config_of(interpreter.python, tensor_parallel_size=2), interpreter)
+    described = interpreter.description.model_copy(update={"platform": "cuda"})
+    with pytest.raises(
+        MissingRequirement, match=r"tensor_parallel_size=2: an evaluation runs on as many GPUs, .* shows 0; build"
+    ):
+        check_judging(
+            config_of(interpreter.python, tensor_parallel_size=2), Interpreter(PROGRAM, interpreter.python, described)
+        )
 
 
 def test_engine_arguments_that_vllm_refuses_or_changes_are_told(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ def refuse_oracles_own(policy: KVPolicy) -> None:
     """Raise UserError for a format that the oracle alone computes."""
     for key, form in policy.formats:
         if form.code.oracle_only:
-            instead = " ".join(
-                [f"kv.{key}.arithmetic=kvgate", *([f"kv.{key}.rotation=hadamard"] if form.rotation != "none" else [])]
-            )
+            named, instead = "arithmetic", ["arithmetic=kvgate"]
+            if form.arithmetic == "kvgate":
+                named, instead = "dtype", [f"dtype=int{min(8, form.code.bits // 4 * 4)}"]
+            if form.rotation not in ("none", "hadamard"):
+                instead.append("rotation=hadamard")
             raise UserError(
-                f"kv.{key}.arithmetic={form.arithmetic}: ONNX's operators have no graph of it; "
-                f"use {holder(policy)}, or set {instead}"
+                f"kv.{key}.{named}={getattr(form, named)}: ONNX's operators have no graph of it; "
+                f"use {holder(policy)}, or set {' '.join(f'kv.{key}.{change}' for change in instead)}"
             )
 
 

@@ -1,5 +1,6 @@
 """The engine of vLLM."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from stages.engines.interpreter.requests import RequestEngine, whole
 from stages.engines.vllm.build import VllmBundle
 from stages.engines.vllm.checkpoint import delivered, write_faulted
 from stages.engines.vllm.config import VllmConfig
-from stages.engines.vllm.library import PROGRAM, Drafted, Facts
+from stages.engines.vllm.library import PROGRAM, Drafted, Facts, LayerScales, on_cpu
 
 LOGPROBS = 20
 """Log-probabilities a token that may be asked for: an evaluation asks for that of the token itself."""
@@ -106,10 +107,13 @@ class VllmEngine(RequestEngine):
         carried = [{side: scales.scale for side, scales in layer.items()} for layer in self._scales.layers]
         if self._described.kv_scales_in_checkpoint:
             carried = delivered(self._bundle / CHECKPOINT, self.shape.layers)
-        return [
-            LayerDelivery(dict(given), {Side.KEY: tuple(layer.key), Side.VALUE: tuple(layer.value)})
-            for given, layer in zip(carried, used, strict=True)
-        ]
+        return [LayerDelivery(dict(given), self._used(layer)) for given, layer in zip(carried, used, strict=True)]
+
+    def _used(self, layer: LayerScales) -> dict[Side, tuple[float, ...]]:
+        """The scales that a layer reads. Several workers tell those of all heads, where the policy has one for all, too."""
+        told = {Side.KEY: layer.key, Side.VALUE: layer.value}
+        by_head = self.policy.key.granularity == "per_head"
+        return {side: tuple(numbers if by_head else dict.fromkeys(numbers)) for side, numbers in told.items()}
 
     def close(self) -> None:
         super().close()
@@ -126,7 +130,9 @@ class VllmEngine(RequestEngine):
         self._evaluated = {**EVALUATED, **changes}
 
     def _open(self) -> Worker:
-        threads = self._config.threads
+        threads, workers = self._config.threads, int(self._described.arguments["tensor_parallel_size"])
+        if on_cpu(self._interpreter) and workers > 1:  # vLLM would bind each worker to a NUMA node of its own
+            threads = threads or max(1, len(os.sched_getaffinity(0)) // workers)
         bound = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if threads else {}
         carried = self._described.kv_scales_in_checkpoint  # else the worker makes the keys louder
         model = self._checkpoint() if carried else self._bundle / CHECKPOINT
@@ -156,7 +162,7 @@ class VllmEngine(RequestEngine):
         shape, used, place = self.shape, self._loaded().scales, 0
         raw, copies = np.fromfile(path, np.uint8), []
         for layer in range(shape.layers):
-            scales, found = {Side.KEY: used[layer].key, Side.VALUE: used[layer].value}, {}
+            scales, found = self._used(used[layer]), {}
             for side, form in self.policy.sides(layer).items():
                 size = shape.kv_heads * length * form.token_bytes(shape.head_dim)
                 codes = raw[place : place + size].reshape(shape.kv_heads, length, -1)

@@ -101,6 +101,15 @@ def chosen(config: VllmConfig, named: tuple[str, ...]) -> str:
     return config.kv_cache_dtype
 
 
+def check_split(ranks: int, q_heads: int, kv_heads: int) -> None:
+    """Refuse workers that vLLM cannot share the heads among; of fewer KV heads than workers, several hold the same."""
+    for heads, title, repeats in ((q_heads, "query", False), (kv_heads, "KV", True)):
+        if heads % ranks and not (repeats and ranks % heads == 0):
+            raise UserError(
+                f"backend.tensor_parallel_size={ranks}: does not divide the model's {heads} {title} heads; use a divisor"
+            )
+
+
 def refuse_dtype(config: VllmConfig, policy: KVPolicy, dtype: str, interpreter: Interpreter) -> str | None:
     """Return why the installed release or this machine cannot hold a type of the cache, None when it can."""
     described = interpreter.description
@@ -117,13 +126,14 @@ def refuse_dtype(config: VllmConfig, policy: KVPolicy, dtype: str, interpreter: 
 
 def check_judging(config: VllmConfig, interpreter: Interpreter) -> None:
     """Refuse what can be built and not evaluated here."""
-    if config.tensor_parallel_size > 1:
-        raise UserError(
-            f"backend.tensor_parallel_size={config.tensor_parallel_size}: an evaluation runs in one process, where known "
-            "tokens are forced and scales are read back: evaluate with 1, build with stage=build"
-        )
     if interpreter.description.platform not in ("cpu", "cuda"):
         raise MissingRequirement(
             f"backend.python={config.python}: vLLM runs on {interpreter.description.platform} there, which was not tried: give "
             "a Python whose vLLM runs on a CPU or on CUDA"
+        )
+    ranks, gpus = config.tensor_parallel_size, len(interpreter.devices)
+    if gpus < ranks and not on_cpu(interpreter):
+        raise MissingRequirement(
+            f"backend.tensor_parallel_size={ranks}: an evaluation runs on as many GPUs, this machine shows {gpus}; build here "
+            "with stage=build, or evaluate on a larger machine"
         )
