@@ -1,8 +1,8 @@
 """TensorRT plugins, compiled ahead of time from the Triton kernels: a decode step's work list, its attention and that of
 several new tokens, each with the join of its parts.
 
-Importing this module registers every operation of tensorrt_nodes with TensorRT (10.14 to 11.4) as a quickly deployable plugin, for
-nodes of an ONNX graph (domain `kv`) and for networks made in Python:
+Importing this module registers every operation of tensorrt_nodes with TensorRT (10.14 to 11.4) as a quickly deployable plugin,
+for nodes of an ONNX graph (domain `kv`) and for networks made in Python:
 
     op = getattr(trt.plugin.op.kv, node.name)
     network.add_plugin(op(*tensors, **attributes), aot=True)
