@@ -31,7 +31,7 @@ def judge(work: Path, python: str, *given: str) -> EvaluationReport:
     asked = [f"workdir={work}", "backend=llamacpp", f"backend.python={python}", "stage=evaluate", *FEW, *given]
     (job,) = plan(asked, multirun=False).jobs
     check_inputs(job)
-    with pytest.raises(GateRefusal, match="is not good enough: INCONCLUSIVE"):
+    with pytest.raises(GateRefusal, match="is not decided: INCONCLUSIVE"):
         run(job, "sweep")
     (candidate,) = json.loads((work / "summary.json").read_text())["candidates"]
     return load_report(Path(candidate["report"]["path"]).parent)
