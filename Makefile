@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long test-ray real faults vllm test-vllm gpu test-gpu-stack gpu-wheels audit check clean
+.PHONY: demo test test-long test-ray real faults vllm test-vllm llamacpp test-llamacpp gpu test-gpu-stack gpu-wheels audit check clean
 
 # CPU torch comes first, from the index that has only CPU builds where it can be reached: an unbounded one is several GB of CUDA.
 # Everything else is locked by version and SHA-256 (requirements/lock writes the locks).
@@ -92,6 +92,25 @@ $(VLLM)/ready: requirements/vllm.lock
 test-vllm: $(VENV)/for-test vllm
 	REQUIRE_VLLM=1 KVGATE_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -n auto --maxprocesses 2 --dist loadfile --durations 10 tests/real_vllm
 
+# llama.cpp, compiled from PyPI's sources in an interpreter of its own: backend=llamacpp backend.python=.venv-llamacpp/bin/python.
+LLAMACPP := .venv-llamacpp
+llamacpp: $(LLAMACPP)/ready
+
+# What compiles it is installed first, from the same lock. Half of the files are of command-line tools: they are left out.
+LLAMACPP_PIP := $(LLAMACPP)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --require-hashes
+$(LLAMACPP)/ready: requirements/llamacpp.lock
+	$(PYTHON) -m venv --clear $(LLAMACPP)
+	sed '/^llama-cpp-python/,/[^\\]$$/d' $< > $(LLAMACPP)/tools.lock
+	$(LLAMACPP_PIP) --requirement $(LLAMACPP)/tools.lock
+	echo 'set(LLAMA_BUILD_COMMON OFF)' > $(LLAMACPP)/library.cmake
+	PATH=$(abspath $(LLAMACPP))/bin:$$PATH CMAKE_BUILD_PARALLEL_LEVEL=$(shell nproc) \
+	CMAKE_ARGS='-DLLAVA_BUILD=OFF -DCMAKE_PROJECT_INCLUDE=$(abspath $(LLAMACPP))/library.cmake' $(LLAMACPP_PIP) --requirement $<
+	touch $@
+
+# The backend on the engine itself: the tiny model, and a short evaluation of SmolLM2's own GGUF.
+test-llamacpp: $(VENV)/for-test llamacpp
+	REQUIRE_LLAMACPP=1 KVGATE_LLAMACPP_PYTHON=$(LLAMACPP)/bin/python $(BIN)/python -m pytest -n auto --maxprocesses 2 --dist loadfile --durations 10 tests/real_llamacpp
+
 # The first hour on a GPU: correctness, speed, peers, causes, each at most ten minutes; exit code 4 without a GPU. It runs on what is
 # installed, by the standard library alone, and names what is missing; `make gpu PYTHON=python3` takes the machine's own Python.
 GPU_PYTHON = $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(BIN)/python)
@@ -125,7 +144,7 @@ gpu-wheels: $(VENV)/torch
 # Known vulnerabilities of what the locks install. Asks PyPI's JSON interface, and fails where that does not answer for a package.
 AUDIT := .venv-audit
 audit: $(AUDIT)/ready
-	for lock in run demo test vllm; do $(AUDIT)/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements/$$lock.lock || exit 1; done
+	for lock in run demo test vllm llamacpp; do $(AUDIT)/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements/$$lock.lock || exit 1; done
 
 $(AUDIT)/ready: requirements/audit.lock
 	$(PYTHON) -m venv --clear $(AUDIT)
@@ -142,4 +161,4 @@ check: $(VENV)/for-test
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(RAY) $(VLLM) $(GPU_STACK) $(AUDIT) work
+	rm -rf $(VENV) $(RAY) $(VLLM) $(LLAMACPP) $(GPU_STACK) $(AUDIT) work

@@ -3,7 +3,6 @@
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
@@ -103,15 +102,6 @@ class LoadedEngine:
     def __repr__(self) -> str:
         state = "" if self._engine is not None else ", closed"
         return f"LoadedEngine({self.policy.name} on {self.backend}{state}: {self.bundle})"
-
-    def _repr_html_(self) -> str:
-        if self._engine is None:
-            return f"<div>{escape(repr(self))}</div>"
-        kib = self.policy.bytes_per_token(self._engine.shape) / 1024
-        return (
-            f"<div><b>{escape(self.policy.name)}</b> on {escape(self.backend)}: {kib:.3f} KiB/token<br>"
-            f"<code>{escape(str(self.bundle))}</code></div>"
-        )
 
 
 def _messages(prompt: str | Sequence[Mapping[str, str]]) -> tuple[tuple[str, str], ...]:

@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pipeline.api.calls import compose, raises_refusals
 from pipeline.config import CONF
@@ -17,10 +16,7 @@ from pipeline.registry.summary import Candidate
 from pipeline.run.inputs import check_inputs
 from pipeline.terminal import console
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
-from pipeline.verdict.thresholds import Check, LineStatus, Status
-
-COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#9a6700", "WARNING": "#9a6700"}
-"""Readable on the light and on the dark page of a notebook."""
+from pipeline.verdict.thresholds import Check, Status
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,35 +52,16 @@ class Evaluation:
 
     def __repr__(self) -> str:
         held = f" {self.candidate.covered}" if self.candidate.covered is not None else ""
-        cells = ", ".join(f"{name.replace('-', '')} {value}" for name, value, _ in self._metrics())
+        cells = ", ".join(f"{name.replace('-', '')} {value}" for name, value in self._metrics())
         return f"Evaluation({self.candidate.name} of {self.candidate.model}: {self.verdict}{held}; {cells})"
 
-    def _repr_html_(self) -> str:
-        from pipeline.terminal.tables import REASONS_SHOWN
-
-        candidate, metrics = self.candidate, self._metrics()
-        held = f"{candidate.covered} " if candidate.covered is not None else ""
-        table = _row("th", "", *(name for name, _, _ in metrics))
-        table += _row("td", candidate.policy, *(value for _, value, _ in metrics))
-        table += _row("td", "baseline", *(base for _, _, base in metrics))
-        shown = () if self.verdict == "PASS" else self.reasons[:REASONS_SHOWN]
-        reasons = "".join(f"<li>{escape(reason)}</li>" for reason in shown)
-        counts = {status: sum(check.status == status for check in self.checks) for status in get_args(LineStatus)}
-        counted = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-        return (
-            f'<div><b style="color: {COLOURS[self.verdict]}">{self.verdict}</b> '
-            f"{escape(f'{held}{candidate.name} of {candidate.model} on {candidate.backend}')}"
-            f"<table>{table}</table><ul>{reasons}</ul>{len(self.checks)} checks: {counted}</div>"
-        )
-
-    def _metrics(self) -> list[tuple[str, str, str]]:
+    def _metrics(self) -> list[tuple[str, str]]:
         from pipeline.terminal.tables import MEASURES, measured  # which takes the gates, and they SciPy
 
         shown = [one for one in MEASURES if measured(self.candidate.metrics, one.candidate) is not None]
         headings = [one.column.heading.replace("\n", " ") for one in shown]
         texts = [one.column.text(measured(self.candidate.metrics, one.candidate)) for one in shown]
-        baseline = [one.column.text(measured(self.candidate.metrics, one.baseline)) for one in shown]
-        return list(zip(headings, texts, baseline, strict=True))
+        return list(zip(headings, texts, strict=True))
 
 
 @raises_refusals
@@ -100,10 +77,6 @@ def comparison(evaluations: Iterable[Evaluation]) -> Any:
         import pandas as pd  # type: ignore[import-untyped]
 
         return pd.DataFrame(table([one.candidate for one in evaluations]).records()).set_index("policy")
-
-
-def _row(cell: str, *texts: str) -> str:
-    return f"<tr>{''.join(f'<{cell}>{escape(text)}</{cell}>' for text in texts)}</tr>"
 
 
 NOT_HERE = {

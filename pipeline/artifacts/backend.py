@@ -55,6 +55,15 @@ class Source:
 class Artifacts(Protocol):
     """The artifacts of one configuration; each is made once, or reused from the store."""
 
+    @property
+    def given(self) -> Path:
+        """The directory or GGUF that model.path names."""
+        ...
+
+    def digest_of(self, path: Path) -> str:
+        """Return the digest of a file of the user's, which has to stay as it is until an artifact is made of it."""
+        ...
+
     def quantized(self, policy: KVPolicy) -> Artifact:
         """Return the quantized checkpoint with the policy's static scales."""
         ...
@@ -171,10 +180,6 @@ class Backend(Loader):
         Raises UserError when a file of the bundle is missing or was altered; MissingRequirement when this machine cannot run
         it.
         """
-
-    def onnx_equivalent(self) -> BackendConfig | None:
-        """Return the ONNX Runtime backend that runs the same graphs on any CPU; None where there are no such graphs."""
-        return None
 
     def describe(self, bundle: Path) -> list[str]:  # noqa: ARG002  (the interface's parameter)
         """Return lines that stage=build prints of a bundle, besides its place and digest."""

@@ -7,30 +7,11 @@ import importlib.util
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
 FIRST_PARTY = ("pipeline", "stages", "plugins")
-
-LARGE = 64 << 20
-"""Bytes of a file from which on reading it is told of."""
-BLOCK = 1 << 20
-
-Told = Callable[[str, int, int], None]
-_told: ContextVar[Told | None] = ContextVar("told", default=None)
-
-
-@contextmanager
-def told(progress: Told) -> Iterator[None]:
-    """Tell how far the reading of a large file is, wherever the block reads one: `progress(label, MiB, MiB in all)`."""
-    token = _told.set(progress)
-    try:
-        yield
-    finally:
-        _told.reset(token)
 
 
 def json_digest(value: object) -> str:
@@ -41,20 +22,10 @@ def json_digest(value: object) -> str:
 
 def file_digest(path: Path) -> str:
     """Return the sha256 of a file. Raises OSError for what is none: a pipe would be waited for."""
-    progress = _told.get()
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "is no regular file", str(path))
     with path.open("rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if progress is None or size < LARGE:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-        digest, done = hashlib.sha256(), 0
-        while block := stream.read(BLOCK):
-            digest.update(block)
-            done += len(block)
-            progress(f"reading {path.name} [MiB]", done // BLOCK, max(done, size) // BLOCK)
-    progress("", 0, 1)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def tree_files(root: Path) -> dict[str, str]:

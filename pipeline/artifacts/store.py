@@ -174,14 +174,6 @@ class Store:
             if manifest is not None:
                 yield path.parent, manifest
 
-    def made_from(self, stage: str, name: str, digest: str) -> list[Path]:
-        """Return the directories of a stage's intact artifacts whose input `name` had this digest, the oldest first."""
-        intact = []
-        for directory, manifest in self.manifests(stage):
-            if manifest["parts"]["inputs"].get(name) == digest and tree_files(directory) == manifest["files"]:
-                intact.append(((directory / MANIFEST).stat().st_mtime, directory))
-        return [directory for _, directory in sorted(intact)]
-
     def _seal(self, scratch: Path, recipe: Recipe, seconds: float) -> None:
         files = tree_files(scratch)
         manifest = {"key": recipe.key, "parts": recipe.parts, "files": files, "seconds": seconds}

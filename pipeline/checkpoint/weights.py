@@ -5,7 +5,6 @@ layers under `num_hidden_layers: 3` is another model than its author's.
 """
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,9 @@ TOKENIZER_CLASSES = {
 
 
 def check_tokenizer(info: CheckpointInfo) -> None:
-    """Refuse files of a tokenizer that its library would fail on, later and in its own words.
+    """Refuse files of a tokenizer that are no JSON, and what its library would take for a tokenizer of this model.
+
+    What the library itself refuses, `stages.opening` says.
 
     Raises:
         UserError: naming the file, what is wrong in it, and what to do.
@@ -116,59 +117,37 @@ def check_tokenizer(info: CheckpointInfo) -> None:
             content[name] = read_json(info.path, name)
         elif (info.path / name).stat().st_size > MOST_JSON_BYTES:
             raise UserError(f"model.path={info.path}: {name} should have {MOST_JSON_BYTES:,} bytes at most; download it again")
+    tokenizer = content.get("tokenizer.json", {})
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens", [])
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    numbers = [number for number in (vocabulary if isinstance(vocabulary, dict) else {}).values() if type(number) is int]
     problem = None
-    if "tokenizer.json" in content:
-        problem = _vocabulary_problem(content["tokenizer.json"], info.vocab_size)
+    if max(numbers, default=0) >= info.vocab_size:
+        problem = f"its largest token is {max(numbers)}, the model's vocab_size is {info.vocab_size}"
+    elif isinstance(model, dict) and model.get("dropout"):
+        problem = f"model.dropout must be null, got {short(model['dropout'])}: a text would become other tokens each time"
+    elif not isinstance(added, list) or not all(
+        isinstance(token, dict) and isinstance(token.get("content"), str) and type(token.get("id")) is int for token in added
+    ):
+        problem = "added_tokens must be a list of tokens, each with id and content"
+    problem = problem or _panic(tokenizer.get("post_processor"))
     if problem is not None:
         raise UserError(f"model.path={info.path}: tokenizer.json: {problem}; give the checkpoint its own tokenizer")
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
-            token = content.get(name, {}).get(key)
-            token = token.get("content") if isinstance(token, dict) else token
-            if token is not None and not isinstance(token, str):
-                raise UserError(f"model.path={info.path}: {name}: {key} must be a text, got {short(token)}")
     about = content.get("tokenizer_config.json", {})
     if about.get("auto_map") and about.get("tokenizer_class") not in TOKENIZER_CLASSES:
         raise UserError(
             f"model.path={info.path}: tokenizer_config.json: auto_map names code of the checkpoint's own, which is not run; "
             f"leave it out, and give tokenizer_class as PreTrainedTokenizerFast where tokenizer.json is all that it takes"
         )
-    _check_templates(info, content)
 
 
-def _vocabulary_problem(tokenizer: dict[str, Any], vocab_size: int) -> str | None:
-    """Describe what of a tokenizer.json cannot be used; None when all can."""
-    model, added = tokenizer.get("model"), tokenizer.get("added_tokens", [])
-    if not isinstance(model, dict):
-        return "model must be an object"
-    vocabulary = model.get("vocab")
-    if isinstance(vocabulary, dict):
-        wrong = next((number for number in vocabulary.values() if type(number) is not int or number < 0), None)
-        if wrong is not None:
-            return f"model.vocab must number tokens from 0, got {short(wrong)}"
-        largest = max(vocabulary.values(), default=-1)
-        if not 0 <= largest < vocab_size:
-            return f"its largest token is {largest}, the model's vocab_size is {vocab_size}"
-    elif not (model.get("type") == "Unigram" and isinstance(vocabulary, list) and 0 < len(vocabulary) <= vocab_size):
-        return f"model.vocab must be the tokens with their numbers, got {short(vocabulary)}"
-    if not isinstance(added, list) or not all(
-        isinstance(token, dict) and isinstance(token.get("content"), str) and type(token.get("id")) is int for token in added
-    ):
-        return "added_tokens must be a list of tokens, each with id and content"
-    return _use_problem(model.get("dropout"), tokenizer.get("post_processor"))
-
-
-def _use_problem(dropout: object, post: object) -> str | None:
-    """Describe merges that are dropped by chance, or a token around a text that its library would panic over."""
-    if dropout:
-        return f"model.dropout must be null, got {short(dropout)}: a text would become other tokens each time"
+def _panic(post: object) -> str | None:
+    """Describe a token around a text that the library would panic over, which prints lines of its own."""
     for part in [post, *(post.get("processors") or [])] if isinstance(post, dict) else ():
         written = [*(part.get("single") or []), *(part.get("pair") or [])] if isinstance(part, dict) else []
-        for name in (
-            piece["SpecialToken"].get("id") for piece in written if isinstance(piece, dict) and "SpecialToken" in piece
-        ):
-            if name not in part.get("special_tokens", {}):
-                return f"post_processor writes {short(name)}, which its special_tokens lack"
+        for piece in (piece["SpecialToken"] for piece in written if isinstance(piece, dict) and "SpecialToken" in piece):
+            if piece.get("id") not in part.get("special_tokens", {}):
+                return f"post_processor writes {short(piece.get('id'))}, which its special_tokens lack"
     return None
 
 
@@ -178,34 +157,6 @@ def tokens_beyond(info: CheckpointInfo) -> list[str]:
         return []
     added = read_json(info.path, "tokenizer.json").get("added_tokens", [])
     return [token["content"] for token in added if token["id"] >= info.vocab_size and token["content"]]
-
-
-def _check_templates(info: CheckpointInfo, content: dict[str, dict[str, Any]]) -> None:
-    """Refuse a chat template that is no text, or no template."""
-    for name in ("tokenizer_config.json", "chat_template.json"):
-        given = content.get(name, {}).get("chat_template")
-        listed = given if isinstance(given, list) else [] if given is None else [{"template": given}]
-        for entry in listed:
-            template = entry.get("template") if isinstance(entry, dict) else None
-            if not isinstance(template, str):
-                raise UserError(f"model.path={info.path}: {name}: chat_template must be a text, got {short(given)}")
-            problem = template_problem(template)
-            if problem is not None:
-                raise UserError(f"model.path={info.path}: {name}: chat_template is no template ({problem}); correct it")
-
-
-def template_problem(template: str) -> str | None:
-    """Say why a text is no chat template; None where it is one."""
-    from jinja2 import TemplateSyntaxError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    if re.search(r"\{%-?\s*generation", template):  # a tag of transformers' own, for training
-        return None
-    try:
-        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-    except (TemplateSyntaxError, RecursionError) as error:
-        return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-    return None
 
 
 def _is_computed(name: str) -> bool:

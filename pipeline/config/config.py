@@ -1,7 +1,7 @@
 """The typed configuration: what conf/ composes is validated here, strictly, before anything heavy is imported."""
 
 from functools import reduce
-from operator import or_
+from operator import attrgetter, or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
@@ -11,6 +11,7 @@ from pipeline.checkpoint.places import checkpoint_label
 from pipeline.core.backends import BackendConfig, backend_configs
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
+from pipeline.core.overrides import written
 from pipeline.core.strict import PathText, StrictModel, absolute
 from pipeline.core.workloads import Workload, WorkloadsConfig
 from pipeline.planning.tuning import TuneConfig
@@ -47,6 +48,22 @@ else:
 JUDGING = ("evaluate", "all")
 MAKING = ("quantize", "build", "tune", *JUDGING)
 MOVING = ("promote", "rollback", "all", "route", "monitor")
+READERS: dict[str, tuple[Stage, ...]] = {
+    "bundle": ("verify",),
+    "promote.name": ("promote",),
+    "promote.sweep": ("promote",),
+    "promote.policy": ("promote", "all"),
+    "prune.apply": ("prune",),
+    "routing.file": ("route",),
+    "routing.rollback": ("route",),
+    "monitor.snapshot": ("monitor",),
+}
+"""Keys that other stages refuse, since they would not read them."""
+NEEDED: dict[Stage, tuple[str, str]] = {
+    "verify": ("bundle", "the directory of an engine, or of its evidence"),
+    "monitor": ("monitor.snapshot", "the JSON file of a snapshot"),
+}
+"""Stage -> the key that it cannot do without, and what that is."""
 
 
 class ModelConfig(StrictModel):
@@ -155,37 +172,19 @@ class Config(StrictModel):
     """Whether the command only says what it would do. Nothing that is made depends on it."""
 
     @model_validator(mode="after")
-    def _bundle_is_for_verify(self) -> Self:
-        if self.stage == "verify" and self.bundle is None:
-            raise ValueError("bundle: missing; stage=verify needs the directory of an engine, or of its evidence")
-        if self.stage != "verify" and self.bundle is not None:
-            raise ValueError(f"bundle={self.bundle}: only stage=verify reads it; leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _names_are_for_promotions(self) -> Self:
-        for key, value in (("name", self.promote.name), ("sweep", self.promote.sweep)):
-            if value is not None and self.stage != "promote":
-                raise ValueError(f"promote.{key}={value}: only stage=promote reads it; leave it out")
-        if self.prune.apply and self.stage != "prune":
-            raise ValueError("prune.apply=true: only stage=prune reads it; leave it out")
-        if self.promote.policy is not None and self.stage not in ("promote", "all"):
-            raise ValueError(f"promote.policy={self.promote.policy}: only stage=promote and stage=all read it; leave it out")
+    def _is_what_the_stage_reads(self) -> Self:
+        for key, readers in READERS.items():
+            value = attrgetter(key)(self)
+            if value not in (None, False) and self.stage not in readers:
+                only = " and ".join(f"stage={stage}" for stage in readers)
+                raise ValueError(f"{key}={written(value)}: only {only} read{'s' * (len(readers) == 1)} it; leave it out")
+        key, needed = NEEDED.get(self.stage, ("stage", ""))
+        if attrgetter(key)(self) is None:
+            raise ValueError(f"{key}: missing; stage={self.stage} needs {needed}")
+        if self.stage == "route" and (self.routing.file is None) == (self.routing.rollback is None):
+            raise ValueError("routing: stage=route needs routing.file=FILE or routing.rollback=CLASS, one of the two")
         if self.signing.trusted and self.signing.key is None and self.stage in MOVING:
             raise ValueError(f"signing.key: missing; with signing.trusted the moves of stage={self.stage} are signed as well")
-        return self
-
-    @model_validator(mode="after")
-    def _routes_are_for_their_stages(self) -> Self:
-        routing, snapshot = self.routing, self.monitor.snapshot
-        readers = (("routing.file", routing.file, "route"), ("routing.rollback", routing.rollback, "route"))
-        for key, value, stage in (*readers, ("monitor.snapshot", snapshot, "monitor")):
-            if value is not None and self.stage != stage:
-                raise ValueError(f"{key}={value}: only stage={stage} reads it; leave it out")
-        if self.stage == "route" and (routing.file is None) == (routing.rollback is None):
-            raise ValueError("routing: stage=route needs routing.file=FILE or routing.rollback=CLASS, one of the two")
-        if self.stage == "monitor" and snapshot is None:
-            raise ValueError("monitor.snapshot: missing; stage=monitor needs the JSON file of a snapshot")
         return self
 
     @property

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, KVShape, Side
-from pipeline.core.records import PREFILL_CHUNK, LayerDelivery, LoadTimes, MemoryReport, StoredCopy
+from pipeline.core.records import PREFILL_CHUNK, Drafting, LayerDelivery, LoadTimes, MemoryReport, Pressed, StoredCopy
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,8 +29,14 @@ class Continuation:
     most_tokens: int
     """Tokens of the prompt and of the longest continuation that is asked for."""
     sequence: int = -1
-    """Handle of its sequence; -1 before it is started."""
+    """Handle of its sequence; -1 before it is started, and after it gave way."""
     stored: int = 0
+    reached: int = 0
+    """Tokens that it had stored when it last gave way."""
+    preempted: int = 0
+    """How often it gave way to older ones."""
+    reused: int = 0
+    """Tokens of its prompt that were found in the cache."""
 
 
 class Engine(ABC):
@@ -55,6 +61,8 @@ class Engine(ABC):
     """Whether every token reads the cache alone, its own key and value included, in prompts as well."""
     logit_step: float = 0.0
     """Two units in the last place of a logit, relative to it."""
+    pressed_requests: int = 0
+    """Requests that an evaluation presses into a small pool (`press`) where `workloads.pressure` says nothing."""
     keeps_prefixes: bool = False
     """Whether beginnings of prompts stay in its cache for later prompts, until `forget_prefixes`."""
 
@@ -242,6 +250,24 @@ class Engine(ABC):
 
     def forced_reusing(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
         """Return what `forced` returns of each (tokens, first), with every prefix taken from the cache of earlier requests."""
+        raise NotImplementedError
+
+    def drafting(self, requests: Sequence[tuple[Sequence[int], int]], tokens: int, ngram: int) -> Drafting:
+        """Answer each (prompt, number of tokens) greedily, with the engine's own prompt lookup.
+
+        It proposes at most `tokens` tokens after at most the last `ngram` ones.
+        """
+        raise NotImplementedError
+
+    def press(
+        self, plays: Sequence[Sequence[tuple[Sequence[int], int]]], rows: int, pages: int | None = None
+    ) -> list[list[Pressed]]:
+        """Serve plays of requests, (tokens, first) as `forced` takes them, all requests of a play sent at once.
+
+        Return of each request the logits of its last `rows` tokens. With `pages`, all plays share a pool of so many pages of
+        PAGE_TOKENS that keeps the beginnings of prompts: requests wait, give way to older ones, and are computed again.
+        Without, every request has room and no beginning is reused.
+        """
         raise NotImplementedError
 
     def stored(self, sequence: int) -> Sequence[Mapping[Side, StoredCopy]]:

@@ -118,6 +118,34 @@ class LoadTimes:
     memory: MemoryReport
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """What an engine says of itself when it speculates."""
+
+    answers: list[list[int]]
+    """Tokens of each request."""
+    passes: list[int]
+    """Passes that said them, that of the prompt included."""
+    drafts: int
+    """The engine's own counters: proposals, and the tokens that they proposed and that were accepted."""
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Pressed:
+    """A request that was served among others, as far as the engine tells."""
+
+    logits: npt.NDArray[np.float32]
+    """(rows, vocab_size), of its last tokens."""
+    preempted: int
+    """How often it gave way and was computed again."""
+    reused: int
+    """Tokens of its prompt that were taken from earlier requests."""
+    pages: tuple[int, ...]
+    """Numbers of the pages that it held in the end."""
+
+
 def give_back() -> None:
     """Collect cycles, as models and graphs are, and return to the system what the C library would keep for itself."""
     gc.collect()

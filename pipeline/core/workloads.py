@@ -26,6 +26,9 @@ model can be asked."""
 TRAINED: set[Workload] = {"prose", "retrieval", "tool_call", "copy", "multi_turn"}
 PAGES: set[Workload] = {"documentation", "lookup", "extraction", "quotation", "recall"}
 
+LEAST_PRESSED = 8
+"""Fewest requests that are pressed into a pool of a third of their pages."""
+
 Count = Annotated[int, Field(ge=0, le=100_000)]
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
 
@@ -169,6 +172,9 @@ class WorkloadsConfig(StrictModel):
     )
     """The share of the samples that each round ends at, ascending to 1. A candidate runs rounds until its gates decide."""
     probe: ProbeConfig = Field(default_factory=ProbeConfig)
+    pressure: Annotated[int, Field(ge=0, le=100_000)] | None = None
+    """Requests that are sent at once into a pool that holds a third of them, twice, beside themselves with room; 0 sends none,
+    null as many as suit the backend."""
     speculation: SpeculationConfig | None = None
     """Drafters of speculative decoding whose acceptance is measured; None measures none."""
     load: LoadConfig
@@ -192,6 +198,10 @@ class WorkloadsConfig(StrictModel):
             raise ValueError(f"context_bins must be at least two ascending token counts from 0, got {edges}")
         if any(low >= high for low, high in pairwise(self.rounds)) or self.rounds[-1] != 1:
             raise ValueError(f"rounds must be ascending shares of the samples up to 1, got {self.rounds}")
+        if self.pressure is not None and 0 < self.pressure < LEAST_PRESSED:
+            raise ValueError(
+                f"pressure={self.pressure}: a third of so few requests holds no two of them; ask at least {LEAST_PRESSED}, or 0"
+            )
         if self.canary_factor == 1.0:
             raise ValueError("canary_factor must differ from 1, which corrupts nothing")
         return self

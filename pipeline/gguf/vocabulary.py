@@ -6,7 +6,6 @@ What the names mean is llama.cpp's: src/llama-vocab.cpp, and convert_hf_to_gguf.
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.checkpoint.weights import template_problem
 from pipeline.gguf.header import Header
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -108,9 +107,6 @@ def read_vocabulary(header: Header) -> Vocabulary:
     template = header.metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise header.error("tokenizer.chat_template must be a text; convert the model again")
-    problem = template_problem(template) if template is not None else None
-    if problem is not None:
-        raise header.error(f"tokenizer.chat_template is no template ({problem}); correct it")
     return Vocabulary(
         splitter=splitter,
         tokens=tokens,

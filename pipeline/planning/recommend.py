@@ -96,27 +96,20 @@ class Recommendation(StrictModel):
 
 
 def recommend(capacity: Capacity, judged: Sequence[Judged], notes: Sequence[str] = ()) -> Recommendation:
-    """Choose a policy.
-
-    Args:
-        capacity: Of every policy that may be chosen.
-        judged: The evidence.
-        notes: What a reader has to know of the evidence.
-    """
+    """Choose a policy, by the evidence on each; `notes` are what a reader has to know of the evidence."""
     ordered = sorted(capacity.policies, key=_order, reverse=True)
-    assessed = [
-        (entry, _assess(entry, [one for one in judged if one.policy == entry.policy], capacity.use)) for entry in ordered
-    ]
-    covering = [(entry, answer) for entry, answer in assessed if isinstance(answer, Judged)]
+    assessed = [(entry, *_assess(entry, judged, capacity.use)) for entry in ordered]
+    covering = [(entry, one) for entry, one, reason in assessed if one is not None and reason is None]
     best = max(covering, key=lambda pair: (*_order(pair[0]), not serves_last(pair[1].backend), -pair[1].kl_mean), default=None)
     passed = []
-    for entry, answer in assessed:
-        if isinstance(answer, PassedOver):
-            passed.append(answer)
-        elif best is not None and entry is not best[0]:
+    for entry, one, reason in assessed:
+        if reason is None and best is not None and entry is not best[0]:
             fewer = entry.live_tokens < best[0].live_tokens
             but = "fewer live tokens" if fewer else "as many live tokens in more bytes, or a larger KL"
-            passed.append(_passed_over(entry, f"PASS, and the evidence covers this use, but {but}", answer))
+            reason = f"PASS, and the evidence covers this use, but {but}"  # noqa: PLW2901
+        if reason is not None:
+            source = None if one is None else one.source
+            passed.append(PassedOver(name=entry.name, live_tokens=entry.live_tokens, reason=reason, evidence=source))
     return Recommendation(
         model=capacity.model,
         use=capacity.use,
@@ -147,31 +140,27 @@ def _choice(entry: PolicyCapacity, one: Judged) -> Choice:
     )
 
 
-def _passed_over(entry: PolicyCapacity, reason: str, one: Judged | None = None) -> PassedOver:
-    source = None if one is None else one.source
-    return PassedOver(name=entry.name, live_tokens=entry.live_tokens, reason=reason, evidence=source)
-
-
-def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig) -> Judged | PassedOver:
-    """Return the evidence that covers the use, or why there is none."""
+def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig) -> tuple[Judged | None, str | None]:
+    """Return the evidence on a policy that counts, and why it does not cover the use; None where it does."""
     if entry.requests < use.concurrency:
-        return _passed_over(entry, f"admits {entry.requests} of {use.concurrency} requests at once")
-    judged = sorted(judged, key=lambda one: one.made)
-    counting = [one for one in judged if one.problem is None]
+        return None, f"admits {entry.requests} of {use.concurrency} requests at once"
+    own = sorted((one for one in judged if one.policy == entry.policy), key=lambda one: one.made)
+    counting = [one for one in own if one.problem is None]
     if not counting:
-        return _passed_over(entry, f"no evidence that counts: {judged[-1].problem}" if judged else NO_EVIDENCE)
+        return None, f"no evidence that counts: {own[-1].problem}" if own else NO_EVIDENCE
     of_engine = [one for one in reversed(counting) if one.engine_digest == counting[-1].engine_digest]
     failed = next((one for one in of_engine if one.status == "FAIL"), None)
     if failed is not None:
-        return _passed_over(entry, f"FAIL: {_first(failed)}", failed)
+        return failed, f"FAIL: {_first(failed)}"
     passes = [one for one in of_engine if one.status == "PASS"]
     if not passes:
         last = of_engine[0]
         more = [f"++workloads.samples.{name}={count}" for name, count in last.samples_needed.items() if name != "all"]
         again = " ".join([*more, f"gates.attempt={last.attempt + 1}"])
-        return _passed_over(entry, f"INCONCLUSIVE: {_first(last)}; judge it again with {again}", last)
-    covering = next((one for one in passes if not _missing(one, use)), None)
-    return covering or _passed_over(entry, f"PASS, but {'; '.join(_missing(passes[0], use))}", passes[0])
+        return last, f"INCONCLUSIVE: {_first(last)}; judge it again with {again}"
+    best = min(passes, key=lambda one: bool(_missing(one, use)))
+    missing = _missing(best, use)
+    return best, f"PASS, but {'; '.join(missing)}" if missing else None
 
 
 def _first(one: Judged) -> str:

@@ -19,7 +19,7 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # with its defaul
 from alembic.util import CommandError
 from mlflow import MlflowClient, set_tracking_uri
 from mlflow.artifacts import download_artifacts
-from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelOutput, Metric, Param, RunTag
+from mlflow.entities import LoggedModelOutput, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from requests import RequestException
 from sqlalchemy.exc import SQLAlchemyError
@@ -30,9 +30,6 @@ from pipeline.registry.tracking import ENVIRONMENT, Location
 
 __all__ = [
     "Client",
-    "Dataset",
-    "DatasetInput",
-    "InputTag",
     "LoggedModelOutput",
     "Metric",
     "MlflowException",

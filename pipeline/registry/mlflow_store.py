@@ -25,9 +25,6 @@ from pipeline.core.errors import UserError
 from pipeline.core.redaction import clip, copy_redacted, finite_metrics, flat_params, redact_text, table_columns
 from pipeline.registry.mlflow_client import (
     Client,
-    Dataset,
-    DatasetInput,
-    InputTag,
     LoggedModelOutput,
     Metric,
     MlflowException,
@@ -37,22 +34,23 @@ from pipeline.registry.mlflow_client import (
 )
 from pipeline.registry.pages import (
     COLOURS,
-    EMPTY_PAGE,
     HIDDEN,
     UNDECIDED,
-    RunPage,
+    chosen,
     collect_evidence,
+    description,
+    of_baseline,
     registered_as,
+    run_tables,
     told,
     verdict_line,
 )
 from pipeline.registry.reaching import named
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.registry.tracking import Location
+from pipeline.verdict.report import SampleRow
 
 TAG_CHARS = 5000
-DIGEST_CHARS = 36
-"""The longest digest of a data set that MLflow takes."""
 LOCK = "lock"
 """Tag of a run with the name of its lock, a file of `Location.runs`."""
 
@@ -75,8 +73,8 @@ class MlflowStore:
             self.client = Client(location)
             self.experiment_id = self._experiment()
             with suppress(MlflowException):  # it is there
-                description = "Engines with a quantized KV cache; the alias champion serves."
-                self.client.create_registered_model(location.model_name, description=description)
+                said = "Engines with a quantized KV cache; the alias champion serves."
+                self.client.create_registered_model(location.model_name, description=said)
         self._locks = location.runs / self.experiment_id
         with locked(self.lock, "closing runs"):  # whose process died; of other work directories' runs that is not known
             for lock in self._locks.glob("*"):
@@ -162,12 +160,10 @@ class MlflowStore:
             self._log(run_id, params=config)
             yield run_id
 
-    def conclude(self, run_id: str, candidate: Candidate, page: RunPage = EMPTY_PAGE) -> Candidate:
-        """Register a run's engine, and log its verdict and what the run shows; return the candidate with its registration."""
+    def conclude(self, run_id: str, candidate: Candidate, rows: Sequence[SampleRow] = ()) -> Candidate:
+        """Register an engine, and log its verdict, numbers, answers and checks; return the candidate with its registration."""
         version, model_id = self._register(candidate, run_id)
-        if page.workloads:
-            self.client.log_inputs(run_id, [_dataset(name, of, page.digest) for name, of in page.workloads.items()])
-        finite, nonfinite = finite_metrics(page.metrics)
+        finite, nonfinite = finite_metrics(chosen(candidate))
         tags = {
             "verdict": candidate.verdict,
             "reasons": "; ".join(candidate.reasons),
@@ -175,16 +171,17 @@ class MlflowStore:
             "model_version": version,
             "mlflow.runName": f"{candidate.name}: {candidate.verdict}",
             "mlflow.runColor": COLOURS.get(candidate.verdict, UNDECIDED),
-            "mlflow.note.content": f"{page.description}\n\n{registered_as(self.location.model_name, version)}".strip(),
+            "mlflow.note.content": f"{description(candidate)}\n\n{registered_as(self.location.model_name, version)}",
             **({"nonfinite": ", ".join(nonfinite)} if nonfinite else {}),
         }
         self._log(run_id, metrics=finite, tags=tags, model_id=model_id)
-        for name, rows in page.tables.items():
-            if rows:
-                self.client.log_table(run_id, table_columns(rows), name)
+        for name, table in run_tables(candidate, rows).items():
+            if table:
+                self.client.log_table(run_id, table_columns(table), name)
         self.attach(run_id, [candidate.report.path])
-        if page.baseline:
-            self._show_baseline(self.client.get_run(run_id).data.tags, candidate.baseline.digest, page.baseline)
+        baseline = of_baseline(candidate)
+        if baseline:
+            self._show_baseline(self.client.get_run(run_id).data.tags, candidate.baseline.digest, baseline)
         return candidate.model_copy(update={"registration": Registration(run_id=run_id, model_version=version)})
 
     def _show_baseline(self, own: Mapping[str, str], digest: str, metrics: Mapping[str, float]) -> None:
@@ -286,13 +283,6 @@ class MlflowStore:
 
     def set_model_tag(self, name: str, text: str) -> None:
         self.client.set_registered_model_tag(self.location.model_name, HIDDEN + name, text)
-
-
-def _dataset(name: str, profile: Mapping[str, int], digest: str) -> DatasetInput:
-    """Return a kind of work as MLflow has data sets; its samples were generated or given, and are in no file of the store."""
-    source = json.dumps({"tags": {"mlflow.source.name": "kvgate", "workloads_digest": digest}})
-    dataset = Dataset(redact_text(name), digest[:DIGEST_CHARS], "code", source, profile=json.dumps(profile))
-    return DatasetInput(dataset, [InputTag("mlflow.data.context", "evaluation")])
 
 
 def _check_files(location: Location, address: str) -> None:

@@ -6,20 +6,16 @@ which an engine is chosen. All numbers of a report are in summary.json and verdi
 
 import json
 import math
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts.store import Artifact
 from pipeline.core.kv import POLICY_FILE
-from pipeline.core.overrides import written
 from pipeline.core.redaction import copy_redacted, redact, redact_text
 from pipeline.core.scales import SCALES_FILE
 from pipeline.registry.summary import DECIDED, Candidate
 from pipeline.trust.statement import SIGNATURE_FILE
-from pipeline.verdict.report import EvaluationReport, SampleRow
+from pipeline.verdict.report import SampleRow
 
 COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#bf8700"}
 """Of runs in MLflow's charts, by verdict."""
@@ -28,7 +24,7 @@ HIDDEN = "mlflow.kvgate."
 """Tags of a registered model that begin so are not on MLflow's page of it; those of an older kvgate do not."""
 EVIDENCE_FILES = ("bundle.json", POLICY_FILE, SCALES_FILE)
 REASONS = 5
-"""Of a verdict, in the description; checks.json has all."""
+"""Of a verdict, in the description; report.html has all."""
 LIMIT = 40
 KL, LOG_KL, LEAST_KL = "quality/kl_mean", "quality/kl_mean_log10", 1e-9
 """MLflow's bars have no logarithmic axis: the logarithm is a metric of its own, of LEAST_KL where the distance is smaller."""
@@ -68,6 +64,8 @@ THEN = (
     "quality/acceptance_lookup_baseline",
     "quality/acceptance_draft_candidate",
     "quality/acceptance_draft_baseline",
+    "quality/acceptance_engine_candidate",
+    "quality/acceptance_engine_baseline",
 )
 BY_WORKLOAD = ("recovery", "kl_mean", "accuracy_loss")
 """Of each kind of work, in the order of their names, as far as the limit goes."""
@@ -103,56 +101,9 @@ SHOWN = (
 """Columns of the samples after the outcome: what was said stands before what was measured."""
 
 
-@dataclass(frozen=True)
-class RunPage:
-    """What a candidate's run shows."""
-
-    metrics: Mapping[str, float | None] = field(default_factory=dict)
-    """In the order in which they are logged; one that is null or not finite is only named."""
-    baseline: Mapping[str, float] = field(default_factory=dict)
-    """Of the FP16 engine, under the same names."""
-    description: str = ""
-    tables: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    """File name -> rows."""
-    workloads: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Kind of work that was asked -> how much of it."""
-    digest: str = ""
-    """sha256 of every sample of the evaluation, all kinds of work together."""
-
-
-EMPTY_PAGE = RunPage()
-
-
-def run_page(
-    candidate: Candidate,
-    report: EvaluationReport,
-    rows: Sequence[SampleRow],
-    made: Sequence[tuple[str, Artifact]] = (),
-    *,
-    sweep: str,
-    model: str,
-    workdir: Path,
-) -> RunPage:
-    """Return what the run of a candidate shows, besides report.json and report.html.
-
-    Of the stages, those that the run `made`, with their titles: what was reused, the identity names.
-    """
-    asked = {part.workload: part for part in report.slices if part.whole and part.workload is not None}
-    return RunPage(
-        metrics=chosen(candidate),
-        description=description(candidate, sweep, model, workdir),
-        baseline=of_baseline(candidate),
-        tables={
-            "samples.json": _samples(rows),
-            "checks.json": [check.model_dump() for check in candidate.checks],
-            "stages.json": [{"stage": title, "seconds": one.seconds, "digest": one.digest} for title, one in made],
-        },
-        workloads={
-            name: {"num_rows": part.samples, "documents": part.documents, "scored_tokens": part.fidelity.tokens}
-            for name, part in asked.items()
-        },
-        digest=report.workloads_digest,
-    )
+def run_tables(candidate: Candidate, rows: Sequence[SampleRow]) -> dict[str, list[dict[str, Any]]]:
+    """Return file name -> rows of what MLflow compares beside the metrics: answers and checks."""
+    return {"samples.json": _samples(rows), "checks.json": [check.model_dump() for check in candidate.checks]}
 
 
 def _samples(rows: Sequence[SampleRow]) -> list[dict[str, Any]]:
@@ -195,24 +146,14 @@ def chosen(candidate: Candidate) -> dict[str, float | None]:
     return {name: found[name] for name in [name for name in order if name in found][:LIMIT]}
 
 
-def description(candidate: Candidate, sweep: str, model: str, workdir: Path) -> str:
+def description(candidate: Candidate) -> str:
     held = f" {candidate.covered}" if candidate.covered is not None else ""
     head = f"**{candidate.verdict}**{held}: `{candidate.name}` on {candidate.backend}, against the FP16-KV engine, "
     head += f"{'; '.join(candidate.figures)}."
     reasons = [f"- {_plain(reason)}" for reason in candidate.reasons[:REASONS]]
     left = len(candidate.reasons) - REASONS
-    reasons += [f"- and {left} more, in `checks.json`"] if left > 0 else []
-    return "\n\n".join(part for part in (head, "\n".join(reasons), _next_steps(candidate, sweep, model, workdir)) if part)
-
-
-def _next_steps(candidate: Candidate, sweep: str, model: str, workdir: Path) -> str:
-    where = [f"model.path={written(model)}", f"workdir={written(str(workdir))}"]
-    replay = shlex.join(["stage=verify", f"bundle={written(str(candidate.identity.path.parent))}"])
-    lines = [f"python -m pipeline {replay}  # replay the evidence"]
-    if candidate.verdict == "PASS":
-        promote = shlex.join([*where, "stage=promote", f"promote.sweep={sweep}", f"promote.name={written(candidate.name)}"])
-        lines.append(f"python -m pipeline {promote}  # make it the champion; repeat the gates.* of its evaluation")
-    return "\n".join(["```sh", *lines, "```"])
+    reasons += [f"- and {left} more, in `report.html`"] if left > 0 else []
+    return "\n\n".join(part for part in (head, "\n".join(reasons)) if part)
 
 
 def _plain(text: str) -> str:

@@ -138,15 +138,7 @@ def compare_url(location: Location, experiment_id: str, sweep: str) -> str:
         "orderByAsc": "false",
         "startTime": "ALL",
         "compareRunsMode": "CHART",
+        "workflowType": "machine_learning",  # without it MLflow 3 opens its pages for traces
     }
-    return _page(location, f"experiments/{experiment_id}/runs", query)
-
-
-def run_url(location: Location, experiment_id: str, run_id: str) -> str:
-    return _page(location, f"experiments/{experiment_id}/runs/{run_id}", {})
-
-
-def _page(location: Location, path: str, query: Mapping[str, str]) -> str:
-    """Return the address of a page of MLflow. Without workflowType MLflow 3 opens its pages for traces."""
     base = redact_text(location.uri).rstrip("/") if location.served else f"http://127.0.0.1:{PORT}"
-    return f"{base}/#/{path}?{urlencode({**query, 'workflowType': 'machine_learning'}, quote_via=quote)}"
+    return f"{base}/#/experiments/{experiment_id}/runs?{urlencode(query, quote_via=quote)}"

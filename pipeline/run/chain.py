@@ -1,6 +1,5 @@
 """The chain of artifacts from an engine to its identity: what it and its baseline answer, round by round, and the report."""
 
-import json
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from pipeline.artifacts.store import Artifact, Recipe
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.core.engine import Engine
-from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.core.records import Progress, Sample
 from pipeline.evidence.identity import Link, Role, answers_input, make_identity, read_bundle, round_input, write_identity
@@ -24,7 +22,7 @@ from pipeline.run.building import BuildChain
 from pipeline.terminal import console
 from pipeline.trust.keys import load_keys
 from pipeline.verdict.gates import decide, is_final
-from pipeline.verdict.report import REPORT_FILE, EvaluationReport
+from pipeline.verdict.report import EvaluationReport
 from pipeline.verdict.thresholds import Verdict
 from stages.engines.oracle.config import TorchConfig
 
@@ -163,35 +161,9 @@ class Chain(BuildChain):
 
     def evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
         """Return the report on `policy`'s engine, that engine's bundle, and the baseline engine's bundle."""
-        if policy.name in self._judged:
-            return self._judged[policy.name]
-        try:
-            found = self._judged[policy.name] = self._evaluation(policy)
-            return found
-        except MissingRequirement as error:
-            hint = self.onnx_report(policy)
-            if hint is None:
-                raise
-            raise MissingRequirement(f"{error}\n{hint}") from error
-
-    def onnx_report(self, policy: KVPolicy) -> str | None:
-        """Return where the ONNX engine of the backend's own graphs was judged, or the command that judges it.
-
-        None for a backend that is not built from such graphs.
-        """
-        equivalent = self.backend.onnx_equivalent()
-        if equivalent is None:
-            return None
-        bundle = self.bundle(policy, equivalent)
-        digest = bundle.files["decode.onnx"]
-        graph = f"kv={policy.name}: the plan's own graph (decode.onnx, sha256 {digest})"
-        paths = (directory / REPORT_FILE for directory in self.store.made_from("evaluate", "engine", bundle.digest))
-        # as JSON: a report that an older release left may lack what load_report wants
-        reports = [path for path in paths if json.loads(path.read_text(encoding="utf-8")).get("graph_digest") == digest]
-        if reports:
-            return f"{graph} was judged as ONNX: {reports[-1]} cites it (engine {bundle.digest})"
-        options = f"backend=onnxruntime backend.compute_dtype={self.backend.compute_dtype}"
-        return f"{graph} can be judged here as ONNX: the same command with {options} in place of the backend's options"
+        if policy.name not in self._judged:
+            self._judged[policy.name] = self._evaluation(policy)
+        return self._judged[policy.name]
 
     def _evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
         made = {"baseline": self.engine(FP16_POLICY), "encoded": self.encoded_samples}

@@ -2,12 +2,9 @@
 
 from contextlib import nullcontext
 
-from rich.markup import escape
-
 from pipeline.core.errors import CannotBeJudged, GateRefusal
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.registry import summary
-from pipeline.registry.pages import run_page
 from pipeline.registry.proof import PASS
 from pipeline.registry.summary import Candidate, Cited
 from pipeline.run.job import Run, open_store
@@ -38,9 +35,6 @@ def build(run: Run) -> None:
     console.result("engine", *lines, paste=True, bundle=bundle.path, digest=bundle.digest)
     for line in run.chain.backend.describe(bundle.path):
         console.say(line)
-    hint = run.chain.onnx_report(run.config.kv)
-    if hint is not None:
-        console.say(escape(hint))
     if not run.sweeping:
         next_steps.show(next_steps.after_making("build", commands.typed()))
 
@@ -80,16 +74,13 @@ def evaluate(run: Run) -> Candidate:
             signed_by=run.keys.signer_id,
         )
         if store is not None:
-            made = [(stage.title, stage.artifact) for stage in chain.finished if not stage.artifact.reused]
             with console.doing("registering the engine"):
-                page = run_page(candidate, report, rows, made, sweep=run.sweep, model=config.model.path, workdir=config.work)
-                candidate = store.conclude(run_id, candidate, page)
+                candidate = store.conclude(run_id, candidate, rows)
     last = summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate, report)
     if run.sweeping:
         return candidate
     promotes = config.stage == "all" and config.tracking.enabled
-    tables.print_baseline_accuracy([candidate], detail=True)
     show(config, [candidate], lambda: store, sweep=run.sweep, command=commands.whole())
     if not (promotes and candidate.verdict == PASS):  # a promotion says what comes next, too
         asking = sum(stage.artifact.seconds for stage in chain.finished if stage.artifact.stage in ("baseline", "round"))

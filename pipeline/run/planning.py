@@ -1,11 +1,9 @@
 """stage=capacity and stage=recommend: what a memory budget holds, and which policy to take. Nothing is judged or promoted."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 from pydantic import BaseModel
 
@@ -17,9 +15,9 @@ from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import Config
 from pipeline.config.policies import shipped_policies
 from pipeline.core.errors import GateRefusal, UserError
-from pipeline.core.kv import KVPolicy
-from pipeline.evidence.identity import IDENTITY_FILE
-from pipeline.evidence.reading import Evidence, read_evidence
+from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.evidence.identity import IDENTITY_FILE, Identity
+from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import replay_record
 from pipeline.planning.capacity import Capacity, measure
 from pipeline.planning.labels import labelled
@@ -59,19 +57,16 @@ def show_capacity(config: Config, sweeping: bool) -> None:
 def recommend_policy(config: Config, sweeping: bool) -> None:
     """Print and write which policy to take: the most live tokens among those whose evidence covers the use."""
     _refuse_sweep(config, sweeping)
-    for key, value, fix in (
-        ("eviction", config.capacity.eviction, ", and judge a policy with kv.eviction"),
-        ("offload_share", config.capacity.offload_share, ""),
-    ):
-        if value:
+    for key in ("eviction", "offload_share"):
+        if getattr(config.capacity, key):
             raise UserError(
-                f"capacity.{key}: no engine here has it, so that no evidence covers it; leave it out of stage=recommend{fix}"
+                f"capacity.{key}: no engine here has it, so that no evidence covers it; leave it out of stage=recommend, and "
+                "judge a policy with kv.eviction"
             )
-    with ExitStack() as stack, console.doing("reading the evidence"):
-        found = list(_find_evidence(config, stack))
-        capacity = _capacity(config, [one.policy for one in found])
-        checkpoint, notes = _checkpoint_digests(config)
-        judged = [_judged(config, capacity, checkpoint, one) for one in found]
+    with TemporaryDirectory() as scratch, console.doing("reading the evidence"):
+        binds, notes = _checkpoint_digests(config)
+        judged = list(_find_evidence(config, binds, Path(scratch)))
+    capacity = _capacity(config, [one.policy for one in judged])
     recommendation = recommend(capacity, judged, notes)
     for line in (*tables.budget_lines(capacity)[:3], *tables.recommendation_lines(recommendation, _typed())):
         console.say(line, paste=line.startswith("    "))
@@ -113,25 +108,15 @@ def _write(config: Config, name: str, content: BaseModel) -> Path:
     return path
 
 
-class Found(NamedTuple):
-    """The evidence of an engine."""
-
-    policy: KVPolicy
-    evidence: Evidence
-    source: str
-    made: float
-    problem: str | None
-
-
-def _find_evidence(config: Config, stack: ExitStack) -> Iterator[Found]:
+def _find_evidence(config: Config, binds: dict[str, str], scratch: Path) -> Iterator[Judged]:
     """Find the evidence in the work directory's store and, where tracking is on, in the registry.
 
     Evidence of another model, or that cannot be read, is left out.
     """
-    known = set()
+    model, known = read_model(locate_checkpoint(config.model.path)).kv, set()
     for path in sorted((config.work / "artifacts" / "identity").glob(f"[!.]*/{IDENTITY_FILE}")):
         known.add(file_digest(path))
-        yield from _read(config, path.parent, str(path.parent), path.stat().st_mtime, None)
+        yield from _judged(config, model, binds, path.parent, str(path.parent), path.stat().st_mtime)
     if not config.tracking.enabled:
         return
     location = locate(config.tracking, config.work, config.model.label)
@@ -139,25 +124,12 @@ def _find_evidence(config: Config, stack: ExitStack) -> Iterator[Found]:
         return
     from pipeline.registry.mlflow_store import fetch_evidence
 
-    folder = Path(stack.enter_context(TemporaryDirectory()))
-    for fetched in fetch_evidence(location, (IDENTITY_FILE, REPORT_FILE, SAMPLES_FILE), known, folder):
-        path = fetched.directory / IDENTITY_FILE
-        if path.is_file():
-            same = file_digest(path) == fetched.identity_digest
+    for fetched in fetch_evidence(location, (IDENTITY_FILE, REPORT_FILE, SAMPLES_FILE), known, scratch):
+        if (fetched.directory / IDENTITY_FILE).is_file():
+            same = file_digest(fetched.directory / IDENTITY_FILE) == fetched.identity_digest
             problem = None if same else f"version {fetched.version} cites another identity"
             source = f"version {fetched.version} of {location.model_name}"
-            yield from _read(config, fetched.directory, source, fetched.made, problem)
-
-
-def _read(config: Config, directory: Path, source: str, made: float, problem: str | None) -> Iterator[Found]:
-    try:
-        evidence = read_evidence(directory)
-        policy = KVPolicy.model_validate(evidence.identity.link("engine").parts["config"]["kv"])
-    except (UserError, KeyError, ValueError) as error:
-        console.warning(f"{source}: not read, {str(error).splitlines()[0]}")
-        return
-    if evidence.identity.model == config.model.label:
-        yield Found(policy, evidence, source, made, problem)
+            yield from _judged(config, model, binds, fetched.directory, source, fetched.made, problem)
 
 
 def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
@@ -172,31 +144,51 @@ def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
     return {"checkpoint": Chain(config, Store(config.work / "artifacts")).checkpoint_digest}, []
 
 
-def _judged(config: Config, capacity: Capacity, checkpoint: dict[str, str], found: Found) -> Judged:
+def _judged(
+    config: Config,
+    model: KVShape,
+    binds: dict[str, str],
+    directory: Path,
+    source: str,
+    made: float,
+    problem: str | None = None,
+) -> Iterator[Judged]:
     """Check evidence as a replay does, as far as that needs no engine, and let the present gates decide it again."""
-    identity, report = found.evidence.identity, found.evidence.report
+    try:
+        evidence = read_evidence(directory)
+        policy = KVPolicy.model_validate(evidence.identity.link("engine").parts["config"]["kv"])
+    except (UserError, KeyError, ValueError) as error:
+        console.warning(f"{source}: not read, {str(error).splitlines()[0]}")
+        return
+    identity, report = evidence.identity, evidence.report
+    if identity.model != config.model.label:
+        return
     judged = Judged(
-        policy=found.policy,
-        source=found.source,
-        made=found.made,
+        policy=policy,
+        source=source,
+        made=made,
         backend=identity.backend,
         engine_digest=identity.link("engine").digest,
-        identity_digest=file_digest(found.evidence.directory / IDENTITY_FILE),
+        identity_digest=file_digest(directory / IDENTITY_FILE),
         attempt=identity.gates.attempt,
     )
-    altered = next((str(finding) for finding in replay_record(found.evidence) if finding.status != "same"), None)
-    problem = found.problem or altered or _other_use(config, capacity, checkpoint, found)
+    altered = next((str(finding) for finding in replay_record(evidence) if finding.status != "same"), None)
+    problem = problem or altered or _other_use(config, binds, identity)
+    if problem is None and report is not None:
+        problem = _other_size(policy.bytes_per_token(model) / 1024, report.system.kib_per_token)
     if problem is not None or report is None:
-        return replace(judged, problem=problem or "its report is missing")
+        yield replace(judged, problem=problem or "its report is missing")
+        return
     try:
-        verdict = decide(report, found.evidence.rows, config.gates)
+        verdict = decide(report, evidence.rows, config.gates)
     except UserError as error:
-        return replace(judged, problem=str(error))
+        yield replace(judged, problem=str(error))
+        return
     exercised = report.coverage.overall if report.coverage is not None else None
     probe = report.probes.candidate if report.probes is not None else None
     forks = exercised.forks + exercised.shared_prefixes if exercised is not None else 0
     kl_mean = report.overall.fidelity.kl_mean
-    return replace(
+    yield replace(
         judged,
         status=verdict.status,
         reasons=tuple(verdict.reasons),
@@ -208,28 +200,27 @@ def _judged(config: Config, capacity: Capacity, checkpoint: dict[str, str], foun
     )
 
 
-def _other_use(config: Config, capacity: Capacity, checkpoint: dict[str, str], found: Found) -> str | None:
+def _other_use(config: Config, binds: dict[str, str], identity: Identity) -> str | None:
     """Say what the engine was judged as, where that is not what is asked; None where it is."""
-    identity, report = found.evidence.identity, found.evidence.report
-    ranks = identity.link("engine").parts["config"].get("tensor_parallel_size", 1)
-    for name, digest in checkpoint.items():
+    for name, digest in binds.items():
         if identity.binds.get(name) != digest:
             return f"it is of another {name} than model.path={config.model.path}"
+    engine, quantized = (identity.link(role).parts["config"] for role in ("engine", "quantized"))
     for name, judged, asked in (
         ("with backend=", identity.backend, config.backend.name),
-        ("with weights=", identity.link("quantized").parts["config"].get("weights"), config.weights.format),
-        ("with capacity.tensor_parallel=", ranks, config.capacity.tensor_parallel),
+        ("with weights=", quantized.get("weights"), config.weights.format),
+        ("with capacity.tensor_parallel=", engine.get("tensor_parallel_size", 1), config.capacity.tensor_parallel),
     ):
         if judged != asked:
             return f"it was judged {name}{judged}, not {asked}"
-    entry = next((entry for entry in capacity.policies if entry.policy == found.policy), None)
-    size = report.system.kib_per_token if report is not None else None
-    if entry is not None and report is not None:
-        expected = entry.model_bytes_per_token / 1024
-        if size is None or abs(size - expected) > SIZE_TOLERANCE * expected:
-            shown = "unknown" if size is None else f"{size:g}"
-            return f"it is of a model with {shown} KiB a token, and this one has {expected:g}"
     return None
+
+
+def _other_size(expected: float, size: float | None) -> str | None:
+    """Say that evidence is of a model with other KiB a token than config.json's shapes have."""
+    if size is not None and abs(size - expected) <= SIZE_TOLERANCE * expected:
+        return None
+    return f"it is of a model with {'unknown' if size is None else f'{size:g}'} KiB a token, and this one has {expected:g}"
 
 
 def _typed() -> list[str]:

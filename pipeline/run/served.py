@@ -52,9 +52,6 @@ class ServedChain(Chain):
     def check_alike(self, policy: KVPolicy) -> None:
         """Check nothing: that both servers have the same weights is taken on trust."""
 
-    def onnx_report(self, policy: KVPolicy) -> str | None:
-        """Return None: there are no graphs that could be judged in a server's place."""
-
     def _beside(self, policy: KVPolicy) -> dict[str, Artifact]:
         """Return the record of the corrupted server, which a candidate is measured beside where there is one."""
         canary = None if policy == FP16_POLICY else self._recorded("canary", policy)

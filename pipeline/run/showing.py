@@ -64,12 +64,12 @@ def show(
 
 
 def compare_in_mlflow(candidates: Sequence[Candidate], store: "Callable[[], MlflowStore | None]", sweep: str) -> None:
-    """Print the address of a sweep's runs in MLflow, or of the only candidate's run. A failure is a warning."""
+    """Print the address of a sweep's runs in MLflow. A failure is a warning."""
     with warned("MLflow's comparison is not there"):
-        tracked = [candidate for candidate in candidates if candidate.registration is not None]
+        tracked = any(candidate.registration is not None for candidate in candidates)
         opened = store() if tracked else None
         if opened is not None:
-            tables.print_mlflow(opened.location, opened.experiment_id, tracked, sweep)
+            tables.print_mlflow(opened.location, opened.experiment_id, sweep)
 
 
 def _exhibits(candidates: Sequence[Candidate]) -> "list[Exhibit]":

@@ -6,12 +6,11 @@ import logging
 import os
 import sys
 import threading
-import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from pipeline.artifacts.digest import told
 from pipeline.core.errors import DEBUG_VARIABLE, INTERRUPTED, REFUSALS, describe, exit_code
 from pipeline.core.redaction import printable, redact_text
 from pipeline.terminal.streams import RESULT, Streams, line
@@ -78,8 +76,6 @@ class _Speech:
     verbose: bool = False
     """Whether people are shown details as well."""
     job: Job | None = None
-    begun: list[float] = field(default_factory=list)
-    """When its jobs began, in seconds of the monotonic clock."""
     streams: Streams | None = None
     """Both of the process's streams, under `json`."""
     report: Console | None = None
@@ -100,24 +96,11 @@ _showing = threading.Lock()
 
 
 def begin(job: Job, about: str | None) -> None:
-    """Say which job begins and, from the second one on, how long the rest will take at the pace of those before it.
-
-    Args:
-        job: The job.
-        about: What it is about, for people; None: nothing is said to them.
-    """
+    """Say which job begins; `about` is what it is about, for people: nothing is said to them where it is None."""
     _speech.job = job
-    _speech.begun.append(time.monotonic())
-    ended, took = len(_speech.begun) - 1, _speech.begun[-1] - _speech.begun[0]
-    text, fields = f"{job.place}{job.stage} {job.policy}{about or ''}", {}
-    if ended and ended == job.number - 1 and not job.beside_others:  # the jobs before it ran here, one after the other
-        from pipeline.terminal.progress import duration
-
-        rest = took / ended * (job.of - ended)
-        text += f"; {ended} done in {duration(took)}, about {duration(rest)} left"
-        fields = {"jobs_done": ended, "jobs_seconds_left": round(rest, 1)}
+    text = f"{job.place}{job.stage} {job.policy}{about or ''}"
     if _speech.mode == "json":
-        _write({"message": text, **fields})
+        _write({"message": text})
     elif _speech.mode == "human" and about is not None:
         out.print(relative(text), style="bold", soft_wrap=True, markup=False)
 
@@ -162,7 +145,6 @@ def close() -> None:
         logging.getLogger("py.warnings").handlers = []
     LOGGER.handlers, LOGGER.propagate = [], True
     _speech.mode, _speech.verbose, _speech.job = "human", False, None
-    _speech.begun.clear()
 
 
 class _Handler(logging.Handler):
@@ -323,7 +305,7 @@ def progress(title: str) -> "Iterator[Progress]":
             say(label)
 
     lines = shown.repeated(lambda: say(shown.describe(phases.task), **shown.fields(phases.task)))
-    with _showing, phases.bars if drawn else lines, told(update):
+    with _showing, phases.bars if drawn else lines:
         yield update
 
 

@@ -14,7 +14,7 @@ from pipeline.registry import promotion
 from pipeline.registry.promotion import Move
 from pipeline.registry.proof import PASS, Finding
 from pipeline.registry.summary import Candidate
-from pipeline.registry.tracking import Location, compare_url, run_url, server_command
+from pipeline.registry.tracking import Location, compare_url, server_command
 from pipeline.terminal import console
 from pipeline.terminal.grids import Column, Grid, Row, Value
 from pipeline.terminal.texts import relative
@@ -59,14 +59,12 @@ MEASURES = (
     # tokens a pass under speculative decoding
     _both("quality/acceptance_lookup", Column("acceptance_lookup", "a pass,\nlookup", ".2f"), always=False),
     _both("quality/acceptance_draft", Column("acceptance_draft", "a pass,\ndraft", ".2f"), always=False),
+    _both("quality/acceptance_engine", Column("acceptance_engine", "a pass,\nengine", ".2f"), always=False),
 )
 
 REPORT = "report.txt"
 """In the work directory: the tables of the last sweep or promotion."""
 
-DIFFICULTIES = ("easy", "medium", "hard")
-REASONS_SHOWN = 5
-"""In a notebook."""
 INCONCLUSIVE_PAGE = "docs/verdict.md#inconclusive-what-now"
 
 FINDING_COLOURS = {"same": "green", "missing": "yellow", "differs": "red"}
@@ -111,38 +109,10 @@ def measured(metrics: Mapping[str, float | None], name: str | tuple[str, str]) -
     return metrics.get(name) if "/" in name else name
 
 
-def accuracy_grids(candidates: Sequence[Candidate]) -> list[Grid]:
-    """Return how often each FP16-KV engine was right, by workload and difficulty, where it was asked graded questions.
-
-    What a baseline gets wrong a candidate cannot lose: a workload near 0 judges nothing, one near 1 only gross faults.
-    """
-    grids = []
-    for of, judged in _baselines(candidates):
-        shares = {name: value for name, value in judged.metrics.items() if name.endswith("/accuracy_baseline")}
-        parts_of = [name.split("/") for name in shares]  # quality/[workload/[difficulty/]]accuracy_baseline
-        graded = {parts[1] for parts in parts_of if len(parts) == 4 and parts[2] in DIFFICULTIES}
-        rows = []
-        for workload in sorted(graded):
-            parts = [workload, *(f"{workload}/{difficulty}" for difficulty in DIFFICULTIES)]
-            accuracies = [shares.get(f"quality/{part}/accuracy_baseline") for part in parts]
-            rows.append(Row(workload, [judged.metrics.get(f"quality/{workload}/accuracy_judged"), *accuracies]))
-        columns = (Column("samples", "samples", ".0f"), *(Column(name, name, ".3f") for name in ("all", *DIFFICULTIES)))
-        if rows:
-            grids.append(Grid(f"Right answers of the FP16-KV engine{of}", "workload", columns, rows))
-    return grids
-
-
 def print_comparison(candidates: Sequence[Candidate]) -> None:
-    """Print the candidates beside their baselines, and how often those were right."""
+    """Print the candidates beside their baselines."""
     console.say("")
     console.show("comparison", comparison(candidates))
-    print_baseline_accuracy(candidates)
-
-
-def print_baseline_accuracy(candidates: Sequence[Candidate], *, detail: bool = False) -> None:
-    """Print how often the baselines were right; a `detail` under `verbose=true` alone."""
-    for grid in accuracy_grids(candidates):
-        console.show("baseline_accuracy", grid, detail=detail)
 
 
 def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[Finding]) -> Grid:
@@ -240,12 +210,8 @@ def _disadvantage(candidate: Candidate, champion: Candidate) -> str:
     return f"its mean KL is no lower ({kl:.1e} against {least:.1e}) at as many tokens in the same memory"
 
 
-def print_mlflow(location: Location, experiment_id: str, candidates: Sequence[Candidate], sweep: str) -> None:
-    """Print how to compare the candidates in MLflow, or how to look at the only one."""
-    run_ids = [candidate.registration.run_id for candidate in candidates if candidate.registration is not None]
-    alone = len(run_ids) == 1
-    url = run_url(location, experiment_id, run_ids[0]) if alone else compare_url(location, experiment_id, sweep)
-    command = server_command(location)
-    title = f"\n{'The run' if alone else 'Compare the candidates'} in MLflow:"
-    lines = [title, *(f"  {escape(line)}" for line in (command, url) if line is not None)]
+def print_mlflow(location: Location, experiment_id: str, sweep: str) -> None:
+    """Print how to look at a sweep's runs in MLflow."""
+    url, command = compare_url(location, experiment_id, sweep), server_command(location)
+    lines = ["\nThe runs in MLflow:", *(f"  {escape(line)}" for line in (command, url) if line is not None)]
     console.result("mlflow", *lines, paste=True, command=command, url=url)

@@ -2,13 +2,11 @@
 
 import os
 import stat
-from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.artifacts.files import POOL
 from pipeline.artifacts.store import MANIFEST, PARTIAL, SCRATCH
 
 UNFINISHED, SCRATCH_KIND = "unfinished", "scratch"
@@ -21,8 +19,6 @@ class File:
 
     number: tuple[int, int]
     size: int
-    links: int
-    """How many names it has, wherever they are."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +57,6 @@ def distinct_bytes(pieces: Iterable[Piece]) -> int:
     return sum({file.number: file.size for piece in pieces for file in piece.files}.values())
 
 
-def freed_bytes(root: Path, gone: Iterable[Piece]) -> int:
-    """Return the bytes that are free once these pieces are gone: those of files that have no other name.
-
-    A name in the store's pool goes with the last artifact that has the file.
-    """
-    files = [file for piece in gone for file in piece.files]
-    pooled = [path.lstat() for path in (root / POOL).glob("*")]
-    names = Counter([*(file.number for file in files), *((about.st_dev, about.st_ino) for about in pooled)])
-    return sum({file.number: file.size for file in files if names[file.number] >= file.links}.values())
-
-
 def _piece(root: Path, kind: str, path: Path) -> Piece:
     files, made = list[File](), 0.0
     for folder, _, names in os.walk(path):
@@ -80,5 +65,5 @@ def _piece(root: Path, kind: str, path: Path) -> Piece:
                 about = Path(folder, name).lstat()
                 made = max(made, about.st_mtime)
                 if stat.S_ISREG(about.st_mode):
-                    files.append(File((about.st_dev, about.st_ino), about.st_size, about.st_nlink))
+                    files.append(File((about.st_dev, about.st_ino), about.st_size))
     return Piece(path.relative_to(root).as_posix(), kind, path, tuple(files), made)

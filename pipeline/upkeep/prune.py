@@ -23,7 +23,7 @@ from pipeline.config.config import Config
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.terminal import console, next_steps
 from pipeline.terminal.grids import Column, Grid, Row
-from pipeline.upkeep.disk import Piece, distinct_bytes, freed_bytes
+from pipeline.upkeep.disk import Piece, distinct_bytes
 from pipeline.upkeep.needs import Found, find, needs_of
 
 FIRST = ("baseline", "round", "baseline_once", "once", "identity", "evaluate")
@@ -77,7 +77,9 @@ def make_plan(config: Config) -> Plan:
         for version in model.versions.values()
         if version.identity_digest in lost
     ]
-    return Plan(tuple(gone), freed_bytes(found.root, gone), dict(Counter(reasons.values())), tuple(behind))
+    stays = [piece for piece in found.pieces if piece.place in reasons]
+    freed = distinct_bytes(found.pieces) - distinct_bytes(stays)
+    return Plan(tuple(gone), freed, dict(Counter(reasons.values())), tuple(behind))
 
 
 def _check_known(config: Config, found: Found) -> None:

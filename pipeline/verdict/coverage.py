@@ -244,6 +244,73 @@ class ReusedPrefixes(Record):
     """Samples whose answers differ by more than a tie."""
 
 
+class Speculated(Record):
+    """Answers to the repeated samples, said again by an engine that speculates by itself."""
+
+    requests: int
+    same: int
+    """Answers that speculation left as they were."""
+    tokens: int
+    passes: int
+    """Of the engine, the prompts' included."""
+    counted_passes: int
+    """What kvgate counts for the same answers."""
+    drafts: int
+    """The engine's own counters: proposals, and the tokens that they proposed and that were accepted."""
+    drafted: int
+    accepted: int
+
+
+class Deviation(Record):
+    """A request that a full pool changed, as far as the engine tells."""
+
+    request: str
+    play: int
+    kl: float | None
+    """Mean of its tokens, nats; null where a logit is not finite."""
+    position: int
+    """Of the token that changed most."""
+    changed: int
+    """Tokens of which another one became the likeliest."""
+    preempted: int
+    reused: int
+    """Tokens of its prompt that were taken from the cache."""
+    pages: list[int]
+
+    def __str__(self) -> str:
+        off = "logits that are not finite" if self.kl is None else f"KL {self.kl:.1e} from itself with room"
+        held = ", ".join(map(str, self.pages)) if self.pages else "unknown"
+        return (
+            f"{self.request} (play {self.play}): {off}, most at position {self.position}, {self.changed} of its tokens "
+            f"changed; it gave way {self.preempted} times, reused {self.reused} tokens, held pages {held}"
+        )
+
+
+class Pressure(Record):
+    """Requests in a pool that holds a third of them, beside the same requests with room."""
+
+    asked: int
+    """Requests of a play."""
+    requests: int = 0
+    """Requests that were compared, of all plays; 0 for an engine that cannot be put under pressure."""
+    tokens: int = 0
+    pages: int = 0
+    """Of the pool."""
+    wanted_pages: int = 0
+    """Of all requests of a play, if they shared none."""
+    preempted: int = 0
+    """How often requests gave way and were computed again."""
+    reused: int = 0
+    """Tokens of prompts that were taken from the cache."""
+    noise_kl: float | None = None
+    """Largest mean KL of a request from itself, both times with room."""
+    limit_kl: float | None = None
+    kl_max: float | None = None
+    """Largest mean KL of a request from itself with room."""
+    deviations: tuple[Deviation, ...] = ()
+    """The worst first."""
+
+
 class EngineProbes(Record):
     """What random tokens and free answers say of both engines. Reports from before it lack it."""
 
@@ -255,6 +322,11 @@ class EngineProbes(Record):
     reused_candidate: ReusedPrefixes | None = None
     """None for an engine that reuses no prefixes."""
     reused_baseline: ReusedPrefixes | None = None
+    speculated_candidate: Speculated | None = None
+    """None for an engine that does not speculate, or without `workloads.speculation.lookup_tokens`."""
+    speculated_baseline: Speculated | None = None
+    pressure: Pressure | None = None
+    """Of the candidate; None where it was not asked for."""
 
 
 class Limits(Record):
@@ -311,7 +383,12 @@ def covered(coverage: Coverage | None, probes: EngineProbes | None) -> Limits | 
     if probe.together is None:
         return Limits(tokens=tokens, batch=max(batch, probe.batch))
     as_long = -(-probe.together // PAGE_TOKENS) >= -(-tokens // PAGE_TOKENS)  # whole pages: their offsets were visited
-    acts = (("turns", probe.turns), ("forks", probe.forks + samples.forks), ("reused prefixes", probe.prefixes))
+    acts = (
+        ("turns", probe.turns),
+        ("forks", probe.forks + samples.forks),
+        ("reused prefixes", probe.prefixes),
+        ("a full pool", probes.pressure.preempted if probes is not None and probes.pressure is not None else 0),
+    )
     return Limits(
         tokens=tokens,
         batch=max(batch, probe.batch) if as_long else batch,

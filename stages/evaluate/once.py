@@ -1,4 +1,5 @@
-"""What is measured of an engine once: noise, must-fail control, times, memory, stress probe, free answers, reused prefixes."""
+"""What is measured of an engine once: noise, must-fail control, times, memory, stress probe, free answers, reused prefixes,
+a full pool."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +12,10 @@ from stages.evaluate.canary import canary
 from stages.evaluate.decoding.coverage import coverage
 from stages.evaluate.decoding.free import free_answers, reused_prefixes
 from stages.evaluate.decoding.noise import noise_floor, own_heads, repeated_samples
+from stages.evaluate.decoding.pressure import pressure
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.decoding.rows import greedy_of, labelled, run_samples
+from stages.evaluate.decoding.speculation import speculated_by
 from stages.evaluate.decoding.stored import LOGPROBS, Once, read_round
 from stages.evaluate.decoding.system import measure_system
 from stages.evaluate.distances.scores import BaselineHeads, Heads
@@ -71,14 +74,17 @@ def once(
         noise=noise_floor(subset, second, answers.answers_to(subset), tokenizer),
         free_answers=free_answers(engine, subset, batch, greedy, named, [result.answer for result in second]),
         reused=reused_prefixes(engine, subset),
+        speculated=speculated_by(engine, answers.answers_to(subset), subset, config.speculation, greedy),
         probe=None if twin is None else probe(engine, twin, config.probe, batch, longest, named),
         system=measure_system(engine, config.load, named),
     )
     if baseline is None:
         return found
+    asked = engine.pressed_requests if config.pressure is None else config.pressure
+    crowded = pressure(engine, encoded, asked, named)
     repeated = coverage(traced, engine.policy, engine.shape, config.context_bins, counted=False)
     heads = BaselineHeads(baseline / LOGPROBS).sample
     compared = first_round.record.conformance
     usual = allowed(compared.requests if compared is not None else [])
     corrupted = canary(engine, encoded, heads, config, named, twin, usual)
-    return found.model_copy(update={"coverage": repeated, "canary": corrupted})
+    return found.model_copy(update={"coverage": repeated, "canary": corrupted, "pressure": crowded})

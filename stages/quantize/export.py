@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pipeline.checkpoint.description import MODELOPT_FILE, CheckpointInfo, inspect_checkpoint, read_config
-from pipeline.checkpoint.exports import algorithm, export_refusal, tensorrt_llm_refusal
+from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, algorithm, export_refusal, tensorrt_llm_refusal
 from pipeline.checkpoint.files import TOKENIZER_FILES, read_json
 from pipeline.checkpoint.quantized import SERVED
 from pipeline.core.formats import WeightsFormat
@@ -56,18 +56,26 @@ def export(
     if info.quantized is not None:
         _write_report(out, as_given(quantized / SERVED, out / "unified_hf", policy))
         return
+    reasons = {
+        "tensorrt_llm": export_refusal(policy, TENSORRT_LLM_KV) or tensorrt_llm_refusal(info),
+        "unified_hf": export_refusal(policy, UNIFIED_HF_KV),
+    }
+    report: dict[str, Report] = {name: {"written": False, "reason": reason} for name, reason in reasons.items()}
+    if all(reasons.values()):
+        _write_report(out, report)
+        return
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
     scales = KVScales.model_validate_json((quantized / SCALES_FILE).read_bytes())
     made = json.loads((quantized / "quantizers.json").read_text(encoding="utf-8"))
     model = quantized_model(info, weights, samples, seed, progress, resolve_device(made["device"]))
     if weights != "none":
         check_weights(judged, dequantized_weights(model, info.shape.layers))
-    adapter.add_cache_quantizers(model, cache_quantizers(policy, info.shape, scales))
+    adapter.add_cache_quantizers(model, cache_quantizers(policy, scales))
     adapter.cast_for_export(model, source_dtype(info))
-    report = {}
     for done, (name, write) in enumerate((("tensorrt_llm", _tensorrt_llm), ("unified_hf", _unified_hf))):
         progress("exporting", done, 2)
-        report[name] = write(model, info, out / name, weights, policy, scales)
+        if not reasons[name]:
+            report[name] = write(model, info, out / name, weights, policy, scales)
     progress("exporting", 2, 2)
     _write_report(out, report)
 
@@ -84,7 +92,7 @@ def as_given(served: Path, out: Path, policy: KVPolicy) -> dict[str, Report]:
     """Write a checkpoint that ModelOpt quantized before as a unified export; only the cache is declared anew."""
     info = inspect_checkpoint(served)
     assert info.quantized is not None
-    reason = info.quantized.other_than_modelopt or export_refusal(policy, validate.UNIFIED_HF.algorithms)
+    reason = info.quantized.other_than_modelopt or export_refusal(policy, UNIFIED_HF_KV)
     report = {"tensorrt_llm": {"written": False, "reason": f"weights in the form of {info.quantized.title}"}}
     if reason:
         return {**report, "unified_hf": {"written": False, "reason": reason}}
@@ -102,9 +110,6 @@ def as_given(served: Path, out: Path, policy: KVPolicy) -> dict[str, Report]:
 def _tensorrt_llm(
     model: torch.nn.Module, info: CheckpointInfo, out: Path, weights: WeightsFormat, policy: KVPolicy, scales: KVScales
 ) -> Report:
-    reason = export_refusal(policy, validate.TENSORRT_LLM.algorithms) or tensorrt_llm_refusal(info)
-    if reason:
-        return {"written": False, "reason": reason}
     adapter.export_tensorrt_llm(copy.deepcopy(model), out, source_dtype(info))
     validate.validate_tensorrt_llm(out, policy, weights, info.shape.layers, scales)
     floor = validate.TENSORRT_LLM_FP8_FLOOR if policy.key.dtype == "fp8_e4m3" else 0.0
@@ -115,9 +120,6 @@ def _unified_hf(
     model: torch.nn.Module, info: CheckpointInfo, out: Path, weights: WeightsFormat, policy: KVPolicy, scales: KVScales
 ) -> Report:
     """Write the export, the last one: the exporter changes the model in place."""
-    reason = export_refusal(policy, validate.UNIFIED_HF.algorithms)
-    if reason:
-        return {"written": False, "reason": reason}
     adapter.export_unified_hf(model, out)
     validate.validate_unified_hf(out, policy, weights, info.shape.layers, scales)
     # The exporter writes no tokenizer; an engine needs the whole checkpoint in one directory.

@@ -19,17 +19,14 @@ from torch.utils.hooks import RemovableHandle
 
 from pipeline.checkpoint.rope import rope_at_top_level
 from pipeline.core.errors import UserError
-from pipeline.core.formats import Format, Granularity, Rotation
-from pipeline.core.scales import SideScales
-from stages.engines.oracle.formats import dequantize, hadamard, quantize, static_scales
+from pipeline.core.formats import Granularity, Rotation
+from stages.engines.oracle.formats import hadamard
 from stages.quantize.quiet import quiet
 from stages.quantize.recipe import (
     AXES,
-    BACKEND,
     NOTHING,
     SHARED_INPUTS,
     Attributes,
-    CacheQuantizer,
     Place,
     Recipe,
     check_enabled,
@@ -120,19 +117,14 @@ def measure(
     return measured
 
 
-def add_cache_quantizers(model: torch.nn.Module, quantizers: Mapping[str, CacheQuantizer]) -> None:
-    """Enable the quantizers of keys and values, by name, with scales that are measured already."""
+def add_cache_quantizers(model: torch.nn.Module, quantizers: Mapping[str, tuple[Attributes, float]]) -> None:
+    """Enable the quantizers of keys and values, by name, with maxima that are measured already."""
     if not any(isinstance(module, TensorQuantizer) for module in model.modules()):
         quantize_model(model, NOTHING, None)
-    for name, settings in quantizers.items():
+    for name, (attributes, amax) in quantizers.items():
         quantizer = cast(Any, model.get_submodule(name))
-        if settings.attributes.get("backend") == BACKEND:
-            _register_backend()
-        quantizer.set_from_attribute_config({**settings.attributes, "enable": True})
-        if settings.amax is not None:
-            quantizer.amax = torch.tensor(settings.amax).reshape(settings.amax_shape)
-        if settings.rotated:
-            _rotate_around(quantizer)
+        quantizer.set_from_attribute_config({**attributes, "enable": True})
+        quantizer.amax = torch.tensor(amax)
 
 
 def enabled_quantizers(model: torch.nn.Module) -> list[tuple[str, TensorQuantizer]]:
@@ -170,13 +162,6 @@ def effective_weight(linear: torch.nn.Module) -> torch.Tensor:
         if layer.input_quantizer.pre_quant_scale is not None:
             weight = weight * layer.input_quantizer.pre_quant_scale.reshape(1, -1).float()
     return weight
-
-
-def disable_input_quantizers(model: torch.nn.Module) -> None:
-    """Disable the rounding of activations, which stay scaled by pre_quant_scale; `checkpoint/` reproduces this model."""
-    for name, quantizer in enabled_quantizers(model):
-        if name.endswith("input_quantizer"):
-            quantizer.disable()
 
 
 def cast_for_export(model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -220,7 +205,7 @@ def export_tensorrt_llm(model: torch.nn.Module, out: Path, dtype: torch.dtype) -
 def _attributes(quantizer: Any) -> Attributes:
     attributes: Attributes = {"num_bits": quantizer.num_bits, "axis": quantizer.axis}
     attributes |= {"narrow_range": quantizer.narrow_range, "type": "dynamic" if quantizer._dynamic else "static"}
-    return {**attributes, "backend": quantizer.backend}
+    return attributes
 
 
 def _quantizer(model: torch.nn.Module, place: Place) -> Any:
@@ -238,20 +223,3 @@ def _rotate_around(quantizer: torch.nn.Module) -> tuple[RemovableHandle, Removab
 
     before = quantizer.register_forward_pre_hook(lambda _, args: rotated(args[0]))
     return before, quantizer.register_forward_hook(lambda *call: rotated(call[-1]))
-
-
-def _register_backend() -> None:
-    from modelopt.torch.quantization.nn.modules import tensor_quantizer
-
-    if not tensor_quantizer.is_registered_quant_backend(BACKEND):
-        tensor_quantizer.register_quant_backend(BACKEND, _fake_quantize)
-
-
-def _fake_quantize(states_BHSD: torch.Tensor, quantizer: Any) -> torch.Tensor:
-    """Return what the cache would give back, float16 scales and zeros included, computed with the oracle's arithmetic."""
-    arguments = quantizer.backend_extra_args
-    form = Format.model_validate(arguments["format"])
-    static = None
-    if arguments["static"] is not None:
-        static = static_scales(SideScales.model_validate(arguments["static"]), form, *states_BHSD.shape[1::2])
-    return dequantize(quantize(states_BHSD.float(), form, static), form, static).to(states_BHSD.dtype)

@@ -11,14 +11,11 @@ from typing import Any
 
 from pipeline.checkpoint.families import LINEARS
 from pipeline.core.formats import Format, Granularity, Rotation, WeightsFormat
-from pipeline.core.kv import KVPolicy, KVShape, Side
-from pipeline.core.scales import KVScales, SideScales
+from pipeline.core.kv import KVPolicy, Side
+from pipeline.core.scales import KVScales
 
 Attributes = dict[str, Any]
 """Settings of one quantizer."""
-
-BACKEND = "kvgate"
-"""Quantization function that we register with ModelOpt for the formats that its own arithmetic cannot express."""
 
 # Not "*weight_quantizer": from 0.47 on that also quantizes the embedding, and packs it when it is not tied.
 LINEAR_WEIGHTS = "*_proj.weight_quantizer"
@@ -72,19 +69,6 @@ class Recipe:
     """Names and attributes of all quantizers that must be enabled afterwards, no more and no fewer."""
 
 
-@dataclass(frozen=True)
-class CacheQuantizer:
-    """Settings of one quantizer of keys or values."""
-
-    attributes: Attributes
-    amax: tuple[float, ...] | None
-    """Largest magnitudes that have a code; None where they are dynamic, or stand in the backend's arguments."""
-    amax_shape: tuple[int, ...]
-    """Shape of `amax`, broadcastable to BHSD; () for one number."""
-    rotated: bool
-    """Whether its input has to be rotated and its output rotated back. The backend rotates by itself."""
-
-
 NOTHING = Recipe("max", (), {})
 """Disables every quantizer."""
 
@@ -134,54 +118,25 @@ def measuring_recipe(places: Mapping[Place, Granularity]) -> Recipe:
     return Recipe("max", tuple(attributes.items()), attributes)
 
 
-def cache_quantizers(policy: KVPolicy, shape: KVShape, scales: KVScales) -> dict[str, CacheQuantizer]:
-    """Return the quantizers of every layer's keys and values by name; the second copies of a window have none."""
+def cache_quantizers(policy: KVPolicy, scales: KVScales) -> dict[str, tuple[Attributes, float]]:
+    """Return attributes and largest magnitude of the quantizers that an export takes scales from, by name.
+
+    A cache that an export declares has one static scale for the keys and one for the values of a layer, or is not quantized.
+    """
     return {
-        quantizer_name((layer, side)): cache_quantizer(form, static.get(side), shape)
+        quantizer_name((layer, side)): (
+            _per_tensor(policy.sides(layer)[side]),
+            scale.scale[0] * policy.sides(layer)[side].largest,
+        )
         for layer, static in enumerate(scales.layers)
-        for side, form in policy.sides(layer).items()
-        if side in SIDES and not form.exact
+        for side, scale in static.items()
     }
 
 
-def cache_quantizer(form: Format, static: SideScales | None, shape: KVShape) -> CacheQuantizer:
-    """Return the quantizer of one side; `static` holds its scales, None for a dynamic format."""
-    if not native(form):
-        # "dynamic" keeps ModelOpt from collecting a maximum: the backend has the scales, or computes them itself.
-        arguments = {"format": form.model_dump(), "static": None if static is None else static.model_dump()}
-        settings = {"num_bits": 8, "axis": None, "type": "dynamic", "backend": BACKEND, "backend_extra_args": arguments}
-        return CacheQuantizer(settings, None, (), rotated=False)
-    axis = AXES[form.granularity]
-    attributes: Attributes = {"num_bits": form.code.modelopt_bits, "axis": axis}
-    if form.code.kind == "integer":
-        # Without narrow_range a value beyond the calibrated maximum becomes -8 or -128, outside the symmetric codes.
-        attributes["narrow_range"] = True
-    rotated = form.rotation != "none"
-    if static is None:
-        return CacheQuantizer({**attributes, "type": "dynamic"}, None, (), rotated)
-    shape_BHSD = (1, shape.kv_heads, 1, shape.head_dim)
-    amax_shape = () if axis is None else tuple(size if dim in axis else 1 for dim, size in enumerate(shape_BHSD))
-    return CacheQuantizer(attributes, tuple(scale * form.code.limit for scale in static.scale), amax_shape, rotated)
-
-
-def native(form: Format) -> bool:
-    """Return whether ModelOpt's own arithmetic expresses a quantized format.
-
-    It has no asymmetric formats: its `bias` is no zero point, the codes stay symmetric.
-    """
-    return form.code.modelopt_bits is not None and form.symmetric and form.granularity in AXES
-
-
-def expressed_by(side: Side, form: Format) -> str:
-    """Name who rounds a side of this format in ModelOpt's model, in the words of quantizers.json.
-
-    The second copies of a window have no quantizer there: a tensor has one quantizer, and it stands for the base copy.
-    """
-    if side.in_window:
-        return "sidecar only"
-    if form.exact:
-        return "not quantized"
-    return "modelopt" if native(form) else "modelopt with kvgate's arithmetic"
+def _per_tensor(form: Format) -> Attributes:
+    attributes: Attributes = {"num_bits": form.code.modelopt_bits, "axis": None}
+    # Without narrow_range a value beyond the calibrated maximum becomes -128, outside the symmetric codes.
+    return attributes | ({"narrow_range": True} if form.code.kind == "integer" else {})
 
 
 def check_enabled(expected: Mapping[str, Attributes], enabled: Mapping[str, Attributes]) -> None:

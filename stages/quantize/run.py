@@ -20,7 +20,7 @@ from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.calibration import tokenize
 from stages.quantize.dequantize import copy_without_scales, own_scales, write_plain
 from stages.quantize.materialize import copy_checkpoint, source_dtype, write_dequantized
-from stages.quantize.recipe import cache_quantizers, check_enabled, expressed_by, measurements, weight_recipe
+from stages.quantize.recipe import measurements, weight_recipe
 from stages.quantize.scales import Measured, static_scales
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def quantize(
     - `checkpoint/`: a plain Hugging Face checkpoint with the weights as the engine sees them (see materialize.py).
     - `served/`: of a checkpoint whose weights are quantized already, the checkpoint itself, which engines load.
     - `kv_policy.json`, `kv_scales.json`: the sidecar that carries what no official export can.
-    - `quantizers.json`: which quantizers were enabled, the calibration's size, and the device.
+    - `quantizers.json`: which quantizers of weights were enabled, the calibration's size, and the device.
     """
     info = inspect_checkpoint(checkpoint)
     policy.check_shape(info.shape)
@@ -59,21 +59,18 @@ def quantize(
         info = inspect_checkpoint(out / "checkpoint")
     # Weights come first, and the cache is measured on the finished weights: AWQ's search would otherwise choose other
     # weights for every KV policy, and a candidate would differ from its baseline in more than the cache.
-    model = cache_model = quantized_model(info, weights, samples, seed, progress, runs_on)
-    if weights == "none":
-        if info.path != out / "checkpoint":
-            copy_checkpoint(info, out / "checkpoint")
-    else:
+    if weights != "none":
+        model = quantized_model(info, weights, samples, seed, progress, runs_on)
         write_dequantized(info, out / "checkpoint", dequantized_weights(model, layers))
-        cache_model = load_model(inspect_checkpoint(out / "checkpoint"))
-    measured = {} if own else measure(cache_model.to(runs_on), info, policy, _forward_loop("cache", samples, progress))
-    model = model.cpu()
+    elif info.path != out / "checkpoint":
+        copy_checkpoint(info, out / "checkpoint")
+    measured: Measured = {}
+    if own is None and measurements(policy, layers):
+        progress("loading the checkpoint", 0, 1)
+        model = load_model(inspect_checkpoint(out / "checkpoint")).to(runs_on)
+        progress("loading the checkpoint", 1, 1)
+        measured = measure(model, info, policy, _forward_loop("cache", samples, progress))
     scales = own or static_scales(policy, info.shape, measured, info.path)
-    quantizers = cache_quantizers(policy, info.shape, scales)
-    adapter.add_cache_quantizers(model, quantizers)
-    enabled = adapter.enabled_attributes(model)
-    cache = {name: quantizer.attributes for name, quantizer in quantizers.items()}
-    check_enabled({**weight_recipe(weights, layers).expected, **cache}, enabled)
     used = samples if weights != "none" or measured else []
 
     (out / POLICY_FILE).write_text(policy.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -84,10 +81,7 @@ def quantize(
         "device": runs_on.type,
         "weights": weights,
         "kv_policy": policy.name,
-        "kv_expressed_by": [
-            {side: expressed_by(side, form) for side, form in policy.sides(layer).items()} for layer in range(layers)
-        ],
-        "quantizers": {"count": len(enabled), "enabled": sorted(enabled)},
+        "quantizers": sorted(weight_recipe(weights, layers).expected),
         "calibration": {"texts": len(used), "tokens": sum(map(len, used)), "max_length": max_length},
     }
     (out / "quantizers.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

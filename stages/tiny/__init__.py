@@ -1,1 +1,1 @@
-"""The tiny trained model: a plain Llama with GQA that retrieves. `python -m stages.tiny.train` trains it from scratch."""
+"""The tiny trained model: a plain Llama with GQA that retrieves. checkpoint/README.md says how it was made."""

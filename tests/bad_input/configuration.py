@@ -113,6 +113,8 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("+workloads.samples.poems=3", "workloads.samples"),
     ("workloads.jsonl=/nowhere", "workloads.jsonl=/nowhere", "no such file"),
     ("workloads.speculation={draft:/nowhere}", "workloads.speculation.draft=/nowhere", "no such directory"),
+    ("workloads.pressure=7", "pressure=7: a third of so few requests holds no two of them; ask at least 8, or 0"),
+    ("workloads.pressure=some", "workloads.pressure", "some"),
     ("workloads.speculation={draft:[a]}", "workloads.speculation.draft"),
     ("gates=strict",),
     ("gates.max_mean_k=0.1", "gates.max_mean_k", "did you mean max_mean_kl?"),
@@ -200,7 +202,6 @@ SAID: tuple[tuple[str, ...], ...] = (
         "backend=tensorrt_rtx backend.max_batch=512 backend.max_tokens=1048576",
         "backend.max_batch=512",
         "backend.max_tokens=1048576",
-        "backend.max_tokens=32704",
         "2,147,483,647",
     ),
     (

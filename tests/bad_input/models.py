@@ -306,16 +306,8 @@ TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("a tokenizer that is no JSON", with_file(TOKENIZER, "{"), (TOKENIZER,)),
     ("a tokenizer that is a list", with_file(TOKENIZER, "[]"), (TOKENIZER,)),
     ("a tokenizer nested deep", with_file(TOKENIZER, NESTED), (TOKENIZER,)),
-    ("a tokenizer without a model", with_json(TOKENIZER, lambda old: {k: v for k, v in old.items() if k != "model"}),
-     (TOKENIZER, "model")),
-    ("a vocabulary that is a list", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"vocab": []}}),
-     (TOKENIZER, "vocab")),
-    ("a vocabulary of texts", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"vocab": {"a": "b"}}}),
-     (TOKENIZER, "vocab")),
     ("a token beyond the model", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"vocab": {
         **old["model"]["vocab"], "zzz": 10**6}}}), (TOKENIZER, "1000000", "1344")),
-    ("a negative token", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"vocab": {
-        **old["model"]["vocab"], "zzz": -5}}}), (TOKENIZER, "vocab", "-5")),
     ("merges that are dropped by chance", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"dropout": 0.5}}),
      (TOKENIZER, "dropout", "0.5")),
     ("a template of a token that is not there", with_json(TOKENIZER, lambda old: old | {"post_processor": {
@@ -327,14 +319,8 @@ TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("tokenizer_config that is no JSON", with_file("tokenizer_config.json", "{"), ("tokenizer_config.json", "JSON")),
     ("tokenizer_config nested deep", with_file("tokenizer_config.json", NESTED), ("tokenizer_config.json", "deep")),
     ("tokenizer_config as a pipe", instead("tokenizer_config.json", fifo), ("tokenizer_config.json",)),
-    ("eos_token as a number", with_json("tokenizer_config.json", lambda old: old | {"eos_token": 3}),
-     ("tokenizer_config.json", "eos_token", "3")),
-    ("chat_template as a number", with_json("tokenizer_config.json", lambda old: old | {"chat_template": 3}),
-     ("tokenizer_config.json", "chat_template")),
     ("a tokenizer of code", with_json("tokenizer_config.json", lambda old: old | EVIL),
      ("tokenizer_config.json", "auto_map")),
-    ("chat_template that is no template", with_json("tokenizer_config.json", lambda old: old | {"chat_template": "{% for"}),
-     ("tokenizer_config.json", "chat_template")),
     ("special_tokens_map that is a list", with_file("special_tokens_map.json", "[]"), ("special_tokens_map.json",)),
     ("generation_config that is no JSON", with_file("generation_config.json", "x"), ("generation_config.json", "JSON")),
     ("generation_config that is a list", with_file("generation_config.json", "[]"), ("generation_config.json", "object")),
@@ -363,6 +349,17 @@ def tokenizer_config_with(**parts: Any) -> Prepare:
 CANNOT = "its tokenizer cannot be loaded"
 SPLIT = {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
 OPENED: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
+    ("a tokenizer without a model", with_json(TOKENIZER, lambda old: {k: v for k, v in old.items() if k != "model"}),
+     (CANNOT, "model")),
+    ("a vocabulary that is a list", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"vocab": []}}),
+     (CANNOT,)),
+    ("a vocabulary of texts", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"vocab": {"a": "b"}}}),
+     (CANNOT,)),
+    ("a negative token", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"vocab": {
+        **old["model"]["vocab"], "zzz": -5}}}), (CANNOT,)),
+    ("eos_token as a number", tokenizer_config_with(eos_token=3), (CANNOT,)),
+    ("chat_template as a number", tokenizer_config_with(chat_template=3), ("chat_template",)),
+    ("chat_template that is no template", tokenizer_config_with(chat_template="{% for"), ("chat_template",)),
     ("an unknown normalizer", tokenizer_with(normalizer={"type": "Evil"}), (CANNOT, "Normalizer")),
     ("an expression that is none", tokenizer_with(pre_tokenizer=SPLIT), (CANNOT, "parenthesis")),
     ("a merge of no tokens", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"merges": ["zz qq"]}}),

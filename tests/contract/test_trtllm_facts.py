@@ -1,7 +1,6 @@
 """Everything that we say to TensorRT-LLM, and everything that we read of it, is in the facts recorded from its sources."""
 
 import ast
-import inspect
 import json
 import re
 import sys
@@ -14,7 +13,6 @@ import pytest
 import yaml
 
 from pipeline.core.errors import UserError
-from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
 from stages.engines.interpreter.process import Interpreter
 from stages.engines.interpreter.protocol import Description, Device
@@ -22,15 +20,13 @@ from stages.engines.trtllm import checkpoint, settings
 from stages.engines.trtllm.config import Serving, Speculation, TrtllmConfig
 from stages.engines.trtllm.library import PROGRAM
 from stages.engines.trtllm.targets import refuse_integers
-from stages.engines.trtllm.worker import kvgate_forcing
-from stages.quantize.validate import TENSORRT_LLM
+from stages.quantize.validate import ALGORITHMS
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = Path(__file__).resolve().parent / "facts"
 ENGINE: dict[str, Any] = json.loads((FACTS / "engine-1.2.1.json").read_text(encoding="utf-8"))
 PYTORCH: dict[str, Any] = json.loads((FACTS / "pytorch-1.3.json").read_text(encoding="utf-8"))
 SWITCHES = ("auto", "enable", "disable")
-ALGORITHMS: dict[WeightsFormat, str | None] = {name: layout.algorithm for name, layout in TENSORRT_LLM.layouts.items()}
 QUANTIZATIONS = [
     {"quant_algo": weights, "kv_cache_quant_algo": cache}
     for weights, cache in product(ALGORITHMS.values(), ENGINE["quantization"]["kv_cache_quant_algo"])
@@ -172,37 +168,24 @@ def test_llm_arguments_are_recorded_keys_with_recorded_choices() -> None:
         for arguments in (pinned, settings.evaluation_of_served(pinned)):
             for key, value in settings.flatten(arguments).items():
                 assert value in PYTORCH["llm_args"][key].get("choices", [value]), key
+        judged, engine = settings.evaluation_of_served(pinned), settings.evaluation_of_engine(options())
+        assert "speculative_config" not in judged
+        for arguments in (judged, engine):
+            assert arguments["kv_cache_config"]["enable_block_reuse"] is False
+        assert set(engine) <= set(ENGINE["llm"])
+        assert set(engine["kv_cache_config"]) <= set(ENGINE["kv_cache_config"])
         assert pinned["kv_cache_config"]["host_cache_size"] == 1_610_612_736
         assert ("speculative_config" in pinned) == (speculation is not None)
 
 
-def test_an_evaluation_neither_reuses_blocks_nor_speculates() -> None:
-    serving = {**options().serving.model_dump(), "speculation": {"decoding_type": "NGram", "max_draft_len": 2}}
-    served = settings.evaluation_of_served(settings.llm_args(options(serving=serving), policy("fp8")))
-    engine = settings.evaluation_of_engine(options())
-    for arguments in (served, engine):
-        assert arguments["kv_cache_config"]["enable_block_reuse"] is False
-        assert arguments["gather_generation_logits"] is True
-        assert "speculative_config" not in arguments
-    assert set(engine) <= set(ENGINE["llm"])
-    assert set(engine["kv_cache_config"]) <= set(ENGINE["kv_cache_config"])
-
-
-def test_the_tensors_that_we_name_are_tensorrt_llms() -> None:
+def test_the_tensors_and_algorithms_that_we_name_are_tensorrt_llms() -> None:
     names = ENGINE["tensors"]["names"]
     ours = (*checkpoint.BY_HEADS, *checkpoint.BY_ROWS, *checkpoint.BY_COLUMNS, *checkpoint.ADDED_ONCE)
     for ending in (*ours, checkpoint.KV_SCALE, checkpoint.KV_RECIPROCAL, *checkpoint.KV_SIDES):
         weight = re.sub("bias$", "weight", ending)  # a bias is named like its weight
         assert any(name.endswith(weight) for name in names), ending
-    for layout in TENSORRT_LLM.layouts.values():
-        assert set(layout.linear_scales) <= set(ENGINE["tensors"]["linear_suffixes"])
-    for linear in TENSORRT_LLM.linears:
-        assert f"transformer.layers.{{layer}}.{linear}.weight" in names
-
-
-def test_the_algorithms_that_we_declare_are_tensorrt_llms() -> None:
-    assert set(ALGORITHMS.values()) <= set(ENGINE["quantization"]["quant_algo"])
-    assert set(settings.FP8_ATTENTION_WEIGHTS) <= set(ENGINE["quantization"]["quant_algo"])
+    for algorithms in (ALGORITHMS.values(), settings.FP8_ATTENTION_WEIGHTS):
+        assert set(algorithms) <= set(ENGINE["quantization"]["quant_algo"])
 
 
 def worker_calls() -> Iterator[tuple[str, ast.Call]]:
@@ -215,26 +198,15 @@ def worker_calls() -> Iterator[tuple[str, ast.Call]]:
 
 def test_the_worker_calls_tensorrt_llm_by_recorded_names() -> None:
     for facts in (ENGINE, PYTORCH):
-        for name, call in worker_calls():
-            given = {keyword.arg for keyword in call.keywords if keyword.arg is not None}
+        for name, made in worker_calls():
+            given = {keyword.arg for keyword in made.keywords if keyword.arg is not None}
             if name == "SamplingParams":
                 assert given <= set(facts["sampling_params"])
             elif name in ("generate", "generate_async"):
                 assert given <= set(facts[name])
             elif name == "LLM":
                 assert given <= set(facts["llm"])
-    signature = list(inspect.signature(kvgate_forcing.ForcedTokens.__call__).parameters)
-    assert signature[1:] == ENGINE["logits_processor"] == PYTORCH["logits_processor"]
-
-
-def test_the_worker_needs_nothing_but_what_tensorrt_llm_brings() -> None:
-    text = PROGRAM.script.read_text(encoding="utf-8")
-    known = {*ENGINE["modules"], *PYTORCH["modules"]}
-    assert set(re.findall(r"tensorrt_llm(?:\.\w+)+(?=[\"'. ])|(?<=from )tensorrt_llm(?:\.\w+)*", text)) <= known
-    brought = {"numpy", "tensorrt_llm", "kvgate_channel", "kvgate_rows", "kvgate_forcing", "torch"}
-    for file in (PROGRAM.script, Path(kvgate_forcing.__file__)):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
-            for top in {name.partition(".")[0] for name in names} - brought:
-                assert top in sys.stdlib_module_names, (file, top)
+    processor = ast.parse(PROGRAM.script.with_name("kvgate_forcing.py").read_text(encoding="utf-8"))
+    (call,) = (node for node in ast.walk(processor) if isinstance(node, ast.FunctionDef) and node.name == "__call__")
+    taken = [argument.arg for argument in call.args.args]
+    assert taken[1:] == ENGINE["logits_processor"] == PYTORCH["logits_processor"]

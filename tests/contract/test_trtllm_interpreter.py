@@ -84,6 +84,8 @@ def test_policies_that_a_target_cannot_hold_are_refused_with_the_ones_that_it_ca
                 assert refusal.startswith(f"kv={path.stem}: ")
                 assert "choose kv=fp16" in refusal
                 assert "\n" not in refusal
+                older = "backend.target=engine with TensorRT-LLM 1.2" in refusal
+                assert older == ((target, path.stem) == ("pytorch", "int8_tensor"))
     assert held == {
         "engine": {"fp16", "fp8", "fp8_uncalibrated", "int8_tensor"},
         "pytorch": {"fp16", "fp8", "fp8_uncalibrated"},
@@ -181,12 +183,6 @@ def test_switches_that_move_logits_are_off_in_what_is_served_and_judged_where_th
     for arguments in (served, judged):
         given = {**arguments, **arguments["kv_cache_config"]}
         assert {given.get(name) for name in ("enable_in_graph_sampling", "use_kv_cache_manager_v2")} == expected
-
-
-def test_an_int8_cache_is_refused_by_later_releases_with_the_one_that_has_it(tiny_checkpoint: Path) -> None:
-    policy = KVPolicy.model_validate(conf("kv", "int8_tensor"))
-    refusal = refuse("pytorch", policy, "none", inspect_checkpoint(tiny_checkpoint), 1)
-    assert "backend.target=engine with TensorRT-LLM 1.2" in str(refusal)
 
 
 def test_llm_arguments_that_the_release_refuses_are_told_with_its_reason(quantized: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pipeline.statistics.looks import planned_looks
 from pipeline.verdict import registry
+from pipeline.verdict.coverage import EngineProbes, FreeAnswers, Pressure
 from pipeline.verdict.gates import Gates, decide
 from pipeline.verdict.report import (
     Accuracy,
@@ -145,6 +146,14 @@ def lines(key: str, judged: EvaluationReport, rows: Sequence[SampleRow] = (), th
     gate = next(one for one in registry.GATES if key in one.lines)
     evidence = registry.Evidence(judged, rows, planned_looks(judged.planned_rounds, 1)[0], together(judged, rows))
     return list(gate.check(evidence, thresholds))
+
+
+def pressure_line(found: Pressure) -> Check:
+    """The line of an evaluation that saw this of a full pool."""
+    nothing = FreeAnswers(samples=0, tokens=0, contradictions=[])
+    seen = EngineProbes(candidate=None, baseline=None, free_candidate=nothing, free_baseline=nothing, pressure=found)
+    (line,) = lines("pressure", report([], probes=seen))
+    return line
 
 
 def in_rounds(rows: list[SampleRow], shares: list[float]) -> list[SampleRow]:

@@ -1,12 +1,9 @@
 """What the tests of the kernel engine on a CPU and on a GPU share."""
 
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from onnx_fixtures import FP8, fmt
 from torch import Tensor
 
@@ -51,18 +48,6 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(norms.max())
 
 
-def uncounted(reference_of: Callable[..., Any]) -> Callable[..., Any]:
-    """A stand-in of a kernel's launch, whose own moves between host and device are no launch's (transfers.py)."""
-
-    @wraps(reference_of)
-    def stand_in(*args: Any, **options: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            return reference_of(*args, **options)
-
-    return stand_in
-
-
-@uncounted
 def append_by_reference(
     layout: CacheLayout, key_new: Tensor, value_new: Tensor, cache: dict[str, Tensor], page_table: Tensor, lengths: Tensor,
     **tables: Any,
@@ -73,7 +58,6 @@ def append_by_reference(
         reference.append(layout, key_new[layer], value_new[layer], one, page_table=page_table, lengths=lengths, **tables)
 
 
-@uncounted
 def attend_by_reference(layout: CacheLayout, query: Tensor, *args: Any, plan: Any = None, **options: Any) -> Tensor:  # noqa: ARG001
     """launch.decode_attention and context.context_attention in plain torch."""
     return reference.attend(layout, query, *args, **options).to(query.dtype)

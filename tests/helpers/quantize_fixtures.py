@@ -11,12 +11,12 @@ from checkpoints import save_checkpoint
 
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.formats import Format, Granularity, Rotation, WeightsFormat
-from pipeline.core.kv import KVPolicy
-from pipeline.core.scales import KVScales
+from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.scales import KVScales, SideScales
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.export import export
 from stages.quantize.materialize import source_dtype
-from stages.quantize.recipe import cache_quantizers, weight_recipe
+from stages.quantize.recipe import AXES, quantizer_name, weight_recipe
 from stages.quantize.run import load_model, measure, quantize
 from stages.quantize.scales import static_scales
 
@@ -104,10 +104,28 @@ def quantized_model(checkpoint: Path, policy: KVPolicy, weights: WeightsFormat =
         adapter.cast_for_export(model, source_dtype(info))
         model.float()
     scales = static_scales(policy, info.shape, measure(model, info, policy, forward_loop), checkpoint)
-    scales.check(policy, info.shape, "quantized_model")
-    quantizers = cache_quantizers(policy, info.shape, scales)
-    adapter.add_cache_quantizers(model, quantizers)
+    adapter.add_cache_quantizers(model, {})
+    for layer in range(info.shape.layers):
+        for side, form in policy.sides(layer).items():
+            if not form.exact and form.granularity in AXES:
+                quantizer: Any = model.get_submodule(quantizer_name((layer, side)))
+                round_cache(quantizer, form, scales.layers[layer].get(side), info.shape)
     return model, scales
+
+
+def round_cache(quantizer: Any, form: Format, static: SideScales | None, shape: KVShape) -> None:
+    """Let one of ModelOpt's quantizers round keys or values (B, H, S, D) by its own arithmetic; `static` holds the scales."""
+    axis = AXES[form.granularity]
+    attributes: dict[str, Any] = {"num_bits": form.code.modelopt_bits, "axis": axis, "enable": True}
+    if form.code.kind == "integer":
+        attributes["narrow_range"] = True
+    quantizer.set_from_attribute_config(attributes | ({"type": "dynamic"} if static is None else {}))
+    if static is not None:
+        sizes = (1, shape.kv_heads, 1, shape.head_dim)
+        amax = torch.tensor(static.scale) * form.code.limit
+        quantizer.amax = amax.reshape(() if axis is None else tuple(n if dim in axis else 1 for dim, n in enumerate(sizes)))
+    if form.rotation != "none":
+        adapter._rotate_around(quantizer)
 
 
 def token_ids(checkpoint: Path) -> list[torch.Tensor]:

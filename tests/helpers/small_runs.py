@@ -15,21 +15,13 @@ from pipeline.artifacts.files import link_or_copy
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.pages import RunPage
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 from pipeline.verdict.thresholds import Status
 
 CODE = ("pipeline.core.errors",)
 PARTS = 3
 """Samples of the evaluation, each saved when it is done."""
-PAGE = RunPage(
-    metrics={"quality/kl_mean": 0.01},
-    baseline={"quality/recovery": 1.0},
-    description="**PASS**",
-    tables={"samples.json": [{"answer": "lost"}]},
-    workloads={"copy": {"num_rows": 1}},
-    digest="0" * 64,
-)
+FIGURES = {"quality/kl_mean": 0.01, "noise/kl_mean": 0.001}
 
 
 @dataclass(frozen=True)
@@ -95,8 +87,8 @@ def judge(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None
 
         judged = Store(work / "artifacts").get(Recipe("evaluate", CODE, {"kv": policy}, {"round": measured.digest}), report)
         tokens = float(len(engine.digest) + int(engine.digest[:4], 16))
-        candidate = candidate_in(judged.path, policy, verdict, {"quality/kl_mean": 0.01, "memory/max_live_tokens": tokens})
-        done = opened.conclude(run, candidate, PAGE)
+        candidate = candidate_in(judged.path, policy, verdict, {**FIGURES, "memory/max_live_tokens": tokens})
+        done = opened.conclude(run, candidate)
     summary.record(work, sweep, done)
     assert done.registration is not None
     digests = {artifact.stage: artifact.digest for artifact in (quantized, engine, measured, judged)}

@@ -31,7 +31,7 @@ class Toy:
     counts_cached: bool = True
     most_logprobs: int = 20
     fails_after: int | None = None
-    """Completions that are answered before the connection breaks for good, or once, by `mode`."""
+    """Completions that are answered before the connection breaks for good, where the mode is `dies`."""
     fingerprint: str | None = "toy-1"
     asked: int = 0
     seen: list[dict[str, Any]] = field(default_factory=list)
@@ -107,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif self._refused():
             pass
         elif self.path == "/v1/models":
-            card = {"id": "other" if toy.mode == "wrong model" else MODEL, "created": toy.asked, "max_model_len": 2048}
+            card = {"id": MODEL, "created": toy.asked, "max_model_len": 2048}
             self._json(200, {"object": "list", "data": [card]})
         elif self.path == "/version":
             self._json(200, {"version": "0.32.0"})
@@ -122,10 +122,10 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self._refused():
             return
+        if self.path == "/tokenize" and toy.mode == "no tokenize":
+            self._json(404, {"detail": "Not Found"})
+            return
         if self.path == "/tokenize":
-            if toy.mode == "no tokenize":
-                self._json(404, {"detail": "Not Found"})
-                return
             tokens = toy.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
             self._json(200, {"tokens": [t + 1 for t in tokens] if toy.mode == "wrong tokenizer" else tokens})
             return
@@ -136,13 +136,6 @@ class _Handler(BaseHTTPRequestHandler):
             if over and toy.mode == "dies":
                 self.close_connection = True
                 self.connection.close()
-                return
-            if over and toy.mode in ("busy once", "fails once", "slow once"):
-                toy.fails_after = None
-                if toy.mode == "slow once":
-                    threading.Event().wait(1.5)
-                code = 429 if toy.mode == "busy once" else 503
-                self._send(code, b"busy", "text/plain", {"Retry-After": "0"})
                 return
             try:
                 answer = toy.complete(body)

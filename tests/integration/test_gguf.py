@@ -99,19 +99,16 @@ def test_a_converted_model_gives_the_logits_of_the_model_whose_weights_were_writ
     assert torch.equal(logits(loaded), logits(model))
 
 
-def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
+def test_a_model_larger_than_a_shard_is_written_as_several_and_tied_embeddings_stay_tied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "SHARD_BYTES", 100_000)
     model = random_model("Qwen2", tie_word_embeddings=True)
-    loaded = load_causal_lm(converted(tmp_path, "Qwen2", model=model), dtype=torch.float32)
+    out = converted(tmp_path, "Qwen2", model=model)
+    assert len(inspect_checkpoint(out).weight_files) > 1
+    loaded = load_causal_lm(out, dtype=torch.float32)
     assert torch.equal(logits(loaded), logits(model))
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-
-
-def test_a_model_larger_than_a_shard_is_written_as_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "SHARD_BYTES", 100_000)
-    model = random_model("Llama")
-    out = converted(tmp_path, model=model)
-    assert len(inspect_checkpoint(out).weight_files) > 1
-    assert torch.equal(logits(load_causal_lm(out, dtype=torch.float32)), logits(model))
 
 
 def test_a_weight_that_is_not_finite_is_refused(tmp_path: Path) -> None:
@@ -176,28 +173,21 @@ def test_rope_scaling_is_kept(family: str, scaling: dict[str, Any], metadata: di
     torch.testing.assert_close(logits(load_causal_lm(out, dtype=torch.float32)), logits(model), rtol=0, atol=1e-6)
 
 
-def llama3(head_dim: int = 128) -> tuple[Any, list[float]]:
-    """Return a model of Llama 3.1's rotary embedding, and what llama.cpp writes as its factors."""
+def test_the_rotary_factors_of_llama_3_become_its_scaling_and_those_of_another_are_refused(tmp_path: Path) -> None:
+    head_dim = 128
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaled = {**scaling, "original_max_position_embeddings": 8192, "rope_theta": 50000.0}
     model = random_model("Llama", head_dim=head_dim, rope_scaling=scaled)
     plain = 50000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
-    return model, (plain / model.model.rotary_emb.inv_freq).tolist()
-
-
-def test_the_rotary_factors_of_llama_3_become_its_scaling(tmp_path: Path) -> None:
-    model, factors = llama3()
+    factors = (plain / model.model.rotary_emb.inv_freq).tolist()
     assert [min(factors), max(factors)] == pytest.approx([1, 8])
     out = converted(tmp_path, model=model, rope_freqs=factors)
     assert json.loads((out / "config.json").read_text())["rope_scaling"]["factor"] == pytest.approx(8)
     torch.testing.assert_close(logits(load_causal_lm(out, dtype=torch.float32)), logits(model), rtol=0, atol=1e-5)
-
-
-def test_rotary_factors_of_another_scaling_are_refused(tmp_path: Path) -> None:
-    model, factors = llama3()
     factors[3] *= 1.01
+    (tmp_path / "other").mkdir()
     with pytest.raises(UserError, match="is not the rotary scaling of Llama 3"):
-        converted(tmp_path, model=model, rope_freqs=factors)
+        converted(tmp_path / "other", model=model, rope_freqs=factors)
 
 
 def test_smollm2_is_tokenized_as_its_own_tokenizer_does(tmp_path: Path) -> None:
@@ -269,11 +259,7 @@ def test_only_the_tokenizers_that_do_so_take_a_word_that_is_a_token_as_it_is(tmp
         keys: dict[str, Any] = {"tokenizer__ggml__pre": pre, "tokenizer__ggml__merges": ["h e"]}
         tokenizer = load_tokenizer(converted(tmp_path / pre, **keys))
         assert tokenizer("er", add_special_tokens=False)["input_ids"] == ids
-
-
-def test_qwen_normalizes_text(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(converted(tmp_path, tokenizer__ggml__pre="qwen2"))
-    assert tokenizer("e\u0301")["input_ids"] == tokenizer("\u00e9")["input_ids"]
+    assert tokenizer("e\u0301")["input_ids"] == tokenizer("\u00e9")["input_ids"], "Qwen's normalizes text"
 
 
 def sentencepiece(text: str) -> list[int]:

@@ -4,11 +4,7 @@ Whole pools are compared, so that writes beyond the new token fail too. Legend: 
 P columns of the page table, T tokens.
 """
 
-import json
 import math
-import os
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -197,56 +193,3 @@ def test_nothing_is_written_of_a_sequence_whose_position_is_negative(positions: 
     shape = (2, len(positions), 3, 64)
     layout = CacheLayout(3, 64, side("int8 token"), side(value), 4, 5)
     check(layout, any_numbers(shape, 0), any_numbers(shape, 1), positions)
-
-
-COMPILE = """
-import json, re, sys
-from plugins.kv_attention.aot import compile_operation
-from plugins.kv_attention.kernels.variants import Setting
-from plugins.kv_attention.layout import CacheLayout, SideLayout
-from tests.helpers.machine_code import accesses
-
-for case in json.load(sys.stdin):
-    layout = CacheLayout(case["heads"], case["dim"], SideLayout(*case["key"]), SideLayout(*case["value"]), *case["exact"])
-    kernel = compile_operation("append", Setting(layout, case["dtype"], case["sm"]))
-    rounded = sorted(set(re.findall(r"cvt[.\\w]*e4m3x2[.\\w]*|div[.]\\w+[.]f32|\\w+[.\\w]*[.]ftz[.\\w]*", kernel.ptx)))
-    print(json.dumps({"spills": kernel.spill_bytes, "accesses": accesses(kernel.cubin), "rounded": rounded,
-                      "parameters": [name for name, _ in kernel.parameters]}))
-"""
-FP8 = ["fp8_e4m3", "per_token"]
-FP8_INT4 = {"heads": 8, "dim": 128, "key": FP8, "value": ["int4", "per_group", 64], "exact": [4, 64]}
-INT8 = {"heads": 3, "dim": 256, "key": ["int8", "per_head"], "value": ["int8", "per_token"], "exact": [0, 0]}
-FP8_NVFP4 = {"heads": 8, "dim": 128, "key": FP8, "value": ["nvfp4", "per_group", 16], "exact": [0, 0]}
-BF16_FP8 = {"heads": 8, "dim": 64, "key": ["bf16"], "value": FP8, "exact": [0, 0]}
-# A thread has 16 numbers of keys and 16 of values. Narrow loads read tables and static scales, narrow stores write scales; the
-# 64 bytes of an int4 row are 8 bytes per thread.
-COMPILED: list[tuple[dict[str, Any], dict[str, int]]] = [
-    (FP8_INT4 | {"dtype": "bfloat16", "sm": sm}, {"LDG.E": 3, "LDG.E.128": 4, "STG.E.128": 9, "STG.E.64": 1, "STG.E.U16": 3})
-    for sm in (89, 100)
-] + [
-    (INT8 | {"dtype": "float32", "sm": 90}, {"LDG.E": 3, "LDG.E.128": 8, "STG.E.128": 2, "STG.E.U16": 1}),
-    (
-        FP8_NVFP4 | {"dtype": "bfloat16", "sm": 90},
-        {"LDG.E": 3, "LDG.E.128": 4, "STG.E.128": 1, "STG.E.64": 1, "STG.E.U16": 1, "STG.E.U8": 2},
-    ),
-    (BF16_FP8 | {"dtype": "float16", "sm": 90}, {"LDG.E": 2, "LDG.E.128": 4, "STG.E.128": 3, "STG.E.U16": 1}),
-]
-
-
-def test_the_append_compiles_to_16_byte_accesses_on_every_target() -> None:
-    """Compiles in a process whose kernels are not interpreted."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    cases = json.dumps([case for case, _ in COMPILED])
-    result = subprocess.run(
-        [sys.executable, "-c", COMPILE], input=cases, env=environment, capture_output=True, text=True, check=True
-    )
-    kernels = [json.loads(line) for line in result.stdout.splitlines()]
-    for (case, accesses), kernel in zip(COMPILED, kernels, strict=True):
-        assert kernel["spills"] == 0
-        assert kernel["accesses"] == accesses, case
-        # On sm_89 Triton converts through float16, which would round a number twice.
-        hardware = FP8 in case.values() and case["sm"] >= 90
-        assert kernel["rounded"] == [*(["cvt.rn.satfinite.e4m3x2.f32"] if hardware else []), "div.rn.f32"]
-    written = ["key_pool", "key_scale_pool", "value_pool", "value_scale_pool", "key_exact", "value_exact"]
-    inputs = ["key_new", "value_new", "page_table", "lengths", "exact_slots", "pages", "table_width", "buffers"]
-    assert kernels[0]["parameters"] == [*inputs, *written]

@@ -260,26 +260,3 @@ def cases(draw: st.DrawFn) -> tuple[Case, int]:
 @given(drawn=cases())
 def test_any_cache_attends_as_the_reference(drawn: tuple[Case, int]) -> None:
     check(*drawn)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"plan": launch.Plan(torch.zeros(2, 5).int(), torch.zeros(2, 4).int())}, r"sequences must be \(1, 4\), got \(2, 4\)"),
-        ({"plan": launch.Plan(torch.zeros(2, 5), torch.zeros(1, 4).int())}, "work must be torch.int32, got torch.float32"),
-        (
-            {"lengths": torch.zeros(1, dtype=torch.int32, device="meta")},
-            rf"lengths must be on {DEVICE}\S*, where the other tensors are, got meta",
-        ),
-    ],
-)
-def test_a_launch_that_no_kernel_serves_is_refused(changed: dict[str, Any], message: str) -> None:
-    case = case_of("bf16", "bf16", 2, 64, [1], sink=1, recent=2)
-    new = on_device({"query": case.query, "key_new": case.key_new, "value_new": case.value_new})
-    tables, cache = on_device(case.tables), on_device(case.cache)
-    plan = planned(case.layout, tables["lengths"], programs=1)
-    if "plan" in changed:
-        changed = {"plan": launch.Plan(*(tensor.to(DEVICE) for tensor in changed["plan"]))}
-    arguments = new | {"cache": cache, "plan": plan, "scaling": 1.0} | tables | changed
-    with pytest.raises(ValueError, match=message):
-        launch.decode_attention(case.layout, **arguments)

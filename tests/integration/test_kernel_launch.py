@@ -83,6 +83,7 @@ WRONG: list[tuple[str, Callable[[Tensor], Any], str]] = [
     ("value_pool", lambda x: x.flatten(-2), r"value_pool must be \(.*3, 2, 64, 32\), got \(.*3, 2, 2048\)"),
     ("value_new", lambda x: x[..., :1, :], r"value_new must be \(.*2, 2, 64\), got \(.*2, 1, 64\)"),
     ("key_new", Tensor.double, r"key_new must be one of torch\.float32, .*, got torch\.float64"),
+    ("lengths", lambda x: x.to("meta"), rf"lengths must be on {DEVICE}\S*, where the other tensors are, got meta"),
 ]
 
 

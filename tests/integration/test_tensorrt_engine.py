@@ -7,7 +7,6 @@ import pytest
 import torch
 from fake_tensorrt import LIBRARY, FakeDevice, FakeEngine
 from onnx_fixtures import BY_NAME, make_bundle, nothing, shared_decoder
-from transfers import counted_transfers
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Side
@@ -57,7 +56,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
         with pytest.MonkeyPatch.context() as patch:
             # what TensorRT reads of the graphs is real; test_tensorrt_rtx_plan.py builds them
             patch.setattr(
-                "stages.engines.tensorrt.build.build", lambda parsed, *_: Plan(b"plan", [], parsed.inputs, parsed.outputs)
+                "stages.engines.tensorrt.build.build", lambda parsed, *_: Plan(b"plan", parsed.inputs, parsed.outputs)
             )
             build_bundle(
                 onnx_bundle, out, policy=BY_NAME[name], scales=root / f"{name}_scales.json", library="tensorrt_rtx",
@@ -65,28 +64,6 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
             )  # fmt: skip
         pairs[name] = Pair(onnx_bundle, out)
     return pairs
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_padded_shapes_give_the_logits_of_the_embedded_engine(name: str, pairs: dict[str, Pair]) -> None:
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 256, size).tolist() for size in (3, 130, 65)]
-    engine, expected = pairs[name].tensorrt()[0], pairs[name].onnx()
-    handles, logits = engine.prefill(prompts)
-    others, expected_logits = expected.prefill(prompts)
-    np.testing.assert_allclose(logits, expected_logits, atol=2e-4)
-    for step in range(70):
-        live = slice(0, 3 if step < 40 else 2)
-        tokens = rng.integers(0, 256, len(handles[live])).tolist()
-        if step == 20:
-            for one in (engine, expected):
-                one.corrupt_key_scale(0.5)
-        if step == 30:
-            for one in (engine, expected):
-                one.corrupt_scale(Side.VALUE, 1.5, 1, 0)
-                one.repeat_page()
-        got, want = engine.decode(handles[live], tokens), expected.decode(others[live], tokens)
-        np.testing.assert_allclose(got, want, atol=2e-4)
 
 
 def held(engine: PlanEngine | OnnxEngine, handles: list[int]) -> dict[str, list[bytes]]:
@@ -111,13 +88,14 @@ def held(engine: PlanEngine | OnnxEngine, handles: list[int]) -> dict[str, list[
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_steps_and_chunks_store_what_the_embedded_engine_stores_bit_for_bit(name: str, pairs: dict[str, Pair]) -> None:
+def test_steps_and_chunks_store_and_answer_what_the_embedded_engine_does(name: str, pairs: dict[str, Pair]) -> None:
     """Chunks that begin within pages, rows and columns of padding; then with corrupted scales, launched and replayed."""
     rng = np.random.default_rng(0)
     engine, expected = pairs[name].tensorrt()[0], pairs[name].onnx()
     engine.prefill_chunk = expected.prefill_chunk = 100
     prompts = [rng.integers(0, 256, size).tolist() for size in (3, 130, 63)]
-    (handles, _), (others, _) = engine.prefill(prompts), expected.prefill(prompts)
+    (handles, logits), (others, wanted) = engine.prefill(prompts), expected.prefill(prompts)
+    np.testing.assert_allclose(logits, wanted, atol=2e-4)
     assert held(engine, handles) == held(expected, others)
     for turn in range(8):
         for one in (engine, expected):
@@ -127,8 +105,7 @@ def test_steps_and_chunks_store_what_the_embedded_engine_stores_bit_for_bit(name
                 one.corrupt_scale(Side.VALUE, 1.5, 1, 0)
         live = slice(0, 3 if turn < 6 else 2)
         tokens = rng.integers(0, 256, len(handles[live])).tolist()
-        engine.decode(handles[live], tokens)
-        expected.decode(others[live], tokens)
+        np.testing.assert_allclose(engine.decode(handles[live], tokens), expected.decode(others[live], tokens), atol=2e-4)
     assert held(engine, handles) == held(expected, others)
 
 
@@ -197,9 +174,7 @@ def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_a_step_is_one_upload_and_one_read_and_the_captured_run_stores_its_tokens(
-    pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_captured_run_stores_its_tokens(pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _, _ = pairs["ages"].tensorrt()
     handles, _ = engine.prefill([[1] * 3, [2] * 63])
     stored: list[list[np.ndarray]] = []
@@ -218,13 +193,6 @@ def test_a_step_is_one_upload_and_one_read_and_the_captured_run_stores_its_token
             engine.decode(handles, [1, 2])
         assert not same(*stored[-2:])
         assert same(stored[-1], pool_bytes(engine))
-        with counted_transfers(monkeypatch) as counts:
-            engine.decode(handles, [1, 2])
-        assert counts == {"uploads": 1, "reads": 1, "transfers": []}
-    engine.prefill_chunk = 64
-    with counted_transfers(monkeypatch) as counts:
-        engine.prefill([[1] * 100])
-    assert counts == {"uploads": 2, "reads": 2, "transfers": []}
 
 
 @pytest.mark.parametrize("name", POLICIES)

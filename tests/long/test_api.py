@@ -160,36 +160,6 @@ def test_the_users_process_stays_as_it_was(
 
 
 @pytest.mark.parametrize(
-    ("model", "given", "expected"),
-    [
-        ("tiny", {"kv": "fp9"}, "kv=fp9: no such option, did you mean fp8?"),
-        ("tiny", {"kv": "int8,fp8"}, "kv=int8,fp8: is no option's name"),
-        ("tiny", {"seed": "1"}, "seed: input should be a valid integer (got '1')"),
-        ("tiny", {"seed": -1, "backend.threads": 0}, "\n"),
-        ("tiny", {"kv.grp": 3}, "kv.grp: unknown key"),
-        ("tiny", {"stage": "all"}, "stage=all: evaluate is stage=evaluate; leave it out"),
-        ("tiny", {"dry": True}, "dry=True: evaluate judges; "),
-        ("tiny", {"log": "json"}, "log=json: is about what a command prints; "),
-        ("tiny", {"seed": {1}}, "seed: a set is no value of a configuration"),
-        ("tiny", {"tracking.uri": "postgresql://me:hunter2@host/db"}, "tracking.uri must not hold a password"),
-        ("nowhere/at all", {}, "nowhere/at all: no such directory"),
-        (Path("tiny"), {}, "/tiny: no such directory"),
-    ],
-    ids=str,
-)
-def test_bad_input_is_one_exception_that_names_key_value_and_fix(
-    model: str | Path, given: dict[str, Any], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as caught:
-        evaluate(model, **given)
-    assert expected in str(caught.value)
-    assert "hunter2" not in str(caught.value)
-    assert caught.value.__suppress_context__
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
     ("raised", "expected"), [(PermissionError(13, "Permission denied"), MissingRequirement), (KeyError("defect"), KeyError)]
 )
 def test_the_machines_errors_are_missing_requirements_and_defects_stay(
@@ -212,15 +182,6 @@ def test_a_refusal_before_the_verdict_is_raised(tmp_path: Path, monkeypatch: pyt
         evaluate("tiny", "int8", workdir=tmp_path / "work")
 
 
-def test_what_a_notebook_shows_is_escaped(judged: Evaluation) -> None:
-    hostile = "<script>alert(1)</script>"
-    update = {"name": hostile, "policy": hostile, "verdict": "FAIL", "reasons": (hostile,), "covered": hostile}
-    html = Evaluation(judged.candidate.model_copy(update=update), judged.report, judged.rows)._repr_html_()
-    assert "<script>" not in html
-    assert html.count("&lt;script&gt;") == 4
-    assert f"{len(judged.checks)} checks: " in judged._repr_html_()
-
-
 def test_a_judged_engine_is_loaded_and_answers(judged: Evaluation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with load(judged.bundle) as engine:
@@ -229,7 +190,6 @@ def test_a_judged_engine_is_loaded_and_answers(judged: Evaluation, monkeypatch: 
         assert len(engine.tokenizer.text_ids(engine.generate(ASKED, max_new_tokens=2))) <= 2
         assert engine.memory().live_tokens == 0, "a finished answer leaves the cache"
         assert engine.policy.name in repr(engine)
-        assert f"{judged.candidate.metrics['memory/kib_per_token']:.3f} KiB/token" in engine._repr_html_()
     assert repr(engine).endswith(f"closed: {judged.bundle})")
     with pytest.raises(UserError, match="was closed; load it again"):
         engine.generate(ASKED)
@@ -249,18 +209,9 @@ def _policy(bundle: Path) -> str:
     return (bundle / "kv_policy.json").read_text()
 
 
-def test_a_prompt_that_cannot_be_answered_is_refused(judged: Evaluation) -> None:
-    refused: list[tuple[Any, int, str]] = [
-        ([], 64, "prompt: holds no message"),
-        ([{"role": "user"}], 64, "is no message; give {"),
-        (["Copy", {"role": "user"}], 64, "prompt"),
-        (ASKED, 0, "max_new_tokens=0: must be a whole number of at least 1"),
-        (ASKED, 40_000, "that the model was made for"),
-    ]
-    with load(judged.bundle, threads=1) as engine:
-        for prompt, tokens, expected in refused:
-            with pytest.raises(UserError, match=re.escape(expected)):
-                engine.generate(prompt, tokens)
+def test_a_prompt_and_an_answer_that_the_model_was_not_made_for_are_refused(judged: Evaluation) -> None:
+    with load(judged.bundle, threads=1) as engine, pytest.raises(UserError, match="that the model was made for"):
+        engine.generate(ASKED, 40_000)
 
 
 def test_what_is_no_engine_is_refused(judged: Evaluation, tmp_path: Path) -> None:

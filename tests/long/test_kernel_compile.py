@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 DECODE_INPUTS = ("query", "key_new", "value_new", "key_pool", "value_pool", "key_scale", "value_scale", "value_block_scale")
 TABLES = ("page_table", "lengths", "work", "sequences")
-EXACT_INPUTS = ("key_exact", "value_exact", "exact_slots")
+EXACT = ("key_exact", "value_exact")
+EXACT_INPUTS = (*EXACT, "exact_slots")
+APPENDED = ("key_new", "value_new", "page_table", "lengths", "exact_slots", "pages", "table_width", "buffers")
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ chunks = [described(aot.compile_operation("context_partial", case.setting(rows))
 wide = CacheLayout(8, 256, SideLayout("fp16"), SideLayout("fp16"))
 exact = next(case for case in CASES if sum(case.exact)).setting()
 others = {
+    "append": described(aot.compile_operation("append", exact)),
     "plan": described(aot.compile_operation("plan_work", HEADLINE.setting())),
     "plan_exact": described(aot.compile_operation("plan_work", exact)),
     "reduce": described(aot.compile_operation("decode_reduce", HEADLINE.setting())),
@@ -187,6 +190,10 @@ def test_a_chunk_takes_inputs_extras_and_outputs_alone_and_fits(compiled: dict[s
 @pytest.mark.parametrize(
     ("names", "taken"),
     [
+        (
+            ("append",),
+            [*APPENDED, *(f"{side}_{array}" for side in ("key", "value") for array in ("pool", "scale_pool")), *EXACT],
+        ),
         (("plan", "plan_exact"), ["lengths", "batch", "programs", "work", "sequences"]),
         (("reduce", "reduce_wide"), ["partial_acc", "partial_ml", "sequences", "out"]),
         (("join",), ["partial_acc", "partial_ml", "splits", "out"]),

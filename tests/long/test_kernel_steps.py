@@ -1,12 +1,11 @@
-"""What a decode step of backend=torch on a GPU moves between host and device, and what it stores: counted on a CPU.
+"""What a decode step of backend=torch on a GPU stores, on a CPU.
 
 On a GPU DecodePass.run is the replay of one graph. On a CPU it is the launches that a capture would record, here in plain
 torch (the kernels' reference).
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,10 @@ import pytest
 import torch
 from kernel_engine_cases import GUARDED, decode_by_reference, distance, prefill_by_reference, short_model
 from onnx_fixtures import static_scales
-from transfers import counted_transfers
 
 from benchmarks import benchlib
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Side
-from plugins.kv_attention import launch
 from stages.engines.cuda.engine import KernelEngine, plan_pass
 from stages.engines.cuda.passes import DecodePass
 
@@ -48,58 +45,17 @@ def changed(before: list[np.ndarray], after: list[np.ndarray]) -> bool:
     return any(not np.array_equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-@contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Count a step's transfers, and its appends in and out of what a GPU captures."""
-    inside, run, append = [False], DecodePass.run, launch.append
-
-    def captured_run(self: DecodePass) -> None:
-        inside[0] = True
-        run(self)
-        inside[0] = False
-
-    with monkeypatch.context() as patch, counted_transfers(patch) as counts:
-        counts |= {"captured": 0, "eager": 0}
-
-        def counted_append(*args: Any, **options: Any) -> None:
-            counts["captured" if inside[0] else "eager"] += 1
-            append(*args, **options)
-
-        patch.setattr(DecodePass, "run", captured_run)
-        patch.setattr(launch, "append", counted_append)
-        yield counts
-
-
-@pytest.mark.parametrize("corrupted", [False, True])
-def test_a_step_is_one_upload_and_one_read_and_appends_by_one_captured_launch_a_format(
-    corrupted: bool, engine: KernelEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    handles, _ = engine.prefill([[1] * 62, [2] * 5, [3]])
-    if corrupted:
-        engine.corrupt_scale(Side.KEY, 2.0, 1)
-    for _ in range(3):  # the second begins a page
-        with counted(monkeypatch) as counts:
-            engine.decode(handles, [4, 5, 6])
-        assert counts == {"uploads": 1, "reads": 1, "captured": 2, "eager": 0, "transfers": []}
-
-
 @pytest.mark.parametrize("token", [7, 8])
-def test_a_refused_step_stores_nothing_of_any_of_its_sequences(
-    token: int, engine: KernelEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_step_stores_nothing_of_any_of_its_sequences(token: int, engine: KernelEngine) -> None:
     """Token 7 embeds as NaN. It is in the last row of a batch that is padded to four, or in none."""
     handles, _ = engine.prefill([[1] * 62, [2] * 5, [3]])
     before = stored(engine)
     engine.model = copy.deepcopy(engine.model)
     with torch.no_grad():
         engine.model.model.embed_tokens.weight[7] = torch.nan
-    with counted(monkeypatch) as counts:
-        if token == 7:
-            with pytest.raises(UserError, match=rf"key of layer 0, token 1 of sequence {handles[2]} is not finite"):
-                engine.decode(handles, [4, 5, token])
-        else:
-            engine.decode(handles, [4, 5, token])
-    assert (counts["captured"], counts["reads"], counts["transfers"]) == (2, 1, [])
+    refused = pytest.raises(UserError, match=rf"key of layer 0, token 1 of sequence {handles[2]} is not finite")
+    with refused if token == 7 else nullcontext():
+        engine.decode(handles, [4, 5, token])
     assert changed(before, stored(engine)) is (token != 7)
     assert engine.memory().live_tokens == (68 if token == 7 else 71)
 

@@ -23,7 +23,6 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'kv
 from lm_eval.api.instance import Instance
 
 from stages.evaluate.distances.distance import log_softmax
-from stages.lm_eval.__main__ import main
 from stages.lm_eval.model import KvgateLM
 
 torch.set_num_threads(1)
@@ -196,27 +195,6 @@ def test_answers_are_greedy_and_end_before_a_stop_string_or_at_their_limit(bundl
     assert len(empty) == 1
 
 
-def test_the_next_prompt_takes_the_place_of_one_that_has_its_answer(bundles: dict[str, Path]) -> None:
-    """One of the prompts is of a single token, which cannot be decoded first."""
-    asked = [
-        ("", {"max_gen_toks": 3}),
-        ("The", {"max_gen_toks": 2}),
-        ("The record of", {"max_gen_toks": 11}),
-        ("Once there was a keeper", {"max_gen_toks": 1}),
-        ("Once there was a lighthouse keeper", {"max_gen_toks": 6}),
-        ("Once there was a lighthouse keeper who", {"max_gen_toks": 5}),
-    ]
-    alone, two = lm(bundles["fp16"], batch_size=1), lm(bundles["fp16"], batch_size=2)
-    expected = alone.generate_until(requests("generate_until", *asked), disable_tqdm=True)
-    steps: list[int] = []
-    decode = two.engine.decode
-    two.engine.decode = lambda sequences, tokens: steps.append(len(sequences)) or decode(sequences, tokens)  # type: ignore
-    assert two.generate_until(requests("generate_until", *asked), disable_tqdm=True) == expected
-    assert sum(steps) <= 28, "tokens of all answers"
-    assert len(steps) <= 16, "pairs that wait for each other take 3 + 11 + 6 steps but for what is prefilled"
-    assert two.engine.memory().live_tokens == 0
-
-
 def test_what_the_model_cannot_do_is_refused_with_its_fix(bundles: dict[str, Path]) -> None:
     model = lm(bundles["fp16"], max_length=64)
     with pytest.raises(UserError, match="do_sample=true"):
@@ -274,15 +252,3 @@ doc_to_text: question
     measured = json.loads(results.read_text())["results"]
     assert measured["local_choice"]["acc,none"] == pytest.approx(np.mean(best))
     assert "exact_match,none" in measured["local_answer"]
-
-
-def test_a_refusal_in_lm_evals_command_line_is_one_line_and_exit_code_2(
-    bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def evaluate() -> None:
-        lm(bundles["fp16"] / "nothing")
-
-    monkeypatch.setattr("stages.lm_eval.model.cli_evaluate", evaluate)
-    assert main() == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"stages.lm_eval: error: {bundles['fp16']}/nothing/bundle.json: cannot be read")

@@ -23,6 +23,9 @@ from pipeline.evidence import reading
         ({"dry": True}, "dry=True: evaluate judges; python -m pipeline stage=evaluate dry=true says what it would do"),
         ({"log": "json"}, "log=json: is about what a command prints; verbose=True prints it here; leave it out"),
         ({"stage": "build"}, "stage=build: evaluate is stage=evaluate; leave it out"),
+        ({"seed": "1"}, "seed: input should be a valid integer (got '1')"),
+        ({"seed": -1, "backend.threads": 0}, "\n"),
+        ({"seed": {1}}, "seed: a set is no value of a configuration"),
     ],
 )
 def test_keys_that_a_call_has_no_use_for_are_refused(
@@ -32,6 +35,7 @@ def test_keys_that_a_call_has_no_use_for_are_refused(
     with pytest.raises(UserError) as caught:
         evaluate("tiny", "int8", **given)
     assert said in str(caught.value)
+    assert caught.value.__suppress_context__
     assert list(tmp_path.iterdir()) == []
 
 
@@ -81,6 +85,8 @@ def test_a_champion_is_found_by_a_path_as_well(tmp_path: Path) -> None:
         ("hello", 0, "max_new_tokens=0: must be a whole number of at least 1"),
         ("hello", "8", "max_new_tokens='8': must be a whole number of at least 1"),
         (5, 8, "prompt: 5 is none; give a text, or a conversation"),
+        ([], 8, "prompt: holds no message; give a text, or a conversation"),
+        ([{"role": "user"}], 8, 'prompt: {\'role\': \'user\'} is no message; give {"role": "user", "content": "..."}'),
     ],
 )
 def test_a_prompt_or_a_length_that_is_none_is_named(prompt: Any, most: Any, said: str) -> None:

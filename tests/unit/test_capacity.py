@@ -329,26 +329,6 @@ def test_a_memory_that_holds_no_cache_is_refused(
     assert str(caught.value).startswith(expected)
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("capacity.ceiling=1.5", "capacity.ceiling: input should be less than or equal to 1 (got 1.5)"),
-        ("capacity.gpu_gib=0", "capacity.gpu_gib: input should be greater than 0 (got 0)"),
-        ("capacity.gpu_gib=nan", "capacity.gpu_gib: input should be a finite number (got nan)"),
-        ("capacity.contexts=[]", "capacity.contexts: list should have at least 1 item"),
-        ("capacity.contexts=[{tokens: 0, requests: 1}]", "capacity.contexts.0.tokens: input should be greater than or equal"),
-        ("capacity.contexts=[{tokens: 5, share: 1}]", "capacity.contexts.0.share: unknown key"),
-        ("capacity.shared_prefix_tokens=2048", "capacity.shared_prefix_tokens=2048 must be less than the shortest of contexts"),
-        ("capacity.new_tokens=100000", "capacity.new_tokens=100000 is a part of a context"),
-        ("capacity.gpu=80", "capacity.gpu: unknown key, did you mean gpu_gib?"),
-    ],
-)
-def test_a_use_that_makes_no_sense_is_refused_with_its_key(override: str, expected: str) -> None:
-    with pytest.raises(UserError) as caught:
-        plan([override], multirun=False)
-    assert expected in str(caught.value)
-
-
 def test_every_policy_of_conf_is_listed() -> None:
     conf = Path(__file__).resolve().parents[2] / "conf" / "kv"
     assert [policy.name for policy in shipped_policies()] == sorted(path.stem for path in conf.glob("*.yaml"))

@@ -5,12 +5,10 @@ import io
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from pipeline.artifacts import digest
 from pipeline.terminal import console, progress
 from pipeline.terminal.progress import Phases
 from pipeline.terminal.texts import relative
@@ -90,20 +88,6 @@ def test_progress_is_fields_for_a_log_collector() -> None:
     }  # fmt: skip
 
 
-def test_the_reading_of_a_large_file_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest, "LARGE", 3)
-    monkeypatch.setattr(digest, "BLOCK", 2)
-    for name, content in (("weights.bin", b"12345"), ("small", b"1")):
-        (tmp_path / name).write_bytes(content)
-    expected = digest.tree_files(tmp_path)
-    seen: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(Phases, "update", lambda _, *given: seen.append(given))
-    with console.doing("reading the model's files"):
-        assert digest.tree_files(tmp_path) == expected
-    reading = "reading weights.bin [MiB]"
-    assert seen == [(reading, 1, 2), (reading, 2, 2), (reading, 2, 2), ("", 0, 1)]
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_lines_go_on_while_nothing_moves_and_name_their_job(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal, too, where several jobs share it."""
@@ -159,20 +143,6 @@ def test_what_ends_a_job_names_it_and_what_comes_after_does_not(capsys: pytest.C
         "pipeline: error: job 2 of 5 int8: seed=2: is bad",
         "pipeline: error: no candidate of the sweep passed",
     ]
-
-
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [(2, "job 2 of 5: all int8 of tiny; 1 done in 1 min 00 s, about 4 min 00 s left"), (4, "job 4 of 5: all int8 of tiny")],
-)
-def test_a_job_says_how_long_the_rest_takes_where_those_before_it_ran_here(
-    number: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    times = iter((100.0, 160.0))
-    monkeypatch.setattr("pipeline.terminal.console.time", SimpleNamespace(monotonic=lambda: next(times)))
-    console.begin(console.Job("all", "fp8", 1, 5), " of tiny")
-    console.begin(console.Job("all", "int8", number, 5), " of tiny")
-    assert capsys.readouterr().out.splitlines() == ["job 1 of 5: all fp8 of tiny", said]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from pipeline.verdict.gates import Gates
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / folder / "README.md" for folder in ("benchmarks", "examples", "plugins")),
 ]
 TEXT = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in DOCUMENTS}

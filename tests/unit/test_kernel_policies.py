@@ -43,6 +43,9 @@ def test_a_policy_that_is_held_takes_as_many_bytes_as_it_says(name: str) -> None
     layouts = check_kernels(policy, SHAPE, 8)
     assert sum(layout.token_bytes for layout in layouts) == policy.bytes_per_token(SHAPE)
     assert len(set(layouts)) == 1
+    override = LayerOverride(layers=(1,), key=SHIPPED["int8"].key)
+    first, second, third = check_kernels(policy.model_copy(update={"overrides": (override,)}), SHAPE, 8)
+    assert (first, third, second.key.dtype) == (layouts[0], layouts[0], "int8")
 
 
 FP8 = SHIPPED["fp8"].key
@@ -92,12 +95,6 @@ def test_a_layer_is_held_or_refused_with_the_key_that_gives_its_format() -> None
     layers = choose_layers(policy, KVShape(layers=2, kv_heads=2, head_dim=64), 8)
     assert (list(layers.layouts), list(layers.refusals)) == ([0], [1])
     assert str(layers.refusals[1]) == "kv.overrides.0.value.group_size=128: does not divide the model's head_dim 64"
-
-
-def test_overridden_layers_have_a_layout_of_their_own() -> None:
-    policy = SHIPPED["fp8"].model_copy(update={"overrides": (LayerOverride(layers=(1,), key=SHIPPED["int8"].key),)})
-    first, second, third = check_kernels(policy, SHAPE, 8)
-    assert (first, first.key.dtype, second.key.dtype) == (third, "fp8_e4m3", "int8")
 
 
 @pytest.fixture

@@ -163,12 +163,8 @@ SHOWN = [
     (("-sc", "uninstall=bash"), 0, "unset hydra_bash_completion"),
     (("--cfg", "all", "-m"), 2, "give --cfg job"),
     (("--cfg", "job", "--package", "nope"), 2, "--package=nope: no such part"),
-    (("--cfg", "nope"), 2, "choose from"),
-    (("--config-name", "nope"), 2, "--config-name=nope: kvgate has its own configuration"),
-    (("--info", "nope"), 2, "choose from"),
     (("-sc",), 2, "give install=bash"),
     (("-sc", "install=tcsh"), 2, "give install=bash"),
-    (("--frobnicate",), 2, "--frobnicate"),
     (("log=yaml",), 2, "log=yaml: no such option"),
     (("-m", "log=json,quiet"), 2, "a command speaks in one way; give one"),
 ]  # fmt: skip

@@ -1,6 +1,5 @@
 """The client of servers by URL: what it sends again, what it waits for, and that its key stays where it belongs."""
 
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -144,24 +143,6 @@ def test_a_server_that_does_not_answer_in_time_is_asked_again_and_then_named_by_
             client(url, retries=retries, timeout_s=0.3).get("/x")
         release.set()
     assert len(seen) == asked
-
-
-def test_a_port_that_speaks_something_else_is_told_in_a_line() -> None:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-
-        def babble() -> None:
-            connection, _ = listening.accept()
-            connection.recv(1 << 16)
-            connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
-            connection.close()
-
-        thread = threading.Thread(target=babble)
-        thread.start()
-        with refused_in_a_line(MissingRequirement, r"no server answers GET /x there \(the connection broke"):
-            client(f"http://127.0.0.1:{listening.getsockname()[1]}", retries=0).get("/x")
-        thread.join()
 
 
 def test_a_redirection_is_not_followed_with_the_key() -> None:

@@ -11,14 +11,9 @@ from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_r
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format, Granularity, Rotation
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride, Side, Window
-from pipeline.core.scales import KVScales, SideScales
 from stages.quantize.calibration import tokenize
 from stages.quantize.recipe import (
-    BACKEND,
-    cache_quantizer,
-    cache_quantizers,
     check_enabled,
-    expressed_by,
 )
 from stages.quantize.run import resolve_device
 from stages.quantize.scales import Extremes, Measured, static_scales
@@ -32,43 +27,11 @@ def static(dtype: str, granularity: Granularity, rotation: Rotation = "none", sy
 
 FP16, BF16 = Format(dtype="fp16"), Format(dtype="bf16")
 FP8 = static("fp8_e4m3", "per_tensor")
-E5M2 = static("fp8_e5m2", "per_tensor")
-INT4_GROUP = Format(dtype="int4", granularity="per_group", group_size=16, scale="dynamic")
 INT8 = Format(dtype="int8", granularity="per_token", scale="dynamic")
-INT8_ASYMMETRIC = Format(dtype="int8", granularity="per_token", scale="dynamic", symmetric=False)
-ONE = SideScales(scale=(0.5,))
 
 
 def policy(key: Format, value: Format, window: Window | None = None, *overrides: LayerOverride) -> KVPolicy:
     return KVPolicy(name="test", key=key, value=value, window=window, overrides=overrides)
-
-
-def test_every_side_of_every_layer_has_its_own_quantizer() -> None:
-    scales = KVScales(layers=({Side.KEY: ONE}, {Side.KEY: ONE, Side.VALUE: SideScales(scale=(1.0, 2.0))}))
-    override = LayerOverride(layers=(1,), value=static("int8", "per_head"))
-    quantizers = cache_quantizers(policy(FP8, INT8, None, override), SMALL, scales)
-    assert {name: cache.attributes for name, cache in quantizers.items()} == {
-        "model.layers.0.self_attn.k_bmm_quantizer": {"num_bits": (4, 3), "axis": None},
-        "model.layers.0.self_attn.v_bmm_quantizer": {
-            "num_bits": 8, "narrow_range": True, "axis": (0, 1, 2), "type": "dynamic",
-        },
-        "model.layers.1.self_attn.k_bmm_quantizer": {"num_bits": (4, 3), "axis": None},
-        "model.layers.1.self_attn.v_bmm_quantizer": {"num_bits": 8, "narrow_range": True, "axis": (1,)},
-    }  # fmt: skip
-    assert quantizers["model.layers.0.self_attn.k_bmm_quantizer"].amax == (224.0,)
-    assert quantizers["model.layers.1.self_attn.v_bmm_quantizer"].amax == (127.0, 254.0)
-
-
-@pytest.mark.parametrize(
-    ("form", "static_scales"), [(INT4_GROUP, None), (INT8_ASYMMETRIC, None), (E5M2, ONE)], ids=["group", "asymmetric", "e5m2"]
-)
-def test_what_modelopt_cannot_round_is_left_to_the_backend(form: Format, static_scales: SideScales | None) -> None:
-    cache = cache_quantizer(form, static_scales, SMALL)
-    assert cache.attributes["backend"] == BACKEND
-    arguments = cache.attributes["backend_extra_args"]
-    assert Format.model_validate(arguments["format"]) == form
-    assert arguments["static"] == (static_scales and static_scales.model_dump())
-    assert expressed_by(Side.KEY, form) == "modelopt with kvgate's arithmetic"
 
 
 def test_a_missing_an_unexpected_and_another_quantizer_are_named() -> None:

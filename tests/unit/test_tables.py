@@ -7,31 +7,13 @@ import pytest
 from gate_reports import answered, sliced, verdict
 from judged_candidates import judged_candidate
 
-from pipeline.registry.summary import Candidate, Registration, not_passed
-from pipeline.registry.tracking import Tracking, locate
+from pipeline.registry.summary import Candidate, not_passed
 from pipeline.terminal import console
-from pipeline.terminal.tables import INCONCLUSIVE_PAGE, accuracy_grids, comparison, print_mlflow, print_verdict
+from pipeline.terminal.tables import INCONCLUSIVE_PAGE, comparison, print_verdict
 from pipeline.verdict.thresholds import Check
 from pipeline.verdict.tracked import flat_metrics
 
-UNGRADED = {
-    "quality/accuracy_baseline": 0.9,
-    "quality/copy/accuracy_baseline": 0.9,
-    "quality/copy/early/accuracy_baseline": 0.8,
-}
-GRADED = {
-    "quality/lookup/accuracy_baseline": 0.75,
-    "quality/lookup/accuracy_judged": 120.0,
-    "quality/lookup/easy/accuracy_baseline": 0.95,
-    "quality/lookup/hard/accuracy_baseline": 0.55,
-}
-
-
-def test_a_graded_workload_shows_the_baselines_accuracy_by_difficulty(tmp_path: Path) -> None:
-    judged = [judged_candidate(tmp_path, name, metrics=UNGRADED | GRADED) for name in ("fp8", "int8")]
-    (grid,) = accuracy_grids(judged)
-    assert [(row.name, list(row.values)) for row in grid.rows] == [("lookup", [120.0, 0.75, 0.95, None, 0.55])]
-    assert accuracy_grids([judged_candidate(tmp_path, "fp8", metrics=UNGRADED)]) == []
+UNGRADED = {"quality/accuracy_baseline": 0.9}
 
 
 def test_a_verdict_begins_with_what_is_kept_and_the_comparison_with_recovery(
@@ -105,20 +87,3 @@ def test_what_was_measured_of_some_is_a_column_that_others_leave_open(
     cells = {row.name: grid.columns[place].text(row.values[place]) for row in grid.rows}
     assert (cells["fp8"], cells["int8"]) == (shown, "-")
     assert (key in [column.key for column in comparison([without]).columns]) == (key == "decode_tokens_per_s")
-
-
-def test_one_run_gets_the_address_of_its_page_and_several_that_of_their_comparison(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    location = locate(Tracking(), tmp_path, "tiny", {})
-
-    def registered(policy: str) -> Candidate:
-        registration = Registration(run_id=f"run-{policy}", model_version="1")
-        return judged_candidate(tmp_path, policy, metrics={}).model_copy(update={"registration": registration})
-
-    print_mlflow(location, "7", [registered("fp8")], "sweep-1")
-    assert "/#/experiments/7/runs/run-fp8?" in capsys.readouterr().out
-    print_mlflow(location, "7", [registered("fp8"), registered("int8")], "sweep-1")
-    out = capsys.readouterr().out
-    assert "/#/experiments/7/runs?searchFilter=tags.sweep%20%3D%20%27sweep-1%27" in out
-    assert "run-" not in out

@@ -5,7 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.core.errors import UserError
-from pipeline.registry.tracking import Tracking, compare_url, locate, run_url, server_command
+from pipeline.registry.tracking import Tracking, compare_url, locate, server_command
 from pipeline.run.job import open_store
 
 
@@ -75,7 +75,6 @@ def test_addresses_are_of_the_pages_for_model_training(tmp_path: Path) -> None:
         "workflowType": ["machine_learning"],
     }
     assert expected.items() <= query.items()
-    assert run_url(location, "7", "aa") == "http://127.0.0.1:5000/#/experiments/7/runs/aa?workflowType=machine_learning"
 
 
 def test_tracking_that_is_off_opens_no_store(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gate_reports import row
 from judged_candidates import judged_candidate
 
 from pipeline.artifacts.digest import files_digest, tree_files
 from pipeline.core.errors import UserError
 from pipeline.registry.mlflow_store import LOCK, MlflowStore
-from pipeline.registry.pages import COLOURS, EMPTY_PAGE, RunPage
+from pipeline.registry.pages import COLOURS
 from pipeline.registry.summary import Candidate, Cited, Registration
 from pipeline.registry.tracking import Tracking, locate
 from pipeline.run.job import open_store
@@ -44,9 +45,9 @@ def judged(folder: Path, kv: str, verdict: Status = "PASS", **metrics: float) ->
     return judged_candidate(folder, kv, verdict, metrics={"memory/kib_per_token": 2.0, **metrics}, report=report)
 
 
-def track_one(store: MlflowStore, candidate: Candidate, sweep: str, page: RunPage = EMPTY_PAGE) -> Candidate:
+def track_one(store: MlflowStore, candidate: Candidate, sweep: str) -> Candidate:
     with store.candidate(sweep, candidate.name, "onnxruntime", {"kv": {"name": candidate.policy}}) as run:
-        return store.conclude(run, candidate, page)
+        return store.conclude(run, candidate)
 
 
 def registered(candidate: Candidate) -> Registration:
@@ -66,13 +67,13 @@ def artifacts(store: MlflowStore, run_id: str) -> dict[str, Path]:
 def test_a_sweep_is_a_run_a_candidate_named_by_its_verdict_and_one_of_the_fp16_engine(
     store: MlflowStore, tmp_path: Path
 ) -> None:
-    page = RunPage(metrics={"quality/recovery": 0.9}, baseline={"quality/recovery": 1.0})
+    figures: dict[str, Any] = {"quality/recovery": 0.9, "baseline/kib_per_token": 4.0}
     with store.candidate("s1", "fp8", "onnxruntime", {"seed": 0, "kv": {"key": {"dtype": "fp8_e4m3"}}}) as run:
-        done = store.conclude(run, judged(tmp_path, "fp8"), page)
-    track_one(store, judged(tmp_path, "int4", "FAIL").model_copy(update={"baseline": done.baseline}), "s1", page)
+        done = store.conclude(run, judged(tmp_path, "fp8", **figures))
+    track_one(store, judged(tmp_path, "int4", "FAIL", **figures).model_copy(update={"baseline": done.baseline}), "s1")
     runs = {one.info.run_name: one for one in store.client.search_runs([store.experiment_id], "tags.sweep = 's1'")}
     assert runs.keys() == {"fp8: PASS", "int4: FAIL", "fp16: baseline"}
-    assert runs["fp16: baseline"].data.metrics == {"quality/recovery": 1.0}
+    assert runs["fp16: baseline"].data.metrics == {"quality/recovery": 1.0, "memory/kib_per_token": 4.0}
     assert {one.info.status for one in runs.values()} == {"FINISHED"}
     own = runs["fp8: PASS"]
     assert own.info.run_id == registered(done).run_id
@@ -91,24 +92,13 @@ def test_what_a_registered_model_holds_for_kvgate_is_not_on_its_page(store: Mlfl
 
 
 def test_metrics_keep_their_order_and_those_that_are_not_numbers_are_only_named(store: MlflowStore, tmp_path: Path) -> None:
-    metrics = {"quality/kl_mean": 0.25, "quality/kl_max": math.inf, "perf/itl@p50": 3.0, "quality/exact_match": math.nan}
-    done = track_one(store, judged(tmp_path, "int8", "FAIL"), "metrics", RunPage(metrics=metrics))
-    data = store.client.get_run(registered(done).run_id).data
-    assert list(data.metrics.items()) == [("quality/kl_mean", 0.25), ("perf/itl_at_p50", 3.0)]
-    assert data.tags["nonfinite"] == "quality/exact_match, quality/kl_max"
+    metrics: dict[str, Any] = {"quality/kl_mean": 0.01, "quality/kl_max": math.inf, "quality/ppl_ratio": math.nan}
+    done = track_one(store, judged(tmp_path, "int8", "FAIL", **metrics), "metrics")
+    run = store.client.get_run(registered(done).run_id)
+    assert list(run.data.metrics.items())[:2] == [("memory/kib_per_token", 2.0), ("quality/kl_mean_log10", -2.0)]
+    data = run.data
+    assert data.tags["nonfinite"] == "quality/kl_max, quality/ppl_ratio"
     assert data.tags["verdict"] == "FAIL"
-
-
-def test_samples_are_a_table_and_the_report_is_an_artifact(store: MlflowStore, tmp_path: Path) -> None:
-    rows = ({"id": "a", "kl": 0.5, "answer": {"x": 1}}, {"id": "b", "kl": math.nan, "extra": "only here"})
-    with store.candidate("table", "fp8", "onnxruntime", {}) as run:
-        page = RunPage(tables={"samples.json": rows, "checks.json": []})
-        done = store.conclude(run, judged(tmp_path, "fp8"), page)
-    files = artifacts(store, registered(done).run_id)
-    assert files.keys() == {"report.json", "samples.json"}
-    table = json.loads(files["samples.json"].read_text())
-    assert table["columns"] == ["id", "kl", "answer", "extra"]
-    assert table["data"] == [["a", 0.5, '{"x": 1}', None], ["b", None, None, "only here"]]
 
 
 def test_no_secret_reaches_the_store(work: Path, store: MlflowStore, tmp_path: Path) -> None:
@@ -116,12 +106,7 @@ def test_no_secret_reaches_the_store(work: Path, store: MlflowStore, tmp_path: P
     reasons = (f"cannot read https://u:{SECRET}@host",)
     candidate = judged(tmp_path, "int4", "FAIL").model_copy(update={"reasons": reasons})
     with store.candidate("secrets", "int4", "onnxruntime", config) as run:
-        page = RunPage(
-            description=f"see https://me:{SECRET}@host",
-            tables={"samples.json": [{"id": "a", "text": f"api_key={SECRET}"}]},
-            workloads={f"password={SECRET}": {"num_rows": 1}},
-        )
-        store.conclude(run, candidate, page)
+        store.conclude(run, candidate, [row("copy", 1, True, False, candidate_generation=f"api_key={SECRET}")])
     written = [path for path in work.rglob("*") if path.is_file()]
     assert any(path.name == "report.json" for path in written)
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
@@ -189,19 +174,17 @@ def test_a_logged_model_names_its_version_also_when_it_is_judged_again(store: Ml
     assert json.loads(store.client.get_logged_model(model_id).tags["mlflow.modelVersions"]) == expected
 
 
-def test_a_run_has_a_description_and_its_kinds_of_work_as_data_sets(store: MlflowStore, tmp_path: Path) -> None:
-    page = RunPage(description="**PASS**", workloads={"copy": {"num_rows": 24}}, digest="ab" * 32)
-    done = track_one(store, judged(tmp_path, "described"), "a", page)
-    run = store.client.get_run(registered(done).run_id)
-    note = run.data.tags["mlflow.note.content"]
-    assert note.startswith("**PASS**\n")
+def test_a_run_has_a_description_its_report_and_its_samples(store: MlflowStore, tmp_path: Path) -> None:
+    with store.candidate("a", "described", "onnxruntime", {}) as run:
+        done = store.conclude(run, judged(tmp_path, "described"), [row("copy", 1, True, False)])
+    note = store.client.get_run(registered(done).run_id).data.tags["mlflow.note.content"]
+    assert note.startswith("**PASS**: `described` on onnxruntime")
     assert f"models:/kvgate-tiny/{version(done)} " in note
-    assert run.inputs is not None
-    (used,) = run.inputs.dataset_inputs
-    assert used.dataset.profile is not None
-    assert (used.dataset.name, used.dataset.digest) == ("copy", "ab" * 18)
-    assert json.loads(used.dataset.profile) == {"num_rows": 24}
-    assert [(tag.key, tag.value) for tag in used.tags] == [("mlflow.data.context", "evaluation")]
+    files = artifacts(store, registered(done).run_id)
+    assert files.keys() >= {"report.json", "samples.json"}
+    table = json.loads(files["samples.json"].read_text())
+    assert table["columns"][:2] == ["answer", "workload"]
+    assert [line[:2] for line in table["data"]] == [["lost", "copy"]]
 
 
 def test_a_version_carries_its_digests_its_evidence_and_the_bundle(store: MlflowStore, tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ class ModelInfo(StrictModel):
     vocab_size: int
     max_position_embeddings: int
     weights_sha256: str
-    scaling: float | None = None
-    """Factor of the attention's scores, the same in all layers; None in bundles that were built before it was recorded."""
+    scaling: float
+    """Factor of the attention's scores, the same in all layers."""
     windows: tuple[int | None, ...] = ()
     """See KVShape."""
     softcap: float | None = None

@@ -52,7 +52,6 @@ class AttentionSpec:
     @classmethod
     def of(cls, info: ModelInfo, policy: KVPolicy, layer: int, mode: Mode) -> Self:
         """Return the parameters of a layer of a bundle's model."""
-        assert info.scaling is not None, "the exporter writes the scaling"
         return cls(policy, info.shape, layer, info.q_heads, info.scaling, info.compute_dtype, mode, info.softcap, info.sinks)
 
     @property

@@ -8,21 +8,18 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.engine import check_tokens
-from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS, Side
 from pipeline.core.records import MemoryReport, StoredCopy
 from pipeline.core.scales import KVScales
 from stages.engines.base import ChunkedEngine, Logits, Mode, not_finite
 from stages.engines.paged.layout import layer_sides
 from stages.engines.paged.pool import Factor, PagedPool
-from stages.engines.paged.prefixes import PrefixCache
+from stages.engines.paged.sequences import PoolFull
+from stages.engines.paged.waiting import PooledEngine
 
 
-class PagedEngine(ChunkedEngine):
+class PagedEngine(ChunkedEngine, PooledEngine):
     """An engine but for the execution of a graph, which is the subclass's."""
-
-    prefixes: PrefixCache | None = None
-    """The beginnings of prompts that are kept for later ones; None keeps none."""
 
     def __init__(self, vocab_size: int, scales: KVScales, pool: PagedPool, *, prefill_chunk: int) -> None:
         super().__init__(pool.policy, pool.shape, vocab_size, prefill_chunk)
@@ -65,7 +62,7 @@ class PagedEngine(ChunkedEngine):
         while True:
             try:
                 return self.pool.reserve(handles, tokens)
-            except UserError:
+            except PoolFull:
                 if self.prefixes is None or not self.prefixes.evict():
                     raise
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
 from pipeline.core.records import MemoryReport
 from pipeline.formats.spec import FLOAT16, MAX_FLOAT16
@@ -19,7 +18,7 @@ from stages.engines.paged.allocator import PageAllocator
 from stages.engines.paged.eviction import Indices, entries, evict, pages_for
 from stages.engines.paged.layout import layer_sides
 from stages.engines.paged.places import Places, Spans, exact_places, lookup, table
-from stages.engines.paged.sequences import PagedSequence, SequencePages
+from stages.engines.paged.sequences import PagedSequence, PoolFull, SequencePages
 
 Array = npt.NDArray[np.generic]
 Factor = float | npt.NDArray[np.float32]
@@ -93,16 +92,18 @@ class PagedPool(SequencePages):
             self.window_pages.free(page)
 
     def _enlarge(self, allocator: PageAllocator, needed: int) -> None:
-        """Double the capacity, or more if that is not enough; UserError beyond `max_pages`."""
+        """Double the capacity, or more if that is not enough, up to `max_pages`."""
         capacity = max(needed, 2 * allocator.capacity)
-        if allocator is self.pages:
-            if needed > self.max_pages:
-                raise UserError(
-                    f"max_pages={self.max_pages} is too small: {needed} pages of {PAGE_TOKENS} tokens are needed; "
-                    "raise max_pages or run fewer or shorter sequences at once"
-                )
-            capacity = min(self.max_pages, capacity)
-        self._resize(allocator, capacity)
+        self._resize(allocator, min(self.max_pages, capacity) if allocator is self.pages else capacity)
+
+    def _make_room(self, allocator: PageAllocator, count: int) -> None:
+        needed = allocator.used_count + count
+        if allocator is self.pages and needed > self.max_pages:
+            raise PoolFull(
+                f"max_pages={self.max_pages} is too small: {needed} pages of {PAGE_TOKENS} tokens are needed; "
+                "raise max_pages or run fewer or shorter sequences at once"
+            )
+        super()._make_room(allocator, count)
 
     def _resize(self, allocator: PageAllocator, capacity: int) -> None:
         """Allocate the arrays of `allocator` anew for `capacity` pages or buffers, keeping what is stored."""

@@ -63,7 +63,7 @@ class PrefixCache:
             UserError: The engine cannot hold the prompt. No sequence is started then.
         """
         keys = self.keys(prompt)
-        found = next((number for number, key in enumerate(keys) if key not in self.kept), len(keys))
+        found = self._found(keys)
         self._use(keys[:found])
         sequence = self._engine.fork(self.kept[keys[found - 1]]) if found else start()
         self.reused_tokens += found * self._chunk
@@ -75,6 +75,15 @@ class PrefixCache:
             self._engine.release([sequence])
             raise
         return sequence, len(keys) * self._chunk
+
+    def longest(self, prompt: Sequence[int]) -> int | None:
+        """Return the sequence of the longest kept beginning of a prompt; None where none is kept."""
+        keys = self.keys(prompt)
+        found = self._found(keys)
+        return self.kept[keys[found - 1]] if found else None
+
+    def _found(self, keys: Sequence[str]) -> int:
+        return next((number for number, key in enumerate(keys) if key not in self.kept), len(keys))
 
     def _keep(self, keys: Sequence[str], sequence: int) -> None:
         """Keep what a sequence holds now under the last key, if the beginnings that it continues are kept."""

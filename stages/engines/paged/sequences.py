@@ -4,9 +4,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS
 from stages.engines.base import SequenceTable
 from stages.engines.paged.allocator import PageAllocator
+
+
+class PoolFull(UserError):
+    """The pool has no room for more tokens while its sequences hold theirs."""
 
 
 @dataclass
@@ -73,6 +78,10 @@ class SequencePages(ABC):
         self._make_room(self.pages, sum(missing.values()))
         for handle, count in missing.items():
             self.sequences[handle].pages.extend(self.pages.allocate() for _ in range(count))
+
+    def pages_of(self, tokens: int) -> int:
+        """Return the pages that a new sequence takes for so many tokens."""
+        return self._pages_for(PagedSequence(-1), tokens)
 
     def _pages_for(self, sequence: PagedSequence, tokens: int) -> int:
         """Return the pages that a sequence holds while `tokens` are appended to it."""

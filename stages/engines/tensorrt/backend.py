@@ -15,7 +15,7 @@ from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.core.records import Progress
 from stages.engines.onnx.config import OnnxRuntimeConfig
-from stages.engines.onnx.refusals import refuse_zeros_in_scales
+from stages.engines.onnx.refusals import refuse_oracles_own
 from stages.engines.tensorrt.config import PlanConfig, TensorRTRTXConfig
 from stages.engines.tensorrt.library import TRITON_IS_MISSING, Name, load
 
@@ -58,10 +58,6 @@ class PlanBackend(Backend):
     def _graphs(self) -> OnnxRuntimeConfig:
         """The backend whose bundle has the graphs."""
         return OnnxRuntimeConfig(name="onnxruntime", compute_dtype=self.config.compute_dtype, threads=1, attention="auto")
-
-    def onnx_equivalent(self) -> OnnxRuntimeConfig | None:
-        """See Backend; ONNX Runtime does not run graphs in bfloat16."""
-        return None if self.config.compute_dtype == "bfloat16" else self._graphs
 
     def describe(self, bundle: Path) -> list[str]:
         """Return the sizes of the plans."""
@@ -169,7 +165,7 @@ def built_policies(job: Job) -> list[KVPolicy]:
 def refuse_partial_caches(job: Job) -> None:
     """Raise UserError where not every token is kept and attended to: the engine of plans counts positions by its pages."""
     policy = job.policy
-    refuse_zeros_in_scales(policy)
+    refuse_oracles_own(policy)
     refuse_other_attention(job.checkpoint, "plans read every page of a sequence")
     if policy.eviction is not None:
         raise UserError(

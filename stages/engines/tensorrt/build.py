@@ -10,7 +10,7 @@ from pathlib import Path
 
 import onnx
 
-from pipeline.artifacts.digest import file_digest, files_digest, tree_files
+from pipeline.artifacts.digest import file_digest
 from pipeline.artifacts.files import link_or_copy
 from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.kv import POLICY_FILE, KVPolicy
@@ -33,8 +33,6 @@ class PlanGraphs:
     graphs: Mapping[Mode, Path]
     native: dict[int, str]
     """Layer -> the reason why it keeps its function body instead of the plugin; empty in a build without the plugin."""
-    kernels: dict[str, str]
-    """Plugin node -> sha256 of its kernel's PTX."""
 
 
 GraphAdapter = Callable[[Mapping[Mode, Path], Path, ModelInfo, Limits], PlanGraphs]
@@ -64,7 +62,7 @@ def build_bundle(
     plans: dict[Mode, Plan] = {}
     weights: list[Weight] = []
     with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
-        unchanged = PlanGraphs(graphs, {}, {})
+        unchanged = PlanGraphs(graphs, {})
         adapted = unchanged if adapt is None else adapt(graphs, Path(scratch), described.model, limits)
         native = adapt is None or bool(adapted.native)
         limits = replace(limits, prefill_rows=prefill_rows(limits, described.model.q_heads, native=native))
@@ -93,11 +91,7 @@ def build_bundle(
     record = PlanRecord(
         backend=library,
         built_for=BuiltFor(library=trt.title, version=trt.version, compute_capabilities=capabilities),
-        flags=plans["decode"].flags,
         graph_digest=described.graph_digest,
-        graphs={f"{mode}.onnx": described.files[f"{mode}.onnx"] for mode in PLANS},
-        twin=files_digest(tree_files(onnx_bundle)),
-        plugins=adapted.kernels,
         native={str(layer): reason for layer, reason in adapted.native.items()},
         model=described.model,
         weights=weights,

@@ -53,16 +53,8 @@ class PlanRecord(BundleRecord):
 
     built_for: BuiltFor
     """Library, its version, and the compute capabilities that the plans have code for."""
-    flags: list[str]
-    """Flags of the network and the builder: set, or (with a minus) cleared."""
     graph_digest: str
     """sha256 of the decode graph before surgery, which the ONNX bundle records as well."""
-    graphs: dict[str, str]
-    """File name -> sha256 of each graph in the ONNX bundle."""
-    twin: str
-    """Digest of the ONNX bundle, which the reports of its evaluation cite."""
-    plugins: dict[str, str]
-    """Plugin node -> sha256 of its kernel's PTX, which is inside the plans."""
     native: dict[str, str]
     """Layer -> the reason why it keeps its function body instead of the plugin; empty in a build without the plugin."""
     model: ModelInfo

@@ -67,7 +67,6 @@ class Plan:
     """A serialized engine, and its inputs and outputs."""
 
     data: bytes | memoryview
-    flags: list[str]
     inputs: list[Tensor]
     outputs: list[Tensor]
 
@@ -122,8 +121,7 @@ def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], s
     data = parsed.builder.build_serialized_network(parsed.network, config)
     if data is None:
         raise GraphRefusal(_last(library.take_errors()), [])
-    flags = [*NETWORK_FLAGS[library.name], *SET_FLAGS[library.name], *(f"-{name}" for name in CLEARED_FLAGS)]
-    return Plan(memoryview(data), flags, parsed.inputs, parsed.outputs)
+    return Plan(memoryview(data), parsed.inputs, parsed.outputs)
 
 
 def refusal(

@@ -1,34 +1,27 @@
-"""backend=tensorrt: plans with the attention plugin, and the digests of the kernels in them.
+"""backend=tensorrt: plans with the attention plugin.
 
 TensorRT does not compile the plugin's kernels: they are Triton's PTX, compiled here ahead of time, and become part of the
 plan, which needs neither Python nor a plugin library to run.
 """
 
-import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
 
 import onnx
 
-from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.errors import MissingRequirement
 from plugins.kv_attention.kernels.context_variants import WIDEST, context_blocks, context_variant
 from plugins.kv_attention.kernels.variants import Setting, decode_variant
 from plugins.kv_attention.layout import CacheLayout
-from plugins.kv_attention.tensorrt_nodes import Operation, bits_float, float_bits
 from stages.engines.base import Mode
-from stages.engines.bundle import BUNDLE_FILE
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
 from stages.engines.tensorrt.build import GraphAdapter, PlanGraphs
 from stages.engines.tensorrt.library import TRITON_IS_MISSING
 from stages.engines.tensorrt.shapes import Limits
 from stages.engines.tensorrt.surgery import use_plugin
-
-PARTS: tuple[Operation, ...] = ("decode_partial", "decode_reduce", "context_partial", "context_reduce")
-"""The plugin nodes of a layer's attention, in both graphs."""
 
 
 def with_plugin(gpu: Mapping[str, str]) -> GraphAdapter:
@@ -39,7 +32,7 @@ def with_plugin(gpu: Mapping[str, str]) -> GraphAdapter:
     def adapt(graphs: Mapping[Mode, Path], folder: Path, info: ModelInfo, limits: Limits) -> PlanGraphs:
         layers = choose_layers(limits.policy, info.shape, info.q_heads)
         if not layers.layouts:
-            return PlanGraphs(graphs, _reasons(layers), {})
+            return PlanGraphs(graphs, _reasons(layers))
         return write_plugin_graphs(graphs, folder, info=info, limits=limits, sm=sm)
 
     return adapt
@@ -67,11 +60,6 @@ def check_gpu(gpu: Mapping[str, str]) -> None:
 
 def write_plugin_graphs(graphs: Mapping[Mode, Path], folder: Path, *, info: ModelInfo, limits: Limits, sm: int) -> PlanGraphs:
     """Write graphs with plugin nodes to `folder`, without their weights, and register the plugin with TensorRT."""
-    if info.scaling is None:
-        path = graphs["decode"].with_name(BUNDLE_FILE)
-        raise UserError(
-            f"{path}: model.scaling is missing, which the attention plugin needs: build the engine again with stage=build"
-        )
     models = {mode: onnx.load(graph, load_external_data=False) for mode, graph in graphs.items()}
     programs, splits = default_programs(info, limits, sm), default_splits(info, limits, sm)
     for mode, model in models.items():
@@ -81,7 +69,7 @@ def write_plugin_graphs(graphs: Mapping[Mode, Path], folder: Path, *, info: Mode
     written: dict[Mode, Path] = {mode: folder / graph.name for mode, graph in graphs.items()}
     for mode, model in models.items():
         onnx.save(model, written[mode])
-    return PlanGraphs(written, _reasons(layers), kernel_digests(models, layers, info))
+    return PlanGraphs(written, _reasons(layers))
 
 
 def _reasons(layers: KernelLayers) -> dict[int, str]:
@@ -122,26 +110,9 @@ def default_splits(info: ModelInfo, limits: Limits, sm: int) -> int:
     return min(splits)
 
 
-def kernel_digests(models: Mapping[Mode, onnx.ModelProto], layers: KernelLayers, info: ModelInfo) -> dict[str, str]:
-    """Return the sha256 of the PTX of each plugin node of the two graphs, by the node's name."""
-    with _triton():
-        from plugins.kv_attention.aot import compile_operation
-    given = {node.name: {a.name: a.i for a in node.attribute} for model in models.values() for node in model.graph.node}
-    layouts = {"plan_work": next(iter(layers.layouts.values()))}
-    layouts |= {f"{part}.{layer}": layout for layer, layout in layers.layouts.items() for part in PARTS}
-    digests = {}
-    for name, layout in layouts.items():
-        operation, _, layer = name.partition(".")
-        scaling = bits_float(given[name].get("scaling_bits", float_bits(1.0)))
-        splits = given.get(f"context_partial.{layer}", {}).get("splits", 1)
-        setting = _setting(layout, info, given[name]["sm"], scaling, splits)
-        digests[name] = hashlib.sha256(compile_operation(cast(Operation, operation), setting).ptx.encode()).hexdigest()
-    return digests
-
-
-def _setting(layout: CacheLayout, info: ModelInfo, sm: int, scaling: float = 1.0, splits: int = 1) -> Setting:
+def _setting(layout: CacheLayout, info: ModelInfo, sm: int) -> Setting:
     """What the kernels of a layer are compiled for: of several new tokens, for a chunk of a prompt."""
-    return Setting(layout, info.compute_dtype, sm, info.q_heads // info.kv_heads, scaling, WIDEST, splits)
+    return Setting(layout, info.compute_dtype, sm, info.q_heads // info.kv_heads, rows=WIDEST)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ long. The attention plugin makes no such tensor, and its kernels compute address
 follows from that.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -135,38 +135,23 @@ def check_extents(
     policy: KVPolicy, shape: KVShape, q_heads: int, layers: Iterable[int], *, max_batch: int, max_tokens: int
 ) -> None:
     """Raise UserError where the function body of one of `layers` would have a tensor that TensorRT cannot address."""
-    native = list(layers)
-
-    def most(batch: int, tokens: int) -> tuple[int, str]:
-        sizes = (largest(Limits(policy, batch, tokens), shape, q_heads, layer) for layer in native)
-        return max(sizes, key=lambda size: size[0], default=(0, ""))
-
-    elements, what = most(max_batch, max_tokens)
-    if elements <= MOST_ELEMENTS:
-        return
-    asked = f"backend.max_batch={max_batch}, backend.max_tokens={max_tokens}"
-    fitting = _most_that_fits(lambda pages: most(max_batch, pages * PAGE_TOKENS)[0], max_tokens // PAGE_TOKENS) * PAGE_TOKENS
-    batch = _most_that_fits(lambda sequences: most(sequences, max_tokens)[0], max_batch)
-    fixes = [f"backend.max_tokens={fitting}"] * (fitting > 0) + [f"backend.max_batch={batch}"] * (batch > 0)
-    raise UserError(
-        f"{asked}: of kv={policy.name} {what} would have {elements:,} elements, and TensorRT's layers address "
-        f"{MOST_ELEMENTS:,}; set at most {' or '.join(fixes) or 'a smaller backend.max_tokens and backend.max_batch'}"
-    )
-
-
-def largest(limits: Limits, shape: KVShape, q_heads: int, layer: int) -> tuple[int, str]:
-    """Return the elements of the largest tensor of a layer's function body in either plan, and what it is."""
-    policy = limits.policy
-    scores = "the scores of {} against all positions of the pages"
-    sizes = [
-        (_scores_of_chunks(limits, q_heads), scores.format(f"a chunk of {limits.chunk:,} tokens")),
-        (limits.max_batch * q_heads * (_positions(limits) + 1), scores.format("a decode step")),
-    ]
-    for side, form in policy.sides(layer).items():
-        stored = shape.head_dim // max(1, 8 // form.code.bits)
-        pages = limits.window_pages if side.in_window else limits.pages
-        sizes.append((pages * shape.kv_heads * PAGE_TOKENS * stored, f"the {side} pool of layer {layer}"))
-    return max(sizes, key=lambda size: size[0])
+    limits = Limits(policy, max_batch, max_tokens)
+    scores = max(_scores_of_chunks(limits, q_heads), max_batch * q_heads * (_positions(limits) + 1))
+    for layer in layers:
+        pools = [
+            (limits.window_pages if side.in_window else limits.pages)
+            * shape.kv_heads
+            * PAGE_TOKENS
+            * shape.head_dim
+            // max(1, 8 // form.code.bits)
+            for side, form in policy.sides(layer).items()
+        ]
+        elements = max(scores, *pools)
+        if elements > MOST_ELEMENTS:
+            raise UserError(
+                f"backend.max_batch={max_batch}, backend.max_tokens={max_tokens}: layer {layer} of kv={policy.name} "
+                f"would have a tensor of {elements:,} elements, and TensorRT addresses {MOST_ELEMENTS:,}; lower one of the two"
+            )
 
 
 def _positions(limits: Limits) -> int:
@@ -177,12 +162,3 @@ def _positions(limits: Limits) -> int:
 def _scores_of_chunks(limits: Limits, q_heads: int) -> int:
     """Elements of the scores of a prefill run."""
     return limits.prefill_rows * q_heads * limits.chunk * (_positions(limits) + limits.chunk)
-
-
-def _most_that_fits(elements: Callable[[int], int], largest_size: int) -> int:
-    """Return the largest size whose elements TensorRT addresses, 0 where those of 1 are too many. More sizes have more."""
-    low, high = 0, largest_size
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if elements(middle) <= MOST_ELEMENTS else (low, middle - 1)
-    return low

@@ -73,7 +73,6 @@ def use_plugin(
 
 def _scaling(info: ModelInfo) -> float:
     """The factor of the scores: the function body multiplies queries with it in its own arithmetic, and so do the kernels."""
-    assert info.scaling is not None, "write_plugin_graphs refuses bundles without it"
     return float(NUMPY_FLOATS[cache_arithmetic(info.compute_dtype)](info.scaling))
 
 

@@ -20,7 +20,6 @@ from stages.engines.trtllm.library import PROGRAM, rank_capabilities, rank_envir
 from stages.engines.trtllm.targets import TARGETS, resolve
 
 STEPS = 3
-CACHE_DTYPES = {"FP8": "fp8", "INT8": "int8"}
 ENGINE = "engine"
 """target=engine: folder with config.json and rank*.engine."""
 LLM_ARGS_FILE = "llm_args.yaml"
@@ -36,11 +35,9 @@ class TrtllmBundle(ServedBundle):
     tensor_parallel_size: int
     max_input_len: int
     evaluated_with: dict[str, Any]
-    """LLM arguments of an evaluation: those of serving, except for block reuse, speculation, and what returns logits."""
+    """LLM arguments of an evaluation: those of serving, except for block reuse and speculation."""
     rewritten: dict[str, Any]
     """The values of settings that TensorRT-LLM built otherwise; backend.allow_rewrites allowed each of them."""
-    cache_dtype: str
-    """Type of the cache's codes; without quantization it is the model's type, whatever the policy's name."""
     kv_scales: list[float]
     """The scale of every layer's cache, which keys and values share: the larger of the two that were calibrated (engine), or
     1.0 (pytorch, whose runtime does not read the checkpoint's scales)."""
@@ -105,7 +102,6 @@ def _build_engine(
         "arguments": {**expected, **{f"build_config.{key}": value for key, value in flags.items()}},
         "evaluated_with": settings.evaluation_of_engine(config),
         "rewritten": {key: built for key, _, built in rewritten},
-        "cache_dtype": CACHE_DTYPES.get(checkpoint["quantization"].get("kv_cache_quant_algo"), checkpoint["dtype"]),
         "kv_scales": checkpoints.kv_scales(source),
     }
 
@@ -139,6 +135,5 @@ def _pin_llm_args(export: Path, out: Path, config: TrtllmConfig, policy: KVPolic
         "arguments": settings.flatten(pinned),
         "evaluated_with": evaluated_with,
         "rewritten": {key: built for key, _, built in rewritten},
-        "cache_dtype": "fp8" if policy.quantized else str(checkpoint.get("dtype") or checkpoint["torch_dtype"]),
         "kv_scales": [1.0] * checkpoint["num_hidden_layers"] if policy.quantized else [],
     }

@@ -4,12 +4,12 @@ from pathlib import Path
 
 from pipeline.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter.process import Interpreter, Program
-from stages.engines.trtllm.worker import kvgate_forcing
+from stages.engines.trtllm import worker
 
 PROGRAM = Program(
     "trtllm",
     "TensorRT-LLM",
-    Path(kvgate_forcing.__file__).with_name("kvgate_worker.py"),
+    Path(worker.__file__).with_name("kvgate_worker.py"),
     # PyPI itself has only a stub.
     "run kvgate in the container nvcr.io/nvidia/tensorrt-llm/release:1.2.1 (backend.target=engine; a 1.3 tag for "
     "target=pytorch) with backend.python=python3, or give the python of an environment of Python 3.10 or 3.12 with "

@@ -10,9 +10,6 @@ from stages.engines.trtllm.config import TrtllmConfig
 LOGITS_DTYPE = "float32"
 FP8_ATTENTION_WEIGHTS = ("FP8", "W4A8_AWQ", "NVFP4")
 """Weights with which TensorRT-LLM computes the attention of prompts in FP8."""
-RETURN_LOGITS = {"gather_generation_logits": True, "skip_tokenizer_init": True}
-"""LLM arguments of every evaluation."""
-
 Settings = dict[str, Any]
 Difference = tuple[str, Any, Any]
 """Key, the value that was asked for, the value that was built."""
@@ -31,7 +28,6 @@ def engine_settings(options: TrtllmConfig, quantization: Mapping[str, Any]) -> S
         "max_beam_width": 1,
         "kv_cache_type": "paged",
         "gather_context_logits": options.gather_context_logits,
-        "gather_generation_logits": True,
         "plugin_config.gpt_attention_plugin": "auto",
         "plugin_config.gemm_plugin": "auto",
         "plugin_config.context_fmha": True,
@@ -98,20 +94,19 @@ def llm_args(options: TrtllmConfig, policy: KVPolicy) -> Settings:
 
 
 def evaluation_of_engine(options: TrtllmConfig) -> Settings:
-    """Return the LLM arguments of evaluating an engine: logits of every token are returned, no prompt comes from the cache."""
+    """Return the LLM arguments of evaluating an engine: no prompt comes from the cache."""
     cache = {"enable_block_reuse": False, "free_gpu_memory_fraction": options.serving.free_gpu_memory_fraction}
-    return {**RETURN_LOGITS, "tensor_parallel_size": options.tensor_parallel_size, "kv_cache_config": cache}
+    return {"skip_tokenizer_init": True, "tensor_parallel_size": options.tensor_parallel_size, "kv_cache_config": cache}
 
 
 def evaluation_of_served(serving: Settings) -> Settings:
     """Return the LLM arguments of evaluating what is served with `serving`.
 
-    There is no speculation, whose logits are not returned, and no overlap, with which a logits processor would see each token a
-    step late.
+    There is no speculation and no overlap, with which a logits processor would see each token a step late.
     """
     kept = {key: value for key, value in serving.items() if key != "speculative_config"}
     cache = {**serving["kv_cache_config"], "enable_block_reuse": False}
-    return {**kept, **RETURN_LOGITS, "disable_overlap_scheduler": True, "kv_cache_config": cache}
+    return {**kept, "skip_tokenizer_init": True, "disable_overlap_scheduler": True, "kv_cache_config": cache}
 
 
 def differences(expected: Settings, built: Mapping[str, Any]) -> list[Difference]:

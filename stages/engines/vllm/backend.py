@@ -8,7 +8,15 @@ from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.process import probe
 from stages.engines.vllm.config import VllmConfig
 from stages.engines.vllm.library import PROGRAM, on_cpu
-from stages.engines.vllm.targets import cache_dtypes, check_judging, check_own_scales, check_split, chosen, refuse_dtype
+from stages.engines.vllm.targets import (
+    cache_dtypes,
+    check_boundaries,
+    check_judging,
+    check_own_scales,
+    check_split,
+    chosen,
+    refuse_dtype,
+)
 
 
 class VllmBackend(InterpreterBackend):
@@ -36,6 +44,7 @@ class VllmBackend(InterpreterBackend):
             return
         config, checkpoint = self.config, job.checkpoint
         named = cache_dtypes(job.policy, config)  # refuses a policy before the interpreter is asked
+        check_boundaries(job.policy, named[0], checkpoint.shape.layers)
         self._check_checkpoint(job, ", or judge quantized weights with backend=trtllm")
         if checkpoint.quantized is not None:
             check_own_scales(job.policy, checkpoint.quantized, self.audit(checkpoint.path))

@@ -16,7 +16,7 @@ import numpy as np
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.records import Progress
 from pipeline.core.workloads import LoadConfig, WorkloadsConfig
-from pipeline.verdict.coverage import FreeAnswers
+from pipeline.verdict.coverage import FreeAnswers, Pressure
 from pipeline.verdict.delivery import ServerSeen
 from pipeline.verdict.record import finite
 from pipeline.verdict.report import Canary, SystemMetrics, Work
@@ -196,6 +196,7 @@ def once_served(
         ),
         system=_system(engine, config.load, named),
         canary=None if baseline is None else _canary(corrupted, encoded, baseline, config, named),
+        pressure=Pressure(asked=config.pressure) if config.pressure and baseline is not None else None,
         top_logprobs=engine.top_logprobs,
         canary_url=None if corrupted is None else corrupted.url,
     )

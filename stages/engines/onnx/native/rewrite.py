@@ -76,11 +76,6 @@ def use_kernel(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, mode: 
 
 
 def _spec(info: ModelInfo, policy: KVPolicy, layer: int) -> AttentionSpec:
-    if info.scaling is None:
-        raise UserError(
-            "the bundle was built before it recorded the attention's scaling: build the engine again, or set "
-            "backend.attention=graph"
-        )
     return AttentionSpec.of(info, policy, layer, "decode")
 
 

@@ -87,10 +87,10 @@ class Model:
         The logits of steps `skip` and later are written to the file that the answer names: float32 (rows, vocabulary),
         little-endian.
         """
-        import numpy as np
         from tensorrt_llm import SamplingParams
 
-        records = [Path(folder, f"record-{i}") for i in range(len(requests))]
+        paths = [str(Path(folder, f"logits-{i}")) for i in range(len(requests))]
+        prompts = [request.pop("prompt") for request in requests]
         sampling = [
             SamplingParams(
                 max_tokens=request["tokens"],
@@ -98,22 +98,15 @@ class Model:
                 top_k=1,
                 ignore_eos=True,
                 detokenize=False,
-                return_generation_logits=True,
-                logits_processor=kvgate_forcing.ForcedTokens(request["forced"], str(record)),
+                logits_processor=kvgate_forcing.ForcedTokens(request, path),
             )
-            for request, record in zip(requests, records, strict=True)
+            for request, path in zip(requests, paths, strict=True)
         ]
-        outputs = self.llm.generate([request["prompt"] for request in requests], sampling, use_tqdm=False)
-        answers = []
-        for i, (request, record, output) in enumerate(zip(requests, records, outputs, strict=True)):
-            completion = output.outputs[0]
-            rows = np.array(completion.generation_logits.float().cpu().numpy(), np.float32)
-            rows = restored(rows.reshape(-1, rows.shape[-1]), request, list(completion.token_ids), record)
-            path = Path(folder, f"logits-{i}")
-            rows[request["skip"] :].astype("<f4").tofile(path)
-            shape = [len(rows) - request["skip"], rows.shape[1]]
-            answers.append({"tokens": list(completion.token_ids), "logits": str(path), "shape": shape})
-        return {"answers": answers}
+        outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
+        answered = zip(paths, requests, outputs, strict=True)
+        return {
+            "answers": [kvgate_rows.answer(path, request, output.outputs[0].token_ids) for path, request, output in answered]
+        }
 
     def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Return the times of `tokens` tokens for each prompt: to the first token of one prompt after the other, then of every
@@ -141,36 +134,6 @@ class Model:
         if len(times) != tokens:
             raise RuntimeError(f"{len(times)} tokens arrived, {tokens} were asked for")
         return times
-
-
-def restored(rows: Any, request: dict[str, Any], tokens: list[int], record: Path) -> Any:
-    """Return the rows (steps, vocabulary) with the logits that forcing replaced.
-
-    Raises RuntimeError unless every row is the one that the processor saw and every known token was generated: otherwise the
-    logits would belong to other positions than the caller assumes.
-    """
-    steps = kvgate_forcing.read_record(record)
-    forced = request["forced"]
-    if not len(rows) == len(tokens) == len(steps) == request["tokens"]:
-        raise RuntimeError(
-            f"{request['tokens']} tokens were asked for: {len(tokens)} came, {len(rows)} rows of logits, and the processor "
-            f"was called {len(steps)} times"
-        )
-    finite = all(map(_finite, rows))
-    for step, (original, high) in enumerate(steps):
-        if step < len(forced):
-            rows[step][forced[step]] = original
-            if finite and tokens[step] != forced[step]:
-                raise RuntimeError(f"step {step}: token {tokens[step]} was taken, {forced[step]} was forced")
-        if finite and float(rows[step].max()) != high:
-            raise RuntimeError(f"step {step}: the logits that came back are not those that the processor saw")
-    return rows
-
-
-def _finite(row: Any) -> bool:
-    """Return whether no logit is NaN or +inf; the padding of the vocabulary may be -inf."""
-    high = float(row.max())
-    return high == high and high != float("inf")  # noqa: PLR0124  (NaN)
 
 
 def _attention_module() -> Any:

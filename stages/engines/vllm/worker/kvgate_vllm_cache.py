@@ -7,7 +7,8 @@ a block of a head holds its keys channel by channel, then its values token by to
 from pathlib import Path
 from typing import Any
 
-LIBRARIES_16 = {"auto", "float16", "bfloat16"}
+SCALED, UNSCALED = ("fp8", "nvfp4"), ("e5m2", "per_token_head")
+"""Beginnings of types of the cache that read a layer's scale, and endings of those that do not."""
 
 
 def refusal(platform: str, dtype: str) -> str:
@@ -88,7 +89,7 @@ class Cache:
         parts = self._of_each(_stored, blocks, length)
         if any(part is None for part in parts):
             return False
-        np.concatenate(parts, axis=1).tofile(path)
+        np.concatenate([part for side in zip(*parts, strict=True) for part in side]).tofile(path)
         return True
 
 
@@ -115,13 +116,13 @@ def _facts(worker: Any) -> dict[str, Any]:
 
 def _corrupt_keys(worker: Any, factor: float) -> None:
     for layer in _layers(worker).values():
-        scaled = layer.kv_cache_dtype not in LIBRARIES_16 and "e5m2" not in layer.kv_cache_dtype
+        scaled = layer.kv_cache_dtype.startswith(SCALED) and not layer.kv_cache_dtype.endswith(UNSCALED)
         write = layer.impl.do_kv_cache_update
         layer.impl.do_kv_cache_update = _scaled(write, factor) if scaled else _louder(write, factor)
 
 
 def _stored(worker: Any, blocks: list[int], length: int) -> Any:
-    """Return the bytes of keys and then values of every layer, (2 L, H length D); None without a known layout."""
+    """Return the bytes of keys and then values of every layer, (H length D) each; None without a known layout."""
     import torch
 
     layers = _layers(worker).values()
@@ -137,8 +138,8 @@ def _stored(worker: Any, blocks: list[int], length: int) -> Any:
         for side in (keys, values):
             part = side.transpose(0, 1).reshape(heads, count * tokens, channels)[:, :length].contiguous()
             part = part.half() if part.dtype in (torch.bfloat16, torch.float32) else part
-            rows.append(part.view(torch.uint8).flatten())
-    return torch.stack(rows).numpy()
+            rows.append(part.view(torch.uint8).flatten().numpy())
+    return rows
 
 
 def _numbers(layer: Any, side: str) -> list[float]:

@@ -39,6 +39,7 @@ def validate(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
     resolved = {
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "kv_cache_dtype": config.cache_config.cache_dtype,
+        "kv_cache_dtype_skip_layers": config.cache_config.kv_cache_dtype_skip_layers,
         "block_size": config.cache_config.block_size,
         "max_model_len": config.model_config.max_model_len,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
@@ -58,12 +59,13 @@ class Model:
         from kvgate_vllm_forcing import ForcedTokens
         from vllm import LLM
 
-        self.operations: kvgate_channel.Operations = {"facts": self.facts, "run": self.run, "load": self.load}
+        self.operations: kvgate_channel.Operations = {name: getattr(self, name) for name in ("facts", "run", "load", "draft")}
+        processors = [] if "speculative_config" in engine_args else [ForcedTokens]  # vLLM refuses both together
         workers = engine_args["tensor_parallel_size"]
         if workers > 1:
             # Sockets, and the file by which the workers meet: they go with this process's folder.
             tempfile.tempdir = os.environ["VLLM_RPC_BASE_PATH"] = os.getcwd()
-        self.llm = LLM(model=model, logits_processors=[ForcedTokens], **engine_args)
+        self.llm = LLM(model=model, logits_processors=processors, **engine_args)
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         if workers > 1:
@@ -124,6 +126,25 @@ class Model:
             for output in self.engine.step():
                 if output.finished:
                     yield output.request_id, output, self.cache.freed.pop(output.request_id, [])
+
+    def draft(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
+        """Answer requests {"prompt", "tokens"} freely; return tokens and passes of each, and vLLM's counters."""
+        from vllm import SamplingParams
+
+        said: list[list[int]] = [[] for _ in requests]
+        passes = [0] * len(requests)
+        for i, request in enumerate(requests):
+            params = SamplingParams(temperature=0.0, max_tokens=request["tokens"], ignore_eos=True, detokenize=False)
+            self.engine.add_request(f"kvgate-{i}", {"prompt_token_ids": request["prompt"]}, params)
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                i = int(output.request_id.rpartition("-")[2])
+                said[i] = list(output.outputs[0].token_ids)
+                passes[i] += 1
+        counters = {metric.name: metric for metric in self.llm.get_metrics()}
+        names = ("drafts", "draft_tokens", "accepted_tokens")
+        counted = {name: int(counters[f"vllm:spec_decode_num_{name}"].value) for name in names}
+        return {"tokens": said, "passes": passes, **counted}
 
     def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Return the times of `tokens` tokens for each prompt, and the most blocks that the cache then holds.

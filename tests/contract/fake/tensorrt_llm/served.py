@@ -15,7 +15,6 @@ class LLM(Runtime):
         from tensorrt_llm._torch.attention_backend.trtllm import TrtllmAttention
 
         args = TorchLlmArgs(model=model, **given).values
-        assert args["gather_generation_logits"]
         tensors = read_safetensors(Path(model, "model.safetensors"))
         config = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
         attention, *_ = [TrtllmAttention(layer) for layer in range(config["num_hidden_layers"])]

@@ -17,8 +17,6 @@ import numpy as np
 from tensorrt_llm.facts import ENGINE, MODE, only
 
 DECAY, LOUDNESS = 0.8, 6.0
-COPIED_EARLY = 8
-"""Every so many steps the generation logits are copied before the processor runs, else after it."""
 
 
 class Tensor(np.ndarray):  # type: ignore[type-arg]
@@ -29,6 +27,12 @@ class Tensor(np.ndarray):  # type: ignore[type-arg]
 
     def cpu(self) -> "Tensor":
         return self
+
+    def detach(self) -> "Tensor":
+        return self
+
+    def fill_(self, value: float) -> None:
+        self.fill(value)
 
     def numpy(self) -> Any:
         return np.asarray(self)
@@ -41,12 +45,11 @@ class SamplingParams:
         assert given["end_id"] == -1, "without an end token it asks the tokenizer"
         self.max_tokens: int = given["max_tokens"]
         self.processor = given.get("logits_processor")
-        self.logits = given.get("return_generation_logits", False)
 
 
 class Completion:
-    def __init__(self, token_ids: list[int], generation_logits: Tensor | None) -> None:
-        self.token_ids, self.generation_logits = token_ids, generation_logits
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
 
 
 class RequestOutput:
@@ -67,21 +70,18 @@ class Toy:
         for token in prompt[:-1]:
             state = DECAY * (state + self.vectors[token])
         fresh = state + self.vectors[prompt[-1]]
-        tokens, kept = [prompt[-1]], []
+        tokens = [prompt[-1]]
         state *= 0
         for token in prompt[:-1]:
             state = DECAY * (state + self.read[token])
         for step in range(params.max_tokens):
             seen = fresh if step == 0 else state + self.vectors[tokens[-1]]
             row = (LOUDNESS * self.vectors @ seen).astype(np.float32).view(Tensor)
-            kept.append(row.copy() if step % COPIED_EARLY == COPIED_EARLY - 1 else row)
             if params.processor is not None:
                 params.processor(1, row[None, None], [[*prompt, *tokens[1:]]], None, None)
             state = DECAY * (state + self.read[tokens[-1]])
             tokens.append(int(row.argmax()))
-        if MODE == "shifted logits":
-            kept = [kept[0], *kept[:-1]]
-        return Completion(tokens[1:], np.stack(kept).view(Tensor) if params.logits else None)
+        return Completion(tokens[1:])
 
 
 class Runtime:
@@ -100,7 +100,7 @@ class Runtime:
         tokens = self.toy.generate(inputs, sampling_params).token_ids
         for end in range(1, len(tokens) + 1):
             await asyncio.sleep(1e-4)
-            yield RequestOutput(Completion(tokens[:end], None))
+            yield RequestOutput(Completion(tokens[:end]))
 
 
 def rounded(x: Any, algorithm: str | None) -> Any:

@@ -1,0 +1,48 @@
+"""A full pool: requests that wait, reuse beginnings, give way and are computed again, beside themselves with room."""
+
+from collections.abc import Iterator
+
+from pipeline.verdict import thresholds
+from pipeline.verdict.conformance import bounded
+from pipeline.verdict.registry import Evidence, Line, gate
+from pipeline.verdict.thresholds import Check, Status
+
+SHOWN = 3
+
+
+@gate(
+    thresholds.Limits,
+    {"pressure": Line("Full pool", "requests that a full pool changes beyond noise", per="engine", samples_decide=False)},
+    rank=38,
+)
+def pressure(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
+    """FAIL where any request differs from itself with room by more than noise; INCONCLUSIVE where the pool was never full."""
+    found = evidence.report.probes.pressure if evidence.report.probes is not None else None
+    if found is None:
+        return
+    told = (
+        f"{found.requests} requests are what they are with room, in a pool of {found.pages} pages for {found.wanted_pages}: "
+        f"they gave way {found.preempted} times and reused {found.reused:,} tokens"
+    )
+    status: Status = "FAIL" if found.deviations else "PASS" if found.preempted else "INCONCLUSIVE"
+    if not found.requests:
+        told = (
+            f"workloads.pressure={found.asked}: the engine cannot be given a small pool, and nothing was seen under load; "
+            "judge it with workloads.pressure=0"
+        )
+    elif status == "FAIL":
+        more = f"; and {len(found.deviations) - SHOWN} more" if len(found.deviations) > SHOWN else ""
+        told = f"{len(found.deviations)} of {found.requests} requests differ ({found.limit_kl:.1e} allowed): "
+        told += "; ".join(map(str, found.deviations[:SHOWN])) + more
+    elif status == "PASS":
+        told += f", {bounded(found.asked, 'change')}"
+    else:
+        told += f": the pool was never full; ask more requests with workloads.pressure={2 * found.asked}"
+    yield Check(
+        gate="pressure",
+        where="candidate",
+        value=len(found.deviations) if found.requests else None,
+        threshold=0,
+        status=status,
+        reason=f"candidate: pressure: {told}",
+    )

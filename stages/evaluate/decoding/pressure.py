@@ -1,0 +1,134 @@
+"""Requests in a pool that holds a third of them, beside the same requests with room: the load under which pools go wrong.
+
+Some samples' requests, and others that begin with the same documents and end otherwise, are sent at once. In the small pool
+they wait, find each other's beginnings, give way to older ones, and are computed again. What each answers may differ from what
+it answers with room by the engine's own noise: the same requests with room, in small groups.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pipeline.core.engine import Engine
+from pipeline.core.kv import PAGE_TOKENS
+from pipeline.core.records import Pressed, Progress
+from pipeline.verdict.coverage import Deviation, Pressure
+from pipeline.verdict.record import finite
+from stages.evaluate.decoding.noise import answered
+from stages.evaluate.distances.distance import kl_of_rows
+from stages.evaluate.inputs.tokens import EncodedSample
+
+ROWS = 32
+"""Last tokens of a request that are compared: they come after all that happened to it."""
+PLAYS = 2
+SHARE = 3
+"""The pool holds one in so many of the requests' pages."""
+GROUP = 4
+"""Requests of a group of the noise floor."""
+LEAST_KL = 1e-5
+FACTOR = 10.0
+"""A request may be as many times as far off as the noise takes any request, in nats a token."""
+
+Request = tuple[list[int], int]
+Named = tuple[str, Request]
+"""A request with its name: of the sample that begins it, and of the sample that ends it."""
+
+
+def pressure(engine: Engine, encoded: Sequence[EncodedSample], count: int, progress: Progress) -> Pressure | None:
+    """Compare an engine in a small pool with itself; None where no request is asked for.
+
+    Args:
+        engine: The engine. No sequence is left in it.
+        encoded: The samples in tokens.
+        count: Requests of a play.
+        progress: Called with the requests that were served.
+    """
+    if not count:
+        return None
+    if not engine.can(Engine.press):
+        return Pressure(asked=count)
+    named = list(requests(encoded, count, engine.max_tokens))
+    sizes = [-(-len(tokens) // PAGE_TOKENS) for _, (tokens, _) in named]
+    pages = max(sum(sizes) // SHARE, max(sizes) + 1)
+    total = count * (PLAYS + 2)
+
+    def served(done: int) -> None:
+        progress("full pool [requests]", done, total)
+
+    served(0)
+    asked = [request for _, request in named]
+    (calm,) = engine.press([asked], ROWS)
+    served(count)
+    groups = [asked[i :: -(-count // GROUP)] for i in range(-(-count // GROUP))]
+    # An engine that computes prompts as it decodes computes a request again as one longer prompt.
+    cut = [[(t, max(f, len(t) - ROWS)) for t, f in group] if engine.reads_itself else group for group in groups]
+    noise = [0.0] * count
+    for i, group in enumerate(engine.press(cut, ROWS)):
+        for place, one in zip(range(i, count, len(groups)), group, strict=True):
+            noise[place] = float(np.mean(_distances(calm[place], one)))
+    served(2 * count)
+    limit = max(LEAST_KL, FACTOR * max(noise)) if np.isfinite(noise).all() else LEAST_KL
+    orders = [np.random.default_rng(play).permutation(count).tolist() for play in range(PLAYS)]
+    plays = engine.press([[asked[i] for i in order] for order in orders], ROWS, pages)
+    served(total)
+    under = [(play, i, one) for play in range(PLAYS) for i, one in zip(orders[play], plays[play], strict=True)]
+    found = [_beside(named[i], play + 1, calm[i], one) for play, i, one in under]
+    return Pressure(
+        asked=count,
+        requests=len(found),
+        tokens=sum(len(one.logits) for *_, one in under),
+        pages=pages,
+        wanted_pages=sum(sizes),
+        preempted=sum(one.preempted for one in found),
+        reused=sum(one.reused for one in found),
+        noise_kl=finite(max(noise)),
+        limit_kl=limit,
+        kl_max=finite(max(map(_size, found))),
+        deviations=tuple(sorted((one for one in found if _size(one) > limit), key=_size, reverse=True)),
+    )
+
+
+def requests(encoded: Sequence[EncodedSample], count: int, most: int | None) -> Iterator[Named]:
+    """Yield requests: the shortest samples of more than three pages, then their documents with others' ends.
+
+    Prompts then begin with a page that others have and go on with a page that others have not.
+
+    Each decodes a page of tokens or more, so that it grows by a page after it has begun.
+    """
+    judged = sorted(answered(encoded), key=lambda item: len(item.prompt))
+    least = sum(len(item.prompt) <= 3 * PAGE_TOKENS for item in judged)
+    chosen = judged[min(least, len(judged) - max(1, len(judged) // 4)) :][: count // 2]
+    for number in range(count):
+        begins, ends = number % len(chosen), (number % len(chosen) + number // len(chosen)) % len(chosen)
+        one, other = chosen[begins], chosen[ends]
+        end = (*other.prompt[len(other.prompt) // 2 :], *other.reference[:-1])
+        tokens = [*one.prompt[: len(one.prompt) // 2], *end][: None if most is None else most - 1]
+        first = max(1, min(len(tokens) - len(other.reference), len(tokens) - PAGE_TOKENS))
+        name = one.sample.id if one is other else f"{one.sample.id}, continued as {other.sample.id}"
+        yield name, (tokens, first)
+
+
+def _distances(calm: Pressed, pressed: Pressed) -> list[float]:
+    """Return the KL of each of the last tokens; infinite where a logit is not finite."""
+    rows = min(len(calm.logits), len(pressed.logits))
+    pairs = zip(calm.logits[-rows:], pressed.logits[-rows:], strict=True)
+    return [float(kl_of_rows(one, other[None])[0]) for one, other in pairs]
+
+
+def _beside(named: Named, play: int, calm: Pressed, pressed: Pressed) -> Deviation:
+    name, (tokens, _) = named
+    kls = _distances(calm, pressed)
+    return Deviation(
+        request=name,
+        play=play,
+        kl=finite(float(np.mean(kls))),
+        position=len(tokens) - len(kls) + int(np.argmax(kls)),
+        changed=int((calm.logits.argmax(-1) != pressed.logits.argmax(-1)).sum()),
+        preempted=pressed.preempted,
+        reused=pressed.reused,
+        pages=list(pressed.pages),
+    )
+
+
+def _size(deviation: Deviation) -> float:
+    return np.inf if deviation.kl is None else deviation.kl

@@ -1,0 +1,147 @@
+"""A pool that is too small for its requests: they wait and give way, and an engine that serves them wrongly is found."""
+
+import heapq
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gate_reports import pressure_line
+from onnx_fixtures import BY_NAME, POLICIES, make_engine, shared_decoder
+
+from pipeline.core.errors import UserError
+from pipeline.core.kv import KVPolicy
+from pipeline.core.records import Sample, no_progress
+from pipeline.verdict.coverage import Deviation, Pressure
+from stages.engines.onnx.engine import OnnxEngine
+from stages.engines.paged import waiting
+from stages.engines.paged.allocator import PageAllocator
+from stages.engines.paged.pool import PagedPool
+from stages.engines.paged.prefixes import PrefixCache
+from stages.evaluate.decoding.pressure import pressure
+from stages.evaluate.inputs.tokens import EncodedSample
+
+torch.set_num_threads(1)
+
+REQUESTS = 16
+ROOM = 100
+"""A pool of more pages is no small one."""
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared_decoder(tmp_path_factory, "float32")
+
+
+def samples() -> list[EncodedSample]:
+    """Eight documents of three pages."""
+    rng = np.random.default_rng(0)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(rng.integers(0, 256, count).tolist())
+
+    return [EncodedSample(Sample(f"sample {i}", "lookup", ""), tokens(200 + 5 * i), tokens(5 + i)) for i in range(8)]
+
+
+def pressed(engine: OnnxEngine) -> Pressure:
+    found = pressure(engine, samples(), REQUESTS, no_progress)
+    assert found is not None
+    assert engine.pool.in_use == (0, 0)
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_a_sound_engine_answers_in_a_full_pool_as_with_room(policy: KVPolicy, decoder: Path, tmp_path: Path) -> None:
+    engine = make_engine(decoder, tmp_path / "bundle", policy)
+    chunk, most = engine.prefill_chunk, engine.pool.max_pages
+    found = pressed(engine)
+    assert not found.deviations, str(found.deviations[0])
+    assert found.requests == 2 * REQUESTS
+    assert found.pages < found.wanted_pages // 2
+    assert found.preempted > 0
+    assert found.reused > 0
+    assert (engine.prefill_chunk, engine.prefixes, engine.pool.max_pages) == (chunk, None, most)
+
+
+def freed_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Now and then, a page of a request that runs is free when another request ends."""
+    release, free, ended = PagedPool.release, PageAllocator.free, list[int]()
+
+    def released(self: PagedPool, handle: int) -> None:
+        release(self, handle)
+        ended.append(handle)
+        live = [sequence for sequence in self.sequences.values() if len(sequence.pages) > 2]
+        if live and self.max_pages < ROOM and len(ended) > 20:
+            heapq.heappush(self.pages._free, live[0].pages[0])
+            ended.clear()
+
+    monkeypatch.setattr(PagedPool, "release", released)
+    monkeypatch.setattr(PageAllocator, "free", lambda self, page: free(self, page) if page in self._users else None)
+
+
+def found_by_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The beginning of a prompt is found by its first page and its length: it may end as another request's."""
+    sound = PrefixCache.keys
+    monkeypatch.setattr(
+        PrefixCache, "keys", lambda self, prompt: [f"{prompt[:64]} {i}" for i in range(len(sound(self, prompt)))]
+    )
+
+
+def recomputed_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that gave way is decoded again from the second of its tokens on."""
+    sound = waiting._join
+
+    def join(engine: Any, joining: Any) -> Any:
+        logits = sound(engine, joining)
+        for one in joining:
+            one.stored += one.preempted > 0
+        return logits
+
+    monkeypatch.setattr(waiting, "_join", join)
+
+
+@pytest.mark.parametrize(
+    ("plant", "says"),
+    [
+        (freed_too_early, lambda one: len(one.pages) > 2),
+        (found_by_its_length, lambda one: one.reused > 64),
+        (recomputed_a_token_late, lambda one: one.preempted),
+    ],
+)
+@pytest.mark.parametrize("name", ["fp8", "int4"])
+def test_a_planted_fault_of_a_full_pool_is_refused_and_the_requests_that_it_met_are_named(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    says: Callable[[Deviation], bool],
+    name: str,
+    decoder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name])
+    plant(monkeypatch)
+    found = pressure(engine, samples(), REQUESTS, no_progress)
+    assert found is not None
+    assert 0 < len(found.deviations) < found.requests
+    assert all(map(says, found.deviations))
+    line = pressure_line(found)
+    assert line.status == "FAIL"
+    assert f"{len(found.deviations)} of 32 requests differ" in line.reason
+    assert str(found.deviations[0]) in line.reason
+
+
+def test_generate_waits_for_room_and_answers_each_prompt_as_alone(decoder: Path, tmp_path: Path) -> None:
+    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["int4"], max_pages=5)
+    prompts = [list(item.prompt[:length]) for item, length in zip(samples(), (130, 60, 63, 126, 190, 1), strict=False)]
+    alone = [engine.generate([prompt], 70, None)[0] for prompt in prompts]
+    assert engine.generate(prompts, 70, None) == alone
+    assert engine.pool.in_use == (0, 0)
+
+
+def test_a_request_that_the_empty_pool_does_not_hold_is_refused(decoder: Path, tmp_path: Path) -> None:
+    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["int4"], max_pages=3)
+    for prompts in ([[1] * 193], [[1] * 10, [1] * 190]):
+        with pytest.raises(UserError, match="max_pages=3 is too small: 4 pages"):
+            engine.generate(prompts, 70, None)
+        assert engine.pool.in_use == (0, 0)

@@ -1,0 +1,118 @@
+"""Requests in a full pool beside themselves with room: which differences count, and what the gate says of them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from fake_engine import VOCAB, FakeEngine
+from gate_reports import pressure_line
+
+from pipeline.core.records import Pressed, Sample, no_progress
+from pipeline.verdict.coverage import Deviation, Pressure
+from stages.evaluate.decoding.pressure import pressure, requests
+from stages.evaluate.inputs.tokens import EncodedSample
+
+ITEMS = [
+    EncodedSample(
+        Sample(f"sample {i}", "lookup", "", check="exact"), tuple((7 * i + n) % VOCAB for n in range(200 + i)), (1, 0)
+    )
+    for i in range(120)
+]
+DEVIATION = Deviation(
+    request="sample 3", play=2, kl=0.5, position=201, changed=4, preempted=1, reused=64, pages=[7, 9]
+)  # fmt: skip
+
+
+class PressedEngine(FakeEngine):
+    """Gives rows that the request alone decides, with noise that grows with the plays, and one request another one's rows."""
+
+    noise_of_plays = 0.0
+    wrong_request = -1
+    asked: int = 0
+
+    def press(
+        self, plays: Sequence[Sequence[tuple[Sequence[int], int]]], rows: int, pages: int | None = None
+    ) -> list[list[Pressed]]:
+        return [[self._pressed(rows, request, number, pages) for number, request in enumerate(play)] for play in plays]
+
+    def _pressed(self, rows: int, request: tuple[Sequence[int], int], number: int, pages: int | None) -> Pressed:
+        self.asked += 1
+        tokens = request[0] if pages is None or number != self.wrong_request else request[0][:-1]
+        seed = int(np.dot(np.arange(1, len(tokens) + 1), tokens))
+        logits = np.random.default_rng(seed).normal(size=(min(4, rows), VOCAB))
+        logits += self.noise_of_plays * np.random.default_rng(self.asked).normal(size=logits.shape)
+        return Pressed(logits.astype(np.float32), preempted=int(pages is not None), reused=64, pages=(3, 5))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_one_deviating_request_of_200_is_found_and_named(noise: float) -> None:
+    engine = PressedEngine({})
+    engine.noise_of_plays, engine.wrong_request = noise, 17
+    found = pressure(engine, ITEMS, 200, no_progress)
+    assert found is not None
+    assert {one.play for one in found.deviations} == {1, 2}
+    assert len(found.deviations) == 2  # the 18th of each order
+    names = {name for name, _ in requests(ITEMS, 200, None)}
+    assert {one.request for one in found.deviations} < names
+    assert pressure_line(found).status == "FAIL"
+
+
+def test_noise_of_the_engine_itself_is_no_deviation() -> None:
+    engine = PressedEngine({})
+    engine.noise_of_plays = 0.05
+    found = pressure(engine, ITEMS, 40, no_progress)
+    assert found is not None
+    assert not found.deviations
+    assert found.kl_max is not None
+    assert found.kl_max > 1e-4
+    assert pressure_line(found).status == "PASS"
+
+
+def test_logits_that_are_not_finite_deviate() -> None:
+    engine = PressedEngine({})
+    sound, engine.asked = engine._pressed, 0
+    broken = Pressed(np.full((4, VOCAB), np.nan, np.float32), 1, 0, ())
+    engine._pressed = lambda rows, request, number, pages: (  # type: ignore[method-assign]
+        broken if pages is not None and number == 3 else sound(rows, request, number, pages)
+    )
+    found = pressure(engine, ITEMS, 40, no_progress)
+    assert found is not None
+    assert [one.kl for one in found.deviations] == [None, None]
+    assert "not finite" in pressure_line(found).reason
+
+
+def test_requests_share_their_beginnings_and_decode_a_page_or_more() -> None:
+    named = list(requests(ITEMS, 24, None))
+    tokens = [request[0] for _, request in named]
+    assert len({tuple(one) for one in tokens}) == 24
+    for one, other in zip(tokens[:12], tokens[12:], strict=True):
+        assert one[:96] == other[:96]
+        assert one[128:] != other[128:]
+    assert all(len(one) - first >= 64 for _, (one, first) in named)
+    assert all(len(one) < 210 for _, (one, _) in requests(ITEMS, 24, 210))
+
+
+@pytest.mark.parametrize(
+    ("found", "status", "says"),
+    [
+        (Pressure(asked=24), "INCONCLUSIVE", "cannot be given a small pool, and nothing was seen under load"),
+        (Pressure(asked=24, requests=48), "INCONCLUSIVE", "ask more requests with workloads.pressure=48"),
+        (Pressure(asked=24, requests=48, preempted=3), "PASS", "so that at most 12 % of requests change"),
+        (
+            Pressure(asked=24, requests=48, preempted=3, limit_kl=1e-5, deviations=(DEVIATION,)),
+            "FAIL",
+            "sample 3 (play 2): KL 5.0e-01 from itself with room, most at position 201, 4 of its tokens changed; it gave way 1 "
+            "times, reused 64 tokens, held pages 7, 9",
+        ),
+    ],
+)
+def test_the_gate_fails_what_deviates_and_passes_only_a_pool_that_was_full(found: Pressure, status: str, says: str) -> None:
+    line = pressure_line(found)
+    assert line.status == status
+    assert says in line.reason
+
+
+def test_an_engine_that_cannot_be_pressed_is_said_to_and_none_is_pressed_unless_asked() -> None:
+    engine = FakeEngine({})
+    assert pressure(engine, ITEMS, 24, no_progress) == Pressure(asked=24)
+    assert pressure(engine, ITEMS, 0, no_progress) is None
