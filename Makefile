@@ -71,7 +71,7 @@ test-long: $(VENV)/for-test $(VENV)/for-gemma3
 # Sweeps over a local Ray. Ray lies in a folder of its own (242 MB): what it declares would hold back joblib.
 RAY := .venv-ray
 test-ray: $(VENV)/for-test $(RAY)/ready
-	PYTHONPATH=$(RAY) $(BIN)/python -m pytest --durations 5 tests/long/test_every_launcher.py -k ray
+	PYTHONPATH=$(abspath $(RAY)) $(BIN)/python -m pytest --durations 5 tests/long/test_every_launcher.py -k ray
 
 $(RAY)/ready: requirements/ray.lock | $(VENV)/torch
 	$(LOCKED) requirements/ray.lock --target $(RAY) --upgrade
