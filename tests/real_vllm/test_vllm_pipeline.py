@@ -68,8 +68,15 @@ def check(report: EvaluationReport) -> None:
 @KNOWN_LAYOUT
 def test_the_tiny_models_fp8_cache_fails_for_what_it_computes_and_not_for_its_answers(tmp_path: Path, vllm_python: str) -> None:
     samples = "workloads.samples={prose: 2, retrieval: 1, copy: 1, tool_call: 1, multi_turn: 0}"
-    report, summary = judge(tmp_path / "work", vllm_python, samples, "calibration.max_length=64", "backend.threads=1")
+    few = ("calibration.max_length=64", "backend.threads=1", "workloads.speculation={}")
+    report, summary = judge(tmp_path / "work", vllm_python, samples, *few)
     check(report)
+    assert report.probes is not None
+    for seen in (report.probes.speculated_candidate, report.probes.speculated_baseline):
+        assert seen is not None
+        assert 0 < seen.passes == seen.counted_passes
+        assert seen.requests - 1 <= seen.same <= seen.requests
+        assert seen.drafted >= seen.accepted >= seen.tokens - seen.passes
     assert (summary["backend"], summary["verdict"]) == ("vllm", "FAIL")
     assert report.overall.fidelity.kl_mean is not None
     assert report.overall.fidelity.kl_mean < 0.01
