@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long real faults vllm test-vllm llamacpp test-llamacpp gpu test-gpu-stack gpu-wheels audit check clean
+.PHONY: demo test test-long test-ray real faults vllm test-vllm llamacpp test-llamacpp gpu test-gpu-stack gpu-wheels audit check clean
 
 # CPU torch comes first, from the index that has only CPU builds where it can be reached: an unbounded one is several GB of CUDA.
 # Everything else is locked by version and SHA-256 (requirements/lock writes the locks).
@@ -51,11 +51,14 @@ demo: $(VENV)/for-demo
 	$(BIN)/python -m pipeline stage=promote
 
 # A real model: seven caches of SmolLM2-135M-Instruct, judged on what it can be asked, on all cores; the best is promoted.
-# `make real KV=int8,int4_g32` judges these alone, `make real MODEL=gemma3` four caches of Gemma 3 270M.
+# `make real KV=int8,int4_g32` judges these alone, `make real MODEL=gemma3` four caches of Gemma 3 270M,
+# `make real BACKEND=llamacpp` llama.cpp's caches on SmolLM2's own GGUF.
 MODEL := smollm2
+LLAMACPP_KV := fp16,llamacpp_q8_0,llamacpp_q8k_q4v,llamacpp_q4_0
+OF_BACKEND = backend=$(BACKEND) backend.python=.venv-$(BACKEND)/bin/python kv=$(or $(KV),$(LLAMACPP_KV))
 real: export OMP_NUM_THREADS := $(shell nproc)
-real: $(VENV)/for-real $(if $(filter gemma3,$(MODEL)),$(VENV)/for-gemma3)
-	$(BIN)/python -m pipeline -m experiment=$(MODEL) $(if $(KV),kv=$(KV))
+real: $(VENV)/for-real $(if $(filter gemma3,$(MODEL)),$(VENV)/for-gemma3) $(BACKEND)
+	$(BIN)/python -m pipeline -m experiment=$(MODEL) $(if $(BACKEND),$(OF_BACKEND),$(if $(KV),kv=$(KV)))
 	$(BIN)/python -m pipeline model=$(MODEL) workdir=work/$(MODEL) stage=promote
 
 test: check
@@ -67,6 +70,15 @@ EVERY := $(addprefix tests/integration/test_,onnx_policies.py onnx_export.py nat
 	kernel_decode.py kernel_append.py)
 test-long: $(VENV)/for-test $(VENV)/for-gemma3
 	EVERY_POLICY=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 10 tests/long $(EVERY)
+
+# Sweeps over a local Ray. Ray lies in a folder of its own (242 MB): what it declares would hold back joblib.
+RAY := .venv-ray
+test-ray: $(VENV)/for-test $(RAY)/ready
+	PYTHONPATH=$(abspath $(RAY)) $(BIN)/python -m pytest --durations 5 tests/long/test_every_launcher.py -k ray
+
+$(RAY)/ready: requirements/ray.lock | $(VENV)/torch
+	$(LOCKED) requirements/ray.lock --target $(RAY) --upgrade
+	touch $@
 
 # vLLM's CPU build, in an interpreter of its own: backend=vllm backend.python=.venv-vllm/bin/python.
 VLLM := .venv-vllm
@@ -152,4 +164,4 @@ check: $(VENV)/for-test
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(LLAMACPP) $(GPU_STACK) $(AUDIT) work
+	rm -rf $(VENV) $(RAY) $(VLLM) $(LLAMACPP) $(GPU_STACK) $(AUDIT) work
