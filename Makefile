@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long real faults vllm test-vllm gpu test-gpu-stack gpu-wheels audit check clean
+.PHONY: demo test test-long test-ray real faults vllm test-vllm llamacpp test-llamacpp gpu test-gpu-stack gpu-wheels audit check clean
 
 # CPU torch comes first, from the index that has only CPU builds where it can be reached: an unbounded one is several GB of CUDA.
 # Everything else is locked by version and SHA-256 (requirements/lock writes the locks).
@@ -51,11 +51,14 @@ demo: $(VENV)/for-demo
 	$(BIN)/python -m pipeline stage=promote
 
 # A real model: seven caches of SmolLM2-135M-Instruct, judged on what it can be asked, on all cores; the best is promoted.
-# `make real KV=int8,int4_g32` judges these alone, `make real MODEL=gemma3` four caches of Gemma 3 270M.
+# `make real KV=int8,int4_g32` judges these alone, `make real MODEL=gemma3` four caches of Gemma 3 270M,
+# `make real BACKEND=llamacpp` llama.cpp's caches on SmolLM2's own GGUF.
 MODEL := smollm2
+LLAMACPP_KV := fp16,llamacpp_q8_0,llamacpp_q8k_q4v,llamacpp_q4_0
+OF_BACKEND = backend=$(BACKEND) backend.python=.venv-$(BACKEND)/bin/python kv=$(or $(KV),$(LLAMACPP_KV))
 real: export OMP_NUM_THREADS := $(shell nproc)
-real: $(VENV)/for-real $(if $(filter gemma3,$(MODEL)),$(VENV)/for-gemma3)
-	$(BIN)/python -m pipeline -m experiment=$(MODEL) $(if $(KV),kv=$(KV))
+real: $(VENV)/for-real $(if $(filter gemma3,$(MODEL)),$(VENV)/for-gemma3) $(BACKEND)
+	$(BIN)/python -m pipeline -m experiment=$(MODEL) $(if $(BACKEND),$(OF_BACKEND),$(if $(KV),kv=$(KV)))
 	$(BIN)/python -m pipeline model=$(MODEL) workdir=work/$(MODEL) stage=promote
 
 test: check
@@ -67,6 +70,15 @@ EVERY := $(addprefix tests/integration/test_,onnx_policies.py onnx_export.py nat
 	kernel_decode.py kernel_append.py)
 test-long: $(VENV)/for-test $(VENV)/for-gemma3
 	EVERY_POLICY=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 10 tests/long $(EVERY)
+
+# Sweeps over a local Ray. Ray lies in a folder of its own (242 MB): what it declares would hold back joblib.
+RAY := .venv-ray
+test-ray: $(VENV)/for-test $(RAY)/ready
+	PYTHONPATH=$(abspath $(RAY)) $(BIN)/python -m pytest --durations 5 tests/long/test_every_launcher.py -k ray
+
+$(RAY)/ready: requirements/ray.lock | $(VENV)/torch
+	$(LOCKED) requirements/ray.lock --target $(RAY) --upgrade
+	touch $@
 
 # vLLM's CPU build, in an interpreter of its own: backend=vllm backend.python=.venv-vllm/bin/python.
 VLLM := .venv-vllm
@@ -82,6 +94,25 @@ $(VLLM)/ready: requirements/vllm.lock
 # The backend on the engine itself: the tiny model, and a short evaluation of SmolLM2.
 test-vllm: $(VENV)/for-test vllm
 	REQUIRE_VLLM=1 KVGATE_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -n auto --maxprocesses 2 --dist loadfile --durations 10 tests/real_vllm
+
+# llama.cpp, compiled from PyPI's sources in an interpreter of its own: backend=llamacpp backend.python=.venv-llamacpp/bin/python.
+LLAMACPP := .venv-llamacpp
+llamacpp: $(LLAMACPP)/ready
+
+# What compiles it is installed first, from the same lock. Half of the files are of command-line tools: they are left out.
+LLAMACPP_PIP := $(LLAMACPP)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --require-hashes
+$(LLAMACPP)/ready: requirements/llamacpp.lock
+	$(PYTHON) -m venv --clear $(LLAMACPP)
+	sed '/^llama-cpp-python/,/[^\\]$$/d' $< > $(LLAMACPP)/tools.lock
+	$(LLAMACPP_PIP) --requirement $(LLAMACPP)/tools.lock
+	echo 'set(LLAMA_BUILD_COMMON OFF)' > $(LLAMACPP)/library.cmake
+	PATH=$(abspath $(LLAMACPP))/bin:$$PATH CMAKE_BUILD_PARALLEL_LEVEL=$(shell nproc) \
+	CMAKE_ARGS='-DLLAVA_BUILD=OFF -DCMAKE_PROJECT_INCLUDE=$(abspath $(LLAMACPP))/library.cmake' $(LLAMACPP_PIP) --requirement $<
+	touch $@
+
+# The backend on the engine itself: the tiny model, and a short evaluation of SmolLM2's own GGUF.
+test-llamacpp: $(VENV)/for-test llamacpp
+	REQUIRE_LLAMACPP=1 KVGATE_LLAMACPP_PYTHON=$(LLAMACPP)/bin/python $(BIN)/python -m pytest -n auto --maxprocesses 2 --dist loadfile --durations 10 tests/real_llamacpp
 
 # The first hour on a GPU: correctness, speed, peers, causes, each at most ten minutes; exit code 4 without a GPU. It runs on what is
 # installed, by the standard library alone, and names what is missing; `make gpu PYTHON=python3` takes the machine's own Python.
@@ -116,7 +147,7 @@ gpu-wheels: $(VENV)/torch
 # Known vulnerabilities of what the locks install. Asks PyPI's JSON interface, and fails where that does not answer for a package.
 AUDIT := .venv-audit
 audit: $(AUDIT)/ready
-	for lock in run demo test vllm; do $(AUDIT)/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements/$$lock.lock || exit 1; done
+	for lock in run demo test vllm llamacpp; do $(AUDIT)/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements/$$lock.lock || exit 1; done
 
 $(AUDIT)/ready: requirements/audit.lock
 	$(PYTHON) -m venv --clear $(AUDIT)
@@ -133,4 +164,4 @@ check: $(VENV)/for-test
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(GPU_STACK) $(AUDIT) work
+	rm -rf $(VENV) $(RAY) $(VLLM) $(LLAMACPP) $(GPU_STACK) $(AUDIT) work

@@ -17,7 +17,7 @@ from stages.checkpoints import load_tokenizer
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.export import export_decoder
 from stages.workloads.prompts import token_ids
-from stages.workloads.prose import collection
+from stages.workloads.prose import story
 
 CHECKPOINT = ROOT / "stages" / "tiny" / "checkpoint"
 
@@ -48,7 +48,7 @@ def story_tokens(rows: int, length: int, seed: int = 0) -> npt.NDArray[np.int64]
     for row in range(rows):
         rng, ids = random.Random(f"{seed} {row}"), list[int]()
         while len(ids) < length:
-            ids += token_ids(tokenizer, collection(rng, 20), length)
+            ids += token_ids(tokenizer, "\n\n".join(story(rng) for _ in range(20)), length)
         out[row] = ids[:length]
     return out
 

@@ -65,16 +65,26 @@ def tiny_checkpoint() -> Path:
     return ROOT / "stages" / "tiny" / "checkpoint"
 
 
-@pytest.fixture(scope="session")
-def vllm_python() -> str:
-    """vLLM's interpreter, which `make test-vllm` installs. Tests are skipped without it; REQUIRE_VLLM=1: they fail."""
-    python = Path(os.environ.get("KVGATE_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python")).absolute()
+def _own_python(library: str) -> str:
+    """A library's interpreter. Tests are skipped without it; with REQUIRE_LIBRARY=1 they fail."""
+    named = os.environ.get(f"KVGATE_{library.upper()}_PYTHON", ROOT / f".venv-{library}" / "bin" / "python")
+    python = Path(named).absolute()
     if not python.is_file():
-        reason = f"{python} is missing: make vllm installs vLLM there, make test-vllm runs these tests"
-        if os.environ.get("REQUIRE_VLLM") == "1":
+        reason = f"{python} is missing: make {library} installs it there, make test-{library} runs these tests"
+        if os.environ.get(f"REQUIRE_{library.upper()}") == "1":
             pytest.fail(reason)
         pytest.skip(reason)
     return str(python)
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    return _own_python("vllm")
+
+
+@pytest.fixture(scope="session")
+def llamacpp_python() -> str:
+    return _own_python("llamacpp")
 
 
 @pytest.fixture(scope="session")

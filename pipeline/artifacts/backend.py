@@ -55,6 +55,15 @@ class Source:
 class Artifacts(Protocol):
     """The artifacts of one configuration; each is made once, or reused from the store."""
 
+    @property
+    def given(self) -> Path:
+        """The directory or GGUF that model.path names."""
+        ...
+
+    def digest_of(self, path: Path) -> str:
+        """Return the digest of a file of the user's, which has to stay as it is until an artifact is made of it."""
+        ...
+
     def quantized(self, policy: KVPolicy) -> Artifact:
         """Return the quantized checkpoint with the policy's static scales."""
         ...

@@ -69,7 +69,7 @@ def beyond_one_format(policy: KVPolicy) -> str | None:
 def holder(policy: KVPolicy) -> str:
     """Return the settings of the backend that holds a policy which another backend refuses; it needs no GPU."""
     heavy = policy.eviction is not None and policy.eviction.heavy_tokens
-    oracle = heavy or any(not form.symmetric and form.code.zero_storage is None for _, form in policy.formats)
+    oracle = heavy or any(form.code.oracle_only for _, form in policy.formats)
     return "backend=torch backend.device=cpu" if oracle else "backend=onnxruntime"
 
 

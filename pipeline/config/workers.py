@@ -1,11 +1,13 @@
 """The processes of a sweep's jobs: what kvgate sets of a launcher for them, what it says where one died, how it ends them."""
 
+import atexit
 import logging
 import os
 import secrets
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -68,7 +70,9 @@ def start(name: str, keys: Mapping[str, object]) -> list[str]:
         variables |= RAY_HERE
         if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
             variables["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # else Ray leaves one in the home directory
-        options |= {"address": "local", "include_dashboard": False, "object_store_memory": RAY_STORE_BYTES}
+        folder = tempfile.mkdtemp(prefix="kvgate-ray-")  # of its logs and sockets, which it would leave
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        options |= {"address": "local", "include_dashboard": False, "object_store_memory": RAY_STORE_BYTES, "_temp_dir": folder}
     for variable, value in variables.items():
         os.environ.setdefault(variable, value)
     terminated = signal.getsignal(signal.SIGTERM)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, KVShape, Side
-from pipeline.core.records import PREFILL_CHUNK, LayerDelivery, LoadTimes, MemoryReport, Pressed, StoredCopy
+from pipeline.core.records import PREFILL_CHUNK, Drafting, LayerDelivery, LoadTimes, MemoryReport, Pressed, StoredCopy
 
 if TYPE_CHECKING:
     import numpy as np
@@ -250,6 +250,13 @@ class Engine(ABC):
 
     def forced_reusing(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
         """Return what `forced` returns of each (tokens, first), with every prefix taken from the cache of earlier requests."""
+        raise NotImplementedError
+
+    def drafting(self, requests: Sequence[tuple[Sequence[int], int]], tokens: int, ngram: int) -> Drafting:
+        """Answer each (prompt, number of tokens) greedily, with the engine's own prompt lookup.
+
+        It proposes at most `tokens` tokens after at most the last `ngram` ones.
+        """
         raise NotImplementedError
 
     def press(

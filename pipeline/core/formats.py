@@ -15,9 +15,9 @@ from pipeline.formats.table import ARITHMETICS, CODES
 
 Granularity = Literal["none", "per_tensor", "per_head", "per_channel", "per_token", "per_group"]
 ScaleSource = Literal["none", "uncalibrated", "calibrated", "dynamic"]
-Rotation = Literal["none", "hadamard", "signed_hadamard"]
+Rotation = Literal["none", "hadamard", "hadamard_64", "signed_hadamard"]
 BlockScale = Literal["none", "max", "4over6"]
-Arithmetic = Literal["kvgate", "vllm_turboquant", "vllm_token_head"]
+Arithmetic = Literal["kvgate", "vllm_turboquant", "vllm_centroids", "vllm_token_head"]
 
 
 class Format(StrictModel):
@@ -37,15 +37,20 @@ class Format(StrictModel):
     float32 scale of the layer and side, which is calibrated. block_scale says how it is chosen: `max` makes the block's largest
     magnitude 6; `4over6` makes it 6 or 4, whichever has the smaller squared error, because E2M1 has nothing between them.
 
-    arithmetic is whose rounding codes, scales and zeros have. Two are vLLM's, of asymmetric INT4 per token and head, so that an
-    engine here computes what vLLM computes. `vllm_turboquant` are the values of its turboquant_k8v4: codes of the unrounded
-    range and minimum, rounded half up, where kvgate's are of the stored ones. `vllm_token_head` is its int4_per_token_head:
+    dtype=q8_0, q5_1, q4_1, q4_0 and iq4_nl are llama.cpp's types: blocks of 32 channels, in its rounding and bytes.
+    rotation=hadamard_64 is of them alone: the Hadamard matrix of each 64 channels, as llama.cpp rotates values.
+
+    arithmetic is whose rounding codes, scales and zeros have. Three are vLLM's, of a scale a token and head, so that an
+    engine here computes what vLLM computes. `vllm_turboquant` are the values of its turboquant_k8v4: INT4 codes of the
+    unrounded range and minimum, rounded half up, where kvgate's are of the stored ones. `vllm_centroids` are the keys of its
+    turboquant_4bit_nc: the nearest of 16 numbers in a rotated vector of length 1, and that length. `vllm_token_head` are its
+    int8_per_token_head and fp8_per_token_head, whose scales are float32; and its int4_per_token_head:
     rotation=signed_hadamard (vLLM's own signs, then the Hadamard matrix of -1 and 1), a zero that is a whole number of codes,
     and one float32 for both, the zero in the four lowest bits of the scale.
     """
 
     dtype: str
-    """Type of a code: fp16, bf16, fp8_e4m3, fp8_e5m2, int8, int4 or nvfp4."""
+    """Type of a code: fp16, bf16, fp8_e4m3, fp8_e5m2, int8, int4, nvfp4, or llama.cpp's q8_0, q5_1, q4_1, q4_0 and iq4_nl."""
     granularity: Granularity = "none"
     """What shares a scale: a layer, a KV head, a channel, a token of a head, or a group of channels of a token."""
     group_size: int | None = None
@@ -55,11 +60,11 @@ class Format(StrictModel):
     scale: ScaleSource = "none"
     """Where the scale comes from: ModelOpt's calibration, 1.0 (uncalibrated), or the token itself (dynamic)."""
     rotation: Rotation = "none"
-    """Exact rotation of every head before quantization; signed_hadamard is of vllm_token_head alone."""
+    """Exact rotation of every head before quantization; hadamard_64 is of llama.cpp's types, signed_hadamard of vLLM's."""
     block_scale: BlockScale = "none"
     """Of nvfp4: whether a block's largest magnitude becomes 6 (max), or 6 or 4 (4over6)."""
     arithmetic: Arithmetic = "kvgate"
-    """Whose rounding INT4 per token and head with a zero has."""
+    """Whose rounding a scale per token and head has."""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -76,6 +81,7 @@ class Format(StrictModel):
             )
         if self.arithmetic != "kvgate" or self.rotation == "signed_hadamard":
             self._check_vllm()
+        self._check_llamacpp()
         if self.exact:
             unscaled = (self.granularity, self.scale, self.group_size, self.symmetric) == ("none", "none", None, True)
             if not unscaled or self.rotation != "none":
@@ -100,22 +106,33 @@ class Format(StrictModel):
             raise ValueError(f"group_size must be null for granularity {self.granularity}, got {self.group_size}")
         return self
 
+    def _check_llamacpp(self) -> None:
+        if self.code.only is not None and (self.granularity, self.group_size, self.symmetric) != ("per_group", *self.code.only):
+            size, symmetric = self.code.only
+            raise ValueError(
+                f"dtype {self.dtype} is of granularity=per_group group_size={size} symmetric={str(symmetric).lower()} alone: "
+                "set these"
+            )
+        if self.rotation == "hadamard_64" and self.code.llamacpp is None:
+            raise ValueError(
+                f"rotation hadamard_64 is of llama.cpp's types alone, got dtype {self.dtype}: set hadamard or none"
+            )
+
     def _check_vllm(self) -> None:
         if self.arithmetic == "kvgate":
             raise ValueError("rotation must be none or hadamard unless arithmetic is vllm_token_head, got signed_hadamard")
-        refined = ARITHMETICS[self.arithmetic].refines
-        assert refined is not None
-        dtype, rotation = refined
+        known = [spec.refines for (name, _), spec in ARITHMETICS.items() if name == self.arithmetic]
+        dtype, symmetric, rotation = next((one for one in known if one[0] == self.dtype), known[0])
         given = (self.dtype, self.granularity, self.symmetric, self.scale, self.rotation)
-        if given != (dtype, "per_token", False, "dynamic", rotation):
+        if given != (dtype, "per_token", symmetric, "dynamic", rotation):
             raise ValueError(
-                f"arithmetic {self.arithmetic} is of dtype={dtype} granularity=per_token symmetric=false scale=dynamic "
-                f"rotation={rotation} alone: set these, or arithmetic=kvgate"
+                f"arithmetic {self.arithmetic} is of dtype={dtype} granularity=per_token symmetric={str(symmetric).lower()} "
+                f"scale=dynamic rotation={rotation} alone: set these, or arithmetic=kvgate"
             )
 
     @property
     def code(self) -> Spec:
-        return CODES[self.dtype] if self.arithmetic == "kvgate" else ARITHMETICS[self.arithmetic]
+        return CODES[self.dtype] if self.arithmetic == "kvgate" else ARITHMETICS[self.arithmetic, self.dtype]
 
     @property
     def exact(self) -> bool:
@@ -175,6 +192,10 @@ class Format(StrictModel):
         if self.group_size is not None and head_dim % self.group_size:
             choice = "choose one that does, or granularity=per_token"
             return f"group_size={self.group_size} does not divide the model's head_dim {head_dim}; {choice}"
+        if self.rotation == "hadamard_64" and head_dim % 64:
+            return (
+                f"rotation=hadamard_64 needs a head_dim that is a multiple of 64, the model has {head_dim}; set rotation=none"
+            )
         if self.rotation == "hadamard" and head_dim & (head_dim - 1):
             return f"rotation=hadamard needs a head_dim that is a power of two, the model has {head_dim}; set rotation=none"
         return None

@@ -119,6 +119,20 @@ class LoadTimes:
 
 
 @dataclass(frozen=True)
+class Drafting:
+    """What an engine says of itself when it speculates."""
+
+    answers: list[list[int]]
+    """Tokens of each request."""
+    passes: list[int]
+    """Passes that said them, that of the prompt included."""
+    drafts: int
+    """The engine's own counters: proposals, and the tokens that they proposed and that were accepted."""
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True)
 class Pressed:
     """A request that was served among others, as far as the engine tells."""
 

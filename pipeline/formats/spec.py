@@ -63,8 +63,15 @@ class Spec:
     block_scales: Mapping[str, float] = field(default_factory=lambda: {"none": 1.0})
     """Ways to choose the scale of a block -> the block scale that the largest magnitude of calibration gets."""
 
-    refines: tuple[str, str] | None = None
-    """Of an arithmetic that another library has for the codes of a dtype: that dtype, and the rotation that goes with it."""
+    arithmetic: str = "kvgate"
+    """Whose rounding it is."""
+    refines: tuple[str, bool, str] = ("", True, "none")
+    """Of an arithmetic that another library has for the codes of a dtype: that dtype, whether its codes are symmetric, and the
+    rotation that goes with it."""
+    only: tuple[int, bool] | None = None
+    """Of a type that another library defines: the group_size, and whether it is symmetric; its scales are dynamic."""
+    oracle_only: bool = False
+    """Whether the oracle alone computes it."""
     neighbour: str | None = None
     """The format of as many bits that an engine may take it for."""
 
@@ -77,7 +84,12 @@ class Spec:
     modelopt_export: bool = True
     """Whether the exports of that name are right."""
     vllm: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Granularity -> the types of vLLM's cache that mean the same arithmetic, the first of which is taken."""
+    """Granularity, or the way to choose the scale of a block -> the types of vLLM's cache that mean the same arithmetic, the
+    first of which is taken."""
+    llamacpp: str | None = None
+    """The type of llama.cpp's cache."""
+    vllm_beside: Mapping[str, str] = field(default_factory=dict)
+    """Of values: the format of the keys beside them -> the type of vLLM's cache that has both."""
     sglang: str | None = None
     """The type of SGLang's cache that means the same arithmetic at scale 1.0."""
 

@@ -18,6 +18,8 @@ from pipeline.gguf.vocabulary import Vocabulary, read_vocabulary
 
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 """general.architecture -> the model_type of transformers that computes the same."""
+ARCHITECTURES = {"mistral": "llama", **{model_type: architecture for architecture, model_type in MODEL_TYPES.items()}}
+"""model_type -> general.architecture."""
 
 SIZES = {
     "block_count": "num_hidden_layers",
@@ -100,6 +102,11 @@ def inspect_gguf(path: Path) -> GGUFModel:
     names = _tensor_names(header, architecture, config)
     info = describe_checkpoint(path, config, (SINGLE,), ("config.json", "tokenizer.json", "tokenizer_config.json"))
     return GGUFModel(header, config, names, vocabulary, info)
+
+
+def pairs_neighbours(model_type: str) -> bool:
+    """Whether rotary embedding pairs neighbouring channels of a GGUF's queries and keys, where transformers pairs halves."""
+    return ARCHITECTURES.get(model_type) == "llama"
 
 
 def _refuse_unread(header: Header, architecture: str) -> None:
@@ -218,7 +225,7 @@ def llama3_factors(half: int, theta: float, scaling: dict[str, Any]) -> list[flo
 
 def _tensor_names(header: Header, architecture: str, config: dict[str, Any]) -> dict[str, str]:
     """Check that exactly the model's tensors are there, in their shapes; return GGUF's name -> transformers' name."""
-    expected = _tensors(architecture, config)
+    expected = tensors_of(architecture, config)
     for name, (_, shape) in expected.items():
         tensor = header.tensors.get(name)
         if tensor is None or tensor.shape != shape:
@@ -230,7 +237,7 @@ def _tensor_names(header: Header, architecture: str, config: dict[str, Any]) -> 
     return {name: target for name, (target, _) in expected.items()}
 
 
-def _tensors(architecture: str, config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def tensors_of(architecture: str, config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """GGUF's name of each tensor -> transformers' name and shape."""
     hidden, inner, head_dim, vocab = (config[k] for k in ("hidden_size", "intermediate_size", "head_dim", "vocab_size"))
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim

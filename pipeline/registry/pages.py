@@ -64,6 +64,8 @@ THEN = (
     "quality/acceptance_lookup_baseline",
     "quality/acceptance_draft_candidate",
     "quality/acceptance_draft_baseline",
+    "quality/acceptance_engine_candidate",
+    "quality/acceptance_engine_baseline",
 )
 BY_WORKLOAD = ("recovery", "kl_mean", "accuracy_loss")
 """Of each kind of work, in the order of their names, as far as the limit goes."""

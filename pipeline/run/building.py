@@ -74,8 +74,12 @@ class BuildChain:
     @cached_property
     def checkpoint(self) -> Path:
         """The directory of the user's checkpoint; of a GGUF, what it was converted to."""
-        path = locate_checkpoint(self.config.model.path)
-        return self._converted(path).path if path.is_file() else path
+        return self._converted(self.given).path if self.given.is_file() else self.given
+
+    @property
+    def given(self) -> Path:
+        """The directory or GGUF that model.path names."""
+        return locate_checkpoint(self.config.model.path)
 
     @property
     def shape(self) -> KVShape:

@@ -59,6 +59,7 @@ MEASURES = (
     # tokens a pass under speculative decoding
     _both("quality/acceptance_lookup", Column("acceptance_lookup", "a pass,\nlookup", ".2f"), always=False),
     _both("quality/acceptance_draft", Column("acceptance_draft", "a pass,\ndraft", ".2f"), always=False),
+    _both("quality/acceptance_engine", Column("acceptance_engine", "a pass,\nengine", ".2f"), always=False),
 )
 
 REPORT = "report.txt"

@@ -244,6 +244,23 @@ class ReusedPrefixes(Record):
     """Samples whose answers differ by more than a tie."""
 
 
+class Speculated(Record):
+    """Answers to the repeated samples, said again by an engine that speculates by itself."""
+
+    requests: int
+    same: int
+    """Answers that speculation left as they were."""
+    tokens: int
+    passes: int
+    """Of the engine, the prompts' included."""
+    counted_passes: int
+    """What kvgate counts for the same answers."""
+    drafts: int
+    """The engine's own counters: proposals, and the tokens that they proposed and that were accepted."""
+    drafted: int
+    accepted: int
+
+
 class Deviation(Record):
     """A request that a full pool changed, as far as the engine tells."""
 
@@ -305,6 +322,9 @@ class EngineProbes(Record):
     reused_candidate: ReusedPrefixes | None = None
     """None for an engine that reuses no prefixes."""
     reused_baseline: ReusedPrefixes | None = None
+    speculated_candidate: Speculated | None = None
+    """None for an engine that does not speculate, or without `workloads.speculation.lookup_tokens`."""
+    speculated_baseline: Speculated | None = None
     pressure: Pressure | None = None
     """Of the candidate; None where it was not asked for."""
 

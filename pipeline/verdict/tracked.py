@@ -30,6 +30,10 @@ def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
         if part.accuracy is not None and part.accuracy.recovery is not None:
             yield f"{prefix}recovery", part.accuracy.recovery
         yield from ((f"{prefix}{name}", length) for name, length in part.acceptance_lengths.items())
+    for side in ("candidate", "baseline"):
+        seen = getattr(report.probes, f"speculated_{side}", None)
+        if seen is not None:
+            yield f"quality/acceptance_engine_{side}", seen.tokens / seen.passes
     yield "quality/samples", float(report.samples)
     yield from _numbers("quality/compaction_", report.compaction)
     yield from _numbers("quality/kl_slope_", report.kl_slope)

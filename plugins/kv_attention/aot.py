@@ -4,16 +4,12 @@ Needs neither a GPU nor a driver. TRITON_INTERPRET must not be set: Triton reads
 """
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 import triton
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -69,11 +65,8 @@ class CompiledKernel:
     """Entry symbol in `ptx`."""
     ptx: str
     """PTX without Triton's hidden parameters."""
-    cubin: bytes
-    """`ptx` assembled by ptxas."""
     num_warps: int
     shared_bytes: int
-    spill_bytes: int
     parameters: tuple[tuple[str, str], ...]
     """(name, Triton type) of inputs, int32 extras and outputs, in order."""
 
@@ -144,9 +137,7 @@ def compile_kernel(kernel: Any, types: Mapping[str, str | None], variant: Varian
     compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
     parameters = tuple((name, signature[name]) for name in kernel.arg_names if signature[name] != "constexpr")
     ptx = strip_hidden_parameters(compiled.asm["ptx"], len(parameters))
-    cubin, spill_bytes = assemble(ptx, sm)
-    shared = compiled.metadata.shared
-    return CompiledKernel(compiled.metadata.name, ptx, cubin, variant.num_warps, shared, spill_bytes, parameters)
+    return CompiledKernel(compiled.metadata.name, ptx, variant.num_warps, compiled.metadata.shared, parameters)
 
 
 def strip_hidden_parameters(ptx: str, keep: int) -> str:
@@ -159,37 +150,6 @@ def strip_hidden_parameters(ptx: str, keep: int) -> str:
     if used:
         raise RuntimeError(f"{name} uses parameters that a launch cannot pass: {', '.join(used)}")
     return ptx[: entry.start()] + entry[1] + ",\n".join(parameters[:keep]) + entry[4] + body
-
-
-def assembler(sm: int) -> Any:
-    """Return Triton's ptxas for a compute capability, with its `path` and `version`: that of Triton's wheel, unless
-    TRITON_PTXAS_PATH or TRITON_PTXAS_BLACKWELL_PATH names another.
-    """
-    return knobs.nvidia.ptxas_blackwell if sm >= NEWER_PTX else knobs.nvidia.ptxas
-
-
-def assemble(ptx: str, sm: int) -> tuple[bytes, int]:
-    """Assemble PTX with one entry by Triton's ptxas.
-
-    Returns:
-        The cubin, and the bytes it spills.
-    """
-    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
-    if target is None:
-        raise RuntimeError("no .target in the PTX")
-    with tempfile.TemporaryDirectory() as folder:
-        source, out = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        source.write_text(ptx)
-        command = [assembler(sm).path, "-v", f"-arch={target[1]}", str(source), "-o", str(out)]
-        # of this process's environment, which may hold secrets, it needs nothing
-        process = subprocess.run(command, capture_output=True, text=True, check=False, env={"TMPDIR": folder})
-        if process.returncode:
-            raise RuntimeError(f"ptxas refused the PTX: {process.stderr.strip()}")
-        cubin = out.read_bytes()
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", process.stderr)
-    if not spills:
-        raise RuntimeError(f"ptxas reported no spills: {process.stderr.strip()}")
-    return cubin, sum(map(int, spills))
 
 
 def _scale_pointer(side: SideLayout) -> str | None:

@@ -1,8 +1,8 @@
 """TensorRT plugins, compiled ahead of time from the Triton kernels: a decode step's work list, its attention and that of
 several new tokens, each with the join of its parts.
 
-Importing this module registers every operation of tensorrt_nodes with TensorRT (>= 10.14) as a quickly deployable plugin, for
-nodes of an ONNX graph (domain `kv`) and for networks made in Python:
+Importing this module registers every operation of tensorrt_nodes with TensorRT (10.14 to 11.4) as a quickly deployable plugin,
+for nodes of an ONNX graph (domain `kv`) and for networks made in Python:
 
     op = getattr(trt.plugin.op.kv, node.name)
     network.add_plugin(op(*tensors, **attributes), aot=True)
@@ -17,14 +17,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-try:
-    import tensorrt as trt
-    import tensorrt.plugin as trtp
-except ImportError as error:
-    raise ImportError(
-        f"the TensorRT plugin needs TensorRT >= 10.14 ({error}): on a machine with an NVIDIA GPU, "
-        "pip install 'tensorrt-cu13>=10.14' (tensorrt-cu12 for CUDA 12)"
-    ) from error
+import tensorrt as trt
+import tensorrt.plugin as trtp
 
 from plugins.kv_attention import aot
 from plugins.kv_attention.kernels.context_variants import context_splits, context_variant
@@ -32,15 +26,8 @@ from plugins.kv_attention.kernels.variants import plan_grid, work_rows
 from plugins.kv_attention.tensorrt_call import Call
 from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, PARTIAL_TYPES, Node, all_nodes
 
-MINIMUM, BEYOND = (10, 14), (12, 0)
-"""First release whose Python package the declarations were checked against, and first one that is refused: NVIDIA's package
-has read them in 10.14, 10.16, 11.0 and 11.4. Ahead-of-time plugins exist since 10.9."""
-
 POINTERS = {"FLOAT": "*fp32", "HALF": "*fp16", "BF16": "*bf16", "FP8": "*u8", "INT8": "*i8", "INT32": "*i32"}
 """Triton's pointer type for each trt.DataType. Kernels read float8 as bytes."""
-
-if not MINIMUM <= tuple(map(int, trt.__version__.split(".")[:2])) < BEYOND:
-    raise ImportError(f"the TensorRT plugin needs TensorRT >= 10.14 and < 12.0, found {trt.__version__}")
 
 
 def output_descriptors(call: Call) -> Any:

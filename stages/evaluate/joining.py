@@ -119,6 +119,8 @@ def join(
             free_baseline=base.free_answers,
             reused_candidate=own.reused,
             reused_baseline=base.reused,
+            speculated_candidate=own.speculated,
+            speculated_baseline=base.speculated,
             pressure=own.pressure,
         ),
         scale_changes=first.scale_changes,

@@ -15,6 +15,7 @@ from stages.evaluate.decoding.noise import noise_floor, own_heads, repeated_samp
 from stages.evaluate.decoding.pressure import pressure
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.decoding.rows import greedy_of, labelled, run_samples
+from stages.evaluate.decoding.speculation import speculated_by
 from stages.evaluate.decoding.stored import LOGPROBS, Once, read_round
 from stages.evaluate.decoding.system import measure_system
 from stages.evaluate.distances.scores import BaselineHeads, Heads
@@ -73,6 +74,7 @@ def once(
         noise=noise_floor(subset, second, answers.answers_to(subset), tokenizer),
         free_answers=free_answers(engine, subset, batch, greedy, named, [result.answer for result in second]),
         reused=reused_prefixes(engine, subset),
+        speculated=speculated_by(engine, answers.answers_to(subset), subset, config.speculation, greedy),
         probe=None if twin is None else probe(engine, twin, config.probe, batch, longest, named),
         system=measure_system(engine, config.load, named),
     )

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from pipeline.checkpoint.files import INDEX, SINGLE
 from pipeline.core.records import Progress
 from pipeline.gguf.header import Tensor
-from pipeline.gguf.model import GGUFModel, inspect_gguf
+from pipeline.gguf.model import GGUFModel, inspect_gguf, pairs_neighbours
 from stages.gguf.tokenizer import write_tokenizer
 
 SHARD_BYTES = 4_000_000_000
@@ -122,7 +122,7 @@ def read_tensor(path: Path, tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dt
 
 def _rotated_heads(config: Mapping[str, Any], name: str) -> int | None:
     """Return the heads of a matrix whose rows llama.cpp has in another order than transformers; None for all others."""
-    if config["model_type"] != "llama":
+    if not pairs_neighbours(config["model_type"]):
         return None
     if name.endswith(".attn_q.weight"):
         return int(config["num_attention_heads"])

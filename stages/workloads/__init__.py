@@ -9,14 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.core.records import Sample
-from stages.workloads.conversation import split_last_answer
-from stages.workloads.copying import copy_request
+from stages.workloads.copying import text_to_copy
 from stages.workloads.dialogue import facts_dialogue
 from stages.workloads.documentation import Split, excerpt
 from stages.workloads.pages import DIFFICULTIES, QUESTIONS, make_page
 from stages.workloads.prose import opening_and_continuation
 from stages.workloads.records import retrieval
-from stages.workloads.tools import TOOLS, offered_tools, tool_call
+from stages.workloads.tools import TOOLS, tool_call
 
 
 def rng_for(split: Split, name: str, seed: int, index: int) -> random.Random:
@@ -48,29 +47,23 @@ def _prose(slot: Slot) -> Sample:
 
 
 def _retrieval(slot: Slot) -> Sample:
-    conversation, depth = retrieval(slot.rng(), slot.index)
-    messages, reference = split_last_answer(conversation)
-    return Sample(slot.id, slot.workload, reference, messages=messages, check="json", depth=depth)
+    prompt, reference, depth = retrieval(slot.rng(), slot.index)
+    return Sample(slot.id, slot.workload, reference, messages=(("user", prompt),), check="json", depth=depth)
 
 
 def _tool_call(slot: Slot) -> Sample:
-    rng = slot.rng()
-    names = offered_tools(rng)
-    messages, reference = split_last_answer(tool_call(rng, names))
+    names, messages, reference = tool_call(slot.rng())
     tools = tuple((name, TOOLS[name][0]) for name in names)
     return Sample(slot.id, slot.workload, reference, messages=messages, check="tool_call", tools=tools)
 
 
 def _copy(slot: Slot) -> Sample:
-    rng = slot.rng()
-    messages, reference = split_last_answer(copy_request(rng, rng.randint(16, 64)))
-    return Sample(slot.id, slot.workload, reference, messages=messages, check="exact")
+    text = text_to_copy(slot.rng())
+    return Sample(slot.id, slot.workload, text, messages=(("user", f"Copy:\n{text}"),), check="exact")
 
 
 def _multi_turn(slot: Slot) -> Sample:
-    rng = slot.rng()
-    num_facts = rng.randint(4, 12)
-    messages, reference = split_last_answer(facts_dialogue(rng, num_facts, rng.randint(1, 3)))
+    messages, reference = facts_dialogue(slot.rng())
     return Sample(slot.id, slot.workload, reference, messages=messages, check="json")
 
 

@@ -2,7 +2,6 @@
 
 import random
 
-from stages.workloads.conversation import Message
 from stages.workloads.vocabulary import CITIES, FIRST_NAMES, ITEMS, LAST_NAMES, digit_pair
 
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
@@ -37,7 +36,7 @@ def word_list(rng: random.Random, length: int) -> str:
     return " ".join(rng.choice(WORDS) if rng.random() < 0.6 else digit_pair(rng) for _ in range(length))
 
 
-def copy_request(rng: random.Random, length: int) -> list[Message]:
-    """Generate a request to copy about `length` symbols, and the copy."""
-    text = rng.choice((code_like, word_list))(rng, length)
-    return [("user", f"Copy:\n{text}"), ("assistant", text)]
+def text_to_copy(rng: random.Random) -> str:
+    """Generate 16 to 64 symbols or words."""
+    length = rng.randint(16, 64)
+    return rng.choice((code_like, word_list))(rng, length)

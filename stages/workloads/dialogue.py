@@ -23,8 +23,10 @@ ACKNOWLEDGEMENT = "Noted."
 UPDATED_SHARE = 0.4
 
 
-def facts_dialogue(rng: random.Random, num_facts: int, num_questions: int) -> list[Message]:
-    """Generate a conversation: `num_facts` facts and updates of some over several turns, then `num_questions` questions."""
+def facts_dialogue(rng: random.Random) -> tuple[tuple[Message, ...], str]:
+    """Generate 4 to 12 facts and updates of some over several turns, then one to three questions; and the last one's answer."""
+    num_facts = rng.randint(4, 12)
+    num_questions = rng.randint(1, 3)
     keys = rng.sample([f"{subject}.{kind}" for subject in SUBJECTS for kind in KINDS], num_facts)
 
     def value(key: str) -> str:
@@ -43,4 +45,5 @@ def facts_dialogue(rng: random.Random, num_facts: int, num_questions: int) -> li
         messages += [("user", "Remember:\n" + "\n".join(turn)), ("assistant", ACKNOWLEDGEMENT)]
     for key in rng.sample(keys, num_questions):
         messages += [("user", question(key)), ("assistant", compact_json({key: facts[key]}))]
-    return messages
+    *asked, (_, reference) = messages
+    return tuple(asked), reference

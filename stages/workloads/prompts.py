@@ -32,11 +32,6 @@ def render_all(tokenizer: Any, samples: Sequence[Sample]) -> list[str]:
     return [next(texts) if sample.messages and tokenizer.chat_template else _plain(sample) for sample in samples]
 
 
-def render(tokenizer: Any, sample: Sample) -> str:
-    """Return one sample's prompt as `render_all` does."""
-    return render_all(tokenizer, [sample])[0]
-
-
 def _plain(sample: Sample) -> str:
     if not sample.messages:
         return sample.prompt
@@ -106,8 +101,3 @@ def all_prompt_ids(tokenizer: Any, samples: Sequence[Sample]) -> list[list[int]]
         else token_ids(tokenizer, text)
         for sample, text in zip(samples, render_all(tokenizer, samples), strict=True)
     ]
-
-
-def prompt_ids(tokenizer: Any, sample: Sample) -> list[int]:
-    """Return the token ids of one sample's prompt as `all_prompt_ids` does."""
-    return all_prompt_ids(tokenizer, [sample])[0]

@@ -7,9 +7,6 @@ from stages.workloads.vocabulary import CITIES, DAYS, FIRST_NAMES, ITEMS, LAST_N
 VERBS = words("repaired painted sold carried found borrowed cleaned hid")
 ADJECTIVES = words("old small heavy red broken quiet bright narrow")
 PLACES = words("market harbour station library bakery garden bridge museum")
-SEPARATOR = "\n\n"
-OPENING_STORIES = 2
-CONTINUATION_STORIES = 2
 
 
 def story(rng: random.Random) -> str:
@@ -40,11 +37,7 @@ def story(rng: random.Random) -> str:
     return " ".join(sentences)
 
 
-def collection(rng: random.Random, count: int) -> str:
-    """Generate `count` stories with an empty line between them."""
-    return SEPARATOR.join(story(rng) for _ in range(count))
-
-
 def opening_and_continuation(rng: random.Random) -> tuple[str, str]:
-    """Generate a prompt and its continuation, stories of 130 to 300 tokens each."""
-    return collection(rng, OPENING_STORIES) + SEPARATOR, collection(rng, CONTINUATION_STORIES)
+    """Generate a prompt and its continuation, two stories each, which are 130 to 300 tokens."""
+    first, second, third, fourth = (story(rng) for _ in range(4))
+    return f"{first}\n\n{second}\n\n", f"{third}\n\n{fourth}"

@@ -8,7 +8,7 @@ amounts repeat between records. A key occurs once in the records, so the answer 
 import random
 from collections.abc import Callable
 
-from stages.workloads.conversation import Message, compact_json
+from stages.workloads.conversation import compact_json
 from stages.workloads.vocabulary import CITIES, ID_PREFIXES, ITEMS, STATUSES, amount, digit_pair, full_name, short_date
 
 FIELDS: dict[str, Callable[[random.Random], str]] = {
@@ -49,39 +49,23 @@ def similar_records(rng: random.Random, count: int, num_fields: int) -> dict[str
     return {record_id: {field: rng.choice(pools[field]) for field in fields} for record_id in similar_ids(rng, count)}
 
 
-def key_lines(records: dict[str, Record]) -> list[tuple[str, str]]:
-    """Return (key, value) of every line, such as `("KT4821.total", "93.10")`, in the order of the prompt."""
-    return [(f"{record_id}.{field}", value) for record_id, record in records.items() for field, value in record.items()]
-
-
 def question(key: str) -> str:
     """Return the user's question for one key."""
     return f"{key}? Answer in JSON."
 
 
-def conversation(lines: list[tuple[str, str]], questions: list[int]) -> list[Message]:
-    """Return all lines in the first user turn, then a question and its answer for every index in `questions`."""
-    text = "".join(f"{key}={value}\n" for key, value in lines)
-    messages: list[Message] = []
-    for turn, index in enumerate(questions):
-        key, value = lines[index]
-        messages.append(("user", ("Records:\n" + text if turn == 0 else "") + question(key)))
-        messages.append(("assistant", compact_json({key: value})))
-    return messages
-
-
-def retrieval(rng: random.Random, index: int) -> tuple[list[Message], float]:
+def retrieval(rng: random.Random, index: int) -> tuple[str, str, float]:
     """Generate a question over 6 to 22 records, 200 to 1,000 tokens of the tiny tokenizer.
 
     Nine consecutive indices pair each of the SIZES with the early, middle and late third of the lines.
 
     Returns:
-        The conversation, and the relative position of the answer's line in the prompt, from 0 to 1.
+        The user's turn, the answer, and the relative position of the answer's line in the turn, from 0 to 1.
     """
     count = rng.randint(*SIZES[index // 3 % 3])
-    lines = key_lines(similar_records(rng, count, rng.randint(4, min(6, MAX_LINES // count))))
+    records = similar_records(rng, count, rng.randint(4, min(6, MAX_LINES // count)))
+    lines = [(f"{record_id}.{field}", value) for record_id, record in records.items() for field, value in record.items()]
     third = index % 3
-    line = rng.randrange(third * len(lines) // 3, (third + 1) * len(lines) // 3)
-    messages = conversation(lines, [line])
-    prompt = messages[0][1]
-    return messages, prompt.index(lines[line][0] + "=") / len(prompt)
+    key, value = lines[rng.randrange(third * len(lines) // 3, (third + 1) * len(lines) // 3)]
+    prompt = "Records:\n" + "".join(f"{one}={of_one}\n" for one, of_one in lines) + question(key)
+    return prompt, compact_json({key: value}), prompt.index(f"{key}=") / len(prompt)

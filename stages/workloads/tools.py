@@ -34,25 +34,13 @@ ARGUMENTS: dict[str, Callable[[random.Random], str]] = {
 }
 
 
-def offered_tools(rng: random.Random) -> list[str]:
-    """Draw the names of three to six tools."""
-    return rng.sample(list(TOOLS), rng.randint(3, 6))
-
-
-def declaration(names: list[str]) -> str:
-    """Return the content of the system turn: one line of JSON for each tool."""
-    return "\n".join(compact_json({"name": name, "arguments": TOOLS[name][0]}) for name in names)
-
-
-def tool_call(rng: random.Random, names: list[str]) -> list[Message]:
-    """Generate the declaration of the tools `names`, a request for one of them, and its call."""
+def tool_call(rng: random.Random) -> tuple[list[str], tuple[Message, ...], str]:
+    """Generate the names of three to six tools, their declaration with a request for one of them, and its call."""
+    names = rng.sample(list(TOOLS), rng.randint(3, 6))
+    declaration = "\n".join(compact_json({"name": name, "arguments": TOOLS[name][0]}) for name in names)
     name = rng.choice(names)
     argument_names, phrase = TOOLS[name]
     arguments = {argument: ARGUMENTS[argument](rng) for argument in argument_names}
     stated = rng.sample(argument_names, len(argument_names))
     request = f"{phrase}: " + ", ".join(f"{argument}={arguments[argument]}" for argument in stated) + "."
-    return [
-        ("system", declaration(names)),
-        ("user", request),
-        ("assistant", compact_json({"name": name, "arguments": arguments})),
-    ]
+    return names, (("system", declaration), ("user", request)), compact_json({"name": name, "arguments": arguments})

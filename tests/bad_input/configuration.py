@@ -202,7 +202,6 @@ SAID: tuple[tuple[str, ...], ...] = (
         "backend=tensorrt_rtx backend.max_batch=512 backend.max_tokens=1048576",
         "backend.max_batch=512",
         "backend.max_tokens=1048576",
-        "backend.max_tokens=32704",
         "2,147,483,647",
     ),
     (

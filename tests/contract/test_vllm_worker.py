@@ -13,9 +13,16 @@ from vllm_bundles import config_of, make_vllm_bundle, open_vllm
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.verdict.thresholds import ScaleChangeKind
-from stages.engines.interpreter.process import probe
+from stages.engines.interpreter.process import Interpreter, probe
 from stages.engines.vllm.library import PROGRAM
-from stages.engines.vllm.targets import refuse_dtype
+from stages.engines.vllm.targets import (
+    cache_dtypes,
+    check_boundaries,
+    check_judging,
+    check_split,
+    refuse_dtype,
+    skipped_layers,
+)
 from stages.evaluate.delivery import audit_scales
 
 TOKENS = [7, 300, 12, 44, 1001, 5, 5, 620, 9, 13, 700]
@@ -48,6 +55,53 @@ def test_a_row_that_is_not_the_one_vllm_sampled_from_is_noticed(bundle: Path, tm
     engine.close()
 
 
+EXACT = {"key": {"dtype": "fp16"}, "value": {"dtype": "fp16"}}
+
+
+@pytest.mark.parametrize(
+    ("kv", "dtype"),
+    [
+        ("fp8_head", "fp8_e4m3"),
+        ("vllm_int8", "int8_per_token_head"),
+        ("vllm_fp8", "fp8_per_token_head"),
+        ("vllm_int4", "int4_per_token_head"),
+        ("vllm_k8v4", "turboquant_k8v4"),
+        ("vllm_4bit_nc", "turboquant_4bit_nc"),
+        ("nvfp4", "nvfp4"),
+        ("nvfp4_4over6", "nvfp4_4over6"),
+    ],
+)
+def test_a_policy_is_the_type_of_vllms_cache_that_means_it_with_layers_skipped(kv: str, dtype: str) -> None:
+    policy = KVPolicy.model_validate({**conf("kv", kv), "overrides": [{"layers": [3, 10], **EXACT}]})
+    assert cache_dtypes(policy, config_of("python"))[0] == dtype
+    assert skipped_layers(policy) == ["10", "3"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"overrides": [{"layers": [0], "key": EXACT["key"]}]}, r"overrides\.0\.key fp16 none: its cache has one type"),
+        ({"key": conf("kv", "fp8")["key"]}, r"key fp8_e4m3 per_tensor, value .*: its cache has one type"),
+    ],
+)
+def test_a_policy_that_is_none_of_its_types_is_refused(changes: dict[str, object], expected: str) -> None:
+    policy = KVPolicy.model_validate({**conf("kv", "vllm_k8v4"), **changes})
+    with pytest.raises(UserError, match=expected):
+        cache_dtypes(policy, config_of("python"))
+
+
+def test_layers_that_vllm_skips_by_itself_have_to_be_said() -> None:
+    few, all_ = (
+        KVPolicy.model_validate({**conf("kv", "vllm_k8v4"), "overrides": [{"layers": layers, **EXACT}]})
+        for layers in ([0, 1, 28], [0, 1, 7, 28, 29])
+    )
+    with pytest.raises(
+        UserError, match=r"^kv=vllm_k8v4: vLLM leaves layers 0, 1, 28, 29 at 16 bits beside turboquant_k8v4: set "
+    ):
+        check_boundaries(few, "turboquant_k8v4", 30)
+    check_boundaries(all_, "turboquant_k8v4", 30)
+
+
 @pytest.mark.parametrize(
     ("mode", "kv", "expected"),
     [
@@ -61,6 +115,26 @@ def test_a_type_that_release_or_machine_lack_is_refused_by_its_reason(
     config = config_of(make_vllm_interpreter(tmp_path / "bin", mode=mode))
     refusal = refuse_dtype(config, KVPolicy.model_validate(conf("kv", kv)), "fp8_e4m3", probe(PROGRAM, config.python))
     assert re.match(expected, str(refusal))
+
+
+@pytest.mark.parametrize(("q_heads", "kv_heads", "named"), [(4, 2, "4 query heads"), (9, 2, "2 KV heads")])
+def test_heads_that_workers_cannot_share_are_refused(q_heads: int, kv_heads: int, named: str) -> None:
+    check_split(3, 9, 6)
+    check_split(3, 9, 1)  # each of three workers holds the one head
+    with pytest.raises(UserError, match=f"backend.tensor_parallel_size=3: does not divide the model's {named}; use a divisor"):
+        check_split(3, q_heads, kv_heads)
+
+
+def test_an_evaluation_over_more_gpus_than_there_are_is_refused(tmp_path: Path) -> None:
+    interpreter = probe(PROGRAM, make_vllm_interpreter(tmp_path / "bin"))
+    check_judging(config_of(interpreter.python, tensor_parallel_size=2), interpreter)
+    described = interpreter.description.model_copy(update={"platform": "cuda"})
+    with pytest.raises(
+        MissingRequirement, match=r"tensor_parallel_size=2: an evaluation runs on as many GPUs, .* shows 0; build"
+    ):
+        check_judging(
+            config_of(interpreter.python, tensor_parallel_size=2), Interpreter(PROGRAM, interpreter.python, described)
+        )
 
 
 def test_engine_arguments_that_vllm_refuses_or_changes_are_told(tiny_checkpoint: Path, tmp_path: Path) -> None:

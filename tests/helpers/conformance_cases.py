@@ -24,10 +24,11 @@ from stages.evaluate.twins.twin import Twin
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf" / "kv"
+SHIPPED = (KVPolicy.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))) for path in sorted(CONF.glob("*.yaml")))
 POLICIES = {
-    path.stem: KVPolicy.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    for path in sorted(CONF.glob("*.yaml"))
-    if path.stem not in ("int4_g128", "vllm_int4")  # groups of 128 channels in heads of 64; a zero that ONNX does not read
+    policy.name: policy
+    for policy in SHIPPED  # but for groups of 128 channels in heads of 64, and what ONNX's operators do not compute
+    if policy.name != "int4_g128" and not any(form.code.oracle_only for _, form in policy.formats)
 }
 POLICIES |= {
     f"{name}_evicting": POLICIES[name].model_copy(update={"name": f"{name}_evicting", "eviction": eviction})

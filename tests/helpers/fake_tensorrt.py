@@ -26,7 +26,6 @@ from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.session import Device
 
 trt = SimpleNamespace(
-    TensorIOMode=tensorrt_rtx.TensorIOMode,
     ExecutionContextAllocationStrategy=tensorrt_rtx.ExecutionContextAllocationStrategy,
     DynamicShapesKernelSpecializationStrategy=tensorrt_rtx.DynamicShapesKernelSpecializationStrategy,
     __version__="1.7.1.116",
@@ -102,12 +101,6 @@ class FakeEngine:
 
     def get_tensor_name(self, index: int) -> str:
         return self.tensors[index].name
-
-    def get_tensor_mode(self, name: str) -> Any:
-        return trt.TensorIOMode.INPUT if name in self.inputs else trt.TensorIOMode.OUTPUT
-
-    def get_tensor_dtype(self, name: str) -> Any:
-        return SimpleNamespace(name=next(t.dtype for t in self.tensors if t.name == name))
 
     def create_runtime_config(self) -> Any:
         config = SimpleNamespace(strategy=None, dynamic_shapes_kernel_specialization_strategy=None)

@@ -1,4 +1,4 @@
-"""Accesses to memory in a kernel's machine code, by the cuobjdump that Triton ships."""
+"""A kernel's machine code and its accesses to memory, by the ptxas and the cuobjdump that Triton ships."""
 
 import re
 import subprocess
@@ -6,10 +6,29 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import triton
 from triton import knobs
+
+from plugins.kv_attention.aot import NEWER_PTX
 
 WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 """Bytes per thread of a load, by the opcode's last modifier; others have 4."""
+
+
+def assembled(ptx: str) -> tuple[bytes, int]:
+    """Return the cubin that Triton's own ptxas makes of PTX with one entry, and the bytes that it spills."""
+    target = re.findall(r"^\.target (sm_(\d+)\w*)", ptx, re.MULTILINE)[0]
+    assembler = knobs.nvidia.ptxas_blackwell if int(target[1]) >= NEWER_PTX else knobs.nvidia.ptxas
+    assert Path(assembler.path).is_relative_to(Path(triton.__file__).parent)
+    with tempfile.TemporaryDirectory() as folder:
+        source, out = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        command = [assembler.path, "-v", f"-arch={target[0]}", str(source), "-o", str(out)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        cubin = out.read_bytes()
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
+    assert spills, said
+    return cubin, sum(map(int, spills))
 
 
 def accesses(cubin: bytes) -> Counter[str]:

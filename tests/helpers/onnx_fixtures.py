@@ -56,7 +56,11 @@ def conf_policy(name: str) -> KVPolicy:
     return policy.model_copy(update={"overrides": moved})
 
 
-SHIPPED = [conf_policy(path.stem) for path in sorted(CONF.glob("*.yaml")) if path.stem not in ("int4_g128", "vllm_int4")]
+SHIPPED = [
+    policy
+    for policy in (conf_policy(path.stem) for path in sorted(CONF.glob("*.yaml")))
+    if policy.name != "int4_g128" and not any(form.code.oracle_only for _, form in policy.formats)
+]
 """Every shipped policy that heads of 64 channels and ONNX graphs allow."""
 
 COMBINED = [

@@ -1,9 +1,9 @@
 """NVIDIA's Python plugin package (`tensorrt-cu13-bindings`) made importable where TensorRT's libraries are not installed.
 
 The wheel's extension module links to three libraries of TensorRT and needs nine symbols of them, of which it calls none
-while it is imported. `load` writes three shared objects that define those names and nothing else (no compiler is needed, and
-a call crashes at once), and puts Python stand-ins where the package meets objects that only the libraries can make:
-dimension expressions and the plugin registry. The declarations, their parsing and their validation are NVIDIA's.
+while it is imported. `load` compiles three libraries that define those names as numbers (a call crashes at once), and puts
+Python stand-ins where the package meets objects that only the libraries can make: dimension expressions and the plugin
+registry. The declarations, their parsing and their validation are NVIDIA's.
 
 To be called once, in a process of its own: it takes the name `tensorrt`, and TensorRT for RTX defines the same C++ types.
 """
@@ -12,14 +12,15 @@ import ctypes
 import importlib
 import importlib.metadata
 import os
-import platform
-import struct
+import subprocess
 import sys
 import tempfile
 import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
+
+from stages.engines.onnx.native.compiler import find_compiler
 
 LIBRARIES = ("nvinfer", "nvinfer_plugin", "nvonnxparser")
 SYMBOLS = (
@@ -33,8 +34,6 @@ SYMBOLS = (
     "getPluginRegistry",
     "initLibNvInferPlugins",
 )
-MACHINES = {"x86_64": 62, "aarch64": 183}
-"""ELF's e_machine."""
 
 
 class Dimension:
@@ -102,17 +101,19 @@ class Registry:
 
 def load() -> types.ModuleType:
     """Make `tensorrt` and `tensorrt.plugin` importable and return the former."""
-    if sys.byteorder != "little" or platform.machine() not in MACHINES:
-        raise RuntimeError(f"no stand-in for TensorRT's libraries on {platform.machine()}: add it to MACHINES")
     # Kernels are compiled in this process, not interpreted.
     os.environ.pop("TRITON_INTERPRET", None)
+    compiler = find_compiler()
+    assert compiler is not None
     with tempfile.TemporaryDirectory() as directory:
+        source = Path(directory, "symbols.c")
+        source.write_text("".join(f"int {symbol};\n" for symbol in SYMBOLS), encoding="ascii")
         for library in LIBRARIES:
             name = f"lib{library}.so.{_major()}"
-            path = Path(directory, name)
-            path.write_bytes(shared_object(name, SYMBOLS))
+            built = [*compiler.command, "-shared", "-fPIC", f"-Wl,-soname,{name}", str(source), "-o", f"{directory}/{name}"]
+            subprocess.run(built, check=True)
             # The extension module finds a library that is already loaded by its name.
-            ctypes.CDLL(str(path))
+            ctypes.CDLL(f"{directory}/{name}")
     bindings = importlib.import_module("tensorrt_bindings")
     trt = types.ModuleType("tensorrt")
     trt.__dict__.update({name: value for name, value in vars(bindings).items() if not name.startswith("_")})
@@ -149,34 +150,3 @@ def expressions(trt: Any) -> Expressions:
 def _major() -> str:
     """Of TensorRT, as in the names of its libraries."""
     return importlib.metadata.version("tensorrt-cu13-bindings").split(".")[0]
-
-
-def shared_object(name: str, symbols: tuple[str, ...]) -> bytes:
-    """An ELF64 library `name` whose symbols point at its own header, which is data: nothing of it can be executed."""
-    strings, offsets = b"\0", {}
-    for text in (name, *symbols):
-        offsets[text] = len(strings)
-        strings += text.encode() + b"\0"
-    head = 64 + 3 * 56
-    # A global function in section 1: any but 0, which means undefined.
-    table = bytes(24) + b"".join(struct.pack("<IBBHQQ", offsets[text], 0x12, 0, 1, 64, 0) for text in symbols)
-    # One bucket: the chain goes through all symbols.
-    count = len(symbols) + 1
-    hashes = struct.pack(f"<{3 + count}I", 1, count, 1, 0, *range(2, count), 0)
-    places = [head, head + len(table), head + len(table) + len(hashes)]
-    end = places[2] + len(strings)
-    dynamic_at = end + -end % 8
-    # DT_SYMTAB, DT_HASH, DT_STRTAB, DT_STRSZ, DT_SYMENT, DT_SONAME, DT_NULL
-    entries = [(6, places[0]), (4, places[1]), (5, places[2]), (10, len(strings)), (11, 24), (14, offsets[name]), (0, 0)]
-    dynamic = b"".join(struct.pack("<QQ", *entry) for entry in entries)
-    size = dynamic_at + len(dynamic)
-
-    def segment(kind: int, offset: int, length: int, align: int) -> bytes:
-        return struct.pack("<IIQQQQQQ", kind, 6, offset, offset, offset, length, length, align)
-
-    # ET_DYN with PT_LOAD, PT_DYNAMIC and PT_GNU_STACK, all readable and writable: the loader writes into the dynamic part.
-    header = struct.pack(
-        "<16sHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 3, MACHINES[platform.machine()], 1, 0, 64, 0, 0, 64, 56, 3, 64, 0, 0
-    )
-    segments = segment(1, 0, size, 0x10000) + segment(2, dynamic_at, len(dynamic), 8) + segment(0x6474E551, 0, 0, 16)
-    return (header + segments + table + hashes + strings).ljust(dynamic_at, b"\0") + dynamic

@@ -1,16 +1,22 @@
 """What TensorRT's builder does with a quickly deployable plugin, in its order, over the stand-ins of tensorrt_stubs.
 
-`prepare` and `build` run in a process of their own, started by tests with a spawning process pool: what they take and return
-can be pickled, and an error that the plugin or NVIDIA's validation raises reaches the test as itself.
+`build` and `declared` run in a process of their own: what they take and return can be pickled, and an error that the plugin or
+NVIDIA's validation raises reaches the test as itself.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorrt_stubs
+
+from stages.engines.onnx.native.compiler import find_compiler
 
 Triple = tuple[int, int, int]
 """At the smallest, the likely and the largest shapes."""
@@ -46,6 +52,19 @@ class Plan:
         entry = re.search(rf"\.visible \.entry {re.escape(self.symbol)}\((.*?)\)", self.ptx, re.DOTALL)
         assert entry is not None, f"no entry {self.symbol}"
         return re.findall(r"\.param \.(\w+)", entry[1])
+
+
+Run = Callable[..., Any]
+
+
+@contextmanager
+def nvidia() -> Iterator[Run]:
+    """Give what runs a function of this module in a process that has NVIDIA's package, and returns what it returns."""
+    if find_compiler() is None:
+        pytest.skip("no C compiler, or no AVX2")
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        pool.submit(prepare).result(timeout=120)
+        yield lambda function, *args, **kwargs: pool.submit(function, *args, **kwargs).result(timeout=120)
 
 
 def prepare() -> None:

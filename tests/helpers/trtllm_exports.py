@@ -18,17 +18,11 @@ from stages.engines.trtllm.engine import TrtllmEngine
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCABULARY = 4, 128, 4, 2, 64, 384, 1344
 ALGORITHMS = {"fp16": None, "fp8": "FP8", "int8_tensor": "INT8"}
-KEY_SCALE, VALUE_SCALE = 1.0, 0.5
 
 
 def conf(group: str, name: str) -> dict[str, Any]:
     loaded: dict[str, Any] = yaml.safe_load((ROOT / "conf" / group / f"{name}.yaml").read_text(encoding="utf-8"))
     return loaded
-
-
-def scale_of(kv: str) -> tuple[float, float]:
-    """Of keys and values. The toy's vectors have components of about 0.1."""
-    return (KEY_SCALE, VALUE_SCALE) if kv == "fp8" else (KEY_SCALE / 127, VALUE_SCALE / 127)
 
 
 def make_exports(checkpoint: Path, folder: Path, kv: str) -> Path:
@@ -44,7 +38,8 @@ def make_exports(checkpoint: Path, folder: Path, kv: str) -> Path:
     tensors = {"transformer.vocab_embedding.weight": embedding, "lm_head.weight": embedding}
     tensors["transformer.ln_f.weight"] = floats(HIDDEN)
     served = {"model.embed_tokens.weight": embedding}
-    key, value = scale_of(kv)
+    key = 1.0 if kv == "fp8" else 1.0 / 127  # the toy's vectors have components of about 0.1
+    value = key / 2
     for layer in range(LAYERS):
         prefix = f"transformer.layers.{layer}."
         tensors[f"{prefix}input_layernorm.weight"] = tensors[f"{prefix}post_layernorm.weight"] = floats(HIDDEN)

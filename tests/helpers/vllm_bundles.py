@@ -40,9 +40,9 @@ def write_scales(path: Path, policy: KVPolicy, heads: int = 2) -> Path:
     return path
 
 
-def make_vllm_bundle(checkpoint: Path, out: Path, kv: str, python: str, **changes: Any) -> Path:
+def make_vllm_bundle(checkpoint: Path, out: Path, kv: str | KVPolicy, python: str, **changes: Any) -> Path:
     """A bundle, as the chain builds it."""
-    policy = KVPolicy.model_validate(conf("kv", kv))
+    policy = KVPolicy.model_validate(conf("kv", kv)) if isinstance(kv, str) else kv
     out.mkdir(parents=True)
     scales = write_scales(out.with_suffix(".scales.json"), policy)
     VllmBackend(config_of(python, **changes)).build(checkpoint, out, policy=policy, scales=scales, progress=lambda *_: None)

@@ -3,8 +3,10 @@
     python vllm_kernels.py VECTORS.npy STORED.npz
 
 VECTORS.npy holds keys and values (2, T, H, D) float32. STORED.npz gets the bytes that vLLM stores of them: `turboquant`
-(T, H, slot), `key`, `value` (T, H, D / 2) and the float32 `key_scale`, `value_scale` (T, H) of int4_per_token_head, and its
-`rotated_back` (2, T, H, D) of the vectors.
+(T, H, slot), `turboquant_4bit` alike where D is a power of two, `key`, `value` (T, H, D / 2) and the float32 `key_scale`,
+`value_scale` (T, H) of int4_per_token_head, and its `rotated_back` (2, T, H, D) of the vectors. `int8_key` and `fp8_key`
+(T, H, D) are the codes of the same keys in int8_per_token_head and fp8_per_token_head, `int8_key_scale` and `fp8_key_scale`
+(T, H) their scales; `value` alike.
 """
 
 import os
@@ -20,11 +22,20 @@ import triton.backends
 # vLLM's CPU build turns Triton off unless it has a backend for CPUs; the interpreter needs none.
 triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
 
+from vllm.model_executor.layers.quantization.turboquant.centroids import get_centroids  # noqa: E402
+from vllm.v1.attention.backends.turboquant_attn import _build_hadamard  # noqa: E402
 from vllm.v1.attention.ops import int4_per_token_head as token_head  # noqa: E402
+from vllm.v1.attention.ops import triton_reshape_and_cache_flash as absmax  # noqa: E402
 from vllm.v1.attention.ops import triton_turboquant_store as turboquant  # noqa: E402
+from vllm.v1.kv_cache_interface import KVQuantMode  # noqa: E402
 
 BLOCK = 16
 """Tokens of a block of vLLM's cache."""
+
+
+def block_of(dim: int) -> int:
+    """Channels that are rotated together."""
+    return dim & -dim
 
 
 def main(source: str, target: str) -> None:
@@ -38,26 +49,43 @@ def main(source: str, target: str) -> None:
     turboquant.triton_turboquant_store(
         key, value, cache, slots.int(), None, None, mse_bits=4, key_packed_size=dim, value_quant_bits=4, key_fp8=True
     )
+    whole: dict[str, np.ndarray] = {}
+    if dim == block_of(dim):
+        four = torch.zeros(blocks, BLOCK, heads, dim + 6, dtype=torch.uint8)
+        points = get_centroids(dim, 4)
+        turboquant.triton_turboquant_store(
+            key, value, four, slots.int(), _build_hadamard(dim, "cpu"), (points[1:] + points[:-1]) / 2,
+            mse_bits=4, key_packed_size=dim // 2 + 2, value_quant_bits=4,
+        )  # fmt: skip
+        whole["turboquant_4bit"] = four.flatten(0, 1)[:tokens].numpy()
     packed = [torch.zeros(blocks, BLOCK, heads, dim // 2, dtype=torch.uint8) for _ in range(2)]
     scales = [torch.zeros(blocks, BLOCK, heads) for _ in range(2)]
     token_head.reshape_and_cache_int4(key, value, *packed, slots, k_scale_cache=scales[0], v_scale_cache=scales[1])
-    block = dim & -dim
+    block = block_of(dim)
     rotated_back = token_head.single_rht(token_head.single_rht(vectors), inverse=True) / block
 
     def stored(tensor: torch.Tensor) -> np.ndarray:
         rows: np.ndarray = tensor.flatten(0, 1)[:tokens].numpy()
         return rows
 
-    np.savez(
-        target,
-        turboquant=stored(cache),
-        key=stored(packed[0]),
-        value=stored(packed[1]),
-        key_scale=stored(scales[0]),
-        value_scale=stored(scales[1]),
-        signs=token_head._get_rht_signs(block, 0, torch.device("cpu")).numpy(),
-        rotated_back=rotated_back.numpy(),
-    )
+    for name, dtype in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
+        codes = [torch.zeros(blocks, BLOCK, heads, dim, dtype=dtype) for _ in range(2)]
+        units = [torch.zeros(blocks, BLOCK, heads) for _ in range(2)]
+        mode = KVQuantMode[f"{name}_per_token_head".upper()]
+        absmax.triton_reshape_and_cache_flash_per_token_head_quant(key, value, *codes, *units, slots, mode)
+        for side, code, unit in zip(("key", "value"), codes, units, strict=True):
+            whole |= {f"{name}_{side}": stored(code.view(torch.uint8)), f"{name}_{side}_scale": stored(unit)}
+
+    whole |= {
+        "turboquant": stored(cache),
+        "key": stored(packed[0]),
+        "value": stored(packed[1]),
+        "key_scale": stored(scales[0]),
+        "value_scale": stored(scales[1]),
+        "signs": token_head._get_rht_signs(block, 0, torch.device("cpu")).numpy(),
+        "rotated_back": rotated_back.numpy(),
+    }
+    np.savez(target, allow_pickle=False, **whole)
 
 
 main(*sys.argv[1:])

@@ -18,10 +18,8 @@ from pipeline.core.engine import Continuation
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Sample
-from plugins.kv_attention import context, launch
 from stages.engines.base import Logits
 from stages.engines.cuda.engine import KernelEngine
-from stages.engines.cuda.passes import DecodePass, PrefillPass
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.free import contradiction, free_answers
 from stages.evaluate.inputs.tokens import EncodedSample
@@ -136,36 +134,6 @@ def test_a_running_sequence_decodes_in_every_pass_of_a_prompt_that_joins(make: A
     assert engine.passes[:6] == [[50, 5], [50, 1], [20, 1], [1, 1], [1, 1], [1, 1]]
     assert [1, 50] in engine.passes
     assert min(map(min, engine.passes)) == 1, "nobody waits"
-
-
-def test_a_step_that_prompts_join_is_one_pass_and_other_steps_are_decode_steps(
-    make: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An attention of each layer and an append of each format, whether prompts join or not."""
-    engine, counts = make(), {"context": 0, "decode": 0, "append": 0, "mixed": 0, "captured": 0}
-
-    def counted(module: Any, name: str, key: str) -> None:
-        called = getattr(module, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            counts[key] += 1
-            return called(*args, **options)
-
-        monkeypatch.setattr(module, name, call)
-
-    counted(context, "context_attention", "context")
-    counted(launch, "decode_attention", "decode")
-    counted(launch, "append", "append")
-    counted(PrefillPass, "run", "mixed")
-    counted(DecodePass, "run", "captured")
-    engine.generate(prompts, LIMITS, None, max_sequences=2)
-    mixed = sum(max(sizes) > 1 for sizes in engine.passes)
-    steps = len(engine.passes)
-    # A prompt of one token joins as a chunk of one.
-    assert counts["mixed"] - mixed in (0, 1)
-    assert counts["mixed"] + counts["captured"] == steps
-    assert (counts["context"], counts["decode"]) == (2 * counts["mixed"], 2 * counts["captured"])
-    assert counts["append"] == 2 * steps
 
 
 @pytest.mark.parametrize("place", [0, 4, 6])

@@ -1,10 +1,7 @@
 """The graphs with the attention plugin in them, against NVIDIA's own reading of the plugin's declarations: no GPU."""
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import onnx
 import pytest
@@ -12,15 +9,13 @@ import tensorrt_stubs_builder as builder
 from onnx import helper
 from onnx_fixtures import nothing
 from tensorrt_graph_cases import SM, Surgery, surgeries
-from tensorrt_stubs_builder import Plan, Tensor
+from tensorrt_stubs_builder import Plan, Run, Tensor
 
 from pipeline.formats.body import FLOAT_TYPES
 from stages.engines.onnx.bundle import WEIGHTS_FILE
 from stages.engines.tensorrt.library import load
 from stages.engines.tensorrt.plan import Parsed, build, parse
 from stages.engines.tensorrt.surgery import PLUGIN_VERSION
-
-Run = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +25,8 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Surgery]:
 
 @pytest.fixture(scope="module")
 def tensorrt() -> Iterator[Run]:
-    """Runs a function in the process that has NVIDIA's package, and returns what it returns."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        pool.submit(builder.prepare).result(timeout=120)
-        yield lambda function, *args, **kwargs: pool.submit(function, *args, **kwargs).result(timeout=120)
+    with builder.nvidia() as run:
+        yield run
 
 
 def made(node: onnx.NodeProto, plan: Plan) -> dict[str, Tensor]:

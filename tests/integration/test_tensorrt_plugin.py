@@ -5,10 +5,8 @@ and the largest of an optimization profile.
 """
 
 import re
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import onnx
 import pytest
 import tensorrt_stubs_builder as builder
 import yaml
-from tensorrt_stubs_builder import Plan, Tensor, Triple
+from tensorrt_stubs_builder import Plan, Run, Tensor, Triple
 
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.formats.graph import onnx_type
@@ -56,7 +54,6 @@ VARYING: dict[str, int | Triple] = {
     "M": (1, 8, 64),
     "X": (1, 64, 100),
 }
-Run = Callable[..., Any]
 SCALING = bits_float(0x3DB504F3)
 """128 ** -0.5 as a float32."""
 
@@ -124,10 +121,8 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def tensorrt() -> Iterator[Run]:
-    """Runs a function of tensorrt_stubs_builder in the process that has NVIDIA's package, and returns what it returns."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        pool.submit(builder.prepare).result(timeout=120)
-        yield lambda function, *args, **kwargs: pool.submit(function, *args, **kwargs).result(timeout=120)
+    with builder.nvidia() as run:
+        yield run
 
 
 def triple(size: int | Triple) -> Triple:

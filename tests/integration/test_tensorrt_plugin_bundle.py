@@ -1,5 +1,6 @@
 """Bundles of plans with the attention plugin: everything but TensorRT itself."""
 
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -35,7 +36,6 @@ def stand_in_for_tensorrt(patch: pytest.MonkeyPatch) -> list[onnx.ModelProto]:
     patch.setattr(build_module, "load", lambda _: TENSORRT)
     patch.setattr(build_module, "parse", parse)
     patch.setattr(build_module, "build", lambda parsed, *_: BuiltPlan(b"plan", parsed.inputs, parsed.outputs))
-    patch.setattr(f"{plugin}.check_gpu", nothing)
     patch.setattr(f"{plugin}.register", nothing)
     for name in ("default_programs", "default_splits"):
         patch.setattr(f"{plugin}.{name}", lambda *_: 3)
@@ -46,7 +46,7 @@ def build_with_plugin(onnx_bundle: Path, out: Path, policy: KVPolicy) -> None:
     scales = onnx_bundle.with_name(f"{onnx_bundle.name}_scales.json")
     build_module.build_bundle(
         onnx_bundle, out, policy=policy, scales=scales, library="tensorrt",
-        max_batch=BATCH, max_tokens=TOKENS, progress=nothing, gpu=GPU, adapt=with_plugin(GPU),
+        max_batch=BATCH, max_tokens=TOKENS, progress=nothing, gpu=GPU, adapt=partial(with_plugin, sm=89),
     )  # fmt: skip
 
 

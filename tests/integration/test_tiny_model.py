@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 import stages.tiny
 from pipeline.core.records import Sample
 from stages.workloads import generate
-from stages.workloads.prompts import prompt_ids
+from stages.workloads.prompts import all_prompt_ids
 
 CHECKPOINT = Path(stages.tiny.__file__).with_name("checkpoint")
 SEED = 1234
@@ -44,7 +44,7 @@ def model() -> LlamaForCausalLM:
 @torch.no_grad()
 def forced(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, sample: Sample) -> tuple[torch.Tensor, bool]:
     """Return the logits at every token of the reference, from one pass, and whether greedy decoding gives the reference."""
-    prompt = prompt_ids(tokenizer, sample)
+    prompt = all_prompt_ids(tokenizer, [sample])[0]
     reference = [*tokenizer(sample.reference, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     logits = model(torch.tensor([prompt + reference[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
     return logits, logits.argmax(-1).tolist() == reference
@@ -69,7 +69,7 @@ def test_checkpoint_is_a_small_plain_llama_without_pickles(model: LlamaForCausal
 def test_answers_the_workloads_and_retrieves_among_twenty_records(
     name: str, least_tokens: int, bound: float, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    samples = (sample for sample in generate(name, 600, SEED) if len(prompt_ids(tokenizer, sample)) >= least_tokens)
+    samples = (sample for sample in generate(name, 600, SEED) if len(all_prompt_ids(tokenizer, [sample])[0]) >= least_tokens)
     assert sum(forced(model, tokenizer, next(samples))[1] for _ in range(10)) >= 10 * bound
 
 

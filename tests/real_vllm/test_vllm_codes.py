@@ -9,9 +9,13 @@ import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
+from trtllm_exports import conf
 
+from pipeline.core.kv import KVPolicy
+from pipeline.formats.oracle import unpack
 from pipeline.formats.vllm_token_head.oracle import signs, token_head
 from pipeline.formats.vllm_turboquant.oracle import turboquant
+from stages.engines.oracle.formats import quantize
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "vllm_kernels.py"
 DIMS = (64, 96)
@@ -27,6 +31,7 @@ def vectors(dim: int) -> Tensor:
     rng = torch.Generator().manual_seed(dim)
     keys = torch.randint(0, 0x7F, (40, 2, dim), generator=rng).to(torch.uint8).view(torch.float8_e4m3fn).float()
     keys *= torch.where(torch.rand(keys.shape, generator=rng) < 0.5, -1.0, 1.0)
+    keys[..., 0] = 448.0
     values = torch.randn(40, 2, dim, generator=rng) * torch.exp2(torch.randint(-12, 8, (40, 2, 1), generator=rng))
     values[0], values[1] = 0.0, 0.25
     values[2] += 100
@@ -63,12 +68,46 @@ def test_turboquant_k8v4_is_bit_for_bit_vllms(stored: tuple[Tensor, Arrays]) -> 
     assert np.array_equal(slot[..., -2:], zero.view(torch.uint8).numpy())
 
 
+def test_turboquant_4bit_nc_is_vllms_but_for_ties_of_a_rotation(stored: tuple[Tensor, Arrays]) -> None:
+    """vLLM divides a vector by its length before it rotates it, kvgate after."""
+    (keys, values), theirs = stored
+    dim = keys.shape[-1]
+    if "turboquant_4bit" not in theirs:
+        assert dim == 96, "which Hadamard's matrix does not rotate"
+        return
+    slot = theirs["turboquant_4bit"]
+    ours = quantize(keys, KVPolicy.model_validate(conf("kv", "vllm_4bit_nc")).key, None)
+    assert ours.scale is not None
+    off = np.abs(nibbles(slot[..., : dim // 2]).astype(int) - (unpack(ours.codes, 4) + 8).numpy())
+    assert off.max() <= 1
+    assert (off == 0).mean() > 0.999
+    lengths = slot[..., dim // 2 : dim // 2 + 2].copy().view(np.float16)
+    np.testing.assert_allclose(ours.scale.numpy(), lengths, rtol=2.0**-10)
+    codes, scale, zero = turboquant(values)
+    assert np.array_equal(nibbles(slot[..., dim // 2 + 2 : -4]), codes.numpy())
+    assert np.array_equal(slot[..., -4:-2], scale.view(torch.uint8).numpy())
+    assert np.array_equal(slot[..., -2:], zero.view(torch.uint8).numpy())
+
+
 def test_int4_per_token_head_is_bit_for_bit_vllms(stored: tuple[Tensor, Arrays]) -> None:
     x, theirs = stored
     for states, side in zip(x, ("key", "value"), strict=True):
         codes, scale = token_head(states)
         assert np.array_equal(nibbles(theirs[side]), codes.numpy())
         assert np.array_equal(theirs[f"{side}_scale"].view(np.int32), scale[..., 0].numpy().view(np.int32))
+
+
+@pytest.mark.parametrize("kv", ["vllm_int8", "vllm_fp8"])
+def test_a_scale_a_token_and_head_is_bit_for_bit_vllms(stored: tuple[Tensor, Arrays], kv: str) -> None:
+    """Of FP8 the scales, and the codes that Triton's interpreter rounds as a GPU does: those of the keys, whose scale is 1."""
+    x, theirs = stored
+    name = kv.removeprefix("vllm_")
+    for states, side in zip(x, ("key", "value"), strict=True):
+        ours = quantize(states, KVPolicy.model_validate(conf("kv", kv)).key, None)
+        assert ours.scale is not None
+        assert np.array_equal(theirs[f"{name}_{side}_scale"], ours.scale[..., 0].numpy())
+        if kv == "vllm_int8" or side == "key":
+            assert np.array_equal(theirs[f"{name}_{side}"], ours.codes.view(torch.uint8).numpy())
 
 
 def test_the_rotation_has_vllms_signs_and_goes_back(stored: tuple[Tensor, Arrays]) -> None:

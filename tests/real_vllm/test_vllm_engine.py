@@ -28,6 +28,7 @@ from stages.engines.vllm.checkpoint import SCALES
 from stages.engines.vllm.engine import VllmEngine
 from stages.engines.vllm.library import PROGRAM
 from stages.evaluate.decoding.pressure import pressure
+from stages.evaluate.decoding.speculation import lookup_passes
 from stages.evaluate.delivery import audit_scales
 from stages.evaluate.distances.distance import kl_of_rows
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
@@ -63,8 +64,8 @@ def fp8(bundles: dict[str, Path], vllm_python: str) -> Iterator[VllmEngine]:
     engine.close()
 
 
-def oracle_of(bundle: Path, checkpoint: Path, kv: str) -> OracleEngine:
-    policy = KVPolicy.model_validate(conf("kv", kv))
+def oracle_of(bundle: Path, checkpoint: Path, kv: str | KVPolicy) -> OracleEngine:
+    policy = KVPolicy.model_validate(conf("kv", kv)) if isinstance(kv, str) else kv
     model = load_causal_lm(checkpoint, dtype=torch.float32)
     bare = OracleEngine.from_model(model, KVPolicy.model_validate(conf("kv", "fp16")))
     return OracleEngine.from_model(model, policy, read_scales(bundle / "kv_scales.json", policy, bare.shape))
@@ -126,6 +127,29 @@ def test_fp8_codes_of_this_build_are_rounded_towards_zero_and_read_right(
     assert fp8._loaded().kernel == "vec"
 
 
+@KNOWN_LAYOUT
+def test_layers_that_the_policy_leaves_at_16_bits_are_skipped(
+    texts: list[list[int]], tiny_checkpoint: Path, vllm_python: str, tmp_path: Path
+) -> None:
+    exact = {"layers": [0, 3], "key": {"dtype": "fp16"}, "value": {"dtype": "fp16"}}
+    policy = KVPolicy.model_validate({**conf("kv", "fp8"), "name": "fp8_between", "overrides": [exact]})
+    bundle = make_vllm_bundle(tiny_checkpoint, tmp_path / "bundle", policy, vllm_python)
+    assert "kv-cache-dtype-skip-layers:\n- '0'\n- '3'\n" in (bundle / "engine_args.yaml").read_text()
+    engine = open_vllm(bundle, vllm_python)
+    (rows,) = engine.forced_together([(texts[0], FIRST)])
+    assert audit_scales(engine, ()) == []
+    stored = engine.stored_request(0)
+    assert [layer[Side.KEY].codes.shape[-1] for layer in stored] == [128, 64, 64, 128]
+    oracle = oracle_of(bundle, tiny_checkpoint, policy)
+    replay = oracle.replay(texts[0], [FIRST], stored, rounding=BFLOAT16, reads_itself=True)
+    assert mean_kl(replay.logits, rows) < 10 * mean_kl(replay.logits, replay.disturbed) + 1e-6
+    off = [float(max(copy.engine.mean() for copy in layer.values())) for layer in replay.errors]
+    assert max(off[0], off[3]) < 0.01
+    assert min(off[1:3]) > 0.015, "codes of the other layers are truncated"
+    assert engine.memory().pool_bytes == 0
+    engine.close()
+
+
 def test_batches_steps_and_reused_prefixes_agree(fp8: VllmEngine, texts: list[list[int]]) -> None:
     together = fp8.forced_together([(text, FIRST) for text in texts])
     for rows, text in zip(together, texts, strict=True):
@@ -143,6 +167,23 @@ def test_batches_steps_and_reused_prefixes_agree(fp8: VllmEngine, texts: list[li
     assert times.memory.pool_bytes == fp8.policy.pool_bytes(fp8.shape, 4)
     reused = fp8.forced_reusing([(text, FIRST) for text in texts])
     assert max(mean_kl(a, b) for a, b in zip(together, reused, strict=True)) < 1e-3
+
+
+def test_vllms_own_prompt_lookup_takes_the_passes_that_are_counted_for_its_answers(
+    fp8: VllmEngine, tiny_checkpoint: Path
+) -> None:
+    """Its counters are of drafted passes alone: a pass says what it accepts and one token more."""
+    tokenizer = BundleTokenizer(tiny_checkpoint)
+    prompts = [tokenizer.prompt_ids(sample)[:400] for sample in generate("copy", 6, 0)]
+    seen = fp8.drafting([(prompt, 40) for prompt in prompts], 10, 3)
+    assert [len(answer) for answer in seen.answers] == [40] * 6
+    for prompt, answer, passes in zip(prompts, seen.answers, seen.passes, strict=True):
+        assert passes == 1 + lookup_passes([*prompt, answer[0]], answer[1:], 10, 3)
+    assert sum(seen.passes) < 0.7 * 6 * 40
+    assert seen.drafted > seen.accepted >= 6 * 40 - sum(seen.passes) > 0
+    assert 0 < seen.drafts <= sum(seen.passes) - 6
+    plain = fp8.generate(prompts, 40, None)
+    assert sum(a == b for a, b in zip(plain, seen.answers, strict=True)) >= 5
 
 
 def test_the_loaded_engine_reads_the_scales_of_its_checkpoint(fp8: VllmEngine) -> None:

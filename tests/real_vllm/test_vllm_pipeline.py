@@ -68,8 +68,15 @@ def check(report: EvaluationReport) -> None:
 @KNOWN_LAYOUT
 def test_the_tiny_models_fp8_cache_fails_for_what_it_computes_and_not_for_its_answers(tmp_path: Path, vllm_python: str) -> None:
     samples = "workloads.samples={prose: 2, retrieval: 1, copy: 1, tool_call: 1, multi_turn: 0}"
-    report, summary = judge(tmp_path / "work", vllm_python, samples, "calibration.max_length=64", "backend.threads=1")
+    few = ("calibration.max_length=64", "backend.threads=1", "workloads.speculation={}")
+    report, summary = judge(tmp_path / "work", vllm_python, samples, *few)
     check(report)
+    assert report.probes is not None
+    for seen in (report.probes.speculated_candidate, report.probes.speculated_baseline):
+        assert seen is not None
+        assert 0 < seen.passes == seen.counted_passes
+        assert seen.requests - 1 <= seen.same <= seen.requests
+        assert seen.drafted >= seen.accepted >= seen.tokens - seen.passes
     assert (summary["backend"], summary["verdict"]) == ("vllm", "FAIL")
     assert report.overall.fidelity.kl_mean is not None
     assert report.overall.fidelity.kl_mean < 0.01
@@ -96,10 +103,17 @@ def test_a_real_models_fp8_cache_fails_too(tmp_path: Path, vllm_python: str) -> 
     [
         ("kv=int4", "kv=int4: backend=vllm cannot hold it"),
         ("kv=fp8_token", "kv=fp8_token: backend=vllm cannot hold it .*fp8_per_token_head keeps float32 scales"),
+        (
+            "kv=vllm_int8",
+            r"kv=vllm_int8: a cache of type int8_per_token_head cannot run here \(vLLM's attention on a CPU holds auto",
+        ),
         ("weights=fp8", "weights=fp8: backend=vllm is given 16-bit weights"),
         ("backend.kv_cache_dtype=nvfp4", "backend.kv_cache_dtype=nvfp4: is not what the policy says, which is fp8_e4m3 or fp8"),
         ("backend.block_size=16", "backend.block_size=16: vLLM's attention on a CPU takes multiples of 32"),
-        ("backend.tensor_parallel_size=2", "backend.tensor_parallel_size=2: an evaluation runs in one process"),
+        (
+            "backend.tensor_parallel_size=3",
+            "backend.tensor_parallel_size=3: does not divide the model's 4 query heads; use a divisor",
+        ),
     ],
 )
 def test_what_vllm_cannot_do_is_refused_before_any_work(tmp_path: Path, vllm_python: str, given: str, expected: str) -> None:

@@ -183,7 +183,6 @@ def test_the_key_of_plans_has_the_version_of_the_library_that_was_imported(
         given.update(options)
 
     machine.setattr("stages.engines.tensorrt.build.build_bundle", build)
-    machine.setattr("stages.engines.tensorrt.plugin.with_plugin", lambda _: None)
     config = configured(tmp_path, f"backend={backend}")
     chain = _Made(config, Store(tmp_path))
     made = chain.bundle(config.kv)

@@ -12,7 +12,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pipeline.core.errors import UserError
 from pipeline.core.records import Sample
 from stages.workloads import rendering
-from stages.workloads.prompts import render, render_all
+from stages.workloads.prompts import render_all
 
 SAMPLE = Sample(id="1", workload="custom", reference="", messages=(("user", "Hello"),))
 
@@ -49,14 +49,14 @@ def test_a_template_that_takes_too_much_is_refused(template: str, problem: str, 
         monkeypatch.setattr(rendering, "RENDER_SECONDS", 0.3)
     began, before = time.monotonic(), psutil.Process().children()
     with pytest.raises(UserError) as caught:
-        render(Templated(template), SAMPLE)
+        render_all(Templated(template), [SAMPLE])
     assert problem in str(caught.value)
     assert time.monotonic() - began < 4
     assert psutil.Process().children() == before, "nothing goes on rendering"
 
 
 def test_a_sound_template_is_rendered() -> None:
-    assert render(Templated("{{ messages[0].content }}!"), SAMPLE) == "Hello!"
+    assert render_all(Templated("{{ messages[0].content }}!"), [SAMPLE]) == ["Hello!"]
 
 
 def test_many_samples_are_rendered_in_one_child_and_the_first_that_is_refused_is_named() -> None:

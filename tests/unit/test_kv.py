@@ -177,7 +177,7 @@ def test_an_overridden_layer_has_its_own_formats_and_no_window() -> None:
     assert guarded.window_page_bytes(shape) == 64 * 2 * (128 + 64)
 
 
-@pytest.mark.parametrize("dtype", CODES)
+@pytest.mark.parametrize("dtype", [name for name, code in CODES.items() if code.only is None])
 def test_every_code_type_fills_whole_bytes_and_its_limit_is_its_largest_symmetric_code(dtype: str) -> None:
     code = CODES[dtype]
     assert 8 % code.bits == 0 or code.bits % 8 == 0

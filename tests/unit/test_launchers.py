@@ -237,6 +237,7 @@ def test_a_ray_of_the_command_listens_on_this_machine_alone_behind_a_token(ray: 
     assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler, "Ray's would abort the command"
     assert ray.options["address"] == "local", "it joins no other Ray that runs here"
     assert (ray.options["num_cpus"], ray.options["include_dashboard"]) == (2, False)
+    assert "kvgate-ray-" in str(ray.options["_temp_dir"]), "its logs and sockets go with the command"
     assert os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
     assert (os.environ["RAY_AUTH_MODE"], len(os.environ["RAY_AUTH_TOKEN"])) == ("token", 64)
 

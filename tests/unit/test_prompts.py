@@ -12,7 +12,7 @@ from pipeline.core.records import Sample
 from stages.checkpoints import load_tokenizer
 from stages.evaluate.inputs.tokens import BundleTokenizer
 from stages.quantize.calibration import calibration_texts, tokenize
-from stages.workloads.prompts import prompt_ids, render
+from stages.workloads.prompts import all_prompt_ids, render_all
 
 CHAT = Sample(
     id="chat-1", workload="w", reference="blue",
@@ -39,7 +39,7 @@ def saved(tokenizer: Any, folder: Path, **changes: object) -> Path:
 
 
 def test_messages_are_rendered_by_the_chat_template_with_one_bos(tokenizer: Any) -> None:
-    ids = prompt_ids(tokenizer, CHAT)
+    (ids,) = all_prompt_ids(tokenizer, [CHAT])
     turns = [{"role": role, "content": content} for role, content in CHAT.messages]
     assert ids == tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
     assert ids.count(tokenizer.bos_token_id) == 1
@@ -47,27 +47,28 @@ def test_messages_are_rendered_by_the_chat_template_with_one_bos(tokenizer: Any)
 
 def test_a_template_that_writes_no_bos_gets_none(tokenizer: Any) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    assert tokenizer.bos_token_id not in prompt_ids(tokenizer, CHAT)
+    assert tokenizer.bos_token_id not in all_prompt_ids(tokenizer, [CHAT])[0]
 
 
 def test_calibration_sees_the_tokens_that_evaluation_feeds(tokenizer: Any) -> None:
     raw = Sample(id="p", workload="w", prompt="Once upon a time", reference="x")
-    texts = [render(tokenizer, sample) for sample in (CHAT, raw)]
-    assert tokenize(tokenizer, texts, 1024, len(tokenizer)) == [prompt_ids(tokenizer, sample) for sample in (CHAT, raw)]
+    texts = render_all(tokenizer, [CHAT, raw])
+    assert tokenize(tokenizer, texts, 1024, len(tokenizer)) == all_prompt_ids(tokenizer, [CHAT, raw])
 
 
 @pytest.mark.parametrize("template", [None, ""])
 def test_a_base_models_messages_become_lines_with_the_assistants_turn_opened(tokenizer: Any, template: str | None) -> None:
     tokenizer.chat_template = template
     text = "system: Be brief.\nuser: Which colour?\nassistant: Of what?\nuser: The sky.\nassistant: "
-    assert render(tokenizer, CHAT) == text
-    assert prompt_ids(tokenizer, CHAT) == tokenizer(text)["input_ids"]
-    assert prompt_ids(tokenizer, CHAT)[0] == tokenizer.bos_token_id
+    assert render_all(tokenizer, [CHAT]) == [text]
+    (ids,) = all_prompt_ids(tokenizer, [CHAT])
+    assert ids == tokenizer(text)["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id
 
 
 def test_a_template_without_a_system_role_gets_its_text_in_the_users_turn(tokenizer: Any) -> None:
     tokenizer.chat_template = NO_SYSTEM
-    assert render(tokenizer, CHAT) == ("<|bos|>[user]Be brief.\n\nWhich colour?[assistant]Of what?[user]The sky.")
+    assert render_all(tokenizer, [CHAT]) == ["<|bos|>[user]Be brief.\n\nWhich colour?[assistant]Of what?[user]The sky."]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_a_template_without_a_system_role_gets_its_text_in_the_users_turn(tokeni
 def test_messages_that_a_template_refuses_are_named(tokenizer: Any, messages: Any, reason: str) -> None:
     tokenizer.chat_template = NO_SYSTEM
     with pytest.raises(UserError) as caught:
-        prompt_ids(tokenizer, Sample(id="odd-7", workload="w", messages=messages, reference="x"))
+        render_all(tokenizer, [Sample(id="odd-7", workload="w", messages=messages, reference="x")])
     assert str(caught.value).startswith(f"workloads: the tokenizer's chat_template refuses sample odd-7 ({reason})")
 
 

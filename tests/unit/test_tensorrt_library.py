@@ -97,16 +97,6 @@ def test_a_gpu_without_the_only_target_leaves_none_to_choose() -> None:
     assert said.endswith("name a later GPU")
 
 
-def test_a_gpu_here_that_lacks_a_type_is_named_with_the_dtypes_and_no_key_that_does_not_exist() -> None:
-    reason = "Cannot compile for target(s) sm80, because the model contains HW-specific datatypes: fp8_e4m3"
-    gpu = {"name": "NVIDIA A100", "compute_cap": "8.0", "driver_version": "580.1"}
-    said = str(refusal(LIBRARY, LAYERED, GraphRefusal(reason, []), (), gpu))  # type: ignore[arg-type]
-    assert said.startswith("kv.key.dtype=int8, kv.value.dtype=int8")
-    assert "for this GPU (NVIDIA A100, SM 8.0)" in said
-    assert "compute_capabilities" not in said
-    assert "choose dtypes that it has" in said
-
-
 def test_plans_for_the_gpu_here_have_it_in_their_key(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TensorRTConfig(name="tensorrt", compute_dtype="float16", max_batch=2, max_tokens=128, cuda_graphs=True)
     monkeypatch.setattr("stages.engines.tensorrt.backend.load", lambda _: LIBRARY)

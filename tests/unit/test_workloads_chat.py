@@ -11,7 +11,7 @@ from stages.evaluate.inputs.checks import judge, mentions, words_of
 from stages.workloads import generate
 from stages.workloads.documentation import SPLITS, pages
 from stages.workloads.pages import DIFFICULTIES, QUESTIONS
-from stages.workloads.prompts import prompt_ids
+from stages.workloads.prompts import all_prompt_ids
 
 COUNT = 36
 names = pytest.mark.parametrize("name", list(QUESTIONS))
@@ -33,7 +33,7 @@ def test_questions_about_one_page_share_all_tokens_up_to_the_worked_answers(tiny
     for asked in zip(*(generate(name, 6, 0) for name in QUESTIONS), strict=True):
         assert len({sample.document for sample in asked}) == 1
         assert len({page_of(sample) for sample in asked}) == 1
-        ids = [prompt_ids(tokenizer, sample) for sample in asked]
+        ids = all_prompt_ids(tokenizer, asked)
         shared = next(i for i, tokens in enumerate(zip(*ids, strict=False)) if len(set(tokens)) > 1)
         assert len(tokenizer(page_of(asked[0]))["input_ids"]) < shared < min(map(len, ids))
 

@@ -2,4 +2,4 @@
 
 from pipeline.formats.spec import FLOAT16, Spec
 
-FP16 = Spec("fp16", "exact", 16, FLOAT16, native=(0, None))
+FP16 = Spec("fp16", "exact", 16, FLOAT16, native=(0, None), llamacpp="f16")

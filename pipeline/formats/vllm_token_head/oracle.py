@@ -1,4 +1,5 @@
-"""The arithmetic in torch, number by number as vLLM 0.32.0 has it (vllm/v1/attention/ops/int4_per_token_head.py).
+"""The arithmetic in torch, number by number as vLLM 0.32.0 has it (vllm/v1/attention/ops: int4_per_token_head.py, and
+triton_reshape_and_cache_flash.py for INT8 and FP8).
 
 vLLM puts neighbouring channels into a byte, where kvgate puts channels i and D / 2 + i. On a GPU vLLM rounds rotated vectors
 to the 16 bits of the model. tests/real_vllm holds this to vLLM's code.
@@ -9,8 +10,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pipeline.formats.oracle import Arithmetic, Options, Static, Stored, pack, unpack
-from pipeline.formats.vllm_token_head.spec import SMALLEST_SCALE, VLLM_TOKEN_HEAD
+from pipeline.formats.oracle import Arithmetic, Float, Integer, Options, Scaled, Static, Stored, pack, unpack
+from pipeline.formats.vllm_token_head.spec import (
+    SMALLEST_SCALE,
+    VLLM_TOKEN_HEAD,
+    VLLM_TOKEN_HEAD_FP8,
+    VLLM_TOKEN_HEAD_INT8,
+)
 
 SEED = 0x9E3779B9
 """Of the signs that vectors are multiplied with before they are rotated."""
@@ -26,6 +32,25 @@ class TokenHead(Arithmetic):
     def numbers(self, stored: Stored, static: Static | None, options: Options) -> Tensor:  # noqa: ARG002  (of Arithmetic)
         assert stored.scale is not None
         return token_head_values(unpack(stored.codes, 4) + 8, stored.scale)
+
+
+class Absmax(Scaled):
+    """Codes in units of the float32 scale of a token and head; whole ones are rounded half away from zero."""
+
+    def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002  (of Arithmetic)
+        scale = (x.abs().amax(-1, keepdim=True) / self.spec.limit).clamp(min=SMALLEST_SCALE)
+        steps = x * (1.0 / scale)
+        if self.spec.kind == "integer" and not options.towards_zero:
+            steps = _half_away(steps)
+        return Stored(self.encode(steps, options), scale, None)
+
+
+class AbsmaxInteger(Absmax, Integer):
+    """INT8."""
+
+
+class AbsmaxFloat(Absmax, Float):
+    """E4M3, to the nearest code."""
 
 
 def token_head(x: Tensor, *, towards_zero: bool = False) -> tuple[Tensor, Tensor]:
@@ -80,4 +105,4 @@ def _half_away(x: Tensor) -> Tensor:
     return torch.where(x >= 0, x + 0.5, x - 0.5).trunc()
 
 
-ORACLE = TokenHead(VLLM_TOKEN_HEAD)
+ORACLES = (TokenHead(VLLM_TOKEN_HEAD), AbsmaxInteger(VLLM_TOKEN_HEAD_INT8), AbsmaxFloat(VLLM_TOKEN_HEAD_FP8))

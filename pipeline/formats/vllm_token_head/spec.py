@@ -1,9 +1,9 @@
-"""What a code is: 0 to 15 from a zero that is a whole number of codes, in the four lowest bits of the float32 scale.
+"""What a code is: an INT8 or an E4M3 in units of a float32 scale, or 0 to 15 from a zero that is a whole number of codes.
 
-The zeros are bits of the scales, which ONNX's operators do not read: there is no graph.py.
+Such zeros are the four lowest bits of the scales, which ONNX's operators do not read: there is no graph.py.
 """
 
-from pipeline.formats.spec import FLOAT32, PACKED, Spec
+from pipeline.formats.spec import E4M3, FLOAT32, PACKED, Spec
 
 SMALLEST_SCALE = 1e-6
 
@@ -15,5 +15,32 @@ VLLM_TOKEN_HEAD = Spec(
     7.0,
     scale_storage=FLOAT32,
     zero_storage=None,
-    refines=("int4", "signed_hadamard"),
+    arithmetic="vllm_token_head",
+    refines=("int4", False, "signed_hadamard"),
+    oracle_only=True,
+    vllm={"per_token": ("int4_per_token_head",)},
+)
+VLLM_TOKEN_HEAD_INT8 = Spec(
+    "vllm_token_head_int8",
+    "integer",
+    8,
+    PACKED,
+    127.0,
+    scale_storage=FLOAT32,
+    arithmetic="vllm_token_head",
+    refines=("int8", True, "none"),
+    oracle_only=True,
+    vllm={"per_token": ("int8_per_token_head",)},
+)
+VLLM_TOKEN_HEAD_FP8 = Spec(
+    "vllm_token_head_fp8",
+    "float",
+    8,
+    E4M3,
+    448.0,
+    scale_storage=FLOAT32,
+    arithmetic="vllm_token_head",
+    refines=("fp8_e4m3", True, "none"),
+    oracle_only=True,
+    vllm={"per_token": ("fp8_per_token_head",)},
 )

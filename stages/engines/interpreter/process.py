@@ -302,7 +302,7 @@ class Worker:
             return
         self._ended = True
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # the group outlives its leader while a child does
+            kvgate_channel.kill_group(self._process.pid)  # the group outlives its leader while a child does
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:

@@ -9,7 +9,7 @@ from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
 from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.engines.onnx.native.compiler import find_compiler, kernel_digest, require_compiler
-from stages.engines.onnx.refusals import refuse_bfloat16, refuse_zeros_in_scales
+from stages.engines.onnx.refusals import refuse_bfloat16, refuse_oracles_own
 from stages.engines.paged.eviction import refuse_heavy_tokens
 
 
@@ -27,7 +27,7 @@ class OnnxBackend(Backend):
         without a compiler, and not bfloat16."""
         refuse_bfloat16(self.config.compute_dtype)
         refuse_heavy_tokens(job.policy)
-        refuse_zeros_in_scales(job.policy)
+        refuse_oracles_own(job.policy)
         if self.config.attention == "native":
             require_compiler()
 

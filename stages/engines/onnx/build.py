@@ -21,7 +21,7 @@ from stages.engines.onnx.bundle import (
     ModelInfo,
     Tensor,
 )
-from stages.engines.onnx.refusals import refuse_zeros_in_scales
+from stages.engines.onnx.refusals import refuse_oracles_own
 from stages.engines.onnx.surgery import specialise
 from stages.engines.paged.eviction import refuse_heavy_tokens
 
@@ -42,7 +42,7 @@ def build_bundle(decoder: Path, out: Path, *, policy: KVPolicy, scales: Path, pr
     info = read_record(decoder / "model.json", ModelInfo)
     policy.check_shape(info.shape)
     refuse_heavy_tokens(policy)
-    refuse_zeros_in_scales(policy)
+    refuse_oracles_own(policy)
     static = read_scales(scales, policy, info.shape)
     write_policy(out, policy, static)
     link_or_copy(decoder / WEIGHTS_FILE, out / WEIGHTS_FILE)

@@ -8,13 +8,18 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 
 
-def refuse_zeros_in_scales(policy: KVPolicy) -> None:
-    """Raise UserError for a format whose stored scale holds its zero in bits."""
+def refuse_oracles_own(policy: KVPolicy) -> None:
+    """Raise UserError for a format that the oracle alone computes."""
     for key, form in policy.formats:
-        if not form.symmetric and form.code.zero_storage is None:
+        if form.code.oracle_only:
+            named, instead = "arithmetic", ["arithmetic=kvgate"]
+            if form.arithmetic == "kvgate":
+                named, instead = "dtype", [f"dtype=int{min(8, form.code.bits // 4 * 4)}"]
+            if form.rotation not in ("none", "hadamard"):
+                instead.append("rotation=hadamard")
             raise UserError(
-                f"kv.{key}.arithmetic={form.arithmetic}: its zeros are bits of its scales, which ONNX's operators do not "
-                f"read; use {holder(policy)}, or set kv.{key}.arithmetic=kvgate kv.{key}.rotation=hadamard"
+                f"kv.{key}.{named}={getattr(form, named)}: ONNX's operators have no graph of it; "
+                f"use {holder(policy)}, or set {' '.join(f'kv.{key}.{change}' for change in instead)}"
             )
 
 

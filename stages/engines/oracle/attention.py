@@ -11,7 +11,7 @@ Shapes: Hq query heads, H KV heads, G = Hq / H, S new tokens, R rows of a block,
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -122,6 +122,10 @@ class Block:
     end: int
     pieces: Mapping[tuple[int | None, bool], tuple[Piece, ...]]
     """By the layer's own window (None: it attends to all), and whether the side has finer copies in the policy's window."""
+
+
+Taken = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Queries and keys of a layer (..., D), as an engine takes them -> as it multiplies and stores them."""
 
 
 class View(Protocol):
@@ -295,12 +299,15 @@ def _attention(
     scaling: float,
     *,
     views: Sequence[View],
+    taken: Taken | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query (B, Hq, S, D), key and value (B, H, S, D) -> (B, S, Hq, D).
 
-    `views`, one a sequence, travels through the model's forward as a keyword argument.
+    `views`, one a sequence, travels through the model's forward as a keyword argument, and so does `taken`.
     """
+    if taken is not None:
+        query, key = taken(int(module.layer_idx), query, key)  # type: ignore[arg-type]
     batch, _, length, head_dim = query.shape
     heads = key.shape[1]
     asked = asked_of(module, heads, options)

@@ -14,6 +14,7 @@ from pipeline.core.scales import KVScales
 from stages.checkpoints import load_causal_lm
 from stages.engines.base import ChunkedEngine, Logits, SequenceTable, check_positive
 from stages.engines.oracle.attention import ATTENTION, Block, BlockView, Fed, Joined, Sources, Span, View, check_finite, plan
+from stages.engines.oracle.blocks import as_llamacpp
 from stages.engines.oracle.build import open_bundle
 from stages.engines.oracle.cache import LayerCache, LayerStorage, layer_storages, one_pass
 from stages.engines.oracle.heavy import SIDES, HeavyCache, HeavyView
@@ -83,6 +84,7 @@ class OracleEngine(ChunkedEngine):
         """Caches of all layers, by handle."""
         self.reads_itself = False
         """As other engines read that store first and then attend: only where a whole sequence is computed at once."""
+        self._taken = as_llamacpp(model.config, storages)
         self._gains: dict[tuple[Side, int], Tensor] = {}
         """Factors (H, 1, 1) of `corrupt_scale` by side and layer."""
 
@@ -275,4 +277,5 @@ class OracleEngine(ChunkedEngine):
         self, ids: Sequence[Sequence[int]], positions: Tensor, views: Sequence[Any], known: LayerInput | None = None
     ) -> Tensor:
         """The last layer's normalized hidden states, (B, S, hidden)."""
-        return hidden_states(self.model, ATTENTION, torch.tensor([list(row) for row in ids]), positions, known, views=views)
+        ids_BS = torch.tensor([list(row) for row in ids])
+        return hidden_states(self.model, ATTENTION, ids_BS, positions, known, views=views, taken=self._taken)

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from pipeline.core.formats import Format
 from pipeline.core.scales import SideScales
+from pipeline.formats.ggml.oracle import ORACLES as GGML
 from pipeline.formats.nvfp4.oracle import ORACLE as NVFP4
-from pipeline.formats.oracle import KINDS, Arithmetic, Options, Static, Stored
+from pipeline.formats.oracle import KINDS, Arithmetic, Options, Static, Stored, groups_of
 from pipeline.formats.spec import Spec
-from pipeline.formats.vllm_token_head.oracle import ORACLE as VLLM_TOKEN_HEAD
-from pipeline.formats.vllm_turboquant.oracle import ORACLE as VLLM_TURBOQUANT
+from pipeline.formats.vllm_token_head.oracle import ORACLES as VLLM_TOKEN_HEADS
+from pipeline.formats.vllm_turboquant.oracle import ORACLES as VLLM_TURBOQUANTS
 
-OWN: dict[str, Arithmetic] = {one.spec.name: one for one in (NVFP4, VLLM_TURBOQUANT, VLLM_TOKEN_HEAD)}
+OWN: dict[str, Arithmetic] = {one.spec.name: one for one in (NVFP4, *VLLM_TURBOQUANTS, *VLLM_TOKEN_HEADS, *GGML)}
 """Formats whose arithmetic is not that of their kind."""
 
 
@@ -42,21 +43,23 @@ def quantize(x: Tensor, form: Format, static: Static | None, *, towards_zero: bo
 
     Codes are the nearest ones; with `towards_zero` the nearest that are not larger, as a cast that truncates makes them.
     """
-    return arithmetic(form.code).store(_rotated(x.float(), form), static, _options(form, x.shape[-1], towards_zero))
+    return arithmetic(form.code).store(rotated(x.float(), form), static, _options(form, x.shape[-1], towards_zero))
 
 
 def dequantize(stored: Stored, form: Format, static: Static | None) -> Tensor:
     """Return the numbers that the codes stand for, (..., H, T, D) float32, rotated back where the format rotates."""
-    head_dim = stored.codes.shape[-1] * form.code.packed
-    return _rotated(arithmetic(form.code).numbers(stored, static, _options(form, head_dim)), form)
+    head_dim = 8 * stored.codes.shape[-1] * form.code.storage.bytes // form.code.bits
+    return rotated(arithmetic(form.code).numbers(stored, static, _options(form, head_dim)), form)
 
 
 def _options(form: Format, head_dim: int, towards_zero: bool = False) -> Options:
     return Options(form.scales_per_token(head_dim), form.symmetric, form.block_scale, towards_zero)
 
 
-def _rotated(x: Tensor, form: Format) -> Tensor:
+def rotated(x: Tensor, form: Format) -> Tensor:
     """Into the basis of the codes, or back."""
+    if form.rotation == "hadamard_64":
+        return (groups_of(x, x.shape[-1] // 64) @ hadamard(64)).flatten(-2)
     return x @ hadamard(x.shape[-1]) if form.rotation == "hadamard" else x
 
 

@@ -86,6 +86,8 @@ def _refusals(policy: KVPolicy, shape: KVShape, layer: int, q_heads: int) -> Ite
         if codes is None:
             yield KernelRefusal(f"{key}.dtype", form.dtype, f"the CUDA kernels hold {plural} as {_listed(dtypes)}")
             return
+        if form.code.oracle_only:
+            yield KernelRefusal(f"{key}.arithmetic", form.arithmetic, "the CUDA kernels have kvgate's alone")
         if form.granularity not in codes.granularities:
             reason = f"the CUDA kernels hold {form.dtype} {_listed(codes.granularities)}"
             yield KernelRefusal(f"{key}.granularity", form.granularity, reason)

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.core.records import Progress
 from stages.engines.onnx.config import OnnxRuntimeConfig
-from stages.engines.onnx.refusals import refuse_zeros_in_scales
+from stages.engines.onnx.refusals import refuse_oracles_own
 from stages.engines.tensorrt.config import PlanConfig, TensorRTRTXConfig
-from stages.engines.tensorrt.library import TRITON_IS_MISSING, Name, load
+from stages.engines.tensorrt.library import Name, load
 
 
 class PlanBackend(Backend):
@@ -143,7 +144,7 @@ class TensorRTBackend(PlanBackend):
         check_gpu(gpu)
         takes_plugin = any(choose_layers(policy, shape, q_heads).layouts for policy in built_policies(job))
         if takes_plugin and triton_version() is None:
-            raise MissingRequirement(TRITON_IS_MISSING)
+            raise MissingRequirement("backend=tensorrt needs Triton for the attention plugin: pip install 'kvgate[kernels]'")
 
     def build_parts(self) -> dict[str, object]:
         """Return the GPU too: plans are tuned on the one that they are for."""
@@ -154,7 +155,7 @@ class TensorRTBackend(PlanBackend):
         from stages.engines.tensorrt.plugin import with_plugin
 
         gpu = first_gpu()
-        return {"gpu": gpu, "adapt": with_plugin(gpu)}
+        return {"gpu": gpu, "adapt": partial(with_plugin, sm=int(gpu["compute_cap"].replace(".", "")))}
 
 
 def built_policies(job: Job) -> list[KVPolicy]:
@@ -165,7 +166,7 @@ def built_policies(job: Job) -> list[KVPolicy]:
 def refuse_partial_caches(job: Job) -> None:
     """Raise UserError where not every token is kept and attended to: the engine of plans counts positions by its pages."""
     policy = job.policy
-    refuse_zeros_in_scales(policy)
+    refuse_oracles_own(policy)
     refuse_other_attention(job.checkpoint, "plans read every page of a sequence")
     if policy.eviction is not None:
         raise UserError(

@@ -78,7 +78,7 @@ def build_bundle(
             try:
                 plan = build(parse(trt, open_graph), limits.ranges(mode), targets, steps)
             except GraphRefusal as refused:
-                raise refusal(trt, policy, refused, targets, gpu) from refused
+                raise refusal(trt, policy, refused, targets) from refused
             (out / PLANS[mode]).write_bytes(plan.data)
             plans[mode] = replace(plan, data=b"")
     link_or_copy(onnx_bundle / WEIGHTS_FILE, out / WEIGHTS_FILE)

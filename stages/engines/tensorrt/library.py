@@ -27,8 +27,6 @@ HOW_TO_GET: dict[Name, str] = {
     ),
 }
 
-TRITON_IS_MISSING = "backend=tensorrt needs Triton for the attention plugin: pip install 'kvgate[kernels]'"
-
 
 @dataclass(frozen=True)
 class Library:

@@ -124,9 +124,7 @@ def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], s
     return Plan(memoryview(data), parsed.inputs, parsed.outputs)
 
 
-def refusal(
-    library: Library, policy: KVPolicy, refused: GraphRefusal, targets: Sequence[int], gpu: Mapping[str, str] | None = None
-) -> UserError:
+def refusal(library: Library, policy: KVPolicy, refused: GraphRefusal, targets: Sequence[int]) -> UserError:
     """Return the error for a graph that was refused: the key of the KV policy, its value, TensorRT's reason, what to do."""
     title = f"{library.title} {library.version}"
     for name in refused.inputs:
@@ -138,20 +136,15 @@ def refusal(
                 f"{key}.dtype={form.dtype}: {title} refuses the graph's input {name}: {refused.reason}; "
                 f"choose another {key}.dtype, or backend=onnxruntime, which runs kv={policy.name}"
             )
-    values = ", ".join(f"kv.{side}.dtype={form.dtype}" for side, form in policy.formats)
     match = TARGETS.search(refused.reason)
-    if match is not None and targets:
+    if match is not None:
+        values = ", ".join(f"kv.{side}.dtype={form.dtype}" for side, form in policy.formats)
         without = [target for target in targets if f"sm{target}" not in re.findall(r"sm\d+", match["targets"])]
         listed = str(without).replace(" ", "")
         hint = f"leave it out: backend.compute_capabilities={listed}" if without else "name a later GPU"
         return UserError(
             f"backend.compute_capabilities={list(targets)}: {title} cannot build kv={policy.name} ({values}) for "
             f"{match['targets'].strip(', ')}: {refused.reason}; {hint}"
-        )
-    if match is not None and gpu is not None:
-        return UserError(
-            f"{values}: {title} cannot build kv={policy.name} for this GPU ({gpu['name']}, SM {gpu['compute_cap']}): "
-            f"{refused.reason}; choose dtypes that it has, or build on a later GPU"
         )
     return UserError(
         f"kv={policy.name}: {title} refuses its graph: {refused.reason}; "

@@ -5,8 +5,7 @@ plan, which needs neither Python nor a plugin library to run.
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
@@ -17,25 +16,10 @@ from plugins.kv_attention.kernels.variants import Setting, decode_variant
 from plugins.kv_attention.layout import CacheLayout
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
-from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
-from stages.engines.tensorrt.build import GraphAdapter, PlanGraphs
-from stages.engines.tensorrt.library import TRITON_IS_MISSING
+from stages.engines.paged.kernel_layout import choose_layers
+from stages.engines.tensorrt.build import PlanGraphs
 from stages.engines.tensorrt.shapes import Limits
 from stages.engines.tensorrt.surgery import use_plugin
-
-
-def with_plugin(gpu: Mapping[str, str]) -> GraphAdapter:
-    """Return what puts the plugin into the layers that the kernels hold, for build.build_bundle."""
-    check_gpu(gpu)
-    sm = int(gpu["compute_cap"].replace(".", ""))
-
-    def adapt(graphs: Mapping[Mode, Path], folder: Path, info: ModelInfo, limits: Limits) -> PlanGraphs:
-        layers = choose_layers(limits.policy, info.shape, info.q_heads)
-        if not layers.layouts:
-            return PlanGraphs(graphs, _reasons(layers))
-        return write_plugin_graphs(graphs, folder, info=info, limits=limits, sm=sm)
-
-    return adapt
 
 
 def check_gpu(gpu: Mapping[str, str]) -> None:
@@ -58,37 +42,33 @@ def check_gpu(gpu: Mapping[str, str]) -> None:
         )
 
 
-def write_plugin_graphs(graphs: Mapping[Mode, Path], folder: Path, *, info: ModelInfo, limits: Limits, sm: int) -> PlanGraphs:
-    """Write graphs with plugin nodes to `folder`, without their weights, and register the plugin with TensorRT."""
-    models = {mode: onnx.load(graph, load_external_data=False) for mode, graph in graphs.items()}
-    programs, splits = default_programs(info, limits, sm), default_splits(info, limits, sm)
-    for mode, model in models.items():
-        count = programs if mode == "decode" else splits
-        layers = use_plugin(model, info, limits.policy, mode, programs=count, sm=sm)
+def with_plugin(graphs: Mapping[Mode, Path], folder: Path, info: ModelInfo, limits: Limits, *, sm: int) -> PlanGraphs:
+    """Put the plugin into the layers that the kernels hold: graphs without weights in `folder`, the given ones without such."""
+    layers = choose_layers(limits.policy, info.shape, info.q_heads)
+    native = {layer: str(refusal) for layer, refusal in layers.refusals.items()}
+    if not layers.layouts:
+        return PlanGraphs(graphs, native)
     register()
-    written: dict[Mode, Path] = {mode: folder / graph.name for mode, graph in graphs.items()}
-    for mode, model in models.items():
+    counts = {"decode": default_programs(info, limits, sm), "prefill": default_splits(info, limits, sm)}
+    written = {mode: folder / graph.name for mode, graph in graphs.items()}
+    for mode, graph in graphs.items():
+        model = onnx.load(graph, load_external_data=False)
+        use_plugin(model, info, limits.policy, mode, programs=counts[mode], sm=sm)
         onnx.save(model, written[mode])
-    return PlanGraphs(written, _reasons(layers))
-
-
-def _reasons(layers: KernelLayers) -> dict[int, str]:
-    """Return layer -> the reason why it keeps its function body instead of the plugin."""
-    return {layer: str(refusal) for layer, refusal in layers.refusals.items()}
+    return PlanGraphs(written, native)
 
 
 def register() -> None:
     """Declare the plugin's operations to TensorRT, once a process: TensorRT takes each name once."""
-    with _triton():
-        import plugins.kv_attention.tensorrt_plugin  # noqa: F401
+    import plugins.kv_attention.tensorrt_plugin  # noqa: F401
 
 
 def default_programs(info: ModelInfo, limits: Limits, sm: int) -> int:
     """Return the programs over the pages of a KV head that fill this GPU, in every layer that the kernels hold."""
     import torch
 
-    with _triton():
-        from plugins.kv_attention import launch
+    from plugins.kv_attention import launch
+
     layouts = choose_layers(limits.policy, info.shape, info.q_heads).layouts.values()
     resident = min(decode_variant(_setting(layout, info, sm)).resident for layout in layouts)
     batch, pages, sm_count = limits.max_batch, limits.sequence_pages, launch.sm_count(torch.device("cuda"))
@@ -99,8 +79,8 @@ def default_splits(info: ModelInfo, limits: Limits, sm: int) -> int:
     """Return the splits over a sequence's pages with which a whole chunk fills this GPU, in every layer of the kernels."""
     import torch
 
-    with _triton():
-        from plugins.kv_attention import context, launch
+    from plugins.kv_attention import context, launch
+
     splits = []
     for layout in choose_layers(limits.policy, info.shape, info.q_heads).layouts.values():
         variant = context_variant(_setting(layout, info, sm))
@@ -113,14 +93,3 @@ def default_splits(info: ModelInfo, limits: Limits, sm: int) -> int:
 def _setting(layout: CacheLayout, info: ModelInfo, sm: int) -> Setting:
     """What the kernels of a layer are compiled for: of several new tokens, for a chunk of a prompt."""
     return Setting(layout, info.compute_dtype, sm, info.q_heads // info.kv_heads, rows=WIDEST)
-
-
-@contextmanager
-def _triton() -> Iterator[None]:
-    """Context of an import of the kernels: MissingRequirement when Triton is not installed."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        raise MissingRequirement(TRITON_IS_MISSING) from error

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pipeline.core.errors import UserError
 from stages.engines.onnx.bundle import Tensor
 from stages.engines.staging import ALIGNMENT, Section, StagedInputs, StepResults, stacked
 from stages.engines.tensorrt.library import Library
@@ -152,11 +151,6 @@ class Step:
         """Capture the next run anew: what runs after the plan has changed."""
         self._replay = None
 
-    @property
-    def replayed(self) -> bool:
-        """Whether runs replay a CUDA graph."""
-        return self._replay is not None
-
     def _enqueue(self) -> None:
         session = self._session
         session.check(self._context.execute_async_v3(session.device.stream), "a run")
@@ -171,7 +165,10 @@ class PlanSession:
     ) -> None:
         """Open a plan."""
         self.library, self.engine, self.device, self.captured = library, engine, device, captured
-        self.inputs, self.outputs = check_signature(library, engine, inputs, outputs)
+        # An input that nothing reads may be missing: the builder may drop it.
+        names = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
+        self.inputs = {tensor.name: tensor for tensor in inputs if tensor.name in names}
+        self.outputs = {tensor.name: tensor for tensor in outputs}
         self.bound: dict[str, torch.Tensor] = {}
         """Inputs whose addresses never change."""
         self.consumer: Consumer
@@ -190,11 +187,6 @@ class PlanSession:
         assert memory.data_ptr() % ALIGNMENT == 0, f"TensorRT wants memory aligned to {ALIGNMENT} bytes"
         self._memory, self.consumer = memory, consumer
         self.bound = {name: tensor for name, tensor in bound.items() if name in self.inputs}
-
-    @property
-    def replayed_shapes(self) -> int:
-        """Shapes whose runs replay a CUDA graph."""
-        return sum(step.replayed for step in self._steps.values())
 
     def step(self, **sizes: int) -> Step:
         """Return the step of a shape, given as sizes of the dimensions by name."""
@@ -247,30 +239,3 @@ class PlanSession:
             raise RuntimeError(
                 f"{self.library.title} {self.library.version} refuses {what}: {'; '.join(self.library.take_errors())}"
             )
-
-
-def check_signature(
-    library: Library, engine: Any, inputs: list[Tensor], outputs: list[Tensor]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the described inputs and outputs that the engine has, by name.
-
-    An input that nothing reads may be missing: the builder may drop it.
-    """
-    mode = library.trt.TensorIOMode
-    described = {t.name: (mode.INPUT, t) for t in inputs} | {t.name: (mode.OUTPUT, t) for t in outputs}
-    present: dict[Any, dict[str, Tensor]] = {mode.INPUT: {}, mode.OUTPUT: {}}
-    for i in range(engine.num_io_tensors):
-        name = engine.get_tensor_name(i)
-        kind, dtype = engine.get_tensor_mode(name), engine.get_tensor_dtype(name).name
-        expected = described.get(name)
-        if expected is None or (kind, dtype) != (expected[0], expected[1].dtype) or dtype not in DTYPES:
-            raise UserError(
-                f"the plan has {kind.name.lower()} {name} of {dtype}, its bundle.json "
-                f"{'nothing of that name' if expected is None else f'{expected[0].name.lower()} of {expected[1].dtype}'}: "
-                "build the engine again with stage=build"
-            )
-        present[kind][name] = expected[1]
-    missing = [t.name for t in outputs if t.name not in present[mode.OUTPUT]]
-    if missing:
-        raise UserError(f"the plan lacks the output {missing[0]}: build the engine again with stage=build")
-    return present[mode.INPUT], present[mode.OUTPUT]

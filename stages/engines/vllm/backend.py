@@ -8,7 +8,15 @@ from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.process import probe
 from stages.engines.vllm.config import VllmConfig
 from stages.engines.vllm.library import PROGRAM, on_cpu
-from stages.engines.vllm.targets import cache_dtypes, check_judging, check_own_scales, chosen, refuse_dtype
+from stages.engines.vllm.targets import (
+    cache_dtypes,
+    check_boundaries,
+    check_judging,
+    check_own_scales,
+    check_split,
+    chosen,
+    refuse_dtype,
+)
 
 
 class VllmBackend(InterpreterBackend):
@@ -34,15 +42,13 @@ class VllmBackend(InterpreterBackend):
         """Refuse what vLLM's cache cannot hold, a missing interpreter, and what its release or this machine lacks."""
         if not job.builds:
             return
-        config, ranks, heads = self.config, self.config.tensor_parallel_size, job.checkpoint.q_heads
+        config, checkpoint = self.config, job.checkpoint
         named = cache_dtypes(job.policy, config)  # refuses a policy before the interpreter is asked
+        check_boundaries(job.policy, named[0], checkpoint.shape.layers)
         self._check_checkpoint(job, ", or judge quantized weights with backend=trtllm")
-        if job.checkpoint.quantized is not None:
-            check_own_scales(job.policy, job.checkpoint.quantized, self.audit(job.checkpoint.path))
-        if heads % ranks:
-            raise UserError(
-                f"backend.tensor_parallel_size={ranks}: does not divide the model's {heads} query heads; use a divisor"
-            )
+        if checkpoint.quantized is not None:
+            check_own_scales(job.policy, checkpoint.quantized, self.audit(checkpoint.path))
+        check_split(config.tensor_parallel_size, checkpoint.q_heads, checkpoint.shape.kv_heads)
         interpreter = probe(PROGRAM, config.python)
         refusal = refuse_dtype(config, job.policy, chosen(config, named), interpreter)
         if refusal is not None:

@@ -1,6 +1,6 @@
 """Builds a bundle of vLLM: the checkpoint with the cache's scales, and the engine arguments of `vllm serve`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from stages.engines.interpreter.protocol import Resolved
 from stages.engines.vllm.checkpoint import delivers_scales, write_checkpoint
 from stages.engines.vllm.config import VllmConfig
 from stages.engines.vllm.library import PROGRAM
-from stages.engines.vllm.targets import cache_dtypes, chosen
+from stages.engines.vllm.targets import cache_dtypes, chosen, skipped_layers
 
 STEPS = 2
 NOT_VLLMS = ("threads", "kv_cache_dtype", "kv_cache_gib")
@@ -42,7 +42,7 @@ def build_bundle(
     interpreter, info, measured = begin_bundle(PROGRAM, config, checkpoint, out, policy, scales, progress)
     progress("build", 0, STEPS)
     write_checkpoint(info, out / CHECKPOINT, policy, measured)
-    arguments = engine_args(config, chosen(config, cache_dtypes(policy, config)))
+    arguments = engine_args(config, chosen(config, cache_dtypes(policy, config)), skipped_layers(policy) or [])
     progress("build", 1, STEPS)
     resolved = _resolve(interpreter, out / CHECKPOINT, arguments, config.request_timeout_s)
     flags = OmegaConf.to_yaml({name.replace("_", "-"): value for name, value in arguments.items()})
@@ -56,12 +56,14 @@ def build_bundle(
     progress("build", STEPS, STEPS)
 
 
-def engine_args(config: VllmConfig, cache_dtype: str) -> dict[str, Any]:
+def engine_args(config: VllmConfig, cache_dtype: str, skipped: Sequence[str] = ()) -> dict[str, Any]:
     """Return the engine arguments of serving, by the names of vLLM's EngineArgs."""
     given = config.model_dump(exclude={*NOT_VLLMS, *InterpreterConfig.model_fields})
     step_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
     fixed = {"kv_cache_dtype": cache_dtype, "trust_remote_code": False, "load_format": "safetensors", "seed": 0}
     arguments: dict[str, Any] = {**given, "max_num_batched_tokens": step_tokens, **fixed}
+    if skipped:
+        arguments["kv_cache_dtype_skip_layers"] = list(skipped)
     if config.kv_cache_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
     return arguments

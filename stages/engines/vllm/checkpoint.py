@@ -30,7 +30,7 @@ SIDES = {Side.KEY: "k", Side.VALUE: "v"}
 
 def delivers_scales(policy: KVPolicy) -> bool:
     """Whether the checkpoint carries scales; vLLM reads E5M2 without any, and refuses a checkpoint that has them."""
-    return policy.key.dtype == "fp8_e4m3"
+    return policy.key.dtype != "fp8_e5m2" and policy.key.has_static_scales and policy.value.has_static_scales
 
 
 def write_checkpoint(info: CheckpointInfo, out: Path, policy: KVPolicy, scales: KVScales) -> None:
@@ -81,6 +81,8 @@ def write_scales(out: Path, scales: KVScales, key_fault: float = 1.0) -> list[st
     tensors = {}
     for layer, sides in enumerate(scales.layers):
         for side, letter in SIDES.items():
+            if side not in sides:
+                continue  # a skipped layer
             numbers = torch.tensor(sides[side].scale) * (key_fault if side is Side.KEY else 1.0)
             tensors[NAME.format(layer=layer, side=letter)] = numbers
     save_file(tensors, out / SCALES)

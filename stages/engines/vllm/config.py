@@ -15,7 +15,7 @@ class VllmConfig(InterpreterConfig):
     length_key = "max_model_len"
     takes_quantized = True
     threads: Annotated[int, Field(ge=1, le=1024)] | None
-    """CPU threads of the engine; null leaves it to vLLM, which binds them to all cores."""
+    """CPU threads of each worker; null leaves a single worker to vLLM, which binds it to all cores; several share the cores."""
     dtype: Literal["float16", "bfloat16", "float32"]
     """Type of activations and of a cache that is not quantized."""
     kv_cache_dtype: str | None
@@ -35,9 +35,9 @@ class VllmConfig(InterpreterConfig):
     enforce_eager: bool
     """Whether the model runs as it is, without torch.compile and CUDA graphs."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)]
-    """GPUs that share the model while serving; an evaluation takes one."""
+    """Workers that share the model, each with its part of the KV heads: GPUs, or processes on a CPU."""
     kv_cache_gib: Annotated[float, Field(gt=0, le=4096)] | None
-    """Memory of the cache; null is what gpu_memory_utilization leaves."""
+    """Memory of each worker's cache; null is what gpu_memory_utilization leaves."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)]
     """Share of a GPU's memory that vLLM may take."""
 

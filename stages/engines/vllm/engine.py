@@ -1,5 +1,6 @@
 """The engine of vLLM."""
 
+import os
 from collections.abc import Mapping, Sequence
 from itertools import chain, starmap
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy.typing as npt
 
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import PAGE_TOKENS, Side
-from pipeline.core.records import LayerDelivery, MemoryReport, Pressed, StoredCopy
+from pipeline.core.records import Drafting, LayerDelivery, MemoryReport, Pressed, StoredCopy
 from stages.engines.base import LOGIT_STEP, Logits
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import Worker
@@ -18,10 +19,18 @@ from stages.engines.interpreter.requests import RequestEngine, whole
 from stages.engines.vllm.build import VllmBundle
 from stages.engines.vllm.checkpoint import delivered, write_faulted
 from stages.engines.vllm.config import VllmConfig
-from stages.engines.vllm.library import PROGRAM, Facts
+from stages.engines.vllm.library import PROGRAM, Drafted, Facts, LayerScales, on_cpu
 
 LOGPROBS = 20
 """Log-probabilities a token that may be asked for: an evaluation asks for that of the token itself."""
+EVALUATED: dict[str, object] = {
+    "enable_prefix_caching": False,
+    "async_scheduling": False,
+    "max_logprobs": LOGPROBS,
+    "disable_log_stats": False,
+}
+"""No prompt comes from the cache, unless that is what is looked at, and no step is scheduled before the last one's tokens are
+known: a logits processor would see each token a step late."""
 
 
 class VllmEngine(RequestEngine):
@@ -41,9 +50,7 @@ class VllmEngine(RequestEngine):
         super().__init__(bundle, config)
         self.prefill_chunk = int(self._described.arguments["max_num_batched_tokens"])
         self.logit_step = LOGIT_STEP[str(self._described.arguments["dtype"])]
-        self._reuse = False
-        self._pages: int | None = None
-        """Pages of the small pool; None has the bundle's memory."""
+        self._evaluated = dict(EVALUATED)
         self._facts: Facts | None = None
         self._shown: list[list[dict[Side, StoredCopy]]] = []
         """What the cache held of each request of the last `forced_together`."""
@@ -75,12 +82,25 @@ class VllmEngine(RequestEngine):
 
     def forced_reusing(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
         """Return what `forced` returns of each (tokens, first) over a prefix that an earlier request left in the cache."""
-        self._restart(reuse=True)
+        self._restart(enable_prefix_caching=True)
         try:
             self._run([(list(tokens[:first]), [], 1, 0) for tokens, first in requests])
             return [rows for _, rows in self._run([whole(tokens, first) for tokens, first in requests])]
         finally:
-            self._restart(reuse=False)
+            self._restart()
+
+    def drafting(self, requests: Sequence[tuple[Sequence[int], int]], tokens: int, ngram: int) -> Drafting:
+        """As vLLM's method `ngram`, which takes no logits processors."""
+        for prompt, count in requests:
+            self._check_fits(len(prompt), count)
+        lookup = {"method": "ngram", "num_speculative_tokens": tokens, "prompt_lookup_min": 1, "prompt_lookup_max": ngram}
+        self._restart(speculative_config=lookup)
+        try:
+            asked = [{"prompt": list(prompt), "tokens": count} for prompt, count in requests]
+            seen = self._call("draft", Drafted, requests=asked)
+        finally:
+            self._restart()
+        return Drafting(seen.tokens, seen.passes, seen.drafts, seen.draft_tokens, seen.accepted_tokens)
 
     def press(
         self, plays: Sequence[Sequence[tuple[Sequence[int], int]]], rows: int, pages: int | None = None
@@ -89,11 +109,15 @@ class VllmEngine(RequestEngine):
             self._check_forced(tokens, first)
         if pages is None:
             return [self._pressed(play, rows) for play in plays]
-        self._restart(reuse=True, pages=pages)
+        size = int(self._described.arguments["block_size"])
+        blocks = -(-pages * PAGE_TOKENS // size)
+        # The null block holds nothing, and no sequence may be longer than the pool.
+        longest = min(self.max_tokens, blocks * size)
+        self._restart(enable_prefix_caching=True, num_gpu_blocks_override=blocks + 1, max_model_len=longest)
         try:
             return [self._pressed(play, rows) for play in plays]
         finally:
-            self._restart(reuse=False)
+            self._restart()
 
     def _pressed(self, play: Sequence[tuple[Sequence[int], int]], rows: int) -> list[Pressed]:
         seen: list[Generation] = []
@@ -110,10 +134,13 @@ class VllmEngine(RequestEngine):
         carried = [{side: scales.scale for side, scales in layer.items()} for layer in self._scales.layers]
         if self._described.kv_scales_in_checkpoint:
             carried = delivered(self._bundle / CHECKPOINT, self.shape.layers)
-        return [
-            LayerDelivery(dict(given), {Side.KEY: tuple(layer.key), Side.VALUE: tuple(layer.value)})
-            for given, layer in zip(carried, used, strict=True)
-        ]
+        return [LayerDelivery(dict(given), self._used(layer)) for given, layer in zip(carried, used, strict=True)]
+
+    def _used(self, layer: LayerScales) -> dict[Side, tuple[float, ...]]:
+        """The scales that a layer reads. Several workers tell those of all heads, where the policy has one for all, too."""
+        told = {Side.KEY: layer.key, Side.VALUE: layer.value}
+        by_head = self.policy.key.granularity == "per_head"
+        return {side: tuple(numbers if by_head else dict.fromkeys(numbers)) for side, numbers in told.items()}
 
     def close(self) -> None:
         super().close()
@@ -124,31 +151,20 @@ class VllmEngine(RequestEngine):
             self._facts = self._call("facts", Facts)
         return self._facts
 
-    def _restart(self, *, reuse: bool, pages: int | None = None) -> None:
-        """Let the next request load the model with or without prefix caching, in a pool of so many pages."""
+    def _restart(self, **changes: object) -> None:
+        """Let the next request load the model with these arguments in place of an evaluation's."""
         self.close()
-        self._reuse, self._pages = reuse, pages
+        self._evaluated = {**EVALUATED, **changes}
 
     def _open(self) -> Worker:
-        threads = self._config.threads
+        threads, workers = self._config.threads, int(self._described.arguments["tensor_parallel_size"])
+        if on_cpu(self._interpreter) and workers > 1:  # vLLM would bind each worker to a NUMA node of its own
+            threads = threads or max(1, len(os.sched_getaffinity(0)) // workers)
         bound = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if threads else {}
-        # No prompt comes from the cache, unless that is what is looked at, and no step is scheduled before the last one's
-        # tokens are known: a logits processor would see each token a step late.
-        evaluation = {
-            "enable_prefix_caching": self._reuse,
-            "async_scheduling": False,
-            "max_logprobs": LOGPROBS,
-            "disable_log_stats": False,
-        }
-        if self._pages is not None:
-            size = int(self._described.arguments["block_size"])
-            blocks = -(-self._pages * PAGE_TOKENS // size)
-            # The null block holds nothing, and no sequence may be longer than the pool.
-            evaluation |= {"num_gpu_blocks_override": blocks + 1, "max_model_len": min(self.max_tokens, blocks * size)}
         carried = self._described.kv_scales_in_checkpoint  # else the worker makes the keys louder
         model = self._checkpoint() if carried else self._bundle / CHECKPOINT
         fault = None if self._fault == 1.0 else self._fault
-        return self._opened(bound, model, engine_args={**self._described.arguments, **evaluation}, key_fault=fault)
+        return self._opened(bound, model, engine_args={**self._described.arguments, **self._evaluated}, key_fault=fault)
 
     def _write_faulted(self, checkpoint: Path, out: Path) -> None:
         write_faulted(checkpoint, out, self._scales, self._fault)
@@ -170,19 +186,16 @@ class VllmEngine(RequestEngine):
 
     def _stored(self, path: Path, length: int) -> list[dict[Side, StoredCopy]]:
         """Return the copies of a file that the worker wrote: keys, then values, of every layer."""
-        shape, form = self.shape, self.policy.key
-        width = form.token_bytes(shape.head_dim)
-        raw = np.fromfile(path, np.uint8).reshape(shape.layers, 2, shape.kv_heads, length, width)
-        used = self._loaded().scales
-        copies = []
+        shape, used, place = self.shape, self._loaded().scales, 0
+        raw, copies = np.fromfile(path, np.uint8), []
         for layer in range(shape.layers):
-            scales = {Side.KEY: used[layer].key, Side.VALUE: used[layer].value}
-            copies.append(
-                {
-                    side: StoredCopy(0, raw[layer, i], None, None, _static(scales[side]) if form.static else None, None)
-                    for i, side in enumerate((Side.KEY, Side.VALUE))
-                }
-            )
+            scales, found = self._used(used[layer]), {}
+            for side, form in self.policy.sides(layer).items():
+                size = shape.kv_heads * length * form.token_bytes(shape.head_dim)
+                codes = raw[place : place + size].reshape(shape.kv_heads, length, -1)
+                found[side] = StoredCopy(0, codes, None, None, _static(scales[side]) if form.static else None, None)
+                place += size
+            copies.append(found)
         return copies
 
 

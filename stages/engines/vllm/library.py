@@ -43,6 +43,16 @@ class Facts(StrictModel):
     """What computes attention: the CPU's instruction set, or the attention backend."""
 
 
+class Drafted(StrictModel):
+    """Answer to `draft`: tokens and passes of each request, and vLLM's own counters."""
+
+    tokens: list[list[int]]
+    passes: list[int]
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+
+
 PROGRAM = Program(
     "vllm",
     "vLLM",

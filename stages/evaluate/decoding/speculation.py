@@ -26,9 +26,11 @@ from dataclasses import replace
 import torch
 
 from pipeline.checkpoint.places import locate_checkpoint
+from pipeline.core.engine import Engine
 from pipeline.core.kv import FP16_POLICY
 from pipeline.core.records import Progress
 from pipeline.core.workloads import SpeculationConfig
+from pipeline.verdict.coverage import Speculated
 from stages.checkpoints import load_causal_lm
 from stages.engines.oracle.engine import OracleEngine
 from stages.evaluate.decoding.batches import Greedy
@@ -138,6 +140,39 @@ def speculated(
             drafted[i] = replace(answer, passes=passes)
         progress("speculation [answers]", i + 1, len(answers))
     return drafted
+
+
+def speculated_by(
+    engine: Engine,
+    answers: Sequence[Answer | None],
+    encoded: Sequence[EncodedSample],
+    config: SpeculationConfig | None,
+    greedy: Greedy,
+) -> Speculated | None:
+    """Return what an engine's own prompt lookup makes of its answers; None for an engine without, or none asked.
+
+    The engine drafts from its first token on, not from the prompt alone, and is counted alike.
+    """
+    pairs = zip(answers, encoded, strict=True)
+    asked = [(item.prompt, greedy.said(answer.tokens, item)) for answer, item in pairs if answer is not None]
+    if config is None or not config.lookup_tokens or not asked or not engine.can(Engine.drafting):
+        return None
+    seen = engine.drafting([(prompt, len(said)) for prompt, said in asked], config.lookup_tokens, config.ngram)
+    counted = 0
+    for (prompt, _), answer in zip(asked, seen.answers, strict=True):
+        counted += 1
+        if len(answer) > 1:
+            counted += lookup_passes([*prompt, answer[0]], answer[1:], config.lookup_tokens, config.ngram)
+    return Speculated(
+        requests=len(asked),
+        same=sum(answer == list(said) for answer, (_, said) in zip(seen.answers, asked, strict=True)),
+        tokens=sum(map(len, seen.answers)),
+        passes=sum(seen.passes),
+        counted_passes=counted,
+        drafts=seen.drafts,
+        drafted=seen.drafted,
+        accepted=seen.accepted,
+    )
 
 
 def _drafters(config: SpeculationConfig) -> dict[str, Drafter]:

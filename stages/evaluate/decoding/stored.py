@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter
 from safetensors.numpy import load_file, save_file
 
 from pipeline.verdict.conformance import EngineConformance
-from pipeline.verdict.coverage import Coverage, FreeAnswers, Pressure, Probe, ReusedPrefixes
+from pipeline.verdict.coverage import Coverage, FreeAnswers, Pressure, Probe, ReusedPrefixes, Speculated
 from pipeline.verdict.delivery import ScaleChange, ServerSeen
 from pipeline.verdict.report import Canary, NoiseFloor, SystemMetrics, Work, jsonl_lines
 from stages.evaluate.decoding.rows import Answer
@@ -64,6 +64,7 @@ class Once(BaseModel):
     """A candidate's."""
     probe: Probe | None = None
     reused: ReusedPrefixes | None = None
+    speculated: Speculated | None = None
     pressure: Pressure | None = None
     """A candidate's."""
     top_logprobs: int | None = None

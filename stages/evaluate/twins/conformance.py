@@ -267,10 +267,18 @@ def _distances(item: EncodedSample, logits_RV: Logits, replay: Replay, problem: 
 
 
 def _by_layer(compared: Compared, rounding: tuple[float, ...]) -> Compared:
-    """Return a compared request with the mean errors of each layer, beside those of the 16-bit engine."""
-    joined = [torch.cat([copy.engine.flatten() for copy in layer.values()]) for layer in compared.errors]
-    means = tuple(float(errors.mean().nan_to_num(nan=FAR, posinf=FAR)) for errors in joined)
-    record = compared.record
+    """Return a compared request with the mean errors of each layer, beside those of the 16-bit engine.
+
+    The disturbed twin's stand in their place where they are larger: the sign of a scale of q4_0 turns with the last place of a
+    block's two largest numbers, and all codes of the block with it.
+    """
+
+    def means_of(part: str) -> tuple[float, ...]:
+        joined = (torch.cat([getattr(copy, part).flatten() for copy in layer.values()]) for layer in compared.errors)
+        return tuple(float(errors.mean().nan_to_num(nan=FAR, posinf=FAR)) for errors in joined)
+
+    means, record = means_of("engine"), compared.record
+    rounding = tuple(map(max, rounding, means_of("disturbed")))
     engine = record.engine.model_copy(update={"stored_by_layer": means})
     beside = record.rounding.model_copy(update={"stored_by_layer": rounding})
     return replace(compared, record=record.model_copy(update={"engine": engine, "rounding": beside}))

@@ -3,13 +3,16 @@
 A request is {"op": NAME, ...}, its answer {"ok": {...}} or {"error": TEXT}. Everything else that is printed goes to stderr.
 """
 
+import contextlib
 import json
 import os
+import re
 import select
 import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 PROTOCOL = 1
@@ -36,7 +39,22 @@ def end_with_parent(stdin: int) -> None:
     while os.getppid() == parent and seconds:
         time.sleep(1)
         seconds -= bool(hang_up.poll(0))
-    os.killpg(os.getpgid(0), signal.SIGKILL)
+    kill_group(os.getpgid(0))
+
+
+def kill_group(group: int) -> None:
+    """Kill a process group, and remove the names of memory that its processes share."""
+    forget_shared(group)
+    os.killpg(group, signal.SIGKILL)
+
+
+def forget_shared(group: int) -> None:
+    """Remove the names of memory that processes of a group share: it goes with the last of them, however they end."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(maps.parent.name)) == group:
+                for name in set(re.findall(r"/dev/shm/\S+", maps.read_text())):
+                    Path(name).unlink(missing_ok=True)
 
 
 def serve(operations: Operations, load_model: Callable[..., Model]) -> None:

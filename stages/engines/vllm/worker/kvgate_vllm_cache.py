@@ -7,7 +7,8 @@ a block of a head holds its keys channel by channel, then its values token by to
 from pathlib import Path
 from typing import Any
 
-LIBRARIES_16 = {"auto", "float16", "bfloat16"}
+SCALED, UNSCALED = ("fp8", "nvfp4"), ("e5m2", "per_token_head")
+"""Beginnings of types of the cache that read a layer's scale, and endings of those that do not."""
 
 
 def refusal(platform: str, dtype: str) -> str:
@@ -25,14 +26,12 @@ def refusal(platform: str, dtype: str) -> str:
 
 
 class Cache:
-    """The cache of an engine that runs in this process."""
+    """The cache of an engine whose scheduler runs in this process. Each of its workers holds an equal part of the KV heads."""
 
     def __init__(self, core: Any) -> None:
-        self.core = core
-        worker = core.model_executor.driver_worker
-        runner = getattr(worker, "worker", worker).model_runner
-        context = runner.vllm_config.compilation_config.static_forward_context
-        self.layers = {name: layer for name, layer in context.items() if hasattr(layer, "_k_scale")}
+        self.core, self.heads = core, int(core.vllm_config.model_config.get_total_num_kv_heads())
+        self.copies = max(1, core.vllm_config.parallel_config.tensor_parallel_size // self.heads)
+        """Workers that hold the same head."""
         self.freed: dict[str, tuple[list[int], int]] = {}
         """Of requests that lost their blocks, by their names: the blocks, and how often they had lost some before. What the
         blocks of a request hold that has ended stays until the next step."""
@@ -47,21 +46,30 @@ class Cache:
 
         manager.free = noted
 
+    def _of_each(self, function: Any, *args: Any) -> list[Any]:
+        """Call a function of this module in every worker and return what they say of different heads, in their order."""
+        return list(self.core.model_executor.collective_rpc(function, args=args)[:: self.copies])
+
     def facts(self) -> dict[str, Any]:
         """Return the scales that the attention layers read, in their order, and the cache's blocks and bytes."""
-        tensors = [layer.kv_cache for layer in self.layers.values()]
-        first = next(iter(self.layers.values()))
-        return {
+        parts = self._of_each(_facts)
+        layers = zip(*(part["scales"] for part in parts), strict=True)
+        whole: dict[str, Any] = {
+            **parts[0],
             "scales": [
-                {"layer": name, "key": _numbers(layer, "k"), "value": _numbers(layer, "v")}
-                for name, layer in self.layers.items()
+                {"layer": one[0]["layer"], **{side: self._joined([part[side] for part in one]) for side in ("key", "value")}}
+                for one in layers
             ],
-            "cache_dtype": str(first.kv_cache_dtype),
             "block_tokens": int(self.core.vllm_config.cache_config.block_size),
-            "blocks": int(tensors[0].shape[0]),
-            "block_bytes": sum(t[0].numel() * t.element_size() for t in tensors),
-            "kernel": str(getattr(first, "isa", type(first.impl).__name__)),
+            "block_bytes": self.copies * sum(part["block_bytes"] for part in parts),
         }
+        return whole
+
+    def _joined(self, parts: list[list[float]]) -> list[float]:
+        """The scales that workers read; of several workers, those of all heads."""
+        if len(parts) == 1:
+            return parts[0]
+        return [number for part in parts for number in part * (self.heads // len(parts) // len(part))]
 
     def used_blocks(self) -> int:
         """Return how many blocks hold tokens."""
@@ -74,30 +82,66 @@ class Cache:
         A layer with a scale was loaded with `factor` times the right one; its codes are written with the right one. A layer
         without a scale stores `factor` times the key.
         """
-        for layer in self.layers.values():
-            scaled = layer.kv_cache_dtype not in LIBRARIES_16 and "e5m2" not in layer.kv_cache_dtype
-            write = layer.impl.do_kv_cache_update
-            layer.impl.do_kv_cache_update = _scaled(write, factor) if scaled else _louder(write, factor)
+        self._of_each(_corrupt_keys, factor)
 
     def write(self, blocks: list[int], length: int, path: Path) -> bool:
         """Write keys and then values of every layer as they are stored, (H, length, D) each; False without a known layout."""
-        import torch
+        import numpy as np
 
-        if any(getattr(layer, "isa", None) != "vec" for layer in self.layers.values()):
+        parts = self._of_each(_stored, blocks, length)
+        if any(part is None for part in parts):
             return False
-        chosen = torch.tensor(blocks)
-        with path.open("wb") as stream:
-            for layer in self.layers.values():
-                cache = layer.kv_cache[chosen]
-                count, heads, tokens, width = cache.shape
-                channels = width // 2
-                keys, values = cache.reshape(count, heads, 2 * tokens, channels).chunk(2, dim=2)
-                keys = keys.reshape(count, heads, channels, tokens).transpose(2, 3)
-                for side in (keys, values):
-                    part = side.transpose(0, 1).reshape(heads, count * tokens, channels)[:, :length].contiguous()
-                    part = part.half() if part.dtype in (torch.bfloat16, torch.float32) else part
-                    stream.write(part.view(torch.uint8).numpy().tobytes())
+        np.concatenate([part for side in zip(*parts, strict=True) for part in side]).tofile(path)
         return True
+
+
+def _layers(worker: Any) -> dict[str, Any]:
+    """The attention layers of a worker."""
+    context = getattr(worker, "worker", worker).model_runner.vllm_config.compilation_config.static_forward_context
+    return {name: layer for name, layer in context.items() if hasattr(layer, "_k_scale")}
+
+
+def _facts(worker: Any) -> dict[str, Any]:
+    layers = _layers(worker)
+    tensors = [layer.kv_cache for layer in layers.values()]
+    first = next(iter(layers.values()))
+    return {
+        "scales": [
+            {"layer": name, "key": _numbers(layer, "k"), "value": _numbers(layer, "v")} for name, layer in layers.items()
+        ],
+        "cache_dtype": str(first.kv_cache_dtype),
+        "blocks": int(tensors[0].shape[0]),
+        "block_bytes": sum(t[0].numel() * t.element_size() for t in tensors),
+        "kernel": str(getattr(first, "isa", type(first.impl).__name__)),
+    }
+
+
+def _corrupt_keys(worker: Any, factor: float) -> None:
+    for layer in _layers(worker).values():
+        scaled = layer.kv_cache_dtype.startswith(SCALED) and not layer.kv_cache_dtype.endswith(UNSCALED)
+        write = layer.impl.do_kv_cache_update
+        layer.impl.do_kv_cache_update = _scaled(write, factor) if scaled else _louder(write, factor)
+
+
+def _stored(worker: Any, blocks: list[int], length: int) -> Any:
+    """Return the bytes of keys and then values of every layer, (H length D) each; None without a known layout."""
+    import torch
+
+    layers = _layers(worker).values()
+    if any(getattr(layer, "isa", None) != "vec" for layer in layers):
+        return None
+    chosen, rows = torch.tensor(blocks), []
+    for layer in layers:
+        cache = layer.kv_cache[chosen]
+        count, heads, tokens, width = cache.shape
+        channels = width // 2
+        keys, values = cache.reshape(count, heads, 2 * tokens, channels).chunk(2, dim=2)
+        keys = keys.reshape(count, heads, channels, tokens).transpose(2, 3)
+        for side in (keys, values):
+            part = side.transpose(0, 1).reshape(heads, count * tokens, channels)[:, :length].contiguous()
+            part = part.half() if part.dtype in (torch.bfloat16, torch.float32) else part
+            rows.append(part.view(torch.uint8).flatten().numpy())
+    return rows
 
 
 def _numbers(layer: Any, side: str) -> list[float]:

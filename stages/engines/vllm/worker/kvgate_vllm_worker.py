@@ -1,11 +1,12 @@
 """Runs in vLLM's interpreter, and answers the requests of `kvgate_channel`.
 
 Needs what vLLM brings (numpy, torch) and nothing else. Read against release 0.32. The engine runs in this process
-(VLLM_ENABLE_V1_MULTIPROCESSING=0), so that its steps, its scales and its cache can be looked at.
+(VLLM_ENABLE_V1_MULTIPROCESSING=0), so that its steps can be looked at; its workers do, too, but with tensor parallelism.
 """
 
 import itertools
 import os
+import tempfile
 import time
 import typing
 from pathlib import Path
@@ -38,6 +39,7 @@ def validate(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
     resolved = {
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "kv_cache_dtype": config.cache_config.cache_dtype,
+        "kv_cache_dtype_skip_layers": config.cache_config.kv_cache_dtype_skip_layers,
         "block_size": config.cache_config.block_size,
         "max_model_len": config.model_config.max_model_len,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
@@ -57,14 +59,28 @@ class Model:
         from kvgate_vllm_forcing import ForcedTokens
         from vllm import LLM
 
-        self.operations: kvgate_channel.Operations = {"facts": self.facts, "run": self.run, "load": self.load}
-        self.llm = LLM(model=model, logits_processors=[ForcedTokens], **engine_args)
+        self.operations: kvgate_channel.Operations = {name: getattr(self, name) for name in ("facts", "run", "load", "draft")}
+        processors = [] if "speculative_config" in engine_args else [ForcedTokens]  # vLLM refuses both together
+        workers = engine_args["tensor_parallel_size"]
+        if workers > 1:
+            # Sockets, and the file by which the workers meet: they go with this process's folder.
+            tempfile.tempdir = os.environ["VLLM_RPC_BASE_PATH"] = os.getcwd()
+        self.llm = LLM(model=model, logits_processors=processors, **engine_args)
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
+        if workers > 1:
+            self._end_together()
         self.cache = kvgate_vllm_cache.Cache(self.core)
         if key_fault is not None:
             self.cache.corrupt_keys(key_fault)
         self.count = itertools.count()
+
+    def _end_together(self) -> None:
+        """End this process where one of its workers died, since nothing would be answered; leave no memory, which vLLM does."""
+        executor = self.core.model_executor
+        shutdown = executor.shutdown
+        executor.shutdown = lambda: os._exit(1) if executor.is_failed else shutdown()
+        kvgate_channel.forget_shared(os.getpgid(0))
 
     def facts(self) -> dict[str, Any]:
         """Return what the loaded engine uses: scales by layer, and how its cache lies in memory."""
@@ -77,37 +93,32 @@ class Model:
         The logits of steps `skip` and later are written to the file that the answer names: float32 (rows, vocabulary),
         little-endian. With `show`, the file `stored` holds what the cache has of the request when it ends.
         """
-        import kvgate_vllm_forcing as forcing
+        from kvgate_vllm_forcing import KEY
         from vllm import SamplingParams
 
         places = {}
-        try:
-            for i, request in enumerate(requests):
-                name = f"kvgate-{next(self.count)}"
-                logits = str(Path(folder, f"logits-{i}"))
-                forcing.RECORDINGS[name] = forcing.Recording(request, logits)
-                params = SamplingParams(
-                    temperature=0.0,
-                    max_tokens=request["tokens"],
-                    ignore_eos=True,
-                    detokenize=False,
-                    logprobs=0,
-                    extra_args={forcing.KEY: name},
-                )
-                self.engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
-                places[name] = i
-            answers: list[dict[str, Any]] = [{} for _ in requests]
-            for name, output, (blocks, preempted) in self._finished():
-                i = places[name]
-                answers[i] = _answer(requests[i], forcing.RECORDINGS[name].path, output)
-                answers[i] |= {"preempted": preempted, "reused": output.num_cached_tokens or 0, "blocks": blocks}
-                if show:
-                    stored = Path(folder, f"stored-{i}")
-                    length = len(requests[i]["prompt"]) + requests[i]["tokens"] - 1
-                    answers[i]["stored"] = str(stored) if self.cache.write(blocks, length, stored) else ""
-        finally:
-            for name in places:
-                forcing.RECORDINGS.pop(name, None)
+        for i, request in enumerate(requests):
+            name = f"kvgate-{next(self.count)}"
+            needed = {part: request[part] for part in ("forced", "tokens", "skip")}
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=request["tokens"],
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=0,
+                extra_args={KEY: {"request": needed, "path": str(Path(folder, f"logits-{i}"))}},
+            )
+            self.engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
+            places[name] = i
+        answers: list[dict[str, Any]] = [{} for _ in requests]
+        for name, output, (blocks, preempted) in self._finished():
+            i = places[name]
+            answers[i] = _answer(requests[i], str(Path(folder, f"logits-{i}")), output)
+            answers[i] |= {"preempted": preempted, "reused": output.num_cached_tokens or 0, "blocks": blocks}
+            if show:
+                stored = Path(folder, f"stored-{i}")
+                length = len(requests[i]["prompt"]) + requests[i]["tokens"] - 1
+                answers[i]["stored"] = str(stored) if self.cache.write(blocks, length, stored) else ""
         return {"answers": answers}
 
     def _finished(self) -> Any:
@@ -117,6 +128,25 @@ class Model:
             for output in self.engine.step():
                 if output.finished:
                     yield output.request_id, output, self.cache.freed.pop(output.request_id, ([], 0))
+
+    def draft(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
+        """Answer requests {"prompt", "tokens"} freely; return tokens and passes of each, and vLLM's counters."""
+        from vllm import SamplingParams
+
+        said: list[list[int]] = [[] for _ in requests]
+        passes = [0] * len(requests)
+        for i, request in enumerate(requests):
+            params = SamplingParams(temperature=0.0, max_tokens=request["tokens"], ignore_eos=True, detokenize=False)
+            self.engine.add_request(f"kvgate-{i}", {"prompt_token_ids": request["prompt"]}, params)
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                i = int(output.request_id.rpartition("-")[2])
+                said[i] = list(output.outputs[0].token_ids)
+                passes[i] += 1
+        counters = {metric.name: metric for metric in self.llm.get_metrics()}
+        names = ("drafts", "draft_tokens", "accepted_tokens")
+        counted = {name: int(counters[f"vllm:spec_decode_num_{name}"].value) for name in names}
+        return {"tokens": said, "passes": passes, **counted}
 
     def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Return the times of `tokens` tokens for each prompt, and the most blocks that the cache then holds.

@@ -92,9 +92,13 @@ class Engine:
         runner = SimpleNamespace(vllm_config=context)
         manager = SimpleNamespace(free=lambda _: None, get_block_ids=lambda _: ([0],), block_pool=Pool())
         core = SimpleNamespace(
-            model_executor=SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner)),
+            model_executor=Executor(SimpleNamespace(model_runner=runner)),
             scheduler=SimpleNamespace(kv_cache_manager=manager),
-            vllm_config=SimpleNamespace(cache_config=SimpleNamespace(block_size=given["block_size"])),
+            vllm_config=SimpleNamespace(
+                cache_config=SimpleNamespace(block_size=given["block_size"]),
+                model_config=SimpleNamespace(get_total_num_kv_heads=lambda: HEADS),
+                parallel_config=SimpleNamespace(tensor_parallel_size=given["tensor_parallel_size"]),
+            ),
         )
         self.manager = manager
         self.engine_core = SimpleNamespace(engine_core=core)
@@ -163,6 +167,16 @@ class Engine:
         for token in tokens:
             state = DECAY * state + self.read[token] * gain
         return LOUDNESS * self.vectors @ state
+
+
+class Executor:
+    """Of one worker, in this process."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+
+    def collective_rpc(self, function: Any, args: Any = ()) -> list[Any]:
+        return [function(self.worker, *args)]
 
 
 class Layer:

@@ -25,6 +25,7 @@ class EngineArgs:
             cache_config=SimpleNamespace(
                 cache_dtype=given["kv_cache_dtype"],
                 block_size=given["block_size"],
+                kv_cache_dtype_skip_layers=given.get("kv_cache_dtype_skip_layers", []),
                 enable_prefix_caching=given["enable_prefix_caching"],
             ),
             scheduler_config=SimpleNamespace(

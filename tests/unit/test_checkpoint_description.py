@@ -34,12 +34,9 @@ def make(directory: Path, *, drop: str = "", **changes: Any) -> Path:
     return directory
 
 
-def test_head_dim_defaults_to_hidden_over_heads(tmp_path: Path) -> None:
+def test_head_dim_defaults_to_hidden_over_heads_and_kv_heads_to_query_heads(tmp_path: Path) -> None:
     assert inspect_checkpoint(make(tmp_path)).shape == KVShape(layers=3, kv_heads=2, head_dim=32)
     assert inspect_checkpoint(make(tmp_path, head_dim=64)).shape.head_dim == 64
-
-
-def test_kv_heads_default_to_query_heads(tmp_path: Path) -> None:
     assert inspect_checkpoint(make(tmp_path, drop="num_key_value_heads")).shape.kv_heads == 4
 
 
@@ -71,12 +68,6 @@ SLIDES: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 32, "max
 HOSTILE: tuple[object, ...] = (0, -1, "32", 32.0, True, [32], 1 << 40)
 
 
-def test_missing_keys_mean_what_the_family_takes_them_for(tmp_path: Path) -> None:
-    assert inspect_checkpoint(make(tmp_path, **QWEN3)).shape.head_dim == 128
-    grouped = make(tmp_path, **MISTRAL, sliding_window=None, num_attention_heads=16, drop="num_key_value_heads")
-    assert inspect_checkpoint(grouped).shape.kv_heads == 8
-
-
 def test_rotary_scaling_is_read(tmp_path: Path) -> None:
     assert inspect_checkpoint(make(tmp_path, rope_scaling={"type": "linear", "factor": 2.0})).rope_scaling == "linear"
     llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -85,24 +76,14 @@ def test_rotary_scaling_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"sliding_window": 32},
-        MISTRAL | {"sliding_window": None},
-        QWEN2 | {"sliding_window": 32, "use_sliding_window": False, "max_window_layers": 0},
-        QWEN2 | {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 3},
-        QWEN2 | {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0},
-        QWEN3 | {"use_sliding_window": True},
-        QWEN3 | {"layer_types": ["full_attention"] * 3, "use_sliding_window": True, "max_window_layers": 0},
-    ],
-)
-def test_a_sliding_window_that_no_layer_applies_is_none(tmp_path: Path, changes: dict[str, Any]) -> None:
-    assert inspect_checkpoint(make(tmp_path, **changes)).shape.windows == ()
-
-
-@pytest.mark.parametrize(
     ("changes", "windows"),
     [
+        ({"sliding_window": 32}, ()),
+        (MISTRAL | {"sliding_window": None}, ()),
+        (QWEN2 | {"sliding_window": 32, "use_sliding_window": False, "max_window_layers": 0}, ()),
+        (QWEN2 | {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 3}, ()),
+        (QWEN2 | {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, ()),
+        (QWEN3 | {"layer_types": ["full_attention"] * 3, "use_sliding_window": True, "max_window_layers": 0}, ()),
         (MISTRAL, (4096,) * 3),
         (MISTRAL | {"sliding_window": 32, "layer_types": ["sliding_attention"] * 3}, (32,) * 3),
         (QWEN2 | {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}, (None, 32, 32)),
@@ -121,7 +102,7 @@ def test_a_sliding_window_that_no_layer_applies_is_none(tmp_path: Path, changes:
 def test_the_window_of_each_layer_is_the_one_that_transformers_applies(
     tmp_path: Path, changes: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
-    """tests/integration/test_sliding_layers.py compares logits."""
+    """tests/integration/test_sliding_layers.py compares logits, test_family_checkpoints.py what keys mean that are missing."""
     assert inspect_checkpoint(make(tmp_path, **changes)).shape.windows == windows
 
 

@@ -1,0 +1,80 @@
+"""Builds a bundle of llama.cpp: the GGUF, and the command of its server."""
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifacts.files import link_or_copy
+from pipeline.checkpoint.description import read_config
+from pipeline.core.kv import KVPolicy, Side
+from pipeline.core.records import Progress
+from stages.engines.interpreter.bundle import ServedBundle, begin_bundle, end_bundle
+from stages.engines.interpreter.process import Interpreter, Worker, WorkerError
+from stages.engines.interpreter.protocol import EmptyAnswer
+from stages.engines.llamacpp.config import LlamaCppConfig
+from stages.engines.llamacpp.library import GGUF, PROGRAM, cache_types, rotates
+
+COMMAND_FILE = "launch.txt"
+
+
+class LlamaCppBundle(ServedBundle):
+    """`bundle.json`. Its arguments are those of a context."""
+
+    types: dict[str, str]
+    """Of keys and of values."""
+    rotates: bool
+    model_type: str
+    """transformers' name of the model, which says how its keys' channels lie."""
+
+
+def build_bundle(
+    checkpoint: Path, gguf: Path, out: Path, config: LlamaCppConfig, *, policy: KVPolicy, scales: Path, progress: Progress
+) -> None:
+    """Write a bundle to the empty directory `out`. Raises UserError for a GGUF that the release does not read."""
+    interpreter, info, _ = begin_bundle(PROGRAM, config, checkpoint, out, policy, scales, progress)
+    progress("build", 0, 2)
+    link_or_copy(gguf, out / GGUF)
+    types = cache_types(policy, config, info.shape.head_dim)
+    keys = ("flash_attn", "n_ctx", "n_seq_max", "n_batch")
+    bundle: dict[str, Any] = {
+        "arguments": config.model_dump(include=set(keys)),
+        "types": {str(side): name for side, name in types.items()},
+        "rotates": rotates(policy, info.shape.head_dim),
+    }
+    progress("build", 1, 2)
+    with open_context(interpreter, out / GGUF, config, **bundle):
+        pass
+    (out / COMMAND_FILE).write_text(_command(config, types, rotated=bundle["rotates"]), encoding="utf-8")
+    end_bundle(
+        out, LlamaCppBundle, interpreter, info, max_tokens=config.n_ctx, max_batch=config.n_seq_max,
+        model_type=str(read_config(checkpoint)["model_type"]), **bundle,
+    )  # fmt: skip
+    progress("build", 2, 2)
+
+
+def open_context(
+    interpreter: Interpreter,
+    gguf: Path,
+    config: LlamaCppConfig,
+    arguments: dict[str, Any],
+    types: dict[str, str],
+    rotates: bool,
+) -> Worker:
+    """Return a worker with the model loaded. Raises UserError when llama.cpp refuses it."""
+    worker = Worker(PROGRAM, interpreter.python, LLAMA_ATTN_ROT_DISABLE=str(int(not rotates)))
+    fields = {"model": str(gguf.absolute()), "context": arguments, "types": types, "threads": config.threads}
+    try:
+        worker.call("open", config.request_timeout_s, key="backend.request_timeout_s", answer=EmptyAnswer, **fields)
+    except WorkerError as error:
+        worker.close()
+        raise worker.refusal(f"{interpreter.release} cannot load {gguf}: {error}") from error
+    except BaseException:
+        worker.close()
+        raise
+    return worker
+
+
+def _command(config: LlamaCppConfig, types: dict[Side, str], *, rotated: bool) -> str:
+    chosen = f"--cache-type-k {types[Side.KEY]} --cache-type-v {types[Side.VALUE]}"
+    limits = f"--ctx-size {config.n_ctx * config.n_seq_max} --parallel {config.n_seq_max} --batch-size {config.n_batch}"
+    variable = "" if rotated else "LLAMA_ATTN_ROT_DISABLE=1 "
+    return f"{variable}llama-server --model {GGUF} {chosen} --flash-attn {'on' if config.flash_attn else 'off'} {limits}\n"

@@ -1,0 +1,96 @@
+"""llama.cpp's interpreter, and which policies its cache can hold: everything that can be refused before any work."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from pipeline.checkpoint.exports import beyond_one_format, describe_format
+from pipeline.core.errors import UserError
+from pipeline.core.kv import KVPolicy, Side
+from pipeline.core.strict import StrictModel
+from pipeline.formats.table import CODES
+from stages.engines.interpreter import protocol
+from stages.engines.interpreter.bundle import cannot_hold
+from stages.engines.interpreter.process import Program
+from stages.engines.llamacpp import worker
+from stages.engines.llamacpp.config import LlamaCppConfig
+
+READ = "0.3.36"
+"""The release of llama-cpp-python that the worker was read against."""
+GGUF = "model.gguf"
+"""In a bundle, and where one is written of a checkpoint."""
+LEAST_ROTATED = 64
+"""llama.cpp rotates heads of a multiple of so many channels, and values in blocks of so many."""
+
+
+class Description(protocol.Description):
+    """Answer to `describe`."""
+
+    types: list[str]
+    """Types of numbers that the release knows."""
+
+
+class Facts(StrictModel):
+    """Answer to `facts`."""
+
+    token_bytes: Annotated[int, Field(ge=1)]
+    """Of one token in the cache of all layers."""
+
+
+PROGRAM = Program(
+    "llamacpp",
+    "llama-cpp-python",
+    Path(worker.__file__).with_name("kvgate_llamacpp_worker.py"),
+    "make llamacpp compiles it into .venv-llamacpp: backend.python=.venv-llamacpp/bin/python; or give the python of an "
+    f"environment with pip install llama-cpp-python=={READ}",
+    read=("0.3",),
+    oldest=(0, 3),
+    description=Description,
+)
+
+
+def cache_types(policy: KVPolicy, config: LlamaCppConfig, head_dim: int) -> dict[Side, str]:
+    """Return the types of llama.cpp's keys and values that a policy means. Raises UserError when there are none."""
+    reason = beyond_one_format(policy.model_copy(update={"value": policy.key}))
+    forms = {Side.KEY: policy.key, Side.VALUE: policy.value}
+    types = {side: form.code.llamacpp for side, form in forms.items()}
+    for side, form in forms.items():
+        if reason is None and types[side] is None:
+            reason = f"{describe_format(form)} {side}s have no equal there"
+    if reason is not None:
+        named = ", ".join(sorted(f"{code.name}" for code in CODES.values() if code.llamacpp is not None))
+        raise UserError(cannot_hold(policy, "llamacpp", reason, f"kv=llamacpp_q8_0, or keys and values of dtype {named}"))
+    for side, form in forms.items():
+        if form.code.only and head_dim % form.code.only[0]:
+            raise UserError(
+                f"kv.{side}.dtype={form.dtype}: its blocks of {form.code.only[0]} channels do not divide the model's head_dim "
+                f"{head_dim}; choose kv=fp16"
+            )
+    if policy.value.code.only and not config.flash_attn:
+        raise UserError(
+            f"backend.flash_attn=false: llama.cpp quantizes values with flash attention alone, and kv.value.dtype="
+            f"{policy.value.dtype}; set true, or kv.value to fp16"
+        )
+    rotates(policy, head_dim)
+    return {side: str(name) for side, name in types.items()}
+
+
+def rotates(policy: KVPolicy, head_dim: int) -> bool:
+    """Return whether quantized keys and values are rotated, as llama.cpp does unless LLAMA_ATTN_ROT_DISABLE is set.
+
+    Raises UserError for a rotation that is not its own: all that is quantized is rotated or none, keys in blocks of the largest
+    power of two that divides head_dim, values in blocks of 64.
+    """
+    own = {Side.KEY: head_dim & -head_dim, Side.VALUE: LEAST_ROTATED}
+    sizes = {"hadamard": head_dim, "hadamard_64": LEAST_ROTATED}
+    forms = {side: form for side, form in ((Side.KEY, policy.key), (Side.VALUE, policy.value)) if form.code.only}
+    rotated = [side for side, form in forms.items() if form.rotation != "none"]
+    for side in rotated:
+        if head_dim % LEAST_ROTATED or sizes.get(forms[side].rotation) != own[side] or len(rotated) != len(forms):
+            raise UserError(
+                f"kv.{side}.rotation={forms[side].rotation}: llama.cpp rotates all that is quantized or nothing, heads of a "
+                f"multiple of 64, keys in blocks of {own[Side.KEY]} here and values of 64; set "
+                f"{' '.join(f'kv.{other}.rotation=none' for other in forms)}"
+            )
+    return bool(rotated)

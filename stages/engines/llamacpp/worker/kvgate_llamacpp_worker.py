@@ -1,0 +1,195 @@
+"""Runs in llama.cpp's interpreter, and answers the requests of `kvgate_channel`.
+
+Needs what llama-cpp-python brings (numpy) and nothing else. Read against 0.3.36, whose llama.cpp is of October 2026.
+"""
+
+import ctypes
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import kvgate_channel
+import kvgate_llamacpp_state
+import numpy as np
+
+Row = tuple[int, int, int, bool]
+"""Token, position, sequence, and whether its logits are wanted."""
+ERROR = 4
+"""ggml_log_level."""
+
+
+def describe() -> dict[str, Any]:
+    """Return what is installed here, and the types that it knows, by their names in llama.cpp."""
+    import llama_cpp
+
+    types = [name.removeprefix("GGML_TYPE_").lower() for name in dir(llama_cpp) if name.startswith("GGML_TYPE_")]
+    python = ".".join(map(str, sys.version_info[:3]))
+    known = {"protocol": kvgate_channel.PROTOCOL, "release": llama_cpp.__version__, "python": python, "devices": []}
+    return {**known, "types": types}
+
+
+class Model:
+    """A loaded model, and a context with memory for several sequences."""
+
+    def __init__(self, model: str, context: dict[str, Any], types: dict[str, str], threads: int | None) -> None:
+        import llama_cpp
+
+        self.operations: kvgate_channel.Operations = {"facts": self.facts, "run": self.run, "load": self.load}
+        self.library: Any = llama_cpp
+        self.errors: list[str] = []
+        self.listener = llama_cpp.llama_log_callback(self._heard)  # llama.cpp keeps the address alone
+        llama_cpp.llama_log_set(self.listener, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        options = llama_cpp.llama_model_default_params()
+        options.n_gpu_layers = 0
+        self.model = llama_cpp.llama_model_load_from_file(model.encode(), options)
+        self._require(self.model)
+        self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        settings = llama_cpp.llama_context_default_params()
+        self.sequences, self.batch = context["n_seq_max"], context["n_batch"]
+        settings.n_ctx, settings.n_seq_max = context["n_ctx"] * self.sequences, self.sequences
+        settings.n_batch = settings.n_ubatch = self.batch
+        settings.n_outputs_max = settings.n_outputs_max_per_seq = self.batch
+        settings.n_threads = settings.n_threads_batch = threads or len(os.sched_getaffinity(0))
+        settings.type_k, settings.type_v = (getattr(llama_cpp, f"GGML_TYPE_{types[side].upper()}") for side in ("key", "value"))
+        settings.flash_attn_type = int(context["flash_attn"])
+        settings.offload_kqv = settings.op_offload = settings.kv_unified = False
+        self.context = llama_cpp.llama_init_from_model(self.model, settings)
+        self._require(self.context)
+
+    def _heard(self, level: int, text: bytes, _: Any) -> None:
+        if level == ERROR:
+            self.errors.append(text.decode(errors="replace").strip())
+        sys.stderr.write(text.decode(errors="replace") if level == ERROR else "")
+
+    def _require(self, made: Any) -> None:
+        if not made:
+            raise RuntimeError("; ".join(self.errors) or "llama.cpp does not say why")
+
+    def facts(self) -> dict[str, Any]:
+        """Return the bytes that a token takes in the cache of all layers, as two states of different lengths have them."""
+        self._clear()
+        sizes = []
+        for position in range(2):
+            self._decode([(0, position, 0, False)])
+            sizes.append(sum(part.nbytes for part in self._state(0).parts))
+        self._clear()
+        return {"token_bytes": sizes[1] - sizes[0]}
+
+    def run(self, requests: list[dict[str, Any]], folder: str, key_fault: float, show: bool = False) -> dict[str, Any]:
+        """Generate `tokens` tokens, the first of which are `forced`, for each request {"prompt", "forced", "tokens", "skip"}.
+
+        The logits of steps `skip` and later are written to the file that the answer names: float32 (rows, vocabulary),
+        little-endian. With `show`, the file `stored` holds what the cache has of the request. With `key_fault` the keys of
+        every token that was stored are that many times the right ones when the next one is decoded.
+        """
+        answers = []
+        for begin in range(0, len(requests), self.sequences):
+            group = requests[begin : begin + self.sequences]
+            self._clear()
+            said, rows = self._answer(group, key_fault)
+            for i, request in enumerate(group):
+                path = Path(folder, f"logits-{begin + i}")
+                kept = np.stack([rows[i][step] for step in range(request["skip"], request["tokens"])])
+                kept.tofile(path)
+                stored = Path(folder, f"stored-{begin + i}") if show else ""
+                if show:
+                    self._state(i).write(Path(stored))
+                answers.append({"tokens": said[i], "logits": str(path), "shape": list(kept.shape), "stored": str(stored)})
+        return {"answers": answers}
+
+    def _answer(self, group: list[dict[str, Any]], key_fault: float) -> tuple[list[list[int]], list[dict[int, Any]]]:
+        """Return the tokens of each request and its logits by step: its known tokens in one batch, the others one by one."""
+        said: list[list[int]] = [[] for _ in group]
+        rows: list[dict[int, Any]] = [{} for _ in group]
+        fed, places = [], []
+        for i, request in enumerate(group):
+            if key_fault == 1.0:
+                said[i] = request["forced"][: request["tokens"]]
+            known = [*request["prompt"], *said[i][: request["tokens"] - 1]]
+            first = len(request["prompt"]) - 1
+            fed += [(token, position, i, position >= first) for position, token in enumerate(known)]
+            places += [(i, position - first) for position in range(first, len(known))]
+        for (i, step), row in zip(places, self._decode(fed), strict=True):
+            rows[i][step] = row
+        corrupted = [0 for _ in group]
+        while True:
+            going = []
+            for i, request in enumerate(group):
+                if len(said[i]) < request["tokens"]:
+                    step, forced = len(said[i]), request["forced"]
+                    said[i].append(forced[step] if step < len(forced) else int(rows[i][step].argmax()))
+                    if len(said[i]) < request["tokens"]:
+                        going.append(i)
+            if not going:
+                return said, rows
+            for i in going if key_fault != 1.0 else ():
+                corrupted[i] = self._corrupt(i, key_fault, corrupted[i])
+            fed = [(said[i][-1], len(group[i]["prompt"]) + len(said[i]) - 1, i, True) for i in going]
+            for i, row in zip(going, self._decode(fed), strict=True):
+                rows[i][len(said[i])] = row
+
+    def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        """Return the times to the first token of one prompt after the other, and of every later step of all together."""
+        if len(prompts) > self.sequences:
+            raise RuntimeError(f"{len(prompts)} prompts, and memory for {self.sequences} sequences")
+        self._clear()
+        first, steps, last = [], [], []
+        for i, prompt in enumerate(prompts):
+            began = time.perf_counter()
+            rows = self._decode([(token, at, i, at == len(prompt) - 1) for at, token in enumerate(prompt)])
+            last.append(int(rows[-1].argmax()))
+            first.append((time.perf_counter() - began) * 1e3)
+        for step in range(tokens - 1):
+            began = time.perf_counter()
+            rows = self._decode([(last[i], len(prompt) + step, i, True) for i, prompt in enumerate(prompts)])
+            last = [int(row.argmax()) for row in rows]
+            steps.append((time.perf_counter() - began) * 1e3)
+        return {"first_token_ms": first, "step_ms": steps}
+
+    def _clear(self) -> None:
+        self.library.llama_memory_clear(self.library.llama_get_memory(self.context), True)
+
+    def _decode(self, fed: list[Row]) -> list[Any]:
+        """Decode tokens, as many in a step as a batch takes; return the logits (V) of those whose logits are wanted."""
+        library, found = self.library, []
+        for part in (fed[begin : begin + self.batch] for begin in range(0, len(fed), self.batch)):
+            batch = library.llama_batch_init(len(part), 0, 1)
+            try:
+                batch.n_tokens = len(part)
+                for index, (token, position, sequence, wanted) in enumerate(part):
+                    batch.token[index], batch.pos[index], batch.logits[index] = token, position, wanted
+                    batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence
+                code = library.llama_decode(self.context, batch)
+                if code:
+                    raise RuntimeError(f"llama_decode returned {code}; {'; '.join(self.errors[-1:])}")
+                for index, row in enumerate(part):
+                    if row[3]:
+                        pointer = library.llama_get_logits_ith(self.context, index)
+                        found.append(np.ctypeslib.as_array(pointer, (self.vocabulary,)).copy())
+            finally:
+                library.llama_batch_free(batch)
+        return found
+
+    def _state(self, sequence: int) -> Any:
+        size = self.library.llama_state_seq_get_size(self.context, sequence)
+        state = np.zeros(size, np.uint8)
+        pointer = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        if self.library.llama_state_seq_get_data(self.context, pointer, size, sequence) != size:
+            raise RuntimeError(f"the state of sequence {sequence} has not the {size} bytes that it is said to have")
+        return kvgate_llamacpp_state.State(state)
+
+    def _corrupt(self, sequence: int, factor: float, first: int) -> int:
+        """Let the keys of a sequence's tokens from `first` on be `factor` times what they are; return its tokens."""
+        state = self._state(sequence)
+        tokens = int(state.multiply_keys(factor, first))
+        pointer = state.bytes.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        if not self.library.llama_state_seq_set_data(self.context, pointer, state.bytes.nbytes, sequence):
+            raise RuntimeError("llama.cpp does not take a state back")
+        return tokens
+
+
+if __name__ == "__main__":
+    kvgate_channel.serve({"describe": describe}, Model)

@@ -1,0 +1,36 @@
+"""What llama.cpp does to queries and keys beside the types of its cache: the order of their channels, and 8-bit queries."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.core.kv import Side
+from pipeline.formats.ggml.oracle import asked
+from pipeline.gguf.model import pairs_neighbours
+from stages.engines.oracle.attention import Taken
+from stages.engines.oracle.cache import LayerStorage
+from stages.engines.oracle.formats import rotated
+
+
+def as_llamacpp(config: Any, storages: Sequence[LayerStorage]) -> Taken | None:
+    """Return what llama.cpp makes of queries and keys; None where no layer has a type of its own."""
+    forms = [layer[Side.KEY].form for layer in storages]
+    if not any(form.code.only and form.code.llamacpp for form in forms):
+        return None
+
+    def taken(layer: int, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        form = forms[layer]
+        if not form.code.only:
+            return query, key
+        places = order(str(config.model_type), key.shape[-1])
+        return rotated(asked(rotated(query[..., places], form)), form), key[..., places]
+
+    return taken
+
+
+def order(model_type: str, head_dim: int) -> Tensor:
+    """Return the channel of transformers' that lies at each place of llama.cpp's heads: neighbours are rotated together."""
+    places = torch.arange(head_dim)
+    return places.view(2, -1).T.flatten() if pairs_neighbours(model_type) else places

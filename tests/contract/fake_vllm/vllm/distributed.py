@@ -1,0 +1,5 @@
+"""Ranks."""
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return 0

@@ -1,0 +1,39 @@
+"""llama.cpp's types, tensors to store in them, and their bytes as ggml has them."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pipeline.core.formats import Format
+from pipeline.formats.ggml.spec import TYPES
+from pipeline.formats.oracle import Stored
+
+NAMES = [spec.name for spec in TYPES]
+
+
+def form_of(name: str, rotation: str = "none") -> Format:
+    only = next(spec.only for spec in TYPES if spec.name == name)
+    assert only is not None
+    fields = {"dtype": name, "granularity": "per_group", "group_size": only[0], "symmetric": only[1], "scale": "dynamic"}
+    return Format.model_validate({**fields, "rotation": rotation})
+
+
+def vectors() -> Tensor:
+    """Random ones of many sizes, of one sign, all the same, all zero: (2, 12, 64)."""
+    x = torch.randn(2, 12, 64, generator=torch.Generator().manual_seed(0)) * torch.exp2(torch.arange(12.0) - 6)[:, None]
+    x[:, 0], x[:, 1] = 0.0, 0.25
+    x[:, 2] += 100
+    x[:, 3] -= 300
+    return x
+
+
+def raw(stored: Stored) -> npt.NDArray[np.uint8]:
+    """The bytes as ggml has them: of each block its scale, its minimum, its codes."""
+    assert stored.scale is not None
+    blocks = stored.scale.shape[-1]
+    parts = [part.unsqueeze(-1).contiguous().view(torch.uint8) for part in (stored.scale, stored.zero) if part is not None]
+    codes = stored.codes.contiguous().view(torch.uint8)
+    joined = torch.cat([*parts, codes.reshape(*codes.shape[:-1], blocks, -1)], dim=-1)
+    bytes_: npt.NDArray[np.uint8] = joined.flatten(-2).numpy()
+    return bytes_

@@ -1,0 +1,144 @@
+"""The backend on llama.cpp with the tiny model: what it computes, what its state holds, and what it says of itself."""
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ggml_cases import NAMES, form_of, raw
+from llamacpp_bundles import config_of, make_engine
+from trtllm_exports import conf
+
+from pipeline.core.errors import UserError
+from pipeline.core.formats import Format
+from pipeline.core.kv import KVPolicy, Side
+from pipeline.formats.oracle import Stored
+from stages.checkpoints import load_causal_lm, load_tokenizer
+from stages.engines.llamacpp.build import build_bundle
+from stages.engines.llamacpp.engine import LlamaCppEngine
+from stages.engines.oracle.engine import OracleEngine
+from stages.engines.oracle.replay import Replay
+from stages.evaluate.distances.distance import kl_of_rows
+from stages.workloads import generate
+
+FIRST = 60
+"""Tokens of a prompt; the others are forced."""
+ROUNDING = 2.0**-11
+"""What a rounding of a float16 activation is."""
+
+
+@pytest.fixture(scope="module")
+def texts(tiny_checkpoint: Path) -> list[list[int]]:
+    """Two stories, of 160 and 100 tokens."""
+    tokenizer = load_tokenizer(tiny_checkpoint)
+    stories = [tokenizer(sample.prompt or sample.reference)["input_ids"] for sample in generate("prose", 40, 0)]
+    long = [story for story in stories if len(story) >= 160]
+    return [long[0][:160], long[1][:100]]
+
+
+def policy_of(key: Format, value: Format) -> KVPolicy:
+    return KVPolicy(name="cache", key=key, value=value)
+
+
+@pytest.fixture(scope="module")
+def q8_q4(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, llamacpp_python: str) -> Iterator[LlamaCppEngine]:
+    policy = KVPolicy.model_validate(conf("kv", "llamacpp_q8k_q4v"))
+    engine = make_engine(tiny_checkpoint, tmp_path_factory.mktemp("llamacpp") / "q8_q4", policy, llamacpp_python)
+    yield engine
+    engine.close()
+
+
+def replayed(engine: LlamaCppEngine, checkpoint: Path, text: list[int], number: int) -> Replay:
+    oracle = OracleEngine.from_model(load_causal_lm(checkpoint, dtype=torch.float32), engine.policy)
+    return oracle.replay(text, [FIRST], engine.stored_request(number), rounding=ROUNDING, reads_itself=True)
+
+
+def mean_kl(expected: np.ndarray, rows: np.ndarray) -> float:
+    return float(np.mean([kl_of_rows(a, b[None])[0] for a, b in zip(expected, rows, strict=True)]))
+
+
+def check(engine: LlamaCppEngine, checkpoint: Path, texts: list[list[int]]) -> None:
+    """Logits over its own cache are the oracle's, and the cache holds what the oracle stores, but for rounding."""
+    rows = engine.forced_together([(text, FIRST) for text in texts])
+    for number, text in enumerate(texts):
+        replay = replayed(engine, checkpoint, text, number)
+        assert mean_kl(replay.logits, rows[number]) < 10 * mean_kl(replay.logits, replay.disturbed) + 1e-8
+        for errors in (copy for layer in replay.errors for copy in layer.values()):
+            assert float(errors.engine.max()) < 1e-2
+            assert float(errors.engine.mean()) < 2e-4
+    (handle,), _ = engine.prefill([texts[0][:64]])
+    assert engine.memory().pool_bytes == engine.policy.pool_bytes(engine.shape, 1)
+    engine.release([handle])
+    engine.close()
+
+
+@pytest.mark.parametrize(("name", "rotated"), [*product(NAMES, (True, False)), ("fp16", False)])
+def test_every_type_is_the_oracles_but_for_rounding(
+    name: str, rotated: bool, tmp_path: Path, tiny_checkpoint: Path, texts: list[list[int]], llamacpp_python: str
+) -> None:
+    form = Format(dtype="fp16") if name == "fp16" else form_of(name, "hadamard" if rotated else "none")
+    check(make_engine(tiny_checkpoint, tmp_path / "bundle", policy_of(form, form), llamacpp_python), tiny_checkpoint, texts)
+
+
+def test_values_of_16_bits_need_no_flash_attention(
+    tmp_path: Path, tiny_checkpoint: Path, texts: list[list[int]], llamacpp_python: str
+) -> None:
+    policy = policy_of(form_of("q4_1", "hadamard"), Format(dtype="fp16"))
+    engine = make_engine(tiny_checkpoint, tmp_path / "bundle", policy, llamacpp_python, flash_attn=False)
+    check(engine, tiny_checkpoint, texts)
+
+
+def test_the_state_of_the_first_layer_is_byte_for_byte_what_the_format_makes_of_its_values(
+    q8_q4: LlamaCppEngine, tiny_checkpoint: Path, texts: list[list[int]]
+) -> None:
+    """Of values that differ in the last place a few bytes round otherwise; the layers above read what was rounded."""
+    q8_q4.forced_together([(texts[0], FIRST)])
+    shown = q8_q4.stored_request(0)[0][Side.VALUE]
+    oracle = OracleEngine.from_model(load_causal_lm(tiny_checkpoint, dtype=torch.float32), q8_q4.policy)
+    oracle.prefill([texts[0]])
+    ours = oracle.sequences[0][0].pages[Side.VALUE].pages  # type: ignore[union-attr]
+    codes, scale = (torch.cat([getattr(page, part) for page in ours], dim=1)[:, :160] for part in ("codes", "scale"))
+    assert shown.scale is not None
+    theirs = Stored(torch.from_numpy(shown.codes).view(torch.int8), torch.from_numpy(shown.scale), None)
+    assert float((raw(theirs) != raw(Stored(codes, scale, None))).mean()) < 2e-2
+
+
+def test_batches_steps_and_answers_agree(q8_q4: LlamaCppEngine, texts: list[list[int]]) -> None:
+    five = [*texts, *texts, texts[0]]  # more than the engine has memory for at once
+    together = q8_q4.forced_together([(text, FIRST) for text in five])
+    for rows, text in zip(together, five, strict=True):
+        assert mean_kl(rows, q8_q4.forced(text, FIRST)) < 1e-4
+    (handle,), _ = q8_q4.prefill([texts[0][:FIRST]])
+    stepped = np.stack([q8_q4.decode([handle], [token])[0] for token in texts[0][FIRST : FIRST + 3]])
+    assert mean_kl(together[0][:3], stepped) < 1e-4
+    q8_q4.release([handle])
+    ((said),) = q8_q4.generate([texts[1][:FIRST]], 12, None)
+    assert q8_q4.forced([*texts[1][:FIRST], *said], FIRST).argmax(1).tolist()[:-1] == said[1:]
+    times = q8_q4.timed([text[:FIRST] for text in texts], 6)
+    assert (len(times.first_token_ms), len(times.step_ms)) == (2, 6)
+    assert times.memory.pool_bytes == q8_q4.policy.pool_bytes(q8_q4.shape, 4)
+
+
+def test_the_canarys_keys_are_wrong_in_the_state_and_taken_back(q8_q4: LlamaCppEngine, texts: list[list[int]]) -> None:
+    before = q8_q4.forced(texts[0], FIRST)
+    q8_q4.corrupt_key_scale(0.1)
+    assert mean_kl(before, q8_q4.forced(texts[0], FIRST)) > 0.05
+    q8_q4.corrupt_key_scale(10.0)
+    np.testing.assert_array_equal(q8_q4.forced(texts[0], FIRST), before)
+
+
+def test_a_gguf_that_the_release_does_not_read_is_refused_in_a_line(
+    tmp_path: Path, tiny_checkpoint: Path, llamacpp_python: str, q8_q4: LlamaCppEngine
+) -> None:
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes((q8_q4._bundle / "model.gguf").read_bytes().replace(b"llama.block_count", b"llama.block_kount"))
+    (tmp_path / "out").mkdir()
+    scales = q8_q4._bundle / "kv_scales.json"
+    with pytest.raises(UserError, match=r"^backend\.python=.*llama-cpp-python 0\.3\.\d+ cannot load .*block_count") as refused:
+        build_bundle(
+            tiny_checkpoint, gguf, tmp_path / "out", config_of(llamacpp_python),
+            policy=q8_q4.policy, scales=scales, progress=lambda *_: None,
+        )  # fmt: skip
+    assert "\n" not in str(refused.value)

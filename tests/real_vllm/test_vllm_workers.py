@@ -1,0 +1,99 @@
+"""Two workers of vLLM's CPU build: what they compute, whose scales each reads, and what is left of them when they end."""
+
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from trtllm_exports import conf
+from vllm_bundles import KEY_SCALE, KNOWN_LAYOUT, VALUE_SCALE, make_vllm_bundle, open_vllm
+
+from pipeline.core.errors import UserError
+from pipeline.core.kv import KVPolicy, Side
+from stages.checkpoints import load_causal_lm
+from stages.engines.bundle import read_scales
+from stages.engines.oracle.engine import OracleEngine
+from stages.engines.vllm.engine import VllmEngine
+from stages.evaluate.delivery import audit_scales
+from stages.evaluate.distances.distance import kl_of_rows
+
+FIRST = 40
+TEXT = [int(token) for token in np.random.default_rng(0).integers(6, 1344, 90)]
+MANY = [(TEXT * 5, 8)] * 40
+"""Requests that take a while."""
+BFLOAT16 = 2.0**-8
+
+
+def mean_kl(expected: np.ndarray, rows: np.ndarray) -> float:
+    return float(np.mean([kl_of_rows(a, b[None])[0] for a, b in zip(expected, rows, strict=True)]))
+
+
+class Left:
+    """What an engine that runs could leave."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        assert engine._worker is not None
+        first = psutil.Process(engine._worker._process.pid)
+        self.processes, self.folder = [first, *first.children(recursive=True)], engine._worker.folder
+        assert len(self.processes) >= 3, "both workers"
+        maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in self.processes]
+        self.shared = {name for text in maps for name in re.findall(r"/dev/shm/(\S+)", text)}
+
+    def nothing(self) -> None:
+        _, alive = psutil.wait_procs(self.processes, timeout=30)
+        assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        assert not self.folder.exists(), "sockets lie there"
+        assert not self.shared & set(os.listdir("/dev/shm"))
+
+
+@KNOWN_LAYOUT
+def test_each_worker_reads_the_scales_of_its_heads_and_both_compute_the_policy(
+    tmp_path: Path, tiny_checkpoint: Path, vllm_python: str
+) -> None:
+    """One worker merges the two heads' scales on a CPU; two workers hold a head each."""
+    bundle = make_vllm_bundle(tiny_checkpoint, tmp_path / "two", "fp8_head", vllm_python, tensor_parallel_size=2)
+    policy = KVPolicy.model_validate(conf("kv", "fp8_head"))
+    engine = open_vllm(bundle, vllm_python)
+    (rows,) = engine.forced_together([(TEXT, FIRST)])
+    assert audit_scales(engine, ()) == []
+    assert engine.delivery()[0].used == {
+        Side.KEY: pytest.approx((KEY_SCALE, KEY_SCALE * 1.5)),
+        Side.VALUE: pytest.approx((VALUE_SCALE, VALUE_SCALE * 1.5)),
+    }
+    oracle = OracleEngine.from_model(
+        load_causal_lm(tiny_checkpoint, dtype=torch.float32),
+        policy,
+        read_scales(bundle / "kv_scales.json", policy, engine.shape),
+    )
+    replay = oracle.replay(TEXT, [FIRST], engine.stored_request(0), rounding=BFLOAT16, reads_itself=True)
+    assert mean_kl(replay.logits, rows) < 10 * mean_kl(replay.logits, replay.disturbed) + 1e-6
+    assert max(float(copy.engine.max()) for layer in replay.errors for copy in layer.values()) < 0.2, "codes of both heads"
+    memory = engine.timed([TEXT], 2).memory
+    assert memory.pool_bytes == policy.pool_bytes(engine.shape, memory.pages), "the halves of both workers"
+
+    # Interrupted; at its end, with the must-fail control; one worker killed.
+    left = Left(engine)
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.forced_together(MANY)
+    left.nothing()
+
+    engine.corrupt_key_scale(0.1)
+    assert mean_kl(rows, engine.forced(TEXT, FIRST)) > 0.05
+    assert engine.delivery()[0].used[Side.KEY] == pytest.approx((KEY_SCALE / 10, KEY_SCALE * 0.15))
+    left = Left(engine)
+    engine.close()
+    left.nothing()
+
+    engine.forced(TEXT, FIRST)
+    left = Left(engine)
+    threading.Timer(1, left.processes[-1].kill).start()
+    with pytest.raises(UserError, match=r"vLLM ended with exit code 1 in run; .*VllmWorker-. died unexpectedly") as raised:
+        engine.forced_together(MANY)
+    assert "\n" not in str(raised.value)
+    left.nothing()
