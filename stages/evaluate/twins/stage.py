@@ -235,7 +235,7 @@ class Stage:
         """End a scene: compare what its actors showed and said with the twin."""
         actors, self.playing = self.playing, []
         for measured in (True, False):
-            group = [actor for actor in actors if actor.measured is measured]
+            group = [actor for actor in actors if (actor.measured or self.twin.measures) is measured]
             for together in _passes(group):
                 rounding = self.twin.rounding if measured else 0.0
                 exact, disturbed = self.twin.engine.rows([actor.fed for actor in together], rounding)

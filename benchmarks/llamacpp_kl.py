@@ -1,0 +1,104 @@
+"""llama.cpp's own measure of a cache: what `llama-perplexity --kl-divergence` computes, by its C interface.
+
+    python -m benchmarks.llamacpp_kl --python .venv-llamacpp/bin/python --json benchmarks/results/llamacpp_kl.json
+
+The text is cut into chunks of 512 tokens, the second half of each is scored, and the base is llama.cpp's own f16 cache: the
+tool's definition (tools/perplexity/perplexity.cpp), which the Python package does not carry. KL and probabilities are of
+float32 logits, where the tool keeps 16 bits of the base.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.benchlib import load_policy, quiet
+from benchmarks.documentation import MODEL, all_tokens, converted
+from benchmarks.recording import log, results_record, write_json
+from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.checkpoint.places import locate_checkpoint
+from pipeline.core.kv import KVPolicy
+from pipeline.core.scales import KVScales
+from stages.engines.base import Logits
+from stages.engines.llamacpp.build import build_bundle
+from stages.engines.llamacpp.config import LlamaCppConfig
+from stages.engines.llamacpp.engine import LlamaCppEngine
+from stages.evaluate.distances.distance import log_softmax
+
+CHUNK = 512
+"""The tool's context; its second half is scored."""
+
+
+def unrotated(policy: KVPolicy) -> KVPolicy:
+    """Return a policy as llama.cpp computes it with LLAMA_ATTN_ROT_DISABLE=1."""
+    plain = {side: form.model_copy(update={"rotation": "none"}) for side, form in policy.formats}
+    return policy.model_copy(update={"name": f"{policy.name}_unrotated", **plain})
+
+
+def logits(policy: KVPolicy, config: LlamaCppConfig, work: Path, chunks: Sequence[list[int]]) -> list[Logits]:
+    """Return the scored logits (CHUNK / 2 - 1, V) of each chunk."""
+    bundle, scales = work / policy.name, work / "scales.json"
+    if not (bundle / "bundle.json").is_file():
+        bundle.mkdir(parents=True)
+        layers = inspect_checkpoint(work / "checkpoint").shape.layers
+        scales.write_text(KVScales(layers=tuple({} for _ in range(layers))).model_dump_json())
+        gguf = locate_checkpoint(MODEL)
+        build_bundle(work / "checkpoint", gguf, bundle, config, policy=policy, scales=scales, progress=quiet)
+    engine = LlamaCppEngine(bundle, config)
+    rows = engine.forced_together([(chunk, CHUNK // 2) for chunk in chunks])
+    engine.close()
+    return [part[:-1] for part in rows]
+
+
+def compare(bases: Sequence[Logits], others: Sequence[Logits], chunks: Sequence[list[int]]) -> dict[str, float]:
+    """Return the tool's figures: the KL, the likeliest tokens that agree, and the change of the known token's probability."""
+    kl, same, changes, ratios = list[Any](), list[Any](), list[Any](), list[Any]()
+    for base, other, chunk in zip(bases, others, chunks, strict=True):
+        p, q = log_softmax(base), log_softmax(other)
+        kl.append((np.exp(p) * (p - q)).sum(-1))
+        same.append(p.argmax(-1) == q.argmax(-1))
+        known = np.array(chunk[CHUNK // 2 + 1 :])[:, None]
+        before, after = (np.take_along_axis(of, known, -1)[:, 0] for of in (p, q))
+        changes.append(np.exp(after) - np.exp(before))
+        ratios.append(before - after)
+    joined = np.concatenate(kl)
+    return {
+        "tokens": joined.size,
+        "mean_kl": float(joined.mean()),
+        "median_kl": float(np.median(joined)),
+        "p99_kl": float(np.quantile(joined, 0.99)),
+        "max_kl": float(joined.max()),
+        "same_top": float(np.concatenate(same).mean()),
+        "rms_change_of_probability": float(np.sqrt((np.concatenate(changes) ** 2).mean())),
+        "perplexity_ratio": float(np.exp(np.concatenate(ratios).mean())),
+    }
+
+
+def main(command_line: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", required=True, help="llama.cpp's interpreter")
+    parser.add_argument("--chunks", type=int, default=8, help="chunks of 512 tokens of Python's documentation")
+    parser.add_argument("--work", type=Path, default=Path("work/llamacpp_kl"))
+    parser.add_argument("--json", type=Path, help="the results file")
+    arguments = parser.parse_args(command_line)
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    checkpoint = converted(locate_checkpoint(MODEL), arguments.work / "checkpoint")
+    ids: list[int] = all_tokens(checkpoint)[: arguments.chunks * CHUNK].tolist()
+    chunks = [ids[begin : begin + CHUNK] for begin in range(0, len(ids), CHUNK)]
+    config = LlamaCppConfig(
+        name="llamacpp", python=arguments.python, request_timeout_s=1800, threads=1, flash_attn=True,
+        n_ctx=CHUNK + 8, n_seq_max=4, n_batch=CHUNK,
+    )  # fmt: skip
+    named = [load_policy(name) for name in ("llamacpp_q8k_q4v", "llamacpp_q8_0", "llamacpp_q4_0")]
+    base, rows = logits(load_policy("fp16"), config, arguments.work, chunks), []
+    for policy in (*named, *map(unrotated, named)):
+        rows.append({"kv": policy.name, **compare(base, logits(policy, config, arguments.work, chunks), chunks)})
+        log(str(rows[-1]))
+    if arguments.json:
+        write_json(arguments.json, results_record(rows, ("numpy", "gguf")))
+
+
+if __name__ == "__main__":
+    main()
