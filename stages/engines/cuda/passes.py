@@ -4,7 +4,7 @@ Shapes: L layers, B sequences of a step, Hq query heads, H KV heads, S new token
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,14 +25,6 @@ ATTENTION = "kvgate_kernels"
 
 WARM_UP = 2
 """Runs before a capture: kernels are compiled and libraries initialized, neither of which may happen inside one."""
-
-
-class Pass(Protocol):
-    """One forward pass of the model, which collects the new keys and values of every layer."""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Attend with query (B, Hq, S, D), key and value (B, H, S, D) of the new tokens: (B, S, Hq, D)."""
-        ...
 
 
 class DecodePass:
@@ -246,7 +238,7 @@ def _attention(
     attention_mask: Tensor | None,  # noqa: ARG001
     scaling: float,
     *,
-    step: Pass,
+    step: DecodePass | PrefillPass,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query (B, Hq, S, D), key and value (B, H, S, D) -> (B, S, Hq, D).

@@ -113,10 +113,6 @@ class PlanEngine(PagedEngine):
         with self._device.running():
             super().repeat_page()
 
-    def session(self, mode: Mode) -> PlanSession:
-        """Return the session of one of the plans."""
-        return self._sessions[mode]
-
     def _constant(self, values: npt.NDArray[np.float32]) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device.torch_device, copy=True)
 

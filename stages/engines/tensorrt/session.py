@@ -151,11 +151,6 @@ class Step:
         """Capture the next run anew: what runs after the plan has changed."""
         self._replay = None
 
-    @property
-    def replayed(self) -> bool:
-        """Whether runs replay a CUDA graph."""
-        return self._replay is not None
-
     def _enqueue(self) -> None:
         session = self._session
         session.check(self._context.execute_async_v3(session.device.stream), "a run")
@@ -192,11 +187,6 @@ class PlanSession:
         assert memory.data_ptr() % ALIGNMENT == 0, f"TensorRT wants memory aligned to {ALIGNMENT} bytes"
         self._memory, self.consumer = memory, consumer
         self.bound = {name: tensor for name, tensor in bound.items() if name in self.inputs}
-
-    @property
-    def replayed_shapes(self) -> int:
-        """Shapes whose runs replay a CUDA graph."""
-        return sum(step.replayed for step in self._steps.values())
 
     def step(self, **sizes: int) -> Step:
         """Return the step of a shape, given as sizes of the dimensions by name."""
