@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gate_reports import pressure_line
 from safetensors.torch import load_file, save_file
 from trtllm_exports import conf
 from vllm_bundles import KEY_SCALE, KNOWN_LAYOUT, VALUE_SCALE, make_vllm_bundle, open_vllm
@@ -17,6 +18,7 @@ from pipeline.artifacts.digest import file_digest
 from pipeline.checkpoint.files import INDEX
 from pipeline.core.errors import GateRefusal
 from pipeline.core.kv import KVPolicy, Side
+from pipeline.core.records import no_progress
 from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.engines.bundle import read_scales
 from stages.engines.interpreter.bundle import CHECKPOINT
@@ -25,10 +27,11 @@ from stages.engines.oracle.engine import OracleEngine
 from stages.engines.vllm.checkpoint import SCALES
 from stages.engines.vllm.engine import VllmEngine
 from stages.engines.vllm.library import PROGRAM
+from stages.evaluate.decoding.pressure import pressure
 from stages.evaluate.decoding.speculation import lookup_passes
 from stages.evaluate.delivery import audit_scales
 from stages.evaluate.distances.distance import kl_of_rows
-from stages.evaluate.inputs.tokens import BundleTokenizer
+from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 from stages.workloads import generate
 
 FIRST = 60
@@ -249,3 +252,18 @@ def test_e5m2_runs_without_scales(bundles: dict[str, Path], texts: list[list[int
     assert audit_scales(engine, ()) == []
     assert np.isfinite(engine.forced(texts[0], FIRST)).all()
     engine.close()
+
+
+def test_requests_in_a_full_pool_give_way_reuse_beginnings_and_answer_as_with_room(
+    fp8: VllmEngine, tiny_checkpoint: Path
+) -> None:
+    tokenizer = BundleTokenizer(tiny_checkpoint)
+    samples = generate("retrieval", 24, 0)
+    found = pressure(fp8, encode(samples, tokenizer, 64), 24, no_progress)
+    assert found is not None
+    line = pressure_line(found)
+    assert line.status == "PASS", line.reason
+    assert found.preempted > 0
+    assert found.reused > 64
+    assert found.noise_kl is not None
+    assert found.noise_kl < 0.01

@@ -56,6 +56,12 @@ class Generation(StrictModel):
     """(rows, vocabulary)"""
     stored: str = ""
     """A file with what the cache holds of the request; empty where it was not asked for, or the layout is not known."""
+    preempted: int = 0
+    """How often the request lost its blocks and was computed again, where the library tells."""
+    reused: int = 0
+    """Tokens of its prompt that were taken from the cache."""
+    blocks: list[int] = Field(default_factory=list)
+    """Those that it held in the end."""
 
 
 class RunAnswer(StrictModel):

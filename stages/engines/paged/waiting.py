@@ -133,7 +133,7 @@ def serve(engine: PooledEngine, requests: Sequence[tuple[Sequence[int], int]], r
     live = list(arrived)
     try:
         while live:
-            moved, logits = advance(engine, live)
+            moved, logits = advance(engine, live[: engine.max_batch])
             for one, row in zip(moved, logits, strict=True):
                 assert isinstance(one, _Request)
                 if one.stored == one.prompt_tokens:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import chain, starmap
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import PAGE_TOKENS, Side
-from pipeline.core.records import Drafting, LayerDelivery, MemoryReport, StoredCopy
+from pipeline.core.records import Drafting, LayerDelivery, MemoryReport, Pressed, StoredCopy
 from stages.engines.base import LOGIT_STEP, Logits
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import Worker
@@ -41,6 +42,9 @@ class VllmEngine(RequestEngine):
     _config: VllmConfig
     reads_itself = True
     """vLLM writes a token's key and value before it attends, and attends to the cache alone, in prompts as well."""
+
+    pressed_requests = 24
+    """vLLM serves from a full pool, where most faults of its cache are reported."""
 
     def __init__(self, bundle: Path, config: VllmConfig) -> None:
         super().__init__(bundle, config)
@@ -97,6 +101,29 @@ class VllmEngine(RequestEngine):
         finally:
             self._restart()
         return Drafting(seen.tokens, seen.passes, seen.drafts, seen.draft_tokens, seen.accepted_tokens)
+
+    def press(
+        self, plays: Sequence[Sequence[tuple[Sequence[int], int]]], rows: int, pages: int | None = None
+    ) -> list[list[Pressed]]:
+        for tokens, first in chain.from_iterable(plays):
+            self._check_forced(tokens, first)
+        if pages is None:
+            return [self._pressed(play, rows) for play in plays]
+        size = int(self._described.arguments["block_size"])
+        blocks = -(-pages * PAGE_TOKENS // size)
+        # The null block holds nothing, and no sequence may be longer than the pool.
+        longest = min(self.max_tokens, blocks * size)
+        self._restart(enable_prefix_caching=True, num_gpu_blocks_override=blocks + 1, max_model_len=longest)
+        try:
+            return [self._pressed(play, rows) for play in plays]
+        finally:
+            self._restart()
+
+    def _pressed(self, play: Sequence[tuple[Sequence[int], int]], rows: int) -> list[Pressed]:
+        seen: list[Generation] = []
+        requests = [(prompt, known, count, max(1, count - rows)) for prompt, known, count, _ in starmap(whole, play)]
+        pairs = zip(self._run(requests, seen.extend), seen, strict=True)
+        return [Pressed(logits, one.preempted, one.reused, tuple(one.blocks)) for (_, logits), one in pairs]
 
     def delivery(self) -> list[LayerDelivery]:
         """Return, by layer, the scales of the checkpoint and those that the loaded layers read.

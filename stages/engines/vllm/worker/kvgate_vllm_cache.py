@@ -32,14 +32,16 @@ class Cache:
         self.core, self.heads = core, int(core.vllm_config.model_config.get_total_num_kv_heads())
         self.copies = max(1, core.vllm_config.parallel_config.tensor_parallel_size // self.heads)
         """Workers that hold the same head."""
-        self.freed: dict[str, list[int]] = {}
-        """Blocks of requests that have ended, by their names; what they hold stays until the next step."""
+        self.freed: dict[str, tuple[list[int], int]] = {}
+        """Of requests that lost their blocks, by their names: the blocks, and how often they had lost some before. What the
+        blocks of a request hold that has ended stays until the next step."""
         manager = core.scheduler.kv_cache_manager
         free = manager.free
 
         def noted(request: Any) -> None:
             # vLLM appends a random suffix to the name that it was given.
-            self.freed[request.request_id.rpartition("-")[0]] = list(manager.get_block_ids(request.request_id)[0])
+            blocks = list(manager.get_block_ids(request.request_id)[0])
+            self.freed[request.request_id.rpartition("-")[0]] = blocks, int(request.num_preemptions)
             free(request)
 
         manager.free = noted

@@ -111,9 +111,10 @@ class Model:
             self.engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
             places[name] = i
         answers: list[dict[str, Any]] = [{} for _ in requests]
-        for name, output, blocks in self._finished():
+        for name, output, (blocks, preempted) in self._finished():
             i = places[name]
             answers[i] = _answer(requests[i], str(Path(folder, f"logits-{i}")), output)
+            answers[i] |= {"preempted": preempted, "reused": output.num_cached_tokens or 0, "blocks": blocks}
             if show:
                 stored = Path(folder, f"stored-{i}")
                 length = len(requests[i]["prompt"]) + requests[i]["tokens"] - 1
@@ -121,11 +122,12 @@ class Model:
         return {"answers": answers}
 
     def _finished(self) -> Any:
-        """Step the engine; yield each request that has ended (name, output, its blocks) before its blocks are used again."""
+        """Step the engine; yield each request that has ended, before its blocks are used again: its name, its output, and its
+        blocks with how often it lost some."""
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 if output.finished:
-                    yield output.request_id, output, self.cache.freed.pop(output.request_id, [])
+                    yield output.request_id, output, self.cache.freed.pop(output.request_id, ([], 0))
 
     def draft(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
         """Answer requests {"prompt", "tokens"} freely; return tokens and passes of each, and vLLM's counters."""

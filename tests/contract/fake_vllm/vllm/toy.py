@@ -152,9 +152,11 @@ class Engine:
             finished = len(request.output) == request.params.max_tokens
             completion = SimpleNamespace(token_ids=list(request.output), logprobs=request.logprobs)
             metrics = SimpleNamespace(first_token_latency=1e-3)
-            outputs.append(SimpleNamespace(request_id=name, finished=finished, outputs=[completion], metrics=metrics))
+            outputs.append(
+                SimpleNamespace(request_id=name, finished=finished, outputs=[completion], metrics=metrics, num_cached_tokens=0)
+            )
             if finished:
-                self.manager.free(SimpleNamespace(request_id=request.internal))
+                self.manager.free(SimpleNamespace(request_id=request.internal, num_preemptions=0))
                 del self.requests[name]
         return outputs
 
