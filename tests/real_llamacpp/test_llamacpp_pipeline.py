@@ -57,4 +57,4 @@ def test_the_tiny_models_cache_is_what_its_policy_says(tmp_path: Path, llamacpp_
 def test_a_ggufs_cache_is_what_its_policy_says(tmp_path: Path, llamacpp_python: str) -> None:
     samples = "workloads.samples={documentation: 1, lookup: 1, extraction: 0, quotation: 0, recall: 0}"
     few = ["model=smollm2", "calibration=chat", "workloads=chat", samples]
-    check(judge(tmp_path / "work", llamacpp_python, "kv=llamacpp_q4_0", *few), "llamacpp_q4_0")
+    check(judge(tmp_path / "work", llamacpp_python, "kv=llamacpp_q8k_q4v", *few), "llamacpp_q8k_q4v")
