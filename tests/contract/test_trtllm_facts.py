@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
+from stages.engines.interpreter.process import Interpreter
+from stages.engines.interpreter.protocol import Description, Device
 from stages.engines.trtllm import checkpoint, settings
 from stages.engines.trtllm.config import Serving, Speculation, TrtllmConfig
 from stages.engines.trtllm.library import PROGRAM
+from stages.engines.trtllm.targets import refuse_integers
 from stages.quantize.validate import ALGORITHMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,8 +95,8 @@ def rewrite(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rewrite]:
         monkeypatch.delitem(sys.modules, name)
 
 
-def state_of(wanted: settings.Settings, quantization: dict[str, Any]) -> dict[str, Any]:
-    return {**{key.removeprefix("plugin_config."): value for key, value in wanted.items()}, **quantization, "sm": 90}
+def state_of(wanted: settings.Settings, quantization: dict[str, Any], sm: int = 90) -> dict[str, Any]:
+    return {**{key.removeprefix("plugin_config."): value for key, value in wanted.items()}, **quantization, "sm": sm}
 
 
 def test_what_auto_asks_for_is_what_the_builder_keeps(rewrite: Rewrite) -> None:
@@ -124,6 +128,25 @@ def test_lengths_that_the_builder_would_change_are_refused_with_the_bound(
         state["max_num_tokens"] = tokens
         rewrite(state)
         assert state["max_num_tokens"] != tokens
+
+
+@pytest.mark.parametrize("sm", [89, 90, 100, 103, 119, 120])
+def test_integers_are_refused_exactly_where_the_builder_raises(sm: int, rewrite: Rewrite) -> None:
+    major, minor = divmod(sm, 10)
+    device = Device(name="Fake", compute_cap=f"{major}.{minor}", driver="580.95")
+    described = Description(protocol=1, release="1.2.1", python="3.12.3", devices=[device])
+    here = Interpreter(PROGRAM, "python", described)
+    for (weights, algorithm), name in product(ALGORITHMS.items(), ("fp16", "fp8", "int8_tensor")):
+        cache = {"fp16": None, "fp8": "FP8", "int8_tensor": "INT8"}[name]
+        quantization = {"quant_algo": algorithm, "kv_cache_quant_algo": cache}
+        state = state_of(settings.engine_settings(options(), quantization), quantization, sm)
+        try:
+            rewrite(state)
+        except RuntimeError:
+            with pytest.raises(UserError, match=rf"(kv|weights)=\w+: TensorRT-LLM builds no .* SM {major}\.{minor}; choose"):
+                refuse_integers(policy(name), weights, here, 1)
+        else:
+            refuse_integers(policy(name), weights, here, 1)
 
 
 def test_llm_arguments_are_recorded_keys_with_recorded_choices() -> None:

@@ -17,6 +17,9 @@ from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.trtllm.library import PROGRAM, rank_capabilities, require_gpus
 
 TargetName = Literal["engine", "pytorch"]
+NO_INTEGERS_SM = range(100, 120)
+"""TensorRT-LLM 1.2 builds neither INT8 caches nor INT8 or INT4 weights for SM 10.0 to 11.9 (tensorrt_llm/builder.py)."""
+INTEGER_WEIGHTS: tuple[WeightsFormat, ...] = ("int8_sq", "int4_awq")
 
 READ_BY: dict[TargetName, dict[str, Any]] = {
     "engine": {"paged_context_fmha": "auto", "fp8_context_fmha": "auto", "gather_context_logits": False},
@@ -86,6 +89,7 @@ def check_inputs(config: TrtllmConfig, job: Job) -> None:
     if name == "engine":
         require_gpus(interpreter, 1, "building an engine")
         rank_capabilities(interpreter, config.tensor_parallel_size)  # refuses GPUs that differ
+        refuse_integers(job.policy, job.weights, interpreter, config.tensor_parallel_size)
     if job.judges:
         check_judging(name, config, job.policy, interpreter)
 
@@ -179,6 +183,20 @@ def refuse_unread(name: TargetName, backend: TrtllmConfig) -> str | None:
                 f"{json.dumps(unset)}"
             )
     return None
+
+
+def refuse_integers(policy: KVPolicy, weights: WeightsFormat, interpreter: Interpreter, ranks: int) -> None:
+    """Raise UserError for an integer cache or weights on a GPU for which TensorRT-LLM builds none."""
+    for device in interpreter.devices[:ranks]:
+        gpu, capability = device.name, device.compute_cap
+        if int(capability.replace(".", "")) not in NO_INTEGERS_SM:
+            continue
+        if policy.key.dtype == "int8":
+            raise UserError(f"kv={policy.name}: TensorRT-LLM builds no INT8 cache for {gpu}, SM {capability}; choose kv=fp8")
+        if weights in INTEGER_WEIGHTS:
+            raise UserError(
+                f"weights={weights}: TensorRT-LLM builds no integer weights for {gpu}, SM {capability}; choose weights=fp8"
+            )
 
 
 def _refuse_all(name: TargetName, config: TrtllmConfig, job: Job) -> str | None:
