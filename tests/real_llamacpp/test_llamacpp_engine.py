@@ -66,8 +66,8 @@ def check(engine: LlamaCppEngine, checkpoint: Path, texts: list[list[int]]) -> N
         replay = replayed(engine, checkpoint, text, number)
         assert mean_kl(replay.logits, rows[number]) < 10 * mean_kl(replay.logits, replay.disturbed) + 1e-8
         for errors in (copy for layer in replay.errors for copy in layer.values()):
-            assert float(errors.engine.max()) < 1e-2
-            assert float(errors.engine.mean()) < 2e-4
+            assert float(errors.engine.max()) < 3e-2
+            assert float(errors.engine.mean()) < 1e-3
     (handle,), _ = engine.prefill([texts[0][:64]])
     assert engine.memory().pool_bytes == engine.policy.pool_bytes(engine.shape, 1)
     engine.release([handle])
