@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.engines.bundle import read_scales
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import probe
+from stages.engines.interpreter.requests import Request
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.vllm.checkpoint import SCALES
 from stages.engines.vllm.engine import VllmEngine
@@ -267,3 +269,25 @@ def test_requests_in_a_full_pool_give_way_reuse_beginnings_and_answer_as_with_ro
     assert found.reused > 64
     assert found.noise_kl is not None
     assert found.noise_kl < 0.01
+
+
+def test_a_beginning_of_another_request_in_a_full_pool_is_refused_and_named(
+    fp8: VllmEngine, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third request of a play gets the rows of its neighbour, as from a block that was freed too early."""
+    sound = VllmEngine._run
+
+    def run(self: VllmEngine, requests: list[Request], *given: Any, **fields: Any) -> list[Any]:
+        if "num_gpu_blocks_override" not in self._evaluated:
+            return sound(self, requests, *given, **fields)
+        prompt, known, count, skip = requests[2]
+        wrong = ([prompt[0], *requests[1][0][1:64], *prompt[64:]], known, count, skip)
+        return sound(self, [*requests[:2], wrong, *requests[3:]], *given, **fields)
+
+    monkeypatch.setattr(VllmEngine, "_run", run)
+    found = pressure(fp8, encode(generate("retrieval", 24, 0), BundleTokenizer(tiny_checkpoint), 64), 8, no_progress)
+    assert found is not None
+    assert len(found.deviations) == 2, "one request of each play"
+    line = pressure_line(found)
+    assert line.status == "FAIL"
+    assert line.reason.startswith("2 of 16 requests differ")
