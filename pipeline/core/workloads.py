@@ -200,7 +200,7 @@ class WorkloadsConfig(StrictModel):
             raise ValueError(f"rounds must be ascending shares of the samples up to 1, got {self.rounds}")
         if self.pressure is not None and 0 < self.pressure < LEAST_PRESSED:
             raise ValueError(
-                f"pressure={self.pressure}: a third of so few requests holds no two of them; give at least {LEAST_PRESSED}, or 0"
+                f"pressure={self.pressure}: a third of so few holds no two requests; give at least {LEAST_PRESSED}, or 0"
             )
         if self.canary_factor == 1.0:
             raise ValueError("canary_factor must differ from 1, which corrupts nothing")

@@ -113,7 +113,7 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("+workloads.samples.poems=3", "workloads.samples"),
     ("workloads.jsonl=/nowhere", "workloads.jsonl=/nowhere", "no such file"),
     ("workloads.speculation={draft:/nowhere}", "workloads.speculation.draft=/nowhere", "no such directory"),
-    ("workloads.pressure=7", "pressure=7: a third of so few requests holds no two of them; give at least 8, or 0"),
+    ("workloads.pressure=7", "pressure=7: a third of so few holds no two requests; give at least 8, or 0"),
     ("workloads.pressure=some", "workloads.pressure", "some"),
     ("workloads.speculation={draft:[a]}", "workloads.speculation.draft"),
     ("gates=strict",),
