@@ -23,21 +23,32 @@ from stages.workloads import generate
 FIRST = 60
 
 
-def test_stored_weights_are_computed_with_as_they_are(tiny_checkpoint: Path, vllm_python: str, tmp_path: Path) -> None:
-    quantize_checkpoint(tiny_checkpoint, tmp_path / "given", "W8A8 INT8")
+@pytest.mark.parametrize(
+    ("form", "kv", "stored_as"),
+    [
+        ("W8A8 INT8", "fp8", {"weight": "I8"}),
+        ("FP8", "fp8", {"weight": "F8_E4M3"}),
+        ("W4A16", "fp8", {"weight_packed": "I32"}),
+        ("AWQ", "fp8_e5m2", {"qweight": "I32"}),
+    ],
+)
+def test_stored_weights_are_computed_with_as_they_are(
+    form: str, kv: str, stored_as: dict[str, str], tiny_checkpoint: Path, vllm_python: str, tmp_path: Path
+) -> None:
+    quantize_checkpoint(tiny_checkpoint, tmp_path / "given", form)
     write_plain(inspect_checkpoint(tmp_path / "given"), tmp_path / "plain", lambda *_: None)
-    bundle = make_vllm_bundle(tmp_path / "given", tmp_path / "bundle", "fp8", vllm_python)
+    bundle = make_vllm_bundle(tmp_path / "given", tmp_path / "bundle", kv, vllm_python)
     tokenizer = load_tokenizer(tiny_checkpoint)
     stories = (tokenizer(sample.prompt or sample.reference)["input_ids"] for sample in generate("prose", 40, 0))
     story = next(story for story in stories if len(story) >= 160)[:160]
     engine = open_vllm(bundle, vllm_python)
     rows = engine.forced(story, FIRST)
     assert audit_scales(engine, ()) == []
-    assert engine.delivery()[0].used[Side.KEY] == pytest.approx((KEY_SCALE,))
+    assert engine.delivery()[0].used[Side.KEY] == pytest.approx((KEY_SCALE if kv == "fp8" else 1.0,))
     engine.close()
     model = load_causal_lm(tmp_path / "plain", dtype=torch.float32)
     round_inputs(model)
     expected = OracleEngine.from_model(model, engine.policy, engine._scales).forced(story, FIRST)
     assert np.mean([kl_of_rows(a, b[None])[0] for a, b in zip(expected, rows, strict=True)]) < 0.01
     with safe_open(bundle / CHECKPOINT / "model.safetensors", "pt") as stored:
-        assert stored.get_slice("model.layers.0.mlp.up_proj.weight").get_dtype() == "I8"
+        assert {part: stored.get_slice(f"model.layers.0.mlp.up_proj.{part}").get_dtype() for part in stored_as} == stored_as
