@@ -5,7 +5,6 @@ that cuts text alike; without one the file takes token ids alone.
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from safetensors import safe_open
 from pipeline.checkpoint.description import CheckpointInfo, read_config
 from pipeline.checkpoint.files import refusal
 from pipeline.checkpoint.rope import rope_at_top_level
+from pipeline.checkpoint.weights import tensors_on_disk
 from pipeline.core.records import Progress
 from pipeline.gguf.model import ARCHITECTURES, ROPE_FACTORS, SIZES, llama3_factors, pairs_neighbours, tensors_of
 from pipeline.gguf.vocabulary import CONTROL, GPT2, NORMAL, SPLITTERS, UNUSED, USER_DEFINED
@@ -33,16 +33,16 @@ def write_gguf(info: CheckpointInfo, out: Path, progress: Progress) -> None:
     _sizes(writer, architecture, full)
     _tokenizer(writer, info.path, full)
     names = tensors_of(architecture, full)
-    weights = dict(_weights(info))
+    weights = tensors_on_disk(info)
     for done, (name, (target, _)) in enumerate(names.items()):
         progress("writing", done, len(names))
-        file, kind = weights[target]
-        with safe_open(file, "pt") as stored:
-            values = stored.get_tensor(target).float()
+        with safe_open(info.path / weights[target][0], "pt") as stored:
+            kept = stored.get_tensor(target)
+        values = kept.float()
         heads = {"attn_q": full["num_attention_heads"], "attn_k": info.shape.kv_heads}.get(name.split(".")[-2])
         if heads and pairs_neighbours(config["model_type"]):
             values = values.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(values.shape)
-        if values.dim() > 1 and kind != "F32":
+        if values.dim() > 1 and kept.dtype != torch.float32:
             values = values.half()
             if not torch.isfinite(values).all():
                 raise refusal(info.path, f"tensor {target} holds a value that float16 does not; give a GGUF of the model")
@@ -52,14 +52,6 @@ def write_gguf(info: CheckpointInfo, out: Path, progress: Progress) -> None:
     writer.write_tensors_to_file()
     writer.close()
     progress("writing", len(names), len(names))
-
-
-def _weights(info: CheckpointInfo) -> Iterator[tuple[str, tuple[Path, str]]]:
-    """Yield the name of each tensor, its file, and its type there."""
-    for file in info.weight_files:
-        with safe_open(info.path / file, "pt") as stored:
-            for name in stored.keys():  # noqa: SIM118  (no mapping)
-                yield name, (info.path / file, str(stored.get_slice(name).get_dtype()))
 
 
 def _sizes(writer: Any, architecture: str, config: dict[str, Any]) -> None:
