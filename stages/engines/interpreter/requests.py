@@ -20,12 +20,12 @@ import numpy as np
 
 from pipeline.core.engine import Continuation, Engine, check_tokens
 from pipeline.core.errors import UserError
-from pipeline.core.kv import PAGE_TOKENS
-from pipeline.core.records import LoadTimes, MemoryReport
+from pipeline.core.kv import PAGE_TOKENS, Side
+from pipeline.core.records import LoadTimes, MemoryReport, StoredCopy
 from stages.engines.base import Logits, SequenceTable
 from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, open_bundle
 from stages.engines.interpreter.config import InterpreterConfig
-from stages.engines.interpreter.process import A, Program, Worker, WorkerError, probe
+from stages.engines.interpreter.process import A, Interpreter, Program, Worker, WorkerError, probe
 from stages.engines.interpreter.protocol import EmptyAnswer, Generation, Loaded, RunAnswer
 
 TIMEOUT_KEY = "backend.request_timeout_s"
@@ -89,16 +89,8 @@ class RequestEngine(Engine):
 
     def _opened(self, environment: Mapping[str, str], model: Path, **fields: object) -> Worker:
         """Start a worker and let it load a model. Raises UserError, and ends the worker, when it cannot."""
-        worker = Worker(self._interpreter.program, self._interpreter.python, **environment)
-        try:
-            worker.call("open", self._config.request_timeout_s, key=TIMEOUT_KEY, answer=EmptyAnswer, model=str(model), **fields)
-        except WorkerError as error:
-            worker.close()
-            raise worker.refusal(f"cannot load {model}: {error}") from error
-        except BaseException:
-            worker.close()
-            raise
-        return worker
+        said = f"cannot load {model}"
+        return open_model(self._interpreter, environment, self._config.request_timeout_s, said, model=str(model), **fields)
 
     def _checkpoint(self) -> Path:
         """The checkpoint's directory. With a fault, another one is written for it."""
@@ -247,6 +239,50 @@ class RequestEngine(Engine):
         worker = self._open()
         RequestEngine._running = weakref.ref(self)
         return worker
+
+
+class ShowingEngine(RequestEngine):
+    """A request engine whose library also shows what its cache holds of a request."""
+
+    def __init__(self, bundle: Path, config: InterpreterConfig) -> None:
+        super().__init__(bundle, config)
+        self._shown: list[list[dict[Side, StoredCopy]]] = []
+        """What the cache held of each request of the last `forced_together`."""
+
+    @abstractmethod
+    def _stored(self, path: Path, length: int) -> list[dict[Side, StoredCopy]]:
+        """Return the copies of every layer, of a file that the worker wrote of a request of so many tokens."""
+
+    def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
+        """`stored_request` then shows what the cache held of each."""
+        self._shown = []
+        for tokens, first in requests:
+            self._check_forced(tokens, first)
+
+        def keep(answers: Sequence[Generation]) -> None:
+            pairs = zip(answers, requests, strict=True)
+            self._shown = [self._stored(Path(one.stored), len(tokens)) if one.stored else [] for one, (tokens, _) in pairs]
+
+        return [rows for _, rows in self._run([whole(tokens, first) for tokens, first in requests], keep, show=True)]
+
+    def stored_request(self, number: int) -> Sequence[Mapping[Side, StoredCopy]]:
+        """Return what the cache held of a request of the last `forced_together`; empty where its layout is not known."""
+        return self._shown[number]
+
+
+def open_model(interpreter: Interpreter, environment: Mapping[str, str], timeout_s: int, said: str, **fields: object) -> Worker:
+    """Start a worker and let it load a model. Raises UserError that begins with what is `said`, and ends the worker, when it
+    cannot."""
+    worker = Worker(interpreter.program, interpreter.python, **environment)
+    try:
+        worker.call("open", timeout_s, key=TIMEOUT_KEY, answer=EmptyAnswer, **fields)
+    except WorkerError as error:
+        worker.close()
+        raise worker.refusal(f"{said}: {error}") from error
+    except BaseException:
+        worker.close()
+        raise
+    return worker
 
 
 def whole(tokens: Sequence[int], first: int) -> Request:

@@ -8,8 +8,8 @@ from pipeline.checkpoint.description import read_config
 from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.records import Progress
 from stages.engines.interpreter.bundle import ServedBundle, begin_bundle, end_bundle
-from stages.engines.interpreter.process import Interpreter, Worker, WorkerError
-from stages.engines.interpreter.protocol import EmptyAnswer
+from stages.engines.interpreter.process import Interpreter, Worker
+from stages.engines.interpreter.requests import open_model
 from stages.engines.llamacpp.config import LlamaCppConfig
 from stages.engines.llamacpp.library import GGUF, PROGRAM, cache_types, rotates
 
@@ -60,17 +60,10 @@ def open_context(
     rotates: bool,
 ) -> Worker:
     """Return a worker with the model loaded. Raises UserError when llama.cpp refuses it."""
-    worker = Worker(PROGRAM, interpreter.python, LLAMA_ATTN_ROT_DISABLE=str(int(not rotates)))
+    environment = {"LLAMA_ATTN_ROT_DISABLE": str(int(not rotates))}
+    said = f"{interpreter.release} cannot load {gguf}"
     fields = {"model": str(gguf.absolute()), "context": arguments, "types": types, "threads": config.threads}
-    try:
-        worker.call("open", config.request_timeout_s, key="backend.request_timeout_s", answer=EmptyAnswer, **fields)
-    except WorkerError as error:
-        worker.close()
-        raise worker.refusal(f"{interpreter.release} cannot load {gguf}: {error}") from error
-    except BaseException:
-        worker.close()
-        raise
-    return worker
+    return open_model(interpreter, environment, config.request_timeout_s, said, **fields)
 
 
 def _command(config: LlamaCppConfig, types: dict[Side, str], *, rotated: bool) -> str:

@@ -1,6 +1,6 @@
 """The engine of llama.cpp."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +12,7 @@ from pipeline.core.records import MemoryReport, StoredCopy
 from pipeline.gguf.model import pairs_neighbours
 from stages.engines.base import LOGIT_STEP, Logits
 from stages.engines.interpreter.process import Worker
-from stages.engines.interpreter.protocol import Generation
-from stages.engines.interpreter.requests import Request, RequestEngine, whole
+from stages.engines.interpreter.requests import Request, ShowingEngine
 from stages.engines.llamacpp.build import LlamaCppBundle, open_context
 from stages.engines.llamacpp.config import LlamaCppConfig
 from stages.engines.llamacpp.library import GGUF, PROGRAM, Facts
@@ -21,7 +20,7 @@ from stages.engines.llamacpp.library import GGUF, PROGRAM, Facts
 Bytes = npt.NDArray[np.uint8]
 
 
-class LlamaCppEngine(RequestEngine):
+class LlamaCppEngine(ShowingEngine):
     """Requests to llama.cpp, with what its state holds of them."""
 
     program = PROGRAM
@@ -36,23 +35,6 @@ class LlamaCppEngine(RequestEngine):
         super().__init__(bundle, config)
         self.prefill_chunk = int(self._described.arguments["n_batch"])
         self._token_bytes = 0
-        self._shown: list[list[dict[Side, StoredCopy]]] = []
-
-    def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
-        """`stored_request` then shows what the cache held of each."""
-        for tokens, first in requests:
-            self._check_forced(tokens, first)
-
-        def keep(answers: Sequence[Generation]) -> None:
-            self._shown = [
-                self._stored(Path(one.stored), len(tokens)) for one, (tokens, _) in zip(answers, requests, strict=True)
-            ]
-
-        return [rows for _, rows in self._run([whole(tokens, first) for tokens, first in requests], keep, show=True)]
-
-    def stored_request(self, number: int) -> Sequence[Mapping[Side, StoredCopy]]:
-        """Return what the cache held of a request of the last `forced_together`."""
-        return self._shown[number]
 
     def corrupt_key_scale(self, factor: float) -> None:
         """Let the state's keys be `factor` times what was stored, from then on: scales, or numbers without one."""

@@ -1,7 +1,7 @@
 """The engine of vLLM."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain, starmap
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from stages.engines.base import LOGIT_STEP, Logits
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import Worker
 from stages.engines.interpreter.protocol import Generation
-from stages.engines.interpreter.requests import RequestEngine, whole
+from stages.engines.interpreter.requests import ShowingEngine, whole
 from stages.engines.vllm.build import VllmBundle
 from stages.engines.vllm.checkpoint import delivered, write_faulted
 from stages.engines.vllm.config import VllmConfig
@@ -33,7 +33,7 @@ EVALUATED: dict[str, object] = {
 known: a logits processor would see each token a step late."""
 
 
-class VllmEngine(RequestEngine):
+class VllmEngine(ShowingEngine):
     """Requests to vLLM, with the scales and codes that it shows of its cache."""
 
     program = PROGRAM
@@ -52,8 +52,6 @@ class VllmEngine(RequestEngine):
         self.logit_step = LOGIT_STEP[str(self._described.arguments["dtype"])]
         self._evaluated = dict(EVALUATED)
         self._facts: Facts | None = None
-        self._shown: list[list[dict[Side, StoredCopy]]] = []
-        """What the cache held of each request of the last `forced_together`."""
 
     def _check_machine(self, bundle: Path) -> None:
         super()._check_machine(bundle)
@@ -63,22 +61,6 @@ class VllmEngine(RequestEngine):
                 f"{bundle}: its engine arguments are pinned for vLLM on {built}, {self._interpreter.python} has it on "
                 f"{here}: build it again with stage=build, or give that platform's python as backend.python"
             )
-
-    def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
-        """`stored_request` then shows what the cache held of each."""
-        self._shown = []
-        for tokens, first in requests:
-            self._check_forced(tokens, first)
-
-        def keep(answers: Sequence[Generation]) -> None:
-            pairs = zip(answers, requests, strict=True)
-            self._shown = [self._stored(Path(one.stored), len(tokens)) if one.stored else [] for one, (tokens, _) in pairs]
-
-        return [rows for _, rows in self._run([whole(tokens, first) for tokens, first in requests], keep, show=True)]
-
-    def stored_request(self, number: int) -> Sequence[Mapping[Side, StoredCopy]]:
-        """Return what the cache held of a request of the last `forced_together`; empty where its layout is not known."""
-        return self._shown[number]
 
     def forced_reusing(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
         """Return what `forced` returns of each (tokens, first) over a prefix that an earlier request left in the cache."""
