@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine_rows import mean_kl, two_stories
 from ggml_cases import NAMES, form_of, raw
 from llamacpp_bundles import config_of, make_engine
 from trtllm_exports import conf
@@ -15,13 +16,11 @@ from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, Side
 from pipeline.formats.oracle import Stored
-from stages.checkpoints import load_causal_lm, load_tokenizer
+from stages.checkpoints import load_causal_lm
 from stages.engines.llamacpp.build import build_bundle
 from stages.engines.llamacpp.engine import LlamaCppEngine
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.replay import Replay
-from stages.evaluate.distances.distance import kl_of_rows
-from stages.workloads import generate
 
 FIRST = 60
 """Tokens of a prompt; the others are forced."""
@@ -31,11 +30,7 @@ ROUNDING = 2.0**-11
 
 @pytest.fixture(scope="module")
 def texts(tiny_checkpoint: Path) -> list[list[int]]:
-    """Two stories, of 160 and 100 tokens."""
-    tokenizer = load_tokenizer(tiny_checkpoint)
-    stories = [tokenizer(sample.prompt or sample.reference)["input_ids"] for sample in generate("prose", 40, 0)]
-    long = [story for story in stories if len(story) >= 160]
-    return [long[0][:160], long[1][:100]]
+    return two_stories(tiny_checkpoint)
 
 
 def policy_of(key: Format, value: Format) -> KVPolicy:
@@ -53,10 +48,6 @@ def q8_q4(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, llama
 def replayed(engine: LlamaCppEngine, checkpoint: Path, text: list[int], number: int) -> Replay:
     oracle = OracleEngine.from_model(load_causal_lm(checkpoint, dtype=torch.float32), engine.policy)
     return oracle.replay(text, [FIRST], engine.stored_request(number), rounding=ROUNDING, reads_itself=True)
-
-
-def mean_kl(expected: np.ndarray, rows: np.ndarray) -> float:
-    return float(np.mean([kl_of_rows(a, b[None])[0] for a, b in zip(expected, rows, strict=True)]))
 
 
 def check(engine: LlamaCppEngine, checkpoint: Path, texts: list[list[int]]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_rows import mean_kl, two_stories
 from gate_reports import pressure_line
 from safetensors.torch import load_file, save_file
 from trtllm_exports import conf
@@ -20,7 +21,7 @@ from pipeline.checkpoint.files import INDEX
 from pipeline.core.errors import GateRefusal
 from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.records import no_progress
-from stages.checkpoints import load_causal_lm, load_tokenizer
+from stages.checkpoints import load_causal_lm
 from stages.engines.bundle import read_scales
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import probe
@@ -32,7 +33,6 @@ from stages.engines.vllm.library import PROGRAM
 from stages.evaluate.decoding.pressure import pressure
 from stages.evaluate.decoding.speculation import lookup_passes
 from stages.evaluate.delivery import audit_scales
-from stages.evaluate.distances.distance import kl_of_rows
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 from stages.workloads import generate
 
@@ -44,11 +44,7 @@ BFLOAT16 = 2.0**-8
 
 @pytest.fixture(scope="module")
 def texts(tiny_checkpoint: Path) -> list[list[int]]:
-    """Two stories, of 160 and 100 tokens."""
-    tokenizer = load_tokenizer(tiny_checkpoint)
-    stories = [tokenizer(sample.prompt or sample.reference)["input_ids"] for sample in generate("prose", 40, 0)]
-    long = [story for story in stories if len(story) >= 160]
-    return [long[0][:160], long[1][:100]]
+    return two_stories(tiny_checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +104,6 @@ def test_a_16_bit_cache_is_the_oracles_but_for_rounding(
         assert mean_kl(replay.logits, rows[number]) < 10 * mean_kl(replay.logits, replay.disturbed) + 1e-6
         assert max(float(copy.engine.max()) for layer in replay.errors for copy in layer.values()) < 0.1
     engine.close()
-
-
-def mean_kl(expected: np.ndarray, rows: np.ndarray) -> float:
-    return float(np.mean([kl_of_rows(a, b[None])[0] for a, b in zip(expected, rows, strict=True)]))
 
 
 @KNOWN_LAYOUT

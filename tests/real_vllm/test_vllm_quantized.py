@@ -2,23 +2,21 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from engine_rows import mean_kl, two_stories
 from quantized_checkpoints import quantize_checkpoint
 from safetensors import safe_open
 from vllm_bundles import KEY_SCALE, make_vllm_bundle, open_vllm
 
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.kv import Side
-from stages.checkpoints import load_causal_lm, load_tokenizer
+from stages.checkpoints import load_causal_lm
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.model import round_inputs
 from stages.evaluate.delivery import audit_scales
-from stages.evaluate.distances.distance import kl_of_rows
 from stages.quantize.dequantize import write_plain
-from stages.workloads import generate
 
 FIRST = 60
 
@@ -38,9 +36,7 @@ def test_stored_weights_are_computed_with_as_they_are(
     quantize_checkpoint(tiny_checkpoint, tmp_path / "given", form)
     write_plain(inspect_checkpoint(tmp_path / "given"), tmp_path / "plain", lambda *_: None)
     bundle = make_vllm_bundle(tmp_path / "given", tmp_path / "bundle", kv, vllm_python)
-    tokenizer = load_tokenizer(tiny_checkpoint)
-    stories = (tokenizer(sample.prompt or sample.reference)["input_ids"] for sample in generate("prose", 40, 0))
-    story = next(story for story in stories if len(story) >= 160)[:160]
+    story = two_stories(tiny_checkpoint)[0]
     engine = open_vllm(bundle, vllm_python)
     rows = engine.forced(story, FIRST)
     assert audit_scales(engine, ()) == []
@@ -49,6 +45,6 @@ def test_stored_weights_are_computed_with_as_they_are(
     model = load_causal_lm(tmp_path / "plain", dtype=torch.float32)
     round_inputs(model)
     expected = OracleEngine.from_model(model, engine.policy, engine._scales).forced(story, FIRST)
-    assert np.mean([kl_of_rows(a, b[None])[0] for a, b in zip(expected, rows, strict=True)]) < 0.01
+    assert mean_kl(expected, rows) < 0.01
     with safe_open(bundle / CHECKPOINT / "model.safetensors", "pt") as stored:
         assert {part: stored.get_slice(f"model.layers.0.mlp.up_proj.{part}").get_dtype() for part in stored_as} == stored_as

@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from engine_rows import mean_kl
 from trtllm_exports import conf
 from vllm_bundles import KEY_SCALE, KNOWN_LAYOUT, VALUE_SCALE, make_vllm_bundle, open_vllm
 
@@ -20,17 +21,12 @@ from stages.engines.bundle import read_scales
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.vllm.engine import VllmEngine
 from stages.evaluate.delivery import audit_scales
-from stages.evaluate.distances.distance import kl_of_rows
 
 FIRST = 40
 TEXT = [int(token) for token in np.random.default_rng(0).integers(6, 1344, 90)]
 MANY = [(TEXT * 5, 8)] * 40
 """Requests that take a while."""
 BFLOAT16 = 2.0**-8
-
-
-def mean_kl(expected: np.ndarray, rows: np.ndarray) -> float:
-    return float(np.mean([kl_of_rows(a, b[None])[0] for a, b in zip(expected, rows, strict=True)]))
 
 
 class Left:
