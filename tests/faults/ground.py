@@ -145,7 +145,7 @@ class Ground:
     def __init__(self, work: Path, overrides: Sequence[str] = (), workloads: Sequence[str] = SMALLEST) -> None:
         self.work, self.workloads, self.overrides = work, workloads, overrides
         self._configs: dict[Any, Config] = {}
-        self._twins: dict[tuple[str, str], dict[str, Any]] = {}
+        self._twins: dict[tuple[str, str, int], dict[str, Any]] = {}
         self._days: dict[tuple[str, EngineName, bool], Day] = {}
 
     def config(
@@ -205,7 +205,7 @@ class Ground:
             (own / stage).symlink_to((self.work / "sound" / stage).resolve())
         chain = FaultyChain(config, Store(own))
         chain.fault = fault
-        chain.twins = self._twins.setdefault((str(config.model.path), config.backend.name), {})
+        chain.twins = self._twins.setdefault((str(config.model.path), config.backend.name, config.seed), {})
         return chain
 
     def _judge(self, config: Config, fault: Fault | None) -> Judgement:
