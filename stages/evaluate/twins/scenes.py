@@ -66,7 +66,7 @@ def batch(stage: Stage) -> None:
 def ragged(stage: Stage) -> list[Actor]:
     """Return the rows of the ragged batch: long ones first and last but one, short ones between them."""
     size, most, config = stage.largest, stage.max_tokens, stage.config
-    steps = min(config.offset_steps, most // 2)
+    steps = 1 + min(config.offset_steps, most // 2)  # one alone
     far = min(config.decode_steps, most - 32)
     claimed = min(stage.claimed, most - STEPS)
     chosen = [

@@ -199,11 +199,12 @@ class Stage:
             actor.handle = -1
 
     def play(self, actors: Sequence[Actor]) -> None:
-        """Start sequences together and decode each to its end, when it leaves."""
+        """Start sequences together and decode each to its end, when it leaves; the first one a step alone, a batch of one."""
         if self.engine.can(Engine.forced_together):
             self._in_requests(actors)
             return
         self.prefill(*actors)
+        self.decode(actors[0])
         self.go_on(actors)
 
     def go_on(self, actors: Sequence[Actor]) -> None:
