@@ -76,6 +76,8 @@ class MemoryReport:
     live_tokens: int
     held_pages: int = 0
     """Pages that are not free; 0 where an engine doesn't show it."""
+    window_pages: int = 0
+    """Pages of the second pool, which has the finer copies of a policy's window."""
 
 
 @dataclass(frozen=True)

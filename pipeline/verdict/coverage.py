@@ -106,6 +106,8 @@ class Allocation(Record):
     exact_unit_bytes: int
     """What the policy claims for the exact tokens of one sequence: `exact_bytes` is a multiple of it."""
     window_bytes: int
+    window_pages: int | None = None
+    """None in older reports."""
     window_unit_bytes: int
     """What the policy claims for the second copy of one page."""
     process: "ProcessMemory | None" = None
@@ -117,12 +119,12 @@ class Allocation(Record):
         if self.pool_bytes != self.claimed_pool_bytes:
             per_token = [size / max(1, self.pages * PAGE_TOKENS) for size in (self.pool_bytes, self.claimed_pool_bytes)]
             return f"{per_token[0]:.5g} bytes a token are allocated, the policy claims {per_token[1]:.5g}"
-        for what, size, unit in (
-            ("exact tokens", self.exact_bytes, self.exact_unit_bytes),
-            ("window", self.window_bytes, self.window_unit_bytes),
-        ):
-            if size % unit if unit else size:
-                return f"{size} bytes are allocated for the {what}, the policy claims multiples of {unit}"
+        if self.exact_bytes % (self.exact_unit_bytes or self.exact_bytes + 1):
+            return (
+                f"{self.exact_bytes} bytes are allocated for the exact tokens, the policy claims {self.exact_unit_bytes} each"
+            )
+        if self.window_pages is not None and self.window_bytes != (claimed := self.window_pages * self.window_unit_bytes):
+            return f"{self.window_bytes} bytes are allocated for the window, the policy claims {claimed}"
         if self.process is not None and self.process.excess_mib and not self.process.unsure:
             return f"the process grows by {self.process.excess_mib:.1f} MiB more than the policy claims for {self.process}"
         return None

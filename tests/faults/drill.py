@@ -83,7 +83,7 @@ def _alone(desk: _Desk) -> None:
 
 def _turns(desk: _Desk) -> None:
     """Conversations: chunks after decoded tokens, at and over page borders; forks that part and are continued."""
-    for prompt, decoded, turns in ((50, 14, (30, 64)), (100, 20, (1, 9)), (600, 5, (40, 3))):
+    for prompt, decoded, turns in ((50, 14, (30, 64)), (100, 20, (1, 9)), (800, 5, (120, 40))):
         (origin,) = desk.start([desk.tokens(prompt)])
         desk.decode([origin], decoded)
         fork = desk.engine.fork(origin)

@@ -195,7 +195,7 @@ FAULTS = [
     of("from_request_150_on", "int8", "one head's values are lost from the 150th request on",
        write("value", zero, lambda s: np.array(s.handles)[:, None] >= 150, layers=[2], heads=[0])),
     of("first_40_steps", "fp8", "the first 40 decode steps read zeros for one layer's keys: a buffer that is not filled yet",
-       reads("key", zero, lambda s: s.number < 40, layers=[1])),
+       reads("key", zero, lambda s: s.number < 40, layers=[1]), by="conformance"),
     of("wrong_read_of_0_06_nats", "int8", "one head reads values of the second page as half: 0.06 nats",
        reads("value", lambda x, _: x // 2, layers=[1], heads=[0])),
     kept("prefix_hash_without_parent", models="kept chunks are found by their own tokens alone",
@@ -204,7 +204,7 @@ FAULTS = [
     kept("prefix_one_token_skipped", models="the token after a beginning that was found is skipped",
        plant=prefix(one_token_less)),
     kept("prefix_wiped_in_use", models="the oldest kept beginning is wiped while others are found",
-       plant=prefix(evicted_in_use)),
+       plant=prefix(evicted_in_use), by="conformance"),
     kept("prefix_rotated_from_0", models="what follows a kept beginning is rotated from 0 on",
          plant=given("position_ids", lambda x, _: x % KEPT_CHUNK, mode="prefill")),
 ]  # fmt: skip

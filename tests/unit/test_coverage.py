@@ -114,7 +114,7 @@ def a_probe(**changes: object) -> Probe:
     values: dict[str, object] = {
         "tokens": 2048, "decoded": 320, "batch": 32, "page_offsets": 64, "forks": 9, "requests": 400, "engine_tokens": None,
         "engine_batch": None, "runs": 1, "limit_kl": 1e-6, "limit_single_kl": 0.1, "parts": [part], "failures": [],
-        "allocation": Allocation(**sizes, window_bytes=0, window_unit_bytes=0), "seconds": 1.0,
+        "allocation": Allocation(**sizes, window_bytes=0, window_pages=1, window_unit_bytes=0), "seconds": 1.0,
     }  # fmt: skip
     return Probe.model_validate({**values, **changes})
 
@@ -156,9 +156,8 @@ def test_each_part_of_the_probes_fails_by_itself(found: EngineProbes, failed: li
     [
         ({}, None),
         ({"pool_bytes": 1024, "claimed_pool_bytes": 256}, "8 bytes a token are allocated, the policy claims 2"),
-        ({"exact_bytes": 10, "exact_unit_bytes": 4}, "10 bytes are allocated for the exact tokens, the policy claims multiples "
-         "of 4"),
-        ({"window_bytes": 8}, "8 bytes are allocated for the window, the policy claims multiples of 0"),
+        ({"exact_bytes": 10, "exact_unit_bytes": 4}, "10 bytes are allocated for the exact tokens, the policy claims 4 each"),
+        ({"window_bytes": 8}, "8 bytes are allocated for the window, the policy claims 0"),
     ],
 )  # fmt: skip
 def test_bytes_are_compared_with_the_policys_claim(changes: dict[str, int], problem: str | None) -> None:

@@ -251,6 +251,7 @@ class OracleEngine(ChunkedEngine):
             static_scale_bytes=sum(t.nbytes for s in static for t in (s.scale, s.zero) if t is not None),
             pages=sum(sequence[0].page_count for sequence in self.sequences.values()),
             live_tokens=sum(sequence[0].kept_tokens for sequence in self.sequences.values()),
+            window_pages=sum(self.policy.window_pages(sequence[0].length) for sequence in self.sequences.values()),
         )
 
     def gain(self, side: Side, layer: int) -> Tensor | None:

@@ -280,7 +280,8 @@ class PagedPool(SequencePages):
         """Return the bytes of the arrays as allocated."""
         allocators = (self.pages, self.buffers, self.window_pages)
         pool, exact, window = (sum(array.nbytes for array in self._numbered_by(allocator)) for allocator in allocators)
-        return MemoryReport(pool, exact, window, static_scale_bytes, self.pages.capacity, self.live_tokens, sum(self.in_use))
+        pages, finer = self.pages.capacity, self.window_pages.capacity
+        return MemoryReport(pool, exact, window, static_scale_bytes, pages, self.live_tokens, sum(self.in_use), finer)
 
 
 def scaled(values: Array, factor: Factor) -> Array:

@@ -164,5 +164,6 @@ def allocation(engine: Engine) -> Allocation:
         exact_bytes=memory.exact_bytes,
         exact_unit_bytes=policy.exact_bytes(shape, 1),
         window_bytes=memory.window_bytes,
+        window_pages=memory.window_pages,
         window_unit_bytes=policy.window_page_bytes(shape),
     )

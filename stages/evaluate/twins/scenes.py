@@ -170,11 +170,15 @@ def prefix(stage: Stage) -> None:
     chunk = stage.engine.prefill_chunk
     if not stage.engine.keeps_prefixes or chunk + PAGE_TOKENS > stage.max_tokens:
         return
-    beginning = stage.draw(chunk)
-    for number, more in enumerate((5, 5, 40)):
-        actor = stage.actor(f"prompt {number + 1} with one beginning", [*beginning, *stage.draw(more)], STEPS)
+    beginning = stage.draw(2 * chunk if 2 * chunk + PAGE_TOKENS <= stage.max_tokens else chunk)
+    alike = [
+        (f"prompt {number} with one beginning", [*beginning, *stage.draw(more)]) for number, more in enumerate((5, 5, 40), 1)
+    ]
+    other = [*stage.draw(chunk), *beginning[chunk:], *stage.draw(5)]
+    for number, (role, prompt) in enumerate([*alike, ("a prompt that parts from it and ends alike", other)]):
+        actor = stage.actor(role, prompt, STEPS)
         stage.prefill(actor)
-        stage.reused += number > 0
+        stage.reused += 0 < number < len(alike)
         stage.go_on([actor])
 
 

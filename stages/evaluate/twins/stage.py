@@ -214,8 +214,22 @@ class Stage:
             if len(going) == self.largest:
                 self.together = max(self.together, sorted(len(actor.tokens) + 1 for actor in going)[-2:][0])
             self.decode(*going)
+            if not any(actor.ahead for actor in going):
+                self._weigh(going)
             self.leave(*(actor for actor in going if not actor.ahead))
             going = [actor for actor in going if actor.ahead]
+
+    def _weigh(self, live: Sequence[Actor]) -> None:
+        """Note pages that the policy gave back, and that the only live sequences still hold."""
+        policy, shape = self.engine.policy, self.engine.shape
+        lengths = [len(actor.tokens) for actor in live]
+        kept = sum(-(-policy.kept_tokens(length, shape) // PAGE_TOKENS) for length in lengths)
+        due = kept + sum(map(policy.window_pages, lengths))
+        held = 0 if self.engine.keeps_prefixes else self.engine.memory().held_pages
+        if held > due + len(live):  # a page may leave a step later
+            self.failures.append(
+                f"sequences of {', '.join(map(str, lengths))} tokens hold {held} pages, the policy claims {due}"
+            )
 
     def _in_requests(self, actors: Sequence[Actor]) -> None:
         """What `play` does on an engine of whole requests."""
