@@ -11,6 +11,7 @@ from pipeline.core.errors import GateRefusal
 from pipeline.run.inputs import check_inputs
 from pipeline.run.runner import run
 from pipeline.verdict.report import EvaluationReport, load_report
+from stages.engines.llamacpp import build, engine
 
 FEW = [
     "workloads.max_scored_tokens=16",
@@ -26,12 +27,12 @@ FEW = [
 ]
 
 
-def judge(work: Path, python: str, *given: str) -> EvaluationReport:
+def judge(work: Path, python: str, *given: str, says: str = "is not decided: INCONCLUSIVE") -> EvaluationReport:
     """Return the report of an evaluation with too few questions for a PASS."""
     asked = [f"workdir={work}", "backend=llamacpp", f"backend.python={python}", "stage=evaluate", *FEW, *given]
     (job,) = plan(asked, multirun=False).jobs
     check_inputs(job)
-    with pytest.raises(GateRefusal, match="is not decided: INCONCLUSIVE"):
+    with pytest.raises(GateRefusal, match=says):
         run(job, "sweep")
     (candidate,) = json.loads((work / "summary.json").read_text())["candidates"]
     return load_report(Path(candidate["report"]["path"]).parent)
@@ -54,7 +55,28 @@ def test_the_tiny_models_cache_is_what_its_policy_says(tmp_path: Path, llamacpp_
     check(report, "llamacpp_q8k_q4v")
 
 
-def test_a_ggufs_cache_is_what_its_policy_says(tmp_path: Path, llamacpp_python: str) -> None:
-    samples = "workloads.samples={documentation: 1, lookup: 1, extraction: 0, quotation: 0, recall: 0}"
-    few = ["model=smollm2", "calibration=chat", "workloads=chat", samples]
-    check(judge(tmp_path / "work", llamacpp_python, "kv=llamacpp_q8k_q4v", *few), "llamacpp_q8k_q4v")
+CHAT = [
+    "model=smollm2",
+    "calibration=chat",
+    "workloads=chat",
+    "workloads.samples={documentation: 1, lookup: 1, extraction: 0, quotation: 0, recall: 0}",
+    "kv=llamacpp_q8k_q4v",
+]
+
+
+@pytest.fixture(scope="module")
+def gguf_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gguf") / "work"
+
+
+def test_a_ggufs_cache_is_what_its_policy_says(gguf_work: Path, llamacpp_python: str) -> None:
+    check(judge(gguf_work, llamacpp_python, *CHAT), "llamacpp_q8k_q4v")
+
+
+def test_a_rotation_that_the_policy_has_and_the_engine_lacks_fails(
+    gguf_work: Path, llamacpp_python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "open_context", lambda *given: build.open_context(*given[:-1], False))
+    report = judge(gguf_work, llamacpp_python, *CHAT, "kv.name=rotated", says="is not good enough")
+    failed = [line.reason for line in lines("conformance", report) if line.status == "FAIL"]
+    assert [reason for reason in failed if "does not compute rotated" in reason] == failed != []
