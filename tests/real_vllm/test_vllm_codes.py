@@ -8,11 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from shipped import SHIPPED
 from torch import Tensor
-from trtllm_exports import conf
 
 from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy
 from pipeline.formats.oracle import Stored, unpack
 from pipeline.formats.vllm_token_head.oracle import signs, token_head
 from stages.engines.oracle.formats import dequantize, quantize
@@ -80,7 +79,7 @@ def test_turboquant_k8v4_is_bit_for_bit_vllms(stored: tuple[Tensor, Arrays]) -> 
     slot, dim = theirs["turboquant"], keys.shape[-1]
     assert slot.shape[-1] == dim + dim // 2 + 4
     assert np.array_equal(slot[..., :dim], keys.to(torch.float8_e4m3fn).view(torch.uint8).numpy())
-    same_values(slot[..., dim:], values, KVPolicy.model_validate(conf("kv", "vllm_k8v4")).value)
+    same_values(slot[..., dim:], values, SHIPPED["vllm_k8v4"].value)
 
 
 @pytest.mark.parametrize("kv", ["4bit_nc", "k3v4_nc", "3bit_nc"])
@@ -91,7 +90,7 @@ def test_turboquant_nc_is_vllms_but_for_ties_of_a_rotation(stored: tuple[Tensor,
     if "turboquant_44" not in theirs:
         assert dim == 96, "which Hadamard's matrix does not rotate"
         return
-    policy = KVPolicy.model_validate(conf("kv", f"vllm_{kv}"))
+    policy = SHIPPED[f"vllm_{kv}"]
     bits = policy.key.code.bits
     name = f"{bits}{policy.value.code.bits}"
     slot, end = theirs[f"turboquant_{name}"], policy.key.code_bytes(dim)
@@ -127,7 +126,7 @@ def test_a_scale_a_token_and_head_is_bit_for_bit_vllms(stored: tuple[Tensor, Arr
     x, theirs = stored
     name = kv.removeprefix("vllm_")
     for states, side in zip(x, ("key", "value"), strict=True):
-        ours = quantize(states, KVPolicy.model_validate(conf("kv", kv)).key, None)
+        ours = quantize(states, SHIPPED[kv].key, None)
         assert ours.scale is not None
         assert np.array_equal(theirs[f"{name}_{side}_scale"], ours.scale[..., 0].numpy())
         if kv == "vllm_int8" or side == "key":
