@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_interpreter import make_vllm_interpreter
-from trtllm_exports import conf
+from shipped import SHIPPED, conf
 from vllm_bundles import config_of, make_vllm_bundle, open_vllm
 
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
@@ -113,7 +113,7 @@ def test_a_type_that_release_or_machine_lack_is_refused_by_its_reason(
     tmp_path: Path, mode: str, kv: str, expected: str
 ) -> None:
     config = config_of(make_vllm_interpreter(tmp_path / "bin", mode=mode))
-    refusal = refuse_dtype(config, KVPolicy.model_validate(conf("kv", kv)), "fp8_e4m3", probe(PROGRAM, config.python))
+    refusal = refuse_dtype(config, SHIPPED[kv], "fp8_e4m3", probe(PROGRAM, config.python))
     assert re.match(expected, str(refusal))
 
 

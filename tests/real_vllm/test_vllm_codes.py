@@ -8,10 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from shipped import SHIPPED
 from torch import Tensor
-from trtllm_exports import conf
 
-from pipeline.core.kv import KVPolicy
 from pipeline.formats.oracle import unpack
 from pipeline.formats.vllm_token_head.oracle import signs, token_head
 from pipeline.formats.vllm_turboquant.oracle import turboquant
@@ -76,7 +75,7 @@ def test_turboquant_4bit_nc_is_vllms_but_for_ties_of_a_rotation(stored: tuple[Te
         assert dim == 96, "which Hadamard's matrix does not rotate"
         return
     slot = theirs["turboquant_4bit"]
-    ours = quantize(keys, KVPolicy.model_validate(conf("kv", "vllm_4bit_nc")).key, None)
+    ours = quantize(keys, SHIPPED["vllm_4bit_nc"].key, None)
     assert ours.scale is not None
     off = np.abs(nibbles(slot[..., : dim // 2]).astype(int) - (unpack(ours.codes, 4) + 8).numpy())
     assert off.max() <= 1
@@ -103,7 +102,7 @@ def test_a_scale_a_token_and_head_is_bit_for_bit_vllms(stored: tuple[Tensor, Arr
     x, theirs = stored
     name = kv.removeprefix("vllm_")
     for states, side in zip(x, ("key", "value"), strict=True):
-        ours = quantize(states, KVPolicy.model_validate(conf("kv", kv)).key, None)
+        ours = quantize(states, SHIPPED[kv].key, None)
         assert ours.scale is not None
         assert np.array_equal(theirs[f"{name}_{side}_scale"], ours.scale[..., 0].numpy())
         if kv == "vllm_int8" or side == "key":

@@ -3,13 +3,11 @@
 tests/real_vllm/test_vllm_codes.py compares the same with vLLM's own kernels.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-import yaml
 from pydantic import ValidationError
+from shipped import SHIPPED
 from torch import Tensor
 
 from pipeline.config.compose import plan
@@ -22,11 +20,7 @@ from pipeline.formats.vllm_turboquant.oracle import centroids
 from pipeline.run.inputs import check_inputs
 from stages.engines.oracle.formats import dequantize, hadamard, quantize
 
-CONF = Path(__file__).parents[2] / "conf" / "kv"
-K8V4, INT4, INT8, FP8, NC = (
-    KVPolicy.model_validate(yaml.safe_load((CONF / f"vllm_{name}.yaml").read_text()))
-    for name in ("k8v4", "int4", "int8", "fp8", "4bit_nc")
-)
+K8V4, INT4, INT8, FP8, NC = (SHIPPED[f"vllm_{name}"] for name in ("k8v4", "int4", "int8", "fp8", "4bit_nc"))
 SIGNS = "590d"
 """Of the first 16 channels of a head of 64, as vLLM 0.32.0 draws them: bits from the lowest up, 1 is +1. Recorded."""
 
