@@ -62,8 +62,8 @@ def test_turboquant_values_are_rounded_half_up_from_the_unrounded_range(policy: 
         expected = [min(int(np.float32((number - low) / step) + np.float32(0.5)), levels) for number in vector]
         assert codes.tolist() == expected
         assert (scale, zero) == (np.float16(step), np.float16(low))
-    expected = unpacked(stored, bits) * stored.scale.float() + stored.zero.float()
-    torch.testing.assert_close(dequantize(stored, policy.value, None), expected)
+    numbers = unpacked(stored, bits) * stored.scale.float() + stored.zero.float()
+    torch.testing.assert_close(dequantize(stored, policy.value, None), numbers)
     assert stored.codes.shape[-1] == 8 * bits
 
 
