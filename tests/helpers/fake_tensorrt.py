@@ -19,9 +19,8 @@ import onnxruntime as ort
 import tensorrt_rtx
 import torch
 
-from stages.engines.onnx.bundle import Tensor
 from stages.engines.onnx.weights import makers
-from stages.engines.tensorrt.bundle import PlanRecord
+from stages.engines.tensorrt.bundle import PlanRecord, Tensor
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.session import Device
 

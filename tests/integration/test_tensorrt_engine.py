@@ -11,11 +11,12 @@ from onnx_fixtures import BY_NAME, make_bundle, nothing, shared_decoder
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Side
 from stages.engines.base import Mode
+from stages.engines.bundle import open_bundle
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.tensorrt.build import build_bundle
-from stages.engines.tensorrt.bundle import PLANS, open_bundle
+from stages.engines.tensorrt.bundle import PLANS, PlanRecord
 from stages.engines.tensorrt.engine import PlanEngine, open_session
 from stages.engines.tensorrt.plan import Plan
 from stages.engines.tensorrt.pool import TorchPool
@@ -30,7 +31,7 @@ class Pair:
 
     def __init__(self, onnx_bundle: Path, plans: Path) -> None:
         self.onnx_bundle, self.plans = onnx_bundle, plans
-        self.record, self.policy, self.scales = open_bundle(plans, "tensorrt_rtx")
+        self.record, self.policy, self.scales = open_bundle(plans, PlanRecord, "tensorrt_rtx")
 
     def onnx(self) -> OnnxEngine:
         # A plan has the graph's operators: beside another order of the sums, codes of new tokens would round to neighbours.

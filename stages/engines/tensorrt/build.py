@@ -12,15 +12,14 @@ import onnx
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.artifacts.files import link_or_copy
-from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress
 from pipeline.core.scales import SCALES_FILE
 from stages.engines.base import Mode
-from stages.engines.bundle import BuiltFor, read_scales, write_bundle, write_policy
-from stages.engines.onnx.bundle import WEIGHTS_FILE, ModelInfo, Tensor
+from stages.engines.bundle import BuiltFor, begin_bundle, write_bundle
+from stages.engines.onnx.bundle import WEIGHTS_FILE, ModelInfo
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
-from stages.engines.tensorrt.bundle import PLANS, PlanRecord, Weight, as_inputs
+from stages.engines.tensorrt.bundle import PLANS, PlanRecord, Tensor, Weight, as_inputs
 from stages.engines.tensorrt.library import Name, load
 from stages.engines.tensorrt.plan import GraphRefusal, Plan, build, parse, refusal
 from stages.engines.tensorrt.shapes import Limits, Range, prefill_rows
@@ -82,10 +81,7 @@ def build_bundle(
             (out / PLANS[mode]).write_bytes(plan.data)
             plans[mode] = replace(plan, data=b"")
     link_or_copy(onnx_bundle / WEIGHTS_FILE, out / WEIGHTS_FILE)
-    write_policy(out, policy, read_scales(scales, policy, described.model.shape))
-    for name in TOKENIZER_FILES:
-        if (onnx_bundle / name).is_file():
-            link_or_copy(onnx_bundle / name, out / name)
+    begin_bundle(onnx_bundle, out, policy, scales, described.shape)
     capabilities = [gpu["compute_cap"]] if gpu is not None else [f"{target // 10}.{target % 10}" for target in targets]
     names = (*PLANS.values(), WEIGHTS_FILE, POLICY_FILE, SCALES_FILE)
     record = PlanRecord(

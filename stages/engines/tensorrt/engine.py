@@ -13,11 +13,11 @@ from pipeline.core.kv import KVShape, Side
 from pipeline.core.records import PREFILL_CHUNK, StoredCopy
 from pipeline.core.scales import KVScales
 from stages.engines.base import Logits, Mode
-from stages.engines.bundle import BuiltFor, check_built_for
+from stages.engines.bundle import BuiltFor, check_built_for, open_bundle
 from stages.engines.onnx.graph_engine import PagedEngine
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.staging import aligned
-from stages.engines.tensorrt.bundle import PLANS, PlanRecord, load_weights, open_bundle
+from stages.engines.tensorrt.bundle import PLANS, PlanRecord, load_weights
 from stages.engines.tensorrt.library import Library, Name, load
 from stages.engines.tensorrt.pool import TorchPool
 from stages.engines.tensorrt.session import Device, PlanSession
@@ -26,7 +26,7 @@ from stages.engines.tensorrt.shapes import Limits, bucket, plan_run
 
 def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool) -> "PlanEngine":
     """Load a bundle that build_bundle wrote."""
-    described, policy, scales = open_bundle(bundle, library)
+    described, policy, scales = open_bundle(bundle, PlanRecord, library)
     trt = load(library)
     check_built_for(bundle, described.built_for, this_machine(trt, described.built_for))
     device = Device()

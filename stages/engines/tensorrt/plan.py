@@ -10,7 +10,7 @@ import onnx
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, Side
-from stages.engines.onnx.bundle import Tensor
+from stages.engines.tensorrt.bundle import Tensor
 from stages.engines.tensorrt.library import Library, Name
 from stages.engines.tensorrt.shapes import Range
 

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stages.engines.onnx.bundle import Tensor
 from stages.engines.staging import ALIGNMENT, Section, StagedInputs, StepResults, stacked
+from stages.engines.tensorrt.bundle import Tensor
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.shapes import padded
 
