@@ -156,5 +156,5 @@ def test_captured_steps_give_bit_for_bit_the_logits_of_launched_ones(engine: Cal
         one = engine(cuda_graphs=captured)
         handles, _ = one.prefill([tokens(one, size) for size in (60, 7)])
         logits.append([one.decode(handles, [step, step + 1]) for step in range(8)])
-    assert any(step._replay is not None for step in one._sessions["decode"]._steps.values())
+    assert any(step.replay is not None for step in one._sessions["decode"]._steps.values())
     assert np.array_equal(logits[0], logits[1])

@@ -21,7 +21,7 @@ from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor
 from stages.engines.onnx.bundle import WEIGHTS_FILE, Bundle
 from stages.engines.onnx.weights import makers
-from stages.engines.tensorrt.shapes import Limits, Range
+from stages.engines.tensorrt.shapes import Limits
 
 PLANS: dict[Mode, str] = {"prefill": "prefill.plan", "decode": "decode.plan"}
 
@@ -65,15 +65,15 @@ class PlanRecord(Bundle):
     """Inputs of both plans, of which `weights.bin` has the values."""
     max_batch: int
     max_tokens: int
+    prefill_rows: int
+    """Most sequences of a prefill run."""
     inputs: dict[str, list[Tensor]]
     """By plan, `prefill` or `decode`: the inputs that TensorRT reads in the graph, with names for dynamic dimensions."""
     outputs: dict[str, list[Tensor]]
-    profiles: dict[str, dict[str, Range]]
-    """By plan: the range of each dynamic dimension."""
 
     def limits(self, policy: KVPolicy) -> Limits:
         """Return what the plans are sized for."""
-        return Limits(policy, self.max_batch, self.max_tokens, self.profiles["prefill"]["B"].largest)
+        return Limits(policy, self.max_batch, self.max_tokens, self.prefill_rows)
 
 
 def as_inputs(model: onnx.ModelProto) -> list[Weight]:
