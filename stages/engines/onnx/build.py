@@ -13,9 +13,8 @@ from pipeline.core.scales import SCALES_FILE
 from stages.engines.base import Mode
 from stages.engines.bundle import begin_bundle, read_record, write_bundle
 from stages.engines.onnx.bundle import BACKEND, GRAPHS, WEIGHTS_FILE, Bundle, ModelInfo
-from stages.engines.onnx.refusals import refuse_oracles_own
+from stages.engines.onnx.refusals import refuse_heavy_tokens, refuse_oracles_own
 from stages.engines.onnx.surgery import specialise
-from stages.engines.paged.eviction import refuse_heavy_tokens
 
 
 def build_bundle(decoder: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:

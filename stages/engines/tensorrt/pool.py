@@ -19,7 +19,7 @@ from pipeline.core.kv import KVShape
 from pipeline.formats.spec import MAX_FLOAT16
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.paged.allocator import PageAllocator
-from stages.engines.paged.eviction import Indices
+from stages.engines.paged.places import Indices
 from stages.engines.paged.pool import Factor, PagedPool
 from stages.engines.staging import Section, stacked
 from stages.engines.tensorrt.session import Step
