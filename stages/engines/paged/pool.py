@@ -211,7 +211,7 @@ class PagedPool(SequencePages):
             array[number, :, slot] = flat[chosen]
 
     def _pages_for(self, sequence: PagedSequence, tokens: int) -> int:
-        # Pages that are lost meanwhile are among them, since the new tokens read them; those of new tokens lost at once are not.
+        # What is lost meanwhile is among them, since the new tokens read it; pages of new tokens that are lost at once are not.
         held, end = (-(-length // PAGE_TOKENS) for length in (sequence.length, sequence.length + tokens))
         lost = self.policy.evicted_pages(sequence.length + tokens, self.shape)
         return end - sequence.evicted_pages - max(0, lost.stop - max(held, lost.start))
