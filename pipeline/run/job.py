@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from pipeline.run.chain import Chain
 
 
+@cache
 def open_store(tracking: Tracking, workdir: Path, model: str) -> "MlflowStore | None":
-    """Open the tracking store of a model; None when tracking is off. Imports MLflow, which takes 2 s."""
+    """Open the tracking store of a model; None when tracking is off. Imports MLflow, which takes 2 s. It is opened once."""
     if not tracking.enabled:
         return None
     location = locate(tracking, workdir, model)

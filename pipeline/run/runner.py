@@ -1,11 +1,9 @@
-"""Runs the stage of one job: STAGES maps its name to its function. Start reading here.
+"""Runs the stage of one job. Start reading here.
 
 The stages up to evaluate make the artifacts that they need, or reuse those in the store. Promote, rollback and verify work
 on what earlier commands left.
 
 checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine -> promote
-
-What a stage needs is imported when it runs: a status waits neither for the gates nor for their statistics.
 """
 
 from collections.abc import Callable
@@ -25,61 +23,34 @@ from pipeline.terminal import commands, console
 from pipeline.terminal.junit import JUNIT, write_junit
 
 
-def make(run: Run) -> Candidate | None:
-    """Make an engine, or what one is made of; judge it."""
-    from pipeline.run import judging
+def run_stage(run: Run) -> Candidate | None:
+    """Run the stage of a job. What a stage needs is imported here: a status waits neither for the gates nor for ModelOpt."""
+    config, stage = run.config, run.config.stage
+    if stage in ("quantize", "build", *JUDGING):
+        from pipeline.run import judging
 
-    stages: dict[str, Callable[[Run], Candidate | None]] = {"quantize": judging.quantize, "build": judging.build}
-    return stages.get(run.config.stage, judging.evaluate)(run)
+        making: dict[str, Callable[[Run], Candidate | None]] = {"quantize": judging.quantize, "build": judging.build}
+        return making.get(stage, judging.evaluate)(run)
+    if stage == "tune":
+        from pipeline.run.tuning import tune
 
+        tune(run.chain)
+    elif stage in ("capacity", "recommend"):
+        from pipeline.run import planning
 
-def tune(run: Run) -> None:
-    """Search formats by layer and side."""
-    from pipeline.run.tuning import tune
+        (planning.show_capacity if stage == "capacity" else planning.recommend_policy)(config, run.sweeping)
+    elif stage in ("status", "prune"):
+        from pipeline.upkeep import prune, status
 
-    tune(run.chain)
-
-
-def move(run: Run) -> None:
-    """Change what serves, or check what does or would."""
-    from pipeline.run import serving
-
-    stages = {
-        "promote": serving.promote,
-        "rollback": serving.rollback,
-        "verify": serving.verify,
-        "audit": serving.audit,
-        "route": serving.route,
-        "monitor": serving.monitor,
-    }
-    stages[run.config.stage](run)
-
-
-def plan(run: Run) -> None:
-    """Say what a memory budget holds, or which policy has evidence for a use."""
-    from pipeline.run import planning
-
-    stages = {"capacity": planning.show_capacity, "recommend": planning.recommend_policy}
-    stages[run.config.stage](run.config, run.sweeping)
-
-
-def keep_up(run: Run) -> None:
-    """Say what a work directory holds, or remove what nothing of it needs."""
-    from pipeline.upkeep import prune, status
-
-    if run.config.stage == "prune":
-        prune.prune(run.config)
+        if stage == "prune":
+            prune.prune(config)
+        else:
+            status.show_status(config, as_json=run.as_json)
     else:
-        status.show_status(run.config, as_json=run.as_json)
+        from pipeline.run import serving
 
-
-STAGES: dict[str, Callable[[Run], Candidate | None]] = {
-    **dict.fromkeys(("quantize", "build", "evaluate", "all"), make),
-    "tune": tune,
-    **dict.fromkeys(("promote", "rollback", "verify", "audit", "route", "monitor"), move),
-    **dict.fromkeys(("capacity", "recommend"), plan),
-    **dict.fromkeys(("status", "prune"), keep_up),
-}
+        serving.STAGES[stage](run)
+    return None
 
 
 def holding(config: Config) -> AbstractContextManager[None]:
@@ -107,7 +78,7 @@ def run(
     try:
         console.begin(job, None if config.stage in WITHOUT_CHECKPOINT else f" of {config.model.path}")
         with holding(config), required_libraries():
-            candidate = STAGES[config.stage](Run(config, sweep, sweeping, job.policy, as_json))
+            candidate = run_stage(Run(config, sweep, sweeping, job.policy, as_json))
         code = 0
     except Exception as error:
         code = exit_code(error)

@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -155,7 +155,7 @@ def _conclude(planned: Plan, sweep: str, code: int = 0, step: object = None) -> 
         with console.written_to(config.work / tables.REPORT):
             tables.print_occasion()
             tables.print_comparison(last.candidates)
-        store = cache(lambda: open_store(config.tracking, config.work, last.candidates[0].model))
+        store = partial(open_store, config.tracking, config.work, last.candidates[0].model)
         show(config, last.candidates, store, sweep=sweep, unfinished=last.unfinished, command=last.command)
         compare_in_mlflow(last.candidates, store, sweep)
         unfinished = last.unfinished is not None

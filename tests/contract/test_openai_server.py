@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 from bad_input.case import Case, Commands
+from shipped import SHIPPED, conf
 from toy_server import Toy, serving
-from trtllm_exports import conf
 
 from pipeline.config.compose import plan
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
-from pipeline.core.kv import KVPolicy
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.evidence.reading import find_evidence, read_evidence
 from pipeline.evidence.verify import replay
@@ -58,7 +57,7 @@ class Bench:
         self.computed: dict[tuple[str, float], dict[tuple[int, ...], np.ndarray]] = {}
 
     def engine(self, kv: str, key_fault: float = 1.0) -> OracleEngine:
-        engine = OracleEngine.from_model(self.model, KVPolicy.model_validate(conf("kv", kv)))
+        engine = OracleEngine.from_model(self.model, SHIPPED[kv])
         if key_fault != 1.0:
             engine.corrupt_key_scale(key_fault)
         return engine
@@ -249,7 +248,7 @@ def recorded(bench: Bench, url: str, out: Path, kv: str = "int8", **changes: Any
     facts = backend.facts("candidate")
     assert facts is not None
     out.mkdir()
-    backend.record(facts, bench.checkpoint, out, policy=KVPolicy.model_validate(conf("kv", kv)))
+    backend.record(facts, bench.checkpoint, out, policy=SHIPPED[kv])
     return backend.connect(out)
 
 

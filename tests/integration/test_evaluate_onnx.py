@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from evaluations import evaluate, measure_baseline
 from gate_reports import lines
 from onnx_fixtures import tiny_decoder
+from shipped import SHIPPED, conf
 from word_problems import write_problems
 
 from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy
@@ -23,13 +23,7 @@ from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 from stages.workloads import gsm8k
 
-ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = {"prose": 2, "retrieval": 6, "tool_call": 2, "copy": 3}
-
-
-def conf(group: str, name: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((ROOT / "conf" / group / f"{name}.yaml").read_text(encoding="utf-8"))
-    return loaded
 
 
 def config() -> WorkloadsConfig:
@@ -83,14 +77,14 @@ def bench(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Be
 
 @pytest.fixture(scope="module")
 def reports(bench: Bench) -> dict[str, EvaluationReport]:
-    policies = {name: KVPolicy.model_validate(conf("kv", name)) for name in ("int8", "int4")}
+    policies = {name: SHIPPED[name] for name in ("int8", "int4")}
     evaluated = {name: bench.evaluate(bench.bundle(policy))[0] for name, policy in policies.items()}
     return evaluated | {"fp16": bench.evaluate(bench.fp16)[0]}
 
 
 def evicting(name: str, window_tokens: int) -> KVPolicy:
     eviction = Eviction(window_tokens=window_tokens, sink_tokens=64)
-    policy = KVPolicy.model_validate(conf("kv", name))
+    policy = SHIPPED[name]
     return policy.model_copy(update={"name": f"{name}_{window_tokens}", "eviction": eviction})
 
 

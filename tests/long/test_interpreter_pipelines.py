@@ -21,6 +21,7 @@ from pipeline.verdict.report import EvaluationReport, load_report
 FEW = [
     "stage=evaluate", "tracking=none", "gates.min_baseline_probability=0", "workloads.max_scored_tokens=16",
     "workloads.samples={prose: 1, retrieval: 1, copy: 1, tool_call: 0, multi_turn: 0}", "workloads.rounds=[1.0]",
+    "workloads.batch_size=2",
     "workloads.noise_samples=1", "workloads.canary_samples=1", "calibration.samples=2", "calibration.max_length=64",
     "workloads.probe={max_tokens: 128, decode_steps: 8, offset_steps: 4, max_batch: 2, requests: 4}",
     "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",

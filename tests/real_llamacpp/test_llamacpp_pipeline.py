@@ -14,9 +14,10 @@ from pipeline.verdict.report import EvaluationReport, load_report
 
 FEW = [
     "workloads.max_scored_tokens=16",
+    "workloads.batch_size=2",
     "workloads.noise_samples=1",
     "workloads.canary_samples=1",
-    "workloads.probe={max_tokens: 128, decode_steps: 8, offset_steps: 4, max_batch: 2, requests: 4}",
+    "workloads.probe={max_tokens: 128, decode_steps: 8, offset_steps: 1, max_batch: 2, requests: 1}",
     "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
     "calibration.samples=2",
     "tracking.enabled=false",

@@ -13,7 +13,7 @@ import torch
 from engine_rows import mean_kl, two_stories
 from gate_reports import pressure_line
 from safetensors.torch import load_file, save_file
-from trtllm_exports import conf
+from shipped import SHIPPED, conf
 from vllm_bundles import KEY_SCALE, KNOWN_LAYOUT, VALUE_SCALE, make_vllm_bundle, open_vllm
 
 from pipeline.artifacts.digest import file_digest
@@ -63,9 +63,9 @@ def fp8(bundles: dict[str, Path], vllm_python: str) -> Iterator[VllmEngine]:
 
 
 def oracle_of(bundle: Path, checkpoint: Path, kv: str | KVPolicy) -> OracleEngine:
-    policy = KVPolicy.model_validate(conf("kv", kv)) if isinstance(kv, str) else kv
+    policy = SHIPPED[kv] if isinstance(kv, str) else kv
     model = load_causal_lm(checkpoint, dtype=torch.float32)
-    bare = OracleEngine.from_model(model, KVPolicy.model_validate(conf("kv", "fp16")))
+    bare = OracleEngine.from_model(model, SHIPPED["fp16"])
     return OracleEngine.from_model(model, policy, read_scales(bundle / "kv_scales.json", policy, bare.shape))
 
 

@@ -14,12 +14,13 @@ from pipeline.run.inputs import check_inputs
 from pipeline.run.runner import run
 from pipeline.verdict.report import EvaluationReport, load_report
 
-FEW = [
+FEW = [  # a full pool and drafts are those of test_vllm_engine.py
     "workloads.max_scored_tokens=32",
+    "workloads.batch_size=2",
     "workloads.noise_samples=1",
     "workloads.canary_samples=1",
-    "workloads.pressure=8",
-    "workloads.probe={max_tokens: 128, decode_steps: 8, offset_steps: 4, max_batch: 2, requests: 4}",
+    "workloads.pressure=0",
+    "workloads.probe={max_tokens: 128, decode_steps: 8, offset_steps: 1, max_batch: 2, requests: 1}",
     "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
     "calibration.samples=2",
     "tracking.enabled=false",
@@ -69,15 +70,9 @@ def check(report: EvaluationReport) -> None:
 @KNOWN_LAYOUT
 def test_the_tiny_models_fp8_cache_fails_for_what_it_computes_and_not_for_its_answers(tmp_path: Path, vllm_python: str) -> None:
     samples = "workloads.samples={prose: 2, retrieval: 1, copy: 1, tool_call: 1, multi_turn: 0}"
-    few = ("calibration.max_length=64", "backend.threads=1", "workloads.speculation={}")
+    few = ("calibration.max_length=64", "backend.threads=1")
     report, summary = judge(tmp_path / "work", vllm_python, samples, *few)
     check(report)
-    assert report.probes is not None
-    for seen in (report.probes.speculated_candidate, report.probes.speculated_baseline):
-        assert seen is not None
-        assert 0 < seen.passes == seen.counted_passes
-        assert seen.requests - 1 <= seen.same <= seen.requests
-        assert seen.drafted >= seen.accepted >= seen.tokens - seen.passes
     assert (summary["backend"], summary["verdict"]) == ("vllm", "FAIL")
     assert report.overall.fidelity.kl_mean is not None
     assert report.overall.fidelity.kl_mean < 0.01

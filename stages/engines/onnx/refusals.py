@@ -12,9 +12,9 @@ def refuse_oracles_own(policy: KVPolicy) -> None:
     """Raise UserError for a format that the oracle alone computes."""
     for key, form in policy.formats:
         if form.code.oracle_only:
-            named, instead = "arithmetic", ["arithmetic=kvgate"]
-            if form.arithmetic == "kvgate":
-                named, instead = "dtype", [f"dtype=int{min(8, form.code.bits // 4 * 4)}"]
+            named, instead = ("dtype", []) if form.arithmetic == "kvgate" else ("arithmetic", ["arithmetic=kvgate"])
+            if form.arithmetic == "kvgate" or form.code.bits == 3:
+                instead.append(f"dtype=int{(form.code.bits + 1) // 4 * 4}")
             if form.rotation not in ("none", "hadamard"):
                 instead.append("rotation=hadamard")
             raise UserError(
