@@ -23,6 +23,15 @@ def refuse_oracles_own(policy: KVPolicy) -> None:
             )
 
 
+def refuse_heavy_tokens(policy: KVPolicy) -> None:
+    """Raise UserError for H2O's eviction."""
+    if policy.eviction is not None and policy.eviction.heavy_tokens:
+        raise UserError(
+            f"kv.eviction.heavy_tokens={policy.eviction.heavy_tokens}: each layer and KV head keeps tokens of its own, which a "
+            "page table that all of them share cannot say; use backend=torch backend.device=cpu, or set heavy_tokens to 0"
+        )
+
+
 def refuse_bfloat16(compute_dtype: str) -> None:
     """Raise UserError for graphs in bfloat16, which are made for TensorRT."""
     if compute_dtype == "bfloat16":
