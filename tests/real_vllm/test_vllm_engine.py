@@ -269,7 +269,7 @@ def test_modelopts_form_is_read_where_it_names_an_algorithm_and_its_scales_are_r
     used = [layer.used for layer in engine.delivery()]
     engine.close()
     expected = {Side.KEY: KEY_SCALE, Side.VALUE: VALUE_SCALE}
-    assert used == [{side: (float(np.float16(scale)),) for side, scale in expected.items()}] * len(found.layers)
+    assert used == [{side: (float(torch.tensor(scale).bfloat16()),) for side, scale in expected.items()}] * len(found.layers)
     told = [LayerDelivery(layer.carried, scales) for layer, scales in zip(found.layers, used, strict=True)]
     assert list(scale_findings(told)) == list(scale_findings(found.layers)) == []
 
