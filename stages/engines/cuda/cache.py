@@ -144,7 +144,7 @@ class KernelCache(SequencePages):
         """Return what a sequence's pages hold of a layer, and the static scales that attention reads it with."""
         sequence = self.sequences[handle]
         group, i = self.places[layer]
-        tensors, pages = group.to_read(i), self._indices(sequence.pages)
+        tensors, pages = group.to_read(i), torch.tensor(sequence.pages, dtype=torch.int64, device=self.device)
 
         def held(name: str) -> npt.NDArray[np.uint8] | None:
             if name not in group.paged:
@@ -217,9 +217,6 @@ class KernelCache(SequencePages):
             pages=self.pages.capacity,
             live_tokens=self.live_tokens,
         )
-
-    def _indices(self, numbers: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(numbers, dtype=dtype, device=self.device)
 
     def _enlarge(self, allocator: PageAllocator, needed: int) -> None:
         """Make room for twice as many pages or exact buffers as there are where memory allows that, for `needed` otherwise.
