@@ -13,12 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.benchlib import load_policy, quiet
+from benchmarks.benchlib import load_policy
 from benchmarks.documentation import MODEL, all_tokens, converted
 from benchmarks.recording import log, results_record, write_json
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.core.kv import KVPolicy
+from pipeline.core.records import no_progress
 from pipeline.core.scales import KVScales
 from stages.engines.base import Logits
 from stages.engines.llamacpp.build import build_bundle
@@ -45,7 +46,7 @@ def logits(policy: KVPolicy, config: LlamaCppConfig, work: Path, chunks: Sequenc
         layers = inspect_checkpoint(work / "checkpoint").shape.layers
         scales.write_text(KVScales(layers=tuple({} for _ in range(layers))).model_dump_json())
         gguf = locate_checkpoint(MODEL)
-        build_bundle(work / "checkpoint", gguf, bundle, config, policy=policy, scales=scales, progress=quiet)
+        build_bundle(work / "checkpoint", gguf, bundle, config, policy=policy, scales=scales, progress=no_progress)
     engine = LlamaCppEngine(bundle, config)
     rows = engine.forced_together([(chunk, CHUNK // 2) for chunk in chunks])
     engine.close()
