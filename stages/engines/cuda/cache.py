@@ -17,11 +17,11 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS, Side
 from pipeline.core.records import MemoryReport, StoredCopy
 from pipeline.core.scales import KVScales
-from pipeline.formats.spec import MAX_FLOAT16
 from plugins.kv_attention import launch
 from plugins.kv_attention.layout import CacheLayout
 from stages.engines.paged.allocator import PageAllocator
 from stages.engines.paged.sequences import SequencePages
+from stages.engines.staging import scaled
 
 FIRST_COLUMNS = 16
 """Pages of a row of a step's table at first: 1,024 tokens."""
@@ -61,14 +61,7 @@ class LayerGroup:
             factor = factors[None, :, 0, :, 0]
             array = self.paged[name]
             # (tokens, l, H, W): indices on both sides of a slice put their dimension first.
-            new = array[:, pages, :, slots]
-            multiply(new, torch.where(stored, factor, 1.0))
-            array[:, pages, :, slots] = new
-
-
-def multiply(tensor: Tensor, factor: Tensor) -> None:
-    """Multiply floating-point numbers by factors, in place, saturating at float16's range."""
-    tensor.copy_((tensor.float() * factor).clamp(-MAX_FLOAT16, MAX_FLOAT16))
+            array[:, pages, :, slots] = scaled(array[:, pages, :, slots], torch.where(stored, factor, 1.0))
 
 
 class KernelCache(SequencePages):
@@ -126,11 +119,6 @@ class KernelCache(SequencePages):
             for group in self.groups:
                 group.apply_faults(pages, place % PAGE_TOKENS, stored=positions[0] >= 0)
 
-    def advance(self, handles: Sequence[int], tokens: int = 1) -> None:
-        """Count tokens that a step has stored of each sequence."""
-        for handle in handles:
-            self.sequences[handle].length += tokens
-
     @property
     def recent_tokens(self) -> int:
         """The newest tokens of a sequence that are kept exact, the same in all layers."""
@@ -186,7 +174,7 @@ class KernelCache(SequencePages):
                 paged = group.paged[array]
                 factors = self._factors(chosen, paged.shape[2], factor, head)[:, None, :, None, None]
                 group.faults[array] = group.faults[array] * factors if array in group.faults else factors
-                multiply(paged, factors)
+                paged.copy_(scaled(paged, factors))
         self.moves += 1
 
     def _factors(self, chosen: Sequence[bool], heads: int, factor: float, head: int | None) -> Tensor:
