@@ -145,16 +145,12 @@ class KernelCache(SequencePages):
             codes, bytes_, static = held(f"{side}_pool"), held(f"{side}_scale_pool"), tensors.get(f"{side}_scale")
             assert codes is not None
             scale: npt.NDArray[np.float16] | npt.NDArray[np.uint8] | None = bytes_
-            if bytes_ is not None and (group.layout.key if side.is_key else group.layout.value).scale_storage == "float16":
+            if (
+                bytes_ is not None
+                and (group.layout.key if side.is_key else group.layout.value).codes.scale_storage == "float16"
+            ):
                 scale = bytes_.view(np.float16)
-            return StoredCopy(
-                0,
-                codes,
-                scale,
-                None,
-                None if static is None else static.cpu().numpy().reshape(-1, 1, 1),
-                None,
-            )
+            return StoredCopy(0, codes, scale, None, None if static is None else static.cpu().numpy().reshape(-1, 1, 1), None)
 
         return {side: copy(side) for side in (Side.KEY, Side.VALUE)}
 
