@@ -50,7 +50,8 @@ CLOUDS = ("AWS_", "AZURE_", "GOOGLE_", "MLFLOW_")
 
 def redact_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return `text` without URI userinfo, assigned passwords, bearer headers, token-like strings and secrets of `environ`."""
-    for secret in _secrets(tuple(environ.items())):
+    raw = getattr(environ, "_data", environ)  # of os.environ, which decodes everything each time that it is asked
+    for secret in _secrets(tuple(raw.items())):
         text = text.replace(secret, MASK)
     text = _USERINFO.sub(rf"\1{MASK}@", text)
     text = _ASSIGNED.sub(rf"\1\2{MASK}", text)
@@ -70,10 +71,10 @@ def holds_secret(value: str) -> bool:
 
 
 @lru_cache(maxsize=8)
-def _secrets(environ: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+def _secrets(environ: tuple[tuple[str | bytes, str | bytes], ...]) -> tuple[str, ...]:
     """Return the secrets that variables hold, as they are and in the forms of a URI, the longest first."""
     values: set[str] = set()
-    for name, value in environ:
+    for name, value in (map(os.fsdecode, variable) for variable in environ):
         if secret_name(name) and not os.path.exists(value):  # GOOGLE_APPLICATION_CREDENTIALS names a file
             values.add(value)
         userinfo = value.partition("://")[2].rpartition("@")[0]
