@@ -1,4 +1,4 @@
-"""Runs the stage of one job. Start reading here.
+"""Runs the stage of one job: STAGES maps its name to its function. Start reading here.
 
 The stages up to evaluate make the artifacts that they need, or reuse those in the store. Promote, rollback and verify work
 on what earlier commands left.
@@ -17,40 +17,28 @@ from pipeline.core.errors import DEFECT, INTERRUPTED, exit_code
 from pipeline.loading import required_libraries
 from pipeline.registry import summary
 from pipeline.registry.summary import Candidate
+from pipeline.run import judging, serving
 from pipeline.run.inputs import UNRECORDED, WITHOUT_CHECKPOINT
 from pipeline.run.job import Run
+from pipeline.run.planning import recommend_policy, show_capacity
+from pipeline.run.tuning import tune
 from pipeline.terminal import commands, console
 from pipeline.terminal.junit import JUNIT, write_junit
+from pipeline.upkeep.prune import prune
+from pipeline.upkeep.status import show_status
 
-
-def run_stage(run: Run) -> Candidate | None:
-    """Run the stage of a job. What a stage needs is imported here: a status waits neither for the gates nor for ModelOpt."""
-    config, stage = run.config, run.config.stage
-    if stage in ("quantize", "build", *JUDGING):
-        from pipeline.run import judging
-
-        making: dict[str, Callable[[Run], Candidate | None]] = {"quantize": judging.quantize, "build": judging.build}
-        return making.get(stage, judging.evaluate)(run)
-    if stage == "tune":
-        from pipeline.run.tuning import tune
-
-        tune(run.chain)
-    elif stage in ("capacity", "recommend"):
-        from pipeline.run import planning
-
-        (planning.show_capacity if stage == "capacity" else planning.recommend_policy)(config, run.sweeping)
-    elif stage in ("status", "prune"):
-        from pipeline.upkeep import prune, status
-
-        if stage == "prune":
-            prune.prune(config)
-        else:
-            status.show_status(config, as_json=run.as_json)
-    else:
-        from pipeline.run import serving
-
-        serving.STAGES[stage](run)
-    return None
+STAGES: dict[str, Callable[[Run], Candidate | None]] = {
+    "quantize": judging.quantize,
+    "build": judging.build,
+    "evaluate": judging.evaluate,
+    "all": judging.evaluate,
+    "tune": lambda run: tune(run.chain),
+    **serving.STAGES,
+    "capacity": lambda run: show_capacity(run.config, run.sweeping),
+    "recommend": lambda run: recommend_policy(run.config, run.sweeping),
+    "status": lambda run: show_status(run.config, as_json=run.as_json),
+    "prune": lambda run: prune(run.config),
+}
 
 
 def holding(config: Config) -> AbstractContextManager[None]:
@@ -78,7 +66,7 @@ def run(
     try:
         console.begin(job, None if config.stage in WITHOUT_CHECKPOINT else f" of {config.model.path}")
         with holding(config), required_libraries():
-            candidate = run_stage(Run(config, sweep, sweeping, job.policy, as_json))
+            candidate = STAGES[config.stage](Run(config, sweep, sweeping, job.policy, as_json))
         code = 0
     except Exception as error:
         code = exit_code(error)

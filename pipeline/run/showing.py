@@ -17,7 +17,8 @@ from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import requested_workloads
 from pipeline.loading import required_libraries
 from pipeline.registry.summary import Candidate
-from pipeline.terminal import console, tables
+from pipeline.registry.tracking import compare_url, server_command
+from pipeline.terminal import console
 
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
@@ -63,12 +64,14 @@ def show(
 
 
 def compare_in_mlflow(candidates: Sequence[Candidate], store: "Callable[[], MlflowStore | None]", sweep: str) -> None:
-    """Print the address of a sweep's runs in MLflow. A failure is a warning."""
+    """Print how to look at a sweep's runs in MLflow. A failure is a warning."""
     with warned("MLflow's comparison is not there"):
         tracked = any(candidate.registration is not None for candidate in candidates)
         opened = store() if tracked else None
         if opened is not None:
-            tables.print_mlflow(opened.location, opened.experiment_id, sweep)
+            url, command = compare_url(opened.location, opened.experiment_id, sweep), server_command(opened.location)
+            lines = ["\nThe runs in MLflow:", *(f"  {escape(line)}" for line in (command, url) if line is not None)]
+            console.result("mlflow", *lines, paste=True, command=command, url=url)
 
 
 def _exhibit(candidate: Candidate) -> "Exhibit":

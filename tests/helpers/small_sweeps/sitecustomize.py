@@ -56,7 +56,7 @@ class _Patching(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        vars(module)["run_stage"] = evaluate
+        vars(module)["STAGES"]["evaluate"] = evaluate
 
 
 class _Finder(MetaPathFinder):
