@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import LLAMA_8B
 
 from pipeline.config.compose import plan
 from pipeline.config.policies import shipped_policies
@@ -19,17 +20,6 @@ from pipeline.planning.use import GIB, CapacityConfig
 from pipeline.terminal.planning_tables import policy_line, verdict_lines
 
 KIB = 1024
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-}
 LLAMA_70B = LLAMA_8B | {
     "num_hidden_layers": 80,
     "hidden_size": 8192,
