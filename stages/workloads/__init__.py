@@ -7,6 +7,7 @@ the samples of calibration, or of the tiny model's training, whatever the intege
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pipeline.core.records import Sample
 from stages.workloads.copying import text_to_copy
@@ -117,4 +118,10 @@ def generate(name: str, count: int, seed: int, split: Split = "evaluation") -> l
     """
     if name not in WORKLOADS:
         raise ValueError(f"workload must be one of {', '.join(WORKLOADS)}, got {name!r}; or give a JSONL file's path")
-    return [WORKLOADS[name](Slot(split, name, seed, i)) for i in range(count)]
+    return [_sample(Slot(split, name, seed, i)) for i in range(count)]
+
+
+@lru_cache(maxsize=4096)
+def _sample(slot: Slot) -> Sample:
+    """Return a sample, which a command asks for several times: to encode, to replay and to show it."""
+    return WORKLOADS[slot.workload](slot)

@@ -67,6 +67,8 @@ EXACT = {"key": {"dtype": "fp16"}, "value": {"dtype": "fp16"}}
         ("vllm_int4", "int4_per_token_head"),
         ("vllm_k8v4", "turboquant_k8v4"),
         ("vllm_4bit_nc", "turboquant_4bit_nc"),
+        ("vllm_k3v4_nc", "turboquant_k3v4_nc"),
+        ("vllm_3bit_nc", "turboquant_3bit_nc"),
         ("nvfp4", "nvfp4"),
         ("nvfp4_4over6", "nvfp4_4over6"),
     ],

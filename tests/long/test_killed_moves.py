@@ -65,7 +65,8 @@ def move(work: Path, name: str | None, ready: Callable[[], object] = lambda: Non
         if name is None:
             rollback(log, proven)
         else:
-            promote(registered(work), log, replay_without_findings, decide_pass, sweep="sweep", name=name)
+            asked = [one for one in registered(work) if one.name == name]
+            promote(asked, log, replay_without_findings, decide_pass, sweep="sweep", name=name)
 
 
 def killed(work: Path, name: str | None, at: int, after: bool) -> None:

@@ -142,7 +142,9 @@ def test_a_pass_that_does_not_reach_the_use_is_passed_over_with_the_keys_that_wo
 
 def test_what_would_hold_more_is_named_and_the_rest_of_the_unjudged_only_counted() -> None:
     lines = "\n".join(recommendation_lines(recommended(judged("fp8")), ["seed=1"]))
-    (command,) = [line.strip() for line in lines.splitlines() if " -m seed=1 stage=evaluate kv=int4_tensor,int4," in line]
+    (command,) = [
+        line.strip() for line in lines.splitlines() if " -m seed=1 stage=evaluate kv=" in line and ",int4_tensor,int4," in line
+    ]
     jobs = plan(shlex.split(command)[4:], multirun=True).jobs
     assert {"int4_g32", "fp8k_int4v", "fp8_head"} <= {job.kv.name for job in jobs}
     assert {(job.stage, job.seed) for job in jobs} == {("evaluate", 1)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.core.kv import FP16_POLICY, PAGE_TOKENS, Side
-from pipeline.formats.oracle import Static, Stored
+from pipeline.formats.oracle import Static, Stored, pack
 from stages.engines.oracle.cache import LayerStorage, Storage
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.formats import quantize
@@ -35,8 +35,10 @@ class Coarser(Storage):
         stored = super().write(x)
         if self.form.exact:
             return stored
-        mask = 0xFF - sum(1 << self.form.code.bits * j for j in range(self.form.code.packed))
-        codes = (stored.codes.view(torch.uint8) & mask).view(stored.codes.dtype)
+        bits = self.form.code.bits
+        none = torch.zeros(8 * stored.codes.shape[-1] // bits)
+        last = pack(none + 1, bits) ^ pack(none, bits)
+        codes = (stored.codes.view(torch.int8) & ~last).view(stored.codes.dtype)
         return replace(stored, codes=codes)
 
 

@@ -82,7 +82,7 @@ def _attention(
     """A layer's attention node, and the tensors that it takes by their names in its function."""
     function = layer_function("PagedAttention", layer)
     (node,) = (node for node in model.graph.node if (node.domain, node.op_type) == (DOMAIN, function))
-    spec = AttentionSpec(policy, info.shape, layer, info.q_heads, _scaling(info), info.compute_dtype, mode)
+    spec = AttentionSpec.of(info, policy, layer, mode)
     return node, dict(zip(["query", "key", "value", *spec.tables, *spec.cache], node.input, strict=True))
 
 
