@@ -34,7 +34,10 @@ from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 
 KEY = "sk-do-not-log-me-0123456789"
-FEW = (THREE, "workloads.rounds=[1.0]", "backend.api_key_env=TOY_SERVER_KEY", "backend.retries=1", "backend.timeout_s=20")
+FEW = (
+    THREE, "workloads.rounds=[1.0]", "workloads.load.new_tokens=4", "backend.api_key_env=TOY_SERVER_KEY", "backend.retries=1",
+    "backend.timeout_s=20",
+)  # fmt: skip
 
 
 class Bench:
