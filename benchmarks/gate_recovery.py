@@ -26,15 +26,10 @@ SOUND = ("int8", "fp8")
 Shapes = Iterator[tuple[str, Array, Array]]
 
 
-def _losses(base: Array, kept: Array, limit: float) -> tuple[Array, Array]:
-    """Return the loss of each page as the gate counts it, and the limit of its mean, of shape (runs, 1)."""
-    mean = base.mean(axis=1, keepdims=True)
-    return base - kept - (1 - limit) * (base - mean), (1 - limit) * mean
-
-
 def bet(base: Array, kept: Array, limit: float, alpha: float) -> Array:
     """Return in which runs (runs, pages) the gate's bet shows that recovery is above the limit: a page seen counts whole."""
-    loss, most = _losses(base, kept, limit)
+    mean = base.mean(axis=1, keepdims=True)
+    loss, most = base - kept - (1 - limit) * (base - mean), (1 - limit) * mean
     worst = np.maximum(OUTLIER * most, loss.max(axis=1, keepdims=True))
     gains = (most - np.clip(loss, -OUTLIER * most, worst)) / (worst - most)
     logs = [np.log1p(share * gains).sum(axis=1) for share in SHARES_FOR_PASS]

@@ -19,11 +19,6 @@ from stages.workloads.records import retrieval
 from stages.workloads.tools import TOOLS, tool_call
 
 
-def rng_for(split: Split, name: str, seed: int, index: int) -> random.Random:
-    """Return the random generator of one sample; its string seed keeps splits, workloads and samples apart."""
-    return random.Random(f"{split}:{name}:{seed}:{index}")
-
-
 @dataclass(frozen=True)
 class Slot:
     """Which sample of which sequence is generated."""
@@ -38,8 +33,11 @@ class Slot:
         return f"{self.workload}-{self.index:04d}"
 
     def rng(self, name: str = "") -> random.Random:
-        """Return the generator of this sample, or of what all samples of this index share under `name`."""
-        return rng_for(self.split, name or self.workload, self.seed, self.index)
+        """Return the generator of this sample, or of what all samples of this index share under `name`.
+
+        Its seed is a text, which keeps splits, workloads and samples apart.
+        """
+        return random.Random(f"{self.split}:{name or self.workload}:{self.seed}:{self.index}")
 
 
 def _prose(slot: Slot) -> Sample:

@@ -84,7 +84,7 @@ def test_constants_and_bytes_are_those_of_the_policies() -> None:
                 assert side.groups(dim) == form.scales_per_token(dim)
         assert side.exact == form.exact
         assert (side.static, side.has_static_scales) == (form.static, form.has_static_scales)
-        assert (side.limit, side.storage, side.scale_storage) == (
+        assert (side.codes.limit, side.codes.storage, side.codes.scale_storage) == (
             form.code.limit,
             form.code.storage.torch,
             form.code.scale_storage.torch,

@@ -17,11 +17,11 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS, Side
 from pipeline.core.records import MemoryReport, StoredCopy
 from pipeline.core.scales import KVScales
-from pipeline.formats.spec import MAX_FLOAT16
 from plugins.kv_attention import launch
 from plugins.kv_attention.layout import CacheLayout
 from stages.engines.paged.allocator import PageAllocator
 from stages.engines.paged.sequences import SequencePages
+from stages.engines.staging import scaled
 
 FIRST_COLUMNS = 16
 """Pages of a row of a step's table at first: 1,024 tokens."""
@@ -61,14 +61,7 @@ class LayerGroup:
             factor = factors[None, :, 0, :, 0]
             array = self.paged[name]
             # (tokens, l, H, W): indices on both sides of a slice put their dimension first.
-            new = array[:, pages, :, slots]
-            multiply(new, torch.where(stored, factor, 1.0))
-            array[:, pages, :, slots] = new
-
-
-def multiply(tensor: Tensor, factor: Tensor) -> None:
-    """Multiply floating-point numbers by factors, in place, saturating at float16's range."""
-    tensor.copy_((tensor.float() * factor).clamp(-MAX_FLOAT16, MAX_FLOAT16))
+            array[:, pages, :, slots] = scaled(array[:, pages, :, slots], torch.where(stored, factor, 1.0))
 
 
 class KernelCache(SequencePages):
@@ -126,11 +119,6 @@ class KernelCache(SequencePages):
             for group in self.groups:
                 group.apply_faults(pages, place % PAGE_TOKENS, stored=positions[0] >= 0)
 
-    def advance(self, handles: Sequence[int], tokens: int = 1) -> None:
-        """Count tokens that a step has stored of each sequence."""
-        for handle in handles:
-            self.sequences[handle].length += tokens
-
     @property
     def recent_tokens(self) -> int:
         """The newest tokens of a sequence that are kept exact, the same in all layers."""
@@ -144,7 +132,7 @@ class KernelCache(SequencePages):
         """Return what a sequence's pages hold of a layer, and the static scales that attention reads it with."""
         sequence = self.sequences[handle]
         group, i = self.places[layer]
-        tensors, pages = group.to_read(i), self._indices(sequence.pages)
+        tensors, pages = group.to_read(i), torch.tensor(sequence.pages, dtype=torch.int64, device=self.device)
 
         def held(name: str) -> npt.NDArray[np.uint8] | None:
             if name not in group.paged:
@@ -157,16 +145,12 @@ class KernelCache(SequencePages):
             codes, bytes_, static = held(f"{side}_pool"), held(f"{side}_scale_pool"), tensors.get(f"{side}_scale")
             assert codes is not None
             scale: npt.NDArray[np.float16] | npt.NDArray[np.uint8] | None = bytes_
-            if bytes_ is not None and (group.layout.key if side.is_key else group.layout.value).scale_storage == "float16":
+            if (
+                bytes_ is not None
+                and (group.layout.key if side.is_key else group.layout.value).codes.scale_storage == "float16"
+            ):
                 scale = bytes_.view(np.float16)
-            return StoredCopy(
-                0,
-                codes,
-                scale,
-                None,
-                None if static is None else static.cpu().numpy().reshape(-1, 1, 1),
-                None,
-            )
+            return StoredCopy(0, codes, scale, None, None if static is None else static.cpu().numpy().reshape(-1, 1, 1), None)
 
         return {side: copy(side) for side in (Side.KEY, Side.VALUE)}
 
@@ -186,7 +170,7 @@ class KernelCache(SequencePages):
                 paged = group.paged[array]
                 factors = self._factors(chosen, paged.shape[2], factor, head)[:, None, :, None, None]
                 group.faults[array] = group.faults[array] * factors if array in group.faults else factors
-                multiply(paged, factors)
+                paged.copy_(scaled(paged, factors))
         self.moves += 1
 
     def _factors(self, chosen: Sequence[bool], heads: int, factor: float, head: int | None) -> Tensor:
@@ -217,9 +201,6 @@ class KernelCache(SequencePages):
             pages=self.pages.capacity,
             live_tokens=self.live_tokens,
         )
-
-    def _indices(self, numbers: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(numbers, dtype=dtype, device=self.device)
 
     def _enlarge(self, allocator: PageAllocator, needed: int) -> None:
         """Make room for twice as many pages or exact buffers as there are where memory allows that, for `needed` otherwise.

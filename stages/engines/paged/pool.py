@@ -199,11 +199,6 @@ class PagedPool(SequencePages):
             places[self.buffers] = exact_places(self.policy, rows, positions, starts + tokens)
         return places
 
-    def advance(self, handles: Sequence[int], tokens: int) -> None:
-        """Count tokens that were written to their places."""
-        for handle in handles:
-            self.sequences[handle].length += tokens
-
     def _write(self, array: Array, values: Array, places: list[Places]) -> None:
         """Write the new tokens `values` (B, H, S, W) to their places in an array."""
         flat = values.swapaxes(1, 2).reshape(-1, *array.shape[1::2])

@@ -16,12 +16,11 @@ import torch
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVShape
-from pipeline.formats.spec import MAX_FLOAT16
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.paged.allocator import PageAllocator
 from stages.engines.paged.places import Indices
 from stages.engines.paged.pool import Factor, PagedPool
-from stages.engines.staging import Section, stacked
+from stages.engines.staging import Section, scaled, stacked
 from stages.engines.tensorrt.session import Step
 from stages.engines.tensorrt.shapes import Limits
 
@@ -198,8 +197,3 @@ class TorchPool(PagedPool):
                 ones = np.ones((1, self.shape.kv_heads, 1, 1), np.float32)
                 factors = np.stack([np.broadcast_to(faults.get(name, ones), ones.shape)[0, :, 0] for name in stack.names])
                 self._factors[stack.names[0]] = torch.from_numpy(factors).to(self.device)
-
-
-def scaled(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return floating-point values times a factor, saturating at float16's range."""
-    return (values.float() * factor).clamp(-MAX_FLOAT16, MAX_FLOAT16).to(values.dtype)

@@ -46,7 +46,9 @@ def use_plugin(
         The layers that were replaced, and why the others were not.
     """
     layers, decode = choose_layers(policy, info.shape, info.q_heads), mode == "decode"
-    options: dict[str, Any] = {"scaling": _scaling(info), "out": COMPUTE[info.compute_dtype], "sm": sm}
+    # The function body multiplies queries with the factor of the scores in its own arithmetic, and so do the kernels.
+    scaling = float(NUMPY_FLOATS[cache_arithmetic(info.compute_dtype)](info.scaling))
+    options: dict[str, Any] = {"scaling": scaling, "out": COMPUTE[info.compute_dtype], "sm": sm}
     options["programs" if decode else "splits"] = programs
     plan = {name: f"{name}.plan" for name in PLAN.outputs} if decode else {}
     for layer, layout in layers.layouts.items():
@@ -69,11 +71,6 @@ def use_plugin(
         joined = plugin_node(join, parts, list(node.output), attributes_of(join, layout, **options), layer)
         _replace(model, node, [*turned, attend, joined])
     return layers
-
-
-def _scaling(info: ModelInfo) -> float:
-    """The factor of the scores: the function body multiplies queries with it in its own arithmetic, and so do the kernels."""
-    return float(NUMPY_FLOATS[cache_arithmetic(info.compute_dtype)](info.scaling))
 
 
 def _attention(
