@@ -1,7 +1,6 @@
 """Timing of decode_attention.py: the fastest candidate of each kernel, over fresh random inputs, checked in the same run."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from statistics import median
 from typing import Any
@@ -28,15 +27,6 @@ ROOM_BYTES = 4 << 30
 Timer = Callable[[Callable[[], Tensor], int | None], tuple[float, Tensor]]
 """Takes a function that runs a kernel, and the number of runs or None to choose it by the time of one. Returns the median
 microseconds and the floating-point output of the last timed run."""
-
-
-@dataclass(frozen=True)
-class MeasuredDevice:
-    """A device and its copy bandwidth."""
-
-    device: torch.device
-    copy_bytes_per_s: float
-    """Rate of a device-to-device copy, bytes read and written together."""
 
 
 class GpuTimer:
@@ -98,7 +88,9 @@ def copy_rate(timer: Timer, device: torch.device) -> float:
     return 2 * COPY_BYTES / (microseconds * 1e-6)
 
 
-def run_case(case: Case, kernels: Sequence[Kernel], timer: Timer, target: MeasuredDevice, seed: int) -> list[Row]:
+def run_case(
+    case: Case, kernels: Sequence[Kernel], timer: Timer, device: torch.device, copy_bytes_per_s: float, seed: int
+) -> list[Row]:
     """Measure and check every kernel over fresh random inputs.
 
     Returns:
@@ -110,12 +102,12 @@ def run_case(case: Case, kernels: Sequence[Kernel], timer: Timer, target: Measur
         for kernel in (kernel for kernel in kernels if kernel.storage == storage):
             row = {**case.describe(), "kernel": kernel.name, "storage": storage, "peer": kernel.peer}
             copies = kernel.extra_copies + (step is None)
-            reason = _unavailable(kernel, case) or _does_not_fit(case, copies * case.allocated_bytes(storage), target.device)
+            reason = _unavailable(kernel, case) or _does_not_fit(case, copies * case.allocated_bytes(storage), device)
             if reason is not None:
                 rows.append(row | {"skipped": reason})
                 continue
-            step = step or Step(case, storage, target.device, seed)
-            rows.append(row | _measure(kernel, step, timer, target))
+            step = step or Step(case, storage, device, seed)
+            rows.append(row | _measure(kernel, step, timer, copy_bytes_per_s))
     attention_cases.add_ratios(rows)
     return rows
 
@@ -127,7 +119,7 @@ def _unavailable(kernel: Kernel, case: Case) -> str | None:
     return None if kernel.ragged or not case.ragged else "takes sequences of one length only"
 
 
-def _measure(kernel: Kernel, step: Step, timer: Timer, target: MeasuredDevice) -> Row:
+def _measure(kernel: Kernel, step: Step, timer: Timer, copy_bytes_per_s: float) -> Row:
     """Time the fastest of the kernel's candidates again with more runs, and check the output of the last one.
 
     A peer that fails, when it is prepared or when it runs, gets a reason instead of figures. A kernel of kvgate raises.
@@ -152,7 +144,7 @@ def _measure(kernel: Kernel, step: Step, timer: Timer, target: MeasuredDevice) -
             raise
         return {"skipped": f"failed: {_reason(failure)}", "failed": failed}
     error = relative_error(kernel, step, out)
-    return attention_cases.measured(step.case, step.storage, microseconds, target.copy_bytes_per_s) | {
+    return attention_cases.measured(step.case, step.storage, microseconds, copy_bytes_per_s) | {
         "relative_error": error,
         "correct": error <= kernel.tolerance,
         "chosen": best.chosen,

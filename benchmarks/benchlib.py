@@ -8,22 +8,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
 
 from benchmarks.recording import ROOT
-from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.kv import KVPolicy
+from pipeline.core.records import no_progress
 from pipeline.core.scales import KVScales
-from stages.checkpoints import load_tokenizer
+from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.export import export_decoder
 from stages.workloads.prompts import token_ids
 from stages.workloads.prose import story
 
 CHECKPOINT = ROOT / "stages" / "tiny" / "checkpoint"
-
-
-def quiet(*_: object) -> None:
-    """Discard the progress that stages report; the benchmarks log their own."""
 
 
 def load_policy(name: str) -> KVPolicy:
@@ -33,13 +29,7 @@ def load_policy(name: str) -> KVPolicy:
 
 def load_model(checkpoint: Path = CHECKPOINT) -> Any:
     """Return the checkpoint's model in float32, the type that the CPU engines compute in."""
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
-    return model.eval()
-
-
-def model_shape(model: Any) -> KVShape:
-    """Return the layers, KV heads and head_dim of a transformers model."""
-    return KVShape(model.config.num_hidden_layers, model.config.num_key_value_heads, model.config.head_dim)
+    return load_causal_lm(checkpoint, dtype=torch.float32).eval()
 
 
 def story_tokens(rows: int, length: int, seed: int = 0) -> npt.NDArray[np.int64]:
@@ -58,9 +48,9 @@ def make_bundle(policy: KVPolicy, scales: KVScales, work: Path, checkpoint: Path
     decoder, bundle = work / "decoder", work / policy.name
     if not decoder.exists():
         decoder.mkdir(parents=True)
-        export_decoder(checkpoint, decoder, compute_dtype="float32", progress=quiet)
+        export_decoder(checkpoint, decoder, compute_dtype="float32", progress=no_progress)
     bundle.mkdir()
     path = work / f"{policy.name}.scales.json"
     path.write_text(scales.model_dump_json())
-    build_bundle(decoder, bundle, policy=policy, scales=path, progress=quiet)
+    build_bundle(decoder, bundle, policy=policy, scales=path, progress=no_progress)
     return bundle

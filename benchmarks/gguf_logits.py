@@ -23,6 +23,7 @@ from benchmarks.documentation import GEMMA3, converted
 from benchmarks.recording import log, results_record, write_json
 from pipeline.checkpoint.places import locate_checkpoint
 from stages.checkpoints import load_tokenizer
+from stages.evaluate.distances.distance import log_softmax
 
 TOKENS, EVERY = 768, 24
 """Of Python's documentation, and how many lie between two positions that are compared; the windows are of 512."""
@@ -80,8 +81,8 @@ def as_float32(gguf: Path, out: Path) -> Path:
 
 def distance(logits: Logits, reference: Logits) -> dict[str, float]:
     """Return how far logits are from a reference's: KL in nats, and the largest difference over the standard deviation."""
-    p, q = (torch.log_softmax(torch.from_numpy(rows).double(), -1) for rows in (reference, logits))
-    kl = (p.exp() * (p - q)).sum(-1)
+    p, q = log_softmax(reference), log_softmax(logits)
+    kl = (np.exp(p) * (p - q)).sum(-1)
     largest = np.abs(logits - reference).max(-1) / reference.std(-1)
     return {"mean_kl": float(kl.mean()), "max_kl": float(kl.max()), "max_difference": float(largest.max())}
 
@@ -117,7 +118,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
     ]
     for result in results:
         log(str(result))
-    logs = torch.log_softmax(torch.from_numpy(exact).double(), -1).numpy()
+    logs = log_softmax(exact)
     best = np.argsort(-logs, -1)[:, :BEST]
     likely = [[[int(token), round(float(row[token]), 5)] for token in top] for row, top in zip(logs, best, strict=True)]
     facts = {

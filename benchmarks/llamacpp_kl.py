@@ -10,22 +10,23 @@ float32 logits, where the tool keeps 16 bits of the base.
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from benchmarks.benchlib import load_policy, quiet
+from benchmarks.benchlib import load_policy
 from benchmarks.documentation import MODEL, all_tokens, converted
 from benchmarks.recording import log, results_record, write_json
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.core.kv import KVPolicy
+from pipeline.core.records import no_progress
 from pipeline.core.scales import KVScales
 from stages.engines.base import Logits
 from stages.engines.llamacpp.build import build_bundle
 from stages.engines.llamacpp.config import LlamaCppConfig
 from stages.engines.llamacpp.engine import LlamaCppEngine
-from stages.evaluate.distances.distance import log_softmax
+from stages.evaluate.distances import distance
+from stages.evaluate.distances.distance import StepStatistics, log_softmax
 
 CHUNK = 512
 """The tool's context; its second half is scored."""
@@ -45,7 +46,7 @@ def logits(policy: KVPolicy, config: LlamaCppConfig, work: Path, chunks: Sequenc
         layers = inspect_checkpoint(work / "checkpoint").shape.layers
         scales.write_text(KVScales(layers=tuple({} for _ in range(layers))).model_dump_json())
         gguf = locate_checkpoint(MODEL)
-        build_bundle(work / "checkpoint", gguf, bundle, config, policy=policy, scales=scales, progress=quiet)
+        build_bundle(work / "checkpoint", gguf, bundle, config, policy=policy, scales=scales, progress=no_progress)
     engine = LlamaCppEngine(bundle, config)
     rows = engine.forced_together([(chunk, CHUNK // 2) for chunk in chunks])
     engine.close()
@@ -54,25 +55,18 @@ def logits(policy: KVPolicy, config: LlamaCppConfig, work: Path, chunks: Sequenc
 
 def compare(bases: Sequence[Logits], others: Sequence[Logits], chunks: Sequence[list[int]]) -> dict[str, float]:
     """Return the tool's figures: the KL, the likeliest tokens that agree, and the change of the known token's probability."""
-    kl, same, changes, ratios = list[Any](), list[Any](), list[Any](), list[Any]()
-    for base, other, chunk in zip(bases, others, chunks, strict=True):
-        p, q = log_softmax(base), log_softmax(other)
-        kl.append((np.exp(p) * (p - q)).sum(-1))
-        same.append(p.argmax(-1) == q.argmax(-1))
-        known = np.array(chunk[CHUNK // 2 + 1 :])[:, None]
-        before, after = (np.take_along_axis(of, known, -1)[:, 0] for of in (p, q))
-        changes.append(np.exp(after) - np.exp(before))
-        ratios.append(before - after)
-    joined = np.concatenate(kl)
+    known = [chunk[CHUNK // 2 + 1 :] for chunk in chunks]
+    parts = zip(bases, others, known, strict=True)
+    steps = StepStatistics.joined([distance.compare(log_softmax(p), log_softmax(q), tokens) for p, q, tokens in parts])
     return {
-        "tokens": joined.size,
-        "mean_kl": float(joined.mean()),
-        "median_kl": float(np.median(joined)),
-        "p99_kl": float(np.quantile(joined, 0.99)),
-        "max_kl": float(joined.max()),
-        "same_top": float(np.concatenate(same).mean()),
-        "rms_change_of_probability": float(np.sqrt((np.concatenate(changes) ** 2).mean())),
-        "perplexity_ratio": float(np.exp(np.concatenate(ratios).mean())),
+        "tokens": steps.kl.size,
+        "mean_kl": float(steps.kl.mean()),
+        "median_kl": float(np.median(steps.kl)),
+        "p99_kl": float(np.quantile(steps.kl, 0.99)),
+        "max_kl": float(steps.kl.max()),
+        "same_top": float(steps.top1.mean()),
+        "rms_change_of_probability": float(np.sqrt((steps.delta_p**2).mean())),
+        "perplexity_ratio": float(np.exp((steps.candidate_nll - steps.baseline_nll).mean())),
     }
 
 

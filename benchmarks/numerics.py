@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.benchlib import CHECKPOINT, load_model, model_shape
+from benchmarks.benchlib import CHECKPOINT, load_model
 from benchmarks.documentation import CALIBRATION_TOKENS, GEMMA3, MODEL, all_tokens, converted, starts
 from benchmarks.recording import log
 from benchmarks.scales import cached_states, kv_scales
@@ -244,8 +244,7 @@ def measure(
             rise = (steps.candidate_nll - steps.baseline_nll).sum()
             sums[name][number] = steps.kl.sum(), rise, len(text.targets)
         log(f"text {number + 1} of {len(texts)}")
-    shape = model_shape(model)
-    return {name: Measured(kv.bytes_per_token(shape), sums[name]) for name, kv in policies.items()}
+    return {name: Measured(kv.bytes_per_token(exact.shape), sums[name]) for name, kv in policies.items()}
 
 
 def _compared(baseline: npt.NDArray[Any], logits: npt.NDArray[Any], targets: Sequence[int]) -> StepStatistics:

@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
-LIBRARIES = ("torch", "transformers", "onnxruntime", "onnx", "numpy", "optimum-quanto", "hqq")
+LIBRARIES = ("torch", "transformers", "onnxruntime", "onnx", "numpy")
 """Distributions whose versions a results file records, unless a benchmark names others."""
 
 

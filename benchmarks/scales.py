@@ -1,7 +1,7 @@
-"""Static scales from a model's own keys and values, by the max rule of calibration.
+"""Static scales from a model's own keys and values, by the pipeline's rule (`stages/quantize/scales.py`).
 
-The pipeline's scales come from ModelOpt (`stages/quantize`). Benchmarks need the same rule for dozens of policies without
-ModelOpt's quantizers, and for formats that ModelOpt does not calibrate. Legend: H KV heads, T tokens, D head_dim.
+The pipeline measures extremes with ModelOpt's quantizers. Benchmarks need the scales of dozens of policies, and of formats that
+ModelOpt does not calibrate. Legend: H KV heads, T tokens, D head_dim.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,8 @@ from transformers import DynamicCache, LlamaForCausalLM
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.scales import KVScales, SideScales
-from pipeline.formats.spec import MIN_SCALE
-from stages.engines.oracle.formats import hadamard
-
-SHARED_AXES = {"per_tensor": (0, 1, 2), "per_head": (1, 2), "per_channel": (1,)}
-"""Axes of (H, T, D) that share a static scale, by granularity."""
-
+from stages.engines.oracle.formats import rotated
+from stages.quantize.scales import Extremes, calibrated
 
 CachedStates = tuple[dict[str, Tensor], ...]
 """Keys (after RoPE) and values of every layer over some texts, each (H, T, D) float32."""
@@ -44,20 +40,13 @@ def calibrated_scales(x_HTD: Tensor, form: Format) -> SideScales:
 
     An uncalibrated format has a scale of 1.
     """
+    heads, _, dim = x_HTD.shape
+    count = form.static_scales(heads, dim)
     if form.scale == "uncalibrated":
-        return SideScales(scale=(1.0,))
-    if form.rotation == "hadamard":
-        x_HTD = x_HTD @ hadamard(x_HTD.shape[-1])
-    axes = SHARED_AXES[form.static_granularity or form.granularity]
-    if form.symmetric:
-        return SideScales(scale=_floats(x_HTD.abs().amax(axes) / form.largest))
-    low, high = x_HTD.amin(axes), x_HTD.amax(axes)
-    return SideScales(scale=_floats((high - low) / form.code.levels), zero=tuple(low.flatten().tolist()))
-
-
-def _floats(scale: Tensor) -> tuple[float, ...]:
-    """Scales in head-major order, at least MIN_SCALE so that constant numbers do not divide by zero."""
-    return tuple(scale.clamp(min=MIN_SCALE).flatten().tolist())
+        return SideScales(scale=(1.0,) * count)
+    x_HTD = rotated(x_HTD, form)
+    low, high, amax = (tuple(x.flatten().tolist()) for x in (x_HTD.amin(1), x_HTD.amax(1), x_HTD.abs().amax(1)))
+    return calibrated(form, count, Extremes(low, high, amax))
 
 
 def kv_scales(policy: KVPolicy, states: CachedStates) -> KVScales:

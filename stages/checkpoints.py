@@ -10,10 +10,12 @@ import hashlib
 import importlib.metadata
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pipeline.artifacts.files import write_whole
@@ -86,13 +88,28 @@ def _meta_tensors(path: Path, config: dict[str, Any]) -> Tensors:
 def load_tokenizer(directory: Path) -> Any:
     """Load the tokenizer of a checkpoint or of an engine bundle."""
     if _tokenizer_class(directory) == "PreTrainedTokenizerFast":  # AutoTokenizer gives the same, and imports every model
-        from transformers import PreTrainedTokenizerFast as AutoTokenizer
+        with _without_torch():
+            from transformers import PreTrainedTokenizerFast as AutoTokenizer
     else:
         from transformers import AutoTokenizer
 
     load: Any = AutoTokenizer.from_pretrained
     with _staged(directory, [name for name in ("config.json", *TOKENIZER_FILES) if (directory / name).is_file()]) as staged:
         return load(staged, local_files_only=True, trust_remote_code=False)
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """Keep transformers' tokenizers from importing torch, which takes 2 s, for a reader of GGUF files that is not asked."""
+    reader = "transformers.modeling_gguf_pytorch_utils"
+    stand_in: Any = ModuleType(reader)
+    stand_in.load_gguf_checkpoint = None
+    mine = sys.modules.setdefault(reader, stand_in) is stand_in
+    try:
+        yield
+    finally:
+        if mine:
+            del sys.modules[reader]
 
 
 def _tokenizer_class(directory: Path) -> object:

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import log_softmax
 
 from benchmarks.documentation import CALIBRATION_TOKENS, MODEL, all_tokens, converted, starts
 from benchmarks.peers_cpu.engines import PEERS
@@ -25,6 +24,7 @@ from benchmarks.recording import checkout, log, machine, results_record, write_j
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.places import GGUF_SUFFIX, locate_checkpoint
 from pipeline.core.errors import REFUSALS, UserError, exit_code
+from stages.evaluate.distances.distance import compare, log_softmax
 
 BATCH = 8
 TURN = 8
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
             present.append(name)
         except Failed as error:
             install = PEERS[name].install
-            command = f"pip install --target {arguments.sites / name} {install}" if install else "pip install -e '.[bench]'"
+            command = f"pip install --target {arguments.sites / name} {install}" if install else "pip install -e ."
             found = {"cannot": f"{error}; {command}"}
             log(f"{PEERS[name].title}: {found['cannot']}")
         finally:
@@ -194,10 +194,8 @@ def distance(
     """
     if not (np.isfinite(logits).all() and np.isfinite(baseline).all()):
         raise ValueError("a logit is not finite")
-    log_q, log_p = (log_softmax(rows.astype(np.float64), axis=-1) for rows in (logits, baseline))
-    kl = float((np.exp(log_p) * (log_p - log_q)).sum(-1).mean())
-    rows = np.arange(len(targets))
-    return {"mean_kl": kl, "ppl_ratio": float(np.exp((log_p - log_q)[rows, targets].mean()))}
+    steps = compare(log_softmax(baseline), log_softmax(logits), targets.tolist())
+    return {"mean_kl": float(steps.kl.mean()), "ppl_ratio": float(np.exp((steps.candidate_nll - steps.baseline_nll).mean()))}
 
 
 def tables(cells: Sequence[Cell]) -> str:

@@ -7,12 +7,21 @@ from pathlib import Path
 
 from pipeline.api.calls import compose, raises_refusals
 from pipeline.api.engines import LoadedEngine, load
+from pipeline.api.evaluations import model_key
+from pipeline.artifacts.digest import file_digest
 from pipeline.checkpoint.places import checkpoint_label
 from pipeline.config.config import Config
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
+from pipeline.evidence.identity import IDENTITY_FILE
+from pipeline.evidence.reading import read_evidence, registered_candidate
+from pipeline.evidence.verify import replay
+from pipeline.registry import summary
+from pipeline.registry.proof import require_same
 from pipeline.registry.tracking import locate
 from pipeline.run.inputs import check_file, check_inputs
+from pipeline.run.runner import run
 from pipeline.terminal import console
+from pipeline.trust.keys import load_keys
 
 ALIAS = "champion"
 
@@ -90,9 +99,6 @@ def promote(model: str | Path = "tiny", *, name: str | None = None, **overrides:
         UserError: Nothing was judged, or no candidate is called so.
         GateRefusal: None passed, or the best one's evidence does not hold.
     """
-    from pipeline.api.evaluations import model_key
-    from pipeline.registry import summary
-    from pipeline.run.runner import run
 
     config = compose({"stage": "promote", **model_key(model), "promote.name": name, **overrides})
     check_inputs(config)
@@ -102,13 +108,7 @@ def promote(model: str | Path = "tiny", *, name: str | None = None, **overrides:
 
 
 def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -> Path:
-    from pipeline.artifacts.digest import file_digest
-    from pipeline.evidence.identity import IDENTITY_FILE
-    from pipeline.evidence.reading import read_evidence, registered_candidate
-    from pipeline.evidence.verify import replay
     from pipeline.registry.mlflow_store import aliased, download_engine
-    from pipeline.registry.proof import require_same
-    from pipeline.trust.keys import load_keys
 
     keys = load_keys(config.signing)
     location = locate(config.tracking, config.work, checkpoint_label(model))

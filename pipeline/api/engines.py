@@ -9,11 +9,15 @@ from typing import Any, Self, overload
 
 from pipeline.api.calls import compose, path_of, raises_refusals
 from pipeline.artifacts.backend import Backend
+from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.backends import backend_configs
 from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import MemoryReport, Sample
+from pipeline.evidence.identity import BUNDLE_FILE, IDENTITY_FILE, read_bundle
+from pipeline.evidence.reading import read_evidence
+from pipeline.loading import open_loader, required_libraries
 
 Prompt = str | Sequence[Mapping[str, str]]
 THREADS = "OMP_NUM_THREADS"
@@ -140,8 +144,6 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
     if strange is not None:
         raise UserError(f"{strange}={overrides[strange]}: an engine is loaded as it was built; give keys of backend.* alone")
     directory = _engine_directory(path_of(bundle, "bundle", "the directory of an engine"))
-    from pipeline.evidence.identity import read_bundle
-    from pipeline.loading import open_loader, required_libraries
 
     record = read_bundle(directory)
     name = record.get("backend")
@@ -163,8 +165,6 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
 
 def _engine_directory(directory: Path) -> Path:
     """Return the bundle in a directory: itself, beside its evidence, or in the store that its evidence is part of."""
-    from pipeline.evidence.identity import BUNDLE_FILE, IDENTITY_FILE
-    from pipeline.evidence.reading import read_evidence
 
     if not directory.is_dir():
         raise UserError(f"bundle={directory}: no such directory; give the one of an engine, or of its evidence")
@@ -185,7 +185,6 @@ def _threads_asked_for() -> int | None:
 
 def _longest(directory: Path, record: Mapping[str, Any]) -> int | None:
     """Return the most tokens of a sequence, where the bundle is of the model itself; other backends check their own limits."""
-    from pipeline.checkpoint.description import inspect_checkpoint
 
     described = record.get("model")
     if isinstance(described, dict):

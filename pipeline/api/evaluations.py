@@ -14,7 +14,11 @@ from pipeline.loading import required_libraries
 from pipeline.registry import summary
 from pipeline.registry.summary import Candidate
 from pipeline.run.inputs import check_inputs
+from pipeline.run.judging import NotPassed
+from pipeline.run.runner import run
 from pipeline.terminal import console
+from pipeline.terminal.tables import MEASURES, measured
+from pipeline.terminal.tables import comparison as table
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Check, Status
 
@@ -56,7 +60,6 @@ class Evaluation:
         return f"Evaluation({self.candidate.name} of {self.candidate.model}: {self.verdict}{held}; {cells})"
 
     def _metrics(self) -> list[tuple[str, str]]:
-        from pipeline.terminal.tables import MEASURES, measured  # which takes the gates, and they SciPy
 
         shown = [one for one in MEASURES if measured(self.candidate.metrics, one.candidate) is not None]
         headings = [one.column.heading.replace("\n", " ") for one in shown]
@@ -71,7 +74,6 @@ def comparison(evaluations: Iterable[Evaluation]) -> Any:
     Raises:
         MissingRequirement: pandas is not installed.
     """
-    from pipeline.terminal.tables import comparison as table
 
     with required_libraries():
         import pandas as pd  # type: ignore[import-untyped]
@@ -123,9 +125,6 @@ def evaluate(
     if isinstance(kv, KVPolicy):
         config = config.model_copy(update={"kv": kv})
     check_inputs(config)
-    # These take seconds: what is given wrongly is said before.
-    from pipeline.run.judging import NotPassed
-    from pipeline.run.runner import run
 
     job = console.Job(config.stage, " ".join([config.kv.name, *(f"{key}={overrides[key]}" for key in own)]))
     with nullcontext() if verbose else console.silent():

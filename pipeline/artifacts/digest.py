@@ -1,17 +1,21 @@
 """Digests: of JSON, of files, of directories, and of the source code a stage can reach."""
 
-import ast
 import errno
 import hashlib
 import importlib.util
 import json
 import os
+import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 FIRST_PARTY = ("pipeline", "stages", "plugins")
+IMPORT = re.compile(
+    rf"^[ \t]*(?:from|import)[ \t]+((?:{'|'.join(FIRST_PARTY)})\b[\w.]*)(?:[ \t]+import[ \t]+(\([^)]*\)|.*))?", re.MULTILINE
+)
+"""An import of ours: the module, and what is taken of it."""
 
 
 def json_digest(value: object) -> str:
@@ -83,27 +87,14 @@ def _source(module: str) -> Path | None:
     return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
 
-def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the statements below a node, however deep; `ast.walk` would look into expressions, which hold no imports, too."""
-    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
-        inner = getattr(node, field, None)
-        for statement in inner if isinstance(inner, list) else ():
-            yield statement
-            yield from _statements(statement)
-
-
 @cache
-def _first_party_imports(path: Path, module: str) -> set[str]:
+def _first_party_imports(path: Path) -> set[str]:
+    """Return the names that a source imports of ours, and some that are none: parsing hundreds of files would take a second."""
     names: set[str] = set()
-    for node in _statements(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}: relative imports are not followed by the code digest"
-            names.add(str(node.module))
-            # `from stages import onnx` names a module, `from stages.engines.onnx import build` perhaps one.
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in names if name.split(".")[0] in FIRST_PARTY}
+    for module, imported in IMPORT.findall(path.read_text(encoding="utf-8")):
+        # `from stages import onnx` names a module, `from stages.engines.onnx import build` perhaps one.
+        names |= {module, *(f"{module}.{name}" for name in re.findall(r"\w+", imported))}
+    return names
 
 
 def reachable_modules(entry: str) -> dict[str, Path]:
@@ -117,7 +108,7 @@ def reachable_modules(entry: str) -> dict[str, Path]:
             continue
         modules[name] = source
         parents = {name.rsplit(".", 1)[0]} if "." in name else set()
-        todo += sorted(_first_party_imports(source, name) | parents)
+        todo += sorted(_first_party_imports(source) | parents)
     return modules
 
 

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,18 +37,6 @@ def limit_s(environ: Mapping[str, str] = os.environ) -> float:
     return seconds
 
 
-@contextmanager
-def announced(describe: Callable[[], str], quiet_s: float) -> Iterator[None]:
-    """Log `waiting for ...` when the block takes longer than `quiet_s`; `describe` is asked then."""
-    timer = threading.Timer(quiet_s, lambda: LOGGER.warning(f"waiting for {describe()}"))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 def until(seconds: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
 
@@ -60,20 +48,23 @@ def locked(path: Path, purpose: str, *, together: bool = False) -> Iterator[None
     `purpose` is what it is held for, in words; `together` lets others hold it so at the same time. Raises UserError where the
     file cannot be made, opened or locked; MissingRequirement where another process held it for all of KVGATE_LOCK_TIMEOUT_S.
     """
-    seconds = limit_s()
-    end, last = until(seconds), time.monotonic() + seconds
+    seconds, began, said = limit_s(), time.monotonic(), False
+    end = until(seconds)
     try:
         lock = _opened(path)
     except OSError as error:
         raise _unlockable(path, error) from error
     try:
-        with announced(lambda: f"{purpose}: {holder(path)} holds {path}; until {end} ({LIMIT}={seconds:g})", QUIET_S):
-            while not _flocked(path, lock, fcntl.LOCK_SH if together else fcntl.LOCK_EX):
-                if time.monotonic() > last:
-                    raise MissingRequirement(
-                        f"{LIMIT}={seconds:g}: {purpose}: {holder(path)} held {path} all that time; end it, or give it longer"
-                    )
-                time.sleep(POLL_S)
+        while not _flocked(path, lock, fcntl.LOCK_SH if together else fcntl.LOCK_EX):
+            waited = time.monotonic() - began
+            if waited > seconds:
+                raise MissingRequirement(
+                    f"{LIMIT}={seconds:g}: {purpose}: {holder(path)} held {path} all that time; end it, or give it longer"
+                )
+            if waited > QUIET_S and not said:
+                LOGGER.warning(f"waiting for {purpose}: {holder(path)} holds {path}; until {end} ({LIMIT}={seconds:g})")
+                said = True
+            time.sleep(POLL_S)
         yield
     finally:
         os.close(lock)

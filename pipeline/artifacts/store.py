@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ class Recipe:
         }
         object.__setattr__(self, "parts", parts)
 
-    @property
+    @cached_property
     def key(self) -> str:
         return json_digest(self.parts)
 

@@ -63,15 +63,10 @@ def check_room(work: Path, given: str, weight_bytes: int) -> None:
         raise MissingRequirement(lacks("model.path: its weights take", weight_bytes, "this machine has", memory, "of memory"))
     if (work / "artifacts").exists():  # what was made before is used again
         return
-    free = free_bytes(work)
+    free = shutil.disk_usage(next(place for place in (work, *work.parents) if place.is_dir())).free
     if COPIES * weight_bytes > free:
         problem = lacks("the model's artifacts take", COPIES * weight_bytes, "its disk has", free, "free")
         raise MissingRequirement(f"workdir={given}: {problem}; free some, or give another workdir")
-
-
-def free_bytes(work: Path) -> int:
-    """Return the bytes that are free on the disk of a work directory, which need not exist yet."""
-    return shutil.disk_usage(next(place for place in (work, *work.parents) if place.is_dir())).free
 
 
 def check_memory(key: str, cache_bytes: int) -> None:

@@ -78,7 +78,10 @@ def read_rope(path: Path, config: Mapping[str, Any]) -> Rope:
                     f"config.json: {name}={short(value)} contradicts {place}.{key}={short(parameters.get(key))}, and the "
                     "versions of transformers differ in which they read; keep the one that the weights were trained with",
                 )
-    return _rope(read.get(None) or read.get(FULL) or old)
+    rope = read.get(None) or read.get(FULL) or old
+    kind = rope.get("rope_type", "default")
+    scaling = None if kind == "default" else str(kind)
+    return Rope(scaling, rope.get("factor"), rope.get("original_max_position_embeddings"))
 
 
 def by_layer_type(parameters: Mapping[str, Any]) -> dict[str | None, Any]:
@@ -102,13 +105,6 @@ def rope_at_top_level(config: dict[str, Any]) -> dict[str, Any]:
     flat["rope_scaling"] = None if rope.get("rope_type", rope.get("type", "default")) == "default" else rope
     local = (parameters.get(SLIDING) or {}).get("rope_theta")
     return flat if local in (None, flat.get("rope_theta")) else {**flat, "rope_local_base_freq": local}
-
-
-def _rope(parameters: Mapping[str, Any]) -> Rope:
-    kind = parameters.get("rope_type", "default")
-    return Rope(
-        None if kind == "default" else str(kind), parameters.get("factor"), parameters.get("original_max_position_embeddings")
-    )
 
 
 def _checked(path: Path, place: str, parameters: object) -> dict[str, Any]:

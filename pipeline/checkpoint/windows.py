@@ -52,7 +52,10 @@ def _layer_types(path: Path, config: dict[str, Any], kind: str, layers: int) -> 
         _check_layer_types(path, listed, kind, layers)
     if family is None:
         return listed or _patterned(layers, None if window is None else _unserved(path, config, kind))
-    asked = not family.asked or _uses_window(path, config)
+    uses = config.get("use_sliding_window")
+    if family.asked and uses not in (None, True, False):
+        raise wrong(path, config, "use_sliding_window", "true or false")
+    asked = bool(uses) or not family.asked
     if family.windows == "none" or not asked or (window is None and (family.asked or family.windows == "every")):
         types = [FULL] * layers
     elif family.windows == "every":
@@ -62,9 +65,10 @@ def _layer_types(path: Path, config: dict[str, Any], kind: str, layers: int) -> 
         types = listed or _patterned(layers, lambda layer: family.slides(config, layer))
     if listed is not None and listed != types:
         key = "use_sliding_window" if family.asked else "sliding_window"
+        other = next(kind for kind, applied in zip(listed, types, strict=True) if kind != applied)
         raise UserError(
-            f"model.path={path}: config.json: layer_types holds {_other(listed, types)}, and transformers takes every layer of "
-            f"this {kind} for {types[0]}, as {key} is {_short(config.get(key))}; make them agree"
+            f"model.path={path}: config.json: layer_types holds {other}, and transformers takes every layer of "
+            f"this {kind} for {types[0]}, as {key} is {short(repr(config.get(key)), 40)}; make them agree"
         )
     return types
 
@@ -73,22 +77,15 @@ def _patterned(layers: int, slides: Callable[[int], bool] | None) -> list[str]:
     return [SLIDING if slides is not None and slides(layer) else FULL for layer in range(layers)]
 
 
-def _uses_window(path: Path, config: dict[str, Any]) -> bool:
-    uses = config.get("use_sliding_window")
-    if uses not in (None, True, False):
-        raise wrong(path, config, "use_sliding_window", "true or false")
-    return bool(uses)
-
-
 def _check_layer_types(path: Path, listed: object, kind: str, layers: int) -> None:
     if not isinstance(listed, list) or len(listed) != layers:
-        raise refusal(path, f"config.json: layer_types must name each of the {layers} layers, got {_short(listed)}")
+        raise refusal(path, f"config.json: layer_types must name each of the {layers} layers, got {short(repr(listed), 40)}")
     known = list(WINDOW_KEYS) if kind.startswith("llama4") else list(WINDOW_KEYS)[:2]
     unread = [layer_type for layer_type in listed if layer_type not in known]
     if unread:
         raise UserError(
-            f"model.path={path}: config.json: layer_types holds {_short(unread[0])}, which is not read here; use a model of "
-            f"{' and '.join(known)} layers"
+            f"model.path={path}: config.json: layer_types holds {short(repr(unread[0]), 40)}, which is not read here; use a "
+            f"model of {' and '.join(known)} layers"
         )
 
 
@@ -109,15 +106,7 @@ def _unserved(path: Path, config: dict[str, Any], kind: str) -> Callable[[int], 
     period = config.get("sliding_window_pattern") or UNSERVED_PATTERNS.get(kind)
     if period is None:
         raise UserError(
-            f"model.path={path}: config.json: sliding_window={_short(config['sliding_window'])} of {kind}, and no layer_types: "
-            "which layers slide is not said; add layer_types, full_attention or sliding_attention for each layer"
+            f"model.path={path}: config.json: sliding_window={short(repr(config['sliding_window']), 40)} of {kind}, and no "
+            "layer_types: which layers slide is not said; add layer_types, full_attention or sliding_attention for each layer"
         )
     return lambda layer: bool((layer + 1) % period)
-
-
-def _other(listed: list[str], types: list[str]) -> str:
-    return next(kind for kind, applied in zip(listed, types, strict=True) if kind != applied)
-
-
-def _short(value: object) -> str:
-    return short(repr(value), 40)

@@ -41,16 +41,17 @@ class Format(StrictModel):
     rotation=hadamard_64 is of them alone: the Hadamard matrix of each 64 channels, as llama.cpp rotates values.
 
     arithmetic is whose rounding codes, scales and zeros have. Three are vLLM's, of a scale a token and head, so that an
-    engine here computes what vLLM computes. `vllm_turboquant` are the values of its turboquant_k8v4: INT4 codes of the
-    unrounded range and minimum, rounded half up, where kvgate's are of the stored ones. `vllm_centroids` are the keys of its
-    turboquant_4bit_nc: the nearest of 16 numbers in a rotated vector of length 1, and that length. `vllm_token_head` are its
+    engine here computes what vLLM computes. `vllm_turboquant` are the values of its turboquant types: INT4 or INT3 codes of
+    the unrounded range and minimum, rounded half up, where kvgate's are of the stored ones. `vllm_centroids` are the keys of
+    those with `nc`: the nearest of 16 or 8 numbers in a rotated vector of length 1, and that length. `vllm_token_head` are its
     int8_per_token_head and fp8_per_token_head, whose scales are float32; and its int4_per_token_head:
     rotation=signed_hadamard (vLLM's own signs, then the Hadamard matrix of -1 and 1), a zero that is a whole number of codes,
     and one float32 for both, the zero in the four lowest bits of the scale.
     """
 
     dtype: str
-    """Type of a code: fp16, bf16, fp8_e4m3, fp8_e5m2, int8, int4, nvfp4, or llama.cpp's q8_0, q5_1, q4_1, q4_0 and iq4_nl."""
+    """Type of a code: fp16, bf16, fp8_e4m3, fp8_e5m2, int8, int4, nvfp4; int3 of vLLM's arithmetics; llama.cpp's q8_0, q5_1,
+    q4_1, q4_0 and iq4_nl."""
     granularity: Granularity = "none"
     """What shares a scale: a layer, a KV head, a channel, a token of a head, or a group of channels of a token."""
     group_size: int | None = None
@@ -68,19 +69,19 @@ class Format(StrictModel):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        if self.dtype not in CODES:
+        if self.arithmetic == "kvgate" and self.dtype not in CODES:
             raise ValueError(f"dtype must be one of {', '.join(CODES)}, got {self.dtype}")
-        if self.block_scale not in CODES[self.dtype].block_scales:
-            choices = " or ".join(CODES[self.dtype].block_scales)
+        if self.arithmetic != "kvgate" or self.rotation == "signed_hadamard":
+            self._check_vllm()
+        if self.block_scale not in self.code.block_scales:
+            choices = " or ".join(self.code.block_scales)
             raise ValueError(f"block_scale must be {choices} for dtype {self.dtype}, got {self.block_scale}")
-        block = CODES[self.dtype].block
+        block = self.code.block
         if block is not None and (self.granularity, self.group_size) != ("per_group", block):
             raise ValueError(
                 f"granularity must be per_group and group_size {block} for dtype {self.dtype}, got {self.granularity} and "
                 f"{self.group_size}"
             )
-        if self.arithmetic != "kvgate" or self.rotation == "signed_hadamard":
-            self._check_vllm()
         self._check_llamacpp()
         if self.exact:
             unscaled = (self.granularity, self.scale, self.group_size, self.symmetric) == ("none", "none", None, True)

@@ -31,6 +31,13 @@ def written(value: object, key: str = "") -> str:
     raise UserError(f"{key}: a {type(value).__name__} is no value of a configuration; give a text, a number, a list or a dict")
 
 
+def differing(key: str, value: object, default: object) -> list[str]:
+    """Return the arguments that make a value of its default; none where they are equal."""
+    if isinstance(value, Mapping) and isinstance(default, Mapping):
+        return [part for name, inner in value.items() for part in differing(f"{key}.{name}", inner, default.get(name))]
+    return [] if value == default else [f"{'' if default is not None else '++'}{key}={written(value)}"]
+
+
 def _quoted(text: str) -> str:
     from hydra.core.override_parser.types import Quote, QuotedString
 

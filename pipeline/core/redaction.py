@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TextIO, cast
 from urllib.parse import quote, unquote
@@ -50,7 +50,8 @@ CLOUDS = ("AWS_", "AZURE_", "GOOGLE_", "MLFLOW_")
 
 def redact_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return `text` without URI userinfo, assigned passwords, bearer headers, token-like strings and secrets of `environ`."""
-    for secret in _secrets(tuple(environ.items())):
+    raw = getattr(environ, "_data", environ)  # of os.environ, which decodes everything each time that it is asked
+    for secret in _secrets(tuple(raw.items())):
         text = text.replace(secret, MASK)
     text = _USERINFO.sub(rf"\1{MASK}@", text)
     text = _ASSIGNED.sub(rf"\1\2{MASK}", text)
@@ -66,15 +67,14 @@ def printable(text: str) -> str:
 
 def holds_secret(value: str) -> bool:
     """Return whether a value, as it is or percent-decoded, is one that `redact_text` would not leave as it is."""
-    decoded = unquote(value)
-    return redact_text(value) != value or redact_text(decoded) != decoded
+    return any(redact_text(text) != text for text in {value, unquote(value)})
 
 
 @lru_cache(maxsize=8)
-def _secrets(environ: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+def _secrets(environ: tuple[tuple[str | bytes, str | bytes], ...]) -> tuple[str, ...]:
     """Return the secrets that variables hold, as they are and in the forms of a URI, the longest first."""
     values: set[str] = set()
-    for name, value in environ:
+    for name, value in (map(os.fsdecode, variable) for variable in environ):
         if secret_name(name) and not os.path.exists(value):  # GOOGLE_APPLICATION_CREDENTIALS names a file
             values.add(value)
         userinfo = value.partition("://")[2].rpartition("@")[0]
@@ -239,13 +239,7 @@ def copy_redacted(source: Path, target: Path) -> None:
         target.write_text(redact_text(source.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def table_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return rows as columns of equal length; nested values as JSON text, missing and non-finite ones as None."""
-    masked = cache(redact_text)  # the same texts stand in most rows
-
-    def cell(value: object) -> object:
-        value = masked(value) if isinstance(value, str) else redact(value)
-        return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
-
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [cell(row.get(name)) for row in rows] for name in names}
+def table_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows, which have the same keys, as the JSON that MLflow shows as a table; non-finite values are null."""
+    data = [[redact(value) for value in row.values()] for row in rows]
+    return json.dumps({"columns": list(rows[0]), "data": data}, ensure_ascii=False)

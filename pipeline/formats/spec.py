@@ -26,8 +26,8 @@ E4M3 = Element("FLOAT8E4M3FN", "uint8", "float8_e4m3fn", 1)
 E5M2 = Element("FLOAT8E5M2", "uint8", "float8_e5m2", 1)
 PACKED = Element("INT8", "int8", "int8", 1)
 """n = 8 / bits codes in a byte: number j of byte i, from the lowest bits up, is the code of channel j * D / n + i. The topmost
-number of integer codes is signed; the others are stored plus half their range, 2 ** (bits - 1). The type is int8 because
-TensorRT takes no uint8."""
+number of integer codes is signed; the others are stored plus half their range, 2 ** (bits - 1). Codes of 3 bits, all plus
+half their range, are a stream of bits from the lowest up. The type is int8 because TensorRT takes no uint8."""
 
 GROUP_SIZES = (16, 32, 64, 128)
 

@@ -1,10 +1,9 @@
 """Names of policies as the command line gives them: the file of conf/, and what differs from it."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from pipeline.core.kv import KVPolicy
-from pipeline.core.overrides import written
+from pipeline.core.overrides import differing
 
 
 def labelled(shipped: Sequence[KVPolicy], others: Sequence[KVPolicy]) -> list[tuple[str, KVPolicy]]:
@@ -18,17 +17,6 @@ def labelled(shipped: Sequence[KVPolicy], others: Sequence[KVPolicy]) -> list[tu
         if any(policy == known for _, known in found):
             continue
         origin = by_name.get(policy.name)
-        changes = () if origin is None else _changes(origin.model_dump(mode="json"), policy.model_dump(mode="json"), "kv")
-        found.append((" ".join([policy.name, *changes]), policy))
+        changes = [] if origin is None else differing("kv", policy.model_dump(mode="json"), origin.model_dump(mode="json"))
+        found.append((" ".join([policy.name, *(change.lstrip("+") for change in changes)]), policy))
     return found
-
-
-def _changes(origin: Mapping[str, Any], changed: Mapping[str, Any], place: str) -> Iterator[str]:
-    for key, value in changed.items():
-        before = origin.get(key)
-        if value == before:
-            continue
-        if isinstance(value, Mapping) and isinstance(before, Mapping):
-            yield from _changes(before, value, f"{place}.{key}")
-        else:
-            yield f"{place}.{key}={written(value)}"

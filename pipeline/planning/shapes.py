@@ -107,9 +107,10 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
     nested = config.get("text_config")
     if "num_hidden_layers" not in config and isinstance(nested, dict):
         config = nested  # of a model that also takes pictures or sound: its decoder
-    latent = _latent(path, config)
-    if latent is not None:
-        config = {**config, **latent, "kv_lora_rank": None, "num_key_value_heads": 1}
+    latent = None
+    if config.get("kv_lora_rank"):  # half of the vector counts as keys
+        latent = (integer(path, config, "kv_lora_rank") + integer(path, config, "qk_rope_head_dim")) // 2
+        config = {**config, "head_dim": latent, "kv_lora_rank": None, "num_key_value_heads": 1}
     other = other_cache(config)
     if other is not None:
         key, reason = other
@@ -135,14 +136,6 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
         notes=() if known or config.get("head_dim") is not None else (assumed,),
         latent=None if latent is None else 2 * shape.head_dim,
     )
-
-
-def _latent(path: Path, config: dict[str, Any]) -> dict[str, int] | None:
-    """Return the head_dim of keys and of values that a latent vector of all heads counts as; None for other models."""
-    if not config.get("kv_lora_rank"):
-        return None
-    width = integer(path, config, "kv_lora_rank") + integer(path, config, "qk_rope_head_dim")
-    return {"head_dim": width // 2}
 
 
 def _tensors(path: Path, config: dict[str, Any]) -> Mapping[str, Shape]:

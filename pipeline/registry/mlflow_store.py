@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 from pipeline.artifacts.locks import locked, locked_at_once
 from pipeline.core.errors import UserError
-from pipeline.core.redaction import clip, copy_redacted, finite_metrics, flat_params, redact_text, table_columns
+from pipeline.core.redaction import clip, copy_redacted, finite_metrics, flat_params, redact_text, table_text
 from pipeline.registry.mlflow_client import (
     Client,
     LoggedModelOutput,
@@ -164,6 +164,7 @@ class MlflowStore:
         """Register an engine, and log its verdict, numbers, answers and checks; return the candidate with its registration."""
         version, model_id = self._register(candidate, run_id)
         finite, nonfinite = finite_metrics(chosen(candidate))
+        tables = {name: table for name, table in run_tables(candidate, rows).items() if table}
         tags = {
             "verdict": candidate.verdict,
             "reasons": "; ".join(candidate.reasons),
@@ -172,13 +173,15 @@ class MlflowStore:
             "mlflow.runName": f"{candidate.name}: {candidate.verdict}",
             "mlflow.runColor": COLOURS.get(candidate.verdict, UNDECIDED),
             "mlflow.note.content": f"{description(candidate)}\n\n{registered_as(self.location.model_name, version)}",
+            # MLflow's own `log_table` asks the store eight times for each of them
+            "mlflow.loggedArtifacts": json.dumps([{"path": name, "type": "table"} for name in tables]),
             **({"nonfinite": ", ".join(nonfinite)} if nonfinite else {}),
         }
         self._log(run_id, metrics=finite, tags=tags, model_id=model_id)
-        for name, table in run_tables(candidate, rows).items():
-            if table:
-                self.client.log_table(run_id, table_columns(table), name)
-        self.attach(run_id, [candidate.report.path])
+        with tempfile.TemporaryDirectory() as scratch:
+            for name, table in tables.items():
+                (Path(scratch) / name).write_text(table_text(table), encoding="utf-8")
+            self.attach(run_id, [candidate.report.path, *Path(scratch).iterdir()])
         baseline = of_baseline(candidate)
         if baseline:
             self._show_baseline(self.client.get_run(run_id).data.tags, candidate.baseline.digest, baseline)

@@ -12,6 +12,7 @@ engine back. What was rolled back stays back until it is judged anew, by another
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from pipeline.core.backends import serves_last
@@ -102,17 +103,12 @@ def _origin(candidate: Candidate) -> str:
     return candidate.checkpoint or candidate.baseline.digest
 
 
-def choose(candidates: Sequence[Candidate], rolled_back: Mapping[str, str] | None = None, name: str | None = None) -> Candidate:
-    """Return the best candidate that passed, or the one with a name if it passed.
+def choose(candidates: Sequence[Candidate], left: Mapping[str, str] = MappingProxyType({})) -> Candidate:
+    """Return the best candidate that passed.
 
-    The most live tokens win. Among equals another engine wins over the oracle, and then the lowest mean KL. Of an engine that
-    was rolled back, by the digest of its report, only its name brings it back.
+    The most live tokens win. Among equals another engine wins over the oracle, and then the lowest mean KL. An engine that a
+    rollback `left`, by the digest of its report, is none.
     """
-    if name is not None:
-        candidates = [candidate for candidate in candidates if candidate.name == name]
-        if not candidates:
-            raise UserError(f"promote.name={name}: no candidate of the sweep is called so")
-    left = {} if rolled_back is None or name is not None else rolled_back
     best = max(
         (candidate for candidate in candidates if candidate.verdict == PASS and candidate.report.digest not in left),
         key=lambda c: (live_tokens(c), not serves_last(c.backend), -c.metric("quality/kl_mean"), c.name),
@@ -143,11 +139,11 @@ def promote(
     name: str | None = None,
     rival: Candidate | None = None,
 ) -> Move:
-    """Make the best candidate that passed the champion, or the one with a name.
+    """Make the best candidate that passed the champion, or the one that was asked for by its `name`, which is the only one.
 
     The `rival` is the champion, which stays where none of them is better; a name displaces it in any case.
     """
-    best = choose(candidates, log.read().rolled_back("champion"), name)
+    best = choose(candidates) if name is not None else choose(candidates, log.read().rolled_back("champion"))
     if rival is not None and name is None and choose([best, rival]) is rival and _holds(rival, replay, decide):
         version = rival.version
         return Move(rival.name, version, None, False, f"{rival.name} (version {version}) stays the champion")

@@ -5,8 +5,9 @@ Databases are asked before MLflow is, which tries for minutes and answers with t
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Timer
 
-from pipeline.artifacts.locks import announced, until
+from pipeline.artifacts.locks import LOGGER, until
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.redaction import redact_text
 from pipeline.registry.tracking import ENVIRONMENT, Location
@@ -62,13 +63,18 @@ def reached(location: Location, *kinds: type[Exception]) -> Iterator[None]:
     that does not answer, is locked, lacks its driver, or fails.
     """
     limit, end = location.timeout_s, until(location.timeout_s)
-    with announced(lambda: f"{named(location)}; a request may take until {end} (tracking.timeout_s={limit:g})", QUIET_S):
-        try:
-            yield
-        except kinds as error:
-            if getattr(error, "error_code", None) in HANDLED:
-                raise
-            raise _problem(location, error) from error
+    said = f"waiting for {named(location)}; a request may take until {end} (tracking.timeout_s={limit:g})"
+    timer = Timer(QUIET_S, LOGGER.warning, [said])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except kinds as error:
+        if getattr(error, "error_code", None) in HANDLED:
+            raise
+        raise _problem(location, error) from error
+    finally:
+        timer.cancel()
 
 
 def _problem(location: Location, error: Exception) -> Exception:

@@ -118,16 +118,10 @@ def server_command(location: Location) -> str | None:
         return None
     # Without its job runners, which only language-model judges use, the server takes 0.5 GB instead of 2.5.
     switches = "MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false"
-    return f"{switches} {_mlflow()} server --backend-store-uri {_shell_uri(location)} --workers 1 --port {PORT}"
-
-
-def _mlflow() -> str:
     script = Path(sys.executable).with_name("mlflow")
-    return shlex.quote(str(script)) if script.exists() else "mlflow"
-
-
-def _shell_uri(location: Location) -> str:
-    return shlex.quote(location.uri) if not holds_secret(location.uri) else f'"${ENVIRONMENT}"'
+    mlflow = shlex.quote(str(script)) if script.exists() else "mlflow"
+    uri = shlex.quote(location.uri) if not holds_secret(location.uri) else f'"${ENVIRONMENT}"'
+    return f"{switches} {mlflow} server --backend-store-uri {uri} --workers 1 --port {PORT}"
 
 
 def compare_url(location: Location, experiment_id: str, sweep: str) -> str:

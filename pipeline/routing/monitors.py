@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pipeline import statistics
 from pipeline.routing.files import ClassSnapshot, MonitorConfig, Share
-from pipeline.statistics.bounds import share_bound
 
 Status = Literal["holds", "broken", "unknown"]
 Kind = Literal["latency", "quality", "memory"]
@@ -34,7 +34,7 @@ def quality_holds(readings: Sequence[Reading]) -> bool:
 def read_monitors(snapshot: ClassSnapshot, limits: MonitorConfig) -> list[Reading]:
 
     def reading(kind: Kind, name: str, share: Share, least: float) -> Reading:
-        upper, lower = (share_bound(share.good, share.of, limits.alpha, lower=side) for side in (False, True))
+        upper, lower = (statistics.bounds.share_bound(share.good, share.of, limits.alpha, lower=side) for side in (False, True))
         status: Status = "broken" if upper < least else "holds" if lower >= least else "unknown"
         bounds = f"{100 * (1 - limits.alpha):g} % bounds {lower:.4f} to {upper:.4f}"
         return Reading(kind, name, status, f"{share.good:,} of {share.of:,}, {bounds}, least {least:g}")

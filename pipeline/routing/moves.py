@@ -87,23 +87,20 @@ def make_moves(log: MoveLog, title: str, moves: Sequence[Move]) -> None:
     """Make all moves back, then all others. Raises GateRefusal when an alias was moved by somebody else."""
     for back in (True, False):
         group = [move for move in moves if move.back is back]
-        if group:
-            _make(log, title, group, back)
-
-
-def _make(log: MoveLog, title: str, moves: Sequence[Move], back: bool) -> None:
-    with log.changing(urgent=back) as history:
-        for move in moves:
-            if read_aliases(log.registry, move.workload) != move.before:
-                raise GateRefusal(f"{alias_of(move.workload)} was moved meanwhile: it was left as it is; run it again")
-        before = {alias: version for move in moves for alias, version in move.before.named(move.workload).items()}
-        after = {alias: version for move in moves for alias, version in move.after.named(move.workload).items()}
-        changed = [alias for alias in after if after[alias] != before[alias]]
-        log.append(
-            history,
-            "rollback" if back else "route",
-            f"{title}: " + "; ".join(f"{move.workload} {move}" for move in moves),
-            aliases={alias: after[alias] for alias in changed},
-            before={alias: before[alias] for alias in changed},
-            reports={version: digest for move in moves for version, digest in move.reports.items()},
-        )
+        if not group:
+            continue
+        with log.changing(urgent=back) as history:
+            for move in group:
+                if read_aliases(log.registry, move.workload) != move.before:
+                    raise GateRefusal(f"{alias_of(move.workload)} was moved meanwhile: it was left as it is; run it again")
+            before = {alias: version for move in group for alias, version in move.before.named(move.workload).items()}
+            after = {alias: version for move in group for alias, version in move.after.named(move.workload).items()}
+            changed = [alias for alias in after if after[alias] != before[alias]]
+            log.append(
+                history,
+                "rollback" if back else "route",
+                f"{title}: " + "; ".join(f"{move.workload} {move}" for move in group),
+                aliases={alias: after[alias] for alias in changed},
+                before={alias: before[alias] for alias in changed},
+                reports={version: digest for move in group for version, digest in move.reports.items()},
+            )

@@ -2,15 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.artifacts.store import Store
 from pipeline.config.config import Config
 from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.evidence.reading import Evidence
+from pipeline.evidence.verify import decoded_again, replay_candidate
+from pipeline.loading import open_backend
 from pipeline.registry.proof import Finding, Replay
 from pipeline.registry.tracking import Tracking, locate
+from pipeline.run.chain import Chain
+from pipeline.run.served import open_chain
 from pipeline.terminal import console
 from pipeline.trust.keys import Keys, load_keys
 from pipeline.trust.movelog import MoveLog
@@ -20,13 +25,12 @@ from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Verdict
 
 if TYPE_CHECKING:
-    from pipeline.evidence.reading import Evidence
     from pipeline.registry.mlflow_store import MlflowStore
-    from pipeline.run.chain import Chain
 
 
+@cache
 def open_store(tracking: Tracking, workdir: Path, model: str) -> "MlflowStore | None":
-    """Open the tracking store of a model; None when tracking is off. Imports MLflow, which takes 2 s."""
+    """Open the tracking store of a model; None when tracking is off. Imports MLflow, which takes 2 s. It is opened once."""
     if not tracking.enabled:
         return None
     location = locate(tracking, workdir, model)
@@ -48,9 +52,7 @@ class Run:
     """Whether stage=status prints one JSON document (`--json`)."""
 
     @cached_property
-    def chain(self) -> "Chain":
-        from pipeline.run.served import open_chain
-
+    def chain(self) -> Chain:
         return open_chain(self.config, Store(self.config.work / "artifacts"))
 
     def registry(self) -> "MlflowStore":
@@ -75,17 +77,12 @@ class Run:
 
     def replay_under(self, policy: GatePolicy | None) -> Replay:
         """Return what replays a candidate's evidence, and checks who signed it where that matters."""
-        from pipeline.evidence.verify import replay_candidate
-
         signers = policy.keys() if policy is not None else None
         trusted = [*self.trusted, *([signers] if signers is not None else [])]
         return partial(replay_candidate, trusted=trusted, decode=self.decode_again)
 
-    def decode_again(self, evidence: "Evidence") -> list[Finding]:
+    def decode_again(self, evidence: Evidence) -> list[Finding]:
         """Decode a few samples again, where this command's backend is one that is opened in seconds, and the engine's."""
-        from pipeline.evidence.verify import decoded_again
-        from pipeline.loading import open_backend
-
         backend = self.config.backend
         if backend.name != evidence.identity.backend or not backend.in_process:
             return []

@@ -68,7 +68,9 @@ def recommend_policy(config: Config, sweeping: bool) -> None:
         judged = list(_find_evidence(config, binds, Path(scratch)))
     capacity = _capacity(config, [one.policy for one in judged])
     recommendation = recommend(capacity, judged, notes)
-    for line in (*tables.budget_lines(capacity)[:3], *tables.recommendation_lines(recommendation, _typed())):
+    dropped = ("stage=", "kv=", "kv.", "capacity.", "capacity=")  # of what was typed: another stage's command keeps the rest
+    kept = [part for part in typed() if not part.lstrip("+~").startswith(dropped)]
+    for line in (*tables.budget_lines(capacity)[:3], *tables.recommendation_lines(recommendation, kept)):
         console.say(line, paste=line.startswith("    "))
     path = _write(config, RECOMMENDATION, recommendation)
     console.result("recommendation", str(path), paste=True, file=path, **recommendation.model_dump(mode="json"))
@@ -221,9 +223,3 @@ def _other_size(expected: float, size: float | None) -> str | None:
     if size is not None and abs(size - expected) <= SIZE_TOLERANCE * expected:
         return None
     return f"it is of a model with {'unknown' if size is None else f'{size:g}'} KiB a token, and this one has {expected:g}"
-
-
-def _typed() -> list[str]:
-    """Return the arguments of this command that another stage's command keeps, with the folder of the user's own options."""
-    dropped = ("stage=", "kv=", "kv.", "capacity.", "capacity=")
-    return [part for part in typed() if not part.lstrip("+~").startswith(dropped)]

@@ -4,8 +4,6 @@ The stages up to evaluate make the artifacts that they need, or reuse those in t
 on what earlier commands left.
 
 checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine -> promote
-
-What a stage needs is imported when it runs: a status waits neither for the gates nor for their statistics.
 """
 
 from collections.abc import Callable
@@ -19,66 +17,27 @@ from pipeline.core.errors import DEFECT, INTERRUPTED, exit_code
 from pipeline.loading import required_libraries
 from pipeline.registry import summary
 from pipeline.registry.summary import Candidate
+from pipeline.run import judging, serving
 from pipeline.run.inputs import UNRECORDED, WITHOUT_CHECKPOINT
 from pipeline.run.job import Run
+from pipeline.run.planning import recommend_policy, show_capacity
+from pipeline.run.tuning import tune
 from pipeline.terminal import commands, console
 from pipeline.terminal.junit import JUNIT, write_junit
-
-
-def make(run: Run) -> Candidate | None:
-    """Make an engine, or what one is made of; judge it."""
-    from pipeline.run import judging
-
-    stages: dict[str, Callable[[Run], Candidate | None]] = {"quantize": judging.quantize, "build": judging.build}
-    return stages.get(run.config.stage, judging.evaluate)(run)
-
-
-def tune(run: Run) -> None:
-    """Search formats by layer and side."""
-    from pipeline.run.tuning import tune
-
-    tune(run.chain)
-
-
-def move(run: Run) -> None:
-    """Change what serves, or check what does or would."""
-    from pipeline.run import serving
-
-    stages = {
-        "promote": serving.promote,
-        "rollback": serving.rollback,
-        "verify": serving.verify,
-        "audit": serving.audit,
-        "route": serving.route,
-        "monitor": serving.monitor,
-    }
-    stages[run.config.stage](run)
-
-
-def plan(run: Run) -> None:
-    """Say what a memory budget holds, or which policy has evidence for a use."""
-    from pipeline.run import planning
-
-    stages = {"capacity": planning.show_capacity, "recommend": planning.recommend_policy}
-    stages[run.config.stage](run.config, run.sweeping)
-
-
-def keep_up(run: Run) -> None:
-    """Say what a work directory holds, or remove what nothing of it needs."""
-    from pipeline.upkeep import prune, status
-
-    if run.config.stage == "prune":
-        prune.prune(run.config)
-    else:
-        status.show_status(run.config, as_json=run.as_json)
-
+from pipeline.upkeep.prune import prune
+from pipeline.upkeep.status import show_status
 
 STAGES: dict[str, Callable[[Run], Candidate | None]] = {
-    **dict.fromkeys(("quantize", "build", "evaluate", "all"), make),
-    "tune": tune,
-    **dict.fromkeys(("promote", "rollback", "verify", "audit", "route", "monitor"), move),
-    **dict.fromkeys(("capacity", "recommend"), plan),
-    **dict.fromkeys(("status", "prune"), keep_up),
+    "quantize": judging.quantize,
+    "build": judging.build,
+    "evaluate": judging.evaluate,
+    "all": judging.evaluate,
+    "tune": lambda run: tune(run.chain),
+    **serving.STAGES,
+    "capacity": lambda run: show_capacity(run.config, run.sweeping),
+    "recommend": lambda run: recommend_policy(run.config, run.sweeping),
+    "status": lambda run: show_status(run.config, as_json=run.as_json),
+    "prune": lambda run: prune(run.config),
 }
 
 

@@ -1,6 +1,6 @@
 """The stages that change or check what serves: promote, rollback, route, monitor, verify, audit."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -14,9 +14,9 @@ from pipeline.evidence.reading import find_evidence, read_evidence, registered_c
 from pipeline.evidence.verify import replay
 from pipeline.loading import open_loader
 from pipeline.registry import promotion, summary
-from pipeline.registry.proof import ReplayedEvidence, require_same
+from pipeline.registry.proof import require_same
 from pipeline.registry.proof import verify as verify_candidate
-from pipeline.registry.summary import Candidate, Registration
+from pipeline.registry.summary import Registration
 from pipeline.routing import stages as routes
 from pipeline.routing.engines import Engines
 from pipeline.run.job import Run
@@ -27,8 +27,9 @@ from pipeline.terminal.tables import REPORT
 from pipeline.trust.policy import GatePolicy, read_policy, settle, standing_policy
 from pipeline.verdict.delivery import scale_findings
 from pipeline.verdict.gates import decide
-from pipeline.verdict.report import EvaluationReport, SampleRow
-from pipeline.verdict.thresholds import Verdict
+
+TOLD = "what follows it failed"
+"""Of what only tells of a move: the move is decided, and no failure takes it back."""
 
 
 def promote(run: Run) -> None:
@@ -67,7 +68,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
     with console.doing("replaying the evidence"):
         move = promotion.promote(candidates, log, replay_again, decide, sweep=last.sweep, name=name, rival=rival)
     candidates += [rival] if rival is not None else []
-    with _told(move):
+    with warned(f"{move.message}; {TOLD}"):
         summary.note(config.work, last.sweep, champion=move.champion)
         with console.written_to(config.work / REPORT):
             tables.print_occasion()
@@ -98,13 +99,6 @@ def _advised(step: Callable[[Exception], Step], refusals: tuple[type[Exception],
         raise
 
 
-@contextmanager
-def _told(move: promotion.Move) -> Iterator[None]:
-    """Say what went wrong in the block, which only tells of a move: it is decided, and no failure takes it back."""
-    with warned(f"{move.message}; what follows it failed"):
-        yield
-
-
 def rollback(run: Run) -> None:
     """Bring the previous champion back.
 
@@ -121,19 +115,19 @@ def rollback(run: Run) -> None:
         log = run.log(run.registry())
         with console.doing("replaying the evidence"):
             move = promotion.rollback(log, prove)
-    with _told(move):
+    with warned(f"{move.message}; {TOLD}"):
         summary.note(run.config.work, None, champion=move.champion)
     console.result("champion", escape(move.message), champion=move.champion, message=move.message)
     next_steps.show(next_steps.after_move(run.config))
 
 
 def route(run: Run) -> None:
-    if run.config.routing.rollback is not None:
-        routes.roll_back(_engines(run), run.config.routing.rollback, _say)
-        next_steps.show(next_steps.after_move(run.config))
+    routing = run.config.routing
+    if routing.rollback is not None:
+        routes.roll_back(_engines(run), routing.rollback, _say)
     else:
-        routes.route(_engines(run), run.config.routing, _say)
-        next_steps.show(next_steps.after_move(run.config))
+        routes.route(_engines(run), routing, _say)
+    next_steps.show(next_steps.after_move(run.config))
 
 
 def monitor(run: Run) -> None:
@@ -153,14 +147,14 @@ def _engines(run: Run) -> Engines:
     def policy() -> GatePolicy | None:  # the way back of a broken engine must not wait for it
         return standing_policy(log, log.read())
 
-    def replay_again(candidate: Candidate) -> ReplayedEvidence:
-        return run.replay_under(policy())(candidate)
-
-    def decide_again(report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
-        return run.decide_under(policy())(report, rows)
-
     find = partial(registered_engine, run.config.work / "artifacts")
-    return Engines(log, store.registered, find, replay_again, decide_again)
+    return Engines(
+        log,
+        store.registered,
+        find,
+        replay=lambda candidate: run.replay_under(policy())(candidate),  # noqa: PLW0108  (late)
+        decide=lambda report, rows: run.decide_under(policy())(report, rows),  # noqa: PLW0108
+    )
 
 
 def _say(line: str) -> None:
@@ -204,3 +198,6 @@ def audit(run: Run) -> None:
         )
     used = [scale for layer in found.layers for scales in layer.used.values() for scale in scales]
     _say(f"{found.engine}: all {sides} scales are used as carried, from {min(used):.3g} to {max(used):.3g}")
+
+
+STAGES = {"promote": promote, "rollback": rollback, "verify": verify, "audit": audit, "route": route, "monitor": monitor}

@@ -13,12 +13,12 @@ from pipeline.config.config import Config
 from pipeline.core.errors import REFUSALS, UserError
 from pipeline.core.records import Sample
 from pipeline.core.redaction import redact_text
-from pipeline.core.workloads import WorkloadsConfig
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import requested_workloads
 from pipeline.loading import required_libraries
 from pipeline.registry.summary import Candidate
-from pipeline.terminal import console, tables
+from pipeline.registry.tracking import compare_url, server_command
+from pipeline.terminal import console
 
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
@@ -50,7 +50,7 @@ def show(
         from stages.report import Occasion, write_page
 
         about = Occasion(model=config.model.label, workdir=config.work, sweep=sweep, version=__version__, **occasion)
-        exhibits = _exhibits(candidates)
+        exhibits = [_exhibit(candidate) for candidate in candidates]
         page = write_page(config.work / PAGE, exhibits, about)
         console.result("report", f"\nreport: {escape(str(page))}", paste=True, file=page)
         tracked = [one.registration.run_id for one in candidates if one.registration is not None]
@@ -64,30 +64,19 @@ def show(
 
 
 def compare_in_mlflow(candidates: Sequence[Candidate], store: "Callable[[], MlflowStore | None]", sweep: str) -> None:
-    """Print the address of a sweep's runs in MLflow. A failure is a warning."""
+    """Print how to look at a sweep's runs in MLflow. A failure is a warning."""
     with warned("MLflow's comparison is not there"):
         tracked = any(candidate.registration is not None for candidate in candidates)
         opened = store() if tracked else None
         if opened is not None:
-            tables.print_mlflow(opened.location, opened.experiment_id, sweep)
+            url, command = compare_url(opened.location, opened.experiment_id, sweep), server_command(opened.location)
+            lines = ["\nThe runs in MLflow:", *(f"  {escape(line)}" for line in (command, url) if line is not None)]
+            console.result("mlflow", *lines, paste=True, command=command, url=url)
 
 
-def _exhibits(candidates: Sequence[Candidate]) -> "list[Exhibit]":
-    """Return the candidates with their evidence, as far as that can be read."""
+def _exhibit(candidate: Candidate) -> "Exhibit":
+    """Return a candidate with its evidence, as far as that can be read."""
     from stages.evaluate.inputs.samples import load_samples
-
-    known: dict[str, list[Sample]] = {}
-
-    def asked(workloads: WorkloadsConfig) -> list[Sample]:
-        key = workloads.model_dump_json()
-        if key not in known:
-            known[key] = load_samples(workloads)
-        return known[key]
-
-    return [_exhibit(candidate, asked) for candidate in candidates]
-
-
-def _exhibit(candidate: Candidate, asked: Callable[[WorkloadsConfig], list[Sample]]) -> "Exhibit":
     from stages.report import Exhibit
 
     try:
@@ -98,9 +87,10 @@ def _exhibit(candidate: Candidate, asked: Callable[[WorkloadsConfig], list[Sampl
     samples = list[Sample]()
     try:
         workloads = requested_workloads(evidence)
-        samples = asked(workloads)
+        samples = load_samples(workloads)
         if workloads.jsonl is not None:
-            own = {sample.id for sample in samples} - {s.id for s in asked(workloads.model_copy(update={"jsonl": None}))}
+            generated = load_samples(workloads.model_copy(update={"jsonl": None}))
+            own = {sample.id for sample in samples} - {sample.id for sample in generated}
     except REFUSALS as error:
         problem = problem or f"its prompts cannot be made again: {error}"
     return Exhibit(

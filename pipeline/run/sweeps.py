@@ -3,8 +3,7 @@
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import partial
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -16,11 +15,15 @@ from pipeline.config.workers import SLURM, end_workers, finish, lost_worker, sta
 from pipeline.core.errors import EXIT_CODES, INTERRUPTED, SEVERITY, GateRefusal, MissingRequirement, describe, exit_code
 from pipeline.core.redaction import redact_output, redact_text
 from pipeline.registry import summary
+from pipeline.registry.proof import PASS
 from pipeline.registry.summary import new_sweep
 from pipeline.run.inputs import UNRECORDED
 from pipeline.run.job import open_store
-from pipeline.terminal import commands, console
+from pipeline.run.runner import holding, run
+from pipeline.run.showing import compare_in_mlflow, show
+from pipeline.terminal import commands, console, next_steps, tables
 from pipeline.terminal.junit import JUNIT, write_junit
+from pipeline.terminal.next_steps import Step
 
 GATE_EXIT = EXIT_CODES[GateRefusal]
 UNFINISHED_EXIT = EXIT_CODES[MissingRequirement]
@@ -31,8 +34,8 @@ UNFINISHED_EXIT = EXIT_CODES[MissingRequirement]
 class Ended:
     code: int
     said: str = ""
-    step: object = None
-    """What to do about that, `pipeline.terminal.next_steps.Step`."""
+    step: Step | None = None
+    """What to do about that."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,11 @@ class Task:
 def _attempt(config: Config, sweep: str, job: console.Job, *, sweeping: bool = True, as_json: bool = False) -> Ended:
     """Run a job, and say what ends it; a sweep goes on with the next one."""
     try:
-        # Imported late: a configuration error must show before the runner's libraries are loaded.
-        with console.doing(f"{job.name}starting"):
-            from pipeline.run.runner import run
         run(config, sweep, job, sweeping=sweeping, as_json=as_json)
     except Exception as error:
         step = getattr(error, "next_step", None)
         if step is not None and not sweeping:
-            _show_next(step)
+            next_steps.show(step)
         console.ended_by(error)
         return Ended(exit_code(error), redact_text(describe(error)), step)
     finally:
@@ -74,16 +74,8 @@ def _attempt(config: Config, sweep: str, job: console.Job, *, sweeping: bool = T
     return Ended(0)
 
 
-def _show_next(step: Any) -> None:
-    from pipeline.terminal import next_steps
-
-    next_steps.show(step)
-
-
 def run_command(planned: Plan, *, as_json: bool = False) -> int:
     if planned.sweeping:
-        from pipeline.run.runner import holding
-
         with holding(planned.jobs[0]):  # between its jobs as well
             return _sweep(planned, new_sweep())
     config = planned.jobs[0]
@@ -137,16 +129,12 @@ def _repeat(planned: Plan, ended: Sequence[Ended]) -> None:
             console.error(f"{place}{line}", exit_code=job.code)
 
 
-def _conclude(planned: Plan, sweep: str, code: int = 0, step: object = None) -> int:
+def _conclude(planned: Plan, sweep: str, code: int = 0, step: Step | None = None) -> int:
     """Print the comparison of a sweep's candidates and return the sweep's exit code.
 
     It is the worst of its jobs' codes and of what ended them all; if all ended well, it says whether a candidate passed. `code`
     is what ended its jobs before their time, `step` what to do about what they were refused for.
     """
-    from pipeline.registry.proof import PASS
-    from pipeline.run.showing import compare_in_mlflow, show
-    from pipeline.terminal import next_steps, tables
-
     config, last = planned.jobs[0], summary.load(planned.jobs[0].work, sweep)
     if config.stage in JUDGING:
         write_junit(config.work / JUNIT, last)
@@ -155,7 +143,7 @@ def _conclude(planned: Plan, sweep: str, code: int = 0, step: object = None) -> 
         with console.written_to(config.work / tables.REPORT):
             tables.print_occasion()
             tables.print_comparison(last.candidates)
-        store = cache(lambda: open_store(config.tracking, config.work, last.candidates[0].model))
+        store = partial(open_store, config.tracking, config.work, last.candidates[0].model)
         show(config, last.candidates, store, sweep=sweep, unfinished=last.unfinished, command=last.command)
         compare_in_mlflow(last.candidates, store, sweep)
         unfinished = last.unfinished is not None
@@ -163,7 +151,7 @@ def _conclude(planned: Plan, sweep: str, code: int = 0, step: object = None) -> 
         steps = next_steps.after_judging(config, last.candidates, typed, swept=planned.swept, unfinished=unfinished)
         next_steps.show(steps)
     elif step is not None:
-        _show_next(step)
+        next_steps.show(step)
     elif config.stage in ("quantize", "build"):
         next_steps.show(next_steps.after_making(config.stage, commands.typed(), sweep=True))
     if last.unfinished is not None:

@@ -45,7 +45,8 @@ def search(chain: Chain) -> Artifact:
     def fill(out: Path, progress: Progress) -> None:
         from stages.tune.run import tune
 
-        scales = [_scales(made.path / SCALES_FILE) for made in quantized]
+        files = (made.path / SCALES_FILE for made in quantized)
+        scales = [KVScales.model_validate_json(file.read_text(encoding="utf-8")) for file in files]
         tune(
             weights.path / "checkpoint",
             out,
@@ -67,7 +68,8 @@ def tune(chain: Chain) -> None:
     report = TuneReport.model_validate_json((artifact.path / TUNE_FILE).read_text(encoding="utf-8"))
     folder = chain.config.work / FOLDER
     _leave(report, artifact.path, folder, shape)
-    print_front(report, shape)
+    console.say("")
+    console.show("front", front(report, shape))
     if report.chosen is None:
         least = min(
             (one for one in report.measured if one.kl_held_out is not None and one.policy.quantized),
@@ -107,11 +109,6 @@ def _leave(report: TuneReport, artifact: Path, folder: Path, shape: KVShape) -> 
         new.rename(folder)
 
 
-def print_front(report: TuneReport, shape: KVShape) -> None:
-    console.say("")
-    console.show("front", front(report, shape))
-
-
 def front(report: TuneReport, shape: KVShape) -> Grid:
     tokens = ", ".join(f"{count:,} {name}" for name, count in report.tokens.items())
     columns = (
@@ -136,7 +133,3 @@ def front(report: TuneReport, shape: KVShape) -> Grid:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}"
-
-
-def _scales(path: Path) -> KVScales:
-    return KVScales.model_validate_json(path.read_text(encoding="utf-8"))

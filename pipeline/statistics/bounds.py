@@ -11,7 +11,7 @@ JRSS B 86 (2024) 1-27).
 Where all x are 0 and f is 1 the bound is exactly the rule of three, `worst (1 - alpha^(1/n))`: nothing without assumptions
 is tighter there. The share f is a mixture of a few, so that the wealth does not depend on the order of the documents.
 
-`python -m benchmarks.gate_distances` compares it with bootstraps and other bounds on shapes that were measured.
+`python -m benchmarks.gate_distances` shows how often it passes wrongly on shapes that were measured.
 
 **Events: clusters.** Samples of one document depend on each other. Counts are divided by the design effect 1 + (m - 1) rho, m
 being the mean size of a sample's document (Kish, Survey Sampling (1965); Rao and Scott, Biometrics 48 (1992) 577-585). rho, how

@@ -28,6 +28,8 @@ NODES, WEIGHTS = np.polynomial.legendre.leggauss(200)
 """Gauss-Legendre quadrature of the recursive integration; a thousand nodes change no level by 1e-12."""
 FARTHEST = 9.0
 """Standard deviations below which no path of the score is followed."""
+HALVINGS = 50
+"""Of the range that a boundary lies in: SciPy's own search takes half a second to import."""
 
 Spending = Callable[[float, float], float]
 """(share of the planned samples, alpha) -> the error that may have been spent by then."""
@@ -127,12 +129,13 @@ def nominal_levels(shares: tuple[float, ...], alpha: float, spending: Spending) 
 
 def _boundary(paths: _Paths, share: float, wanted: float) -> float:
     """Return the boundary that the paths cross at a look with the probability `wanted`."""
-    from scipy.optimize import brentq  # half a second, for which a status would wait
-
-    farthest = FARTHEST * math.sqrt(share)
-    if wanted <= paths.crossing(share, farthest):
+    low, high = -FARTHEST * math.sqrt(share), FARTHEST * math.sqrt(share)
+    if wanted <= paths.crossing(share, high):
         return math.inf
-    return float(brentq(lambda boundary: paths.crossing(share, boundary) - wanted, -farthest, farthest, xtol=1e-12))
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if paths.crossing(share, middle) > wanted else (low, middle)
+    return high
 
 
 def _boundary_of(level: float, share: float) -> float:

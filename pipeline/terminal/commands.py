@@ -4,7 +4,7 @@ Stages that work on checkpoints repeat what was typed, with what changes. Stages
 differs from the defaults, wherever it came from (an `experiment=` would sweep again).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from pipeline.config import CONF
 from pipeline.config.config import Config
 from pipeline.core.backends import InProcessConfig
-from pipeline.core.overrides import written
+from pipeline.core.overrides import differing
 from pipeline.terminal.planning_tables import command_line
 from pipeline.verdict.gates import Gates
 
@@ -58,13 +58,6 @@ def _load(name: str) -> dict[str, Any]:
     values = OmegaConf.to_container(OmegaConf.load(CONF / name), resolve=False)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
-
-
-def differing(key: str, value: Any, default: Any) -> list[str]:
-    """Return the arguments that make a value of its default; none where they are equal."""
-    if isinstance(value, Mapping) and isinstance(default, Mapping):
-        return [part for name, inner in value.items() for part in differing(f"{key}.{name}", inner, default.get(name))]
-    return [] if value == default else [f"{'' if default is not None else '++'}{key}={written(value)}"]
 
 
 def judging(base: Sequence[str], *changes: str, sweep: bool = False) -> str:

@@ -13,13 +13,13 @@ from pipeline.config import CONF
 from pipeline.config.config import Config
 from pipeline.config.policies import load_policies
 from pipeline.core.kv import KVShape
-from pipeline.core.overrides import written
+from pipeline.core.overrides import differing, written
 from pipeline.core.strict import StrictModel
 from pipeline.core.workloads import GSM8K_PROBLEMS, TRAINED, Workload
 from pipeline.registry.proof import PASS
 from pipeline.registry.summary import Candidate
 from pipeline.terminal import console
-from pipeline.terminal.commands import carried, defaults, differing, judging, promoting, standing, typed
+from pipeline.terminal.commands import carried, defaults, judging, promoting, standing, typed
 from pipeline.terminal.planning_tables import command_line
 from pipeline.terminal.progress import duration
 from pipeline.terminal.texts import begun

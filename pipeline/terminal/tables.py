@@ -14,7 +14,6 @@ from pipeline.registry import promotion
 from pipeline.registry.promotion import Move
 from pipeline.registry.proof import PASS, Finding
 from pipeline.registry.summary import Candidate
-from pipeline.registry.tracking import Location, compare_url, server_command
 from pipeline.terminal import console
 from pipeline.terminal.grids import Column, Grid, Row, Value
 from pipeline.terminal.texts import relative
@@ -208,10 +207,3 @@ def _disadvantage(candidate: Candidate, champion: Candidate) -> str:
         return "the oracle does not serve where another engine holds as many tokens"
     kl, least = candidate.metric("quality/kl_mean"), champion.metric("quality/kl_mean")
     return f"its mean KL is no lower ({kl:.1e} against {least:.1e}) at as many tokens in the same memory"
-
-
-def print_mlflow(location: Location, experiment_id: str, sweep: str) -> None:
-    """Print how to look at a sweep's runs in MLflow."""
-    url, command = compare_url(location, experiment_id, sweep), server_command(location)
-    lines = ["\nThe runs in MLflow:", *(f"  {escape(line)}" for line in (command, url) if line is not None)]
-    console.result("mlflow", *lines, paste=True, command=command, url=url)

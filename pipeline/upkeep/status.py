@@ -11,6 +11,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 
 from pipeline.config.config import Config
+from pipeline.registry.proof import PASS
 from pipeline.registry.summary import Candidate
 from pipeline.terminal import console, next_steps
 from pipeline.terminal.grids import Column, Grid, Row
@@ -21,7 +22,6 @@ from pipeline.upkeep.needs import Found, Held, Needs, Sweep, find, needs_of
 from pipeline.upkeep.registered import Model, Version
 
 SCHEMA_VERSION: Final = 1
-PASS = "PASS"
 ORDER = {"champion": 0, "previous": 1, "candidate": 3}
 """In which aliases are listed; routes come between."""
 CANDIDATE = {"name", "policy", "model", "backend", "verdict", "covered", "reasons"}

@@ -111,7 +111,7 @@ def parameter_types(operation: Kernel, setting: Setting) -> dict[str, str | None
         return types
     # The attention kernels take dynamic scales by the name of static ones, and those of blocks beside the layer's.
     types |= {f"{name}_scale": _scale_pointer(side) for name, side in sides.items()}
-    types["value_block_scale"] = POINTERS[layout.value.scale_storage] if layout.value.layer_scale else None
+    types["value_block_scale"] = POINTERS[layout.value.codes.scale_storage] if layout.value.layer_scale else None
     if operation == "context_partial":
         types |= {"query_starts": None, "sequences": None}
     return types

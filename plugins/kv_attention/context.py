@@ -93,7 +93,9 @@ def context_partials(
     variant = context_variant(setting_of(layout, query, scaling, rows))
     blocks = context_blocks(tokens, sequences, variant, ragged=query_starts is not None)
     if splits is None:
-        splits = choose_splits(blocks, layout.kv_heads, page_table.shape[1], _programs(query.device, variant.resident))
+        interpreted = query.device.type == "cpu"
+        programs = INTERPRETED_PROGRAMS if interpreted else sm_count(query.device) * variant.resident
+        splits = choose_splits(blocks, layout.kv_heads, page_table.shape[1], programs)
     parts = context_splits(splits)
     partial_acc = query.new_empty((tokens, q_heads, parts, dim), dtype=partial_type(query.dtype))
     partial_ml = query.new_empty((tokens, q_heads, parts, 2), dtype=torch.float32)
@@ -129,10 +131,3 @@ def join_partials(layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor, 
     with torch.cuda.device_of(partial_acc):  # type: ignore[no-untyped-call]
         context_reduce[(tokens * q_heads,)](partial_acc, partial_ml, parts, out, **variant.constants, **variant.options)
     return out
-
-
-def _programs(device: torch.device, resident: int) -> int:
-    """Programs that a device runs at once, `resident` of them on an SM."""
-    if device.type == "cpu":
-        return INTERPRETED_PROGRAMS
-    return sm_count(device) * resident

@@ -100,6 +100,11 @@ class SideLayout:
             raise ValueError(f"group_size must be None with granularity {self.granularity}, got {self.group_size}")
 
     @property
+    def codes(self) -> Codes:
+        """What the kernels know of its codes."""
+        return CODES[self.dtype]
+
+    @property
     def exact(self) -> bool:
         """Whether the side is stored in 16 bits, without scales."""
         return self.granularity == "none"
@@ -112,7 +117,7 @@ class SideLayout:
     @property
     def layer_scale(self) -> bool:
         """Whether stored scales are in units of one calibrated scale of the layer."""
-        return CODES[self.dtype].layer_scale
+        return self.codes.layer_scale
 
     @property
     def has_static_scales(self) -> bool:
@@ -122,27 +127,12 @@ class SideLayout:
     @property
     def packed(self) -> bool:
         """Whether a byte holds two codes."""
-        return CODES[self.dtype].bits == 4
+        return self.codes.bits == 4
 
     @property
     def dynamic(self) -> bool:
         """Whether the scales are computed from the numbers that are written."""
         return self.granularity in ("per_token", "per_group")
-
-    @property
-    def limit(self) -> float:
-        """Largest magnitude of a code; 0 of an exact side, which has no codes."""
-        return CODES[self.dtype].limit
-
-    @property
-    def storage(self) -> str:
-        """Element type of the pool."""
-        return CODES[self.dtype].storage
-
-    @property
-    def scale_storage(self) -> str:
-        """Element type of stored scales."""
-        return CODES[self.dtype].scale_storage
 
     def width(self, head_dim: int) -> int:
         """Return W, the storage elements of one token of one head."""
@@ -156,7 +146,7 @@ class SideLayout:
 
     def code_bytes(self, head_dim: int) -> int:
         """Return the bytes of the codes of one token of one head."""
-        return head_dim * CODES[self.dtype].bits // 8
+        return head_dim * self.codes.bits // 8
 
     def token_bytes(self, head_dim: int) -> int:
         """Return the bytes of one token of one head, stored scales included."""
@@ -210,10 +200,10 @@ class CacheLayout:
         rows = (pages, self.kv_heads, PAGE_TOKENS)
         sides = {"key": self.key, "value": self.value}
         codes: dict[str, Spec] = {
-            f"{name}_pool": (side.storage, (*rows, side.width(self.head_dim))) for name, side in sides.items()
+            f"{name}_pool": (side.codes.storage, (*rows, side.width(self.head_dim))) for name, side in sides.items()
         }
         return codes | {
-            f"{name}_scale_pool": (side.scale_storage, (*rows, side.groups(self.head_dim)))
+            f"{name}_scale_pool": (side.codes.scale_storage, (*rows, side.groups(self.head_dim)))
             for name, side in sides.items()
             if side.dynamic
         }

@@ -41,7 +41,7 @@ def quantize(x: Tensor, side: SideLayout, static_scale: Tensor | None = None) ->
     nan, negative = x.isnan(), x.signbit()
     x = x.float()
     if side.exact:
-        return x.to(getattr(torch, side.storage)), None
+        return x.to(getattr(torch, side.codes.storage)), None
     if side.layer_scale:
         assert static_scale is not None
         return _in_blocks(x, side, static_scale)
@@ -54,9 +54,9 @@ def quantize(x: Tensor, side: SideLayout, static_scale: Tensor | None = None) ->
         grouped = x.reshape(*x.shape[:-1], groups, dim // groups)
         amax = grouped.abs().masked_fill(grouped.isnan(), 0.0).amax(-1)
         # Codes use the scale as it is stored, rounded to float16, since decoding multiplies by that one.
-        scale = (amax / side.limit).clamp(MIN_SCALE, MAX_SCALE).half()
+        scale = (amax / side.codes.limit).clamp(MIN_SCALE, MAX_SCALE).half()
         steps = (grouped / scale.float().unsqueeze(-1)).flatten(-2)
-    steps = steps.clamp(-side.limit, side.limit).masked_fill(nan, 0.0)
+    steps = steps.clamp(-side.codes.limit, side.codes.limit).masked_fill(nan, 0.0)
     if side.dtype == "fp8_e4m3":
         codes = steps.to(torch.float8_e4m3fn).view(torch.uint8)
         codes = codes.masked_fill(nan, 0x7F) | negative.to(torch.uint8) << 7
@@ -72,9 +72,9 @@ def _in_blocks(x: Tensor, side: SideLayout, layer_scale: Tensor) -> tuple[Tensor
     """Quantize x (..., D) to nvfp4: packed E2M1 codes (..., D / 2) int8 and scales (..., g) float8_e4m3fn."""
     blocks = x.reshape(*x.shape[:-1], side.groups(x.shape[-1]), NVFP4_GROUP)
     amax = blocks.abs().masked_fill(blocks.isnan(), 0.0).amax(-1)
-    scale = (amax / (side.limit * layer_scale)).clamp(SMALLEST_BLOCK_SCALE, LARGEST_BLOCK_SCALE).to(torch.float8_e4m3fn)
+    scale = (amax / (side.codes.limit * layer_scale)).clamp(SMALLEST_BLOCK_SCALE, LARGEST_BLOCK_SCALE).to(torch.float8_e4m3fn)
     steps = (blocks / (scale.float() * layer_scale).unsqueeze(-1)).flatten(-2).nan_to_num(nan=0.0)
-    magnitude = steps.abs().clamp(max=side.limit)
+    magnitude = steps.abs().clamp(max=side.codes.limit)
     unit = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     # Codes 0 to 4 are halves, 4 to 6 ones above 2, and 6 and 7 twos above 4.
     codes = (magnitude / unit).round() + 2 * (unit.log2() + 1) + 8 * (steps < 0)

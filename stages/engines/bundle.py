@@ -1,6 +1,7 @@
 """The part of an engine bundle that is the same for every backend, and the check that a bundle is still what was built."""
 
 import json
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -8,6 +9,8 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from pipeline.artifacts.digest import file_digest
+from pipeline.artifacts.files import link_or_copy
+from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import POLICY_FILE, KVPolicy, KVShape
 from pipeline.core.scales import SCALES_FILE, KVScales
@@ -26,6 +29,14 @@ class BundleRecord(StrictModel):
     """File name -> sha256 of every file that loading reads."""
 
 
+class ModelRecord(BundleRecord):
+    """`bundle.json` of a bundle that says itself what its model is."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> KVShape: ...
+
+
 class BuiltFor(StrictModel):
     """A library and GPUs: those that an engine was built for, or those of a machine that would run it."""
 
@@ -42,6 +53,7 @@ class BuiltFor(StrictModel):
 
 
 B = TypeVar("B", bound=BundleRecord)
+M = TypeVar("M", bound=ModelRecord)
 
 
 class _AnyBackend(BaseModel):
@@ -74,6 +86,16 @@ def read_policy(directory: Path, shape: KVShape) -> tuple[KVPolicy, KVScales]:
     return policy, read_scales(directory / SCALES_FILE, policy, shape)
 
 
+def begin_bundle(source: Path, out: Path, policy: KVPolicy, scales: Path, shape: KVShape) -> KVScales:
+    """Write the policy, its static scales and the tokenizer of `source` to the empty directory `out`; return the scales."""
+    static = read_scales(scales, policy, shape)
+    write_policy(out, policy, static)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            link_or_copy(source / name, out / name)
+    return static
+
+
 def write_policy(directory: Path, policy: KVPolicy, scales: KVScales) -> None:
     """Write `kv_policy.json` and `kv_scales.json`."""
     (directory / POLICY_FILE).write_text(policy.model_dump_json(indent=1) + "\n")
@@ -99,6 +121,12 @@ def open_record(directory: Path, record: type[B], backend: str) -> B:
     bundle = read_record(path, record)
     verify_files(directory, bundle.files)
     return bundle
+
+
+def open_bundle(directory: Path, record: type[M], backend: str) -> tuple[M, KVPolicy, KVScales]:
+    """Read and verify a bundle. Raises UserError naming the file that is missing or not the one that was built."""
+    bundle = open_record(directory, record, backend)
+    return bundle, *read_policy(directory, bundle.shape)
 
 
 def check_built_for(directory: Path, built: BuiltFor, machine: BuiltFor, *, exactly: bool = False) -> None:

@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pipeline.formats.spec import MAX_FLOAT16
+
 ALIGNMENT = 256
 """Bytes. Every tensor of a buffer begins at a multiple: TensorRT asks that of addresses, and kernels load in wide words."""
 
@@ -32,6 +34,11 @@ def stacked(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torc
     inner = torch.zeros(shape, dtype=dtype, device="meta").stride()
     stride = -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT // dtype.itemsize
     return torch.zeros(count * stride, dtype=dtype, device=device).as_strided((count, *shape), (stride, *inner))
+
+
+def scaled(values: Tensor, factor: Tensor) -> Tensor:
+    """Return floating-point values times a factor, saturating at float16's range."""
+    return (values.float() * factor).clamp(-MAX_FLOAT16, MAX_FLOAT16).to(values.dtype)
 
 
 class StagedInputs:

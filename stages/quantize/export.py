@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from pipeline.checkpoint.description import MODELOPT_FILE, CheckpointInfo, inspect_checkpoint, read_config
+from pipeline.checkpoint.description import MODELOPT_FILE, inspect_checkpoint, read_config
 from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, algorithm, export_refusal, tensorrt_llm_refusal
 from pipeline.checkpoint.files import TOKENIZER_FILES, read_json
 from pipeline.checkpoint.quantized import SERVED
@@ -72,10 +70,20 @@ def export(
         check_weights(judged, dequantized_weights(model, info.shape.layers))
     adapter.add_cache_quantizers(model, cache_quantizers(policy, scales))
     adapter.cast_for_export(model, source_dtype(info))
-    for done, (name, write) in enumerate((("tensorrt_llm", _tensorrt_llm), ("unified_hf", _unified_hf))):
-        progress("exporting", done, 2)
-        if not reasons[name]:
-            report[name] = write(model, info, out / name, weights, policy, scales)
+    progress("exporting", 0, 2)
+    if not reasons["tensorrt_llm"]:
+        adapter.export_tensorrt_llm(copy.deepcopy(model), out / "tensorrt_llm", source_dtype(info))
+        validate.validate_tensorrt_llm(out / "tensorrt_llm", policy, weights, info.shape.layers, scales)
+        floor = validate.TENSORRT_LLM_FP8_FLOOR if policy.key.dtype == "fp8_e4m3" else 0.0
+        report["tensorrt_llm"] = _written(policy, f"max(scale, {floor:g})" if floor else "scale", shared=True)
+    progress("exporting", 1, 2)
+    if not reasons["unified_hf"]:  # the last one: the exporter changes the model in place
+        adapter.export_unified_hf(model, out / "unified_hf")
+        validate.validate_unified_hf(out / "unified_hf", policy, weights, info.shape.layers, scales)
+        for name in TOKENIZER_FILES:  # the exporter writes none, and an engine needs the whole checkpoint in one directory
+            if name in info.other_files:
+                shutil.copyfile(info.path / name, out / "unified_hf" / name)
+        report["unified_hf"] = _written(policy, "scale", shared=False)
     progress("exporting", 2, 2)
     _write_report(out, report)
 
@@ -105,28 +113,6 @@ def as_given(served: Path, out: Path, policy: KVPolicy) -> dict[str, Report]:
         (out / name).unlink(missing_ok=True)  # a link to the bytes that every artifact shares
         (out / name).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     return {**report, "unified_hf": _written(policy, "scale", shared=False)}
-
-
-def _tensorrt_llm(
-    model: torch.nn.Module, info: CheckpointInfo, out: Path, weights: WeightsFormat, policy: KVPolicy, scales: KVScales
-) -> Report:
-    adapter.export_tensorrt_llm(copy.deepcopy(model), out, source_dtype(info))
-    validate.validate_tensorrt_llm(out, policy, weights, info.shape.layers, scales)
-    floor = validate.TENSORRT_LLM_FP8_FLOOR if policy.key.dtype == "fp8_e4m3" else 0.0
-    return _written(policy, f"max(scale, {floor:g})" if floor else "scale", shared=True)
-
-
-def _unified_hf(
-    model: torch.nn.Module, info: CheckpointInfo, out: Path, weights: WeightsFormat, policy: KVPolicy, scales: KVScales
-) -> Report:
-    """Write the export, the last one: the exporter changes the model in place."""
-    adapter.export_unified_hf(model, out)
-    validate.validate_unified_hf(out, policy, weights, info.shape.layers, scales)
-    # The exporter writes no tokenizer; an engine needs the whole checkpoint in one directory.
-    for name in info.other_files:
-        if name in TOKENIZER_FILES:
-            shutil.copyfile(info.path / name, out / name)
-    return _written(policy, "scale", shared=False)
 
 
 def _written(policy: KVPolicy, rule: str, *, shared: bool) -> Report:

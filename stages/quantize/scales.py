@@ -53,12 +53,13 @@ def static_scales(policy: KVPolicy, shape: KVShape, measured: Measured, checkpoi
                         f"model.path={checkpoint}: the {name.base}s of layer {layer} are all 0 on the calibration texts, "
                         "which makes no scale; check the checkpoint"
                     )
-                static[name] = _calibrated(form, count, extremes)
+                static[name] = calibrated(form, count, extremes)
         layers.append(static)
     return KVScales(layers=tuple(layers))
 
 
-def _calibrated(form: Format, count: int, extremes: Extremes) -> SideScales:
+def calibrated(form: Format, count: int, extremes: Extremes) -> SideScales:
+    """Return the `count` scales of one layer's keys or values with which nothing that was measured saturates."""
     if form.symmetric:
         return SideScales(scale=_scales(_reduce(extremes.amax, count, max), form.largest))
     low, high = _reduce(extremes.low, count, min), _reduce(extremes.high, count, max)

@@ -1,10 +1,11 @@
 """What a page shows, in the order in which it shows it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from pipeline.core.redaction import leaves
 from pipeline.registry.summary import Candidate
 from pipeline.verdict.gates import LINES
 from pipeline.verdict.registry import Line
@@ -137,7 +138,7 @@ def make_page(exhibits: Sequence[Exhibit], occasion: Occasion) -> dict[str, Any]
         "timed": [(name, *(number(getattr(one, metric), form) for _, metric, form in SYSTEM)) for name, one in timed],
         "load": _load(timed[-1][1]) if timed else "",
         "asked": list(_asked(full)),
-        "engines": [(exhibit, _identity(exhibit), dict(_flat(exhibit.settings))) for exhibit in full],
+        "engines": [(exhibit, _identity(exhibit), _settings(exhibit)) for exhibit in full],
     }
 
 
@@ -285,9 +286,5 @@ def _identity(exhibit: Exhibit) -> dict[str, str]:
     return {name: text for name, text in found.items() if text is not None}
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", quantity(value) if isinstance(value, float) else str(value)
+def _settings(exhibit: Exhibit) -> dict[str, str]:
+    return {name: quantity(value) if isinstance(value, float) else str(value) for name, value in leaves(exhibit.settings)}

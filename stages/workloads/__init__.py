@@ -7,6 +7,7 @@ the samples of calibration, or of the tiny model's training, whatever the intege
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pipeline.core.records import Sample
 from stages.workloads.copying import text_to_copy
@@ -16,11 +17,6 @@ from stages.workloads.pages import DIFFICULTIES, QUESTIONS, make_page
 from stages.workloads.prose import opening_and_continuation
 from stages.workloads.records import retrieval
 from stages.workloads.tools import TOOLS, tool_call
-
-
-def rng_for(split: Split, name: str, seed: int, index: int) -> random.Random:
-    """Return the random generator of one sample; its string seed keeps splits, workloads and samples apart."""
-    return random.Random(f"{split}:{name}:{seed}:{index}")
 
 
 @dataclass(frozen=True)
@@ -37,8 +33,11 @@ class Slot:
         return f"{self.workload}-{self.index:04d}"
 
     def rng(self, name: str = "") -> random.Random:
-        """Return the generator of this sample, or of what all samples of this index share under `name`."""
-        return rng_for(self.split, name or self.workload, self.seed, self.index)
+        """Return the generator of this sample, or of what all samples of this index share under `name`.
+
+        Its seed is a text, which keeps splits, workloads and samples apart.
+        """
+        return random.Random(f"{self.split}:{name or self.workload}:{self.seed}:{self.index}")
 
 
 def _prose(slot: Slot) -> Sample:
@@ -117,4 +116,10 @@ def generate(name: str, count: int, seed: int, split: Split = "evaluation") -> l
     """
     if name not in WORKLOADS:
         raise ValueError(f"workload must be one of {', '.join(WORKLOADS)}, got {name!r}; or give a JSONL file's path")
-    return [WORKLOADS[name](Slot(split, name, seed, i)) for i in range(count)]
+    return [_sample(Slot(split, name, seed, i)) for i in range(count)]
+
+
+@lru_cache(maxsize=4096)
+def _sample(slot: Slot) -> Sample:
+    """Return a sample, which a command asks for several times: to encode, to replay and to show it."""
+    return WORKLOADS[slot.workload](slot)

@@ -38,7 +38,7 @@ def bfcl_samples(config: BfclConfig, seed: int) -> list[Sample]:
     packaged("bfcl-eval", VERSION, "workloads.bfcl")
     samples = []
     for category in config.categories:
-        known = [sample for sample in _category(category) if correct_calls(sample, sample.reference)]
+        known = _category(category)
         drawn = random.Random(f"bfcl:{category}:{seed}").sample(range(len(known)), min(config.samples, len(known)))
         samples += [known[i] for i in sorted(drawn)]
     return samples
@@ -70,13 +70,14 @@ def _lines(*path: str) -> list[dict[str, Any]]:
 
 @cache
 def _category(category: str) -> tuple[Sample, ...]:
-    """Return every entry of a category as a sample."""
+    """Return every entry of a category as a sample whose reference the checker accepts."""
     name = f"BFCL_v4_{category}.json"
     entries = _lines(name)
     # Where no call is right, there is no file of possible answers.
     callable_ = "irrelevance" not in category
     answers = {line["id"]: line["ground_truth"] for line in _lines("possible_answer", name)} if callable_ else {}
-    return tuple(_sample(category, entry, answers.get(entry["id"])) for entry in entries)
+    samples = (_sample(category, entry, answers.get(entry["id"])) for entry in entries)
+    return tuple(sample for sample in samples if correct_calls(sample, sample.reference))
 
 
 def _sample(category: str, entry: dict[str, Any], possible: list[Any] | None) -> Sample:

@@ -16,7 +16,6 @@ from bad_input.makers import TINY
 from bad_input.test_readers import LEAVES, VALUES
 from pipeline.core.errors import REFUSALS, MissingRequirement
 from pipeline.core.kv import FP16_POLICY
-from stages.engines.openai import client as client_module
 from stages.engines.openai.client import Client
 from stages.engines.openai.config import OpenAIConfig
 from stages.engines.openai.engine import COMPLETIONS, OpenAIEngine, ServerRecord
@@ -52,7 +51,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, bodies: Callable[[str], bytes]) -> 
     """Let every request to a path be answered with these bytes."""
 
     def read(_: Client, __: str, path: str, ___: object) -> Any:
-        return client_module._Answer(200, "application/json\x1b[31m", bodies(path))
+        return (200, "application/json\x1b[31m", bodies(path))
 
     monkeypatch.setattr(Client, "_read", read)
 

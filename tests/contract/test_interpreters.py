@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from fake_interpreter import make_interpreter, make_sglang_interpreter, make_vllm_interpreter
 from sglang_bundles import make_sglang_bundle, open_sglang
-from trtllm_exports import conf, make_bundle, make_exports, open_engine
+from shipped import conf
+from trtllm_exports import make_bundle, make_exports, open_engine
 from vllm_bundles import make_vllm_bundle, open_vllm
 
 from pipeline.core.errors import MissingRequirement, UserError

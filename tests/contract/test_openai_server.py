@@ -1,6 +1,5 @@
 """`python -m pipeline backend=openai` against servers in this process: an oracle of the tiny model behind what vLLM answers."""
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -9,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import short_evaluations
 import torch
 from bad_input.case import Case, Commands
+from shipped import SHIPPED, conf
+from short_evaluations import THREE, job_of
 from toy_server import Toy, serving
-from trtllm_exports import conf
 
-from pipeline.config.compose import plan
+from pipeline.config.config import Config
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
-from pipeline.core.kv import KVPolicy
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.evidence.reading import find_evidence, read_evidence
 from pipeline.evidence.verify import replay
@@ -34,18 +34,10 @@ from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 
 KEY = "sk-do-not-log-me-0123456789"
-FEW = [
-    "workloads.samples={prose: 1, retrieval: 1, copy: 1, tool_call: 0, multi_turn: 0}",
-    "workloads.max_scored_tokens=16",
-    "workloads.noise_samples=1",
-    "workloads.canary_samples=1",
-    "workloads.rounds=[1.0]",
-    "workloads.batch_size=2",
-    "workloads.load={batch: 2, context_tokens: 64, new_tokens: 4, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
-    "backend.api_key_env=TOY_SERVER_KEY",
-    "backend.retries=1",
+FEW = (
+    THREE, "workloads.rounds=[1.0]", "workloads.load.new_tokens=4", "backend.api_key_env=TOY_SERVER_KEY", "backend.retries=1",
     "backend.timeout_s=20",
-]
+)  # fmt: skip
 
 
 class Bench:
@@ -58,7 +50,7 @@ class Bench:
         self.computed: dict[tuple[str, float], dict[tuple[int, ...], np.ndarray]] = {}
 
     def engine(self, kv: str, key_fault: float = 1.0) -> OracleEngine:
-        engine = OracleEngine.from_model(self.model, KVPolicy.model_validate(conf("kv", kv)))
+        engine = OracleEngine.from_model(self.model, SHIPPED[kv])
         if key_fault != 1.0:
             engine.corrupt_key_scale(key_fault)
         return engine
@@ -80,19 +72,14 @@ def key() -> Iterator[None]:
         yield
 
 
-def asked(work: Path, url: str, baseline: str, *given: str) -> Any:
+def asked(work: Path, url: str, baseline: str, *given: str) -> Config:
     urls = [f"backend.url={url}", f"backend.baseline_url={baseline}"]
-    overrides = [f"workdir={work}", "backend=openai", "kv=int8", "stage=evaluate", *urls, *FEW, *given]
-    return plan(overrides, multirun=False).jobs[0]
+    return job_of(work, "backend=openai", "kv=int8", *urls, *FEW, *given)
 
 
-def judge(job: Any, expected: str) -> tuple[EvaluationReport, Verdict, dict[str, Any]]:
+def judge(job: Config, expected: str) -> tuple[EvaluationReport, Verdict, dict[str, Any]]:
     """Evaluate, and return the report, the verdict and the candidate of summary.json."""
-    check_inputs(job)
-    with pytest.raises(GateRefusal, match=f"int8 is not .*: {expected}"):
-        run(job, "sweep")
-    (candidate,) = json.loads((job.work / "summary.json").read_text())["candidates"]
-    directory = Path(candidate["report"]["path"]).parent
+    directory, candidate = short_evaluations.judge(job, f"int8 is not .*: {expected}")
     report = load_report(directory)
     return report, decide(report, load_rows(directory), Gates()), candidate
 
@@ -249,7 +236,7 @@ def recorded(bench: Bench, url: str, out: Path, kv: str = "int8", **changes: Any
     facts = backend.facts("candidate")
     assert facts is not None
     out.mkdir()
-    backend.record(facts, bench.checkpoint, out, policy=KVPolicy.model_validate(conf("kv", kv)))
+    backend.record(facts, bench.checkpoint, out, policy=SHIPPED[kv])
     return backend.connect(out)
 
 

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 from fake_interpreter import make_sglang_interpreter
 from sglang_bundles import config_of, make_sglang_bundle, open_sglang
-from trtllm_exports import conf
+from shipped import SHIPPED
 
 from pipeline.artifacts.backend import Job
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import KVPolicy
 from stages.engines.sglang.backend import SglangBackend
 from stages.engines.sglang.build import cache_dtype, server_args
 from stages.engines.sglang.engine import EVALUATION
@@ -34,7 +33,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, pyth
 def test_every_argument_that_is_given_is_one_of_the_release() -> None:
     config = config_of("python3", attention_backend="flashinfer")
     for kv in ("fp16", "fp8_uncalibrated", "fp8_e5m2"):
-        cache = cache_dtype(KVPolicy.model_validate(conf("kv", kv)), config)
+        cache = cache_dtype(SHIPPED[kv], config)
         assert cache in FACTS["kv_cache_dtype"]
         assert {*server_args(config, cache), *EVALUATION} <= set(FACTS["server_args"])
 
@@ -63,7 +62,7 @@ def test_an_engine_that_makes_another_cache_is_refused(bundle: Path, tmp_path: P
 
 def test_a_machine_without_a_gpu_builds_and_does_not_judge(tiny_checkpoint: Path, tmp_path: Path) -> None:
     without = config_of(make_sglang_interpreter(tmp_path / "cpu", gpu=False))
-    job = Job("evaluate", KVPolicy.model_validate(conf("kv", "fp8_uncalibrated")), "none", inspect_checkpoint(tiny_checkpoint))
+    job = Job("evaluate", SHIPPED["fp8_uncalibrated"], "none", inspect_checkpoint(tiny_checkpoint))
     with pytest.raises(MissingRequirement, match="SGLang finds no GPU there"):
         SglangBackend(without).check_inputs(job)
     SglangBackend(config_of(make_sglang_interpreter(tmp_path / "gpu"))).check_inputs(job)
@@ -79,4 +78,4 @@ def test_a_machine_without_a_gpu_builds_and_does_not_judge(tiny_checkpoint: Path
 )
 def test_a_policy_that_its_cache_cannot_hold_is_refused(kv: str, expected: str) -> None:
     with pytest.raises(UserError, match=rf"^kv={kv}: backend=sglang cannot hold it \({expected}.*choose kv=fp16, bf16"):
-        cache_dtype(KVPolicy.model_validate(conf("kv", kv)), config_of("python3"))
+        cache_dtype(SHIPPED[kv], config_of("python3"))

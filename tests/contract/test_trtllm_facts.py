@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from shipped import SHIPPED, conf
 
 from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy
 from stages.engines.interpreter.process import Interpreter
 from stages.engines.interpreter.protocol import Description, Device
 from stages.engines.trtllm import checkpoint, settings
@@ -22,7 +21,6 @@ from stages.engines.trtllm.library import PROGRAM
 from stages.engines.trtllm.targets import refuse_integers
 from stages.quantize.validate import ALGORITHMS
 
-ROOT = Path(__file__).resolve().parents[2]
 FACTS = Path(__file__).resolve().parent / "facts"
 ENGINE: dict[str, Any] = json.loads((FACTS / "engine-1.2.1.json").read_text(encoding="utf-8"))
 PYTORCH: dict[str, Any] = json.loads((FACTS / "pytorch-1.3.json").read_text(encoding="utf-8"))
@@ -34,12 +32,7 @@ QUANTIZATIONS = [
 
 
 def options(**changes: Any) -> TrtllmConfig:
-    shipped = yaml.safe_load((ROOT / "conf" / "backend" / "trtllm.yaml").read_text(encoding="utf-8"))
-    return TrtllmConfig.model_validate({**shipped, **changes})
-
-
-def policy(name: str) -> KVPolicy:
-    return KVPolicy.model_validate(yaml.safe_load((ROOT / "conf" / "kv" / f"{name}.yaml").read_text(encoding="utf-8")))
+    return TrtllmConfig.model_validate({**conf("backend", "trtllm"), **changes})
 
 
 def asked() -> Iterator[tuple[settings.Settings, dict[str, Any]]]:
@@ -144,9 +137,9 @@ def test_integers_are_refused_exactly_where_the_builder_raises(sm: int, rewrite:
             rewrite(state)
         except RuntimeError:
             with pytest.raises(UserError, match=rf"(kv|weights)=\w+: TensorRT-LLM builds no .* SM {major}\.{minor}; choose"):
-                refuse_integers(policy(name), weights, here, 1)
+                refuse_integers(SHIPPED[name], weights, here, 1)
         else:
-            refuse_integers(policy(name), weights, here, 1)
+            refuse_integers(SHIPPED[name], weights, here, 1)
 
 
 def test_llm_arguments_are_recorded_keys_with_recorded_choices() -> None:
@@ -164,7 +157,7 @@ def test_llm_arguments_are_recorded_keys_with_recorded_choices() -> None:
             attention_windows=(512, 4096),
             speculation=speculation,
         )
-        pinned = settings.llm_args(options(serving=serving.model_dump()), policy(name))
+        pinned = settings.llm_args(options(serving=serving.model_dump()), SHIPPED[name])
         for arguments in (pinned, settings.evaluation_of_served(pinned)):
             for key, value in settings.flatten(arguments).items():
                 assert value in PYTORCH["llm_args"][key].get("choices", [value]), key

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 from fake_interpreter import make_interpreter
-from trtllm_exports import conf, make_bundle, make_exports
+from shipped import SHIPPED, conf
+from trtllm_exports import make_bundle, make_exports
 
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import KVPolicy
 from stages.engines.interpreter.process import CHANNEL, Interpreter, probe
 from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.trtllm.library import PROGRAM
@@ -75,7 +75,7 @@ def test_policies_that_a_target_cannot_hold_are_refused_with_the_ones_that_it_ca
     info = inspect_checkpoint(tiny_checkpoint)
     held: dict[TargetName, set[str]] = {"engine": set(), "pytorch": set()}
     for path in (Path(__file__).parents[2] / "conf" / "kv").glob("*.yaml"):
-        policy = KVPolicy.model_validate(conf("kv", path.stem))
+        policy = SHIPPED[path.stem]
         for target, names in held.items():
             refusal = refuse(target, policy, "none", info, 1)
             if refusal is None:
@@ -103,7 +103,7 @@ def test_policies_that_a_target_cannot_hold_are_refused_with_the_ones_that_it_ca
 def test_weights_and_ranks_that_do_not_go_are_refused_by_their_key(
     tiny_checkpoint: Path, target: Any, weights: Any, ranks: int, expected: str
 ) -> None:
-    refusal = refuse(target, KVPolicy.model_validate(conf("kv", "fp8")), weights, inspect_checkpoint(tiny_checkpoint), ranks)
+    refusal = refuse(target, SHIPPED["fp8"], weights, inspect_checkpoint(tiny_checkpoint), ranks)
     assert str(refusal).startswith(expected)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_interpreter import make_vllm_interpreter
-from trtllm_exports import conf
+from shipped import SHIPPED, conf
 from vllm_bundles import config_of, make_vllm_bundle, open_vllm
 
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
@@ -67,6 +67,8 @@ EXACT = {"key": {"dtype": "fp16"}, "value": {"dtype": "fp16"}}
         ("vllm_int4", "int4_per_token_head"),
         ("vllm_k8v4", "turboquant_k8v4"),
         ("vllm_4bit_nc", "turboquant_4bit_nc"),
+        ("vllm_k3v4_nc", "turboquant_k3v4_nc"),
+        ("vllm_3bit_nc", "turboquant_3bit_nc"),
         ("nvfp4", "nvfp4"),
         ("nvfp4_4over6", "nvfp4_4over6"),
     ],
@@ -113,7 +115,7 @@ def test_a_type_that_release_or_machine_lack_is_refused_by_its_reason(
     tmp_path: Path, mode: str, kv: str, expected: str
 ) -> None:
     config = config_of(make_vllm_interpreter(tmp_path / "bin", mode=mode))
-    refusal = refuse_dtype(config, KVPolicy.model_validate(conf("kv", kv)), "fp8_e4m3", probe(PROGRAM, config.python))
+    refusal = refuse_dtype(config, SHIPPED[kv], "fp8_e4m3", probe(PROGRAM, config.python))
     assert re.match(expected, str(refusal))
 
 

@@ -20,7 +20,7 @@ from benchmarks import benchlib
 from benchmarks.recording import ROOT
 from pipeline.core.engine import Engine
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Sample
+from pipeline.core.records import Sample, no_progress
 from pipeline.loading import open_backend
 from plugins.kv_attention import launch
 from stages.engines.cuda.engine import KernelEngine
@@ -57,7 +57,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> 
         scales.write_text(static_scales(policy, SHAPE).model_dump_json())
         out[policy.name] = directory / "bundle"
         out[policy.name].mkdir()
-        build_bundle(tiny_checkpoint, out[policy.name], policy=policy, scales=scales, progress=benchlib.quiet)
+        build_bundle(tiny_checkpoint, out[policy.name], policy=policy, scales=scales, progress=no_progress)
     return out
 
 

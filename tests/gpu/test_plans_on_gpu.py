@@ -19,9 +19,10 @@ from pipeline.core.kv import KVPolicy
 from pipeline.run.chain import Chain
 from pipeline.run.inputs import check_inputs
 from plugins.kv_attention.tensorrt_nodes import NAMESPACE, all_nodes
+from stages.engines.bundle import open_bundle
 from stages.engines.oracle.config import TorchConfig
 from stages.engines.oracle.engine import load_engine as load_oracle
-from stages.engines.tensorrt.bundle import PLANS, PlanRecord, open_bundle
+from stages.engines.tensorrt.bundle import PLANS, PlanRecord
 from stages.engines.tensorrt.engine import PlanEngine, load_engine
 from stages.engines.tensorrt.library import Library, load
 from stages.engines.tensorrt.plugin import register
@@ -74,7 +75,7 @@ def bundle(chain: Chain, policy: KVPolicy) -> Path:
 
 @pytest.fixture(scope="module")
 def record(bundle: Path) -> PlanRecord:
-    return open_bundle(bundle, "tensorrt")[0]
+    return open_bundle(bundle, PlanRecord, "tensorrt")[0]
 
 
 @pytest.fixture
@@ -155,5 +156,5 @@ def test_captured_steps_give_bit_for_bit_the_logits_of_launched_ones(engine: Cal
         one = engine(cuda_graphs=captured)
         handles, _ = one.prefill([tokens(one, size) for size in (60, 7)])
         logits.append([one.decode(handles, [step, step + 1]) for step in range(8)])
-    assert any(step._replay is not None for step in one._sessions["decode"]._steps.values())
+    assert any(step.replay is not None for step in one._sessions["decode"]._steps.values())
     assert np.array_equal(logits[0], logits[1])

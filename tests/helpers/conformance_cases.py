@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from onnx_fixtures import make_bundle, static_scales, tiny_decoder
+from shipped import SHIPPED, conf
 
 from pipeline.core.engine import Engine
 from pipeline.core.kv import Eviction, KVPolicy
@@ -22,12 +22,9 @@ from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
 from stages.evaluate.twins.conformance import Comparison
 from stages.evaluate.twins.twin import Twin
 
-ROOT = Path(__file__).resolve().parents[2]
-CONF = ROOT / "conf" / "kv"
-SHIPPED = (KVPolicy.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))) for path in sorted(CONF.glob("*.yaml")))
 POLICIES = {
     policy.name: policy
-    for policy in SHIPPED  # but for groups of 128 channels in heads of 64, and what ONNX's operators do not compute
+    for policy in SHIPPED.values()  # but for groups of 128 channels in heads of 64, and what ONNX's operators do not compute
     if policy.name != "int4_g128" and not any(form.code.oracle_only for _, form in policy.formats)
 }
 POLICIES |= {
@@ -42,7 +39,7 @@ BATCH = 3
 
 
 def conformance_config(**changes: Any) -> WorkloadsConfig:
-    base = yaml.safe_load((ROOT / "conf" / "workloads" / "base.yaml").read_text(encoding="utf-8"))
+    base = conf("workloads", "base")
     load = {**base["load"], "batch": 2, "context_tokens": 70, "new_tokens": 4}
     values = {"seed": 0, "samples": {"prose": 1, "retrieval": 2}, "jsonl": None, "batch_size": BATCH, "max_scored_tokens": 72}
     return WorkloadsConfig.model_validate({**base, "rounds": [1.0], "load": load, **values, **changes})

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from fake_engine import CharTokenizer
+from shipped import conf
 
 from pipeline.core.engine import Engine
 from pipeline.core.records import Progress, Sample, no_progress
@@ -18,7 +18,6 @@ from stages.evaluate.measure import Local, measure
 from stages.evaluate.once import once
 from stages.evaluate.twins.twin import Twin
 
-ROOT = Path(__file__).resolve().parents[2]
 LOAD = {"batch": 2, "context_tokens": 80, "new_tokens": 5, "warmup_steps": 1, "budget_gib": 0.001, "sequence_tokens": 64}
 
 
@@ -26,7 +25,7 @@ def builtin_workloads(**changes: Any) -> WorkloadsConfig:
     """The built-in workloads, as conf/ has them but for `changes`."""
     values: dict[str, Any] = {}
     for name in ("base", "builtin"):
-        values |= yaml.safe_load((ROOT / "conf" / "workloads" / f"{name}.yaml").read_text(encoding="utf-8"))
+        values |= conf("workloads", name)
     del values["defaults"]
     return WorkloadsConfig.model_validate({**values, "seed": 0, **changes})
 

@@ -19,9 +19,10 @@ import onnxruntime as ort
 import tensorrt_rtx
 import torch
 
-from stages.engines.onnx.bundle import Tensor
+from pipeline.core.kv import KVPolicy
+from stages.engines.base import Mode
 from stages.engines.onnx.weights import makers
-from stages.engines.tensorrt.bundle import PlanRecord
+from stages.engines.tensorrt.bundle import PlanRecord, Tensor
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.session import Device
 
@@ -78,10 +79,10 @@ class FakeEngine:
 
     device_memory_size_v2 = 1 << 12
 
-    def __init__(self, graph: Path, record: PlanRecord, mode: str) -> None:
+    def __init__(self, graph: Path, record: PlanRecord, mode: Mode, policy: KVPolicy) -> None:
         self.tensors = [*record.inputs[mode], *record.outputs[mode]]
         self.inputs = {t.name: t for t in record.inputs[mode]}
-        self.profile = record.profiles[mode]
+        self.profile = record.limits(policy).ranges(mode)
         # As inputs of ONNX Runtime weights would be summed in another order, and codes of new tokens round to neighbours. So
         # it has them as constants, and a run checks that what is bound is the same.
         self.session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])

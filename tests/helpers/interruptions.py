@@ -29,7 +29,6 @@ STATES = (
     "create_run",
     "log_inputs",
     "log_batch",
-    "log_table",
     "log_artifacts",
     "create_logged_model",
     "log_model_artifacts",

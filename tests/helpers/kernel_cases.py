@@ -60,7 +60,7 @@ class Case:
         pages, buffers = batch * columns + 1, batch + 1
         self.cache = {name: poison(spec) for name, spec in (layout.pools(pages) | layout.exact_buffers(buffers)).items()}
         for name, (_, shape) in layout.static_scales().items():
-            limit = (layout.key if name == "key_scale" else layout.value).limit
+            limit = (layout.key if name == "key_scale" else layout.value).codes.limit
             self.cache[name] = 3.0 / limit * (0.5 + torch.rand(shape, generator=self.rng))
         self.page_table = torch.full((batch, columns), NO_PAGE, dtype=torch.int32)
         self.exact_slots = torch.randperm(buffers, generator=self.rng)[:batch].int() if layout.exact_tokens else None

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from trtllm_exports import LAYERS, conf
+from shipped import conf
+from trtllm_exports import LAYERS
 
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.kv import KVPolicy

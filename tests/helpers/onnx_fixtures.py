@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import shipped
 import torch
-import yaml
 from amount import STRIDE
 from checkpoints import save_checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -28,7 +28,6 @@ AMAX = 3.0
 """What the static scales of the tests cover: less than some keys and values of the random model, as a calibrated one may."""
 
 LAYERS = 2
-CONF = Path(__file__).parents[2] / "conf" / "kv"
 
 
 def fmt(dtype: str, granularity: Granularity = "none", scale: ScaleSource = "dynamic", **options: Any) -> Format:
@@ -51,14 +50,14 @@ def int4_groups(size: int, **options: Any) -> Format:
 
 def conf_policy(name: str) -> KVPolicy:
     """A policy of conf/kv. Overrides that name layers of the tiny model, which has four, move to the last one here."""
-    policy = KVPolicy.model_validate(yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8")))
+    policy = shipped.SHIPPED[name]
     moved = tuple(override.model_copy(update={"layers": (LAYERS - 1,)}) for override in policy.overrides)
     return policy.model_copy(update={"overrides": moved})
 
 
 SHIPPED = [
     policy
-    for policy in (conf_policy(path.stem) for path in sorted(CONF.glob("*.yaml")))
+    for policy in map(conf_policy, shipped.SHIPPED)
     if policy.name != "int4_g128" and not any(form.code.oracle_only for _, form in policy.formats)
 ]
 """Every shipped policy that heads of 64 channels and ONNX graphs allow."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import transformers
-import yaml
 from checkpoints import save_checkpoint
+from shipped import SHIPPED
 
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.formats import Format, Granularity, Rotation, WeightsFormat
@@ -36,11 +36,7 @@ def per_group(dtype: str, size: int, symmetric: bool = True) -> Format:
     return Format(dtype=dtype, granularity="per_group", group_size=size, scale="dynamic", symmetric=symmetric)
 
 
-POLICIES = {
-    path.stem: KVPolicy.model_validate(yaml.safe_load(path.read_text()))
-    for path in sorted((Path(__file__).resolve().parents[2] / "conf" / "kv").glob("*.yaml"))
-    if path.stem != "int4_g128"
-}
+POLICIES = {name: policy for name, policy in SHIPPED.items() if name != "int4_g128"}
 """Every shipped policy that fits the tiny model's head_dim of 64."""
 TEXTS = [
     "The river rises in the hills and runs north to the sea.",

@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from trtllm_exports import conf
+from shipped import SHIPPED, conf
 from vllm_bundles import write_scales
 
-from pipeline.core.kv import KVPolicy
 from stages.engines.sglang.backend import SglangBackend
 from stages.engines.sglang.config import SglangConfig
 from stages.engines.sglang.engine import SglangEngine
@@ -18,7 +17,7 @@ def config_of(python: str, **changes: Any) -> SglangConfig:
 
 def make_sglang_bundle(checkpoint: Path, out: Path, kv: str, python: str) -> Path:
     """A bundle, as the chain builds it."""
-    policy = KVPolicy.model_validate(conf("kv", kv))
+    policy = SHIPPED[kv]
     out.mkdir(parents=True)
     scales = write_scales(out.with_suffix(".scales.json"), policy)
     SglangBackend(config_of(python)).build(checkpoint, out, policy=policy, scales=scales, progress=lambda *_: None)

@@ -77,7 +77,7 @@ class Surgery:
                 dtype, dims = REAL[info.compute_dtype], ["B", activations[position], 1, info.head_dim]
                 if several:
                     dims = ["B", "S", activations[position], info.head_dim]
-            triples = [d if isinstance(d, int) else tuple(ranges[d].model_dump().values()) for d in dims]
+            triples = [d if isinstance(d, int) else (ranges[d].smallest, ranges[d].largest, ranges[d].largest) for d in dims]
             tensors[name] = Tensor(dtype, tuple(t if isinstance(t, int) or len(set(t)) > 1 else t[0] for t in triples))
         return tensors
 

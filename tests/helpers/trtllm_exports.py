@@ -6,23 +6,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
+from shipped import SHIPPED, conf
 
-from pipeline.core.kv import KVPolicy
 from pipeline.core.scales import SCALES_FILE
 from stages.engines.trtllm.backend import TrtllmBackend
 from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.trtllm.engine import TrtllmEngine
 
-ROOT = Path(__file__).resolve().parents[2]
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCABULARY = 4, 128, 4, 2, 64, 384, 1344
 ALGORITHMS = {"fp16": None, "fp8": "FP8", "int8_tensor": "INT8"}
-
-
-def conf(group: str, name: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((ROOT / "conf" / group / f"{name}.yaml").read_text(encoding="utf-8"))
-    return loaded
 
 
 def make_exports(checkpoint: Path, folder: Path, kv: str) -> Path:
@@ -80,7 +73,7 @@ def config_of(python: str, **changes: Any) -> TrtllmConfig:
 def make_bundle(quantized: Path, out: Path, kv: str, python: str, **changes: Any) -> Path:
     """A bundle of the exports, as the chain builds it."""
     out.mkdir()
-    policy = KVPolicy.model_validate(conf("kv", kv))
+    policy = SHIPPED[kv]
     TrtllmBackend(config_of(python, **changes)).build(
         quantized, out, policy=policy, scales=quantized / SCALES_FILE, progress=lambda *_: None
     )

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trtllm_exports import LAYERS, conf
+from shipped import SHIPPED, conf
+from trtllm_exports import LAYERS
 
 from pipeline.core.kv import KVPolicy
 from stages.engines.vllm.backend import VllmBackend
@@ -42,7 +43,7 @@ def write_scales(path: Path, policy: KVPolicy, heads: int = 2) -> Path:
 
 def make_vllm_bundle(checkpoint: Path, out: Path, kv: str | KVPolicy, python: str, **changes: Any) -> Path:
     """A bundle, as the chain builds it."""
-    policy = KVPolicy.model_validate(conf("kv", kv)) if isinstance(kv, str) else kv
+    policy = SHIPPED[kv] if isinstance(kv, str) else kv
     out.mkdir(parents=True)
     scales = write_scales(out.with_suffix(".scales.json"), policy)
     VllmBackend(config_of(python, **changes)).build(checkpoint, out, policy=policy, scales=scales, progress=lambda *_: None)

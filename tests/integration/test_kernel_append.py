@@ -140,14 +140,14 @@ def exact_ties(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     groups = form.groups(shape[-1])
     grouped = (*shape[:-1], groups, shape[-1] // groups)
     floats = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    ties = (floats[1:] + floats[:-1]) / 2 if form.dtype == "fp8_e4m3" else torch.arange(0.5, form.limit)
+    ties = (floats[1:] + floats[:-1]) / 2 if form.dtype == "fp8_e4m3" else torch.arange(0.5, form.codes.limit)
     signs = torch.randint(0, 2, grouped, generator=rng) * 2 - 1
     # Scales are float16 numbers; in the second half of the sequences, halfway between two float16 numbers.
     steps = torch.randint(0, 1024, (*grouped[:-1], 1), generator=rng).float()
     steps[:, shape[1] // 2 :] += 0.5
     scale = (1 + steps / 1024) * torch.exp2(torch.randint(-9, 4, steps.shape, generator=rng))
     x = ties[torch.randint(0, len(ties), grouped, generator=rng)] * signs * scale
-    x[..., :1] = form.limit * scale
+    x[..., :1] = form.codes.limit * scale
     return x.flatten(-2)
 
 

@@ -20,6 +20,7 @@ from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Sample
 from stages.engines.base import Logits
 from stages.engines.cuda.engine import KernelEngine
+from stages.engines.oracle.model import shape_for
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.free import contradiction, free_answers
 from stages.evaluate.inputs.tokens import EncodedSample
@@ -75,7 +76,7 @@ def make(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     decode_by_reference(monkeypatch)
 
     def made(policy: KVPolicy = GUARDED, dtype: torch.dtype = torch.float32) -> Watched:
-        scales = static_scales(policy, benchlib.model_shape(model))
+        scales = static_scales(policy, shape_for(model, policy))
         engine = Watched.from_model(copy.deepcopy(model).to(dtype), policy, scales, prefill_chunk=CHUNK)
         engine.rows, engine.stores, engine.passes = {}, {}, []
         return engine

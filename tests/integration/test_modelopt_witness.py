@@ -43,14 +43,9 @@ STATIC = [
     FP8,
     FP8_UNCALIBRATED,
     static("int8", "per_tensor"),
-    static("int4", "per_tensor"),
     static("fp8_e4m3", "per_head"),
-    static("int8", "per_head"),
-    static("fp8_e4m3", "per_channel"),
-    static("int8", "per_channel"),
     static("int4", "per_channel"),
     static("int8", "per_head", rotation="hadamard"),
-    static("fp8_e4m3", "per_tensor", rotation="hadamard"),
 ]
 DYNAMIC = [per_token("fp8_e4m3"), per_token("int8"), per_token("int4"), per_token("int4", rotation="hadamard")]
 

@@ -40,23 +40,10 @@ def test_a_bundle_of_another_backend_is_refused(decoder: Path, tmp_path: Path) -
         load_engine(bundle, threads=1)
 
 
-SIDE = {"scale": [0.1], "zero": None}
-
-
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        ([{}], "holds scales of 1 layers, the model has 2"),
-        ([{"value": SIDE}, {"key": SIDE, "value": SIDE}], "layer 0: key of kv policy fp8 has static scales, which are missing"),
-        ([{"key": {"scale": [0.1, 0.1]}, "value": SIDE}] * 2, "layer 0: key must hold 1 scales and no zeros for fp8_e4m3"),
-        ([{"key": {"scale": [0.0]}, "value": SIDE}] * 2, r"layers\.0\.key\.scale\.0: Input should be greater than 0"),
-        ([{"key": {"scale": [float("nan")]}, "value": SIDE}] * 2, "finite number"),
-    ],
-)
-def test_scales_that_do_not_fit_the_policy_are_refused(layers: object, message: str, decoder: Path, tmp_path: Path) -> None:
-    (tmp_path / "scales.json").write_text(json.dumps({"layers": layers}))
+def test_scales_that_do_not_fit_the_policy_are_refused(decoder: Path, tmp_path: Path) -> None:
+    (tmp_path / "scales.json").write_text('{"layers": [{}]}')
     (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match="holds scales of 1 layers, the model has 2"):
         build_bundle(decoder, tmp_path / "out", policy=BY_NAME["fp8"], scales=tmp_path / "scales.json", progress=nothing)
 
 

@@ -2,9 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from checkpoints import LLAMA_8B
 from judged_engine import config_of
 
 from pipeline.core.errors import GateRefusal, UserError
@@ -12,17 +12,6 @@ from pipeline.run import planning
 from pipeline.run.inputs import check_inputs
 from pipeline.run.planning import recommend_policy, show_capacity
 
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-}
 CONF = Path(__file__).resolve().parents[2] / "conf" / "kv"
 
 

@@ -79,13 +79,9 @@ def scales_of(checkpoint: Path, out: Path, policy: KVPolicy, weights: WeightsFor
 
 STATIC_FORMATS = [
     FP8,
-    static("int4", "per_tensor"),
-    static("fp8_e4m3", "per_head"),
     static("int8", "per_channel"),
     static("fp8_e5m2", "per_head"),
-    static("int8", "per_tensor", symmetric=False),
-    static("int8", "per_head", symmetric=False),
-    static("int4", "per_channel", symmetric=False),
+    static("int4", "per_tensor", symmetric=False),
     static("int4", "per_head", rotation="hadamard"),
     static("int8", "per_channel", rotation="hadamard", symmetric=False),
 ]

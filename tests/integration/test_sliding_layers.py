@@ -98,7 +98,7 @@ def test_chunked_prefill_and_decode_equal_eager_attention_beyond_the_window(
 
 
 @pytest.mark.parametrize("attention", ["graph", "native"])
-@pytest.mark.parametrize("name", ["ages", "window_of_keys_and_values", "recent"])
+@pytest.mark.parametrize("name", ["ages", "window_of_keys_and_values"])
 def test_both_attentions_equal_the_oracle_over_codes_exact_tokens_and_a_finer_window(
     name: str, attention: str, family: Family, tmp_path: Path
 ) -> None:

@@ -11,13 +11,13 @@ from onnx_fixtures import BY_NAME, make_bundle, nothing, shared_decoder
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Side
 from stages.engines.base import Mode
+from stages.engines.bundle import open_bundle
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.tensorrt.build import build_bundle
-from stages.engines.tensorrt.bundle import PLANS, open_bundle
-from stages.engines.tensorrt.engine import PlanEngine, open_session
-from stages.engines.tensorrt.plan import Plan
+from stages.engines.tensorrt.bundle import PLANS, PlanRecord
+from stages.engines.tensorrt.engine import PlanEngine
 from stages.engines.tensorrt.pool import TorchPool
 from stages.engines.tensorrt.session import Step
 
@@ -30,7 +30,7 @@ class Pair:
 
     def __init__(self, onnx_bundle: Path, plans: Path) -> None:
         self.onnx_bundle, self.plans = onnx_bundle, plans
-        self.record, self.policy, self.scales = open_bundle(plans, "tensorrt_rtx")
+        self.record, self.policy, self.scales = open_bundle(plans, PlanRecord, "tensorrt_rtx")
 
     def onnx(self) -> OnnxEngine:
         # A plan has the graph's operators: beside another order of the sums, codes of new tokens would round to neighbours.
@@ -38,12 +38,9 @@ class Pair:
 
     def tensorrt(self, cuda_graphs: bool = True) -> tuple[PlanEngine, FakeDevice, dict[Mode, FakeEngine]]:
         device = FakeDevice()
-        engines = {mode: FakeEngine(self.onnx_bundle / f"{mode}.onnx", self.record, mode) for mode in PLANS}
-        sessions = {
-            mode: open_session(LIBRARY, engines[mode], device, self.record, mode, cuda_graphs=cuda_graphs) for mode in PLANS
-        }
-        limits = self.record.limits(self.policy)
-        return PlanEngine(self.plans, self.record, limits, self.scales, sessions, device), device, engines
+        engines = {mode: FakeEngine(self.onnx_bundle / f"{mode}.onnx", self.record, mode, self.policy) for mode in PLANS}
+        given = self.plans, self.record, self.policy, self.scales, engines, LIBRARY, device
+        return PlanEngine(*given, cuda_graphs=cuda_graphs), device, engines
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +52,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
         out.mkdir()
         with pytest.MonkeyPatch.context() as patch:
             # what TensorRT reads of the graphs is real; test_tensorrt_rtx_plan.py builds them
-            patch.setattr(
-                "stages.engines.tensorrt.build.build", lambda parsed, *_: Plan(b"plan", parsed.inputs, parsed.outputs)
-            )
+            patch.setattr("stages.engines.tensorrt.build.build", lambda *_: b"plan")
             build_bundle(
                 onnx_bundle, out, policy=BY_NAME[name], scales=root / f"{name}_scales.json", library="tensorrt_rtx",
                 targets=[89], max_batch=BATCH, max_tokens=TOKENS, progress=nothing,

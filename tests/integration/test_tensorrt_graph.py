@@ -11,7 +11,6 @@ import torch
 from onnx_fixtures import BY_NAME, LAYERS, make_bundle, shared_decoder
 from tensorrt_graph_cases import INT4_KEYS, Surgery, forced, operate, surgeries
 
-from pipeline.core.kv import KVPolicy
 from plugins.kv_attention import launch, reference
 from plugins.kv_attention.kernels.variants import Setting, decode_variant
 from plugins.kv_attention.layout import CacheLayout
@@ -54,26 +53,13 @@ def test_no_plan_widens_the_pool_of_a_layer_that_the_kernels_hold(graphs: dict[s
                 assert any(attribute.name == "plugin_namespace" for attribute in attend.attribute)
 
 
-@pytest.mark.parametrize(
-    ("policy", "reason"),
-    [
-        (
-            BY_NAME["fp8k_int4v_aged"],
-            "kv.window.tokens=8192: the CUDA kernels read one copy of a token, so window must be null",
-        ),
-        (BY_NAME["int4_hadamard"], "kv.key.rotation=hadamard: the CUDA kernels do not rotate"),
-        (BY_NAME["int8_asym"], "kv.key.symmetric=false: the CUDA kernels have no zero points"),
-        (
-            BY_NAME["int8_channel"],
-            "kv.key.granularity=per_channel: the CUDA kernels hold int8 per_tensor, per_head or per_token",
-        ),
-    ],
-    ids=lambda value: value.name if isinstance(value, KVPolicy) else "",
-)
 def test_a_policy_that_the_kernels_do_not_hold_keeps_its_graph_and_says_why(
-    policy: KVPolicy, reason: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """tests/unit/test_kernel_policies.py has the other reasons."""
+    policy = BY_NAME["int8_asym"]
     surgery = operate(make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / policy.name, policy), policy)
+    reason = "kv.key.symmetric=false: the CUDA kernels have no zero points"
     assert surgery.layers.layouts == {}
     assert [str(refusal) for refusal in surgery.layers.refusals.values()] == [reason] * LAYERS
     for name, model in (("decode", surgery.model), ("prefill", surgery.prefill)):

@@ -87,4 +87,4 @@ def test_everything_but_the_plugins_builds_into_a_plan(name: str, graphs: dict[s
         model.graph.output.append(query)
     parsed = parse_rest(model, surgery, tmp_path)
     assert not [tensor.name for tensor in parsed.inputs if tensor.name.startswith("key_pool.0")]
-    assert build(parsed, surgery.limits.ranges("decode"), [SM], nothing).data
+    assert build(parsed, surgery.limits.ranges("decode"), [SM], nothing)

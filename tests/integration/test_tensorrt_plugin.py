@@ -7,16 +7,15 @@ and the largest of an optimization profile.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
 import tensorrt_stubs_builder as builder
-import yaml
+from shipped import SHIPPED
 from tensorrt_stubs_builder import Plan, Run, Tensor, Triple
 
-from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.kv import KVShape
 from pipeline.formats.graph import onnx_type
 from plugins.kv_attention.kernels.context_variants import WIDEST, context_splits, context_variant
 from plugins.kv_attention.kernels.variants import Setting, plan_grid
@@ -36,7 +35,6 @@ from plugins.kv_attention.tensorrt_nodes import (
 from stages.engines.onnx.functions import AttentionSpec
 from stages.engines.paged.kernel_layout import check_kernels
 
-CONF = Path(__file__).parents[2] / "conf" / "kv"
 ONNX = onnx.TensorProto
 TENSORRT_TYPES: dict[int, str] = {ONNX.FLOAT16: "HALF", ONNX.BFLOAT16: "BF16", ONNX.FLOAT8E4M3FN: "FP8", ONNX.INT8: "INT8"}
 
@@ -205,8 +203,7 @@ def test_every_operation_has_the_outputs_the_launch_and_the_arguments_of_its_ker
 def test_the_attention_takes_the_work_list_and_the_inputs_of_the_onnx_graphs_function(
     name: str, sinks: int, recent: int
 ) -> None:
-    policy = KVPolicy.model_validate(yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8")))
-    policy = policy.model_copy(update={"sink_tokens": sinks, "recent_tokens": recent})
+    policy = SHIPPED[name].model_copy(update={"sink_tokens": sinks, "recent_tokens": recent})
     shape = KVShape(layers=1, kv_heads=2, head_dim=128)
     spec = AttentionSpec(policy, shape, layer=0, q_heads=8, scaling=SCALING, compute="float16", mode="decode")
     (layout,) = check_kernels(policy, shape, q_heads=8)

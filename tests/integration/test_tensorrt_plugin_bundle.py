@@ -10,12 +10,11 @@ from onnx_fixtures import BY_NAME, make_bundle, nothing, shared_decoder
 from tensorrt_graph_cases import AGED, INT4_KEYS
 
 from pipeline.core.kv import KVPolicy
-from stages.engines.onnx.bundle import Tensor
+from stages.engines.bundle import open_bundle
 from stages.engines.tensorrt import build as build_module
-from stages.engines.tensorrt.bundle import PLANS, as_inputs, open_bundle
+from stages.engines.tensorrt.bundle import PLANS, PlanRecord, Tensor, as_inputs
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.plan import Parsed
-from stages.engines.tensorrt.plan import Plan as BuiltPlan
 from stages.engines.tensorrt.plugin import with_plugin
 
 BATCH, TOKENS = 5, 320
@@ -35,7 +34,7 @@ def stand_in_for_tensorrt(patch: pytest.MonkeyPatch) -> list[onnx.ModelProto]:
     plugin = "stages.engines.tensorrt.plugin"
     patch.setattr(build_module, "load", lambda _: TENSORRT)
     patch.setattr(build_module, "parse", parse)
-    patch.setattr(build_module, "build", lambda parsed, *_: BuiltPlan(b"plan", parsed.inputs, parsed.outputs))
+    patch.setattr(build_module, "build", lambda *_: b"plan")
     patch.setattr(f"{plugin}.register", nothing)
     for name in ("default_programs", "default_splits"):
         patch.setattr(f"{plugin}.{name}", lambda *_: 3)
@@ -69,7 +68,7 @@ def test_the_bundle_says_which_layers_have_not_the_plugin_and_why(
     onnx_bundle = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "onnx_bundle", AGED)
     out.mkdir()
     build_with_plugin(onnx_bundle, out, AGED)
-    record, _, _ = open_bundle(out, "tensorrt")
+    record, _, _ = open_bundle(out, PlanRecord, "tensorrt")
     assert record.native == {"1": INT4_KEYS}
     assert record.built_for.compute_capabilities == ["8.9"]
     operators = [[node.op_type for node in model.graph.node] for model in parsed]
@@ -96,4 +95,4 @@ def test_a_graph_without_the_plugin_is_built_as_it_is_and_without_its_kernels(
     for model in whole:
         as_inputs(model)
     assert parsed == whole
-    assert set(open_bundle(out, "tensorrt")[0].native) == {"0", "1"}
+    assert set(open_bundle(out, PlanRecord, "tensorrt")[0].native) == {"0", "1"}

@@ -168,7 +168,7 @@ def test_the_machines_errors_are_missing_requirements_and_defects_stay(
     def broken(*_: object) -> None:
         raise raised
 
-    monkeypatch.setattr("pipeline.run.runner.run", broken)
+    monkeypatch.setattr("pipeline.api.evaluations.run", broken)
     with pytest.raises(expected):
         evaluate("tiny", "int8", workdir=tmp_path / "work")
 
@@ -177,7 +177,7 @@ def test_a_refusal_before_the_verdict_is_raised(tmp_path: Path, monkeypatch: pyt
     def refused(*_: object) -> None:
         raise GateRefusal("a scale does not arrive")
 
-    monkeypatch.setattr("pipeline.run.runner.run", refused)
+    monkeypatch.setattr("pipeline.api.evaluations.run", refused)
     with pytest.raises(GateRefusal, match="a scale does not arrive"):
         evaluate("tiny", "int8", workdir=tmp_path / "work")
 

@@ -1,11 +1,11 @@
-"""Three rounds of eight processes over one work directory and one store: SQLite, and MLflow's server on PostgreSQL."""
+"""Two rounds of eight processes over one work directory and one store: SQLite, and MLflow's server on PostgreSQL."""
 
 from pathlib import Path
 
 from crowds import play
 from postgres import mlflow_server, postgres
 
-ROUNDS = 3
+ROUNDS = 2
 
 
 def test_nothing_is_lost_on_sqlite(tmp_path: Path) -> None:

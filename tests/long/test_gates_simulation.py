@@ -13,12 +13,10 @@ from gate_reports import GATES, lines, report, row
 
 from benchmarks.gate_recovery import RUNS, SOUND, at_limit, bet, passing
 from benchmarks.recovery import load
-from pipeline.statistics.bets import OUTLIER
 from pipeline.statistics.bounds import Array
 from pipeline.verdict.gates.answers import DOUBTFUL
 
 ANSWERS = load()
-GATE = bet(OUTLIER, whole=True)
 LOOKS = (15, 36, 72, 108, 144)
 """Pages at the looks of `conf/workloads/chat.yaml`."""
 KINDS = list(range(len(ANSWERS.kinds)))
@@ -37,7 +35,7 @@ def shapes() -> Iterator[tuple[str, Array, Array]]:
 @pytest.mark.parametrize("pages", LOOKS)
 def test_a_candidate_at_the_limit_passes_in_at_most_5_percent(pages: int) -> None:
     rng = np.random.default_rng(2)
-    wrong = {name: passing(GATE, base, kept, GATES.min_recovery, pages, rng) for name, base, kept in shapes()}
+    wrong = {name: passing(base, kept, GATES.min_recovery, pages, rng) for name, base, kept in shapes()}
     assert max(wrong.values()) <= at_most(0.05), wrong
     assert max(wrong.values()) > 0, "the gate is not merely closed"
 
@@ -47,7 +45,7 @@ def test_looking_after_each_round_passes_a_candidate_at_the_limit_in_at_most_5_p
     for name, base, kept in shapes():
         drawn = rng.integers(len(base), size=(RUNS, LOOKS[-1]))
         by_page = base.mean(axis=1)[drawn], kept.mean(axis=1)[drawn]
-        passed = [GATE(by_page[0][:, :n], by_page[1][:, :n], GATES.min_recovery, GATES.pass_alpha) for n in LOOKS]
+        passed = [bet(by_page[0][:, :n], by_page[1][:, :n], GATES.min_recovery, GATES.pass_alpha) for n in LOOKS]
         assert np.logical_or.reduce(passed).mean() <= at_most(0.05), name
 
 
@@ -59,7 +57,7 @@ def test_a_sound_cache_passes_60_questions_in_at_least_95_percent(policy: str) -
     places = [(KINDS, GATES.min_recovery), *(([kind], GATES.min_workload_recovery) for kind in KINDS)]
     for columns, limit in places:
         before, after = (part[:, columns].mean(axis=1)[drawn] for part in (ANSWERS.baseline, kept))
-        passed &= GATE(before, after, limit, GATES.pass_alpha)
+        passed &= bet(before, after, limit, GATES.pass_alpha)
     assert passed.mean() >= 0.95
 
 
@@ -74,7 +72,7 @@ def test_the_gate_decides_as_the_bet_that_is_simulated() -> None:
             for kind, base, candidate in zip(ANSWERS.kinds, ANSWERS.baseline[page], kept[page], strict=True)
         ]
         before, after = (part[chosen].mean(axis=1)[None] for part in (ANSWERS.baseline, kept))
-        passes = bool(GATE(before, after, GATES.min_recovery, GATES.pass_alpha)[0])
+        passes = bool(bet(before, after, GATES.min_recovery, GATES.pass_alpha)[0])
         (check,) = (check for check in lines("min_recovery", report(rows), rows) if check.where == "all")
         assert (check.status == "PASS") is passes
         decided.add(passes)

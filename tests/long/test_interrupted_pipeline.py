@@ -49,7 +49,7 @@ def test_the_pipeline_gets_to_its_end_however_often_it_is_hit(tmp_path: Path) ->
     at, fault = 1, next(hits)
     while (ended := attempt(partial(command, hit), hit, at, fault)).code != 0 or ended.operations >= at:
         assert ended.code in ENDS[fault], (at, ended.said)
-        at, fault = at + 151, next(hits)
+        at, fault = at + 331, next(hits)
         assert at < 30_000, "it does not get on"
-    assert at > 3 * 151, "it was hardly hit"
+    assert at > 331, "it was hardly hit"
     assert judged(hit) == judged(whole)

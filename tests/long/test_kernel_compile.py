@@ -60,13 +60,12 @@ TARGETED = (HEADLINE, FP8, INT8, NVFP4)
 """Formats of bytes, whose codes are copied asynchronously."""
 CASES = (
     *TARGETED,
-    *(replace(HEADLINE, sm=sm) for sm in (80, 89, 100)),
+    *(replace(HEADLINE, sm=sm) for sm in (80, 100)),
     Case("fp8_e4m3 per_token", "int4 per_group 32", 128, 16, "float16", 90, (4, 60)),
     Case("int8 per_head", "int4 per_token", 64, 5, "bfloat16", 80),
     Case("fp8_e4m3 per_token", "int8 per_tensor", 256, 8, "bfloat16", 89, (0, 32)),
     Case("bf16", "bf16", 128, 8, "bfloat16", 90),
     Case("bf16", "int4 per_group 128", 256, 16, "float16", 100, (0, 32)),
-    Case("fp16", "fp16", 64, 3, "float16", 90),
     Case("int8 per_token", "fp8_e4m3 per_head", 64, 16, "float32", 100),
     # Groups that are narrower than the channels that a thread loads.
     Case("fp16", "int4 per_group 32", 256, 1, "float16", 80),
@@ -77,7 +76,6 @@ CHUNKS = (
     (Case("fp8_e4m3 per_token", "int4 per_group 32", 128, 16, "float32", 90, (4, 60)), 8192),
     (Case("int8 per_token", "int8 per_token", 64, 4, "float16", 80), 4096),
     (Case("fp8_e4m3 per_head", "fp8_e4m3 per_tensor", 256, 1, "float16", 89, (0, 32)), 16),
-    (Case("bf16", "bf16", 128, 8, "bfloat16", 100), 8192),
 )
 """Kernels of several new tokens, and the query rows that a sequence is likely to have."""
 

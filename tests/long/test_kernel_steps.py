@@ -14,11 +14,11 @@ import torch
 from kernel_engine_cases import GUARDED, decode_by_reference, distance, prefill_by_reference, short_model
 from onnx_fixtures import static_scales
 
-from benchmarks import benchlib
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Side
 from stages.engines.cuda.engine import KernelEngine, plan_pass
 from stages.engines.cuda.passes import DecodePass
+from stages.engines.oracle.model import shape_for
 
 torch.set_num_threads(1)
 
@@ -32,7 +32,7 @@ def model() -> Any:
 def engine(model: Any, monkeypatch: pytest.MonkeyPatch) -> KernelEngine:
     prefill_by_reference(monkeypatch)
     decode_by_reference(monkeypatch)
-    return KernelEngine.from_model(model, GUARDED, static_scales(GUARDED, benchlib.model_shape(model)))
+    return KernelEngine.from_model(model, GUARDED, static_scales(GUARDED, shape_for(model, GUARDED)))
 
 
 def stored(engine: KernelEngine) -> list[np.ndarray]:
@@ -74,9 +74,7 @@ def test_the_runs_before_a_capture_store_nothing(corrupted: bool, engine: Kernel
 def test_a_model_in_bfloat16_stores_what_its_type_gives_and_decodes_within_its_rounding(
     model: Any, engine: KernelEngine
 ) -> None:
-    half = KernelEngine.from_model(
-        copy.deepcopy(model).bfloat16(), GUARDED, static_scales(GUARDED, benchlib.model_shape(model))
-    )
+    half = KernelEngine.from_model(copy.deepcopy(model).bfloat16(), GUARDED, static_scales(GUARDED, shape_for(model, GUARDED)))
     prompts = [list(range(10, 72)), [2] * 5]
     (same, first), (handles, rows) = engine.prefill(prompts), half.prefill(prompts)
     assert rows.dtype == np.float32

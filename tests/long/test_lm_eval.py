@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from onnx_fixtures import load_model, make_bundle, make_decoder, nothing
+from shipped import SHIPPED
 
-from pipeline.config.compose import plan
 from pipeline.core.errors import UserError
-from pipeline.core.kv import FP16_POLICY, KVPolicy
+from pipeline.core.kv import FP16_POLICY
 from stages.engines.oracle.build import build_bundle
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'kvgate[lm-eval]'")
@@ -41,20 +41,15 @@ PAIRS = [
 """Contexts and continuations: of many tokens, of one, of none, and with a space at the end."""
 
 
-def policy(name: str) -> KVPolicy:
-    (config,) = plan([f"kv={name}"], multirun=False).jobs
-    return config.kv
-
-
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> dict[str, Path]:
     """The trained tiny model with an exact and with an INT4 cache, and the latter for backend=torch."""
     work = tmp_path_factory.mktemp("lm_eval")
     decoder = make_decoder(tiny_checkpoint, work / "decoder")
-    made = {name: make_bundle(decoder, work / name, kv) for name, kv in (("fp16", FP16_POLICY), ("int4", policy("int4_g64")))}
+    made = {name: make_bundle(decoder, work / name, kv) for name, kv in (("fp16", FP16_POLICY), ("int4", SHIPPED["int4_g64"]))}
     oracle = work / "oracle"
     oracle.mkdir()
-    build_bundle(tiny_checkpoint, oracle, policy=policy("int4_g64"), scales=made["int4"] / "kv_scales.json", progress=nothing)
+    build_bundle(tiny_checkpoint, oracle, policy=SHIPPED["int4_g64"], scales=made["int4"] / "kv_scales.json", progress=nothing)
     return {**made, "oracle": oracle}
 
 

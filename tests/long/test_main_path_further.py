@@ -102,8 +102,11 @@ def test_control_c_finishes_what_is_in_flight_and_the_same_command_goes_on(swept
 def test_the_oracle_reaches_the_verdicts_of_the_onnx_engine_and_its_bundle_can_be_promoted(swept: Swept) -> None:
     work, _ = swept
     by_engine = {c["policy"]: c for c in summary(work)["candidates"]}
-    small = "workloads.probe={max_tokens: 128, decode_steps: 8, offset_steps: 1, max_batch: 2, requests: 2}"
-    result = pipeline(work, "-m", "kv=fp8,int4_tensor", "backend=torch", "backend.device=cpu", small)
+    small = (
+        "workloads.probe={max_tokens: 128, decode_steps: 8, offset_steps: 1, max_batch: 2, requests: 2}",
+        "workloads.batch_size=2",
+    )
+    result = pipeline(work, "-m", "kv=fp8,int4_tensor", "backend=torch", "backend.device=cpu", *small)
     assert result.returncode == 0, result.stderr
     by_oracle = {c["policy"]: c for c in summary(work)["candidates"]}
     for kv, candidate in by_oracle.items():

@@ -21,6 +21,7 @@ from plugins.kv_attention import launch
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.engine import KernelEngine
 from stages.engines.oracle.engine import OracleEngine
+from stages.engines.oracle.model import shape_for
 
 torch.set_num_threads(1)
 
@@ -54,11 +55,11 @@ def texts() -> list[list[int]]:
 
 def make_engine(model: Any, policy: KVPolicy, **options: int) -> KernelEngine:
     on_device = model if DEVICE == "cpu" else copy.deepcopy(model).to(DEVICE)
-    return KernelEngine.from_model(on_device, policy, static_scales(policy, benchlib.model_shape(model)), **options)
+    return KernelEngine.from_model(on_device, policy, static_scales(policy, shape_for(model, policy)), **options)
 
 
 def make_oracle(model: Any, policy: KVPolicy, **options: int) -> OracleEngine:
-    return OracleEngine.from_model(model, policy, static_scales(policy, benchlib.model_shape(model)), **options)
+    return OracleEngine.from_model(model, policy, static_scales(policy, shape_for(model, policy)), **options)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Acceptance lengths beside real speculative decoding: transformers' own, and step by step over a quantized cache."""
+"""The acceptance length of a draft checkpoint beside transformers' assisted generation; prompt lookup: test_speculation.py."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.core.kv import KVPolicy
 from stages.checkpoints import load_causal_lm
-from stages.engines.oracle.engine import OracleEngine
-from stages.evaluate.decoding.speculation import Draft, draft_passes, lookup_passes
+from stages.evaluate.decoding.speculation import Draft, draft_passes
 from stages.evaluate.inputs.tokens import BundleTokenizer
 from stages.workloads import generate
 
@@ -20,7 +18,6 @@ torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "stages" / "tiny" / "checkpoint"
-INT4 = {"dtype": "int4", "granularity": "per_group", "group_size": 32, "scale": "dynamic"}
 MOST = 48
 """Tokens of an answer."""
 PROPOSED = 5
@@ -79,17 +76,6 @@ def answered(model: Any, prompt: Sequence[int], stop: int, **options: Any) -> tu
     return text[0, len(prompt) :].tolist(), passes[0]
 
 
-def test_prompt_lookup_takes_the_passes_of_transformers(target: Any, prompts: list[list[int]]) -> None:
-    stop = BundleTokenizer(TINY).eos_token_id
-    saved = 0
-    for prompt in prompts:
-        said, passes = answered(target, prompt, stop, prompt_lookup_num_tokens=10, max_matching_ngram_size=3)
-        assert said == answered(target, prompt, stop)[0]
-        assert lookup_passes(prompt, said, 10, 3) == passes
-        saved += len(said) - passes
-    assert saved > 20
-
-
 def test_a_draft_checkpoint_takes_the_passes_of_assisted_generation(target: Any, draft: Path, prompts: list[list[int]]) -> None:
     stop = BundleTokenizer(TINY).eos_token_id
     assistant = load_causal_lm(draft, dtype=torch.float32).eval()
@@ -103,29 +89,3 @@ def test_a_draft_checkpoint_takes_the_passes_of_assisted_generation(target: Any,
         assert draft_passes(drafter.greedy(prompt, said), said, PROPOSED) == passes
         tokens, counted = tokens + len(said), counted + passes
     assert 1.3 < tokens / counted < PROPOSED + 0.7  # neither a draft that is always wrong, nor one that is always right
-
-
-def test_speculation_step_by_step_over_a_quantized_cache_takes_the_counted_passes(
-    target: Any, draft: Path, prompts: list[list[int]]
-) -> None:
-    policy = KVPolicy.model_validate({"name": "int4", "key": INT4, "value": INT4})
-    engine, drafter = OracleEngine.from_model(target, policy), Draft(str(draft))
-    stop = BundleTokenizer(TINY).eos_token_id
-    for prompt in prompts[:8]:
-        said: list[int] = []
-        passes = 0
-        while len(said) < MOST and stop not in said:
-            text = [*prompt, *said]
-            proposed: list[int] = []
-            for _ in range(PROPOSED):  # token by token, each after all of the draft's own before
-                row = drafter.engine.forced([*text, *proposed], len(text) + len(proposed) - 1)[0]
-                proposed.append(int(row.argmax()))
-            rows = engine.forced([*text, *proposed], len(prompt) - 1)[len(said) :]
-            verified = rows.argmax(axis=1).tolist()
-            agree = next((i for i in range(PROPOSED) if proposed[i] != verified[i]), PROPOSED)
-            said += verified[: agree + 1]
-            passes += 1
-        said = said[: said.index(stop) + 1] if stop in said else said[:MOST]
-        alone = engine.forced([*prompt, *said[:-1]], len(prompt) - 1)
-        assert said == alone.argmax(axis=1).tolist()  # what decoding says one by one
-        assert draft_passes(drafter.greedy(prompt, said), said, PROPOSED) == passes

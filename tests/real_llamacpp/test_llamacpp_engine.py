@@ -10,7 +10,7 @@ import torch
 from engine_rows import mean_kl, two_stories
 from ggml_cases import NAMES, form_of, raw
 from llamacpp_bundles import config_of, make_engine
-from trtllm_exports import conf
+from shipped import SHIPPED
 
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
@@ -39,7 +39,7 @@ def policy_of(key: Format, value: Format) -> KVPolicy:
 
 @pytest.fixture(scope="module")
 def q8_q4(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, llamacpp_python: str) -> Iterator[LlamaCppEngine]:
-    policy = KVPolicy.model_validate(conf("kv", "llamacpp_q8k_q4v"))
+    policy = SHIPPED["llamacpp_q8k_q4v"]
     engine = make_engine(tiny_checkpoint, tmp_path_factory.mktemp("llamacpp") / "q8_q4", policy, llamacpp_python)
     yield engine
     engine.close()

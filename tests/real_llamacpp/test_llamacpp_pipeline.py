@@ -1,45 +1,36 @@
 """`python -m pipeline backend=llamacpp` on llama.cpp, from a checkpoint and from a GGUF to a verdict."""
 
-import json
 from pathlib import Path
 
 import pytest
 from gate_reports import lines
+from short_evaluations import job_of, judge
 
-from pipeline.config.compose import plan
-from pipeline.core.errors import GateRefusal
-from pipeline.run.inputs import check_inputs
-from pipeline.run.runner import run
-from pipeline.verdict.report import EvaluationReport, load_report
+from pipeline.verdict.report import load_report
 from stages.engines.llamacpp import build, engine
 
-FEW = [
-    "workloads.max_scored_tokens=16",
-    "workloads.noise_samples=1",
-    "workloads.canary_samples=1",
-    "workloads.probe={max_tokens: 128, decode_steps: 8, offset_steps: 4, max_batch: 2, requests: 4}",
-    "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
-    "calibration.samples=2",
-    "tracking.enabled=false",
+KV = "llamacpp_q8k_q4v"
+FEW = (
+    "backend=llamacpp",
+    "kv=llamacpp_q8k_q4v",
+    "tracking=none",
     "backend.n_ctx=2048",
     "backend.n_seq_max=4",
     "backend.threads=1",
-]
+)
+CHAT = (
+    "model=smollm2",
+    "calibration=chat",
+    "workloads=chat",
+    "workloads.samples={documentation: 1, lookup: 1, extraction: 0, quotation: 0, recall: 0}",
+)
 
 
-def judge(work: Path, python: str, *given: str, says: str = "is not decided: INCONCLUSIVE") -> EvaluationReport:
-    """Return the report of an evaluation with too few questions for a PASS."""
-    asked = [f"workdir={work}", "backend=llamacpp", f"backend.python={python}", "stage=evaluate", *FEW, *given]
-    (job,) = plan(asked, multirun=False).jobs
-    check_inputs(job)
-    with pytest.raises(GateRefusal, match=says):
-        run(job, "sweep")
-    (candidate,) = json.loads((work / "summary.json").read_text())["candidates"]
-    return load_report(Path(candidate["report"]["path"]).parent)
-
-
-def check(report: EvaluationReport, kv: str) -> None:
-    for line, policy in zip(lines("conformance", report), ("fp16", kv), strict=True):
+def check(work: Path, python: str, *given: str) -> None:
+    """Too few questions for a PASS; the cache is what its policy says."""
+    directory, _ = judge(job_of(work, f"kv={KV}", f"backend.python={python}", *FEW, *given), "is not decided: INCONCLUSIVE")
+    report = load_report(directory)
+    for line, policy in zip(lines("conformance", report), ("fp16", KV), strict=True):
         assert line.status == "PASS", line.reason
         assert f"computes {policy} as the oracle does" in line.reason
     assert [line.status for line in lines("canary", report)] == ["PASS"]
@@ -51,17 +42,7 @@ def check(report: EvaluationReport, kv: str) -> None:
 
 def test_the_tiny_models_cache_is_what_its_policy_says(tmp_path: Path, llamacpp_python: str) -> None:
     samples = "workloads.samples={prose: 2, retrieval: 1, copy: 1, tool_call: 1, multi_turn: 0}"
-    report = judge(tmp_path / "work", llamacpp_python, "kv=llamacpp_q8k_q4v", samples, "calibration.max_length=64")
-    check(report, "llamacpp_q8k_q4v")
-
-
-CHAT = [
-    "model=smollm2",
-    "calibration=chat",
-    "workloads=chat",
-    "workloads.samples={documentation: 1, lookup: 1, extraction: 0, quotation: 0, recall: 0}",
-    "kv=llamacpp_q8k_q4v",
-]
+    check(tmp_path / "work", llamacpp_python, samples, "calibration.max_length=64")
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +51,15 @@ def gguf_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_ggufs_cache_is_what_its_policy_says(gguf_work: Path, llamacpp_python: str) -> None:
-    check(judge(gguf_work, llamacpp_python, *CHAT), "llamacpp_q8k_q4v")
+    check(gguf_work, llamacpp_python, *CHAT)
 
 
 def test_a_rotation_that_the_policy_has_and_the_engine_lacks_fails(
     gguf_work: Path, llamacpp_python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "open_context", lambda *given: build.open_context(*given[:-1], False))
-    report = judge(gguf_work, llamacpp_python, *CHAT, "kv.name=rotated", says="is not good enough")
-    failed = [line.reason for line in lines("conformance", report) if line.status == "FAIL"]
-    assert [reason for reason in failed if "does not compute rotated" in reason] == failed != []
+    job = job_of(gguf_work, f"backend.python={llamacpp_python}", *FEW, *CHAT, "kv.name=rotated")
+    directory, _ = judge(job, "is not good enough: FAIL")
+    failed = [line.reason for line in lines("conformance", load_report(directory)) if line.status == "FAIL"]
+    assert len(failed) == 1
+    assert "does not compute rotated" in failed[0]

@@ -1,4 +1,4 @@
-"""vLLM's 4-bit formats as the oracle computes them, against vLLM's own kernels: every code, scale and zero."""
+"""vLLM's formats as the oracle computes them, against vLLM's own kernels: every code, scale and zero."""
 
 import subprocess
 from pathlib import Path
@@ -8,14 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from shipped import SHIPPED
 from torch import Tensor
-from trtllm_exports import conf
 
-from pipeline.core.kv import KVPolicy
-from pipeline.formats.oracle import unpack
+from pipeline.core.formats import Format
+from pipeline.formats.oracle import Stored, unpack
 from pipeline.formats.vllm_token_head.oracle import signs, token_head
-from pipeline.formats.vllm_turboquant.oracle import turboquant
-from stages.engines.oracle.formats import quantize
+from stages.engines.oracle.formats import dequantize, quantize
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "vllm_kernels.py"
 DIMS = (64, 96)
@@ -57,36 +56,60 @@ def nibbles(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
 
 
+def channels(stored: Stored, bits: int) -> npt.NDArray[np.uint8]:
+    """Codes from 0 up (..., D)."""
+    return (unpack(stored.codes, bits) + (1 << bits - 1)).numpy().astype(np.uint8)
+
+
+def same_values(slot: npt.NDArray[np.uint8], values: Tensor, form: Format) -> None:
+    """Compare vLLM's bytes with codes, scales and minima."""
+    ours = quantize(values, form, None)
+    assert ours.scale is not None
+    assert ours.zero is not None
+    if form.code.bits == 4:
+        assert np.array_equal(nibbles(slot[..., :-4]), channels(ours, 4))
+    else:
+        assert np.array_equal(slot[..., :-4], ours.codes.view(torch.uint8).numpy())
+    assert np.array_equal(slot[..., -4:-2], ours.scale.view(torch.uint8).numpy())
+    assert np.array_equal(slot[..., -2:], ours.zero.view(torch.uint8).numpy())
+
+
 def test_turboquant_k8v4_is_bit_for_bit_vllms(stored: tuple[Tensor, Arrays]) -> None:
     (keys, values), theirs = stored
     slot, dim = theirs["turboquant"], keys.shape[-1]
     assert slot.shape[-1] == dim + dim // 2 + 4
-    codes, scale, zero = turboquant(values)
     assert np.array_equal(slot[..., :dim], keys.to(torch.float8_e4m3fn).view(torch.uint8).numpy())
-    assert np.array_equal(nibbles(slot[..., dim:-4]), codes.numpy())
-    assert np.array_equal(slot[..., -4:-2], scale.view(torch.uint8).numpy())
-    assert np.array_equal(slot[..., -2:], zero.view(torch.uint8).numpy())
+    same_values(slot[..., dim:], values, SHIPPED["vllm_k8v4"].value)
 
 
-def test_turboquant_4bit_nc_is_vllms_but_for_ties_of_a_rotation(stored: tuple[Tensor, Arrays]) -> None:
+@pytest.mark.parametrize("kv", ["4bit_nc", "k3v4_nc", "3bit_nc"])
+def test_turboquant_nc_is_vllms_but_for_ties_of_a_rotation(stored: tuple[Tensor, Arrays], kv: str) -> None:
     """vLLM divides a vector by its length before it rotates it, kvgate after."""
     (keys, values), theirs = stored
     dim = keys.shape[-1]
-    if "turboquant_4bit" not in theirs:
+    if "turboquant_44" not in theirs:
         assert dim == 96, "which Hadamard's matrix does not rotate"
         return
-    slot = theirs["turboquant_4bit"]
-    ours = quantize(keys, KVPolicy.model_validate(conf("kv", "vllm_4bit_nc")).key, None)
+    policy = SHIPPED[f"vllm_{kv}"]
+    bits = policy.key.code.bits
+    name = f"{bits}{policy.value.code.bits}"
+    slot, end = theirs[f"turboquant_{name}"], policy.key.code_bytes(dim)
+    assert slot.shape[-1] == policy.key.token_bytes(dim) + policy.value.token_bytes(dim)
+    ours = quantize(keys, policy.key, None)
     assert ours.scale is not None
-    off = np.abs(nibbles(slot[..., : dim // 2]).astype(int) - (unpack(ours.codes, 4) + 8).numpy())
+    found = slot[..., :end].copy()
+    codes = nibbles(found) if bits == 4 else channels(Stored(torch.from_numpy(found.view(np.int8)), None, None), bits)
+    off = np.abs(codes.astype(int) - channels(ours, bits))
     assert off.max() <= 1
     assert (off == 0).mean() > 0.999
-    lengths = slot[..., dim // 2 : dim // 2 + 2].copy().view(np.float16)
-    np.testing.assert_allclose(ours.scale.numpy(), lengths, rtol=2.0**-10)
-    codes, scale, zero = turboquant(values)
-    assert np.array_equal(nibbles(slot[..., dim // 2 + 2 : -4]), codes.numpy())
-    assert np.array_equal(slot[..., -4:-2], scale.view(torch.uint8).numpy())
-    assert np.array_equal(slot[..., -2:], zero.view(torch.uint8).numpy())
+    np.testing.assert_allclose(ours.scale.numpy(), slot[..., end : end + 2].copy().view(np.float16), rtol=2.0**-10)
+    same_values(slot[..., end + 2 :], values, policy.value)
+    k, v = (
+        dequantize(quantize(x.transpose(0, 1), form, None), form, None)
+        for x, form in ((keys, policy.key), (values, policy.value))
+    )
+    read = torch.softmax(keys[-1:].transpose(0, 1) / 4096 @ k.transpose(1, 2) * dim**-0.5, -1) @ v
+    np.testing.assert_allclose(theirs[f"read_{name}"], read.transpose(0, 1).numpy(), atol=1e-3 * float(v.abs().max()))
 
 
 def test_int4_per_token_head_is_bit_for_bit_vllms(stored: tuple[Tensor, Arrays]) -> None:
@@ -103,7 +126,7 @@ def test_a_scale_a_token_and_head_is_bit_for_bit_vllms(stored: tuple[Tensor, Arr
     x, theirs = stored
     name = kv.removeprefix("vllm_")
     for states, side in zip(x, ("key", "value"), strict=True):
-        ours = quantize(states, KVPolicy.model_validate(conf("kv", kv)).key, None)
+        ours = quantize(states, SHIPPED[kv].key, None)
         assert ours.scale is not None
         assert np.array_equal(theirs[f"{name}_{side}_scale"], ours.scale[..., 0].numpy())
         if kv == "vllm_int8" or side == "key":

@@ -1,9 +1,10 @@
 """The backend on vLLM's CPU build with the tiny model: what it computes, which scales it reads, and what its codes are."""
 
 import json
+import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,23 @@ import torch
 from engine_rows import mean_kl, two_stories
 from gate_reports import pressure_line
 from safetensors.torch import load_file, save_file
-from trtllm_exports import conf
+from shipped import SHIPPED, conf
+from torch import Tensor
 from vllm_bundles import KEY_SCALE, KNOWN_LAYOUT, VALUE_SCALE, make_vllm_bundle, open_vllm
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.checkpoint.files import INDEX
-from pipeline.core.errors import GateRefusal
+from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.kv import KVPolicy, Side
-from pipeline.core.records import no_progress
+from pipeline.core.records import LayerDelivery, no_progress
+from pipeline.verdict.delivery import scale_findings
 from stages.checkpoints import load_causal_lm
 from stages.engines.bundle import read_scales
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import probe
 from stages.engines.interpreter.requests import Request
 from stages.engines.oracle.engine import OracleEngine
+from stages.engines.vllm.audit import audit
 from stages.engines.vllm.checkpoint import SCALES
 from stages.engines.vllm.engine import VllmEngine
 from stages.engines.vllm.library import PROGRAM
@@ -63,9 +67,9 @@ def fp8(bundles: dict[str, Path], vllm_python: str) -> Iterator[VllmEngine]:
 
 
 def oracle_of(bundle: Path, checkpoint: Path, kv: str | KVPolicy) -> OracleEngine:
-    policy = KVPolicy.model_validate(conf("kv", kv)) if isinstance(kv, str) else kv
+    policy = SHIPPED[kv] if isinstance(kv, str) else kv
     model = load_causal_lm(checkpoint, dtype=torch.float32)
-    bare = OracleEngine.from_model(model, KVPolicy.model_validate(conf("kv", "fp16")))
+    bare = OracleEngine.from_model(model, SHIPPED["fp16"])
     return OracleEngine.from_model(model, policy, read_scales(bundle / "kv_scales.json", policy, bare.shape))
 
 
@@ -198,6 +202,23 @@ def test_the_canarys_scale_arrives_and_changes_what_is_read(
     engine.close()
 
 
+def altered(bundle: Path, out: Path, change: Callable[[dict[str, Any], dict[str, str], dict[str, Tensor]], None]) -> Path:
+    """Return a copy of a bundle whose config.json, places of tensors and scales are changed."""
+    shutil.copytree(bundle, out)
+    files = [out / CHECKPOINT / name for name in ("config.json", INDEX, SCALES)]
+    config, index, tensors = json.loads(files[0].read_text()), json.loads(files[1].read_text()), load_file(files[2])
+    change(config, index["weight_map"], tensors)
+    record = json.loads((out / "bundle.json").read_text())
+    for file in files:
+        file.unlink()
+    files[0].write_text(json.dumps(config))
+    files[1].write_text(json.dumps(index))
+    save_file(tensors, files[2])
+    record["files"] |= {f"{CHECKPOINT}/{file.name}": file_digest(file) for file in files}
+    (out / "bundle.json").write_text(json.dumps(record))
+    return out
+
+
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
@@ -209,27 +230,48 @@ def test_a_checkpoint_whose_scales_vllm_ignores_is_named_before_it_is_judged(
     bundles: dict[str, Path], vllm_python: str, tmp_path: Path, fault: str, expected: str
 ) -> None:
     """vLLM loads both without an error, and reads scale 1.0 in the place of those that do not come."""
-    bundle = shutil.copytree(bundles["fp8"], tmp_path / "bundle")
-    index_file, scales_file = bundle / CHECKPOINT / INDEX, bundle / CHECKPOINT / SCALES
-    index = json.loads(index_file.read_text())
-    places: dict[str, str] = index["weight_map"]
-    tensors = load_file(scales_file)
-    if fault == "a layer without its key scale":
-        del tensors["model.layers.2.self_attn.k_scale"], places["model.layers.2.self_attn.k_scale"]
-    else:
-        index["weight_map"] = {name: file for name, file in places.items() if file != SCALES}
-    index_file.unlink()
-    index_file.write_text(json.dumps(index))
-    save_file(tensors, tmp_path / "scales")
-    (tmp_path / "scales").replace(scales_file)
-    record = json.loads((bundle / "bundle.json").read_text())
-    for file in (index_file, scales_file):
-        record["files"][f"{CHECKPOINT}/{file.name}"] = file_digest(file)
-    (bundle / "bundle.json").write_text(json.dumps(record))
-    engine = open_vllm(bundle, vllm_python)
+
+    def lose(_: object, places: dict[str, str], tensors: dict[str, Tensor]) -> None:
+        if fault == "a layer without its key scale":
+            del tensors["model.layers.2.self_attn.k_scale"], places["model.layers.2.self_attn.k_scale"]
+        else:
+            for name in tensors:
+                del places[name]
+
+    engine = open_vllm(altered(bundles["fp8"], tmp_path / "bundle", lose), vllm_python)
     with pytest.raises(GateRefusal, match=f"the engine does not use the scales of its checkpoint: {expected}"):
         audit_scales(engine, ())
     engine.close()
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", None])
+def test_modelopts_form_is_read_where_it_names_an_algorithm_and_its_scales_are_rounded_to_16_bits(
+    bundles: dict[str, Path], vllm_python: str, tmp_path: Path, algorithm: str | None
+) -> None:
+    """ModelOpt's export of 16-bit weights names none: docs/backends.md says what kvgate writes instead."""
+
+    def modelopt(config: dict[str, Any], places: dict[str, str], tensors: dict[str, Tensor]) -> None:
+        scheme = {"dynamic": False, "num_bits": 8, "type": "float"}
+        declared = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["*"], "kv_cache_scheme": scheme}
+        config["quantization_config"] = declared
+        for name in list(tensors):
+            theirs = re.sub(r"([kv])_scale$", r"\1_proj.\1_scale", name)
+            tensors[theirs], places[theirs] = tensors.pop(name), places.pop(name)
+
+    bundle = altered(bundles["fp8"], tmp_path / "bundle", modelopt)
+    found, engine = audit(bundle / CHECKPOINT), open_vllm(bundle, vllm_python)
+    if algorithm is None:
+        assert found.problems == ["quant_algo is missing, without which it refuses the checkpoint"]
+        with pytest.raises(UserError, match="Missing 'quant_algo' in quantization config"):
+            engine.delivery()
+        return
+    assert found.problems == []
+    used = [layer.used for layer in engine.delivery()]
+    engine.close()
+    expected = {Side.KEY: KEY_SCALE, Side.VALUE: VALUE_SCALE}
+    assert used == [{side: (float(torch.tensor(scale).bfloat16()),) for side, scale in expected.items()}] * len(found.layers)
+    told = [LayerDelivery(layer.carried, scales) for layer, scales in zip(found.layers, used, strict=True)]
+    assert list(scale_findings(told)) == list(scale_findings(found.layers)) == []
 
 
 def test_a_cpu_merges_the_scales_of_heads(bundles: dict[str, Path], vllm_python: str) -> None:

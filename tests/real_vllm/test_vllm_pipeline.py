@@ -1,42 +1,18 @@
 """`python -m pipeline backend=vllm` on vLLM's CPU build, from a checkpoint to a verdict: the tiny model, SmolLM2 briefly."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gate_reports import lines
+from short_evaluations import job_of, judge
 from vllm_bundles import KNOWN_LAYOUT
 
-from pipeline.config.compose import plan
-from pipeline.core.errors import GateRefusal, UserError
+from pipeline.core.errors import UserError
 from pipeline.run.inputs import check_inputs
-from pipeline.run.runner import run
 from pipeline.verdict.report import EvaluationReport, load_report
 
-FEW = [
-    "workloads.max_scored_tokens=32",
-    "workloads.noise_samples=1",
-    "workloads.canary_samples=1",
-    "workloads.pressure=8",
-    "workloads.probe={max_tokens: 128, decode_steps: 8, offset_steps: 4, max_batch: 2, requests: 4}",
-    "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
-    "calibration.samples=2",
-    "tracking.enabled=false",
-    "backend.max_model_len=2048",
-    "backend.kv_cache_gib=0.5",
-]
-
-
-def judge(work: Path, python: str, *given: str) -> tuple[EvaluationReport, dict[str, Any]]:
-    """Evaluate kv=fp8 and return the report with the candidate of summary.json."""
-    asked = [f"workdir={work}", "backend=vllm", f"backend.python={python}", "kv=fp8", "stage=evaluate", *FEW, *given]
-    (job,) = plan(asked, multirun=False).jobs
-    check_inputs(job)
-    with pytest.raises(GateRefusal, match="fp8 is not good enough: FAIL"):
-        run(job, "sweep")
-    (candidate,) = json.loads((work / "summary.json").read_text())["candidates"]
-    return load_report(Path(candidate["report"]["path"]).parent), candidate
+FEW = ("backend=vllm", "kv=fp8", "tracking=none", "backend.max_model_len=2048", "backend.kv_cache_gib=0.5")
+FAILS = "fp8 is not good enough: FAIL"
 
 
 def check(report: EvaluationReport) -> None:
@@ -69,15 +45,10 @@ def check(report: EvaluationReport) -> None:
 @KNOWN_LAYOUT
 def test_the_tiny_models_fp8_cache_fails_for_what_it_computes_and_not_for_its_answers(tmp_path: Path, vllm_python: str) -> None:
     samples = "workloads.samples={prose: 2, retrieval: 1, copy: 1, tool_call: 1, multi_turn: 0}"
-    few = ("calibration.max_length=64", "backend.threads=1", "workloads.speculation={}")
-    report, summary = judge(tmp_path / "work", vllm_python, samples, *few)
+    few = (*FEW, samples, "calibration.max_length=64", "backend.threads=1")
+    directory, summary = judge(job_of(tmp_path / "work", f"backend.python={vllm_python}", *few), FAILS)
+    report = load_report(directory)
     check(report)
-    assert report.probes is not None
-    for seen in (report.probes.speculated_candidate, report.probes.speculated_baseline):
-        assert seen is not None
-        assert 0 < seen.passes == seen.counted_passes
-        assert seen.requests - 1 <= seen.same <= seen.requests
-        assert seen.drafted >= seen.accepted >= seen.tokens - seen.passes
     assert (summary["backend"], summary["verdict"]) == ("vllm", "FAIL")
     assert report.overall.fidelity.kl_mean is not None
     assert report.overall.fidelity.kl_mean < 0.01
@@ -86,17 +57,10 @@ def test_the_tiny_models_fp8_cache_fails_for_what_it_computes_and_not_for_its_an
 
 @KNOWN_LAYOUT
 def test_a_real_models_fp8_cache_fails_too(tmp_path: Path, vllm_python: str) -> None:
-    report, _ = judge(
-        tmp_path / "work",
-        vllm_python,
-        "model=smollm2",
-        "calibration=chat",
-        "workloads=chat",
-        "workloads.samples={documentation: 1, lookup: 1, extraction: 0, quotation: 0, recall: 0}",
-        "workloads.max_scored_tokens=16",
-        "calibration.samples=2",
-    )
-    check(report)
+    samples = "workloads.samples={documentation: 1, lookup: 1, extraction: 0, quotation: 0, recall: 0}"
+    few = (*FEW, "model=smollm2", "calibration=chat", "workloads=chat", samples)
+    directory, _ = judge(job_of(tmp_path / "work", f"backend.python={vllm_python}", *few), FAILS)
+    check(load_report(directory))
 
 
 @pytest.mark.parametrize(
@@ -118,8 +82,7 @@ def test_a_real_models_fp8_cache_fails_too(tmp_path: Path, vllm_python: str) -> 
     ],
 )
 def test_what_vllm_cannot_do_is_refused_before_any_work(tmp_path: Path, vllm_python: str, given: str, expected: str) -> None:
-    asked = [f"workdir={tmp_path / 'work'}", "backend=vllm", f"backend.python={vllm_python}", "stage=evaluate", "kv=fp8", *FEW]
-    (job,) = plan([*asked, given], multirun=False).jobs
+    job = job_of(tmp_path / "work", f"backend.python={vllm_python}", *FEW, given)
     with pytest.raises(UserError, match=expected):
         check_inputs(job)
     assert not (tmp_path / "work").exists()

@@ -1,35 +1,26 @@
 """`python -m pipeline backend=openai` on vLLM's own server with the tiny model: what it shows, and its end in the middle."""
 
-import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from short_evaluations import THREE, job_of, judge
 from vllm_server import vllm_server
 
-from pipeline.config.compose import plan
-from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
+from pipeline.config.config import Config
+from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.run.inputs import check_inputs
 from pipeline.run.runner import run
 from pipeline.verdict.gates import Gates, decide
 from pipeline.verdict.report import load_report, load_rows
 
-FEW = [
-    "workloads=builtin",
-    "workloads.samples={prose: 1, retrieval: 1, copy: 1, tool_call: 0, multi_turn: 0}",
-    "workloads.max_scored_tokens=16",
-    "workloads.noise_samples=1",
-    "workloads.rounds=[1.0]",
-    "workloads.batch_size=2",
-    "workloads.load={batch: 2, context_tokens: 64, new_tokens: 4, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
-    "backend.timeout_s=300",  # the first answer takes a minute here
-    "tracking.enabled=false",
-]
+FEW = ("backend=openai", "kv=fp8_uncalibrated", "tracking=none", "workloads=builtin", THREE, "workloads.rounds=[1.0]",
+       "backend.timeout_s=300")  # fmt: skip
+"""The first answer takes a minute here."""
 
 Servers = dict[str, tuple[str, int]]
 """Role -> url and process."""
@@ -45,10 +36,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, vll
         yield {"baseline": (baseline, first.pid), "candidate": (candidate, second.pid)}
 
 
-def job_of(work: Path, servers: Servers, *given: str) -> Any:
+def judging(work: Path, servers: Servers, *given: str) -> Config:
     urls = [f"backend.url={servers['candidate'][0]}", f"backend.baseline_url={servers['baseline'][0]}"]
-    asked = [f"workdir={work}", "backend=openai", "kv=fp8_uncalibrated", "stage=evaluate", *urls, *FEW, *given]
-    return plan(asked, multirun=False).jobs[0]
+    return job_of(work, *FEW, *urls, *given)
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +47,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_server_is_judged_by_what_it_shows_of_its_prefix_cache(work: Path, servers: Servers) -> None:
-    job = job_of(work, servers)
-    check_inputs(job)
-    with pytest.raises(GateRefusal, match="fp8_uncalibrated is not decided: INCONCLUSIVE"):
-        run(job, "sweep")
-    (candidate,) = json.loads((work / "summary.json").read_text())["candidates"]
-    directory = Path(candidate["report"]["path"]).parent
+    directory, _ = judge(judging(work, servers), "fp8_uncalibrated is not decided: INCONCLUSIVE")
     report, rows = load_report(directory), load_rows(directory)
     served = report.served
     assert served is not None
@@ -95,7 +80,7 @@ def test_a_server_is_judged_by_what_it_shows_of_its_prefix_cache(work: Path, ser
     ],
 )
 def test_what_the_server_refuses_is_told_in_a_line(tmp_path: Path, servers: Servers, given: str, expected: str) -> None:
-    job = job_of(tmp_path / "work", servers, given)
+    job = judging(tmp_path / "work", servers, given)
 
     def command() -> None:
         check_inputs(job)
@@ -107,7 +92,7 @@ def test_what_the_server_refuses_is_told_in_a_line(tmp_path: Path, servers: Serv
 
 
 def test_a_server_that_is_killed_in_the_middle_is_told_in_a_line(work: Path, servers: Servers) -> None:
-    job = job_of(work, servers, "workloads.samples.prose=3")
+    job = judging(work, servers, "workloads.samples.prose=3")
     check_inputs(job)
 
     def kill() -> None:

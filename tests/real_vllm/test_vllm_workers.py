@@ -11,11 +11,11 @@ import psutil
 import pytest
 import torch
 from engine_rows import mean_kl
-from trtllm_exports import conf
+from shipped import SHIPPED
 from vllm_bundles import KEY_SCALE, KNOWN_LAYOUT, VALUE_SCALE, make_vllm_bundle, open_vllm
 
 from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy, Side
+from pipeline.core.kv import Side
 from stages.checkpoints import load_causal_lm
 from stages.engines.bundle import read_scales
 from stages.engines.oracle.engine import OracleEngine
@@ -53,7 +53,7 @@ def test_each_worker_reads_the_scales_of_its_heads_and_both_compute_the_policy(
 ) -> None:
     """One worker merges the two heads' scales on a CPU; two workers hold a head each."""
     bundle = make_vllm_bundle(tiny_checkpoint, tmp_path / "two", "fp8_head", vllm_python, tensor_parallel_size=2)
-    policy = KVPolicy.model_validate(conf("kv", "fp8_head"))
+    policy = SHIPPED["fp8_head"]
     engine = open_vllm(bundle, vllm_python)
     (rows,) = engine.forced_together([(TEXT, FIRST)])
     assert audit_scales(engine, ()) == []

@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 from pipeline.api import Evaluation, KVPolicy, UserError, champion, comparison, engines, evaluate, load, promote
 from pipeline.api.engines import LoadedEngine
 from pipeline.core.overrides import written
-from pipeline.evidence import reading
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,7 @@ def test_a_downloaded_champion_is_loaded_from_its_engine_and_not_from_the_record
     """MLflow stores `bundle.json` beside `identity.json`: the command that stage=verify prints loads this directory."""
     for name in ("bundle.json", "identity.json"):
         (tmp_path / name).write_text("{}")
-    monkeypatch.setattr(reading, "read_evidence", lambda directory: SimpleNamespace(engine=directory / "engine"))
+    monkeypatch.setattr(engines, "read_evidence", lambda directory: SimpleNamespace(engine=directory / "engine"))
     assert engines._engine_directory(tmp_path) == tmp_path / "engine"
     (tmp_path / "identity.json").unlink()
     assert engines._engine_directory(tmp_path) == tmp_path

@@ -93,7 +93,7 @@ def test_every_reference_is_accepted_by_the_checker_and_few_entries_have_none(ca
     drawn = samples(category)
     assert all(correct(sample, sample.reference) for sample in drawn)
     left_out = {"live_simple": 2, "live_multiple": 2}
-    assert len(bfcl._category(category)) - len(drawn) == left_out.get(category, 0)
+    assert len(bfcl._lines(f"BFCL_v4_{category}.json")) - len(drawn) == left_out.get(category, 0)
     assert {sample.workload for sample in drawn} == {f"bfcl_{category}"}
 
 

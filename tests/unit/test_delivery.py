@@ -23,7 +23,8 @@ def layer(carried: Scales, key: tuple[float, ...], value: tuple[float, ...]) -> 
     ("carried", "key", "value", "kinds"),
     [
         (CARRIED, (0.25,), (0.5,), []),
-        (CARRIED, (0.25 * (1 + 1e-7),), (0.5,), []),
+        ({Side.KEY: (0.2503,), Side.VALUE: (0.5,)}, (0.25,), (0.5,), []),  # as a bfloat16
+        (CARRIED, (0.251,), (0.5,), ["changed"]),
         ({Side.VALUE: (0.5,)}, (1.0,), (0.5,), ["missing"]),
         (CARRIED, (1.0,), (1.0,), ["defaulted", "defaulted"]),
         (CARRIED, (0.5,), (0.5,), ["merged"]),

@@ -1,18 +1,17 @@
 """Which policies the CUDA kernels hold, and how the others, a model and a machine are refused beforehand."""
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
+from shipped import SHIPPED
 
 from pipeline.artifacts.backend import FLOAT16_WEIGHTS, Backend
 from pipeline.config.compose import plan
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride
+from pipeline.core.kv import FP16_POLICY, KVShape, LayerOverride
 from pipeline.loading import open_backend
 from pipeline.run.inputs import check_inputs
 from stages.engines.cuda.device import device_identity, resolve_device
@@ -21,8 +20,6 @@ from stages.engines.paged.kernel_layout import check_kernels, choose_layers
 from stages.evaluate.twins.twin import ROUNDING
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=128)
-CONF = Path(__file__).parents[2] / "conf" / "kv"
-SHIPPED = {path.stem: KVPolicy.model_validate(yaml.safe_load(path.read_text())) for path in sorted(CONF.glob("*.yaml"))}
 HELD = {
     "bf16",
     "fp16",

@@ -1,13 +1,12 @@
 """KV policies: exact byte arithmetic against published figures, and refusals that name key, value and fix."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import pytest
-import yaml
 from pydantic import ValidationError
+from shipped import SHIPPED
 
 from pipeline.config.compose import plan
 from pipeline.core.errors import UserError
@@ -16,19 +15,9 @@ from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy, KVShape, LayerOver
 from pipeline.core.scales import KVScales, SideScales
 from pipeline.formats.table import CODES
 
-ROOT = Path(__file__).resolve().parents[2]
 LLAMA_8B = KVShape(layers=32, kv_heads=8, head_dim=128)
 LLAMA_70B = KVShape(layers=80, kv_heads=8, head_dim=128)
 KIB, GIB = 1024, 1024**3
-
-
-def policy(name: str) -> KVPolicy:
-    return KVPolicy.model_validate(yaml.safe_load((ROOT / "conf" / "kv" / f"{name}.yaml").read_text()))
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "conf" / "kv").glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_shipped_policy_is_valid_and_named_like_its_file(path: Path) -> None:
-    assert policy(path.stem).name == path.stem
 
 
 @pytest.mark.parametrize(
@@ -55,19 +44,11 @@ def test_every_shipped_policy_is_valid_and_named_like_its_file(path: Path) -> No
 )
 def test_bytes_per_token_of_a_llama_8b_match_the_published_table(name: str, kib: float) -> None:
     # a stored scale costs 2 B per token and head (or group of channels) and side, an asymmetric one its zero as much again
-    assert policy(name).bytes_per_token(LLAMA_8B) == kib * KIB
-
-
-def test_live_tokens_at_45_gib_match_the_published_budget() -> None:
-    int4_g64 = Format(dtype="int4", granularity="per_group", group_size=64, scale="dynamic")
-    both = KVPolicy(name="int4_g64", key=int4_g64, value=int4_g64)
-    assert live_tokens(FP16_POLICY, LLAMA_8B, 45 * GIB, 64) == 368_640
-    assert live_tokens(policy("fp8"), LLAMA_8B, 45 * GIB, 64) == 737_280
-    assert live_tokens(both, LLAMA_8B, 45 * GIB, 64) == 1_387_821 // 64 * 64
+    assert SHIPPED[name].bytes_per_token(LLAMA_8B) == kib * KIB
 
 
 def test_a_sequence_pays_for_whole_pages_and_its_exact_tokens() -> None:
-    plain = policy("fp8")
+    plain = SHIPPED["fp8"]
     window = plain.model_copy(update={"sink_tokens": 4, "recent_tokens": 60})
     assert plain.sequence_bytes(LLAMA_8B, 65) == 128 * 64 * KIB
     assert window.sequence_bytes(LLAMA_8B, 65) == 128 * 64 * KIB + 64 * 128 * KIB
@@ -77,7 +58,7 @@ def test_a_sequence_pays_for_whole_pages_and_its_exact_tokens() -> None:
     ("tokens", "pages"), [(1, 1), (64, 1), (65, 2), (128, 2), (129, 3), (191, 3), (192, 2), (193, 3), (256, 2), (1000, 3)]
 )
 def test_a_page_stays_in_the_window_while_any_of_its_tokens_is_recent_enough(tokens: int, pages: int) -> None:
-    windowed = policy("fp8k_int4v").model_copy(update={"window": Window(tokens=128, value=policy("fp8").value)})
+    windowed = SHIPPED["fp8k_int4v"].model_copy(update={"window": Window(tokens=128, value=SHIPPED["fp8"].value)})
     assert windowed.window is not None
     first = windowed.window.first_page(tokens)
     assert windowed.window_pages(tokens) == pages == -(-tokens // 64) - first
@@ -87,7 +68,7 @@ def test_a_page_stays_in_the_window_while_any_of_its_tokens_is_recent_enough(tok
 
 
 def test_a_window_costs_its_pages_once_more_and_no_more_however_long_the_sequence() -> None:
-    plain, aged = policy("fp8k_int4v"), policy("fp8k_int4v_aged")
+    plain, aged = SHIPPED["fp8k_int4v"], SHIPPED["fp8k_int4v_aged"]
     values_of_a_page = 64 * 32 * KIB
     assert aged.window_page_bytes(LLAMA_8B) == values_of_a_page
     for tokens, pages in ((64, 1), (8_192, 128), (131_072, 128)):
@@ -100,9 +81,9 @@ def test_a_window_costs_its_pages_once_more_and_no_more_however_long_the_sequenc
     [(1, []), (192, []), (193, []), (255, []), (256, [1]), (257, [1]), (319, [1]), (320, [1, 2]), (1000, list(range(1, 13)))],
 )
 def test_a_page_is_evicted_when_none_of_its_tokens_is_a_sink_or_among_the_last(tokens: int, lost: list[int]) -> None:
-    evicting = policy("fp8").model_copy(update={"eviction": Eviction(window_tokens=128, sink_tokens=64)})
+    evicting = SHIPPED["fp8"].model_copy(update={"eviction": Eviction(window_tokens=128, sink_tokens=64)})
     assert list(evicting.evicted_pages(tokens, LLAMA_8B)) == lost
-    assert list(policy("fp8").evicted_pages(tokens, LLAMA_8B)) == []
+    assert list(SHIPPED["fp8"].evicted_pages(tokens, LLAMA_8B)) == []
     kept = [page for page in range(-(-tokens // 64)) if page not in lost]
     assert kept == [page for page in range(-(-tokens // 64)) if page == 0 or 64 * page + 63 >= tokens - 128]
 
@@ -110,12 +91,12 @@ def test_a_page_is_evicted_when_none_of_its_tokens_is_a_sink_or_among_the_last(t
 @pytest.mark.parametrize("tokens", [1, 70, 133, 134, 135, 197, 198, 1000])
 def test_a_page_is_freed_when_no_layer_of_the_model_will_attend_to_it(tokens: int) -> None:
     sliding = KVShape(3, 8, 128, windows=(20, 70, 64))
-    lost = list(policy("fp8").evicted_pages(tokens, sliding))
+    lost = list(SHIPPED["fp8"].evicted_pages(tokens, sliding))
     needed = range(max(0, tokens + 1 - 70), tokens)  # by the next token, in the layer that sees farthest
     assert not {position // 64 for position in needed} & set(lost)
     assert all(page in lost for page in range((tokens - 70) // 64)), "nothing is kept for long"
     pages = -(-tokens // 64) - len(lost)
-    assert policy("fp8").sequence_bytes(sliding, tokens) == policy("fp8").pool_bytes(sliding, pages)
+    assert SHIPPED["fp8"].sequence_bytes(sliding, tokens) == SHIPPED["fp8"].pool_bytes(sliding, pages)
 
 
 @pytest.mark.parametrize(
@@ -132,12 +113,12 @@ def test_a_page_is_freed_when_no_layer_of_the_model_will_attend_to_it(tokens: in
 def test_pages_stay_where_a_layer_or_the_policy_still_reads_them(
     windows: tuple[int | None, ...], changes: dict[str, object], lost: int
 ) -> None:
-    changed = policy("fp8").model_copy(update=changes)
+    changed = SHIPPED["fp8"].model_copy(update=changes)
     assert len(changed.evicted_pages(1000, KVShape(3, 8, 128, windows))) == lost
 
 
 def test_an_evicting_sequence_costs_what_it_keeps_and_a_token_what_its_format_takes() -> None:
-    plain, streaming = policy("fp8"), policy("fp8_streaming")
+    plain, streaming = SHIPPED["fp8"], SHIPPED["fp8_streaming"]
     assert streaming.bytes_per_token(LLAMA_8B) == plain.bytes_per_token(LLAMA_8B)
     assert streaming.sequence_bytes(LLAMA_8B, 4096) == plain.sequence_bytes(LLAMA_8B, 4096)
     most = (64 + 4096 + 64) * 64 * KIB
@@ -150,18 +131,18 @@ def test_an_evicting_sequence_costs_what_it_keeps_and_a_token_what_its_format_ta
 
 
 def heavy_hitters() -> KVPolicy:
-    return policy("fp16").model_copy(update={"name": "fp16_h2o", "eviction": Eviction(window_tokens=256, heavy_tokens=256)})
+    return SHIPPED["fp16"].model_copy(update={"name": "fp16_h2o", "eviction": Eviction(window_tokens=256, heavy_tokens=256)})
 
 
 @pytest.mark.parametrize("tokens", [4096, 8_192, 131_072])
-@pytest.mark.parametrize("evicting", [policy("fp16_streaming"), heavy_hitters()], ids=lambda evicting: evicting.name)
+@pytest.mark.parametrize("evicting", [SHIPPED["fp16_streaming"], heavy_hitters()], ids=lambda evicting: evicting.name)
 def test_a_policy_holds_no_more_live_tokens_for_what_it_has_lost(evicting: KVPolicy, tokens: int) -> None:
-    kept = live_tokens(policy("fp16"), LLAMA_8B, 45 * GIB, 64)
+    kept = live_tokens(SHIPPED["fp16"], LLAMA_8B, 45 * GIB, 64)
     assert live_tokens(evicting, LLAMA_8B, 45 * GIB, tokens) <= kept
 
 
 def test_an_overridden_layer_has_its_own_formats_and_no_window() -> None:
-    fp8, int4 = policy("fp8").key, policy("int4").key
+    fp8, int4 = SHIPPED["fp8"].key, SHIPPED["int4"].key
     guarded = KVPolicy(
         name="guarded",
         key=int4,
@@ -244,7 +225,7 @@ TWICE = {"layers": [1], "key": FP16_POLICY.key}
 )
 def test_a_policy_that_contradicts_itself_is_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        KVPolicy.model_validate({**dict(policy("fp8")), **fields})
+        KVPolicy.model_validate({**dict(SHIPPED["fp8"]), **fields})
 
 
 GROUPS_OF_128 = Format(dtype="int4", granularity="per_group", group_size=128, scale="dynamic")
@@ -274,12 +255,7 @@ def test_a_policy_that_the_model_cannot_hold_is_refused_by_its_key(
     name: str, changes: dict[str, object], shape: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        policy(name).model_copy(update=changes).check_shape(replace(KVShape(layers=4, kv_heads=1, head_dim=64), **shape))
-
-
-def test_scales_survive_their_file() -> None:
-    scales = KVScales(layers=({Side.KEY: SideScales(scale=(0.1, 2.5e-7), zero=(-1.0, 0.0))}, {}))
-    assert KVScales.model_validate_json(scales.model_dump_json(indent=1)) == scales
+        SHIPPED[name].model_copy(update=changes).check_shape(replace(KVShape(layers=4, kv_heads=1, head_dim=64), **shape))
 
 
 @pytest.mark.parametrize("scale", ["[0.0]", "[-1.0]", "[NaN]", "[Infinity]", '["1"]', "1.0", "[]"])
@@ -320,11 +296,11 @@ SMALL = KVShape(layers=1, kv_heads=2, head_dim=64)
 )
 def test_scales_that_are_not_what_the_policy_needs_are_refused(layers: tuple[dict[str, SideScales], ...], message: str) -> None:
     with pytest.raises(UserError, match=f"FILE: .*{message}"):
-        KVScales.model_validate({"layers": layers}).check(policy("fp8_head"), SMALL, "FILE")
+        KVScales.model_validate({"layers": layers}).check(SHIPPED["fp8_head"], SMALL, "FILE")
 
 
 def test_scales_that_the_policy_needs_are_accepted() -> None:
-    KVScales(layers=({Side.KEY: PER_HEAD, Side.VALUE: PER_HEAD},)).check(policy("fp8_head"), SMALL, "FILE")
+    KVScales(layers=({Side.KEY: PER_HEAD, Side.VALUE: PER_HEAD},)).check(SHIPPED["fp8_head"], SMALL, "FILE")
 
 
 def test_a_key_of_another_backend_is_refused_with_the_backends_that_have_it() -> None:

@@ -34,7 +34,7 @@ def static_scale(side: SideLayout, x_HTD: Tensor) -> Tensor | None:
     """Scales (1) or (H) for which a few numbers saturate."""
     if not side.has_static_scales:
         return None
-    largest = x_HTD.abs().amax((1, 2)).clamp(min=1e-20) * 0.7 / (side.limit * (448.0 if side.layer_scale else 1.0))
+    largest = x_HTD.abs().amax((1, 2)).clamp(min=1e-20) * 0.7 / (side.codes.limit * (448.0 if side.layer_scale else 1.0))
     return largest if side.granularity == "per_head" else largest.amax()[None]
 
 

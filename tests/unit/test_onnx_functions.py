@@ -117,7 +117,7 @@ def test_a_format_stores_what_the_oracle_stores(form: Format) -> None:
     assert_stores_what_the_oracle_stores(form)
 
 
-@pytest.mark.parametrize("form", [*FORMATS, *NVFP4S, TURBOQUANT], ids=names)
+@pytest.mark.parametrize("form", [*FORMATS[::3], *NVFP4S, TURBOQUANT], ids=names)
 def test_what_is_stored_of_bfloat16_numbers_is_rounded_once_from_float32(form: Format) -> None:
     assert_stores_what_the_oracle_stores(form, "bfloat16")
 

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from trtllm_exports import conf
+from shipped import conf
 
 from pipeline.core.errors import MissingRequirement, UserError
 from stages.engines.openai.client import Client, Refused

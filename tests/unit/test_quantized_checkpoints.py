@@ -7,7 +7,7 @@ import pytest
 import torch
 from quantized_checkpoints import FORMS, quantize_checkpoint
 from safetensors.torch import load_file, save_file
-from trtllm_exports import conf
+from shipped import SHIPPED
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.checkpoint.description import inspect_checkpoint
@@ -15,7 +15,7 @@ from pipeline.checkpoint.finite import check_finite
 from pipeline.checkpoint.quantized import SERVED
 from pipeline.checkpoint.weights import check_weights
 from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy, Side
+from pipeline.core.kv import Side
 from stages.checkpoints import expected_tensors, load_causal_lm
 from stages.engines.oracle.model import round_inputs
 from stages.engines.trtllm.targets import refuse
@@ -56,11 +56,11 @@ def test_the_scales_of_a_cache_are_read_and_left_out_of_what_is_served(tiny_chec
     quantize_checkpoint(tiny_checkpoint, tmp_path / "given", "W8A8 INT8", cache_scale=0.5)
     info = inspect_checkpoint(tmp_path / "given")
     check_weights(info, expected_tensors)
-    fp8 = KVPolicy.model_validate(conf("kv", "fp8"))
+    fp8 = SHIPPED["fp8"]
     scales = own_scales(info.path, fp8, info.shape)
     assert scales is not None
     assert [scales.layers[1][side].scale for side in (Side.KEY, Side.VALUE)] == [(0.125,), (0.0625,)]
-    assert own_scales(info.path, KVPolicy.model_validate(conf("kv", "fp8_head")), info.shape) is None
+    assert own_scales(info.path, SHIPPED["fp8_head"], info.shape) is None
     copy_without_scales(info, tmp_path / "served")
     given, served = (load_file(folder / "model.safetensors") for folder in (info.path, tmp_path / "served"))
     assert given.keys() - served.keys() == {name for name in given if name.endswith(("k_scale", "v_scale"))}
@@ -86,7 +86,7 @@ def test_tensorrt_llm_is_given_the_weights_that_modelopt_wrote_and_no_others(
 ) -> None:
     quantize_checkpoint(tiny_checkpoint, tmp_path / "given", form)
     info = inspect_checkpoint(tmp_path / "given")
-    policy = KVPolicy.model_validate(conf("kv", "fp8"))
+    policy = SHIPPED["fp8"]
     copy_without_scales(info, tmp_path / "made" / SERVED)
     report = as_given(tmp_path / "made" / SERVED, tmp_path / "unified_hf", policy)
     engine, pytorch = (refuse(target, policy, "none", info, 1) for target in ("engine", "pytorch"))

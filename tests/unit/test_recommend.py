@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from gate_reports import report as make_report
 from judged_engine import config_of, judged_engine
+from shipped import SHIPPED
 
 from pipeline.config.compose import plan
-from pipeline.config.policies import shipped_policies
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.kv import KVShape
 from pipeline.planning.capacity import Capacity, measure
@@ -26,19 +26,18 @@ from pipeline.verdict.report import SAMPLES_FILE
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64)
 MODEL = ModelShape(Path("/models/some-llm"), SHAPE, 4, (None,) * 4, 8192, dict, ())
 USE = ["capacity.gpu_gib=1", "capacity.reserve_gib=0", "capacity.contexts=[{tokens: 900, requests: 1}]"]
-POLICIES = {policy.name: policy for policy in shipped_policies()}
 
 
 @cache
 def capacity(*overrides: str) -> Capacity:
     asked = plan([*USE, *overrides], multirun=False).jobs[0].capacity
-    return measure("some-llm", MODEL, asked, "none", labelled(list(POLICIES.values()), []))
+    return measure("some-llm", MODEL, asked, "none", labelled(list(SHIPPED.values()), []))
 
 
 def judged(policy: str, **changes: object) -> Judged:
     """An engine that passed on samples of 900 tokens."""
     one = Judged(
-        policy=POLICIES[policy],
+        policy=SHIPPED[policy],
         source=f"/evidence/{policy}",
         made=1.0,
         backend="onnxruntime",
@@ -143,7 +142,9 @@ def test_a_pass_that_does_not_reach_the_use_is_passed_over_with_the_keys_that_wo
 
 def test_what_would_hold_more_is_named_and_the_rest_of_the_unjudged_only_counted() -> None:
     lines = "\n".join(recommendation_lines(recommended(judged("fp8")), ["seed=1"]))
-    (command,) = [line.strip() for line in lines.splitlines() if " -m seed=1 stage=evaluate kv=int4_tensor,int4," in line]
+    (command,) = [
+        line.strip() for line in lines.splitlines() if " -m seed=1 stage=evaluate kv=" in line and ",int4_tensor,int4," in line
+    ]
     jobs = plan(shlex.split(command)[4:], multirun=True).jobs
     assert {"int4_g32", "fp8k_int4v", "fp8_head"} <= {job.kv.name for job in jobs}
     assert {(job.stage, job.seed) for job in jobs} == {("evaluate", 1)}
@@ -173,7 +174,7 @@ CONFIG = {
 @pytest.fixture
 def asked(tmp_path: Path) -> list[str]:
     """A command line for a model of which there is a config.json, in a work directory with the evidence of one engine."""
-    system = make_report([]).system.model_copy(update={"kib_per_token": POLICIES["int8"].bytes_per_token(SHAPE) / 1024})
+    system = make_report([]).system.model_copy(update={"kib_per_token": SHIPPED["int8"].bytes_per_token(SHAPE) / 1024})
     measured = {"coverage": Coverage(overall=EXERCISED, cells=[]), "system": system}
     judged_engine(tmp_path / "work" / "artifacts", measured=measured)
     (tmp_path / "some-llm").mkdir()
@@ -193,7 +194,7 @@ def test_the_stage_reads_the_evidence_in_the_store_and_moves_nothing(
     assert sorted(tmp_path.rglob("*")) == sorted([*before, written])
     found = Recommendation.model_validate_json(written.read_text())
     assert found.chosen is not None
-    assert found.chosen.policy == POLICIES["int8"]
+    assert found.chosen.policy == SHIPPED["int8"]
     assert "the model's weights are not here" in found.notes[0]
 
 

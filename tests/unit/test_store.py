@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -198,10 +196,5 @@ def test_nan_has_no_digest() -> None:
         digest.json_digest({"a": float("nan")})
 
 
-def test_code_digest_reads_sources_without_importing_them() -> None:
-    program = (
-        "import sys; from pipeline.artifacts.digest import code_digest; code_digest('stages.quantize.run'); print(*sys.modules)"
-    )
-    result = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert {"torch", "modelopt", "stages.quantize.run"}.isdisjoint(result.stdout.split())
+def test_code_digest_covers_what_is_imported_inside_functions() -> None:
     assert {"stages.quantize.modelopt_adapter", "pipeline.core.kv"} <= set(digest.reachable_modules("stages.quantize.run"))

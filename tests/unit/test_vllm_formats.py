@@ -1,15 +1,13 @@
-"""vLLM's 4-bit formats as an engine here computes them, against their definition written number by number.
+"""vLLM's formats as an engine here computes them, against their definition written number by number.
 
 tests/real_vllm/test_vllm_codes.py compares the same with vLLM's own kernels.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-import yaml
 from pydantic import ValidationError
+from shipped import SHIPPED
 from torch import Tensor
 
 from pipeline.config.compose import plan
@@ -22,11 +20,7 @@ from pipeline.formats.vllm_turboquant.oracle import centroids
 from pipeline.run.inputs import check_inputs
 from stages.engines.oracle.formats import dequantize, hadamard, quantize
 
-CONF = Path(__file__).parents[2] / "conf" / "kv"
-K8V4, INT4, INT8, FP8, NC = (
-    KVPolicy.model_validate(yaml.safe_load((CONF / f"vllm_{name}.yaml").read_text()))
-    for name in ("k8v4", "int4", "int8", "fp8", "4bit_nc")
-)
+K8V4, INT4, INT8, FP8, NC, NC3 = (SHIPPED[f"vllm_{name}"] for name in ("k8v4", "int4", "int8", "fp8", "4bit_nc", "3bit_nc"))
 SIGNS = "590d"
 """Of the first 16 channels of a head of 64, as vLLM 0.32.0 draws them: bits from the lowest up, 1 is +1. Recorded."""
 
@@ -41,29 +35,36 @@ def vectors() -> Tensor:
     return x
 
 
-def unpacked(stored: Stored) -> Tensor:
-    """Codes 0 to 15."""
+def unpacked(stored: Stored, bits: int = 4) -> Tensor:
+    """Codes from 0 up: halves of a byte, or a stream of bits."""
+    if bits == 3:
+        stream = np.unpackbits(stored.codes.numpy().view(np.uint8), axis=-1, bitorder="little")
+        return torch.from_numpy(stream.reshape(*stored.codes.shape[:-1], -1, 3) @ np.array([1, 2, 4]))
     byte = stored.codes.to(torch.int16)
     return torch.cat([byte & 15, (byte >> 4) + 8], dim=-1)
 
 
-def test_turboquant_values_are_rounded_half_up_from_the_unrounded_range() -> None:
-    x = vectors()
-    stored = quantize(x, K8V4.value, None)
+@pytest.mark.parametrize(("policy", "bits"), [(K8V4, 4), (NC3, 3)])
+def test_turboquant_values_are_rounded_half_up_from_the_unrounded_range(policy: KVPolicy, bits: int) -> None:
+    x, levels = vectors(), 2**bits - 1
+    stored = quantize(x, policy.value, None)
     assert stored.scale is not None
     assert stored.zero is not None
     for vector, codes, scale, zero in zip(
         x.flatten(0, 1).numpy(),
-        unpacked(stored).flatten(0, 1).numpy(),
+        unpacked(stored, bits).flatten(0, 1).numpy(),
         stored.scale.flatten().numpy(),
         stored.zero.flatten().numpy(),
         strict=True,
     ):
         low, high = vector.min(), vector.max()
-        step = max(np.float32(high - low) / np.float32(15), np.float32(1e-8))
-        expected = [min(int(np.float32((number - low) / step) + np.float32(0.5)), 15) for number in vector]
+        step = max(np.float32(high - low) / np.float32(levels), np.float32(1e-8))
+        expected = [min(int(np.float32((number - low) / step) + np.float32(0.5)), levels) for number in vector]
         assert codes.tolist() == expected
         assert (scale, zero) == (np.float16(step), np.float16(low))
+    numbers = unpacked(stored, bits) * stored.scale.float() + stored.zero.float()
+    torch.testing.assert_close(dequantize(stored, policy.value, None), numbers)
+    assert stored.codes.shape[-1] == 8 * bits
 
 
 def test_token_head_keeps_a_whole_zero_in_the_lowest_bits_of_a_float32() -> None:
@@ -104,15 +105,16 @@ def test_a_scale_of_a_token_and_head_is_a_float32_and_whole_codes_are_rounded_ha
     assert policy.bytes_per_token(KVShape(layers=1, kv_heads=1, head_dim=64)) == 2 * (64 + 4)
 
 
-def test_centroid_keys_are_the_nearest_of_a_vector_of_length_1_and_keep_its_length() -> None:
-    x, points = vectors()[:, 5:], centroids(64)
-    stored = quantize(x, NC.key, None)
+@pytest.mark.parametrize(("policy", "bits"), [(NC, 4), (NC3, 3)])
+def test_centroid_keys_are_the_nearest_of_a_vector_of_length_1_and_keep_its_length(policy: KVPolicy, bits: int) -> None:
+    x, points = vectors()[:, 5:], centroids(64, bits)
+    stored = quantize(x, policy.key, None)
     assert stored.scale is not None
     torch.testing.assert_close(stored.scale[..., 0].float(), x.norm(dim=-1), rtol=2.0**-10, atol=0)
     unit = x @ hadamard(64) / x.norm(dim=-1, keepdim=True)
     nearest = (unit[..., None] - points).abs().argmin(-1)
-    assert (unpacked(stored) == nearest).float().mean() > 0.999
-    torch.testing.assert_close(dequantize(stored, NC.key, None).norm(dim=-1), stored.scale[..., 0].float())
+    assert (unpacked(stored, bits) == nearest).float().mean() > 0.999
+    torch.testing.assert_close(dequantize(stored, policy.key, None).norm(dim=-1), stored.scale[..., 0].float())
     assert points.tolist() == sorted(points.tolist())
     torch.testing.assert_close(points, -points.flip(0))
 
@@ -131,6 +133,7 @@ def test_the_signs_are_those_that_vllm_draws() -> None:
         ({"rotation": "hadamard"}, "rotation=none alone: set these, or arithmetic=kvgate"),
         ({"arithmetic": "vllm_token_head"}, "arithmetic vllm_token_head is of .* rotation=signed_hadamard alone"),
         ({"arithmetic": "kvgate", "rotation": "signed_hadamard"}, "rotation must be none or hadamard unless"),
+        ({"arithmetic": "kvgate", "dtype": "int3"}, "dtype must be one of .*, got int3"),
         ({"arithmetic": "vllm"}, "arithmetic"),
     ],
 )
@@ -143,10 +146,11 @@ def test_what_vllm_has_no_such_format_of_is_refused(changed: dict[str, object], 
     ("backend", "kv", "instead"),
     [
         ("onnxruntime", "vllm_int4", r"kv\.key\.arithmetic=kvgate kv\.key\.rotation=hadamard$"),
+        ("onnxruntime", "vllm_3bit_nc", r"kv\.key\.arithmetic=kvgate kv\.key\.dtype=int4$"),
         ("tensorrt_rtx", "vllm_int8", r"kv\.key\.arithmetic=kvgate$"),
     ],
 )
 def test_graphs_refuse_what_the_oracle_alone_computes_and_name_it(backend: str, kv: str, instead: str) -> None:
     (job,) = plan([f"backend={backend}", f"kv={kv}"], multirun=False).jobs
-    with pytest.raises(UserError, match=rf"^kv\.key\.arithmetic=vllm_token_head: .*; use backend=torch .*, or set {instead}"):
+    with pytest.raises(UserError, match=rf"^kv\.key\.arithmetic=vllm_\w+: .*; use backend=torch .*, or set {instead}"):
         check_inputs(job)

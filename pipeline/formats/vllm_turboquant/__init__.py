@@ -1,1 +1,1 @@
-"""The values of vLLM's turboquant_k8v4 and turboquant_4bit_nc, and the keys of the latter, in its rounding."""
+"""The values of vLLM's turboquant types, and the keys of those with `nc`, in its rounding: of 4 bits and of 3."""

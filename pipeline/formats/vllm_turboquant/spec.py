@@ -1,12 +1,16 @@
-"""What a code is. Of values: 0 to 15 of the unrounded range and minimum, rounded half up, where int4's are of the stored ones.
+"""What a code is. Of values: 0 to 15 or 7 of the unrounded range and minimum, rounded half up, where int4's are of stored ones.
 
-Of keys: the number of one of 16 centroids, and the norm of the vector as its scale. ONNX's operators have no graph of them.
+Of keys: the number of one of 16 or 8 centroids, and the norm of the vector as its scale. Of keys and of 3 bits there is no
+graph. Three bits are a dtype of these arithmetics alone.
 """
+
+from dataclasses import replace
 
 from pipeline.formats.spec import PACKED, Spec
 
 SMALLEST_SCALE = 1e-8
 """Floor of the scale that values are divided by; it is stored as a float16, which may be 0."""
+KEYS = "int{} per_token rotation=hadamard arithmetic=vllm_centroids"
 
 VLLM_TURBOQUANT = Spec(
     "vllm_turboquant",
@@ -19,7 +23,8 @@ VLLM_TURBOQUANT = Spec(
     native=(None, 7),
     vllm_beside={
         "fp8_e4m3 per_tensor": "turboquant_k8v4",
-        "int4 per_token rotation=hadamard arithmetic=vllm_centroids": "turboquant_4bit_nc",
+        KEYS.format(4): "turboquant_4bit_nc",
+        KEYS.format(3): "turboquant_k3v4_nc",
     },
 )
 VLLM_CENTROIDS = Spec(
@@ -32,3 +37,15 @@ VLLM_CENTROIDS = Spec(
     refines=("int4", True, "hadamard"),
     oracle_only=True,
 )
+VLLM_TURBOQUANT_3 = replace(
+    VLLM_TURBOQUANT,
+    name="vllm_turboquant_3",
+    bits=3,
+    limit=3.0,
+    refines=("int3", False, "none"),
+    native=(None, None),
+    oracle_only=True,
+    vllm_beside={KEYS.format(3): "turboquant_3bit_nc"},
+)
+VLLM_CENTROIDS_3 = replace(VLLM_CENTROIDS, name="vllm_centroids_3", bits=3, limit=3.0, refines=("int3", True, "hadamard"))
+TYPES = (VLLM_TURBOQUANT, VLLM_CENTROIDS, VLLM_TURBOQUANT_3, VLLM_CENTROIDS_3)

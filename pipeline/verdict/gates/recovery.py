@@ -5,7 +5,7 @@ over the sum of the baseline's. A PASS needs it: one number a question says more
 2024, arXiv 2411.00640). Documents are what is tested, by a bet (`pipeline.statistics.bounds`): a document that was seen counts
 whole, one that was not is taken to lose at most OUTLIER times the limit.
 
-`python -m benchmarks.gate_recovery` compares the bet with other bounds on rows that were measured.
+`python -m benchmarks.gate_recovery` shows how often the bet passes wrongly on rows that were measured.
 """
 
 import math

@@ -5,6 +5,7 @@ token, B rows of a step, P pages of a row of the table, T tokens in a sequence's
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -18,12 +19,49 @@ from pipeline.core.records import MemoryReport, StoredCopy
 from pipeline.core.scales import KVScales
 from plugins.kv_attention import launch
 from plugins.kv_attention.layout import CacheLayout
-from stages.engines.cuda.groups import LayerGroup, multiply
 from stages.engines.paged.allocator import PageAllocator
 from stages.engines.paged.sequences import SequencePages
+from stages.engines.staging import scaled
 
 FIRST_COLUMNS = 16
 """Pages of a row of a step's table at first: 1,024 tokens."""
+
+
+@dataclass
+class LayerGroup:
+    """Layers whose caches have one layout, and their tensors."""
+
+    layout: CacheLayout
+    layers: list[int]
+    first: int
+    """Place of its first layer among the new keys and values of a step, which are in the order of the groups."""
+    paged: dict[str, Tensor]
+    """`key_pool`, ... (l, N, H, 64, W), as CacheLayout.pools says."""
+    exact: dict[str, Tensor]
+    """`key_exact`, `value_exact` (l, M, H, E, D)."""
+    scales: dict[str, Tensor]
+    """`key_scale`, `value_scale` (l, 1 | H) of static sides."""
+    read: dict[str, Tensor] = field(default_factory=dict)
+    """Those of `scales` that are read with other numbers than tokens are stored with: the must-fail control corrupted them."""
+    faults: dict[str, Tensor] = field(default_factory=dict)
+    """The must-fail control's factors (l, 1, H, 1, 1) on stored scales, or on numbers that have none, by paged array."""
+
+    def of(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the group's layers of new keys and values (L, ...)."""
+        part = slice(self.first, self.first + len(self.layers))
+        return keys[part], values[part]
+
+    def to_read(self, i: int) -> dict[str, Tensor]:
+        """Return the tensors of the i-th layer that attention reads; their addresses stay the same until `moves` changes."""
+        return {name: tensor[i] for name, tensor in (self.paged | self.exact | self.scales | self.read).items()}
+
+    def apply_faults(self, pages: Tensor, slots: Tensor, stored: Tensor) -> None:
+        """Multiply the scales, or the numbers, at some places by the group's faults; leave them where `stored` is false."""
+        for name, factors in self.faults.items():
+            factor = factors[None, :, 0, :, 0]
+            array = self.paged[name]
+            # (tokens, l, H, W): indices on both sides of a slice put their dimension first.
+            array[:, pages, :, slots] = scaled(array[:, pages, :, slots], torch.where(stored, factor, 1.0))
 
 
 class KernelCache(SequencePages):
@@ -81,11 +119,6 @@ class KernelCache(SequencePages):
             for group in self.groups:
                 group.apply_faults(pages, place % PAGE_TOKENS, stored=positions[0] >= 0)
 
-    def advance(self, handles: Sequence[int], tokens: int = 1) -> None:
-        """Count tokens that a step has stored of each sequence."""
-        for handle in handles:
-            self.sequences[handle].length += tokens
-
     @property
     def recent_tokens(self) -> int:
         """The newest tokens of a sequence that are kept exact, the same in all layers."""
@@ -99,7 +132,7 @@ class KernelCache(SequencePages):
         """Return what a sequence's pages hold of a layer, and the static scales that attention reads it with."""
         sequence = self.sequences[handle]
         group, i = self.places[layer]
-        tensors, pages = group.to_read(i), self._indices(sequence.pages)
+        tensors, pages = group.to_read(i), torch.tensor(sequence.pages, dtype=torch.int64, device=self.device)
 
         def held(name: str) -> npt.NDArray[np.uint8] | None:
             if name not in group.paged:
@@ -112,16 +145,12 @@ class KernelCache(SequencePages):
             codes, bytes_, static = held(f"{side}_pool"), held(f"{side}_scale_pool"), tensors.get(f"{side}_scale")
             assert codes is not None
             scale: npt.NDArray[np.float16] | npt.NDArray[np.uint8] | None = bytes_
-            if bytes_ is not None and (group.layout.key if side.is_key else group.layout.value).scale_storage == "float16":
+            if (
+                bytes_ is not None
+                and (group.layout.key if side.is_key else group.layout.value).codes.scale_storage == "float16"
+            ):
                 scale = bytes_.view(np.float16)
-            return StoredCopy(
-                0,
-                codes,
-                scale,
-                None,
-                None if static is None else static.cpu().numpy().reshape(-1, 1, 1),
-                None,
-            )
+            return StoredCopy(0, codes, scale, None, None if static is None else static.cpu().numpy().reshape(-1, 1, 1), None)
 
         return {side: copy(side) for side in (Side.KEY, Side.VALUE)}
 
@@ -141,7 +170,7 @@ class KernelCache(SequencePages):
                 paged = group.paged[array]
                 factors = self._factors(chosen, paged.shape[2], factor, head)[:, None, :, None, None]
                 group.faults[array] = group.faults[array] * factors if array in group.faults else factors
-                multiply(paged, factors)
+                paged.copy_(scaled(paged, factors))
         self.moves += 1
 
     def _factors(self, chosen: Sequence[bool], heads: int, factor: float, head: int | None) -> Tensor:
@@ -172,9 +201,6 @@ class KernelCache(SequencePages):
             pages=self.pages.capacity,
             live_tokens=self.live_tokens,
         )
-
-    def _indices(self, numbers: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(numbers, dtype=dtype, device=self.device)
 
     def _enlarge(self, allocator: PageAllocator, needed: int) -> None:
         """Make room for twice as many pages or exact buffers as there are where memory allows that, for `needed` otherwise.

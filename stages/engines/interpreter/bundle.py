@@ -3,17 +3,17 @@
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pipeline.artifacts.digest import tree_files
 from pipeline.artifacts.files import link_or_copy
 from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
 from pipeline.checkpoint.exports import holder
-from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.core.records import Progress
 from pipeline.core.scales import KVScales
-from stages.engines.bundle import BuiltFor, BundleRecord, open_record, read_policy, read_scales, write_bundle, write_policy
+from stages.engines import bundle
+from stages.engines.bundle import BuiltFor, ModelRecord, write_bundle
 from stages.engines.interpreter.config import InterpreterConfig
 from stages.engines.interpreter.process import Interpreter, Program, probe
 
@@ -21,7 +21,7 @@ CHECKPOINT = "checkpoint"
 """Folder of the checkpoint that is served."""
 
 
-class ServedBundle(BundleRecord):
+class ServedBundle(ModelRecord):
     """`bundle.json`."""
 
     built_for: BuiltFor
@@ -40,9 +40,6 @@ class ServedBundle(BundleRecord):
         return KVShape(self.layers, self.kv_heads, self.head_dim)
 
 
-B = TypeVar("B", bound=ServedBundle)
-
-
 def cannot_hold(policy: KVPolicy, backend: str, reason: str, choices: str) -> str:
     """Say why a library's cache is not the policy's, and what is."""
     return (
@@ -58,12 +55,7 @@ def begin_bundle(
     if interpreter.unread is not None:
         progress(interpreter.unread, 0, 0)
     info = inspect_checkpoint(checkpoint)
-    measured = read_scales(scales, policy, info.shape)
-    write_policy(out, policy, measured)
-    for name in TOKENIZER_FILES:
-        if (checkpoint / name).is_file():
-            shutil.copyfile(checkpoint / name, out / name)
-    return interpreter, info, measured
+    return interpreter, info, bundle.begin_bundle(checkpoint, out, policy, scales, info.shape)
 
 
 def copy_checkpoint(names: Iterable[str], source: Path, out: Path) -> None:
@@ -90,10 +82,3 @@ def end_bundle(out: Path, record: type[ServedBundle], interpreter: Interpreter, 
         "vocab_size": info.vocab_size,
     }
     write_bundle(out, record.model_validate({**known, **fields}))
-
-
-def open_bundle(directory: Path, record: type[B], backend: str) -> tuple[B, KVPolicy, KVScales]:
-    """Read and verify a bundle. Raises UserError naming the file that is missing or not the one that was built."""
-    bundle = open_record(directory, record, backend)
-    policy, scales = read_policy(directory, bundle.shape)
-    return bundle, policy, scales

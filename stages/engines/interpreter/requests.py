@@ -23,7 +23,8 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS, Side
 from pipeline.core.records import LoadTimes, MemoryReport, StoredCopy
 from stages.engines.base import Logits, SequenceTable
-from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, open_bundle
+from stages.engines.bundle import open_bundle
+from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle
 from stages.engines.interpreter.config import InterpreterConfig
 from stages.engines.interpreter.process import A, Interpreter, Program, Worker, WorkerError, probe
 from stages.engines.interpreter.protocol import EmptyAnswer, Generation, Loaded, RunAnswer

@@ -9,8 +9,7 @@ from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
 from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.engines.onnx.native.compiler import find_compiler, kernel_digest, require_compiler
-from stages.engines.onnx.refusals import refuse_bfloat16, refuse_oracles_own
-from stages.engines.paged.eviction import refuse_heavy_tokens
+from stages.engines.onnx.refusals import refuse_bfloat16, refuse_heavy_tokens, refuse_oracles_own
 
 
 class OnnxBackend(Backend):

@@ -7,23 +7,14 @@ from onnx import helper
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.artifacts.files import link_or_copy
-from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress
 from pipeline.core.scales import SCALES_FILE
 from stages.engines.base import Mode
-from stages.engines.bundle import read_record, read_scales, write_bundle, write_policy
-from stages.engines.onnx.bundle import (
-    BACKEND,
-    GRAPHS,
-    WEIGHTS_FILE,
-    Bundle,
-    ModelInfo,
-    Tensor,
-)
-from stages.engines.onnx.refusals import refuse_oracles_own
+from stages.engines.bundle import begin_bundle, read_record, write_bundle
+from stages.engines.onnx.bundle import BACKEND, GRAPHS, WEIGHTS_FILE, Bundle, ModelInfo
+from stages.engines.onnx.refusals import refuse_heavy_tokens, refuse_oracles_own
 from stages.engines.onnx.surgery import specialise
-from stages.engines.paged.eviction import refuse_heavy_tokens
 
 
 def build_bundle(decoder: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
@@ -43,12 +34,8 @@ def build_bundle(decoder: Path, out: Path, *, policy: KVPolicy, scales: Path, pr
     policy.check_shape(info.shape)
     refuse_heavy_tokens(policy)
     refuse_oracles_own(policy)
-    static = read_scales(scales, policy, info.shape)
-    write_policy(out, policy, static)
+    static = begin_bundle(decoder, out, policy, scales, info.shape)
     link_or_copy(decoder / WEIGHTS_FILE, out / WEIGHTS_FILE)
-    for name in TOKENIZER_FILES:
-        if (decoder / name).is_file():
-            link_or_copy(decoder / name, out / name)
     modes: tuple[Mode, ...] = ("prefill", "decode")
     for done, (mode, name) in enumerate(zip(modes, GRAPHS, strict=True)):
         progress("build", done, len(GRAPHS))
@@ -61,8 +48,6 @@ def build_bundle(decoder: Path, out: Path, *, policy: KVPolicy, scales: Path, pr
         backend=BACKEND,
         graph_digest=digests["decode.onnx"],
         model=info,
-        inputs=[_tensor(value) for value in model.graph.input],
-        outputs=[_tensor(value) for value in model.graph.output],
         files={**digests, WEIGHTS_FILE: info.weights_sha256},
     )
     write_bundle(out, bundle)
@@ -80,9 +65,3 @@ def _check(model: onnx.ModelProto) -> None:
         else:
             copy.graph.initializer.append(tensor)
     onnx.checker.check_model(copy)
-
-
-def _tensor(value: onnx.ValueInfoProto) -> Tensor:
-    kind = value.type.tensor_type
-    dims: list[int | str] = [dim.dim_param or dim.dim_value for dim in kind.shape.dim]
-    return Tensor(name=value.name, dtype=onnx.TensorProto.DataType.Name(kind.elem_type).lower(), shape=dims)

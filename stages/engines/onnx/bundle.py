@@ -7,7 +7,8 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.core.scales import KVScales
 from pipeline.core.strict import StrictModel
-from stages.engines.bundle import BUNDLE_FILE, BundleRecord, open_record, read_policy
+from stages.engines import bundle as bundles
+from stages.engines.bundle import BUNDLE_FILE, ModelRecord
 
 BACKEND = "onnxruntime"
 GRAPHS = ("prefill.onnx", "decode.onnx")
@@ -43,28 +44,21 @@ class ModelInfo(StrictModel):
         return KVShape(self.layers, self.kv_heads, self.head_dim, self.windows)
 
 
-class Tensor(StrictModel):
-    """One input or output of a graph; dynamic dimensions are named."""
-
-    name: str
-    dtype: str
-    shape: list[int | str]
-
-
-class Bundle(BundleRecord):
+class Bundle(ModelRecord):
     """`bundle.json`."""
 
     graph_digest: str
     """sha256 of decode.onnx, which evaluations cite."""
     model: ModelInfo
-    inputs: list[Tensor]
-    outputs: list[Tensor]
+
+    @property
+    def shape(self) -> KVShape:
+        return self.model.shape
 
 
 def open_bundle(directory: Path) -> tuple[Bundle, KVPolicy, KVScales]:
     """Read and verify a bundle. Raises UserError naming the file that is missing or not the one that was built."""
-    bundle = open_record(directory, Bundle, BACKEND)
+    bundle, policy, scales = bundles.open_bundle(directory, Bundle, BACKEND)
     if bundle.files.get("decode.onnx") != bundle.graph_digest:
         raise UserError(f"{directory / BUNDLE_FILE}: graph_digest is not decode.onnx's: build the engine again")
-    policy, scales = read_policy(directory, bundle.model.shape)
     return bundle, policy, scales

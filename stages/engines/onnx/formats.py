@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.kv import KVPolicy, KVShape, Side
 from pipeline.formats.body import Body
 from pipeline.formats.graph import KINDS, Graph, Options
 from pipeline.formats.nvfp4.graph import GRAPH as NVFP4
@@ -41,11 +40,6 @@ class SideCodec(StoredSide):
     def rotated(self, body: Body, x: str) -> str:
         """Rotate x (..., D) into the basis of the codes, or back: the matrix is its own inverse."""
         return x if self.form.rotation == "none" else body.op("MatMul", x, body.real(hadamard(self.head_dim)))
-
-
-def layer_codecs(policy: KVPolicy, shape: KVShape, layer: int) -> dict[Side, SideCodec]:
-    """Return the codec of every stored copy of one layer's keys and values."""
-    return {side: SideCodec(side, form, shape.kv_heads, shape.head_dim) for side, form in policy.sides(layer).items()}
 
 
 def hadamard(size: int) -> npt.NDArray[np.float64]:

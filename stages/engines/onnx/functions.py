@@ -25,7 +25,7 @@ from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
 from pipeline.formats.body import Body
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
-from stages.engines.onnx.formats import SideCodec, layer_codecs
+from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.reading import read_scores, read_values
 
 MASKED = {"float32": -1e30, "float16": -6e4}
@@ -57,7 +57,7 @@ class AttentionSpec:
     @property
     def sides(self) -> dict[Side, SideCodec]:
         """Every stored copy of the layer's keys and values."""
-        return layer_codecs(self.policy, self.shape, self.layer)
+        return SideCodec.of_layer(self.policy, self.shape, self.layer)
 
     @property
     def tables(self) -> dict[str, tuple[str, ...]]:

@@ -12,7 +12,7 @@ from pipeline.core.kv import PAGE_TOKENS, Side
 from pipeline.core.records import MemoryReport, StoredCopy
 from pipeline.core.scales import KVScales
 from stages.engines.base import ChunkedEngine, Logits, Mode, not_finite
-from stages.engines.paged.layout import layer_sides
+from stages.engines.paged.layout import StoredSide
 from stages.engines.paged.pool import Factor, PagedPool
 from stages.engines.paged.sequences import PoolFull
 from stages.engines.paged.waiting import PooledEngine
@@ -29,7 +29,7 @@ class PagedEngine(ChunkedEngine, PooledEngine):
         self._faults: dict[str, Factor] = {}
         """Factors of `corrupt_scale` on what is written to arrays of the pool, by array."""
         for layer in range(self.shape.layers):
-            for stored in layer_sides(self.policy, self.shape, layer).values():
+            for stored in StoredSide.of_layer(self.policy, self.shape, layer).values():
                 for name, values in stored.constant_values(scales, layer).items():
                     self._constants[f"{name}.{layer}"] = self._constant(values)
 
@@ -133,7 +133,7 @@ class PagedEngine(ChunkedEngine, PooledEngine):
         by_head = np.ones((1, self.shape.kv_heads, 1, 1), np.float32)
         by_head[:, slice(None) if head is None else head] = factor
         for number in range(self.shape.layers) if layer is None else (layer,):
-            for copy, stored in layer_sides(self.policy, self.shape, number).items():
+            for copy, stored in StoredSide.of_layer(self.policy, self.shape, number).items():
                 for name in stored.fault_targets if copy.base is side.base else ():
                     target = f"{name}.{number}"
                     if target in self._constants:

@@ -136,11 +136,10 @@ def _spread(body: Body, codec: SideCodec) -> str:
 
 
 def _pages(body: Body, codec: SideCodec, index: str) -> Gather:
-    """What gathers the pages `index` (B, H, P) of a pool and a width."""
-    return lambda pool, width: gather_pages(body, pool, index, codec.kv_heads, width)
+    """What gathers the pages `index` (B, H, P) of a pool (N, H, 64, width): (B, H, P * 64, width), without a transpose."""
 
+    def gather(pool: str, width: int) -> str:
+        blocks = body.reshape(pool, -1, PAGE_TOKENS * width)
+        return body.reshape(body.op("Gather", blocks, index, axis=0), 0, codec.kv_heads, -1, width)
 
-def gather_pages(body: Body, pool: str, index: str, kv_heads: int, width: int) -> str:
-    """Gather blocks `index` (B, H, P) of a pool (N, H, 64, width): (B, H, P * 64, width), without a transpose."""
-    blocks = body.reshape(pool, -1, PAGE_TOKENS * width)
-    return body.reshape(body.op("Gather", blocks, index, axis=0), 0, kv_heads, -1, width)
+    return gather

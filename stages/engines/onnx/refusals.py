@@ -12,15 +12,24 @@ def refuse_oracles_own(policy: KVPolicy) -> None:
     """Raise UserError for a format that the oracle alone computes."""
     for key, form in policy.formats:
         if form.code.oracle_only:
-            named, instead = "arithmetic", ["arithmetic=kvgate"]
-            if form.arithmetic == "kvgate":
-                named, instead = "dtype", [f"dtype=int{min(8, form.code.bits // 4 * 4)}"]
+            named, instead = ("dtype", []) if form.arithmetic == "kvgate" else ("arithmetic", ["arithmetic=kvgate"])
+            if form.arithmetic == "kvgate" or form.code.bits == 3:
+                instead.append(f"dtype=int{(form.code.bits + 1) // 4 * 4}")
             if form.rotation not in ("none", "hadamard"):
                 instead.append("rotation=hadamard")
             raise UserError(
                 f"kv.{key}.{named}={getattr(form, named)}: ONNX's operators have no graph of it; "
                 f"use {holder(policy)}, or set {' '.join(f'kv.{key}.{change}' for change in instead)}"
             )
+
+
+def refuse_heavy_tokens(policy: KVPolicy) -> None:
+    """Raise UserError for H2O's eviction."""
+    if policy.eviction is not None and policy.eviction.heavy_tokens:
+        raise UserError(
+            f"kv.eviction.heavy_tokens={policy.eviction.heavy_tokens}: each layer and KV head keeps tokens of its own, which a "
+            "page table that all of them share cannot say; use backend=torch backend.device=cpu, or set heavy_tokens to 0"
+        )
 
 
 def refuse_bfloat16(compute_dtype: str) -> None:

@@ -1,7 +1,6 @@
 """Requests to a server that speaks OpenAI's API: time-outs, retries, its key, and every way in which it may not answer."""
 
 import time
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -36,14 +35,6 @@ class Refused(Exception):
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status, self.text = status, text
-
-
-@dataclass(frozen=True)
-class _Answer:
-    status: int
-    kind: str
-    """Its content type."""
-    body: bytes
 
 
 class Client:
@@ -85,7 +76,7 @@ class Client:
 
     def text(self, path: str) -> str:
         """Return the text at a path. Raises as `post`."""
-        return self._exchange("GET", path, None).body.decode(errors="replace")
+        return self._exchange("GET", path, None)[1].decode(errors="replace")
 
     def _sign(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         """Add the key. As the session's own authentication it also keeps requests from looking for one in ~/.netrc."""
@@ -94,39 +85,39 @@ class Client:
         return request
 
     def _json(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        answer = self._exchange(method, path, body)
+        kind, content = self._exchange(method, path, body)
         try:
-            parsed = parse_json(answer.body)
+            parsed = parse_json(content)
         except Unreadable:
             parsed = None
         if not isinstance(parsed, dict):
             raise UserError(
-                f"{self.where}: answers {method} {path} with {short(answer.kind) or 'something'}, no JSON object; "
+                f"{self.where}: answers {method} {path} with {short(kind) or 'something'}, no JSON object; "
                 "give the root of a server that speaks OpenAI's API"
             )
         return parsed
 
-    def _exchange(self, method: str, path: str, body: dict[str, Any] | None) -> _Answer:
-        """Return an answer of 200. Raises what `post` raises for any other."""
+    def _exchange(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[str, bytes]:
+        """Return the content type and the content of an answer of 200. Raises what `post` raises for any other."""
         try:
-            answer = self._read(method, path, body)
+            status, kind, content = self._read(method, path, body)
         except (requests.RequestException, HTTPError) as error:
             raise MissingRequirement(f"{self._silence(error, f'{method} {path}')}; {KEPT}") from error
-        if answer.status in AGAIN:
+        if status in AGAIN:
             raise MissingRequirement(
-                f"{self.where}: {method} {path} failed with {answer.status} ({self._words(answer.body)}){self._times}; "
+                f"{self.where}: {method} {path} failed with {status} ({self._words(content)}){self._times}; "
                 f"look at the server, or give it longer; {KEPT}"
             )
-        if answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             raise UserError(
                 f"backend.api_key_env={self._config.api_key_env or 'null'}: {self.url} refuses {method} {path} with "
-                f"{answer.status}; name the environment variable that holds its key"
+                f"{status}; name the environment variable that holds its key"
             )
-        if answer.status >= HTTPStatus.BAD_REQUEST:
-            raise Refused(answer.status, self._words(answer.body))
-        if answer.status != HTTPStatus.OK:  # a redirection is not followed: the key would go along
-            raise UserError(f"{self.where}: answers {method} {path} with {answer.status}; give its own url")
-        return answer
+        if status >= HTTPStatus.BAD_REQUEST:
+            raise Refused(status, self._words(content))
+        if status != HTTPStatus.OK:  # a redirection is not followed: the key would go along
+            raise UserError(f"{self.where}: answers {method} {path} with {status}; give its own url")
+        return kind, content
 
     def _silence(self, error: requests.RequestException | HTTPError, request: str) -> str:
         """Say why a request has no answer."""
@@ -137,8 +128,11 @@ class Client:
         why = "was refused" if "refused" in str(error) else f"broke, {type(error).__name__}"
         return f"{self.where}: no server answers {request} there (the connection {why}); start it, or give its url"
 
-    def _read(self, method: str, path: str, body: dict[str, Any] | None) -> _Answer:
-        """Send a request, again where `AGAIN` says so, and read its answer. Raises requests.RequestException without one."""
+    def _read(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, str, bytes]:
+        """Send a request, again where `AGAIN` says so; return status, content type and content of the answer.
+
+        Raises requests.RequestException without one.
+        """
         timeout = (min(CONNECT_SECONDS, self._config.timeout_s), self._config.timeout_s)
         url = self.url + path
         sent = self._session.request(method, url, json=body, timeout=timeout, stream=True, allow_redirects=False)
@@ -156,7 +150,7 @@ class Client:
                 raise requests.Timeout from error
             except HTTPError as error:
                 raise requests.ConnectionError(error) from error
-            return _Answer(sent.status_code, sent.headers.get("Content-Type", ""), bytes(content))
+            return sent.status_code, sent.headers.get("Content-Type", ""), bytes(content)
 
     def _words(self, body: bytes) -> str:
         """Return what a server says of an error, in one line and without the key, which it may repeat."""

@@ -18,11 +18,10 @@ def build_bundle(checkpoint: Path, out: Path, *, policy: KVPolicy, scales: Path,
     info = inspect_checkpoint(checkpoint)
     policy.check_shape(info.shape)
     write_policy(out, policy, read_scales(scales, policy, info.shape))
-    for name in info.other_files:
+    given = (*info.weight_files, *info.other_files)
+    for name in given:
         link_or_copy(checkpoint / name, out / name)
-    for name in info.weight_files:
-        link_or_copy(checkpoint / name, out / name)
-    names = (*info.weight_files, *info.other_files, POLICY_FILE, SCALES_FILE)
+    names = (*given, POLICY_FILE, SCALES_FILE)
     files: dict[str, str] = {}
     for done, name in enumerate(names):
         progress("build", done, len(names))

@@ -59,14 +59,14 @@ class LayerInput:
 
 
 class _Known(torch.nn.Module):
-    """In place of a layer: what comes out of the last one of its kind."""
+    """In place of a layer, or of all: what comes out."""
 
-    def __init__(self, states: Tensor) -> None:
+    def __init__(self, result: Any) -> None:
         super().__init__()
-        self.states = states
+        self.result = result
 
-    def forward(self, *_: Any, **__: Any) -> Tensor:
-        return self.states
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self.result
 
 
 @contextmanager
@@ -150,21 +150,10 @@ def refuse_options(module: torch.nn.Module, kv_heads: int, options: Mapping[str,
         raise RuntimeError(f"layer {module.layer_idx}: {asked} of the attention would be lost")
 
 
-class _Given(torch.nn.Module):
-    """In place of a model's layers: what came out of them."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
-
-    def forward(self, **_: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
-
-
 def head(model: Any, hidden: Tensor) -> Tensor:
     """Return the logits (..., V) of normalized hidden states (..., hidden), as the model scales and caps them."""
     layers = model.model
-    model.model = _Given(hidden)
+    model.model = _Known(MoeModelOutputWithPast(last_hidden_state=hidden))
     try:
         logits: Tensor = model(inputs_embeds=hidden, use_cache=False, output_router_logits=False).logits
     finally:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.core.kv import FP16_POLICY, PAGE_TOKENS, Side
-from pipeline.formats.oracle import Static, Stored
+from pipeline.formats.oracle import Static, Stored, pack
 from stages.engines.oracle.cache import LayerStorage, Storage
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.formats import quantize
@@ -35,8 +35,10 @@ class Coarser(Storage):
         stored = super().write(x)
         if self.form.exact:
             return stored
-        mask = 0xFF - sum(1 << self.form.code.bits * j for j in range(self.form.code.packed))
-        codes = (stored.codes.view(torch.uint8) & mask).view(stored.codes.dtype)
+        bits = self.form.code.bits
+        none = torch.zeros(8 * stored.codes.shape[-1] // bits)
+        last = pack(none + 1, bits) ^ pack(none, bits)
+        codes = (stored.codes.view(torch.int8) & ~last).view(stored.codes.dtype)
         return replace(stored, codes=codes)
 
 
@@ -85,18 +87,20 @@ def _other_scales(storages: list[LayerStorage]) -> Iterator[tuple[str, list[Laye
     """Yield caches whose static scales are not the policy's, with which ones they are."""
     if not any(storage.static for layer in storages for storage in layer.values()):
         return
-    ones = [{side: _scaled_one(storage) for side, storage in layer.items()} for layer in storages]
-    yield "every static scale is 1.0", ones
+    yield "every static scale is 1.0", [{side: _scaled_one(storage) for side, storage in layer.items()} for layer in storages]
     if len(storages) > 1:
         others = [*storages[1:], storages[0]]
         yield (
             "each layer has the static scales of the next",
             [_scaled_like(*pair) for pair in zip(storages, others, strict=True)],
         )
-    alike = [_both(layer) for layer in storages]
-    if all(alike):
-        yield "keys have the values' scale, and values the keys'", [_swapped(layer) for layer in storages]
-        yield "keys and values share the larger of their scales", [_merged(layer) for layer in storages]
+    pairs = [pair for layer in storages if (pair := _pair(layer)) is not None]
+    if len(pairs) == len(storages):
+        swapped = [_with(layer, value, key) for layer, (key, value) in zip(storages, pairs, strict=True)]
+        yield "keys have the values' scale, and values the keys'", swapped
+        larger = [Static(torch.maximum(key.scale, value.scale), None) for key, value in pairs]
+        shared = [_with(layer, one, one) for layer, one in zip(storages, larger, strict=True)]
+        yield "keys and values share the larger of their scales", shared
 
 
 def _scaled_one(storage: Storage) -> Storage:
@@ -115,22 +119,13 @@ def _scaled_like(layer: LayerStorage, other: LayerStorage) -> LayerStorage:
     return {side: scaled(side, storage) for side, storage in layer.items()}
 
 
-def _both(layer: LayerStorage) -> bool:
-    """Whether keys and values have as many static scales, and no zeros."""
+def _pair(layer: LayerStorage) -> tuple[Static, Static] | None:
+    """The static scales of keys and of values, where both have as many, and no zeros."""
     key, value = (layer[side].static for side in SIDES)
     if key is None or value is None or key.zero is not None or value.zero is not None:
-        return False
-    return key.scale.shape == value.scale.shape
+        return None
+    return (key, value) if key.scale.shape == value.scale.shape else None
 
 
-def _swapped(layer: LayerStorage) -> LayerStorage:
-    key, value = layer[Side.KEY], layer[Side.VALUE]
-    return {**layer, Side.KEY: Storage(key.form, value.static), Side.VALUE: Storage(value.form, key.static)}
-
-
-def _merged(layer: LayerStorage) -> LayerStorage:
-    key, value = layer[Side.KEY].static, layer[Side.VALUE].static
-    assert key is not None
-    assert value is not None
-    larger = Static(torch.maximum(key.scale, value.scale), None)
-    return {**layer, **{side: Storage(layer[side].form, larger) for side in SIDES}}
+def _with(layer: LayerStorage, key: Static, value: Static) -> LayerStorage:
+    return {**layer, **{side: Storage(layer[side].form, static) for side, static in zip(SIDES, (key, value), strict=True)}}

@@ -4,6 +4,7 @@ Shapes: H KV heads, D head_dim, W code elements of a token, g scales of a token.
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 import ml_dtypes  # noqa: F401  numpy knows bfloat16 by it
 import numpy as np
@@ -23,6 +24,11 @@ class StoredSide:
     form: Format
     kv_heads: int
     head_dim: int
+
+    @classmethod
+    def of_layer(cls, policy: KVPolicy, shape: KVShape, layer: int) -> dict[Side, Self]:
+        """Return every stored copy of one layer's keys and values."""
+        return {side: cls(side, form, shape.kv_heads, shape.head_dim) for side, form in policy.sides(layer).items()}
 
     @property
     def arrays(self) -> dict[str, tuple[Element, int]]:
@@ -67,8 +73,3 @@ class StoredSide:
     @property
     def _parameters(self) -> tuple[str, ...]:
         return ("scale",) if self.form.symmetric else ("scale", "zero")
-
-
-def layer_sides(policy: KVPolicy, shape: KVShape, layer: int) -> dict[Side, StoredSide]:
-    """Return every stored copy of one layer's keys and values."""
-    return {side: StoredSide(side, form, shape.kv_heads, shape.head_dim) for side, form in policy.sides(layer).items()}

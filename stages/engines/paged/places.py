@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy
-from stages.engines.paged.eviction import Indices
 from stages.engines.paged.sequences import PagedSequence
 
+Indices = npt.NDArray[np.int64]
 Places = tuple[Indices, Indices, Indices]
 """Indices into the new tokens (row after row), and the page or buffer and the slot in it that each of them goes to."""
 

@@ -15,9 +15,8 @@ from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
 from pipeline.core.records import MemoryReport
 from pipeline.formats.spec import FLOAT16, MAX_FLOAT16
 from stages.engines.paged.allocator import PageAllocator
-from stages.engines.paged.eviction import Indices, entries, evict, pages_for
-from stages.engines.paged.layout import layer_sides
-from stages.engines.paged.places import Places, Spans, exact_places, lookup, table
+from stages.engines.paged.layout import StoredSide
+from stages.engines.paged.places import Indices, Places, Spans, exact_places, lookup, table
 from stages.engines.paged.sequences import PagedSequence, PoolFull, SequencePages
 
 Array = npt.NDArray[np.generic]
@@ -37,7 +36,7 @@ class PagedPool(SequencePages):
         """The allocator of each array's first dimension."""
         self._moves = 0
         for layer in range(shape.layers):
-            for side, stored in layer_sides(policy, shape, layer).items():
+            for side, stored in StoredSide.of_layer(policy, shape, layer).items():
                 allocator = self.window_pages if side.in_window else self.pages
                 for name, (storage, width) in stored.arrays.items():
                     self._add(f"{name}.{layer}", allocator, (PAGE_TOKENS, width), storage.numpy)
@@ -200,11 +199,6 @@ class PagedPool(SequencePages):
             places[self.buffers] = exact_places(self.policy, rows, positions, starts + tokens)
         return places
 
-    def advance(self, handles: Sequence[int], tokens: int) -> None:
-        """Count tokens that were written to their places."""
-        for handle in handles:
-            self.sequences[handle].length += tokens
-
     def _write(self, array: Array, values: Array, places: list[Places]) -> None:
         """Write the new tokens `values` (B, H, S, W) to their places in an array."""
         flat = values.swapaxes(1, 2).reshape(-1, *array.shape[1::2])
@@ -212,7 +206,10 @@ class PagedPool(SequencePages):
             array[number, :, slot] = flat[chosen]
 
     def _pages_for(self, sequence: PagedSequence, tokens: int) -> int:
-        return pages_for(self.policy, self.shape, sequence, tokens)
+        # What is lost meanwhile is among them, since the new tokens read it; pages of new tokens that are lost at once are not.
+        held, end = (-(-length // PAGE_TOKENS) for length in (sequence.length, sequence.length + tokens))
+        lost = self.policy.evicted_pages(sequence.length + tokens, self.shape)
+        return end - sequence.evicted_pages - max(0, lost.stop - max(held, lost.start))
 
     def _page_places(self, rows: list[PagedSequence], pages: Indices, slots: Indices, tokens: int) -> Places:
         """Places of the new tokens on the pages that are kept; those that leave are freed."""
@@ -220,10 +217,22 @@ class PagedPool(SequencePages):
         if self.policy.latest_tokens(self.shape) is None:
             return np.arange(slots.size), lookup(listed, pages), slots
         for row in rows:
-            for page in evict(self.policy, self.shape, row, tokens):
-                self.pages.free(page)
-        kept, places = entries(rows, pages, self.policy.sink_pages)
+            self._evict(row, tokens)
+        # A sequence lists the pages of its sinks, then those after what it has lost.
+        sinks, evicted = self.policy.sink_pages, np.array([row.evicted_pages for row in rows])[:, None]
+        kept = np.flatnonzero((pages < sinks) | (pages >= sinks + evicted))
+        places = np.where(pages < sinks, pages, np.maximum(pages - evicted, 0))
         return kept, lookup(listed, places)[kept], slots[kept]
+
+    def _evict(self, row: PagedSequence, tokens: int) -> None:
+        """Free the pages that a sequence loses when `tokens` are appended to it."""
+        lost = self.policy.evicted_pages(row.length + tokens, self.shape)
+        held = -(-row.length // PAGE_TOKENS) - row.evicted_pages
+        leaving = slice(lost.start, min(held, lost.stop - row.evicted_pages))
+        for page in row.pages[leaving]:
+            self.pages.free(page)
+        del row.pages[leaving]
+        row.evicted_pages = len(lost)
 
     def _move_window(self, row: PagedSequence, length: int) -> None:
         """Free the window pages that a sequence leaves behind when it grows to `length`, and allocate those that it enters."""

@@ -65,6 +65,11 @@ class SequencePages(ABC):
         """Return the tokens that were appended, evicted ones included. Raises KeyError for a sequence that is not live."""
         return self.sequences[handle].length
 
+    def advance(self, handles: Sequence[int], tokens: int = 1) -> None:
+        """Count tokens that were stored of each sequence."""
+        for handle in handles:
+            self.sequences[handle].length += tokens
+
     @property
     def live_tokens(self) -> int:
         """Tokens in the caches of all sequences."""

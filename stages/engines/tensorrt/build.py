@@ -5,38 +5,28 @@ plugin.py changes the graphs for backend=tensorrt: plans for TensorRT for RTX do
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.artifacts.files import link_or_copy
-from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress
 from pipeline.core.scales import SCALES_FILE
 from stages.engines.base import Mode
-from stages.engines.bundle import BuiltFor, read_scales, write_bundle, write_policy
-from stages.engines.onnx.bundle import WEIGHTS_FILE, ModelInfo, Tensor
+from stages.engines.bundle import BuiltFor, begin_bundle, write_bundle
+from stages.engines.onnx.bundle import WEIGHTS_FILE, ModelInfo
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, Weight, as_inputs
 from stages.engines.tensorrt.library import Name, load
-from stages.engines.tensorrt.plan import GraphRefusal, Plan, build, parse, refusal
-from stages.engines.tensorrt.shapes import Limits, Range, prefill_rows
+from stages.engines.tensorrt.plan import GraphRefusal, Parsed, build, parse, refusal
+from stages.engines.tensorrt.shapes import Limits, prefill_rows
 
-
-@dataclass(frozen=True)
-class PlanGraphs:
-    """The graphs that plans are built from."""
-
-    graphs: Mapping[Mode, Path]
-    native: dict[int, str]
-    """Layer -> the reason why it keeps its function body instead of the plugin; empty in a build without the plugin."""
-
-
-GraphAdapter = Callable[[Mapping[Mode, Path], Path, ModelInfo, Limits], PlanGraphs]
-"""Returns the graphs that replace those of a bundle, whose files it writes to a folder."""
+GraphAdapter = Callable[[Mapping[Mode, Path], Path, ModelInfo, Limits], tuple[Mapping[Mode, Path], dict[int, str]]]
+"""Returns the graphs that replace those of a bundle, whose files it writes to a folder, and the reason of each layer that keeps
+its function body instead of the plugin."""
 
 
 def build_bundle(
@@ -58,15 +48,16 @@ def build_bundle(
     described, built, _ = open_onnx_bundle(onnx_bundle)
     assert built == policy, f"{onnx_bundle} is a bundle of {built.name}, not of {policy.name}"
     limits = Limits(policy, max_batch, max_tokens)
-    graphs: dict[Mode, Path] = {mode: onnx_bundle / f"{mode}.onnx" for mode in PLANS}
-    plans: dict[Mode, Plan] = {}
+    graphs: Mapping[Mode, Path] = {mode: onnx_bundle / f"{mode}.onnx" for mode in PLANS}
+    plans: dict[Mode, Parsed] = {}
+    native: dict[int, str] = {}
     weights: list[Weight] = []
     with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
-        unchanged = PlanGraphs(graphs, {})
-        adapted = unchanged if adapt is None else adapt(graphs, Path(scratch), described.model, limits)
-        native = adapt is None or bool(adapted.native)
-        limits = replace(limits, prefill_rows=prefill_rows(limits, described.model.q_heads, native=native))
-        for mode, graph in adapted.graphs.items():
+        if adapt is not None:
+            graphs, native = adapt(graphs, Path(scratch), described.model, limits)
+        rows = prefill_rows(limits, described.model.q_heads, native=adapt is None or bool(native))
+        limits = replace(limits, prefill_rows=rows)
+        for mode, graph in graphs.items():
 
             def steps(done: int, total: int, mode: str = mode) -> None:
                 progress(f"{mode} plan", done, total)
@@ -76,30 +67,26 @@ def build_bundle(
             assert weights in ([], found), "both graphs have the decoder's weights"
             weights = found
             try:
-                plan = build(parse(trt, open_graph), limits.ranges(mode), targets, steps)
+                plans[mode] = parse(trt, open_graph)
+                (out / PLANS[mode]).write_bytes(build(plans[mode], limits.ranges(mode), targets, steps))
             except GraphRefusal as refused:
                 raise refusal(trt, policy, refused, targets) from refused
-            (out / PLANS[mode]).write_bytes(plan.data)
-            plans[mode] = replace(plan, data=b"")
     link_or_copy(onnx_bundle / WEIGHTS_FILE, out / WEIGHTS_FILE)
-    write_policy(out, policy, read_scales(scales, policy, described.model.shape))
-    for name in TOKENIZER_FILES:
-        if (onnx_bundle / name).is_file():
-            link_or_copy(onnx_bundle / name, out / name)
+    begin_bundle(onnx_bundle, out, policy, scales, described.shape)
     capabilities = [gpu["compute_cap"]] if gpu is not None else [f"{target // 10}.{target % 10}" for target in targets]
     names = (*PLANS.values(), WEIGHTS_FILE, POLICY_FILE, SCALES_FILE)
     record = PlanRecord(
         backend=library,
         built_for=BuiltFor(library=trt.title, version=trt.version, compute_capabilities=capabilities),
         graph_digest=described.graph_digest,
-        native={str(layer): reason for layer, reason in adapted.native.items()},
+        native={str(layer): reason for layer, reason in native.items()},
         model=described.model,
         weights=weights,
         max_batch=max_batch,
         max_tokens=max_tokens,
+        prefill_rows=limits.prefill_rows,
         inputs={mode: plan.inputs for mode, plan in plans.items()},
         outputs={mode: plan.outputs for mode, plan in plans.items()},
-        profiles={mode: _profile(plan.inputs, limits.ranges(mode)) for mode, plan in plans.items()},
         files={name: file_digest(out / name) for name in names},
     )
     write_bundle(out, record)
@@ -111,9 +98,3 @@ def _without_weights(graph: Path, out: Path) -> list[Weight]:
     weights = as_inputs(model)
     onnx.save(model, out)
     return weights
-
-
-def _profile(inputs: Sequence[Tensor], ranges: Mapping[str, Range]) -> dict[str, Range]:
-    """The ranges of the dimensions that a plan's inputs have."""
-    dims = {dim for tensor in inputs for dim in tensor.shape}
-    return {name: size for name, size in ranges.items() if name in dims}

@@ -16,14 +16,12 @@ import torch
 from onnx import helper
 
 from pipeline.core.kv import KVPolicy
-from pipeline.core.scales import KVScales
 from pipeline.core.strict import StrictModel
 from stages.engines.base import Mode
-from stages.engines.bundle import BuiltFor, BundleRecord, open_record, read_policy
-from stages.engines.onnx.bundle import WEIGHTS_FILE, ModelInfo, Tensor
+from stages.engines.bundle import BuiltFor
+from stages.engines.onnx.bundle import WEIGHTS_FILE, Bundle
 from stages.engines.onnx.weights import makers
-from stages.engines.tensorrt.library import Name
-from stages.engines.tensorrt.shapes import Limits, Range
+from stages.engines.tensorrt.shapes import Limits
 
 PLANS: dict[Mode, str] = {"prefill": "prefill.plan", "decode": "decode.plan"}
 
@@ -48,36 +46,34 @@ class Weight(StrictModel):
     """Whether the file holds the transpose of the input."""
 
 
-class PlanRecord(BundleRecord):
-    """`bundle.json` of a bundle with TensorRT plans."""
+class Tensor(StrictModel):
+    """One input or output of a graph; dynamic dimensions are named."""
+
+    name: str
+    dtype: str
+    shape: list[int | str]
+
+
+class PlanRecord(Bundle):
+    """`bundle.json` of a bundle with TensorRT plans. `graph_digest` is the decode graph's before surgery."""
 
     built_for: BuiltFor
     """Library, its version, and the compute capabilities that the plans have code for."""
-    graph_digest: str
-    """sha256 of the decode graph before surgery, which the ONNX bundle records as well."""
     native: dict[str, str]
     """Layer -> the reason why it keeps its function body instead of the plugin; empty in a build without the plugin."""
-    model: ModelInfo
     weights: list[Weight]
     """Inputs of both plans, of which `weights.bin` has the values."""
     max_batch: int
     max_tokens: int
+    prefill_rows: int
+    """Most sequences of a prefill run."""
     inputs: dict[str, list[Tensor]]
     """By plan, `prefill` or `decode`: the inputs that TensorRT reads in the graph, with names for dynamic dimensions."""
     outputs: dict[str, list[Tensor]]
-    profiles: dict[str, dict[str, Range]]
-    """By plan: the range of each dynamic dimension."""
 
     def limits(self, policy: KVPolicy) -> Limits:
         """Return what the plans are sized for."""
-        return Limits(policy, self.max_batch, self.max_tokens, self.profiles["prefill"]["B"].largest)
-
-
-def open_bundle(directory: Path, backend: Name) -> tuple[PlanRecord, KVPolicy, KVScales]:
-    """Read and verify a bundle. Raises UserError naming the file that is missing or not the one that was built."""
-    bundle = open_record(directory, PlanRecord, backend)
-    policy, scales = read_policy(directory, bundle.model.shape)
-    return bundle, policy, scales
+        return Limits(policy, self.max_batch, self.max_tokens, self.prefill_rows)
 
 
 def as_inputs(model: onnx.ModelProto) -> list[Weight]:

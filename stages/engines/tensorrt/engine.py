@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -9,15 +10,15 @@ import torch
 
 from pipeline.artifacts.hardware import gpus
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.kv import KVShape, Side
+from pipeline.core.kv import KVPolicy, KVShape, Side
 from pipeline.core.records import PREFILL_CHUNK, StoredCopy
 from pipeline.core.scales import KVScales
 from stages.engines.base import Logits, Mode
-from stages.engines.bundle import BuiltFor, check_built_for
+from stages.engines.bundle import BuiltFor, check_built_for, open_bundle
 from stages.engines.onnx.graph_engine import PagedEngine
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.staging import aligned
-from stages.engines.tensorrt.bundle import PLANS, PlanRecord, load_weights, open_bundle
+from stages.engines.tensorrt.bundle import PLANS, PlanRecord, load_weights
 from stages.engines.tensorrt.library import Library, Name, load
 from stages.engines.tensorrt.pool import TorchPool
 from stages.engines.tensorrt.session import Device, PlanSession
@@ -26,18 +27,15 @@ from stages.engines.tensorrt.shapes import Limits, bucket, plan_run
 
 def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool) -> "PlanEngine":
     """Load a bundle that build_bundle wrote."""
-    described, policy, scales = open_bundle(bundle, library)
+    described, policy, scales = open_bundle(bundle, PlanRecord, library)
     trt = load(library)
     check_built_for(bundle, described.built_for, this_machine(trt, described.built_for))
-    device = Device()
-    runtime = trt.trt.Runtime(trt.log)
-    sessions = {}
+    runtime, plans = trt.trt.Runtime(trt.log), {}
     for mode, name in PLANS.items():
-        engine = runtime.deserialize_cuda_engine((bundle / name).read_bytes())
-        if engine is None:
+        plans[mode] = runtime.deserialize_cuda_engine((bundle / name).read_bytes())
+        if plans[mode] is None:
             raise UserError(f"{bundle / name}: {trt.title} {trt.version} cannot load it: {'; '.join(trt.take_errors())}")
-        sessions[mode] = open_session(trt, engine, device, described, mode, cuda_graphs=cuda_graphs)
-    return PlanEngine(bundle, described, described.limits(policy), scales, sessions, device)
+    return PlanEngine(bundle, described, policy, scales, plans, trt, Device(), cuda_graphs=cuda_graphs)
 
 
 def this_machine(library: Library, built: BuiltFor) -> BuiltFor:
@@ -61,14 +59,6 @@ def this_machine(library: Library, built: BuiltFor) -> BuiltFor:
     return BuiltFor(library=library.title, version=library.version, compute_capabilities=[f"{major}.{minor}"])
 
 
-def open_session(
-    library: Library, engine: object, device: Device, described: PlanRecord, mode: Mode, *, cuda_graphs: bool
-) -> PlanSession:
-    """Return a session over an ICudaEngine. Only decode steps are captured: a prompt is prefilled once."""
-    captured = cuda_graphs and mode == "decode"
-    return PlanSession(library, engine, device, described.inputs[mode], described.outputs[mode], captured=captured)
-
-
 class PlanEngine(PagedEngine):
     """The engine on TensorRT. The graphs read the pool in place, and a step stores its tokens itself."""
 
@@ -76,27 +66,38 @@ class PlanEngine(PagedEngine):
         self,
         directory: Path,
         bundle: PlanRecord,
-        limits: Limits,
+        policy: KVPolicy,
         scales: KVScales,
-        sessions: Mapping[Mode, PlanSession],
+        plans: Mapping[Mode, Any],
+        library: Library,
         device: Device,
+        *,
+        cuda_graphs: bool,
     ) -> None:
-        """Raises UserError when the GPU has no room for the weights, the pool and the plans' activations."""
-        self._device, self._limits, self._sessions = device, limits, sessions
-        activations = max(session.memory_bytes for session in sessions.values())
+        """`plans` are ICudaEngines. Raises UserError when the GPU has no room for weights, pool and the plans' activations."""
+        limits = bundle.limits(policy)
+        self._device, self._limits = device, limits
+        activations = max(int(plan.device_memory_size_v2) for plan in plans.values())
         with device.running():
             try:
                 weights = load_weights(directory, bundle.weights, device.torch_device)
-                pool = TorchPool(limits, bundle.model.shape, device.torch_device)
+                pool = TorchPool(limits, bundle.shape, device.torch_device)
                 memory = aligned(activations, device.torch_device)
             except torch.OutOfMemoryError as error:
-                raise _too_large(limits, bundle.model.shape, activations) from error
+                raise _too_large(limits, bundle.shape, activations) from error
             chunk = min(PREFILL_CHUNK, limits.chunk)
             super().__init__(bundle.model.vocab_size, scales, pool, prefill_chunk=chunk)
             self.max_sequences = self.max_batch = limits.max_batch
             self.max_tokens = limits.max_tokens
-            for session in sessions.values():
-                session.use(memory, {**pool.tensors, **self._constants, **weights}, pool)
+            bound = {**pool.tensors, **self._constants, **weights}
+        self._sessions = {
+            mode: PlanSession(
+                library, plan, device, bundle.inputs[mode], bundle.outputs[mode],
+                memory=memory, bound=bound, consumer=pool, captured=cuda_graphs and mode == "decode",
+            )
+            for mode, plan in plans.items()
+        }  # fmt: skip
+        """Only decode steps are captured: a prompt is prefilled once."""
 
     def fork(self, sequence: int) -> int:
         with self._device.running():  # on the stream of the next step, so that the copies of pages come before it

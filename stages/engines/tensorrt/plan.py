@@ -10,7 +10,7 @@ import onnx
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, Side
-from stages.engines.onnx.bundle import Tensor
+from stages.engines.tensorrt.bundle import Tensor
 from stages.engines.tensorrt.library import Library, Name
 from stages.engines.tensorrt.shapes import Range
 
@@ -62,15 +62,6 @@ class Parsed:
     outputs: list[Tensor]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A serialized engine, and its inputs and outputs."""
-
-    data: bytes | memoryview
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-
-
 def parse(library: Library, graph: Path) -> Parsed:
     """Return the strongly typed network of `graph`, whose external weights lie beside it. Raises GraphRefusal."""
     trt = library.trt
@@ -92,8 +83,8 @@ def parse(library: Library, graph: Path) -> Parsed:
     return Parsed(library, builder, network, parser, inputs, outputs)
 
 
-def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], steps: Steps) -> Plan:
-    """Build a plan.
+def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], steps: Steps) -> bytes | memoryview:
+    """Return a plan, a serialized engine.
 
     TensorRT for RTX measures no times: the plan has the same kernels wherever it is built, and two builds differ in a few
     generated names only.
@@ -113,15 +104,15 @@ def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], s
             )
     profile = parsed.builder.create_optimization_profile()
     for tensor in parsed.inputs:
-        sizes = [ranges[d] if isinstance(d, str) else Range(smallest=d, likely=d, largest=d) for d in tensor.shape]
-        shapes = ([getattr(size, bound) for size in sizes] for bound in ("smallest", "likely", "largest"))
-        profile.set_shape(tensor.name, *shapes)
+        sizes = [ranges[d] if isinstance(d, str) else Range(d, d) for d in tensor.shape]
+        smallest, largest = [size.smallest for size in sizes], [size.largest for size in sizes]
+        profile.set_shape(tensor.name, smallest, largest, largest)
     config.add_optimization_profile(profile)
     config.progress_monitor = _monitor(trt, steps)
     data = parsed.builder.build_serialized_network(parsed.network, config)
     if data is None:
         raise GraphRefusal(_last(library.take_errors()), [])
-    return Plan(memoryview(data), parsed.inputs, parsed.outputs)
+    return memoryview(data)
 
 
 def refusal(library: Library, policy: KVPolicy, refused: GraphRefusal, targets: Sequence[int]) -> UserError:

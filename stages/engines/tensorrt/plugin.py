@@ -17,7 +17,6 @@ from plugins.kv_attention.layout import CacheLayout
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.paged.kernel_layout import choose_layers
-from stages.engines.tensorrt.build import PlanGraphs
 from stages.engines.tensorrt.shapes import Limits
 from stages.engines.tensorrt.surgery import use_plugin
 
@@ -42,12 +41,17 @@ def check_gpu(gpu: Mapping[str, str]) -> None:
         )
 
 
-def with_plugin(graphs: Mapping[Mode, Path], folder: Path, info: ModelInfo, limits: Limits, *, sm: int) -> PlanGraphs:
-    """Put the plugin into the layers that the kernels hold: graphs without weights in `folder`, the given ones without such."""
+def with_plugin(
+    graphs: Mapping[Mode, Path], folder: Path, info: ModelInfo, limits: Limits, *, sm: int
+) -> tuple[Mapping[Mode, Path], dict[int, str]]:
+    """Put the plugin into the layers that the kernels hold: graphs without weights in `folder`, the given ones without such.
+
+    The second is the reason of each layer that they do not hold.
+    """
     layers = choose_layers(limits.policy, info.shape, info.q_heads)
     native = {layer: str(refusal) for layer, refusal in layers.refusals.items()}
     if not layers.layouts:
-        return PlanGraphs(graphs, native)
+        return graphs, native
     register()
     counts = {"decode": default_programs(info, limits, sm), "prefill": default_splits(info, limits, sm)}
     written = {mode: folder / graph.name for mode, graph in graphs.items()}
@@ -55,7 +59,7 @@ def with_plugin(graphs: Mapping[Mode, Path], folder: Path, info: ModelInfo, limi
         model = onnx.load(graph, load_external_data=False)
         use_plugin(model, info, limits.policy, mode, programs=counts[mode], sm=sm)
         onnx.save(model, written[mode])
-    return PlanGraphs(written, native)
+    return written, native
 
 
 def register() -> None:

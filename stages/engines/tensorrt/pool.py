@@ -16,22 +16,13 @@ import torch
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVShape
-from pipeline.formats.spec import MAX_FLOAT16
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.paged.allocator import PageAllocator
-from stages.engines.paged.eviction import Indices
+from stages.engines.paged.places import Indices
 from stages.engines.paged.pool import Factor, PagedPool
-from stages.engines.staging import Section, stacked
+from stages.engines.staging import Section, scaled, stacked
 from stages.engines.tensorrt.session import Step
 from stages.engines.tensorrt.shapes import Limits
-
-STORAGE = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-}
-"""torch's type of the same bytes, by the numpy type of the ONNX engine's pool (FP8 codes are bytes in both)."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +77,8 @@ class TorchPool(PagedPool):
         return cast(dict[str, torch.Tensor], self.arrays)
 
     def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        kind = dtype if isinstance(dtype, torch.dtype) else STORAGE[np.dtype(dtype).name]
+        # Types of bytes have one name in numpy and torch; codes of FP8 are uint8.
+        kind = dtype if isinstance(dtype, torch.dtype) else getattr(torch, np.dtype(dtype).name)
         return torch.zeros(shape, dtype=kind, device=self.device)
 
     def window_state(self, handles: Sequence[int]) -> list[Any]:
@@ -205,8 +197,3 @@ class TorchPool(PagedPool):
                 ones = np.ones((1, self.shape.kv_heads, 1, 1), np.float32)
                 factors = np.stack([np.broadcast_to(faults.get(name, ones), ones.shape)[0, :, 0] for name in stack.names])
                 self._factors[stack.names[0]] = torch.from_numpy(factors).to(self.device)
-
-
-def scaled(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return floating-point values times a factor, saturating at float16's range."""
-    return (values.float() * factor).clamp(-MAX_FLOAT16, MAX_FLOAT16).to(values.dtype)

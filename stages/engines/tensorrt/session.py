@@ -4,8 +4,8 @@ A captured graph holds the addresses and the shape that it was captured with, an
 context and input and output tensors of its own, and shapes are few (`shapes.bucket`). Contexts share one activation
 memory: everything runs on one stream, one after the other.
 
-What the engine does with a run's outputs on the device (`Consumer`) is part of the run, and of its graph: the host fills one
-buffer before it and reads one result after it.
+What the pool does with a run's outputs on the device (`Consumer`) is part of the run, and of its graph: the host fills
+one buffer before it and reads one result after it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stages.engines.onnx.bundle import Tensor
 from stages.engines.staging import ALIGNMENT, Section, StagedInputs, StepResults, stacked
+from stages.engines.tensorrt.bundle import Tensor
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.shapes import padded
 
@@ -61,24 +61,16 @@ class Device:
 
 
 class Consumer(Protocol):
-    """What runs on the device after the plan, in the same step."""
+    """What runs on the device after the plan, in the same step: `TorchPool`."""
 
     @property
-    def families(self) -> Sequence[Sequence[str]]:
-        """Outputs of one type and shape that it takes as one tensor."""
-        ...
+    def families(self) -> Sequence[Sequence[str]]: ...
 
-    def sections(self, sizes: Mapping[str, int]) -> dict[str, Section]:
-        """Return what it takes from the host besides the plan's inputs, at a shape."""
-        ...
+    def sections(self, sizes: Mapping[str, int]) -> dict[str, Section]: ...
 
-    def results(self, step: "Step") -> Sequence[torch.Tensor]:
-        """Return the tensors that it leaves for the host."""
-        ...
+    def results(self, step: "Step") -> Sequence[torch.Tensor]: ...
 
-    def consume(self, step: "Step") -> None:
-        """Launch it."""
-        ...
+    def consume(self, step: "Step") -> None: ...
 
 
 class Step:
@@ -103,7 +95,11 @@ class Step:
             shape, kind = session.shape(first, sizes), DTYPES[first.dtype]
             self.families.append(stacked(len(names), shape, kind, session.device.torch_device))
             self.outputs |= dict(zip(names, self.families[-1], strict=True))
-        self.outputs |= {t.name: session.tensor(t, sizes) for t in session.outputs.values() if t.name not in self.outputs}
+        for name, t in session.outputs.items():
+            if name not in self.outputs:
+                self.outputs[name] = torch.zeros(
+                    session.shape(t, sizes), dtype=DTYPES[t.dtype], device=session.device.torch_device
+                )
         self.results = list(session.consumer.results(self))
         self._results = StepResults(*self.results)
         self._context = session.context()
@@ -119,7 +115,7 @@ class Step:
             shape = tuple(self._context.get_tensor_shape(name))
             session.check(shape == tuple(tensor.shape), f"output {name} of {shape}, expected {tuple(tensor.shape)}")
         self._runs = 0
-        self._replay: Callable[[], None] | None = None
+        self.replay: Callable[[], None] | None = None
 
     def put(self, name: str, values: npt.NDArray[np.generic]) -> None:
         """Set an input and fill the rest of its padded shape; skip an input that the plan does not read."""
@@ -142,14 +138,10 @@ class Step:
 
     def run(self) -> None:
         """Run once on the session's stream. The first run of a shape compiles and allocates, the second is captured."""
-        if self._replay is None and self._runs and self._session.captures(self._context):
-            self._replay = self._session.device.capture(self._enqueue)
+        if self.replay is None and self._runs and self._session.captures(self._context):
+            self.replay = self._session.device.capture(self._enqueue)
         self._runs += 1
-        (self._replay or self._enqueue)()
-
-    def forget(self) -> None:
-        """Capture the next run anew: what runs after the plan has changed."""
-        self._replay = None
+        (self.replay or self._enqueue)()
 
     def _enqueue(self) -> None:
         session = self._session
@@ -161,32 +153,30 @@ class PlanSession:
     """A deserialized plan, the tensors that are bound in all shapes, and its steps by shape."""
 
     def __init__(
-        self, library: Library, engine: Any, device: Device, inputs: list[Tensor], outputs: list[Tensor], *, captured: bool
+        self,
+        library: Library,
+        engine: Any,
+        device: Device,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        *,
+        memory: torch.Tensor,
+        bound: Mapping[str, torch.Tensor],
+        consumer: Consumer,
+        captured: bool,
     ) -> None:
-        """Open a plan."""
+        """Open a plan. `bound` are tensors whose addresses never change; `consumer` runs on the device after the plan."""
+        assert memory.data_ptr() % ALIGNMENT == 0, f"TensorRT wants memory aligned to {ALIGNMENT} bytes"
         self.library, self.engine, self.device, self.captured = library, engine, device, captured
+        self.consumer, self._memory = consumer, memory
         # An input that nothing reads may be missing: the builder may drop it.
         names = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
         self.inputs = {tensor.name: tensor for tensor in inputs if tensor.name in names}
         self.outputs = {tensor.name: tensor for tensor in outputs}
-        self.bound: dict[str, torch.Tensor] = {}
-        """Inputs whose addresses never change."""
-        self.consumer: Consumer
+        self.bound = {name: tensor for name, tensor in bound.items() if name in self.inputs}
         self._steps: dict[tuple[tuple[str, int], ...], Step] = {}
-        self._memory: torch.Tensor | None = None
         self._compiled: Any = None
         """TensorRT for RTX: the kernels that contexts compiled, which the contexts of other shapes reuse."""
-
-    @property
-    def memory_bytes(self) -> int:
-        """Activation memory that a context needs."""
-        return int(self.engine.device_memory_size_v2)
-
-    def use(self, memory: torch.Tensor, bound: Mapping[str, torch.Tensor], consumer: Consumer) -> None:
-        """Give the contexts their activation memory, bind tensors whose addresses never change, and set what runs after."""
-        assert memory.data_ptr() % ALIGNMENT == 0, f"TensorRT wants memory aligned to {ALIGNMENT} bytes"
-        self._memory, self.consumer = memory, consumer
-        self.bound = {name: tensor for name, tensor in bound.items() if name in self.inputs}
 
     def step(self, **sizes: int) -> Step:
         """Return the step of a shape, given as sizes of the dimensions by name."""
@@ -196,9 +186,9 @@ class PlanSession:
         return self._steps[key]
 
     def forget_graphs(self) -> None:
-        """Let every step be captured anew."""
+        """Let every step be captured anew: what runs after the plan has changed."""
         for step in self._steps.values():
-            step.forget()
+            step.replay = None
 
     def context(self) -> Any:
         """Return a new execution context in the shared activation memory."""
@@ -215,7 +205,6 @@ class PlanSession:
             self.check(config.set_runtime_cache(self._compiled), "a runtime cache")
         context = self.engine.create_execution_context(config)
         self.check(context is not None, "an execution context")
-        assert self._memory is not None, "use() comes first"
         context.set_device_memory(self._memory.data_ptr(), self._memory.nbytes)
         return context
 
@@ -224,10 +213,6 @@ class PlanSession:
         if self.captured and self.library.name == "tensorrt_rtx":
             return bool(context.is_stream_capturable(self.device.stream))
         return self.captured
-
-    def tensor(self, described: Tensor, sizes: Mapping[str, int]) -> torch.Tensor:
-        """Return a tensor of zeros for an input or output at a shape."""
-        return torch.zeros(self.shape(described, sizes), dtype=DTYPES[described.dtype], device=self.device.torch_device)
 
     def shape(self, described: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of an input or output where its dimensions have these sizes."""

@@ -10,6 +10,7 @@ follows from that.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,6 @@ import numpy.typing as npt
 from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
 from pipeline.core.records import PREFILL_CHUNK
-from pipeline.core.strict import StrictModel
 
 MOST_ELEMENTS = 2**31 - 1
 """Elements of a tensor: TensorRT's layers index in 32 bits (NVIDIA/TensorRT issues 1948, 3815, 4123)."""
@@ -30,11 +30,10 @@ MOST_SHARED_ELEMENTS = 2**29
 """Elements of the scores of a function body in a run of several prompts, 1 GiB in float16; a run of one may have more."""
 
 
-class Range(StrictModel):
-    """Smallest, most likely and largest size of a dimension."""
+class Range(NamedTuple):
+    """Smallest and largest size of a dimension; the largest is the likely one."""
 
     smallest: int
-    likely: int
     largest: int
 
 
@@ -79,9 +78,7 @@ class Limits:
         rows = self.prefill_rows if mode == "prefill" else self.max_batch
         largest = {"B": rows, "P": self.sequence_pages, "S": self.chunk}
         fixed = {"Y": max(1, self.sequence_window_pages), **self.fixed}
-        return {name: Range(smallest=1, likely=n, largest=n) for name, n in largest.items()} | {
-            name: Range(smallest=n, likely=n, largest=n) for name, n in fixed.items()
-        }
+        return {name: Range(1, n) for name, n in largest.items()} | {name: Range(n, n) for name, n in fixed.items()}
 
     @property
     def fixed(self) -> dict[str, int]:

@@ -46,7 +46,9 @@ def use_plugin(
         The layers that were replaced, and why the others were not.
     """
     layers, decode = choose_layers(policy, info.shape, info.q_heads), mode == "decode"
-    options: dict[str, Any] = {"scaling": _scaling(info), "out": COMPUTE[info.compute_dtype], "sm": sm}
+    # The function body multiplies queries with the factor of the scores in its own arithmetic, and so do the kernels.
+    scaling = float(NUMPY_FLOATS[cache_arithmetic(info.compute_dtype)](info.scaling))
+    options: dict[str, Any] = {"scaling": scaling, "out": COMPUTE[info.compute_dtype], "sm": sm}
     options["programs" if decode else "splits"] = programs
     plan = {name: f"{name}.plan" for name in PLAN.outputs} if decode else {}
     for layer, layout in layers.layouts.items():
@@ -71,18 +73,13 @@ def use_plugin(
     return layers
 
 
-def _scaling(info: ModelInfo) -> float:
-    """The factor of the scores: the function body multiplies queries with it in its own arithmetic, and so do the kernels."""
-    return float(NUMPY_FLOATS[cache_arithmetic(info.compute_dtype)](info.scaling))
-
-
 def _attention(
     model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, layer: int, mode: Mode
 ) -> tuple[onnx.NodeProto, dict[str, str]]:
     """A layer's attention node, and the tensors that it takes by their names in its function."""
     function = layer_function("PagedAttention", layer)
     (node,) = (node for node in model.graph.node if (node.domain, node.op_type) == (DOMAIN, function))
-    spec = AttentionSpec(policy, info.shape, layer, info.q_heads, _scaling(info), info.compute_dtype, mode)
+    spec = AttentionSpec.of(info, policy, layer, mode)
     return node, dict(zip(["query", "key", "value", *spec.tables, *spec.cache], node.input, strict=True))
 
 

@@ -3,9 +3,10 @@
 from pipeline.artifacts.backend import Artifacts, Job, Source
 from pipeline.core.kv import KVPolicy
 from stages.engines.interpreter.backend import InterpreterBackend
+from stages.engines.interpreter.process import probe
 from stages.engines.trtllm.config import TrtllmConfig
-from stages.engines.trtllm.library import PROGRAM
-from stages.engines.trtllm.targets import check_inputs, interpreter_parts
+from stages.engines.trtllm.library import PROGRAM, rank_capabilities
+from stages.engines.trtllm.targets import check_inputs, resolve
 
 
 class TrtllmBackend(InterpreterBackend):
@@ -29,7 +30,10 @@ class TrtllmBackend(InterpreterBackend):
 
     def build_parts(self) -> dict[str, object]:
         """Return the target and the GPUs as well, which the interpreter decides."""
-        return {**super().build_parts(), **interpreter_parts(self.config)}
+        interpreter, ranks = probe(PROGRAM, self.config.python), self.config.tensor_parallel_size
+        target = resolve(self.config.target, interpreter)
+        capabilities = rank_capabilities(interpreter, ranks) if target == "engine" else []
+        return {**super().build_parts(), "target": target, "compute_capabilities": capabilities}
 
 
 open_backend = TrtllmBackend

@@ -94,14 +94,6 @@ def check_inputs(config: TrtllmConfig, job: Job) -> None:
         check_judging(name, config, job.policy, interpreter)
 
 
-def interpreter_parts(config: TrtllmConfig) -> dict[str, object]:
-    """Return what the interpreter decides of a build, so that the bundle's key covers it."""
-    interpreter = probe(PROGRAM, config.python)
-    name = resolve(config.target, interpreter)
-    ranks = config.tensor_parallel_size
-    return {"target": name, "compute_capabilities": rank_capabilities(interpreter, ranks) if name == "engine" else []}
-
-
 def check_judging(name: TargetName, config: TrtllmConfig, policy: KVPolicy, interpreter: Interpreter) -> None:
     """Refuse what can be built and not evaluated here. Raises UserError and MissingRequirement as check_inputs."""
     require_gpus(interpreter, config.tensor_parallel_size, "running an engine")

@@ -201,7 +201,7 @@ def _top_mask(logp_BV: Array, k: int) -> npt.NDArray[np.bool_]:
     return mask
 
 
-def compare(baseline_BV: npt.NDArray[np.float32], candidate_BV: Array, tokens: list[int]) -> StepStatistics:
+def compare(baseline_BV: npt.NDArray[np.floating], candidate_BV: Array, tokens: list[int]) -> StepStatistics:
     """Compare the candidate's log-probabilities with the baseline's.
 
     Args:

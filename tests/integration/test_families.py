@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from amount import STRIDE
 from family_models import MODELS, family_model
 from onnx_fixtures import conf_policy, make_decoder, nothing
 from transformers import PreTrainedModel
@@ -39,6 +40,7 @@ GROUPS_OF_16 = MIXED.model_copy(update={"value": MIXED.value.model_copy(update={
 POLICIES = {policy.name: policy for policy in (FP16_POLICY, conf_policy("int8"), GROUPS_OF_16)}
 ATTENTIONS: tuple[CpuAttention, ...] = ("graph", "native")
 torch.set_num_threads(1)
+pytestmark = pytest.mark.every
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Served:
         return OracleEngine.from_model(self.model, policy, scales, prefill_chunk=CHUNK)
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(scope="module", params=list(MODELS)[: None if STRIDE == 1 else 1])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     root = tmp_path_factory.mktemp(request.param)
     model = family_model(request.param, vocab_size=VOCABULARY)

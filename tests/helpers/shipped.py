@@ -1,0 +1,18 @@
+"""What ships in conf/: its files as they are, and its KV policies by name."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.core.kv import KVPolicy
+
+CONF = Path(__file__).parents[2] / "conf"
+
+
+def conf(group: str, name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((CONF / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    return loaded
+
+
+SHIPPED = {path.stem: KVPolicy.model_validate(conf("kv", path.stem)) for path in sorted((CONF / "kv").glob("*.yaml"))}

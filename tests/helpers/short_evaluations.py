@@ -1,0 +1,40 @@
+"""Whole evaluations of few samples, which no gate lets pass: from a command line to the report on disk."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.compose import plan
+from pipeline.config.config import Config
+from pipeline.core.errors import GateRefusal
+from pipeline.run.inputs import check_inputs
+from pipeline.run.runner import run
+
+THREE = "workloads.samples={prose: 1, retrieval: 1, copy: 1, tool_call: 0, multi_turn: 0}"
+SHORT = (
+    "stage=evaluate",
+    "workloads.max_scored_tokens=16",
+    "workloads.batch_size=2",
+    "workloads.noise_samples=1",
+    "workloads.canary_samples=1",
+    "workloads.pressure=0",
+    "workloads.probe={max_tokens: 128, decode_steps: 8, offset_steps: 1, max_batch: 2, requests: 1}",
+    "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
+    "calibration.samples=2",
+)
+
+
+def job_of(work: Path, *given: str) -> Config:
+    (job,) = plan([f"workdir={work}", *SHORT, *given], multirun=False).jobs
+    return job
+
+
+def judge(job: Config, refused: str) -> tuple[Path, dict[str, Any]]:
+    """Evaluate; return the directory of the report with the candidate of summary.json."""
+    check_inputs(job)
+    with pytest.raises(GateRefusal, match=refused):
+        run(job, "sweep")
+    (candidate,) = json.loads((job.work / "summary.json").read_text())["candidates"]
+    return Path(candidate["report"]["path"]).parent, candidate
