@@ -57,7 +57,7 @@ def test_a_ggufs_cache_is_what_its_policy_says(gguf_work: Path, llamacpp_python:
 def test_a_rotation_that_the_policy_has_and_the_engine_lacks_fails(
     gguf_work: Path, llamacpp_python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "open_context", lambda *given: build.open_context(*given[:-1], False))
+    monkeypatch.setattr(engine, "open_context", lambda *given: build.open_context(*(*given[:-1], False)))
     job = job_of(gguf_work, f"backend.python={llamacpp_python}", *FEW, *CHAT, "kv.name=rotated")
     directory, _ = judge(job, "is not good enough: FAIL")
     failed = [line.reason for line in lines("conformance", load_report(directory)) if line.status == "FAIL"]
