@@ -36,5 +36,5 @@ def judge(job: Config, refused: str) -> tuple[Path, dict[str, Any]]:
     check_inputs(job)
     with pytest.raises(GateRefusal, match=refused):
         run(job, "sweep")
-    *_, candidate = json.loads((job.work / "summary.json").read_text())["candidates"]
+    candidate, *_ = json.loads((job.work / "summary.json").read_text())["candidates"]
     return Path(candidate["report"]["path"]).parent, candidate
