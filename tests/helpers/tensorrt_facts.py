@@ -38,7 +38,7 @@ SOURCES: dict[str, dict[str, str]] = {
     "stages/engines/tensorrt/library.py": {},
     "stages/engines/tensorrt/plan.py": {"config": "IBuilderConfig"},
     "stages/engines/tensorrt/session.py": {"config": "IRuntimeConfig"},
-    "stages/engines/tensorrt/engine.py": {"runtime": "Runtime", "engine": ""},
+    "stages/engines/tensorrt/engine.py": {"runtime": "Runtime", "engine": "", "plan": "ICudaEngine"},
     "plugins/kv_attention/tensorrt_plugin.py": {},
 }
 """Files that call TensorRT, and where a name there means another class than RECEIVERS says ("": none of TensorRT)."""
