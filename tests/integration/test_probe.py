@@ -327,7 +327,8 @@ def test_an_engine_that_keeps_prefixes_is_judged_with_them(
     assert (sound.failures, sound.prefixes) == ([], 2)
     assert engine.pool.in_use == (0, 0)
     begin = engine.prefixes.begin
-    engine.prefixes.begin = lambda prompt, *given: begin([prompt[1], *prompt[1:]] if len(prompt) == 2 * PAGE_TOKENS + 5 else prompt, *given)
+    alike = 2 * PAGE_TOKENS + 5
+    engine.prefixes.begin = lambda prompt, *given: begin([prompt[1], *prompt[1:]] if len(prompt) == alike else prompt, *given)
     failures = probe(engine, twin, SMALL, 4, 150, nothing).failures
     assert any(failure.startswith("prefix: prompt 1 with one beginning") for failure in failures), failures
 
