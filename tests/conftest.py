@@ -25,6 +25,8 @@ if not torch.cuda.is_available():
 # A shell's background job ignores Ctrl-C, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# A fork that collects what its parent left would wait for threads that it does not have: those of an ONNX Runtime session.
+os.register_at_fork(after_in_child=gc.freeze)
 compose_once()
 
 ROOT = Path(__file__).resolve().parents[1]
