@@ -259,6 +259,10 @@ class KVPolicy(StrictModel):
             return min(length, self.eviction.heavy_tokens + self.eviction.window_tokens)
         return length - PAGE_TOKENS * len(self.evicted_pages(length, shape))
 
+    def kept_pages(self, length: int, shape: KVShape) -> int:
+        """Return the pages of the pool that a cache of `length` tokens holds."""
+        return -(-self.kept_tokens(length, shape) // PAGE_TOKENS)
+
     def check_shape(self, shape: KVShape) -> None:
         """Raise UserError when a format does not fit the model's heads, an override its layers, or an eviction its windows."""
         if self.eviction is not None and shape.windows:
@@ -317,9 +321,8 @@ class KVPolicy(StrictModel):
         With eviction, or where every layer of the model slides, they are bounded: those of its sinks, its latest tokens and one
         page more.
         """
-        pages = -(-self.kept_tokens(tokens, shape) // PAGE_TOKENS)
         window = self.window_pages(tokens) * self.window_page_bytes(shape)
-        return self.pool_bytes(shape, pages) + window + self.exact_bytes(shape, 1)
+        return self.pool_bytes(shape, self.kept_pages(tokens, shape)) + window + self.exact_bytes(shape, 1)
 
 
 FP16_POLICY = KVPolicy(name="fp16", key=Format(dtype="fp16"), value=Format(dtype="fp16"))

@@ -119,10 +119,9 @@ class Allocation(Record):
         if self.pool_bytes != self.claimed_pool_bytes:
             per_token = [size / max(1, self.pages * PAGE_TOKENS) for size in (self.pool_bytes, self.claimed_pool_bytes)]
             return f"{per_token[0]:.5g} bytes a token are allocated, the policy claims {per_token[1]:.5g}"
-        if self.exact_bytes % (self.exact_unit_bytes or self.exact_bytes + 1):
-            return (
-                f"{self.exact_bytes} bytes are allocated for the exact tokens, the policy claims {self.exact_unit_bytes} each"
-            )
+        size, unit = self.exact_bytes, self.exact_unit_bytes
+        if size % unit if unit else size:
+            return f"{size} bytes are allocated for the exact tokens, the policy claims {unit} each"
         if self.window_pages is not None and self.window_bytes != (claimed := self.window_pages * self.window_unit_bytes):
             return f"{self.window_bytes} bytes are allocated for the window, the policy claims {claimed}"
         if self.process is not None and self.process.excess_mib and not self.process.unsure:

@@ -223,8 +223,7 @@ class Stage:
         """Note pages that the policy gave back, and that the only live sequences still hold."""
         policy, shape = self.engine.policy, self.engine.shape
         lengths = [len(actor.tokens) for actor in live]
-        kept = sum(-(-policy.kept_tokens(length, shape) // PAGE_TOKENS) for length in lengths)
-        due = kept + sum(map(policy.window_pages, lengths))
+        due = sum(policy.kept_pages(length, shape) + policy.window_pages(length) for length in lengths)
         held = 0 if self.engine.keeps_prefixes else self.engine.memory().held_pages
         if held > due + len(live):  # a page may leave a step later
             self.failures.append(
