@@ -112,6 +112,22 @@ def test_batches_steps_and_answers_agree(q8_q4: LlamaCppEngine, texts: list[list
     assert times.memory.pool_bytes == q8_q4.policy.pool_bytes(q8_q4.shape, 4)
 
 
+def test_forced_decode_is_what_steps_compute_also_of_many_tokens_and_shared_beginnings(
+    tmp_path: Path, tiny_checkpoint: Path, texts: list[list[int]], llamacpp_python: str
+) -> None:
+    """Over f16, llama.cpp's attention computes 64 tokens and more of a sequence in another way than one."""
+    policy = policy_of(Format(dtype="fp16"), Format(dtype="fp16"))
+    engine = make_engine(tiny_checkpoint, tmp_path / "bundle", policy, llamacpp_python)
+    text = texts[0]
+    other = [*text[:50], *texts[1][50:]]
+    rows, beside = engine.forced_together([(text, FIRST), (other, FIRST)])
+    (handle,), _ = engine.prefill([text[:FIRST]])
+    stepped = np.stack([engine.decode([handle], [token])[0] for token in text[FIRST : FIRST + 80]])
+    assert mean_kl(rows[:80], stepped) < 2e-8
+    assert mean_kl(beside, engine.forced(other, FIRST)) < 1e-8
+    engine.close()
+
+
 def test_the_canarys_keys_are_wrong_in_the_state_and_taken_back(q8_q4: LlamaCppEngine, texts: list[list[int]]) -> None:
     before = q8_q4.forced(texts[0], FIRST)
     q8_q4.corrupt_key_scale(0.1)

@@ -135,7 +135,7 @@ class Batch:
         self.traces: defaultdict[int, Trace] = defaultdict(Trace)
 
     def run(self, indices: Sequence[int]) -> Iterator[Step | Finished]:
-        self.queue = deque(_in_order(self.encoded, indices))
+        self.queue = deque(in_order(self.encoded, indices))
         while self.queue or self.live or self.forks:
             if self.stopping():
                 self.queue.clear()
@@ -287,7 +287,7 @@ class SharingBatch(Batch):
         return True
 
 
-def _in_order(encoded: Sequence[EncodedSample], indices: Sequence[int]) -> list[int]:
+def in_order(encoded: Sequence[EncodedSample], indices: Sequence[int]) -> list[int]:
     """Order samples so that similar contexts run side by side, and the samples of one prefix one after the other.
 
     A decode step costs as many pages as its longest sequence has.

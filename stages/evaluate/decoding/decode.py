@@ -12,7 +12,7 @@ the reference. Engines that cannot fork generate deviating answers in a second p
 from collections.abc import Callable, Iterator, Sequence
 
 from pipeline.core.engine import Engine
-from stages.evaluate.decoding.batches import Batch, Finished, FreeBatch, Greedy, Logits, SharingBatch, Step, most_likely
+from stages.evaluate.decoding.batches import Batch, Finished, FreeBatch, Greedy, Logits, SharingBatch, Step, in_order, most_likely
 from stages.evaluate.decoding.coverage import Trace
 from stages.evaluate.inputs.tokens import EncodedSample
 
@@ -82,6 +82,7 @@ def _whole_samples(
         after_prefill()
     in_requests = engine.can(Engine.forced_together)
     size = batch_size if in_requests else 1
+    indices = in_order(encoded, indices) if in_requests else indices
     for begin in range(0, len(indices), size):
         group = [(i, encoded[i]) for i in indices[begin : begin + size]]
         if stopping():
