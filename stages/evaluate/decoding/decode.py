@@ -12,7 +12,17 @@ the reference. Engines that cannot fork generate deviating answers in a second p
 from collections.abc import Callable, Iterator, Sequence
 
 from pipeline.core.engine import Engine
-from stages.evaluate.decoding.batches import Batch, Finished, FreeBatch, Greedy, Logits, SharingBatch, Step, in_order, most_likely
+from stages.evaluate.decoding.batches import (
+    Batch,
+    Finished,
+    FreeBatch,
+    Greedy,
+    Logits,
+    SharingBatch,
+    Step,
+    in_order,
+    most_likely,
+)
 from stages.evaluate.decoding.coverage import Trace
 from stages.evaluate.inputs.tokens import EncodedSample
 
