@@ -4,7 +4,7 @@
 
 The text is cut into chunks of 512 tokens, the second half of each is scored, and the base is llama.cpp's own f16 cache: the
 tool's definition (tools/perplexity/perplexity.cpp), which the Python package does not carry. KL and probabilities are of
-float32 logits, where the tool keeps 16 bits of the base.
+float32 logits, where the tool keeps 16 bits of the base; and of the decode way of attention (the engine feeds 32 at once).
 """
 
 import argparse

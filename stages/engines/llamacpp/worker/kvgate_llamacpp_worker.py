@@ -20,7 +20,7 @@ ERROR = 4
 """ggml_log_level."""
 DECODED_TOGETHER = 32
 """Tokens of a sequence whose logits are asked of one batch: over a cache of f16, attention computes 64 or more at a time in
-another way than a decode step does (GGML_FA_TILE_Q), 1e-3 nats away on SmolLM2."""
+another way than a decode step does (GGML_FA_TILE_Q)."""
 SHARED_LEAST = 32
 """Tokens that prompts begin with alike, which are decoded once for all of them: fewer cost a step more than they save."""
 
