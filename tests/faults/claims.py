@@ -84,5 +84,5 @@ FAULTS = [
     of("shared_prompt_logits_one_off", "int8", "both engines' prompts' logits are off by one entry",
        logits(lambda x, _: np.roll(x, 1, 1), mode="prefill"), shared=True),
     of("baseline_saturates", "int8", "the baseline's own keys saturate; the candidate's do not", write("key", saturating),
-       shared=True),
+       shared=True, harm="claim"),
 ]  # fmt: skip

@@ -13,8 +13,8 @@ from stages.engines.paged.prefixes import PrefixCache
 EngineName = Literal["native", "graph", "torch"]
 """The ONNX engine with its compiled attention, the same with the graph's own, and the oracle as an engine of its own."""
 
-Harm = Literal["answers", "memory", "claim"]
-"""What a fault costs a user: answers, memory that nobody counted, or a word that is not kept."""
+Harm = Literal["answers", "memory", "claim", "rare"]
+"""What a fault costs: answers, memory that nobody counted, a word that is not kept, or answers more seldom than once a day."""
 
 POLICIES: dict[str, tuple[str, ...]] = {
     "fp16": ("kv=fp16",),

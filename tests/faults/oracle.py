@@ -85,7 +85,7 @@ FAULTS = [
     of("torch_decode_one_late", "int8", "decode rotates one position late; one pass does not",
        method("_hidden", decoded_one_late)),
     of("torch_scored_unquantized", "int4_tensor", "the pass that is scored does not quantize; int4_tensor would rank first",
-       method("_one_pass", unquantized), "conformance"),
+       method("_one_pass", unquantized), "conformance", harm="claim"),
     of("torch_generate_unquantized", "int4_tensor", "generate does not quantize; int4_tensor would answer best",
        method("generate", unquantized), "free_answers"),
     of("torch_heads_reversed", "int8", "one layer's values are stored for the other head, in pages alone",

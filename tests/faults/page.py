@@ -37,12 +37,12 @@ tiny model, and judged by the evaluation and the gates that judge every candidat
 - **How a fault is judged.** First by the smallest evaluation that may pass: 72 requests, and a probe that is smaller than the
   default one. A fault that gets through is judged by the default probe. A fault that only gates on samples see is judged by
   all samples of the default evaluation as well.
-- **Which gates judged.** The commits of the outcomes are {commits}. Outcomes of commits before 55b903f are of 152 requests
-  and an older probe. `make faults` judges again what later changes may concern, and goes on where an interrupted run ended.
+- **Which gates judged.** The commits of the outcomes are {commits}.
+  `make faults` judges again what later changes may concern, and goes on where an interrupted run ended.
 - **Names.** A gate has the name of its key under `gates.`, or its own name.
 - **Costs.** A day of service runs with the fault and without: batches, turns, forks, prompts that begin alike, crowds,
   `generate` (`tests/faults/drill.py`). `costs` is the largest KL of a token in nats, whatever the gates say. A fault that
-  costs memory, or a claim that is not kept, says so.
+  costs memory, or a claim that is not kept, says so; "no day" is a fault that happens more seldom.
 - **Engines** are ONNX with the compiled kernel unless the table names another."""
 
 ALL_GATES = """
@@ -92,7 +92,7 @@ def _size(number: float | None) -> str:
 def _cost(found: Cost | None, fault: Fault) -> str:
     """What a fault costs a user."""
     if fault.harm != "answers":
-        return {"memory": "memory", "claim": "a claim"}[fault.harm]
+        return {"memory": "memory", "claim": "a claim", "rare": "no day"}[fault.harm]
     return "an error" if found is not None and found.error else _size(None if found is None else found.worst_kl)
 
 

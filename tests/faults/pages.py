@@ -209,7 +209,7 @@ FAULTS = [
     of("copy_on_write_of_full_pages", "int8", "a page that is nearly empty is shared and not copied",
        fork_shares(lambda inside: inside < 8)),
     of("pool_grows_without_last_page", "int8", "a page is lost when the pool is reallocated", method("pool._resize", resized),
-       "max_mean_kl"),
+       "conformance"),
     of("last_page_leaks", "int8", "a page that is not full is never free again", method("pool.release", last_page_kept),
        harm="memory"),
     of("shared_pages_wiped", "int8", "pages are wiped when a sequence ends, also those that a fork still has",

@@ -190,7 +190,7 @@ FAULTS = [
     of("generate_one_less", "int8", "answers to a limit of more than eight tokens end one token early",
        generating(lambda answers, *_: [answer[:-1] if len(answer) > 8 else answer for answer in answers])),
     of("nan_rarely", "fp8", "logits are NaN in one step of 2,000",
-       logits(lambda x, s: np.where(s.rows == 0, np.nan, x), every(2000))),
+       logits(lambda x, s: np.where(s.rows == 0, np.nan, x), every(2000)), harm="rare"),
     of("zeros_rarely", "int8", "one layer's values are zero in one step of 500", reads("value", zero, every(500), layers=[2])),
     of("from_request_150_on", "int8", "one head's values are lost from the 150th request on",
        write("value", zero, lambda s: np.array(s.handles)[:, None] >= 150, layers=[2], heads=[0])),
