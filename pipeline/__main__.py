@@ -1,5 +1,6 @@
 """`python -m pipeline stage=... model.path=... kv=...`: the command line."""
 
+import gc
 import os
 import re
 import signal
@@ -151,6 +152,7 @@ def main() -> int:
     # What ends a container or a job of CI is a Ctrl-C: runs are closed, and samples in flight finish. The first process of a
     # container would ignore it without a handler.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    gc.set_threshold(10_000)  # else looking for cycles among what MLflow imports takes a tenth of a command's time
     open_closed()
     redact_output()
     argv = sys.argv[1:]
