@@ -80,6 +80,10 @@ class Engine(ABC):
             check_tokens(prompt, self.vocab_size)
         return self._prefill_batch(prompts)
 
+    def begin(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """As `prefill`, where nobody asks for the logits."""
+        return self.prefill(prompts)[0]
+
     def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
         """Append one token to each of distinct sequences.
 

@@ -122,6 +122,12 @@ class RequestEngine(Engine):
         handles = [self._sequences.add(_Sequence(list(prompt))) for prompt in prompts]
         return handles, np.concatenate([rows for _, rows in answers])
 
+    def begin(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """As Engine's. The request of the first step reads the prompt, so that none is sent for the prompt alone."""
+        for prompt in prompts:
+            check_tokens(prompt, self.vocab_size)
+        return [self._sequences.add(_Sequence(list(prompt))) for prompt in prompts]
+
     def _answer(
         self,
         continuations: Sequence[Continuation],

@@ -180,8 +180,7 @@ class Batch:
         for i, prompt in zip(admitted, prompts, strict=True):
             self.prefilled[i] += len(prompt)
             self.traces[i].prefilled(self.engine, len(prompt))
-        handles, _ = self.engine.prefill(prompts)
-        return handles
+        return self.engine.begin(prompts)
 
     def _sequence(self, sample: int, handle: int) -> _Sequence:
         """Return a sample's first sequence."""
