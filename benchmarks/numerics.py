@@ -284,7 +284,7 @@ def show_lengths(model: Any, tokens: npt.NDArray[np.int64], calibration: Sequenc
 
 def main(command_line: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", choices=("tiny", "smollm2", "gemma3"), help="4, 15, 20 minutes")
+    parser.add_argument("models", nargs="+", choices=("tiny", "smollm2", "gemma3"), help="4, 15, 10 minutes")
     parser.add_argument("--work", type=Path, default=Path("work/numerics"), help="where GGUFs are converted to")
     arguments = parser.parse_args(command_line)
     torch.set_num_threads(1)
