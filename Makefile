@@ -55,7 +55,7 @@ demo: $(VENV)/for-demo
 # `make real BACKEND=llamacpp` llama.cpp's caches on SmolLM2's own GGUF.
 MODEL := smollm2
 LLAMACPP_KV := fp16,llamacpp_q8_0,llamacpp_q8k_q4v,llamacpp_q4_0
-OF_BACKEND = backend=$(BACKEND) backend.n_ctx=640 backend.python=.venv-$(BACKEND)/bin/python kv=$(or $(KV),$(LLAMACPP_KV))
+OF_BACKEND = backend=$(BACKEND) backend.python=.venv-$(BACKEND)/bin/python kv=$(or $(KV),$(LLAMACPP_KV))
 real: export OMP_NUM_THREADS := $(shell nproc)
 real: $(VENV)/for-real $(if $(filter gemma3,$(MODEL)),$(VENV)/for-gemma3) $(BACKEND)
 	$(BIN)/python -m pipeline -m experiment=$(MODEL) $(if $(BACKEND),$(OF_BACKEND),$(if $(KV),kv=$(KV)))
