@@ -128,6 +128,20 @@ def test_forced_decode_is_what_steps_compute_also_of_many_tokens_and_shared_begi
     engine.close()
 
 
+def test_a_sequence_may_have_as_many_tokens_as_the_context(
+    tmp_path: Path, tiny_checkpoint: Path, texts: list[list[int]], llamacpp_python: str
+) -> None:
+    policy = SHIPPED["llamacpp_q8_0"]
+    engine = make_engine(tiny_checkpoint, tmp_path / "bundle", policy, llamacpp_python, n_ctx=128)
+    long = make_engine(tiny_checkpoint, tmp_path / "long", policy, llamacpp_python)
+    whole = engine.forced(texts[0][:128], FIRST)
+    assert mean_kl(long.forced(texts[0][:128], FIRST), whole) < 1e-8
+    with pytest.raises(UserError, match="n_ctx=128: a prompt of 60 tokens with 69 more does not fit"):
+        engine.forced(texts[0][:129], FIRST)
+    engine.close()
+    long.close()
+
+
 def test_the_canarys_keys_are_wrong_in_the_state_and_taken_back(q8_q4: LlamaCppEngine, texts: list[list[int]]) -> None:
     before = q8_q4.forced(texts[0], FIRST)
     q8_q4.corrupt_key_scale(0.1)

@@ -49,6 +49,10 @@ class LlamaCppEngine(ShowingEngine):
     def _write_faulted(self, *_: object) -> None:
         raise AssertionError("faults are planted in the state")
 
+    def _check_fits(self, prompt: int, tokens: int) -> None:
+        """As the base class's, but for the last token, which the cache never holds."""
+        super()._check_fits(prompt, tokens - 1)
+
     def _run(self, requests: Sequence[Request], *seen: object, **fields: object) -> list[tuple[list[int], Logits]]:
         return super()._run(requests, *seen, key_fault=self._fault, **fields)  # type: ignore[arg-type]
 
