@@ -21,10 +21,11 @@ import torch
 from modelopt.torch.export.quant_utils import postprocess_state_dict
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 from quantize_fixtures import FP8, FP8_UNCALIBRATED, per_token, quantized_model, static, token_ids
+from shipped import SHIPPED
 from torch import Tensor
 
 from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.checkpoint.exports import NVFP4, UNIFIED_HF_KV, export_refusal
+from pipeline.checkpoint.exports import UNIFIED_HF_KV, export_refusal
 from pipeline.core.formats import Format, Rotation
 from pipeline.core.kv import FP16_POLICY, KVPolicy, Side
 from pipeline.formats.oracle import Static, Stored
@@ -35,6 +36,7 @@ from stages.quantize.run import load_model
 
 torch.set_num_threads(1)
 
+NVFP4 = SHIPPED["nvfp4"].key
 CLOSE = 2.0**-20
 TIES = 1e-5
 HALF = 2.0**-11
