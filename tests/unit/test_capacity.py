@@ -183,20 +183,13 @@ def test_requests_of_a_mix_are_whole_and_the_rest_of_their_last_pages_is_waste(t
     assert of(found, "fp16").live_tokens == 32 * (65 + 128)
 
 
-def test_offload_says_what_moves_in_every_step(tmp_path: Path) -> None:
-    away = ["capacity.gpu_gib=1", "capacity.ceiling=1", mix((8192, 1)), "capacity.offload_share=0.75", *BARE]
-    entry = of(capacity(tmp_path, LLAMA_8B, *away), "fp16")
-    assert entry.host_bytes == 3 * GIB
-    assert entry.host_ms_per_step == pytest.approx(3 * GIB / 25e9 * 1e3)
-
-
 @pytest.mark.parametrize("name", ["fp16_window", "fp8_streaming", "int4_streaming"])
 def test_a_policys_own_eviction_counts_as_its_engine_counts_it(name: str) -> None:
     policy = next(policy for policy in shipped_policies() if policy.name == name)
     shape = KVShape(layers=3, kv_heads=2, head_dim=64)
     cost = SequenceCost(policy, shape, [None] * 3)
     for tokens in (1, 64, 4096, 4159, 4160, 4161, 4223, 4224, 4225, 100_000):
-        assert cost.own(tokens).gpu == policy.sequence_bytes(shape, tokens)
+        assert cost.own(tokens) == policy.sequence_bytes(shape, tokens)
 
 
 def test_a_changed_policy_is_named_by_what_differs_and_the_name_composes() -> None:
