@@ -11,9 +11,10 @@ from modelopt.torch.export.quant_utils import postprocess_state_dict
 from modelopt.torch.quantization.config import QuantizerAttributeConfig
 from modelopt.torch.quantization.nn import TensorQuantizer
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
+from shipped import SHIPPED
 from torch import Tensor
 
-from pipeline.checkpoint.exports import NVFP4, UNIFIED_HF_KV, export_refusal
+from pipeline.checkpoint.exports import UNIFIED_HF_KV, export_refusal
 from pipeline.core.formats import Format, Rotation
 from pipeline.core.kv import KVPolicy
 from pipeline.formats.oracle import Static
@@ -21,6 +22,7 @@ from stages.engines.oracle.formats import dequantize, hadamard, quantize
 
 torch.set_num_threads(1)
 
+NVFP4 = SHIPPED["nvfp4"].key
 CLOSE = 2.0**-20
 TIES = 1e-5
 
