@@ -16,19 +16,6 @@ def run(commands: Commands, tmp_path: Path) -> Callable[[list[str]], Outcome]:
     return lambda arguments: commands.run(Case("", tuple(arguments), (), begins=True), tmp_path)
 
 
-def test_every_problem_is_named_at_once(run: Callable[[list[str]], Outcome]) -> None:
-    result = run(["seed=-1", "backend.threads=0"])
-    assert result.code == 2
-    assert "backend.threads" in result.stderr
-    assert "seed" in result.stderr
-
-
-def test_the_composed_configuration_can_be_shown(run: Callable[[list[str]], Outcome]) -> None:
-    result = run(["--cfg", "job", "kv=int8"])
-    assert result.code == 0
-    assert "dtype: int8" in result.stdout
-
-
 def test_a_status_before_any_run_says_so_and_makes_nothing(run: Callable[[list[str]], Outcome], tmp_path: Path) -> None:
     result = run(["stage=status", "workdir=here"])
     assert (result.code, result.stderr) == (0, "")

@@ -41,8 +41,7 @@ def alone(engine: Engine) -> list[list[int]]:
     return [engine.generate([prompt], limit, None)[0] for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
 
 
-@pytest.mark.parametrize("attention", ["native", "graph"])
-@pytest.mark.parametrize("name", ["fp8", "ages"])
+@pytest.mark.parametrize(("name", "attention"), [("fp8", "graph"), ("ages", "native")])
 def test_logits_of_the_embedded_engine_do_not_depend_on_who_else_is_live_bit_by_bit(
     name: str, attention: Any, decoder: Path, tmp_path: Path
 ) -> None:

@@ -194,14 +194,14 @@ def test_smollm2_is_tokenized_as_its_own_tokenizer_does(tmp_path: Path) -> None:
     assert turn.startswith("<|im_start|>system\n")
     assert turn.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer(turn)["input_ids"][0] == tokenizer.convert_tokens_to_ids("<|im_start|>") == 1
-    for topic, text in pydoc_data.topics.topics.items():
+    for topic, text in list(pydoc_data.topics.topics.items())[::8]:
         ids = tokenizer(text)["input_ids"]
         assert 1 not in ids, "no BOS"
         assert tokenizer.decode(ids) == text, topic
     # the model's own tokenizer.json: digits one by one, then GPT-2's expression
     own = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     cut = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str
-    for topic, text in pydoc_data.topics.topics.items():
+    for topic, text in list(pydoc_data.topics.topics.items())[::8]:
         assert cut(text) == own.pre_tokenize_str(text), topic
 
 

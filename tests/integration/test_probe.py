@@ -25,7 +25,7 @@ from pipeline.core.workloads import ProbeConfig
 from pipeline.verdict.coverage import Probe
 from stages.engines.onnx.engine import load_engine
 from stages.engines.oracle.engine import OracleEngine
-from stages.evaluate.decoding.system import allocation, process_memory
+from stages.evaluate.decoding.system import process_memory
 from stages.evaluate.twins.probe import probe
 from stages.evaluate.twins.twin import Twin
 
@@ -99,7 +99,7 @@ def test_evicted_pages_that_are_never_free_again_are_caught(
     assert any("pages stayed in the cache" in failure for failure in found.failures), found.failures
 
 
-@pytest.mark.parametrize("name", ["int4_g32", "evicted_ages"])
+@pytest.mark.parametrize("name", ["evicted_ages"])
 def test_the_torch_engine_steps_through_its_own_pages_and_passes(name: str, model: Any, tmp_path_factory: Any) -> None:
     described = json.loads((shared_decoder(tmp_path_factory, "float32") / "model.json").read_text())
     shape = KVShape(described["layers"], described["kv_heads"], described["head_dim"])
@@ -331,17 +331,6 @@ def test_an_engine_that_keeps_prefixes_is_judged_with_them(
     engine.prefixes.begin = lambda prompt, *given: begin([prompt[1], *prompt[1:]] if len(prompt) == alike else prompt, *given)
     failures = probe(engine, twin, SMALL, 4, 150, nothing).failures
     assert any(failure.startswith("prefix: prompt 1 with one beginning") for failure in failures), failures
-
-
-def test_an_engine_that_stores_more_than_it_claims_has_an_allocation_that_says_so(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    engine = make_engine(shared_decoder(tmp_path_factory, "float32"), tmp_path / "bundle", BY_NAME["fp16"])
-    engine.policy = BY_NAME["int4_tensor"]
-    handles, _ = engine.prefill([[1, 2, 3]])
-    problem = allocation(engine).problem
-    engine.release(handles)
-    assert problem == "1024 bytes a token are allocated, the policy claims 256"
 
 
 def test_a_float16_copy_that_the_engine_does_not_report_shows_in_its_process(int8: Path) -> None:

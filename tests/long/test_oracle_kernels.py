@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks import benchlib
 from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy, Side
+from pipeline.core.kv import KVPolicy
 from plugins.kv_attention import launch
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.cuda.engine import KernelEngine
@@ -121,20 +121,6 @@ def test_a_corrupted_key_scale_is_read_of_stored_and_of_later_tokens_and_moves_l
         assert distance(logits, sound.decode(handles, [token])) > SEEN
 
 
-@pytest.mark.parametrize("name", ["fp16", "fp8", "int8"])
-def test_small_faults_are_read_as_the_oracle_reads_them(name: str, model: Any, texts: list[list[int]], quick: Any) -> None:
-    policy, prompt = BY_NAME[name], texts[0][:70]
-    kernels, oracle = make_engine(model, policy), make_oracle(model, policy)
-    handles, _ = quick(kernels, [prompt])
-    assert oracle.prefill([prompt])[0] == handles
-    for engine in (kernels, oracle):
-        engine.corrupt_scale(Side.KEY, 2.0, 0, None if name == "fp8" else 1)
-        engine.corrupt_scale(Side.VALUE, 1.5, 1)
-        engine.repeat_page()
-    for token in texts[0][70:72]:
-        assert distance(kernels.decode(handles, [token]), oracle.decode(handles, [token])) < CLOSE
-
-
 @pytest.mark.parametrize("policy", [BY_NAME["fp8k_int4v"], GUARDED], ids=lambda policy: policy.name)
 def test_memory_is_the_policys_arithmetic_and_released_pages_serve_again(
     policy: KVPolicy, model: Any, texts: list[list[int]], quick: Any
@@ -156,15 +142,6 @@ def test_memory_is_the_policys_arithmetic_and_released_pages_serve_again(
     assert (engine.memory().pages, engine.memory().live_tokens) == (memory.pages, 70)
     token, (same, _) = texts[0][70], oracle.prefill([texts[0][:70]])
     assert distance(engine.decode(again, [token]), oracle.decode(same, [token])) < CLOSE
-
-
-def test_prompts_that_prefill_together_by_the_kernels_are_those_of_the_oracle(model: Any, texts: list[list[int]]) -> None:
-    """Seven tokens in chunks of four: the last ones read the first of a cache."""
-    kernels, oracle = (make(model, GUARDED, prefill_chunk=4) for make in (make_engine, make_oracle))
-    prompts = [texts[0][:7], texts[2][:2]]
-    (handles, first), (same, expected) = kernels.prefill(prompts), oracle.prefill(prompts)
-    assert distance(first, expected) < CLOSE
-    assert distance(kernels.decode(handles, [5, 6]), oracle.decode(same, [5, 6])) < CLOSE
 
 
 def test_a_pass_over_tensors_that_have_moved_is_not_run_again(model: Any) -> None:

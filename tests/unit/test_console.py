@@ -1,6 +1,5 @@
 """What a command says: progress, jobs, errors, sentences; on a terminal and where there is none."""
 
-import doctest
 import io
 import time
 from collections.abc import Iterator
@@ -101,13 +100,6 @@ def test_lines_go_on_while_nothing_moves_and_name_their_job(terminal: bool, monk
         wait_for(written, "  job 2 of 5 fp8: round fp8 1/5: forced decode 8/9 tokens, ")
 
 
-def test_what_takes_a_moment_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = stderr(monkeypatch, terminal=False)
-    with console.progress("export") as update:
-        update("export", 1, 3)
-    assert written.getvalue() == ""
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_message_is_shown_at_once_and_of_an_inner_block_alone(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     written = stderr(monkeypatch, terminal)
@@ -164,10 +156,6 @@ def test_paths_below_the_current_directory_are_relative(
     assert relative(text.replace("HERE", str(tmp_path))) == expected.replace("HERE", str(tmp_path))
 
 
-def test_the_examples_of_the_module_hold() -> None:
-    assert doctest.testmod(progress).failed == 0
-
-
 def test_a_written_report_is_what_was_printed_and_one_that_fails_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,8 +188,3 @@ def test_a_terminal_wraps_sentences_between_words_and_commands_not_at_all(monkey
         "  1,369,088)",
         "python -m pipeline stage=evaluate kv=fp8 model.path=/models/Qwen3-0.6B",
     ]
-
-
-def test_where_there_is_no_terminal_a_sentence_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    console.say("word " * 60)
-    assert capsys.readouterr().out.count("\n") == 1

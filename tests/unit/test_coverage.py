@@ -3,7 +3,6 @@
 from typing import Any
 from unittest.mock import Mock, patch
 
-import numpy as np
 import pytest
 from fake_engine import EOS, CharTokenizer, fake_engine, sharing_engine
 from gate_reports import GATES, every_class, lines, report
@@ -44,10 +43,6 @@ def test_steps_are_counted_where_they_are_taken() -> None:
     assert 0 not in whole.missing_page_offsets
     assert 40 in whole.missing_page_offsets
     assert whole.quantized_rows == whole.rows
-
-
-def test_a_batch_of_one_is_counted_as_one() -> None:
-    assert set(exercised(batch_size=1).overall.batch_sizes) == {1}
 
 
 def test_cells_are_workloads_by_context() -> None:
@@ -98,14 +93,6 @@ def test_only_free_answers_that_decode_steps_did_not_give_are_forced() -> None:
         free_answers(engine, items, 2, Greedy(EOS, 4), decoded=[other, None, given[2]])
     first_step = decode.call_args_list[0].args[1]
     assert first_step == [given[0][0], given[1][0]], "the first differs, and of the second nothing is known"
-
-
-def test_free_answers_are_counted_while_they_are_given_and_forced() -> None:
-    told: list[tuple[str, int, int]] = []
-    items = encode(SAMPLES, CharTokenizer(), 9)
-    free_answers(fake_engine(SAMPLES), items, 2, Greedy(EOS, 4), lambda *told_of: told.append(told_of))
-    assert {label for label, _, _ in told} == {"free answers, then forced [answers]"}
-    assert [(done, total) for _, done, total in told] == [(done, 6) for done in (0, 1, 2, 3, 3, 4, 5)]
 
 
 def a_probe(**changes: object) -> Probe:
@@ -215,13 +202,6 @@ def test_a_copy_that_no_policy_claims_shows_in_the_process_unless_a_machine_is_n
     assert (check.status, said in check.reason) == (status, True), check.reason
 
 
-def test_a_report_of_before_says_nothing_of_it() -> None:
-    rows = every_class()
-    old = report(rows)
-    assert old.limits is None
-    assert decide(old, rows, GATES).covered is None
-
-
 def test_limits_of_a_bundle_beyond_what_was_judged_are_named_with_the_fix() -> None:
     judged = Limits(tokens=1003, batch=16)
     assert str(judged) == "up to 1,003 tokens, batch 16"
@@ -244,9 +224,3 @@ def test_limits_of_a_bundle_beyond_what_was_judged_are_named_with_the_fix() -> N
 )
 def test_the_limits_of_each_backends_bundle_are_read(record: dict[str, object], limits: Limits) -> None:
     assert Limits.of_bundle(record) == limits
-
-
-def test_what_no_one_exercised_is_nothing() -> None:
-    nothing = Coverage.merged([])
-    assert (nothing.overall.rows, nothing.overall.largest_batch) == (0, 0)
-    assert np.array_equal(nothing.overall.missing_page_offsets, range(64))

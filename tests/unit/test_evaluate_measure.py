@@ -21,8 +21,6 @@ from pipeline.verdict.tracked import flat_metrics
 from stages.evaluate.distances.distance import REST_MASS
 from stages.evaluate.distances.scores import BaselineHeads
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def samples(per_class: int = 80) -> list[Sample]:
     find = [
@@ -120,15 +118,6 @@ def test_a_row_holds_the_probability_of_the_right_answer_as_the_product_over_its
     assert flat_metrics(report)["quality/recovery"] == whole.recovery == pytest.approx(kept)
 
 
-def test_many_lost_answers_fail_and_are_counted_in_words(baseline: Path, tmp_path: Path) -> None:
-    wrong = tuple(f"find-{i}" for i in range(30))
-    _, _, verdict = candidate(baseline, tmp_path, wrong=wrong)
-    assert verdict.status == "FAIL"
-    assert any(
-        reason.startswith("find: 29 of 80 answers lost, 0 gained; accuracy 0.625 vs 0.988") for reason in verdict.reasons
-    )
-
-
 def test_prose_is_scored_but_not_judged(baseline: Path, tmp_path: Path) -> None:
     report, rows, _ = candidate(baseline, tmp_path, noise=0.5)
     part = report.slice("tale")
@@ -211,15 +200,6 @@ def test_system_metrics_are_those_of_the_fixed_load(same: Judged) -> None:
     assert system.decode_tokens_per_s > 0
     assert 0 < (system.decode_tokens_per_s_slow or 0) <= (system.decode_tokens_per_s_fast or 0)
     assert system.max_live_tokens == int(0.001 * 2**30) // (64 * 128) * 64
-
-
-def test_flat_metrics_are_finite_and_grouped_by_prefix(same: Judged) -> None:
-    report, _, _ = same
-    metrics = flat_metrics(report)
-    assert {name.split("/")[0] for name in metrics} == {"quality", "perf", "memory", "noise", "baseline"}
-    assert {"quality/kl_mean", "quality/find/accuracy_candidate", "perf/inter_token_p50_ms"} <= metrics.keys()
-    assert {"memory/kib_per_token", "quality/find/early/kl_mean"} <= metrics.keys()
-    assert all(np.isfinite(value) for value in metrics.values())
 
 
 def test_a_baseline_of_other_samples_is_refused(baseline: Path, tmp_path: Path) -> None:

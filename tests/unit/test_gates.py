@@ -325,7 +325,7 @@ def test_the_ladder_says_which_small_faults_were_noticed_and_decides_nothing(com
     assert "ladder" not in {check.gate for check in verdict(every_class()).checks}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(lost=st.integers(0, 30), gained=st.integers(0, 10), count=st.sampled_from([60, 100]))
 def test_one_more_lost_sample_never_turns_a_fail_into_a_pass(lost: int, gained: int, count: int) -> None:
     order = {"FAIL": 0, "INCONCLUSIVE": 1, "PASS": 2}

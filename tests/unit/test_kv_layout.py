@@ -28,7 +28,7 @@ SIDES = [
     for granularity in page_format.CODES[dtype].granularities
     for size in (page_format.CODES[dtype].group_sizes if granularity == "per_group" else (None,))
 ]
-FP8_TOKEN, FP8_TENSOR = SideLayout("fp8_e4m3", "per_token"), SideLayout("fp8_e4m3", "per_tensor")
+FP8_TOKEN = SideLayout("fp8_e4m3", "per_token")
 INT4_G64, BF16 = SideLayout("int4", "per_group", 64), SideLayout("bf16")
 NVFP4 = SideLayout("nvfp4", "per_group", 16)
 

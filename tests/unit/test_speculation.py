@@ -218,23 +218,12 @@ def test_an_engine_that_accepts_as_much_as_the_baseline_passes() -> None:
     assert all(line.value == 0 and line.bound is not None and line.bound <= line.threshold for line in lines if line.threshold)
 
 
-def test_noise_of_single_answers_in_both_directions_passes() -> None:
-    rng = random.Random(0)
-    noisy = [25 if rng.random() < 0.9 else rng.choice([15, 42]) for _ in range(600)]
-    assert verdict(drafted(every_class(), lambda i: noisy[i]), drafters=["lookup"]).status == "PASS"
-
-
 def test_a_cache_that_ruins_drafts_fails_although_its_answers_are_right() -> None:
     result = verdict(drafted(every_class(), lambda _: 34), drafters=["lookup"])
     assert result.status == "FAIL"
     assert "loss of acceptance length 0.2647" in result.reasons[0]
     assert "outside max_acceptance_loss (at most 0.1)" in result.reasons[0]
     assert verdict(drafted(every_class(), lambda _: 34), gates(max_acceptance_loss=0.4), drafters=["lookup"]).status == "PASS"
-
-
-def test_a_few_ruined_answers_fail_by_what_they_cost_uncut() -> None:
-    ruined = verdict(drafted(every_class(), lambda i: 100 if i % 5 == 0 else 25), drafters=["lookup"])
-    assert ruined.status == "FAIL"
 
 
 def test_few_answers_leave_the_loss_open() -> None:
