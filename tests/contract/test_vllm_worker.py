@@ -75,7 +75,7 @@ EXACT = {"key": {"dtype": "fp16"}, "value": {"dtype": "fp16"}}
 )
 def test_a_policy_is_the_type_of_vllms_cache_that_means_it_with_layers_skipped(kv: str, dtype: str) -> None:
     policy = KVPolicy.model_validate({**conf("kv", kv), "overrides": [{"layers": [3, 10], **EXACT}]})
-    assert cache_dtypes(policy, config_of("python"))[0] == dtype
+    assert cache_dtype(policy, config_of("python")) == dtype
     assert skipped_layers(policy) == ["10", "3"]
 
 
@@ -89,7 +89,7 @@ def test_a_policy_is_the_type_of_vllms_cache_that_means_it_with_layers_skipped(k
 def test_a_policy_that_is_none_of_its_types_is_refused(changes: dict[str, object], expected: str) -> None:
     policy = KVPolicy.model_validate({**conf("kv", "vllm_k8v4"), **changes})
     with pytest.raises(UserError, match=expected):
-        cache_dtypes(policy, config_of("python"))
+        cache_dtype(policy, config_of("python"))
 
 
 def test_layers_that_vllm_skips_by_itself_have_to_be_said() -> None:
