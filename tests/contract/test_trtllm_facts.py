@@ -1,6 +1,5 @@
 """Everything that we say to TensorRT-LLM, and everything that we read of it, is in the facts recorded from its sources."""
 
-import ast
 import json
 import re
 import sys
@@ -32,44 +31,6 @@ QUANTIZATIONS = [
 
 def options(**changes: Any) -> TrtllmConfig:
     return TrtllmConfig.model_validate({**conf("backend", "trtllm"), **changes})
-
-
-def asked() -> Iterator[tuple[settings.Settings, dict[str, Any]]]:
-    """Settings for every quantization."""
-    for quantization in QUANTIZATIONS:
-        yield settings.engine_settings(options(), quantization), quantization
-
-
-def flag_pairs(flags: list[str]) -> dict[str, str | None]:
-    """Name -> value of the arguments, None for those without."""
-    found: dict[str, str | None] = {}
-    for i, flag in enumerate(flags):
-        if flag.startswith("--"):
-            follows = flags[i + 1] if i + 1 < len(flags) else "--"
-            found[flag[2:]] = None if follows.startswith("--") else follows
-    return found
-
-
-def test_every_flag_of_trtllm_build_is_recorded_with_the_value_that_we_give_it() -> None:
-    for wanted, _ in asked():
-        for name, value in flag_pairs(settings.build_flags(wanted, "/in", "/out", 2)).items():
-            fact = ENGINE["flags"][name]
-            assert (value is None) == (fact["kind"] == "flag"), name
-            choices = ["enable", "disable"] if fact["kind"] == "switch" else fact.get("choices")
-            assert choices is None or value in choices, (name, value)
-            assert fact["kind"] != "int" or str(value).isdigit(), (name, value)
-
-
-def test_every_key_that_is_read_back_is_one_that_an_engines_config_has() -> None:
-    known = {"version"}
-    known |= {f"build_config.{key}" for key in ENGINE["build_config"]}
-    known |= {f"build_config.plugin_config.{key}" for key in ENGINE["plugin_config"]}
-    known |= {f"pretrained_config.{key}" for key in ENGINE["engine_config"]["pretrained_config"]}
-    known |= {f"pretrained_config.quantization.{key}" for key in ENGINE["quantization"]["keys"]}
-    known |= {"pretrained_config.mapping.tp_size"}
-    for wanted, quantization in asked():
-        config = {"architecture": "a", "dtype": "float16", "mapping": {"tp_size": 1}, "quantization": quantization}
-        assert set(settings.expected_config(wanted, config, "1.2.1")) <= known
 
 
 Rewrite = Callable[[dict[str, Any]], None]
@@ -161,27 +122,3 @@ def test_the_tensors_and_algorithms_that_we_name_are_tensorrt_llms() -> None:
         assert any(name.endswith(weight) for name in names), ending
     for algorithms in (ALGORITHMS.values(), settings.FP8_ATTENTION_WEIGHTS):
         assert set(algorithms) <= set(ENGINE["quantization"]["quant_algo"])
-
-
-def worker_calls() -> Iterator[tuple[str, ast.Call]]:
-    """Every call in the worker by the name that is called."""
-    for node in ast.walk(ast.parse(PROGRAM.script.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            yield name, node
-
-
-def test_the_worker_calls_tensorrt_llm_by_recorded_names() -> None:
-    for facts in (ENGINE, PYTORCH):
-        for name, made in worker_calls():
-            given = {keyword.arg for keyword in made.keywords if keyword.arg is not None}
-            if name == "SamplingParams":
-                assert given <= set(facts["sampling_params"])
-            elif name in ("generate", "generate_async"):
-                assert given <= set(facts[name])
-            elif name == "LLM":
-                assert given <= set(facts["llm"])
-    processor = ast.parse(PROGRAM.script.with_name("kvgate_forcing.py").read_text(encoding="utf-8"))
-    (call,) = (node for node in ast.walk(processor) if isinstance(node, ast.FunctionDef) and node.name == "__call__")
-    taken = [argument.arg for argument in call.args.args]
-    assert taken[1:] == ENGINE["logits_processor"] == PYTORCH["logits_processor"]
