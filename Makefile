@@ -52,10 +52,11 @@ demo: $(VENV)/for-demo
 
 # A real model: seven caches of SmolLM2-135M-Instruct, judged on what it can be asked, on all cores; the best is promoted.
 # `make real KV=int8,int4_g32` judges these alone, `make real MODEL=gemma3` four caches of Gemma 3 270M,
-# `make real BACKEND=llamacpp` llama.cpp's caches on SmolLM2's own GGUF.
+# `make real BACKEND=llamacpp` llama.cpp's caches on SmolLM2's own GGUF, built for the lengths that are asked: a longer one is not
+# promoted on these answers.
 MODEL := smollm2
 LLAMACPP_KV := fp16,llamacpp_q8_0,llamacpp_q8k_q4v,llamacpp_q4_0
-OF_BACKEND = backend=$(BACKEND) backend.python=.venv-$(BACKEND)/bin/python kv=$(or $(KV),$(LLAMACPP_KV))
+OF_BACKEND = backend=$(BACKEND) backend.n_ctx=640 backend.python=.venv-$(BACKEND)/bin/python kv=$(or $(KV),$(LLAMACPP_KV))
 real: export OMP_NUM_THREADS := $(shell nproc)
 real: $(VENV)/for-real $(if $(filter gemma3,$(MODEL)),$(VENV)/for-gemma3) $(BACKEND)
 	$(BIN)/python -m pipeline -m experiment=$(MODEL) $(if $(BACKEND),$(OF_BACKEND),$(if $(KV),kv=$(KV)))

@@ -17,11 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.benchlib import CHECKPOINT, load_model
+from benchmarks.benchlib import CHECKPOINT, load_model, load_policy
 from benchmarks.documentation import CALIBRATION_TOKENS, GEMMA3, MODEL, all_tokens, converted, starts
 from benchmarks.recording import log
 from benchmarks.scales import cached_states, kv_scales
-from pipeline.checkpoint.exports import NVFP4
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.core.formats import Format, Granularity, Rotation
 from pipeline.core.kv import FP16_POLICY, KVPolicy
@@ -48,6 +47,7 @@ ROWS = 128
 """Rows of logits that are compared at a time: a comparison makes several copies of them in float64."""
 
 EXACT = Format(dtype="fp16")
+NVFP4 = load_policy("nvfp4").key
 
 
 def dynamic(dtype: str, group: int | None = None, symmetric: bool = True, rotation: Rotation = "none") -> Format:
@@ -105,10 +105,10 @@ POLICIES: dict[str, KVPolicy] = {
     "fp8 values": policy(EXACT, dynamic("fp8_e4m3")),
     "fp8 keys, int4 g64 values": policy(FP8, dynamic("int4", 64)),
     "fp8 keys, int4 g32 values": policy(FP8, dynamic("int4", 32)),
-    "nvfp4": policy(NVFP4.model_copy(update={"block_scale": "max"})),
+    "nvfp4": policy(NVFP4),
     "nvfp4, 4over6": policy(NVFP4.model_copy(update={"block_scale": "4over6"})),
-    "nvfp4, rotated": policy(NVFP4.model_copy(update={"block_scale": "max", "rotation": "hadamard"})),
-    "fp8 keys, nvfp4 values": policy(FP8, NVFP4.model_copy(update={"block_scale": "max"})),
+    "nvfp4, rotated": policy(NVFP4.model_copy(update={"rotation": "hadamard"})),
+    "fp8 keys, nvfp4 values": policy(FP8, NVFP4),
     "vllm turboquant_k8v4": policy(FP8.model_copy(update={"scale": "uncalibrated"}), TURBOQUANT),
     "vllm int4_per_token_head": policy(TOKEN_HEAD),
 }

@@ -1,16 +1,18 @@
 """`python -m benchmarks.peers_cpu`: other CPU engines with a quantized KV cache beside kvgate's.
 
-All get the same checkpoint, texts, threads and forced tokens. Each format runs in a process of its own, and the formats of one
-width take turns of a few steps. A format's distance is taken to its engine's own float cache. README.md has the details.
+All get the same checkpoint, texts, threads and forced tokens. Each format runs alone, in a process of its own. A format's
+distance is taken to its engine's own float cache. README.md has the details.
 """
 
 import argparse
-import contextlib
+import json
 import os
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +21,27 @@ import numpy.typing as npt
 
 from benchmarks.documentation import CALIBRATION_TOKENS, MODEL, all_tokens, converted, starts
 from benchmarks.peers_cpu.engines import PEERS
-from benchmarks.peers_cpu.worker import Failed, Remote
-from benchmarks.recording import checkout, log, machine, results_record, write_json
+from benchmarks.peers_cpu.worker import PREPARE
+from benchmarks.recording import ROOT, checkout, log, machine, results_record, write_json
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.places import GGUF_SUFFIX, locate_checkpoint
 from pipeline.core.errors import REFUSALS, UserError, exit_code
 from stages.evaluate.distances.distance import compare, log_softmax
 
 BATCH = 8
-TURN = 8
-"""Steps of a turn, short so that a disturbance of the machine affects all formats of a width."""
 WIDTHS = ("float", "8 bit", "4 bit")
 RATES = {"first_token": "first token", "batch_1": "decode", f"batch_{BATCH}": f"decode, batch of {BATCH}"}
 """What is timed, by its name in a cell."""
 
 Cell = dict[str, Any]
 """A format of a peer after a prompt: what was measured, or "cannot", the reason why not."""
-Seconds = Sequence[Sequence[float]]
-"""Pairs of wall and CPU seconds."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark with command-line arguments."""
     parser = argparse.ArgumentParser("python -m benchmarks.peers_cpu", description=__doc__)
     parser.add_argument("--model", default=MODEL, help="a Hugging Face checkpoint or GGUF, as model.path names it")
-    parser.add_argument("--json", type=Path, help="write the results to this file, after each width of each context")
+    parser.add_argument("--json", type=Path, help="write the results to this file, after each peer of each context")
     parser.add_argument("--threads", type=int, default=2, help="threads of every engine: the physical cores")
     parser.add_argument("--contexts", type=_numbers, default=(1024, 4096, 8064), help="tokens of the prompts")
     parser.add_argument("--forced", type=int, default=64, help="tokens forced after each prompt, scored and timed")
@@ -77,112 +75,64 @@ def run(arguments: argparse.Namespace) -> None:
     places = starts(len(tokens), [context + after for context in arguments.contexts])
     setting = {
         "checkpoint": str(checkpoint.resolve()),
-        "tokens": str(work / "tokens.npy"),
-        "calibration": CALIBRATION_TOKENS,
         "threads": arguments.threads,
         "capacity": max(arguments.contexts) + after,
         "batch": BATCH,
         "batch_prefill": arguments.batch_prefill,
     }
-    present, peers = [], {}
+    ask = partial(asked, arguments.sites, work, setting)
+    peers: dict[str, dict[str, Any]] = {}
     for name in names:
-        worker = Remote(name, arguments.sites, arguments.threads, work / f"{name}.log")
-        try:
-            found = {"versions": worker.ask("prepare", models=str(work / name), **setting)}
-            present.append(name)
-        except Failed as error:
+        found = ask(name, PREPARE)
+        if "cannot" in found:
             install = PEERS[name].install
             command = f"pip install --target {arguments.sites / name} {install}" if install else "pip install -e ."
-            found = {"cannot": f"{error}; {command}"}
+            found = {"cannot": f"{found['cannot']['first_token']}; {command}"}
             log(f"{PEERS[name].title}: {found['cannot']}")
-        finally:
-            worker.stop()
         peers[name] = {"title": PEERS[name].title, "weights": PEERS[name].weights, **found}
     cells: list[Cell] = []
-    for context, start in zip(arguments.contexts, places, strict=True):
-        for width in WIDTHS:
-            formats = [(name, kv) for name in present for kv, of in PEERS[name].formats.items() if of == width]
-            log(f"context {context}, {width}: {', '.join(f'{name} {kv}' for name, kv in formats)}")
-            with contextlib.ExitStack() as stack:
-                entries = []
-                for name, kv in formats:
-                    worker = Remote(name, arguments.sites, arguments.threads, work / f"{name}.log")
-                    stack.callback(worker.stop)
-                    entries.append(Entry(worker, name, kv, work / f"{name}-{kv}-{context}.npy"))
-                measure(entries, context, start, arguments, setting, work)
-            for entry in entries:
-                targets = tokens[start + context + 1 : start + context + 1 + arguments.forced]
-                baseline = work / f"{entry.peer}-{next(iter(PEERS[entry.peer].formats))}-{context}.npy"
-                cells.append({"context": context, "width": width, **entry.cell(baseline, targets)})
-                log(f"  {cells[-1]}")
-            record: dict[str, Any] = {"machine": {**machine(), "threads": arguments.threads}, "commit": commit, "peers": peers}
-            write_json(arguments.json, results_record(cells, **record, tables=tables(cells).splitlines()))
+    present = [name for name in names if "cannot" not in peers[name]]
+    for (context, start), name in product(zip(arguments.contexts, places, strict=True), present):
+        for kv, width in PEERS[name].formats.items():  # the float one first: the others' distance is taken to it
+            logits = work / f"{name}-{kv}-{context}.npy"
+            logits.unlink(missing_ok=True)
+            sizes = {"context": context, "forced": arguments.forced, "batch_steps": arguments.batch_steps}
+            found = ask(name, kv, start=start, logits=str(logits), **sizes)
+            baseline = work / f"{name}-{next(iter(PEERS[name].formats))}-{context}.npy"
+            targets = tokens[start + context + 1 : start + context + 1 + arguments.forced]
+            cells.append({"context": context, "width": width, "peer": name, "kv": kv, **cell(found, logits, baseline, targets)})
+            log(f"  {cells[-1]}")
+        record: dict[str, Any] = {"machine": {**machine(), "threads": arguments.threads}, "commit": commit, "peers": peers}
+        write_json(arguments.json, results_record(cells, **record, tables=tables(cells).splitlines()))
     print(tables(cells))
 
 
-@dataclass
-class Entry:
-    """A format of a peer while it is measured."""
-
-    worker: Remote
-    peer: str
-    kv: str
-    logits: Path
-    """Where the logits of its steps are written."""
-    seconds: dict[str, list[Sequence[float]]] = field(default_factory=lambda: {name: [] for name in RATES})
-    bytes_per_token: float = 0.0
-    cannot: dict[str, str] = field(default_factory=dict)
-    """Why it cannot be measured, by what was to be timed."""
-
-    def ask(self, what: str, do: str, **arguments: Any) -> Any:
-        """Run a command, unless it has failed before; returns None where it fails."""
-        if "first_token" in self.cannot or what in self.cannot:
-            return None
-        try:
-            return self.worker.ask(do, **arguments)
-        except Failed as error:
-            self.cannot[what] = str(error)
-            return None
-
-    def cell(self, baseline: Path, targets: npt.NDArray[np.int64]) -> Cell:
-        """Return what was measured, with the distance from the logits of the peer's float cache."""
-        found: Cell = {"peer": self.peer, "kv": self.kv, "bytes_per_token": self.bytes_per_token}
-        found["load_average"] = round(os.getloadavg()[0], 1)
-        if self.logits.exists() and baseline.exists():
-            found |= distance(np.load(self.logits), np.load(baseline), targets)
-        for name, pairs in self.seconds.items():
-            if pairs:
-                wall, cpu = zip(*pairs, strict=True)
-                found[name] = {"seconds": statistics.median(wall), "cpu_seconds": statistics.median(cpu), "times": len(pairs)}
-        return {**found, **({"cannot": self.cannot} if self.cannot else {})}
+def asked(sites: Path, work: Path, setting: dict[str, Any], name: str, kv: str, **measured: Any) -> Cell:
+    """Run a job of a peer in a process of its own, with the peer's own site in front of the module path."""
+    job, out = work / "job.json", work / "found.json"
+    given = {"tokens": str(work / "tokens.npy"), "calibration": CALIBRATION_TOKENS, **measured}
+    job.write_text(json.dumps({**given, "setting": {**setting, "models": str(work / name)}}))
+    out.unlink(missing_ok=True)
+    path = [str((sites / name).resolve()), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {"OMP_NUM_THREADS": str(setting["threads"]), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(path)}
+    command = [sys.executable, "-m", "benchmarks.peers_cpu.worker", name, kv, str(job), str(out)]
+    with (work / f"{name}.log").open("ab") as printed:
+        code = subprocess.run(command, env=os.environ | own, cwd=ROOT, stdout=printed, stderr=printed, check=False).returncode
+    if not out.exists():
+        return {"cannot": {"first_token": f"its process ended with code {code}; {printed.name} has what it printed"}}
+    found: Cell = json.loads(out.read_text())
+    return found
 
 
-def measure(
-    entries: Sequence[Entry], context: int, start: int, arguments: argparse.Namespace, setting: dict[str, Any], work: Path
-) -> None:
-    """Measure the formats of one width after one prompt, in turns."""
-    for entry in entries:
-        entry.logits.unlink(missing_ok=True)
-        entry.ask("first_token", "open", kv=entry.kv, models=str(work / entry.peer), **setting)
-        entry.ask("first_token", "prefill", start=start, length=TURN)  # warms up
-    for entry in entries:
-        prefilled = entry.ask("first_token", "prefill", start=start, length=context)
-        if prefilled is not None:
-            entry.bytes_per_token = prefilled["bytes"]
-            entry.seconds["first_token"].append(prefilled["seconds"])
-    for turn in range(0, arguments.forced, TURN):
-        for entry in entries:
-            count = min(TURN, arguments.forced - turn)
-            entry.seconds["batch_1"] += entry.ask("batch_1", "steps", start=start + context + turn, count=count, batch=1) or []
-    batched, at = f"batch_{BATCH}", start + context + arguments.forced
-    for entry in entries:
-        entry.ask("batch_1", "save_logits", path=str(entry.logits))
-        # Caches of a batch do not fit into memory beside each other: each runs alone, and ends.
-        entry.ask(batched, "replicate", batch=BATCH)
-        entry.ask(batched, "steps", start=at, count=1, batch=BATCH)
-        steps = entry.ask(batched, "steps", start=at + 1, count=arguments.batch_steps, batch=BATCH)
-        entry.seconds[batched] += steps or []
-        entry.worker.stop()
+def cell(found: Cell, logits: Path, baseline: Path, targets: npt.NDArray[np.int64]) -> Cell:
+    """Return what was measured, with the distance from the logits of the peer's float cache."""
+    seconds = found.pop("seconds", {})
+    if logits.exists() and baseline.exists():
+        found |= distance(np.load(logits), np.load(baseline), targets)
+    for name, pairs in seconds.items():
+        wall, cpu = zip(*pairs, strict=True)
+        found[name] = {"seconds": statistics.median(wall), "cpu_seconds": statistics.median(cpu), "times": len(pairs)}
+    return {"load_average": round(os.getloadavg()[0], 1), **found}
 
 
 def distance(
@@ -220,7 +170,8 @@ def _row(cell: Cell) -> str:
 
     figures = [shown(name, factor) for name, factor in zip(RATES, (1.0, 1e3, 1e3), strict=True)]
     kl = f"{cell['mean_kl']:.1e}" if "mean_kl" in cell else "–"
-    return f"| {PEERS[cell['peer']].title} | `{cell['kv']}` | {cell['bytes_per_token']:,.0f} | {kl} | {' | '.join(figures)} |"
+    size = f"{cell['bytes_per_token']:,.0f}" if "bytes_per_token" in cell else "–"
+    return f"| {PEERS[cell['peer']].title} | `{cell['kv']}` | {size} | {kl} | {' | '.join(figures)} |"
 
 
 def _standing(cells: Sequence[Cell], width: str, name: str) -> str:

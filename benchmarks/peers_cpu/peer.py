@@ -32,6 +32,8 @@ class Setting:
     """Most sequences at once."""
     batch_prefill: int
     """Most tokens that a batch is prefilled with by an engine that cannot copy a prompt's cache."""
+    tokens: list[int]
+    """Of all texts, one after the other."""
     calibration: tuple[int, ...]
     """Tokens to measure static scales over."""
 

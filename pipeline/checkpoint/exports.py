@@ -3,17 +3,9 @@
 The quantize stage skips an export that would lie; a backend that is built from an export refuses such a policy up front.
 """
 
-import re
-from pathlib import Path
-
 from pipeline.checkpoint.description import CheckpointInfo
-from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
-from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride
-from pipeline.core.strict import Unreadable, parse_json, read_file
-
-MOST_BYTES = 64 << 20
-"""Of such a file."""
+from pipeline.core.kv import KVPolicy, KVShape
 
 UNIFIED_HF_KV = ("FP8",)
 TENSORRT_LLM_KV = ("FP8", "INT8")
@@ -26,9 +18,6 @@ LAYERS_SCHEMA = 1
 stay at 16 bits."""
 
 FP8 = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="calibrated")
-NVFP4 = Format(dtype="nvfp4", granularity="per_group", group_size=16, scale="calibrated", block_scale="max")
-LAYER_FORMATS = {"FP8": FP8, "NVFP4": NVFP4}
-"""What its algorithms are here. NVFP4_AFFINE, which stores a bias as well, kvgate has no format for."""
 
 
 def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
@@ -114,46 +103,3 @@ def layer_algorithms(policy: KVPolicy, shape: KVShape) -> dict[str, object] | No
     algorithm = "FP8" if len(layers) == shape.layers else "MIXED_PRECISION"
     declared = {"kv_cache_quant_algo": algorithm, LAYERS: layers, "kv_cache_schema_version": LAYERS_SCHEMA}
     return {"producer": {"name": "modelopt"}, "quantization": declared}
-
-
-def read_layer_algorithms(path: Path, key: str) -> KVPolicy:
-    """Return the policy that a configuration of ModelOpt's declares layer by layer.
-
-    Args:
-        path: hf_quant_config.json, or the config.json of an export, which holds the same under `quantization_config`.
-        key: The configuration key that names the file, for errors.
-
-    Raises:
-        UserError: The file is not such a configuration, or declares what kvgate has no format for.
-    """
-    try:
-        content = parse_json(read_file(path, MOST_BYTES))
-    except Unreadable as error:
-        raise UserError(f"{key}={path}: cannot be read as JSON: {error}; ModelOpt writes it as hf_quant_config.json") from None
-    parts = content if isinstance(content, dict) else {}
-    declared = next(
-        (part for name in ("quantization", "quantization_config") if isinstance(part := parts.get(name), dict)), parts
-    )
-    layers = declared.get(LAYERS)
-    if not isinstance(layers, dict) or not layers:
-        raise UserError(f"{key}={path}: has no {LAYERS}; give a configuration in which ModelOpt lists layers")
-    if declared.get("kv_cache_schema_version") != LAYERS_SCHEMA:
-        version = declared.get("kv_cache_schema_version")
-        raise UserError(
-            f"{key}={path}: kv_cache_schema_version={version}: only version {LAYERS_SCHEMA} is known; give one of it"
-        )
-    numbers: dict[str, set[int]] = {}
-    for name, entry in layers.items():
-        match = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
-        algorithm = entry.get("quant_algo") if isinstance(entry, dict) else None
-        if match is None:
-            raise UserError(f"{key}={path}: {LAYERS}.{name}: names no layer, as in model.layers.0.self_attn")
-        if algorithm not in LAYER_FORMATS:
-            known = " and ".join(LAYER_FORMATS)
-            raise UserError(f"{key}={path}: {LAYERS}.{name}: quant_algo={algorithm}: kvgate has formats for {known} alone")
-        numbers.setdefault(algorithm, set()).add(int(match[1]))
-    overrides = tuple(
-        LayerOverride(layers=tuple(sorted(layers)), key=LAYER_FORMATS[algorithm], value=LAYER_FORMATS[algorithm])
-        for algorithm, layers in sorted(numbers.items())
-    )
-    return KVPolicy(name="modelopt", key=FP16_POLICY.key, value=FP16_POLICY.value, overrides=overrides)

@@ -1,11 +1,9 @@
 """The KV policies of conf/kv, by name, for stages that compare several."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from pipeline.checkpoint.exports import read_layer_algorithms
 from pipeline.config import CONF
 from pipeline.config.compose import suggest
 from pipeline.config.config import Config
@@ -31,14 +29,10 @@ def policy_yaml(policy: KVPolicy, comment: str) -> str:
     return f"# {comment}\n{OmegaConf.to_yaml(OmegaConf.create(policy.model_dump(mode='json')))}"
 
 
-def tuned_policies(config: Config, shape: KVShape) -> tuple[list[KVPolicy], KVPolicy | None]:
-    """Return the policies that the search mixes, and the one of ModelOpt's configuration."""
+def tuned_policies(config: Config, shape: KVShape) -> list[KVPolicy]:
+    """Return the policies that the search mixes."""
     uniform = load_policies("tune.policies", config.tune.policies)
     for policy in uniform:
         check_uniform(policy)
         policy.check_shape(shape)
-    given = None
-    if config.tune.modelopt is not None:
-        given = read_layer_algorithms(Path(config.tune.modelopt).expanduser(), "tune.modelopt")
-        given.check_shape(shape)
-    return uniform, given
+    return uniform

@@ -34,10 +34,6 @@ class PolicyCapacity(StrictModel):
     used_bytes: int
     mix_bytes: int
     """Of one mix, without shared pages: among policies that admit alike, fewer are better."""
-    host_bytes: int
-    """What the admitted requests keep in host memory: all of it comes to the GPU in every decode step of all requests."""
-    host_ms_per_step: float
-    """At the rate of the link."""
 
 
 class Budget(StrictModel):
@@ -156,14 +152,7 @@ def _fits_latent(policy: KVPolicy, head_dim: int) -> bool:
 
 def _policy_capacity(name: str, policy: KVPolicy, model: ModelShape, use: CapacityConfig, budget: Budget) -> PolicyCapacity:
     rank = KVShape(model.kv.layers, model.kv_heads_of_a_rank(use.tensor_parallel), model.kv.head_dim)
-    cost = SequenceCost(
-        policy,
-        rank,
-        model.windows,
-        shared_prefix=use.shared_prefix_tokens,
-        eviction=use.eviction,
-        offload_share=use.offload_share,
-    )
+    cost = SequenceCost(policy, rank, model.windows, shared_prefix=use.shared_prefix_tokens)
     admitted = admit(cost, use.cycle, use.below_ceiling(budget.cache))
     fit = budget.cache // policy.bytes_per_token(rank)
     return PolicyCapacity(
@@ -176,8 +165,6 @@ def _policy_capacity(name: str, policy: KVPolicy, model: ModelShape, use: Capaci
         tokens_at_ceiling=round(Fraction(str(use.ceiling)) * fit),
         requests=admitted.requests,
         live_tokens=admitted.live_tokens,
-        used_bytes=admitted.gpu_bytes,
-        mix_bytes=sum(cost.own(context.tokens).gpu * context.requests for context in use.contexts),
-        host_bytes=admitted.host_bytes,
-        host_ms_per_step=admitted.host_bytes / use.link_gb_per_s / 1e6,
+        used_bytes=admitted.used_bytes,
+        mix_bytes=sum(cost.own(context.tokens) * context.requests for context in use.contexts),
     )

@@ -9,8 +9,6 @@ What a verdict covers is what was exercised (`pipeline.verdict.coverage`), and a
   more at once than were exercised together.
 - A shared prefix: forks of a sequence were exercised, by samples or by the probe.
 
-Eviction and offload are never covered: no engine here has them.
-
 Several evaluations of one policy: the engine that was judged last counts, and a FAIL of that engine in any of them outweighs
 a PASS in another, so that asking again until it passes is no way through.
 """

@@ -14,7 +14,7 @@ from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, KVShape, LayerOverride, Side
 from pipeline.core.scales import KVScales, SideScales
-from pipeline.core.strict import PathText, StrictModel
+from pipeline.core.strict import StrictModel
 from pipeline.core.workloads import Workload
 from pipeline.verdict.record import Number, Record
 
@@ -43,8 +43,6 @@ class TuneConfig(StrictModel):
     """Longer texts are cut, in tokens."""
     points: Annotated[int, Field(ge=0, le=100)]
     """Budgets between the uniform policies' KL, for the Pareto front."""
-    modelopt: PathText | None
-    """A configuration of ModelOpt's with `kv_cache_quantized_layers`, to measure beside what is found."""
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> Self:
@@ -111,10 +109,10 @@ class MeasuredPolicy(Record):
     """A policy, measured with all its formats at once."""
 
     policy: KVPolicy
-    origin: Literal["uniform", "tuned", "modelopt"]
+    origin: Literal["uniform", "tuned"]
     bytes_per_token: int
     kl_sum: Number
-    """Sum of what its layers and sides cost alone, on the texts searched on; None where they were not measured."""
+    """Sum of what its layers and sides cost alone, on the texts searched on."""
     kl_check: Number
     """Mean KL of all of it on the texts that check proposals."""
     kl_held_out: Number

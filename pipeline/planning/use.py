@@ -21,15 +21,6 @@ class Context(StrictModel):
     """How many of them come for those of the other lengths."""
 
 
-class Eviction(StrictModel):
-    """Sinks and a recent window: layers with full attention keep the pages of the first and of the latest tokens."""
-
-    first: Annotated[int, Field(ge=0, le=1 << 24)]
-    """First tokens whose pages are kept."""
-    latest: Tokens
-    """Latest tokens whose pages are kept."""
-
-
 class CapacityConfig(StrictModel):
     """The intended use, `capacity.*` on the command line."""
 
@@ -49,11 +40,6 @@ class CapacityConfig(StrictModel):
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)]
     shared_prefix_tokens: Annotated[int, Field(ge=0, le=1 << 24)]
     """First tokens that all requests have in common."""
-    eviction: Eviction | None
-    offload_share: Annotated[float, Field(ge=0, lt=1)]
-    """Share of a request's own pages that lies in host memory."""
-    link_gb_per_s: Annotated[float, Field(gt=0)]
-    """Rate between host and GPU, 10^9 bytes a second."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

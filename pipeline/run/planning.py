@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from pydantic import BaseModel
+from rich.markup import escape
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.artifacts.files import write_whole
@@ -46,7 +47,9 @@ def show_capacity(config: Config, sweeping: bool) -> None:
     for line in (*tables.policy_line(capacity, config.kv.name), *tables.budget_lines(capacity)):
         console.say(line)
     console.show("capacity", tables.capacity_table(capacity))
-    for line in (*tables.remark_lines(capacity), *(tables.verdict_lines(parameters) if parameters is not None else ())):
+    for name, reason in capacity.unfit.items():
+        console.say(f"{escape(name)} does not fit: {escape(reason)}")
+    for line in tables.verdict_lines(parameters) if parameters is not None else ():
         console.say(line)
     path = _write(config, CAPACITY, capacity)
     console.result("written", str(path), paste=True, files=[path])
@@ -57,12 +60,6 @@ def show_capacity(config: Config, sweeping: bool) -> None:
 def recommend_policy(config: Config, sweeping: bool) -> None:
     """Print and write which policy to take: the most live tokens among those whose evidence covers the use."""
     _refuse_sweep(config, sweeping)
-    for key in ("eviction", "offload_share"):
-        if getattr(config.capacity, key):
-            raise UserError(
-                f"capacity.{key}: no engine here has it, so that no evidence covers it; leave it out of stage=recommend, and "
-                "judge a policy with kv.eviction"
-            )
     with TemporaryDirectory() as scratch, console.doing("reading the evidence"):
         binds, notes = _checkpoint_digests(config)
         judged = list(_find_evidence(config, binds, Path(scratch)))

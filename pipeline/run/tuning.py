@@ -26,8 +26,7 @@ FOLDER = "tuned"
 
 def search(chain: Chain) -> Artifact:
     config, options = chain.config, chain.config.tune
-    uniform, given = tuned_policies(config, chain.shape)
-    policies = [*uniform, *([given] if given is not None else [])]
+    policies = tuned_policies(config, chain.shape)
     quantized = [chain.quantized(policy) for policy in policies]
     weights, texts = chain.quantized(FP16_POLICY), config.calibration.file
     inputs = {"checkpoint": weights.digest_under("checkpoint")}
@@ -35,7 +34,7 @@ def search(chain: Chain) -> Artifact:
         inputs["jsonl"] = chain.digest_of(texts)
     inputs |= {f"scales {policy.name}": made.files[SCALES_FILE] for policy, made in zip(policies, quantized, strict=True)}
     content = {
-        "tune": options.model_dump(exclude={"modelopt", "policies"}),
+        "tune": options.model_dump(exclude={"policies"}),
         "seed": config.seed,
         "python": platform.python_version(),  # the texts of some workloads are its own
         "policies": json_digest([policy.model_dump(mode="json") for policy in policies]),
@@ -52,8 +51,7 @@ def search(chain: Chain) -> Artifact:
             out,
             jsonl=texts,
             seed=config.seed,
-            uniform=list(zip(uniform, scales, strict=False)),
-            given=(given, scales[-1]) if given is not None else None,
+            uniform=list(zip(policies, scales, strict=True)),
             config=options,
             threads=chain.twin_config.threads,
             progress=progress,

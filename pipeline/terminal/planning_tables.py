@@ -98,17 +98,6 @@ def capacity_table(capacity: Capacity) -> Grid:
     return Grid("What the memory holds", "policy", columns, rows)
 
 
-def remark_lines(capacity: Capacity) -> list[str]:
-    """Say what offload moves, and which policies do not fit."""
-    lines = [
-        f"{escape(entry.name)}: {entry.host_bytes / GIB:.2f} GiB in host memory come to the GPU in every decode step of these "
-        f"requests: {entry.host_ms_per_step:,.0f} ms at {capacity.use.link_gb_per_s:g} GB/s"
-        for entry in capacity.policies
-        if entry.host_bytes
-    ]
-    return lines + [f"{escape(name)} does not fit: {escape(reason)}" for name, reason in capacity.unfit.items()]
-
-
 def command_line(base: Sequence[str], arguments: Sequence[str], *, sweep: bool = False) -> str:
     """Return the command with these arguments in place of those of the same keys.
 

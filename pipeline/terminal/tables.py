@@ -153,9 +153,8 @@ def print_verdict(candidate: Candidate, report: EvaluationReport) -> None:
         report=candidate.report.path,
         metrics={one.column.key: measured(candidate.metrics, one.candidate) for one in MEASURES},
     )
-    divergence = report.overall.fidelity.divergence
     conforms = [check.reason for check in candidate.checks if check.gate == "conformance"]
-    for line in (*(candidate.reasons if passed else others), *conforms, *(divergence.lines if divergence is not None else ())):
+    for line in (*(candidate.reasons if passed else others), *conforms):
         console.say(f"  {escape(line)}", detail=True)
 
 

@@ -8,12 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from pipeline.verdict.conformance import ComparedRequest, Conformance
 from pipeline.verdict.coverage import Coverage, EngineProbes, Limits, covered
 from pipeline.verdict.delivery import ScaleChange, Served
-from pipeline.verdict.divergence import Divergence
 from pipeline.verdict.record import Number, Record
 
 SCHEMA_VERSION = 1
@@ -99,6 +98,8 @@ class SampleRow(Record):
 class Fidelity(Record):
     """How far the candidate's next-token distributions are from the baseline's."""
 
+    model_config = ConfigDict(extra="ignore")  # of older reports, which have the figures of `llama-perplexity` as well
+
     tokens: int
     baseline_nll: Number
     candidate_nll: Number
@@ -118,8 +119,6 @@ class Fidelity(Record):
     rms_delta_p: Number
     """Root mean square change of the reference token's probability."""
     non_finite_steps: int
-    divergence: Divergence | None = None
-    """Of everything and of whole workloads. It is not tracked; `report.json` has it."""
 
 
 class Accuracy(Record):

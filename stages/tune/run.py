@@ -115,7 +115,7 @@ class Tuner:
         between = np.geomspace(uniform[0], uniform[-1], self.config.points + 2)[1:-1]
         return sorted({self.config.max_kl, *(share * kl for share in MARGINS for kl in uniform), *between.tolist()})
 
-    def measured(self, policy: KVPolicy, origin: Literal["uniform", "tuned", "modelopt"]) -> MeasuredPolicy:
+    def measured(self, policy: KVPolicy, origin: Literal["uniform", "tuned"]) -> MeasuredPolicy:
         """Measure a policy on the texts for checks and on those held out."""
         checked, held_out = self.bench.kl(policy, self.check), self.bench.kl(policy, self.held_out)
         sums = resampled_sums(np.stack([held_out, np.ones_like(held_out)], axis=1), self.held_out.documents)
@@ -153,14 +153,12 @@ class Tuner:
         return sum(self.alone[unit, number] for unit, number in zip(self.units, chosen, strict=True))
 
     def _sum_of(self, policy: KVPolicy) -> float:
-        """The sum of what a policy's units cost alone; NaN where one of them was not measured."""
+        """The sum of what a policy's units cost alone."""
 
-        def number(unit: Unit) -> int | None:
-            same = (n for n, other in enumerate(self.uniform) if _formats(other, unit) == _formats(policy, unit))
-            return next(same, None)
+        def number(unit: Unit) -> int:
+            return next(n for n, other in enumerate(self.uniform) if _formats(other, unit) == _formats(policy, unit))
 
-        known = ((unit, number(unit)) for unit in self.units)
-        return sum((float("nan") if n is None else self.alone[unit, n]) for unit, n in known)
+        return sum(self.alone[unit, number(unit)] for unit in self.units)
 
     def _mixed(self, chosen: Sequence[int]) -> KVPolicy:
         units = zip(self.units, chosen, strict=True)
@@ -189,7 +187,6 @@ def tune(
     jsonl: Path | None,
     seed: int,
     uniform: Sequence[tuple[KVPolicy, KVScales]],
-    given: tuple[KVPolicy, KVScales] | None,
     config: TuneConfig,
     threads: int,
     progress: Progress,
@@ -199,8 +196,7 @@ def tune(
     model: Any = load_causal_lm(checkpoint, dtype=torch.float32).eval()
     search, check, held_out = parts(checkpoint, config, jsonl, seed)
     shape = shape_for(model, FP16_POLICY)
-    known = [*uniform, *([given] if given is not None else [])]
-    bench = Bench(model, lambda policy: mixed_scales(policy, shape, known), out)
+    bench = Bench(model, lambda policy: mixed_scales(policy, shape, uniform), out)
     tuner = Tuner(bench, shape, [policy for policy, _ in uniform], config, search, check, held_out, progress)
     tuner.measure_units()
     proposed: dict[str, KVPolicy] = {}
@@ -210,9 +206,8 @@ def tune(
         policy = tuner.propose(target)
         if policy is not None:
             proposed.setdefault(policy.name, policy)
-    listed: list[tuple[KVPolicy, Literal["uniform", "tuned", "modelopt"]]] = [(policy, "uniform") for policy, _ in uniform]
+    listed: list[tuple[KVPolicy, Literal["uniform", "tuned"]]] = [(policy, "uniform") for policy, _ in uniform]
     listed += [(policy, "tuned") for policy in proposed.values() if _is_new(policy, [p for p, _ in listed])]
-    listed += [(given[0], "modelopt")] if given is not None else []
     measured = []
     for done, (policy, origin) in enumerate(listed):
         progress("held out [policies]", done, len(listed))

@@ -50,7 +50,6 @@ NAMED = {
         capacity.gpu_gib=0 capacity.gpu_gib=nan capacity.ceiling=2.0 capacity.contexts=[]
         capacity.contexts=[{tokens:0,requests:1}] capacity.contexts=[{tokens:10,requests:2000}]
         capacity.new_tokens=1000000 capacity.weights_gib=1e9 capacity.shared_prefix_tokens=99999
-        capacity.eviction={first:1} capacity.offload_share=1.0 capacity.link_gb_per_s=inf
     """,
     "stage=recommend": "capacity.concurrency=0 capacity.reserve_gib=-1.0",
     "stage=tune": """
@@ -64,8 +63,7 @@ NAMED = {
     """,
     "backend=tensorrt": "backend.max_tokens=99999999",
     "backend=trtllm": """
-        backend.max_seq_len=1 backend.tensor_parallel_size=65 backend.serving.free_gpu_memory_fraction=nan
-        backend.serving.speculation={decoding_type:Guess,max_draft_len:4} backend.serving=null
+        backend.max_seq_len=1 backend.tensor_parallel_size=65 backend.free_gpu_memory_fraction=nan
     """,
     "backend=vllm": """
         backend.block_size=48 backend.max_model_len=1 backend.gpu_memory_utilization=1.5 backend.kv_cache_gib=inf
@@ -180,8 +178,6 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("stage=capacity capacity.gpu_gib=0.001", "capacity"),
     ("stage=tune tune.policies=[fp16,fp9]", "tune.policies=fp9: no such policy in conf/kv, did you mean fp8?"),
     ("stage=tune tune.unit=head",),
-    ("stage=tune tune.modelopt=/nowhere",),
-    ("stage=tune tune.modelopt=.",),
     ("workloads=bfcl workloads.bfcl.categories=[web_search]", "workloads.bfcl.categories=web_search"),
     ("workloads=jsonl", "workloads.jsonl"),
     ("workloads=jsonl workloads.jsonl=.",),

@@ -14,7 +14,6 @@ from hypothesis.strategies import SearchStrategy
 
 from bad_input.makers import CONFIG, TINY, checkpoint, safetensors, shapes
 from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.checkpoint.exports import read_layer_algorithms
 from pipeline.checkpoint.weights import check_tokenizer, check_weights
 from pipeline.core.errors import REFUSALS
 from pipeline.evidence.identity import read_bundle, read_identity
@@ -116,13 +115,12 @@ READERS: dict[str, Callable[[Path], object]] = {
     "bundle.json": lambda path: read_bundle(path.parent),
     "samples.jsonl": lambda path: read_jsonl(path, set()),
     "texts.jsonl": lambda path: texts_from_file(path, 10),
-    "modelopt.json": lambda path: read_layer_algorithms(path, "tune.modelopt"),
     "routes.yaml": lambda path: read_routing_file(RoutingConfig(file=str(path), rollback=None)),
     "snapshot.json": lambda path: read_snapshot(MonitorConfig.model_validate(MONITOR | {"snapshot": str(path)})),
 }
 KEYS = [
     "schema_version", "candidates", "exit_code", "chain", "roles", "gates", "verdict", "prompt", "messages", "reference",
-    "depth", "text", "quantization", "kv_cache_quantized_layers", "routes", "default", "classes", "taken_at",
+    "depth", "text", "routes", "default", "classes", "taken_at",
 ]  # fmt: skip
 
 

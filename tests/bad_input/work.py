@@ -254,7 +254,7 @@ CASES = [
     *(Case(" ".join(arguments), arguments, says) for arguments, says in LOADS),
     *(Case(f"{key}: {what}", (f"{key}=x", *more), (f"{key}=x",), place("x", make))
       for key, more in (("workloads.jsonl", ()), ("calibration.jsonl", ()), ("routing.file", ("stage=route",)),
-                        ("monitor.snapshot", ("stage=monitor",)), ("tune.modelopt", ("stage=tune",)))
+                        ("monitor.snapshot", ("stage=monitor",)))
       for what, make in (("a pipe", fifo), ("a directory", Path.mkdir), ("a link to itself", lambda path: path.symlink_to("x")),
                          ("100 GB", sparse(100 << 30)))),
     *(Case(f"of nothing: stage={stage}", (f"stage={stage}", *more), (f"stage={stage}: nothing is registered",), prepare)
@@ -262,8 +262,6 @@ CASES = [
                                    ("monitor", ("monitor.snapshot=s.json",), text("s.json", snapshot())))),
     *(Case(f"identity.json: {name}", ("stage=verify", "bundle=b"), ("b/identity.json", "stage=evaluate"),
            text("b/identity.json", content), begins=True) for name, content in IDENTITIES),
-    Case("tune.modelopt of no version", ("stage=tune", "tune.modelopt=m.json"), ("kv_cache_schema_version=None", "give"),
-         text("m.json", '{"kv_cache_quantized_layers": {"x": "FP8"}}')),
     Case("stage=promote without candidates", ("stage=promote",), ("stage=promote: no candidates", "run stage=evaluate"),
          begins=True),
     Case("backend.url with an empty label", ("backend=openai", "stage=evaluate", "backend.url=http://a..b",

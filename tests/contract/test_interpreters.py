@@ -6,11 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_interpreter import make_interpreter, make_sglang_interpreter, make_vllm_interpreter
+from fake_interpreter import make_interpreter, make_sglang_interpreter
 from sglang_bundles import make_sglang_bundle, open_sglang
 from shipped import conf
 from trtllm_exports import make_bundle, make_exports, open_engine
-from vllm_bundles import make_vllm_bundle, open_vllm
 
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.workloads import LoadConfig
@@ -18,7 +17,6 @@ from stages.engines.interpreter.process import Program, probe
 from stages.engines.interpreter.requests import RequestEngine
 from stages.engines.sglang.build import PROGRAM as SGLANG
 from stages.engines.trtllm.library import PROGRAM as TRTLLM
-from stages.engines.vllm.library import PROGRAM as VLLM
 from stages.evaluate.decoding.system import measure_system
 
 TOKENS = [7, 300, 12, 44, 1001, 5, 5, 620, 9, 13, 700]
@@ -55,10 +53,6 @@ LIBRARIES = {
     ),
     "trtllm pytorch": Library(
         TRTLLM, make_interpreter, trtllm_bundle, open_engine, "1.3.0rc20", "max_seq_len", (), r"libth_common\.so"
-    ),
-    "vllm": Library(
-        VLLM, make_vllm_interpreter, make_vllm_bundle, open_vllm, "0.32.0", "max_model_len",
-        ("make vllm", "vllm/vllm-openai:v0.32.0"), r"libc10_cuda\.so",
     ),
     "sglang": Library(
         SGLANG, make_sglang_interpreter, make_sglang_bundle, open_sglang, "0.5.23", "context_length",

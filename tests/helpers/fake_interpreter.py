@@ -1,4 +1,4 @@
-"""Interpreters for tests: a `python` that has a fake TensorRT-LLM or vLLM on its path and otherwise is this one."""
+"""Interpreters for tests: a `python` that has a fake TensorRT-LLM or SGLang on its path and otherwise is this one."""
 
 import json
 import stat
@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "contract" / "fake"
-VLLM_PACKAGE = PACKAGE.with_name("fake_vllm")
 SGLANG_PACKAGE = PACKAGE.with_name("fake_sglang")
 
 
@@ -40,18 +39,6 @@ def _python(folder: Path, *environment: str, says: str | None) -> str:
 def _script(path: Path, text: str) -> None:
     path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
-
-
-def make_vllm_interpreter(folder: Path, release: str = "0.32.0", mode: str = "sound", says: str | None = None) -> str:
-    """The path of a new one that has the fake vLLM, and a torch of its own."""
-    folder.mkdir(parents=True)
-    (folder / "torch.py").write_text("from vllm.cpu_torch import __version__, cpu, cuda, tensor\n", encoding="utf-8")
-    return _python(
-        folder,
-        f"export FAKE_VLLM_RELEASE='{release}' FAKE_VLLM_MODE='{mode}' PYTHONDONTWRITEBYTECODE=1",
-        f'export PYTHONPATH="{folder}:{VLLM_PACKAGE}:$PYTHONPATH"',
-        says=says,
-    )
 
 
 def make_sglang_interpreter(folder: Path, release: str = "0.5.23", mode: str = "sound", gpu: bool = True) -> str:

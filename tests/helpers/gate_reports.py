@@ -77,7 +77,6 @@ def fidelity(**changes: object) -> Fidelity:
         "tokens": 100,
         "non_finite_steps": 0,
         "kl_p99": 0.01,
-        "divergence": None,
     }
     return Fidelity.model_validate({**values, **changes})
 

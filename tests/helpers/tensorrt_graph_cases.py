@@ -10,7 +10,6 @@ import onnxruntime as ort
 import pytest
 from onnx import helper
 from onnx_fixtures import BY_NAME, INT4, fmt, int4_groups, make_bundle, once, shared_decoder
-from tensorrt_stubs_builder import Tensor
 
 from pipeline.core.kv import KVPolicy, LayerOverride
 from pipeline.formats.body import FLOAT_TYPES
@@ -24,8 +23,6 @@ from stages.engines.tensorrt.shapes import Limits
 from stages.engines.tensorrt.surgery import use_plugin
 
 PROGRAMS, SPLITS, SM = 3, 3, 89
-TYPES = {"FLOAT": "FLOAT", "FLOAT16": "HALF", "BFLOAT16": "BF16", "FLOAT8E4M3FN": "FP8", "INT8": "INT8", "INT32": "INT32"}
-REAL = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16"}
 
 AGED = KVPolicy(
     name="aged", key=fmt("fp8_e4m3", "per_head"), value=int4_groups(32), sink_tokens=4, recent_tokens=60,
@@ -57,29 +54,6 @@ class Surgery:
         attributes = {a.name: a.i for a in node.attribute if a.type == onnx.AttributeProto.INT}
         operation = cast(Operation, node.name.partition(".")[0])
         return {name: attributes[name] for name in ATTRIBUTES[operation] if name in attributes}
-
-    def tensors(self, node: onnx.NodeProto, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The node's inputs, from the graph and its profile; queries, keys and values are activations."""
-        several = node.name.startswith("context_partial")
-        info, ranges = self.bundle.model, self.limits.ranges("prefill" if several else "decode")
-        known = {value.name: value.type.tensor_type for value in self.model.graph.input}
-        activations = [info.q_heads, info.kv_heads, info.kv_heads]
-        tensors = {}
-        for position, name in enumerate(node.input):
-            if name in outputs:
-                tensors[name] = outputs[name]
-                continue
-            dims: list[int | str]
-            if name in known:
-                dtype = TYPES[onnx.TensorProto.DataType.Name(known[name].elem_type)]
-                dims = [dim.dim_param or dim.dim_value for dim in known[name].shape.dim]
-            else:
-                dtype, dims = REAL[info.compute_dtype], ["B", activations[position], 1, info.head_dim]
-                if several:
-                    dims = ["B", "S", activations[position], info.head_dim]
-            triples = [d if isinstance(d, int) else (ranges[d].smallest, ranges[d].largest, ranges[d].largest) for d in dims]
-            tensors[name] = Tensor(dtype, tuple(t if isinstance(t, int) or len(set(t)) > 1 else t[0] for t in triples))
-        return tensors
 
 
 def operate(onnx_bundle: Path, policy: KVPolicy) -> Surgery:

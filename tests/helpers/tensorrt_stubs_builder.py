@@ -73,13 +73,13 @@ def prepare() -> None:
     import plugins.kv_attention.tensorrt_plugin  # noqa: F401
 
 
-def build(plugin_id: str, tensors: Mapping[str, Tensor], attributes: Mapping[str, int], *, parsed: bool = False) -> Plan:
-    """Build one plugin for these inputs, in order; put into the network in Python, or as the ONNX parser does it."""
+def build(plugin_id: str, tensors: Mapping[str, Tensor], attributes: Mapping[str, int]) -> Plan:
+    """Build one plugin for these inputs, in order, as the ONNX parser puts it into a network."""
     import tensorrt as trt
 
     values = [_triples(tensor) for tensor in tensors.values()]
     types = [getattr(trt.DataType, tensor.dtype) for tensor in tensors.values()]
-    plugin = _from_onnx(trt, plugin_id, attributes) if parsed else _from_python(trt, plugin_id, len(tensors), attributes)
+    plugin = _from_onnx(trt, plugin_id, attributes)
 
     output_types = plugin.get_output_data_types(types, [len(dims) for dims in values])
     shapes = [_dims(trt, dims) for dims in values]
@@ -131,16 +131,6 @@ def declared() -> dict[str, tuple[list[str], dict[str, str], list[str], int]]:
         )
         for name, found in _lib.QDP_REGISTRY.items()
     }
-
-
-def _from_python(trt: Any, plugin_id: str, inputs: int, attributes: Mapping[str, int]) -> Any:
-    """tensorrt.plugin.op.NAMESPACE.NAME(tensors, attributes) and what INetworkDefinition.add_plugin does with it."""
-    namespace, name = plugin_id.split("::")
-    tensors = [trt.ITensor.__new__(type("Input", (trt.ITensor,), {})) for _ in range(inputs)]
-    create = getattr(getattr(trt.plugin.op, namespace), name)(*tensors, **attributes)
-    taken, shapes, plugin = create(trt.QuickPluginCreationRequest.STRICT_AOT)
-    assert (taken, shapes) == (tensors, [])
-    return plugin
 
 
 def _from_onnx(trt: Any, plugin_id: str, attributes: Mapping[str, int]) -> Any:

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from onnx_fixtures import BY_NAME, load_model, make_engine, make_oracle, shared_checkpoint, shared_decoder
+from onnx_fixtures import BY_NAME, make_engine, shared_decoder
 
 from pipeline.core.engine import Continuation, Engine
-from pipeline.core.kv import KVShape
 from stages.engines.base import Logits
 
 torch.set_num_threads(1)
@@ -56,20 +55,4 @@ def test_logits_of_the_embedded_engine_do_not_depend_on_who_else_is_live_bit_by_
         rows.clear()
         assert engine.generate(PROMPTS * 3, LIMITS * 3, None, max_sequences=most) == expected * 3
         assert rows == exact
-    assert engine.pool.in_use == (0, 0)
-
-
-@pytest.mark.parametrize("name", ["int4", "recent"])
-def test_the_oracle_answers_each_prompt_as_alone(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    model = load_model(shared_checkpoint(tmp_path_factory))
-    engine = make_oracle(model, BY_NAME[name], KVShape(layers=2, kv_heads=2, head_dim=64), prefill_chunk=128)
-    expected = alone(engine)
-    for most in (2, None):
-        assert engine.generate(PROMPTS, LIMITS, None, max_sequences=most) == expected
-    assert not engine.sequences
-
-
-def test_a_pool_that_is_full_when_a_prompt_joins_lets_the_prompt_wait(decoder: Path, tmp_path: Path) -> None:
-    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["fp8"], max_pages=4)
-    assert engine.generate(PROMPTS, LIMITS, None, max_sequences=2) == alone(engine)
     assert engine.pool.in_use == (0, 0)

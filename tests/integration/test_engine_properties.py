@@ -84,25 +84,3 @@ def test_any_permutation_of_page_numbers_gives_the_same_logits(
         np.testing.assert_array_equal(decoded(engine, handle, fed), expected)
     finally:
         engine.release([handle, other])
-
-
-@pytest.mark.parametrize("name", NAMES)
-@examples
-@given(length=lengths, mine=tokens, theirs=tokens)
-def test_sequences_that_share_a_prefix_decode_as_if_each_were_alone(
-    name: str, length: int, mine: list[int], theirs: list[int], engine_of: EngineOf
-) -> None:
-    """Whoever writes first, and after the other has gone."""
-    engine, prompt = engine_of(name), prompt_of(length)
-    expected, expected_fork = alone(engine, prompt, mine), alone(engine, prompt, theirs)
-    (origin,), _ = engine.prefill([prompt])
-    fork, late = engine.fork(origin), engine.fork(origin)
-    held = [origin, fork, late]
-    try:
-        np.testing.assert_array_equal(decoded(engine, fork, theirs), expected_fork)
-        np.testing.assert_array_equal(decoded(engine, origin, mine), expected)
-        engine.release([held.pop(0)])
-        np.testing.assert_array_equal(decoded(engine, late, mine), expected)
-    finally:
-        engine.release(held)
-    assert engine.memory().live_tokens == 0

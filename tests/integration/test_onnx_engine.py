@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx_fixtures import BY_NAME, load_model, make_bundle, make_engine, pages, shared_checkpoint, shared_decoder
+from onnx_fixtures import BY_NAME, load_model, make_bundle, make_engine, shared_checkpoint, shared_decoder
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.core.errors import UserError
@@ -72,20 +72,6 @@ def test_fp16_engine_generates_what_transformers_generates(checkpoint: Path, fp1
         full = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False,
                               eos_token_id=None, pad_token_id=0)[0].tolist()  # fmt: skip
         assert answer == full[len(text) :]
-
-
-@pytest.mark.parametrize("name", ["fp16", "int4_g32_asym_hadamard", "ages"])
-def test_reused_and_scattered_pages_give_the_same_logits(
-    name: str, decoder: Path, tmp_path: Path, texts: list[list[int]]
-) -> None:
-    fresh = forced(make_engine(decoder, tmp_path / "fresh", BY_NAME[name]), texts[-1:])
-    engine = make_engine(decoder, tmp_path / "used", BY_NAME[name])
-    handles, _ = engine.prefill([texts[i] for i in (6, 1, 5, 2, 4, 3)])
-    engine.release([handles[i] for i in (1, 3, 5)])
-    before = engine.memory().pages
-    np.testing.assert_allclose(forced(engine, texts[-1:]), fresh, atol=ROUNDING)
-    assert np.any(np.diff(pages(engine, max(handles) + 1)) != 1)
-    assert engine.memory().pages == before
 
 
 def test_generate_stops_at_the_stop_token_and_each_limit_and_frees_every_page(fp16: OnnxEngine, texts: list[list[int]]) -> None:

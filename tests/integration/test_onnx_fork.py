@@ -5,12 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from onnx_fixtures import BY_NAME, make_engine, pages, shared_decoder
+from onnx_fixtures import BY_NAME, make_engine, shared_decoder
 
 from pipeline.core.errors import UserError
 from stages.engines.onnx.engine import OnnxEngine
 
-STEPS = 4
 PAGED = ["fp16", "int4_g32_asym_hadamard", "ages", "window_of_keys_and_values", "streaming", "evicted_ages"]
 torch.set_num_threads(1)
 
@@ -55,34 +54,6 @@ def test_a_fork_and_its_origin_decode_like_sequences_prefilled_alone(
     assert engine.pool.in_use == (0, 0)
 
 
-def test_a_fork_shares_full_pages_until_the_last_user_goes(decoder: Path, tmp_path: Path, text: list[int]) -> None:
-    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["int4"], max_pages=4)
-    (origin,), _ = engine.prefill([text[:140]])
-    fork = engine.fork(origin)
-    assert pages(engine, origin) == [0, 1, 2]
-    assert pages(engine, fork) == [0, 1, 3]
-    with pytest.raises(UserError, match="max_pages=4 is too small: 5 pages"):
-        engine.fork(origin)
-    engine.release([origin])
-    (other,), _ = engine.prefill([text[:50]])
-    assert pages(engine, other) == [2]
-    engine.release([fork])
-    (third,), _ = engine.prefill([text[:192]])
-    assert pages(engine, third) == [0, 1, 3]
-
-
-def test_a_window_holds_no_more_pages_than_the_policy_says(decoder: Path, tmp_path: Path, text: list[int]) -> None:
-    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["window_of_keys_and_values"], prefill_chunk=100)
-    (handle,), _ = engine.prefill([text[:250]])
-    window_pages = []
-    for token in text[250:]:
-        engine.decode([handle], [token])
-        window_pages.append(len(engine.pool.tables([handle])["window_table"][0]))
-    assert window_pages == [engine.policy.window_pages(length) for length in range(251, 301)]
-    assert set(window_pages) == {1, 2}
-    assert engine.memory().window_bytes <= 4 * engine.policy.window_page_bytes(engine.shape)
-
-
 @pytest.mark.parametrize("cut", [1, 100])
 @pytest.mark.parametrize("name", [*PAGED, "int8"])
 def test_extending_a_sequence_is_prefilling_it_in_two_chunks(
@@ -97,16 +68,6 @@ def test_extending_a_sequence_is_prefilling_it_in_two_chunks(
     np.testing.assert_array_equal(engine.extend(part, text[cut : 2 * cut]), logits[0])
     engine.release([whole, part, fork])
     assert engine.pool.in_use == (0, 0)
-
-
-@pytest.mark.parametrize("cut", [1, 64, 130])
-def test_an_extended_float_cache_holds_what_one_prefill_puts_there(
-    cut: int, decoder: Path, tmp_path: Path, text: list[int]
-) -> None:
-    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["fp16"])
-    (whole, part), _ = engine.prefill([text[:200], text[:cut]])
-    engine.extend(part, text[cut:200])
-    np.testing.assert_allclose(decode(engine, part, text[200:210]), decode(engine, whole, text[200:210]), atol=5e-3)
 
 
 def test_extending_refuses_what_prefill_refuses(decoder: Path, tmp_path: Path, text: list[int]) -> None:

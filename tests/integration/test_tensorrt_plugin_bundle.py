@@ -6,13 +6,13 @@ from pathlib import Path
 import onnx
 import pytest
 from fake_tensorrt import LIBRARY
-from onnx_fixtures import BY_NAME, make_bundle, nothing, shared_decoder
+from onnx_fixtures import make_bundle, nothing, shared_decoder
 from tensorrt_graph_cases import AGED, INT4_KEYS
 
 from pipeline.core.kv import KVPolicy
 from stages.engines.bundle import open_bundle
 from stages.engines.tensorrt import build as build_module
-from stages.engines.tensorrt.bundle import PLANS, PlanRecord, Tensor, as_inputs
+from stages.engines.tensorrt.bundle import PlanRecord, Tensor
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.plan import Parsed
 from stages.engines.tensorrt.plugin import with_plugin
@@ -77,22 +77,3 @@ def test_the_bundle_says_which_layers_have_not_the_plugin_and_why(
     for names in operators:
         assert "PagedAttention_1" in names
     assert sorted(path.name for path in tmp_path.iterdir()) == ["onnx_bundle", "onnx_bundle_scales.json", "plans"]
-
-
-def test_a_graph_without_the_plugin_is_built_as_it_is_and_without_its_kernels(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none(*_: object) -> int:
-        raise AssertionError("no layer has kernels")
-
-    parsed, policy, out = stand_in_for_tensorrt(monkeypatch), BY_NAME["int8_asym"], tmp_path / "plans"
-    for name in ("default_programs", "register"):
-        monkeypatch.setattr(f"stages.engines.tensorrt.plugin.{name}", none)
-    onnx_bundle = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "onnx_bundle", policy)
-    out.mkdir()
-    build_with_plugin(onnx_bundle, out, policy)
-    whole = [onnx.load(onnx_bundle / f"{mode}.onnx", load_external_data=False) for mode in PLANS]
-    for model in whole:
-        as_inputs(model)
-    assert parsed == whole
-    assert set(open_bundle(out, PlanRecord, "tensorrt")[0].native) == {"0", "1"}

@@ -1,6 +1,5 @@
 """`stage=tune` on the trained tiny model, through the command line: what it finds, what it leaves, and that it goes on."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -37,11 +36,7 @@ def pipeline(work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A work directory after a search, and what the search said."""
     work = tmp_path_factory.mktemp("tune") / "work"
-    given = work.parent / "hf_quant_config.json"
-    layers = {f"model.layers.{n}.self_attn": {"quant_algo": "FP8"} for n in (0, 1)}
-    declared = {"kv_cache_quant_algo": "MIXED_PRECISION", "kv_cache_quantized_layers": layers, "kv_cache_schema_version": 1}
-    given.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": declared}), encoding="utf-8")
-    result = pipeline(work, "stage=tune", f"tune.modelopt={given}", *SHORT)
+    result = pipeline(work, "stage=tune", *SHORT)
     assert result.returncode == 0, result.stderr
     return work, result.stdout
 
@@ -71,14 +66,6 @@ def test_what_was_chosen_is_measured_together_and_within_the_budget(tuned: tuple
     assert max(chosen.kl_check, chosen.kl_held_out) <= report.max_kl
     assert chosen.kl_sum != chosen.kl_check, "the sum of what places cost alone is not a measurement"
     assert chosen.policy.name in tuned[1]
-
-
-def test_modelopts_layers_are_measured_beside_the_rest_and_declared_as_they_were(tuned: tuple[Path, str]) -> None:
-    work = tuned[0]
-    given = next(one for one in read(work).measured if one.origin == "modelopt")
-    assert given.kl_held_out is not None
-    declared = json.loads((work / "tuned" / "modelopt" / "modelopt.json").read_text(encoding="utf-8"))
-    assert declared == json.loads((work.parent / "hf_quant_config.json").read_text(encoding="utf-8"))
 
 
 def test_a_found_policy_builds_like_any_other(tuned: tuple[Path, str]) -> None:

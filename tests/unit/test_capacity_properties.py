@@ -1,7 +1,6 @@
 """The arithmetic of capacities is that of an allocator which hands out every page of every layer, for any policy and mix."""
 
 from dataclasses import dataclass, field
-from fractions import Fraction
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, KVShape, LayerOverride, Window
 from pipeline.planning.sequences import Admitted, SequenceCost, admit
-from pipeline.planning.use import Eviction
 
 PAGE = 64
 LAYERS = 3
@@ -35,7 +33,6 @@ policies = st.builds(
     overrides=st.just(()) | st.builds(lambda form: (LayerOverride(layers=(1,), key=form),), formats),
 )
 sliding = st.lists(st.none() | lengths, min_size=LAYERS, max_size=LAYERS)
-evictions = st.none() | st.builds(Eviction, first=st.integers(0, 130), latest=lengths)
 shapes = st.builds(KVShape, layers=st.just(LAYERS), kv_heads=st.integers(1, 3), head_dim=st.sampled_from([16, 32]))
 
 
@@ -46,32 +43,23 @@ class Allocator:
     policy: KVPolicy
     shape: KVShape
     sliding: list[int | None]
-    eviction: Eviction | None
     prefix: int
-    offload: float
-    gpu: int = 0
-    host: int = 0
+    used: int = 0
     held: set[tuple[object, ...]] = field(default_factory=set)
     sequences: int = 0
 
     def keeps(self, layer: int, position: int, tokens: int) -> bool:
         window = self.sliding[layer]
-        if window is not None:
-            return position >= tokens - window
-        if self.eviction is not None:
-            return position < self.eviction.first or position >= tokens - self.eviction.latest
-        return True
+        return window is None or position >= tokens - window
 
     def add(self, tokens: int) -> None:
         """Store a sequence of so many tokens."""
         self.sequences += 1
         shape, policy = self.shape, self.policy
-        self.gpu += (policy.sink_tokens + policy.recent_tokens) * shape.layers * shape.kv_heads * shape.head_dim * 2 * 2
+        self.used += (policy.sink_tokens + policy.recent_tokens) * shape.layers * shape.kv_heads * shape.head_dim * 2 * 2
         for layer in range(shape.layers):
             kept = sorted({p // PAGE for p in range(tokens) if self.keeps(layer, p, tokens)})
             shared = {page for page in kept if PAGE * (page + 1) <= self.prefix}
-            own = [page for page in kept if page not in shared]
-            away = set(own[: int(Fraction(str(self.offload)) * len(own))])
             recent = {p // PAGE for p in range(tokens) if policy.window is not None and p >= tokens - policy.window.tokens}
             for side, form in policy.sides(layer).items():
                 size = PAGE * shape.kv_heads * form.token_bytes(shape.head_dim)
@@ -79,13 +67,8 @@ class Allocator:
                     if side.in_window and page not in recent:
                         continue
                     place = (side, layer, page) if page in shared else (side, layer, page, self.sequences)
-                    if place in self.held:
-                        continue
+                    self.used += size * (place not in self.held)
                     self.held.add(place)
-                    if page in away and not side.in_window:
-                        self.host += size
-                    else:
-                        self.gpu += size
 
 
 @settings(max_examples=120, deadline=None)
@@ -93,31 +76,27 @@ class Allocator:
     policy=policies,
     shape=shapes,
     layers=sliding,
-    eviction=evictions,
     cycle=st.lists(lengths, min_size=1, max_size=5),
     shared=st.integers(0, 399),
-    offload=st.sampled_from([0.0, 0.1, 0.5, 0.99]),
     kib=st.integers(0, 3000),
 )
 def test_requests_are_admitted_as_an_allocator_would_page_by_page(
     policy: KVPolicy,
     shape: KVShape,
     layers: list[int | None],
-    eviction: Eviction | None,
     cycle: list[int],
     shared: int,
-    offload: float,
     kib: int,
 ) -> None:
     prefix, budget = min(shared, min(cycle) - 1), kib * 1024
-    cost = SequenceCost(policy, shape, layers, shared_prefix=prefix, eviction=eviction, offload_share=offload)
-    allocator = Allocator(policy, shape, layers, eviction, prefix, offload)
-    expected, live = Admitted(0, 0, 0, 0), 0
+    cost = SequenceCost(policy, shape, layers, shared_prefix=prefix)
+    allocator = Allocator(policy, shape, layers, prefix)
+    expected, live = Admitted(0, 0, 0), 0
     for number in range(10_000):
         tokens = cycle[number % len(cycle)]
         allocator.add(tokens)
-        if allocator.gpu > budget:
+        if allocator.used > budget:
             break
         live += tokens
-        expected = Admitted(number + 1, live, allocator.gpu, allocator.host)
+        expected = Admitted(number + 1, live, allocator.used)
     assert admit(cost, cycle, budget) == expected

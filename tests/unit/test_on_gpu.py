@@ -50,17 +50,6 @@ def test_a_part_that_hangs_ends_at_its_limit_with_what_it_started(tmp_path: Path
     assert not status.exists() or "zombie" in status.read_text()
 
 
-def test_a_step_that_is_cut_off_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cut(line: str) -> None:
-        if "fails" in line:
-            raise KeyboardInterrupt
-
-    monkeypatch.setitem(on_gpu.STEPS, "peers", (PRINTS, FAILS))
-    with pytest.raises(KeyboardInterrupt):
-        run_step("peers", tmp_path, cut)
-    assert list(outcomes(tmp_path, "peers")) == ["prints"]
-
-
 @pytest.mark.parametrize(("parts", "code"), [((PRINTS, LACKS), 0), ((PRINTS, FAILS), 3)])
 def test_the_exit_code_is_three_where_a_part_failed(
     parts: tuple[Part, ...], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from format_cases import add_int2
 from onnx import helper
+from shipped import SHIPPED
 
-from pipeline.checkpoint.exports import NVFP4
 from pipeline.core.formats import Format, Granularity
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
 from pipeline.core.scales import KVScales, SideScales
@@ -83,7 +83,7 @@ FORMATS = [Format(dtype="fp16"), Format(dtype="bf16")] + [
     for rotation in ("none", "hadamard")
 ]  # fmt: skip
 TURBOQUANT = Format(dtype="int4", granularity="per_token", symmetric=False, scale="dynamic", arithmetic="vllm_turboquant")
-NVFP4S = [NVFP4.model_copy(update={"block_scale": choice, "rotation": rotation})
+NVFP4S = [SHIPPED["nvfp4"].key.model_copy(update={"block_scale": choice, "rotation": rotation})
           for choice in ("max", "4over6") for rotation in ("none", "hadamard")]  # fmt: skip
 
 

@@ -1,17 +1,13 @@
 """Policies whose formats differ by layer and side: how they are put together, chosen and declared to ModelOpt."""
 
-import json
 from itertools import product
-from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from pipeline.checkpoint.exports import layer_algorithms, read_layer_algorithms
+from pipeline.checkpoint.exports import layer_algorithms
 from pipeline.config.policies import load_policies, policy_yaml
-from pipeline.core.errors import UserError
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride, Side
 from pipeline.core.scales import KVScales, SideScales
 from pipeline.planning.tuning import (
@@ -123,7 +119,7 @@ def test_the_choice_has_the_fewest_bytes_within_the_budget_where_it_was_measured
     assert choose([lucky, exact], 0.1, 16) is None
 
 
-def test_a_policy_of_fp8_layers_goes_to_modelopt_and_back(tmp_path: Path) -> None:
+def test_a_policy_of_fp8_layers_is_declared_in_modelopts_form() -> None:
     override = LayerOverride(layers=(0, 2), key=FP8.key, value=FP8.value)
     policy = KVPolicy(name="modelopt", key=FP16_POLICY.key, value=FP16_POLICY.value, overrides=(override,))
     declared = layer_algorithms(policy, SHAPE)
@@ -136,8 +132,6 @@ def test_a_policy_of_fp8_layers_goes_to_modelopt_and_back(tmp_path: Path) -> Non
         },
         "kv_cache_schema_version": 1,
     }
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(declared), encoding="utf-8")
-    assert read_layer_algorithms(tmp_path / "hf_quant_config.json", "tune.modelopt") == policy
 
 
 def test_what_modelopt_has_no_name_for_is_not_declared() -> None:
@@ -145,35 +139,3 @@ def test_what_modelopt_has_no_name_for_is_not_declared() -> None:
     assert layer_algorithms(keys_alone, SHAPE) is None
     assert layer_algorithms(INT8, SHAPE) is None
     assert layer_algorithms(FP16_POLICY, SHAPE) is None
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "cannot be read as JSON"),
-        ("[]", "has no kv_cache_quantized_layers"),
-        ({"quantization": {"kv_cache_quantized_layers": {}}}, "has no kv_cache_quantized_layers"),
-        (
-            {"quantization": {"kv_cache_quantized_layers": {"model.layers.0.self_attn": {"quant_algo": "FP8"}}}},
-            "kv_cache_schema_version=None: only version 1 is known",
-        ),
-        (
-            {
-                "quantization": {
-                    "kv_cache_quantized_layers": {"model.layers.0.self_attn": {"quant_algo": "NVFP4_AFFINE"}},
-                    "kv_cache_schema_version": 1,
-                }
-            },
-            "quant_algo=NVFP4_AFFINE: kvgate has formats for FP8 and NVFP4 alone",
-        ),
-        (
-            {"quantization": {"kv_cache_quantized_layers": {"attention": {"quant_algo": "FP8"}}, "kv_cache_schema_version": 1}},
-            "names no layer",
-        ),
-    ],
-)
-def test_a_configuration_that_says_something_else_is_refused(tmp_path: Path, content: object, message: str) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
-    with pytest.raises(UserError, match=f"tune.modelopt={path}: .*{message}"):
-        read_layer_algorithms(path, "tune.modelopt")

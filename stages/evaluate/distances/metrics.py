@@ -9,7 +9,6 @@ from pipeline.statistics.bootstrap import pooled_slope
 from pipeline.verdict.record import Number, finite
 from pipeline.verdict.report import STEP_FLAG_KL, Acceptance, Accuracy, Compaction, Fidelity, SampleRow, Slice, Slope
 from stages.evaluate.distances.distance import Array, StepStatistics
-from stages.evaluate.distances.divergence import divergence
 
 DEPTHS = ("early", "middle", "late")
 
@@ -154,10 +153,6 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
     for key in sorted(members, key=order):
         slice_rows = [rows[i] for i in members[key]]
         steps = StepStatistics.joined([statistics[i] for i in members[key]])
-        distances = fidelity(steps)
-        if key[1:] == (None, None, None):
-            tokens, documents = [row.scored_tokens for row in slice_rows], [row.document for row in slice_rows]
-            distances = distances.model_copy(update={"divergence": divergence(steps, tokens, documents)})
         summaries.append(
             Slice(
                 workload=key[0],
@@ -167,7 +162,7 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
                 samples=len(slice_rows),
                 documents=len({row.document for row in slice_rows}),
                 accuracy=accuracy(slice_rows),
-                fidelity=distances,
+                fidelity=fidelity(steps),
                 acceptance=acceptance(slice_rows),
             )
         )

@@ -1,1 +1,0 @@
-"""As much of vLLM as the worker imports."""

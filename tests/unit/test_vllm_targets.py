@@ -1,0 +1,147 @@
+"""Which of vLLM's caches a policy is, and what is refused; tests/real_vllm has the library itself."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_interpreter import make_interpreter
+from shipped import SHIPPED, conf
+from vllm_bundles import config_of
+
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.kv import KVPolicy
+from stages.engines.interpreter.process import Interpreter, WorkerError, probe
+from stages.engines.vllm import build
+from stages.engines.vllm.engine import VllmEngine
+from stages.engines.vllm.library import PROGRAM, Description
+from stages.engines.vllm.targets import (
+    cache_dtype,
+    check_boundaries,
+    check_judging,
+    check_split,
+    refuse_dtype,
+    skipped_layers,
+)
+
+EXACT = {"key": {"dtype": "fp16"}, "value": {"dtype": "fp16"}}
+
+
+def interpreter(**changes: Any) -> Interpreter:
+    known = {"release": "0.32.0", "platform": "cpu", "cache_dtypes": ["auto", "bfloat16"], "refused": {}}
+    given = {"protocol": 1, "python": "3.12.3", "devices": [], **known, **changes}
+    return Interpreter(PROGRAM, "python", Description.model_validate(given))
+
+
+def test_a_release_that_is_too_old_is_refused_with_the_one_that_is_needed(tmp_path: Path) -> None:
+    old = interpreter(release="0.11.2").description.model_dump_json()
+    with pytest.raises(MissingRequirement, match=r"has vLLM 0\.11\.2, backend=vllm needs 0\.30 or later; make vllm"):
+        probe(PROGRAM, make_interpreter(tmp_path / "bin", says=f'{{"ok": {old}}}'))
+
+
+@pytest.mark.parametrize(
+    ("kv", "dtype"),
+    [
+        ("fp8_head", "fp8_e4m3"),
+        ("vllm_int8", "int8_per_token_head"),
+        ("vllm_fp8", "fp8_per_token_head"),
+        ("vllm_int4", "int4_per_token_head"),
+        ("vllm_k8v4", "turboquant_k8v4"),
+        ("vllm_4bit_nc", "turboquant_4bit_nc"),
+        ("vllm_k3v4_nc", "turboquant_k3v4_nc"),
+        ("vllm_3bit_nc", "turboquant_3bit_nc"),
+        ("nvfp4", "nvfp4"),
+        ("nvfp4_4over6", "nvfp4_4over6"),
+    ],
+)
+def test_a_policy_is_the_type_of_vllms_cache_that_means_it_with_layers_skipped(kv: str, dtype: str) -> None:
+    policy = KVPolicy.model_validate({**conf("kv", kv), "overrides": [{"layers": [3, 10], **EXACT}]})
+    assert cache_dtype(policy, config_of("python")) == dtype
+    assert skipped_layers(policy) == ["10", "3"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"overrides": [{"layers": [0], "key": EXACT["key"]}]}, r"overrides\.0\.key fp16 none: its cache has one type"),
+        ({"key": conf("kv", "fp8")["key"]}, r"key fp8_e4m3 per_tensor, value .*: its cache has one type"),
+    ],
+)
+def test_a_policy_that_is_none_of_its_types_is_refused(changes: dict[str, object], expected: str) -> None:
+    policy = KVPolicy.model_validate({**conf("kv", "vllm_k8v4"), **changes})
+    with pytest.raises(UserError, match=expected):
+        cache_dtype(policy, config_of("python"))
+
+
+def test_layers_that_vllm_skips_by_itself_have_to_be_said() -> None:
+    few, all_ = (
+        KVPolicy.model_validate({**conf("kv", "vllm_k8v4"), "overrides": [{"layers": layers, **EXACT}]})
+        for layers in ([0, 1, 28], [0, 1, 7, 28, 29])
+    )
+    with pytest.raises(
+        UserError, match=r"^kv=vllm_k8v4: vLLM leaves layers 0, 1, 28, 29 at 16 bits beside turboquant_k8v4: set "
+    ):
+        check_boundaries(few, "turboquant_k8v4", 30)
+    check_boundaries(all_, "turboquant_k8v4", 30)
+
+
+def test_a_type_that_release_or_machine_lack_is_refused_by_its_reason() -> None:
+    lacking, refusing = interpreter(), interpreter(cache_dtypes=["fp8_e4m3"], refused={"fp8_e4m3": "it needs AVX-512"})
+    for here, expected in (
+        (lacking, r"kv=fp8: vLLM 0\.32\.0 has no cache of type fp8_e4m3; it knows auto, bfloat16"),
+        (refusing, r"kv=fp8: a cache of type fp8_e4m3 cannot run here \(it needs AVX-512\)"),
+    ):
+        assert re.match(expected, str(refuse_dtype(config_of("python"), SHIPPED["fp8"], "fp8_e4m3", here)))
+
+
+def test_workers_that_cannot_share_heads_or_have_no_gpus_are_refused() -> None:
+    check_split(3, 9, 6)
+    check_split(3, 9, 1)  # each of three workers holds the one head
+    for q_heads, kv_heads, named in ((4, 2, "4 query heads"), (9, 2, "2 KV heads")):
+        expected = f"backend.tensor_parallel_size=3: does not divide the model's {named}; use a divisor"
+        with pytest.raises(UserError, match=expected):
+            check_split(3, q_heads, kv_heads)
+    check_judging(config_of("python", tensor_parallel_size=2), interpreter())
+    with pytest.raises(
+        MissingRequirement, match=r"tensor_parallel_size=2: an evaluation runs on as many GPUs, .* shows 0; build"
+    ):
+        check_judging(config_of("python", tensor_parallel_size=2), interpreter(platform="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (WorkerError("ValueError: The number of heads"), r"refuses these engine arguments: ValueError: The number of heads"),
+        ({"block_size": 128, "dtype": "float32"}, r"^backend\.block_size: vLLM .* block_size was asked as 64 and is 128; ask"),
+    ],
+)
+def test_engine_arguments_that_vllm_refuses_or_changes_are_told(
+    answer: Any, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Worker:
+        def __init__(self, *_: object) -> None:
+            self.refusal = UserError
+
+        def __enter__(self) -> "Worker":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            """Nothing runs."""
+
+        def call(self, *_: object, **__: object) -> Any:
+            if isinstance(answer, Exception):
+                raise answer
+            return SimpleNamespace(arguments=answer)
+
+    monkeypatch.setattr(build, "Worker", Worker)
+    with pytest.raises(UserError, match=expected):
+        build._resolve(interpreter(), Path("checkpoint"), {"block_size": 64, "dtype": "auto"}, 5)
+
+
+def test_a_bundle_of_another_platform_is_refused_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VllmEngine.__mro__[1], "_check_machine", lambda *_: None)
+    engine: Any = VllmEngine.__new__(VllmEngine)
+    engine._described, engine._interpreter = SimpleNamespace(platform="cpu"), interpreter(platform="tpu")
+    with pytest.raises(MissingRequirement, match=r"pinned for vLLM on cpu, .* has it on tpu"):
+        engine._check_machine(Path("bundle"))
