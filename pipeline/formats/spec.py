@@ -83,9 +83,8 @@ class Spec:
     """ModelOpt's algorithm of a cache with calibrated scales a layer."""
     modelopt_export: bool = True
     """Whether the exports of that name are right."""
-    vllm: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Granularity, or the way to choose the scale of a block -> the types of vLLM's cache that mean the same arithmetic, the
-    first of which is taken."""
+    vllm: Mapping[str, str] = field(default_factory=dict)
+    """Granularity, or the way to choose the scale of a block -> the type of vLLM's cache that means the same arithmetic."""
     llamacpp: str | None = None
     """The type of llama.cpp's cache."""
     vllm_beside: Mapping[str, str] = field(default_factory=dict)

@@ -14,8 +14,9 @@ from pipeline.core.records import Sample, no_progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.record import finite
 from pipeline.verdict.report import SampleRow
-from stages.evaluate.decoding.noise import own_heads
+from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.decoding.rows import probability, run_samples
+from stages.evaluate.distances.scores import SampleHeads
 from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
 
@@ -75,8 +76,14 @@ def decode_again(
             encoded.append(item.answered(own))
     if not encoded:
         return {}
-    heads, _ = own_heads(lambda done: run_samples(baseline, encoded, None, batch_size, no_progress, done=done), encoded)
-    results = run_samples(open_engine(), encoded, heads, batch_size, no_progress)
+    heads: dict[str, SampleHeads] = {}
+
+    def keep(i: int, _: SampleResult, own: SampleHeads | None) -> None:
+        assert own is not None, "a baseline's heads are made"
+        heads[encoded[i].sample.id] = own
+
+    run_samples(baseline, encoded, None, batch_size, no_progress, done=keep)
+    results = run_samples(open_engine(), encoded, heads.__getitem__, batch_size, no_progress)
     found = {}
     for item, result in zip(encoded, results, strict=True):
         steps = result.statistics

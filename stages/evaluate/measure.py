@@ -22,6 +22,7 @@ from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.coverage import coverage
 from stages.evaluate.decoding.decode import shares
 from stages.evaluate.decoding.interruption import Interruption, interruption
+from stages.evaluate.decoding.noise import repeated_samples
 from stages.evaluate.decoding.results import ResultFolder, SampleResult, unfinished
 from stages.evaluate.decoding.right_answers import in_own_words, likelier
 from stages.evaluate.decoding.rows import Answer, Done, greedy_of, judged_answers, labelled, run_samples
@@ -29,7 +30,7 @@ from stages.evaluate.decoding.speculation import speculated
 from stages.evaluate.decoding.stored import LOGPROBS, Measured, Round, read_round
 from stages.evaluate.delivery import audit_scales
 from stages.evaluate.distances.distance import StepStatistics
-from stages.evaluate.distances.scores import BaselineHeads, Heads, SampleHeads
+from stages.evaluate.distances.scores import Heads, SampleHeads, StoredHeads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, workloads_digest
 from stages.evaluate.twins.conformance import Comparison, spread
 from stages.evaluate.twins.twin import Twin
@@ -58,6 +59,7 @@ class Subject(Protocol):
         known: dict[int, SampleResult],
         done: Done,
         interruption: Interruption,
+        repeated: Collection[str],
     ) -> list[SampleResult]:
         """Ask the samples whose results are not known, and return the results of all; see `run_samples`.
 
@@ -80,8 +82,9 @@ def measure(
     progress: Progress,
     baseline: Path | None = None,
 ) -> None:
-    """Ask an engine the samples of a round; a candidate is compared with the baseline, and the baseline's heads are kept.
+    """Ask an engine the samples of a round; a candidate is compared with the baseline.
 
+    The heads of the baseline are kept, and those of the samples that the candidate repeats later (`noise.repeated_samples`).
     Where the baseline answers rightly and finds its own words likelier than the reference, its own words are scored, of both.
 
     Args:
@@ -89,7 +92,7 @@ def measure(
         encoded: The samples of the round.
         tokenizer: The tokenizer of the engine bundle.
         out: A directory that is empty, or was left by an interrupted call with the same arguments. It receives what
-            `stored.read_round` reads; the baseline's also `logprobs.safetensors`.
+            `stored.read_round` and `scores.StoredHeads` read.
         config: Batch size and limits.
         progress: Called with a label, the tokens done, and the tokens in all.
         baseline: What this function wrote of the baseline in the same round; None for the baseline itself.
@@ -102,13 +105,14 @@ def measure(
     digest, greedy = workloads_digest(encoded), greedy_of(tokenizer, config)
     known, heads, named, scored = None, None, labelled(progress, "baseline: "), list(encoded)
     if baseline is not None:
-        known, heads, named = read_round(baseline), BaselineHeads(baseline / LOGPROBS).sample, progress
+        known, heads, named = read_round(baseline), StoredHeads(baseline / LOGPROBS).sample, progress
         if (known.record.samples_digest, known.record.vocab_size) != (digest, subject.vocab_size):
             raise UserError(
                 f"workloads: {baseline} was measured on other samples or another vocabulary than the candidate's; delete that "
                 "directory, so that the baseline is measured again"
             )
         scored = known.scored(encoded)
+    repeated = {item.sample.id for item in repeated_samples(scored, config)}
 
     with unfinished(out, workloads_digest(scored)) as folder:
 
@@ -121,7 +125,15 @@ def measure(
                 into.save(i, result, own)
 
             return subject.run(
-                items, heads, known, progress=label, greedy=greedy, known=into.load(), done=keep, interruption=noted
+                items,
+                heads,
+                known,
+                progress=label,
+                greedy=greedy,
+                known=into.load(),
+                done=keep,
+                interruption=noted,
+                repeated=repeated,
             )
 
         with interruption() as noted:
@@ -135,9 +147,12 @@ def measure(
                 for place, (i, result) in enumerate(zip(own, anew, strict=True)):
                     if likelier(result, results[i]):
                         scored[i], results[i], kept[i] = items[place], results[i].scored_anew(result), (again, place)
-        if heads is None:
-            stored = ((item.sample.id, of.heads(i)) for item, (of, i) in zip(scored, kept, strict=True))
-            BaselineHeads.write(out / LOGPROBS, stored)
+        stored = (
+            (item.sample.id, of.heads(i))
+            for item, (of, i) in zip(scored, kept, strict=True)
+            if heads is None or item.sample.id in repeated
+        )
+        StoredHeads.write(out / LOGPROBS, stored)
         beside: Sequence[Answer | None] = known.answers_to(encoded) if known is not None else ()
         said = speculated(said, scored, config.speculation, greedy, named, beside)
         answers = {item.sample.id: answer for item, answer in zip(encoded, said, strict=True) if answer is not None}

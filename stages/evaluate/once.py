@@ -11,14 +11,13 @@ from pipeline.verdict.conformance import allowed
 from stages.evaluate.canary import canary
 from stages.evaluate.decoding.coverage import coverage
 from stages.evaluate.decoding.free import free_answers, reused_prefixes
-from stages.evaluate.decoding.noise import noise_floor, own_heads, repeated_samples
+from stages.evaluate.decoding.noise import noise_floor, repeated_samples
 from stages.evaluate.decoding.pressure import pressure
-from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.decoding.rows import greedy_of, labelled, run_samples
 from stages.evaluate.decoding.speculation import speculated_by
 from stages.evaluate.decoding.stored import LOGPROBS, Once, read_round
 from stages.evaluate.decoding.system import measure_system
-from stages.evaluate.distances.scores import BaselineHeads, Heads
+from stages.evaluate.distances.scores import StoredHeads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 from stages.evaluate.twins.probe import probe
 from stages.evaluate.twins.twin import Twin
@@ -54,12 +53,9 @@ def once(
     encoded = first_round.scored(encoded)
     subset, greedy, batch = repeated_samples(encoded, config), greedy_of(tokenizer, config), config.batch_size
     named = progress if baseline is not None else labelled(progress, "baseline: ")
-    floor, first = labelled(named, "noise floor: "), list[SampleResult]()
-    if baseline is None:
-        own: Heads = BaselineHeads(measured / LOGPROBS).sample
-    else:
-        own, first = own_heads(lambda done: run_samples(engine, subset, None, batch, floor, done=done), subset)
-        twin = None if twin is None else twin.beside(first_round.record.conformance)
+    floor, own = labelled(named, "noise floor: "), StoredHeads(measured / LOGPROBS).sample
+    if baseline is not None and twin is not None:
+        twin = twin.beside(first_round.record.conformance)
     # Another batch composition: a quarter of the sequences at once, pairs of few ones and where they ran one by one; batched
     # and token by token where they ran in one pass. Whole requests stay whole requests: each step of one would be a request
     # of its own.
@@ -68,7 +64,6 @@ def once(
     fewer = max(1, min(2, together - 1), together // 4) if batch > 1 else 2
     size = batch if engine.can(Engine.forced) and not in_requests else fewer
     second = run_samples(engine, subset, own, size, floor, greedy=greedy, one_pass=in_requests)
-    traced = list(zip([*subset, *subset], (result.trace for result in [*first, *second]), strict=False))
     longest = max(map(greedy.longest, [*planned, *encoded]))
     found = Once(
         noise=noise_floor(subset, second, answers.answers_to(subset), tokenizer),
@@ -82,8 +77,9 @@ def once(
         return found
     asked = engine.pressed_requests if config.pressure is None else config.pressure
     crowded = pressure(engine, encoded, asked, named)
+    traced = [(item, result.trace) for item, result in zip(subset, second, strict=True)]
     repeated = coverage(traced, engine.policy, engine.shape, config.context_bins, counted=False)
-    heads = BaselineHeads(baseline / LOGPROBS).sample
+    heads = StoredHeads(baseline / LOGPROBS).sample
     compared = first_round.record.conformance
     usual = allowed(compared.requests if compared is not None else [])
     corrupted = canary(engine, encoded, heads, config, named, twin, usual)

@@ -24,7 +24,11 @@ FEW = (
 )
 """So few samples that nothing can pass, and enough for what is wrong in every request."""
 
-SEEN = {"key_scale_head_x1_25": "conformance", "generate_other_callers": "free_answers"}
+SEEN = {
+    "key_scale_head_x1_25": "conformance",
+    "generate_other_callers": "free_answers",
+    "float16_copy_unreported": "allocation",
+}
 """Faults, and a gate that sees each of them on a few samples, beside those of ALONE."""
 
 

@@ -73,7 +73,6 @@ def test_a_real_models_fp8_cache_fails_too(tmp_path: Path, vllm_python: str) -> 
             r"kv=vllm_int8: a cache of type int8_per_token_head cannot run here \(vLLM's attention on a CPU holds auto",
         ),
         ("weights=fp8", "weights=fp8: backend=vllm is given 16-bit weights"),
-        ("backend.kv_cache_dtype=nvfp4", "backend.kv_cache_dtype=nvfp4: is not what the policy says, which is fp8_e4m3 or fp8"),
         ("backend.block_size=16", "backend.block_size=16: vLLM's attention on a CPU takes multiples of 32"),
         (
             "backend.tensor_parallel_size=3",

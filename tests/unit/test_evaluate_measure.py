@@ -19,7 +19,7 @@ from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, lo
 from pipeline.verdict.thresholds import Verdict
 from pipeline.verdict.tracked import flat_metrics
 from stages.evaluate.distances.distance import REST_MASS
-from stages.evaluate.distances.scores import BaselineHeads
+from stages.evaluate.distances.scores import StoredHeads
 
 
 def samples(per_class: int = 80) -> list[Sample]:
@@ -229,7 +229,7 @@ def test_answers_with_unicode_line_separators_are_stored_and_read_back(tmp_path:
 
 def test_stored_heads_hold_all_of_a_small_vocabulary_where_they_must(baseline: Path) -> None:
     stored = load_file(str(baseline / "logprobs.safetensors"))
-    heads = BaselineHeads(baseline / "logprobs.safetensors").sample("find-3")
+    heads = StoredHeads(baseline / "logprobs.safetensors").sample("find-3")
     tokens = len('{"k":3}') + 1
     assert stored["find-3/tokens"].dtype == np.uint16
     assert len(heads.rest) == tokens

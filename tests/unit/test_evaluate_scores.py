@@ -18,7 +18,7 @@ from stages.evaluate.distances.distance import (
     log_softmax,
 )
 from stages.evaluate.distances.packing import EXACT, STEP
-from stages.evaluate.distances.scores import BaselineHeads, SampleHeads, head_of
+from stages.evaluate.distances.scores import SampleHeads, StoredHeads, head_of
 
 Logits = np.ndarray
 
@@ -128,8 +128,8 @@ def test_heads_are_stored_and_read_back_by_sample(vocab: int, dtype: type, tmp_p
     distributions = Distributions(logits)
     recorded = [head_of(distributions, row, 4, check=row in {2, 3}) for row in range(5)]
     path = tmp_path / "logprobs.safetensors"
-    BaselineHeads.write(path, [("a/b", SampleHeads.of(recorded, vocab)), ("c", SampleHeads.of(recorded[:1], vocab))])
-    stored = BaselineHeads(path).sample("a/b")
+    StoredHeads.write(path, [("a/b", SampleHeads.of(recorded, vocab)), ("c", SampleHeads.of(recorded[:1], vocab))])
+    stored = StoredHeads(path).sample("a/b")
     assert stored.tokens.dtype == dtype
     for position, head in enumerate(recorded):
         read = stored.head(position)
@@ -145,4 +145,4 @@ def test_heads_are_stored_and_read_back_by_sample(vocab: int, dtype: type, tmp_p
     assert kept is not None
     assert exact is not None
     np.testing.assert_allclose(kept, exact, atol=2 * STEP)
-    assert BaselineHeads(path).sample("c").full.shape == (0, vocab)
+    assert StoredHeads(path).sample("c").full.shape == (0, vocab)

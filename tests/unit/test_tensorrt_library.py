@@ -1,4 +1,4 @@
-"""TensorRT's doors, its versions, the shapes of plans, and which key of the configuration a refusal names."""
+"""TensorRT's doors, its versions, the shapes of plans, and what it takes no plans of."""
 
 import sys
 from contextlib import nullcontext
@@ -6,17 +6,17 @@ from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
+from shipped import SHIPPED
 from test_import_rules import importers
 
 from pipeline.config.compose import plan
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy, LayerOverride, Side, Window
+from pipeline.core.kv import KVPolicy, LayerOverride, Window
 from stages.engines.tensorrt import library as library_module
-from stages.engines.tensorrt.backend import TensorRTBackend
+from stages.engines.tensorrt.backend import TensorRTBackend, refuse_caches
 from stages.engines.tensorrt.config import TensorRTConfig
 from stages.engines.tensorrt.library import load
-from stages.engines.tensorrt.plan import GraphRefusal, refusal
 from stages.engines.tensorrt.plugin import check_gpu
 from stages.engines.tensorrt.shapes import Limits
 
@@ -79,22 +79,17 @@ def test_no_sequence_has_more_window_pages_than_its_plan(tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("side", "layer", "key"),
-    [("key", 0, "kv.key"), ("window_key", 1, "kv.window.key"), ("value", 2, "kv.overrides.0.value"), ("value", 1, "kv.value")],
-)
-def test_a_refused_input_is_traced_to_the_key_that_chose_its_format(side: str, layer: int, key: str) -> None:
-    assert LAYERED.format_key(Side(side), layer) == key
-    name = f"{side}_scale_pool.{layer}" if side == "window_key" else f"{side}_pool.{layer}"
-    said = str(refusal(LIBRARY, LAYERED, GraphRefusal("no such type", ["lengths", name]), []))  # type: ignore[arg-type]
-    assert said.startswith(f"{key}.dtype=")
-    assert f"TensorRT for RTX 1.7 refuses the graph's input {name}: no such type" in said
-
-
-def test_a_gpu_without_the_only_target_leaves_none_to_choose() -> None:
-    reason = "Cannot compile for target(s) sm75, because the model contains HW-specific datatypes: fp8_e4m3"
-    said = str(refusal(LIBRARY, LAYERED, GraphRefusal(reason, []), [75]))  # type: ignore[arg-type]
-    assert said.startswith("backend.compute_capabilities=[75]: ")
-    assert said.endswith("name a later GPU")
+    ("policy", "key"),
+    [
+        (SHIPPED["fp8_e5m2"], "kv.key"),
+        (LAYERED.model_copy(update={"overrides": (LayerOverride(layers=(1,), value=SHIPPED["fp8_e5m2"].value),)}),
+         "kv.overrides.0.value"),
+    ],
+    ids=["keys", "an_overridden_layer"],
+)  # fmt: skip
+def test_a_type_that_tensorrt_has_not_is_named_by_its_key_before_any_work(policy: KVPolicy, key: str) -> None:
+    with pytest.raises(UserError, match=rf"^{key}\.dtype=fp8_e5m2: TensorRT has no type FLOAT8E5M2; .* backend=onnxruntime"):
+        refuse_caches(SimpleNamespace(policy=policy))  # type: ignore[arg-type]
 
 
 def test_plans_for_the_gpu_here_have_it_in_their_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from stages.engines.vllm import build
 from stages.engines.vllm.engine import VllmEngine
 from stages.engines.vllm.library import PROGRAM, Description
 from stages.engines.vllm.targets import (
-    cache_dtypes,
+    cache_dtype,
     check_boundaries,
     check_judging,
     check_split,
@@ -57,7 +57,7 @@ def test_a_release_that_is_too_old_is_refused_with_the_one_that_is_needed(tmp_pa
 )
 def test_a_policy_is_the_type_of_vllms_cache_that_means_it_with_layers_skipped(kv: str, dtype: str) -> None:
     policy = KVPolicy.model_validate({**conf("kv", kv), "overrides": [{"layers": [3, 10], **EXACT}]})
-    assert cache_dtypes(policy, config_of("python"))[0] == dtype
+    assert cache_dtype(policy, config_of("python")) == dtype
     assert skipped_layers(policy) == ["10", "3"]
 
 
@@ -71,7 +71,7 @@ def test_a_policy_is_the_type_of_vllms_cache_that_means_it_with_layers_skipped(k
 def test_a_policy_that_is_none_of_its_types_is_refused(changes: dict[str, object], expected: str) -> None:
     policy = KVPolicy.model_validate({**conf("kv", "vllm_k8v4"), **changes})
     with pytest.raises(UserError, match=expected):
-        cache_dtypes(policy, config_of("python"))
+        cache_dtype(policy, config_of("python"))
 
 
 def test_layers_that_vllm_skips_by_itself_have_to_be_said() -> None:

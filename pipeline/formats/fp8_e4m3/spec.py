@@ -12,6 +12,6 @@ FP8_E4M3 = Spec(
     native=(2, None),
     modelopt_bits=(4, 3),
     modelopt_name="FP8",
-    vllm={"per_tensor": ("fp8_e4m3", "fp8"), "per_head": ("fp8_e4m3", "fp8")},
+    vllm={"per_tensor": "fp8_e4m3", "per_head": "fp8_e4m3"},
     sglang="fp8_e4m3",
 )

@@ -10,6 +10,6 @@ FP8_E5M2 = Spec(
     57344.0,
     neighbour="fp8_e4m3",
     native=(3, None),
-    vllm={"per_tensor": ("fp8_e5m2",)},
+    vllm={"per_tensor": "fp8_e5m2"},
     sglang="fp8_e5m2",
 )

@@ -25,5 +25,5 @@ NVFP4 = Spec(
     native=(8, None),
     modelopt_name="NVFP4",
     modelopt_export=False,
-    vllm={"max": ("nvfp4",), "4over6": ("nvfp4_4over6",)},
+    vllm={"max": "nvfp4", "4over6": "nvfp4_4over6"},
 )

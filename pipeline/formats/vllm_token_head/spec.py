@@ -18,7 +18,7 @@ VLLM_TOKEN_HEAD = Spec(
     arithmetic="vllm_token_head",
     refines=("int4", False, "signed_hadamard"),
     oracle_only=True,
-    vllm={"per_token": ("int4_per_token_head",)},
+    vllm={"per_token": "int4_per_token_head"},
 )
 VLLM_TOKEN_HEAD_INT8 = Spec(
     "vllm_token_head_int8",
@@ -30,7 +30,7 @@ VLLM_TOKEN_HEAD_INT8 = Spec(
     arithmetic="vllm_token_head",
     refines=("int8", True, "none"),
     oracle_only=True,
-    vllm={"per_token": ("int8_per_token_head",)},
+    vllm={"per_token": "int8_per_token_head"},
 )
 VLLM_TOKEN_HEAD_FP8 = Spec(
     "vllm_token_head_fp8",
@@ -42,5 +42,5 @@ VLLM_TOKEN_HEAD_FP8 = Spec(
     arithmetic="vllm_token_head",
     refines=("fp8_e4m3", True, "none"),
     oracle_only=True,
-    vllm={"per_token": ("fp8_per_token_head",)},
+    vllm={"per_token": "fp8_per_token_head"},
 )

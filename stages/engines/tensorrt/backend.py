@@ -20,6 +20,9 @@ from stages.engines.onnx.refusals import refuse_oracles_own
 from stages.engines.tensorrt.config import PlanConfig, TensorRTRTXConfig
 from stages.engines.tensorrt.library import Name, load
 
+TENSOR_TYPES = ("FLOAT", "FLOAT16", "BFLOAT16", "INT8", "INT32", "INT64", "FLOAT8E4M3FN")
+"""ONNX's names of the element types that TensorRT takes as inputs."""
+
 
 class PlanBackend(Backend):
     """The base class of both TensorRT backends. Artifact keys hold the version of the imported module, because each library
@@ -100,7 +103,7 @@ class RTXBackend(PlanBackend):
         return sorted(set(self.config.compute_capabilities))
 
     def check_inputs(self, job: Job) -> None:
-        refuse_partial_caches(job)
+        refuse_caches(job)
         if job.builds:
             self._check_extents(job, lambda _: range(job.checkpoint.shape.layers))
             load(self.library)
@@ -130,7 +133,7 @@ class TensorRTBackend(PlanBackend):
 
     def check_inputs(self, job: Job) -> None:
         """Refuse a missing library, GPU, or CUDA build of torch, and a missing Triton where a plan takes the plugin."""
-        refuse_partial_caches(job)
+        refuse_caches(job)
         if not job.builds:
             return
         from stages.engines.paged.kernel_layout import choose_layers
@@ -163,10 +166,19 @@ def built_policies(job: Job) -> list[KVPolicy]:
     return [job.policy, FP16_POLICY] if job.judges else [job.policy]
 
 
-def refuse_partial_caches(job: Job) -> None:
-    """Raise UserError where not every token is kept and attended to: the engine of plans counts positions by its pages."""
+def refuse_caches(job: Job) -> None:
+    """Raise UserError for a type that TensorRT lacks, and where not every token is kept and attended to.
+
+    The engine of plans counts positions by its pages.
+    """
     policy = job.policy
     refuse_oracles_own(policy)
+    for key, form in policy.formats:
+        if form.code.storage.onnx not in TENSOR_TYPES:
+            raise UserError(
+                f"kv.{key}.dtype={form.dtype}: TensorRT has no type {form.code.storage.onnx}; choose another, or "
+                f"backend=onnxruntime, which runs kv={policy.name}"
+            )
     refuse_other_attention(job.checkpoint, "plans read every page of a sequence")
     if policy.eviction is not None:
         raise UserError(

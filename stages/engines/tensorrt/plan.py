@@ -1,6 +1,5 @@
-"""Builds the TensorRT plan of an ONNX graph, or says which key of the configuration TensorRT refuses."""
+"""Builds the TensorRT plan of an ONNX graph."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import onnx
 
 from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy, Side
+from pipeline.core.kv import KVPolicy
 from stages.engines.tensorrt.bundle import Tensor
 from stages.engines.tensorrt.library import Library, Name
 from stages.engines.tensorrt.shapes import Range
@@ -32,21 +31,9 @@ SET_FLAGS: dict[Name, tuple[str, ...]] = {
 """STRICT_NANS: without it 0 * x may become 0, and with it the graphs' check for keys and values that are not finite.
 REQUIRE_USER_ALLOCATION: the build fails where a plan would allocate while it runs, which no CUDA graph can capture."""
 
-TENSOR_TYPES = ("FLOAT", "FLOAT16", "BFLOAT16", "INT8", "INT32", "INT64", "FLOAT8E4M3FN")
-"""ONNX's names of the element types that TensorRT takes as inputs. Others are refused before TensorRT reads the graph: its
-parser names the input only in raw lines on standard error."""
-
-
-INPUT = re.compile(r"(?P<side>(?:window_)?(?:key|value))_(?:pool|scale|zero)\w*\.(?P<layer>\d+)")
-TARGETS = re.compile(r"Cannot compile for target\(s\) (?P<targets>(?:sm\d+[, ]*)+)")
-
 
 class GraphRefusal(Exception):
-    """TensorRT does not take the graph. `inputs` are those that it refuses, if any; `reason` is its own message."""
-
-    def __init__(self, reason: str, inputs: list[str]) -> None:
-        super().__init__(reason)
-        self.reason, self.inputs = reason, inputs
+    """TensorRT does not take the graph; the text is its own message."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +52,6 @@ class Parsed:
 def parse(library: Library, graph: Path) -> Parsed:
     """Return the strongly typed network of `graph`, whose external weights lie beside it. Raises GraphRefusal."""
     trt = library.trt
-    dims, types = _signature(graph)
-    unsupported = [name for name, kind in types.items() if kind not in TENSOR_TYPES]
-    if unsupported:
-        raise GraphRefusal(f"it has no type {types[unsupported[0]]}", unsupported)
     library.take_errors()
     builder = trt.Builder(library.log)
     kinds = trt.NetworkDefinitionCreationFlag
@@ -77,7 +60,12 @@ def parse(library: Library, graph: Path) -> Parsed:
     parser = trt.OnnxParser(network, library.log)
     if not parser.parse_from_file(str(graph)):
         reasons = [_reason(parser.get_error(i)) for i in range(parser.num_errors)]
-        raise GraphRefusal(reasons[0] if reasons else _last(library.take_errors()), [])
+        raise GraphRefusal(reasons[0] if reasons else _last(library.take_errors()))
+    model = onnx.load(graph, load_external_data=False).graph
+    dims = {
+        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in [*model.input, *model.output]
+    }
     inputs = [_tensor(network.get_input(i), dims) for i in range(network.num_inputs)]
     outputs = [_tensor(network.get_output(i), dims) for i in range(network.num_outputs)]
     return Parsed(library, builder, network, parser, inputs, outputs)
@@ -99,9 +87,7 @@ def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], s
         config.num_compute_capabilities = len(targets)
     for index, target in enumerate(targets):
         if not config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{target}"), index):
-            raise GraphRefusal(
-                f"{library.title} {library.version} has no target SM{target}: {_last(library.take_errors())}", []
-            )
+            raise GraphRefusal(f"it has no target SM{target}: {_last(library.take_errors())}")
     profile = parsed.builder.create_optimization_profile()
     for tensor in parsed.inputs:
         sizes = [ranges[d] if isinstance(d, str) else Range(d, d) for d in tensor.shape]
@@ -111,46 +97,17 @@ def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], s
     config.progress_monitor = _monitor(trt, steps)
     data = parsed.builder.build_serialized_network(parsed.network, config)
     if data is None:
-        raise GraphRefusal(_last(library.take_errors()), [])
+        raise GraphRefusal(_last(library.take_errors()))
     return memoryview(data)
 
 
 def refusal(library: Library, policy: KVPolicy, refused: GraphRefusal, targets: Sequence[int]) -> UserError:
-    """Return the error for a graph that was refused: the key of the KV policy, its value, TensorRT's reason, what to do."""
-    title = f"{library.title} {library.version}"
-    for name in refused.inputs:
-        match = INPUT.fullmatch(name)
-        if match is not None:
-            side, layer = Side(match["side"]), int(match["layer"])
-            key, form = policy.format_key(side, layer), policy.sides(layer)[side]
-            return UserError(
-                f"{key}.dtype={form.dtype}: {title} refuses the graph's input {name}: {refused.reason}; "
-                f"choose another {key}.dtype, or backend=onnxruntime, which runs kv={policy.name}"
-            )
-    match = TARGETS.search(refused.reason)
-    if match is not None:
-        values = ", ".join(f"kv.{side}.dtype={form.dtype}" for side, form in policy.formats)
-        without = [target for target in targets if f"sm{target}" not in re.findall(r"sm\d+", match["targets"])]
-        listed = str(without).replace(" ", "")
-        hint = f"leave it out: backend.compute_capabilities={listed}" if without else "name a later GPU"
-        return UserError(
-            f"backend.compute_capabilities={list(targets)}: {title} cannot build kv={policy.name} ({values}) for "
-            f"{match['targets'].strip(', ')}: {refused.reason}; {hint}"
-        )
+    """Return the error for a graph that was refused: the policy, TensorRT's reason, what to do."""
+    other = f"other backend.compute_capabilities than {list(targets)}, " if targets else ""
     return UserError(
-        f"kv={policy.name}: {title} refuses its graph: {refused.reason}; "
-        "choose other formats, or backend=onnxruntime, which runs it"
+        f"kv={policy.name}: {library.title} {library.version} refuses its graph: {refused}; choose other formats, {other}or "
+        "backend=onnxruntime, which runs it"
     )
-
-
-def _signature(graph: Path) -> tuple[dict[str, list[int | str]], dict[str, str]]:
-    """Dimensions of every input and output, dynamic ones by name; ONNX's name of every input's element type."""
-    model = onnx.load(graph, load_external_data=False).graph
-    dims = {
-        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
-        for value in [*model.input, *model.output]
-    }
-    return dims, {v.name: onnx.TensorProto.DataType.Name(v.type.tensor_type.elem_type) for v in model.input}
 
 
 def _tensor(tensor: Any, dims: Mapping[str, list[int | str]]) -> Tensor:

@@ -9,12 +9,11 @@ from stages.engines.interpreter.process import probe
 from stages.engines.vllm.config import VllmConfig
 from stages.engines.vllm.library import PROGRAM, on_cpu
 from stages.engines.vllm.targets import (
-    cache_dtypes,
+    cache_dtype,
     check_boundaries,
     check_judging,
     check_own_scales,
     check_split,
-    chosen,
     refuse_dtype,
 )
 
@@ -43,14 +42,14 @@ class VllmBackend(InterpreterBackend):
         if not job.builds:
             return
         config, checkpoint = self.config, job.checkpoint
-        named = cache_dtypes(job.policy, config)  # refuses a policy before the interpreter is asked
-        check_boundaries(job.policy, named[0], checkpoint.shape.layers)
+        dtype = cache_dtype(job.policy, config)  # refuses a policy before the interpreter is asked
+        check_boundaries(job.policy, dtype, checkpoint.shape.layers)
         self._check_checkpoint(job, ", or judge quantized weights with backend=trtllm")
         if checkpoint.quantized is not None:
             check_own_scales(job.policy, checkpoint.quantized, self.audit(checkpoint.path))
         check_split(config.tensor_parallel_size, checkpoint.q_heads, checkpoint.shape.kv_heads)
         interpreter = probe(PROGRAM, config.python)
-        refusal = refuse_dtype(config, job.policy, chosen(config, named), interpreter)
+        refusal = refuse_dtype(config, job.policy, dtype, interpreter)
         if refusal is not None:
             raise UserError(refusal)
         if job.judges:

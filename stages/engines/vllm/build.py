@@ -16,10 +16,10 @@ from stages.engines.interpreter.protocol import Resolved
 from stages.engines.vllm.checkpoint import delivers_scales, write_checkpoint
 from stages.engines.vllm.config import VllmConfig
 from stages.engines.vllm.library import PROGRAM
-from stages.engines.vllm.targets import cache_dtypes, chosen, skipped_layers
+from stages.engines.vllm.targets import cache_dtype, skipped_layers
 
 STEPS = 2
-NOT_VLLMS = ("threads", "kv_cache_dtype", "kv_cache_gib")
+NOT_VLLMS = ("threads", "kv_cache_gib")
 """Keys of the configuration that are no engine arguments, or by other names."""
 ENGINE_ARGS_FILE = "engine_args.yaml"
 """For `vllm serve BUNDLE/checkpoint --config BUNDLE/engine_args.yaml`."""
@@ -42,7 +42,7 @@ def build_bundle(
     interpreter, info, measured = begin_bundle(PROGRAM, config, checkpoint, out, policy, scales, progress)
     progress("build", 0, STEPS)
     write_checkpoint(info, out / CHECKPOINT, policy, measured)
-    arguments = engine_args(config, chosen(config, cache_dtypes(policy, config)), skipped_layers(policy) or [])
+    arguments = engine_args(config, cache_dtype(policy, config), skipped_layers(policy) or [])
     progress("build", 1, STEPS)
     resolved = _resolve(interpreter, out / CHECKPOINT, arguments, config.request_timeout_s)
     flags = OmegaConf.to_yaml({name.replace("_", "-"): value for name, value in arguments.items()})

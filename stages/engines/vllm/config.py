@@ -18,8 +18,6 @@ class VllmConfig(InterpreterConfig):
     """CPU threads of each worker; null leaves a single worker to vLLM, which binds it to all cores; several share the cores."""
     dtype: Literal["float16", "bfloat16", "float32"]
     """Type of activations and of a cache that is not quantized."""
-    kv_cache_dtype: str | None
-    """A type of the cache by the release's own name; null is the one that means what the policy says."""
     block_size: Literal[16, 32, 64, 128, 256]
     """Tokens of a block of the cache. vLLM's attention on a CPU takes multiples of 32."""
     max_model_len: Annotated[int, Field(ge=PAGE_TOKENS)]

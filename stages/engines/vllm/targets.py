@@ -13,8 +13,6 @@ from stages.engines.vllm.config import VllmConfig
 from stages.engines.vllm.library import on_cpu
 
 CHOICES = "kv=fp16, bf16, fp8, fp8_uncalibrated, fp8_head or fp8_e5m2; of GPUs also nvfp4, vllm_int8, vllm_fp8 and vllm_int4"
-SIXTEEN = ("float16", "bfloat16")
-"""Types of activations that a cache may have."""
 OTHERWISE = {
     "fp8_e4m3 per_token": "fp8_per_token_head keeps float32 scales where this policy rounds them to float16; see kv=vllm_fp8",
     "int8 per_token": "int8_per_token_head keeps float32 scales where this policy rounds them to float16; see kv=vllm_int8",
@@ -23,8 +21,8 @@ OTHERWISE = {
 """Formats that vLLM has something like -> how that differs."""
 
 
-def cache_dtypes(policy: KVPolicy, config: VllmConfig) -> tuple[str, ...]:
-    """Return the types of vLLM's cache that hold a policy, but for the layers that are skipped.
+def cache_dtype(policy: KVPolicy, config: VllmConfig) -> str:
+    """Return the type of vLLM's cache that holds a policy, but for the layers that are skipped.
 
     Raises:
         UserError: None does.
@@ -33,10 +31,10 @@ def cache_dtypes(policy: KVPolicy, config: VllmConfig) -> tuple[str, ...]:
     everywhere = policy.model_copy(update={"overrides": ()}) if skips is not None else policy
     form, kind = describe_format(policy.key), policy.key.block_scale if policy.key.code.block else policy.key.granularity
     plain = policy.key.arithmetic != "kvgate" or (policy.key.symmetric and policy.key.rotation == "none")
-    held = ("auto",) if policy.key.exact else policy.key.code.vllm.get(kind, ()) if plain else ()
+    held = "auto" if policy.key.exact else policy.key.code.vllm.get(kind) if plain else None
     beside = policy.value.code.vllm_beside.get(form) if policy.key.scale != "calibrated" else None
     if beside is not None:
-        everywhere, held = everywhere.model_copy(update={"key": policy.value}), (beside,)
+        everywhere, held = everywhere.model_copy(update={"key": policy.value}), beside
     reason = beyond_one_format(everywhere)
     if reason is None and skips and policy.key.exact:
         reason = "layers that are skipped are of the type of all others then"
@@ -46,10 +44,8 @@ def cache_dtypes(policy: KVPolicy, config: VllmConfig) -> tuple[str, ...]:
         reason = f"{form} has no equal there" + (f": {OTHERWISE[form]}" if form in OTHERWISE else "")
     if reason is None and policy.key.dtype == "bf16" and config.dtype != "bfloat16":
         reason = f"without a quantized cache it is of backend.dtype={config.dtype}"
-    if reason is not None:
-        raise UserError(cannot_hold(policy, "vllm", reason, CHOICES))
-    if policy.key.exact:
-        return (*held, config.dtype) if config.dtype in SIXTEEN else held
+    if reason is not None or held is None:
+        raise UserError(cannot_hold(policy, "vllm", str(reason), CHOICES))
     return held
 
 
@@ -87,18 +83,6 @@ def check_own_scales(policy: KVPolicy, quantized: Quantized, found: Audit) -> No
             f"model.path: vLLM would not use the cache's scales of this checkpoint: {findings[0]}; correct or remove "
             "them; stage=audit lists all"
         )
-
-
-def chosen(config: VllmConfig, named: tuple[str, ...]) -> str:
-    """Return the type of the cache that is pinned: the configured one, if it means what the policy says."""
-    if config.kv_cache_dtype is None:
-        return named[0]
-    if config.kv_cache_dtype not in named:
-        raise UserError(
-            f"backend.kv_cache_dtype={config.kv_cache_dtype}: is not what the policy says, which is {' or '.join(named)}; "
-            "leave it at null, or choose the policy that it means"
-        )
-    return config.kv_cache_dtype
 
 
 def check_split(ranks: int, q_heads: int, kv_heads: int) -> None:

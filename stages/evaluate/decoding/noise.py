@@ -1,14 +1,13 @@
 """An engine beside itself: some samples again in another batch composition, whose distances are the noise of a comparison."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import NoiseFloor
 from stages.evaluate.decoding.results import SampleResult
-from stages.evaluate.decoding.rows import Answer, Done, judged_answers
+from stages.evaluate.decoding.rows import Answer, judged_answers
 from stages.evaluate.distances import metrics
 from stages.evaluate.distances.distance import StepStatistics
-from stages.evaluate.distances.scores import Heads, SampleHeads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 
 
@@ -47,18 +46,6 @@ def repeated_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig) 
     able = answered(encoded)
     longest = max(range(len(able)), key=lambda i: len(able[i].prompt) + len(able[i].reference))
     return [able[i] for i in sorted({*first_of_each_workload(able, config.noise_samples), longest})]
-
-
-def own_heads(run: Callable[[Done], list[SampleResult]], encoded: Sequence[EncodedSample]) -> tuple[Heads, list[SampleResult]]:
-    """Return an engine's own distributions of samples, as a baseline's are kept, and the results of the run that made them."""
-    heads: dict[str, SampleHeads] = {}
-
-    def keep(i: int, _: SampleResult, own: SampleHeads | None) -> None:
-        assert own is not None, "no baseline was given"
-        heads[encoded[i].sample.id] = own
-
-    results = run(keep)
-    return heads.__getitem__, results
 
 
 def noise_floor(

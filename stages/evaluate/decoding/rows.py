@@ -1,6 +1,6 @@
 """Runs samples through an engine, forced decode and answers, and writes what came of them into rows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,7 @@ from stages.evaluate.inputs.checks import Judgement, judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 
 Done = Callable[[int, SampleResult, SampleHeads | None], None]
-"""Takes a sample's place, what came of it, and its heads where the baseline ran."""
+"""Takes a sample's place, what came of it, and the engine's own heads of it where these are made."""
 
 
 @dataclass(frozen=True)
@@ -66,30 +66,34 @@ class _InFlight:
     statistics: StepStatistics
     heads: SampleHeads | None
     """The baseline's heads; None while the baseline itself is measured."""
-    recorded: dict[int, Head] = field(default_factory=dict)
+    own: dict[int, Head] | None
+    """The engine's own heads, where they are made."""
     checks: list[tuple[float, float]] = field(default_factory=list)
 
 
 class Scorer:
     """Turns the steps of a forced decode into statistics, by sample."""
 
-    def __init__(self, encoded: Sequence[EncodedSample], baseline: Heads | None, vocab_size: int) -> None:
-        self.encoded, self.baseline, self.vocab_size = encoded, baseline, vocab_size
+    def __init__(
+        self, encoded: Sequence[EncodedSample], baseline: Heads | None, vocab_size: int, repeated: Collection[str] = ()
+    ) -> None:
+        self.encoded, self.baseline, self.vocab_size, self.repeated = encoded, baseline, vocab_size, repeated
         self.in_flight: dict[int, _InFlight] = {}
         self._starts = np.cumsum([0, *(len(item.reference) for item in encoded)])
         """Scored tokens before each sample, which say of which tokens whole distributions are kept."""
 
     def score(self, step: Step) -> None:
-        """Compare the rows of a step with the baseline's heads, which are made of them first where the baseline runs."""
+        """Compare the rows of a step with the baseline's heads, or with their own where the baseline runs."""
         distributions = Distributions(step.logits_BV)
         for row, (i, position) in enumerate(zip(step.samples, step.positions, strict=True)):
             sample = self._sample(i)
             token = self.encoded[i].reference[position]
-            if sample.heads is None:
+            own = None
+            if sample.own is not None:
                 check = (self._starts[i] + position) % CHECK_EVERY == 0
-                head = sample.recorded[position] = head_of(distributions, row, token, check=check)
-            else:
-                head = sample.heads.head(position)
+                own = sample.own[position] = head_of(distributions, row, token, check=check)
+            head = own if sample.heads is None else sample.heads.head(position)
+            assert head is not None
             values = compare_head(head, distributions, row, token, step.greedy[row])
             sample.statistics.put_token(position, values)
             if sample.heads is not None and head.full is not None:
@@ -97,20 +101,22 @@ class Scorer:
                 sample.checks.append((float(whole.kl[0]), values[0]))
 
     def finish(self, event: Finished) -> tuple[SampleResult, SampleHeads | None]:
-        """Return what came of a sample, and its heads where the baseline ran."""
+        """Return what came of a sample, and the engine's own heads where they were made."""
         sample = self.in_flight.pop(event.sample)
         checks: Array = np.array(sample.checks, np.float64).reshape(-1, 2)
         result = SampleResult(sample.statistics, event.answer, event.prefilled, event.decoded, checks, event.trace)
-        if sample.heads is not None:
+        if sample.own is None:
             return result, None
-        ordered = [sample.recorded[position] for position in range(len(sample.recorded))]
+        ordered = [sample.own[position] for position in range(len(sample.own))]
         return result, SampleHeads.of(ordered, self.vocab_size)
 
     def _sample(self, i: int) -> _InFlight:
         if i in self.in_flight:
             return self.in_flight[i]
-        heads = self.baseline(self.encoded[i].sample.id) if self.baseline is not None else None
-        self.in_flight[i] = _InFlight(StepStatistics.empty(len(self.encoded[i].reference)), heads)
+        name = self.encoded[i].sample.id
+        heads = self.baseline(name) if self.baseline is not None else None
+        own: dict[int, Head] | None = {} if heads is None or name in self.repeated else None
+        self.in_flight[i] = _InFlight(StepStatistics.empty(len(self.encoded[i].reference)), heads, own)
         return self.in_flight[i]
 
 
@@ -128,6 +134,7 @@ def run_samples(
     after_prefill: Callable[[], None] | None = None,
     one_pass: bool = True,
     observe: Callable[[Step], None] = lambda _: None,
+    repeated: Collection[str] = (),
 ) -> list[SampleResult]:
     """Run forced decode on every sample, compare its distributions with the baseline's, and generate the answers.
 
@@ -144,6 +151,7 @@ def run_samples(
         after_prefill: See `decode`.
         one_pass: See `decode`.
         observe: Called with every step, while its sequences are live.
+        repeated: Ids of samples whose own heads are made of a candidate as well.
 
     Returns:
         The result of each sample.
@@ -155,7 +163,7 @@ def run_samples(
     results = dict(known or {})
     total = sum(len(item.reference) for item in encoded)
     decoded = sum(len(encoded[i].reference) for i in results)
-    scorer = Scorer(encoded, baseline, engine.vocab_size)
+    scorer = Scorer(encoded, baseline, engine.vocab_size, repeated)
     missing = [i for i in range(len(encoded)) if i not in results]
     events = decode(
         engine,

@@ -1,7 +1,7 @@
 """What was measured of an engine, baseline or candidate: the samples of a round, and what is measured a single time.
 
-A round's directory holds `round.json` (`Measured`), `answers.jsonl`, `statistics.safetensors` and, of the baseline,
-`logprobs.safetensors` (see `scores`).
+A round's directory holds `round.json` (`Measured`), `answers.jsonl`, `statistics.safetensors` and `logprobs.safetensors` (see
+`scores`): of the baseline all samples, of a candidate those that it repeats.
 """
 
 from collections.abc import Mapping, Sequence

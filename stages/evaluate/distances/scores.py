@@ -94,8 +94,8 @@ def head_of(distributions: Distributions, row: int, token: int, *, check: bool) 
     return Head(tokens.astype(ids), logp.astype(np.float32), rest, float(logits[token]) - log_sum, full)
 
 
-class BaselineHeads:
-    """The heads of all samples of a baseline, read as they are asked for."""
+class StoredHeads:
+    """The heads of samples of one engine, read as they are asked for."""
 
     def __init__(self, path: Path) -> None:
         file: Any = safe_open(str(path), framework="numpy")

@@ -5,7 +5,7 @@ What a server does not show is null in its records: no twin, no stress probe, no
 
 import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +24,12 @@ from stages.engines.openai.engine import OpenAIEngine
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.coverage import Trace
 from stages.evaluate.decoding.interruption import Interruption
-from stages.evaluate.decoding.noise import canary_samples, noise_floor, own_heads, repeated_samples
+from stages.evaluate.decoding.noise import canary_samples, noise_floor, repeated_samples
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.decoding.rows import Done, greedy_of, labelled, unjudged_rows
 from stages.evaluate.decoding.stored import LOGPROBS, Once, Round, read_round
 from stages.evaluate.distances.distance import Head, StepStatistics
-from stages.evaluate.distances.scores import BaselineHeads, Heads, SampleHeads
+from stages.evaluate.distances.scores import Heads, SampleHeads, StoredHeads
 from stages.evaluate.distances.shown import compare_shown, head_of_shown
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 
@@ -58,6 +58,7 @@ class Remote:
         known: Mapping[int, SampleResult] | None = None,
         done: Done = lambda *_: None,
         interruption: Interruption | None = None,
+        repeated: Collection[str] = (),
     ) -> list[SampleResult]:
         """Ask the samples whose results are not known. Arguments and errors: `stages.evaluate.decoding.rows.run_samples`."""
         noted = interruption or Interruption()
@@ -75,8 +76,8 @@ class Remote:
                         running[pool.submit(ask, self.engine, encoded[i], beside, greedy, stop)] = i
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
                         i, asked = running.pop(future), future.result()
-                        own = SampleHeads.of(asked.heads, self.vocab_size) if heads is None else None
-                        done(i, asked.result, own)
+                        kept = heads is None or encoded[i].sample.id in repeated
+                        done(i, asked.result, SampleHeads.of(asked.heads, self.vocab_size) if kept else None)
                         results[i] = asked.result
                     progress("forced tokens [tokens]", sum(len(encoded[i].reference) for i in results), total)
             except BaseException:
@@ -176,12 +177,7 @@ def once_served(
     encoded = (answers if baseline is None else read_round(baseline)).scored(encoded)
     subset, greedy = repeated_samples(encoded, config), greedy_of(tokenizer, config)
     named = progress if baseline is not None else labelled(progress, "baseline: ")
-    if baseline is None:
-        own: Heads = BaselineHeads(measured / LOGPROBS).sample
-    else:
-        floor = labelled(named, "noise floor: ")
-        own, _ = own_heads(lambda done: Remote(engine, config).run(subset, None, progress=floor, done=done), subset)
-    again = []
+    own, again = StoredHeads(measured / LOGPROBS).sample, []
     for done, item in enumerate(subset):  # one after the other
         named("noise floor [samples]", done, len(subset))
         again.append(ask(engine, item, own(item.sample.id), greedy, threading.Event()))
@@ -209,7 +205,7 @@ def _canary(
     if engine is None:
         return Canary(factor=None, rows=[])
     subset = canary_samples(encoded, config)
-    heads = BaselineHeads(baseline / LOGPROBS).sample
+    heads = StoredHeads(baseline / LOGPROBS).sample
     results = Remote(engine, config).run(subset, heads, progress=labelled(progress, "must-fail control: "))
     return Canary(factor=None, rows=unjudged_rows(subset, results))
 

@@ -62,6 +62,7 @@ def probe(
     failures: dict[str, str] = {}
     first: Stage | None = None
     runs, suspects, limits = 0, set[str](), (LEAST_KL, SINGLE_KL)
+    held = process_memory(engine, max_tokens)
     while runs < RUNS and (first is None or failures):
         stage = Stage(engine, twin, config, max_tokens, largest, claimed, seed=runs)
         for ended in _played(stage, None if first is None else suspects):
@@ -77,7 +78,6 @@ def probe(
     assert first is not None
     said = sorted(first.failures, key=lambda text: not text.startswith("isolation"))
     said += failures.values() if runs == RUNS or first.failures else ()
-    held = None if said else process_memory(engine, max_tokens)
     if engine.can(Engine.forget_prefixes):
         engine.forget_prefixes()
     left = engine.memory()
