@@ -6,18 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from quantize_fixtures import POLICIES, quantized_model, random_checkpoint
-from safetensors.torch import load_file
+from quantize_fixtures import POLICIES, quantized_model
 
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.errors import UserError
-from pipeline.core.kv import FP16_POLICY, Side
+from pipeline.core.kv import Side
 from pipeline.core.scales import KVScales, SideScales
 from stages.quantize import modelopt_adapter as adapter
-from stages.quantize.materialize import write_dequantized
 from stages.quantize.recipe import measurements, measuring_recipe
-from stages.quantize.run import dequantized_weights, load_model
+from stages.quantize.run import load_model
 from stages.quantize.validate import ExportMismatch, validate_unified_hf
 
 torch.set_num_threads(1)
@@ -68,21 +65,3 @@ def test_the_exporters_lies_are_caught(tiny_checkpoint: Path, tmp_path: Path) ->
     claimed = KVScales(layers=tuple({Side.KEY: layer.get(Side.KEY, one), Side.VALUE: one} for layer in scales.layers))
     with pytest.raises(ExportMismatch):
         validate_unified_hf(tmp_path, POLICIES["fp8"], "none", 4, claimed)
-
-
-def test_dequantized_float32_weights_are_exact(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    checkpoint = random_checkpoint("Qwen3", tiny_checkpoint, tmp_path / "source")
-    model, _ = quantized_model(checkpoint, FP16_POLICY, "int4_awq")
-    info = inspect_checkpoint(checkpoint)
-    expected = dequantized_weights(model, info.shape.layers)
-    write_dequantized(info, tmp_path / "out", expected)
-    stored, source = load_file(tmp_path / "out" / "model.safetensors"), load_file(checkpoint / "model.safetensors")
-    assert stored.keys() == source.keys()
-    for name, tensor in stored.items():
-        if name in expected:
-            assert tensor.dtype is torch.float32
-            assert torch.equal(tensor, expected[name])
-        else:
-            assert torch.equal(tensor, source[name])
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    assert loaded.dtype is torch.float32

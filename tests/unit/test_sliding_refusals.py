@@ -11,7 +11,6 @@ from pipeline.config.compose import plan
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Eviction
 from pipeline.loading import open_loader
-from stages.engines.trtllm.targets import refuse
 
 SLIDES = r"^model\.path=.*: config\.json: 3 of 3 layers attend to their last 32 tokens alone: .*backend=onnxruntime"
 
@@ -79,14 +78,3 @@ def test_an_eviction_is_refused_with_the_backend_that_holds_it(
     reached = ["backend=onnxruntime"] if "onnxruntime" in holder else ["backend=torch", "backend.device=cpu"]
     (held,) = plan(["kv=fp8_uncalibrated", *reached], multirun=False).jobs
     open_loader(held.backend).check_inputs(Job("all", evicting, "none", full))
-
-
-def test_tensorrt_llm_names_the_backend_that_holds_an_eviction(full: CheckpointInfo) -> None:
-    (config,) = plan(["kv=fp8"], multirun=False).jobs
-    for eviction, holder in (
-        (Eviction(window_tokens=128), "or backend=onnxruntime, which"),
-        (Eviction(window_tokens=128, heavy_tokens=64), "or backend=torch backend.device=cpu, which"),
-    ):
-        refusal = refuse("pytorch", config.kv.model_copy(update={"eviction": eviction}), "none", full, 1)
-        assert refusal is not None
-        assert holder in refusal

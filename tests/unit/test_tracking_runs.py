@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -219,12 +218,6 @@ def test_a_bundle_stays_where_it_is_when_the_configuration_says_so(store: Mlflow
     root = Path(store.client.get_logged_model(tags["logged_model"]).artifact_location.removeprefix("file://"))
     assert not (root / "engine").exists()
     assert (root / "report.json").exists()
-
-
-def test_registering_leaves_the_environment_as_it_was(store: MlflowStore, tmp_path: Path) -> None:
-    before = os.environ.get("MLFLOW_TRACKING_URI")
-    track_one(store, judged(tmp_path, "environment"), "a")
-    assert os.environ.get("MLFLOW_TRACKING_URI") == before
 
 
 def leave_a_run_open(work: Path) -> str:
