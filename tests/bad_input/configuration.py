@@ -215,6 +215,12 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("backend=openai stage=evaluate", "backend.url=null"),
     ("backend=openai stage=evaluate backend.url=http://h kv=fp16",),
     ("backend=openai stage=evaluate backend.url=http://h weights=fp8",),
+    ("backend=openai stage=build backend.url=http://h", "stage=build: backend=openai builds nothing"),
+    (
+        "backend=openai stage=evaluate backend.url=http://h workloads.speculation={lookup_tokens:4}",
+        "workloads.speculation: a server drafts",
+    ),
+    ("backend=openai backend.api_key_env=sk-hunter2", "backend.api_key_env: must be the name of an environment variable"),
 )
 """Arguments, then what the line says: the last argument where nothing is listed."""
 
