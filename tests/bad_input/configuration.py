@@ -63,7 +63,8 @@ NAMED = {
     """,
     "backend=tensorrt": "backend.max_tokens=99999999",
     "backend=trtllm": """
-        backend.max_seq_len=1 backend.tensor_parallel_size=65 backend.free_gpu_memory_fraction=nan
+        backend.max_seq_len=1 backend.tensor_parallel_size=65 backend.serving.free_gpu_memory_fraction=nan
+        backend.serving.speculation={decoding_type:Guess,max_draft_len:4} backend.serving=null
     """,
     "backend=vllm": """
         backend.block_size=48 backend.max_model_len=1 backend.gpu_memory_utilization=1.5 backend.kv_cache_gib=inf
@@ -214,6 +215,12 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("backend=openai stage=evaluate", "backend.url=null"),
     ("backend=openai stage=evaluate backend.url=http://h kv=fp16",),
     ("backend=openai stage=evaluate backend.url=http://h weights=fp8",),
+    ("backend=openai stage=build backend.url=http://h", "stage=build: backend=openai builds nothing"),
+    (
+        "backend=openai stage=evaluate backend.url=http://h workloads.speculation={lookup_tokens:4}",
+        "workloads.speculation: a server drafts",
+    ),
+    ("backend=openai backend.api_key_env=sk-hunter2", "backend.api_key_env: must be the name of an environment variable"),
 )
 """Arguments, then what the line says: the last argument where nothing is listed."""
 

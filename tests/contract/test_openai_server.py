@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import short_evaluations
 import torch
-from bad_input.case import Case, Commands
 from shipped import SHIPPED, conf
 from short_evaluations import THREE, job_of
 from toy_server import Toy, serving
@@ -253,36 +252,3 @@ def test_a_server_that_was_started_with_other_arguments_meanwhile_is_noticed(ben
             engine.forced([1, 2, 3, 4], 5)
         assert "\n" not in str(raised.value)
         assert recorded(bench, url, tmp_path / "again").says["system_fingerprint"] == "toy-2"
-
-
-@pytest.mark.parametrize(
-    ("given", "code", "expected"),
-    [
-        (["stage=evaluate"], 2, "backend.url=null: backend=openai judges a running server; give http://HOST:PORT"),
-        (["stage=build", "backend.url=http://127.0.0.1:9"], 2, "stage=build: backend=openai builds nothing"),
-        (["kv=fp16"], 2, "kv=fp16: is the baseline's cache; name the policy of the server of backend.url"),
-        (
-            ["workloads.speculation={lookup_tokens: 4}"],
-            2,
-            "workloads.speculation: a server drafts as it was started to; leave it null",
-        ),
-        (["weights=fp8"], 2, "weights=fp8: a server has the weights that it has; leave weights=none"),
-        (["backend.url=http://me:hunter2@host"], 2, "backend.url: holds a password or a key"),
-        (["backend.api_key_env=sk-hunter2"], 2, "backend.api_key_env: must be the name of an environment variable"),
-        (
-            ["backend.url=http://127.0.0.1:9", "backend.baseline_url=http://127.0.0.1:19"],
-            4,
-            "backend.url=http://127.0.0.1:9: no server answers GET /v1/models there (the connection was refused); start it",
-        ),
-    ],
-)
-def test_what_cannot_be_done_is_said_in_one_line_before_any_work(
-    tmp_path: Path, given: list[str], code: int, expected: str, commands: Commands
-) -> None:
-    arguments = (f"workdir={tmp_path / 'work'}", "backend=openai", *given)
-    result = commands.run(Case("", arguments, (), begins=True), tmp_path)
-    assert (result.code, result.stdout) == (code, "")
-    assert f"pipeline: error: {expected}" in result.stderr
-    assert result.stderr.count("pipeline: error: ") == 1
-    assert "hunter2" not in result.stderr
-    assert not (tmp_path / "work").exists()

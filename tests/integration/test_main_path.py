@@ -6,7 +6,6 @@ import shlex
 import shutil
 from pathlib import Path
 
-from evaluations import evaluate
 from main_path import FEW, SECRETS, Swept, summary
 from warm import command
 
@@ -107,60 +106,6 @@ def test_promote_takes_the_best_that_passed_and_says_why_not_the_others(
     assert summary(work)["command"] in html.unescape(page), "what judged the candidates, not what promoted one"
     assert "hydra.job" not in page
     assert "fp8 (version" in page
-
-
-def test_a_corrupted_scale_in_the_checkpoint_fails_the_gate(swept: Swept, tmp_path: Path) -> None:
-    """The engine is built from the judged one's own decoder, with key scales 64 times too small: keys saturate."""
-    from pipeline.core.kv import KVPolicy
-    from pipeline.core.workloads import WorkloadsConfig
-    from pipeline.verdict.gates import Gates, decide
-    from pipeline.verdict.report import load_report, load_rows
-    from stages.engines.onnx.build import build_bundle
-    from stages.engines.onnx.engine import load_engine
-    from stages.evaluate.inputs.rounds import assign_rounds
-    from stages.evaluate.inputs.samples import load_samples
-    from stages.evaluate.inputs.tokens import BundleTokenizer
-
-    work, _ = swept
-    (decoder,) = _only(work / "artifacts" / "export")
-    candidate = next(c for c in summary(work)["candidates"] if c["policy"] == "fp8")
-    engine = Path(candidate["engine"]["path"])
-    policy = KVPolicy.model_validate_json((engine / "kv_policy.json").read_text())
-    scales = json.loads((engine / "kv_scales.json").read_text())
-    broken = tmp_path / "kv_scales.json"
-    for layer in scales["layers"]:
-        layer["key"]["scale"] = [scale / 64 for scale in layer["key"]["scale"]]
-    broken.write_text(json.dumps(scales))
-    (tmp_path / "bundle").mkdir()
-    build_bundle(decoder, tmp_path / "bundle", policy=policy, scales=broken, progress=lambda *_: None)
-
-    manifest = json.loads((Path(candidate["report"]["path"]).parent / ".manifest.json").read_text())
-    inputs = manifest["parts"]["inputs"]
-    (baseline,) = [path for path in _only(work / "artifacts" / "baseline") if _digest(path) == inputs["answers"]]
-    (once,) = [path for path in _only(work / "artifacts" / "baseline_once") if _digest(path) == inputs["baseline_once"]]
-    workloads = WorkloadsConfig.model_validate(manifest["parts"]["config"]["workloads"])
-    evaluate(
-        lambda: load_engine(tmp_path / "bundle", threads=1),
-        assign_rounds(load_samples(workloads), workloads.rounds)[0],
-        baseline,
-        tmp_path / "report",
-        tokenizer=BundleTokenizer(tmp_path / "bundle"),
-        config=workloads.model_copy(update={"rounds": [1.0]}),
-        engine_digest="corrupted",
-        baseline_once=once,
-    )
-    verdict = decide(load_report(tmp_path / "report"), load_rows(tmp_path / "report"), Gates())
-    assert verdict.status == "FAIL"
-
-
-def _only(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_dir()]
-
-
-def _digest(artifact: Path) -> str:
-    from pipeline.artifacts.digest import files_digest
-
-    return files_digest(json.loads((artifact / ".manifest.json").read_text())["files"])
 
 
 def test_an_engine_build_leaves_a_bundle_that_needs_nothing_else(swept: Swept, tmp_path: Path) -> None:

@@ -4,19 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import torch
 from attention_cases import AttentionCase, Heads
 from format_cases import add_int2
-from onnx_fixtures import BY_NAME, POLICIES, fmt, make_bundle, make_engine, shared_decoder
+from onnx_fixtures import BY_NAME, POLICIES, fmt, make_engine, shared_decoder
 
-from pipeline.artifacts.digest import tree_files
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from stages.engines.onnx.backend import OnnxBackend
 from stages.engines.onnx.config import OnnxRuntimeConfig
-from stages.engines.onnx.engine import load_engine
 from stages.engines.onnx.native import compiler
 from stages.engines.onnx.native.compiler import Compiler, compiled_kernel, find_compiler
 from stages.engines.onnx.native.rewrite import refusals, use_kernel
@@ -126,27 +123,6 @@ def test_arrays_need_no_alignment_beyond_their_elements(name: str) -> None:
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared_decoder(tmp_path_factory, "float32")
-
-
-@pytest.mark.parametrize("name", ["fp8", "int8", "fp8k_int4v_aged"])
-def test_an_engine_answers_alike_with_the_kernel_and_without(name: str, decoder: Path, tmp_path: Path) -> None:
-    bundle = make_bundle(decoder, tmp_path / "bundle", BY_NAME[name])
-    files = tree_files(bundle)
-    rng = np.random.default_rng(0)
-    texts = [rng.integers(0, 256, length).tolist() for length in (3, 63, 64, 200)]
-    logits = []
-    for attention in ("native", "graph"):
-        engine = load_engine(bundle, threads=1, attention=attention)
-        assert engine.attention == {"native": "native in 2 of 2 layers", "graph": "graph"}[attention]
-        handles, of_prompts = engine.prefill(texts)
-        logits.append(np.array([of_prompts, *(engine.decode(handles, [step] * len(handles)) for step in range(3))]))
-    apart = np.abs(logits[0] - logits[1]).max(-1)
-    assert apart[0].max() < 2e-5  # a prompt of one chunk does not read the cache
-    assert np.median(apart) < 1e-4
-    assert apart.max() < 1e-3  # a key between two codes within float32 rounding may get the other one
-    assert not np.array_equal(logits[0], logits[1])
-    assert tree_files(bundle) == files
-    assert "PagedAttention_0" in {body.name for body in onnx.load(bundle / "decode.onnx", load_external_data=False).functions}
 
 
 def test_layers_that_the_kernel_does_not_hold_keep_their_bodies_and_are_listed(

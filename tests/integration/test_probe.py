@@ -58,8 +58,6 @@ def twin(model: Any) -> Twin:
     ("name", "attention"),
     [
         ("int8", "graph"),
-        ("ages", "native"),
-        ("sliding", "graph"),
         ("evicted_ages", "native"),
     ],
 )

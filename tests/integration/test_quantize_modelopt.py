@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from checkpoints import save_checkpoint
 from quantize_fixtures import (
     FP8,
     POLICIES,
-    TEXTS,
     per_group,
     quantized_model,
     random_checkpoint,
@@ -227,21 +225,3 @@ def test_empty_calibration_and_an_ill_fitting_group_are_refused(tiny_checkpoint:
     with pytest.raises(UserError, match=r"kv\.value\.group_size=128 does not divide the model's head_dim 64"):
         stage(tiny_checkpoint, tmp_path, wide)
     assert not any(tmp_path.iterdir())
-
-
-def test_progress_counts_every_text_of_every_pass_and_is_all_that_is_printed(
-    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen: list[tuple[str, int, int]] = []
-
-    def progress(*call: Any) -> None:
-        seen.append(call)
-        print(*call)
-
-    capsys.readouterr()
-    stage(tiny_checkpoint, tmp_path, "fp8", "int4_awq", progress=progress)
-    assert capsys.readouterr().out.splitlines() == [" ".join(map(str, call)) for call in seen]
-    passes = {label for label, _, _ in seen if label.startswith("calibrating")}
-    assert len(passes) >= 2
-    assert all((label, len(TEXTS), len(TEXTS)) in seen for label in passes)
-    assert all(0 <= done <= total for _, done, total in seen)

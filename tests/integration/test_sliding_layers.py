@@ -1,6 +1,5 @@
-"""Models whose layers attend to their latest tokens alone, beside transformers' own eager attention and the oracle."""
+"""A model of which a layer attends to its latest tokens alone, beside transformers' own eager attention and the oracle."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from onnx_fixtures import BY_NAME, load_model, make_decoder, make_engine, make_oracle, save_model
-from transformers import AutoModelForCausalLM, MistralConfig, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
 from pipeline.core.kv import FP16_POLICY
 
@@ -19,7 +18,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 PROMPT, LENGTH = 200, 260
 CHUNK = 50
-"""Of a prefill: shorter than one of the windows and longer than the other."""
+"""Of a prefill: longer than the window."""
 HALF = 2e-3
 """Keys and values are stored as float16, relative 2**-11; measured 9e-4 of the logits' standard deviation."""
 FLIPS = 3e-2
@@ -28,24 +27,15 @@ shows."""
 torch.set_num_threads(1)
 
 
-def mistral(window: int | None = 70) -> PretrainedConfig:
-    return MistralConfig(**SIZES, sliding_window=window)
-
-
 def qwen2(window: int = 20) -> PretrainedConfig:
     return Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=window, max_window_layers=1)
-
-
-FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {"mistral": mistral, "qwen2": qwen2}
 
 
 @dataclass
 class Family:
     """A random model, its exported decoder, and what transformers' eager attention computes of a text."""
 
-    config: Callable[..., PretrainedConfig]
     model: Any
-    checkpoint: Path
     decoder: Path
     text: list[int]
     expected: np.ndarray
@@ -61,14 +51,13 @@ def eager(model: Any, text: list[int]) -> np.ndarray:
     return logits
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    root = tmp_path_factory.mktemp(request.param)
-    config = FAMILIES[request.param]
-    checkpoint = save_model(config(), root / "checkpoint")
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    root = tmp_path_factory.mktemp("qwen2")
+    checkpoint = save_model(qwen2(), root / "checkpoint")
     model = load_model(checkpoint)
     text = np.random.default_rng(0).integers(0, 64, LENGTH).tolist()
-    return Family(config, model, checkpoint, make_decoder(checkpoint, root / "decoder"), text, eager(model, text))
+    return Family(model, make_decoder(checkpoint, root / "decoder"), text, eager(model, text))
 
 
 def decoded(engine: Any, text: list[int], prompt: int = PROMPT) -> np.ndarray:
@@ -90,7 +79,7 @@ def test_chunked_prefill_and_decode_equal_eager_attention_beyond_the_window(
     window = engine.shape.window(1)
     assert window is not None
     for other in (window - 1, window + 1):
-        off = AutoModelForCausalLM.from_config(family.config(other))
+        off = AutoModelForCausalLM.from_config(qwen2(other))
         off.load_state_dict(family.model.state_dict())
         difference = np.abs(eager(off.eval(), family.text)[PROMPT - 1 :] - expected).max(-1)
         assert np.median(difference) > 5 * HALF * scale, "a window that is one token off would be seen"
@@ -108,15 +97,3 @@ def test_both_attentions_equal_the_oracle_over_codes_exact_tokens_and_a_finer_wi
     difference = np.abs(decoded(engine, family.text)[1:] - expected).max(-1) / expected.std()
     assert difference.max() < FLIPS
     assert np.median(difference) < FLIPS / 10
-
-
-def test_pages_are_freed_where_every_layer_slides_and_bytes_say_so(family: Family, tmp_path: Path) -> None:
-    engine = make_engine(family.decoder, tmp_path / "bundle", BY_NAME["int4"], prefill_chunk=CHUNK)
-    handles, _ = engine.prefill([family.text])
-    oracle = make_oracle(family.model, BY_NAME["int4"], engine.shape)
-    same, _ = oracle.prefill([family.text])
-    kept = LENGTH - (LENGTH - 70) // 64 * 64 if family.config is mistral else LENGTH
-    assert engine.memory().live_tokens == oracle.memory().live_tokens == kept
-    assert oracle.memory().pool_bytes == engine.policy.sequence_bytes(engine.shape, LENGTH)
-    engine.release(handles)
-    oracle.release(same)

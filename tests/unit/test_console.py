@@ -76,17 +76,6 @@ def test_progress_says_how_much_how_fast_and_how_long(
     assert progress.describe(phases.task) == said
 
 
-def test_progress_is_fields_for_a_log_collector() -> None:
-    clock = Clock()
-    phases = Phases("round fp8", None, clock)
-    phases.update(TOKENS, 0, 8000)
-    clock.now += 10
-    phases.update(TOKENS, 800, 8000)
-    assert progress.fields(phases.task) == {
-        "phase": "forced decode", "unit": "tokens", "done": 800, "total": 8000, "seconds": 10, "rate": 80, "seconds_left": 90,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_lines_go_on_while_nothing_moves_and_name_their_job(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal, too, where several jobs share it."""
@@ -173,18 +162,3 @@ def test_a_written_report_is_what_was_printed_and_one_that_fails_is_not_written(
         console.say("[green]PASS[/] fp8")
     console.say("after")
     assert (tmp_path / "report.txt").read_text(encoding="utf-8") == "PASS fp8\n"
-
-
-def test_a_terminal_wraps_sentences_between_words_and_commands_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = io.StringIO()
-    terminal = Console(file=written, force_terminal=True, width=40, highlight=False, color_system=None)
-    monkeypatch.setattr(console, "out", terminal)
-    console.say("  not fp8: passed, but the same memory holds fewer tokens (1,048,576 against 1,369,088)")
-    console.say("python -m pipeline stage=evaluate kv=fp8 model.path=/models/Qwen3-0.6B", paste=True)
-    lines = [line.rstrip() for line in written.getvalue().splitlines()]
-    assert lines == [
-        "  not fp8: passed, but the same memory",
-        "  holds fewer tokens (1,048,576 against",
-        "  1,369,088)",
-        "python -m pipeline stage=evaluate kv=fp8 model.path=/models/Qwen3-0.6B",
-    ]

@@ -121,24 +121,6 @@ LARGER = a_probe(allocation=a_probe().allocation.model_copy(update={"pool_bytes"
 
 
 @pytest.mark.parametrize(
-    ("found", "failed"),
-    [
-        (probes(), []),
-        (probes(candidate=BAD), [("probe", "candidate")]),
-        (probes(baseline=BAD), [("probe", "baseline")]),
-        (probes(free=["sample a: ..."]), [("free_answers", "candidate")]),
-        (probes(candidate=LARGER), [("allocation", "candidate")]),
-    ],
-)
-def test_each_part_of_the_probes_fails_by_itself(found: EngineProbes, failed: list[tuple[str, str]]) -> None:
-    checks = lines("probe", report([], probes=found))
-    assert len(checks) == 6
-    assert [(check.gate, check.where) for check in checks if check.status != "PASS"] == failed
-    told = next(check.reason for check in checks if (check.gate, check.where) == ("free_answers", "baseline"))
-    assert told.endswith("so that at most 78 % of requests contradict themselves (95 %)"), "1 - 0.05^(1/2)"
-
-
-@pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({}, None),
@@ -200,19 +182,6 @@ def test_a_copy_that_no_policy_claims_shows_in_the_process_unless_a_machine_is_n
     grew = a_probe(allocation=a_probe().allocation.model_copy(update={"process": process}))
     check = next(check for check in lines("probe", report([], probes=probes(candidate=grew))) if check.gate == "allocation")
     assert (check.status, said in check.reason) == (status, True), check.reason
-
-
-def test_limits_of_a_bundle_beyond_what_was_judged_are_named_with_the_fix() -> None:
-    judged = Limits(tokens=1003, batch=16)
-    assert str(judged) == "up to 1,003 tokens, batch 16"
-    assert judged.exceeded_by(Limits()) is None
-    assert judged.exceeded_by(Limits(tokens=1024, batch=16)) is None
-    tokens = judged.exceeded_by(Limits(tokens=1088))
-    assert tokens is not None
-    assert "allows 1,088 tokens: build it for 1024" in tokens
-    batch = judged.exceeded_by(Limits(batch=32))
-    assert batch is not None
-    assert "allows batches of 32: build it for 16" in batch
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,11 @@ from typing import Any, get_args
 
 import pytest
 from evaluations import builtin_workloads
-from pydantic import ValidationError
 
 from pipeline.core.errors import UserError
 from pipeline.core.workloads import Workload
 from stages.evaluate.inputs.samples import load_samples, read_jsonl
 from stages.workloads import WORKLOADS
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def write(tmp_path: Path, *lines: object) -> Path:
@@ -109,17 +106,3 @@ def test_every_bad_line_is_reported_at_once(tmp_path: Path) -> None:
         read_jsonl(write(tmp_path, "{", GOOD, {"prompt": ""}), set())
     lines = str(caught.value).split("\n")
     assert [line.split(": ")[0].rpartition(":")[2] for line in lines] == ["1", "3", "3"]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"samples": {}},
-        {"samples": {"poetry": 1}},
-        {"context_bins": [0, 9, 9]},
-        {"canary_samples": 0},
-    ],
-)
-def test_an_impossible_configuration_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        builtin_workloads(**changes)

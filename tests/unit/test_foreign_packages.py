@@ -28,7 +28,6 @@ def test_the_script_is_the_command_line() -> None:
     ("planted", "stands_there"),
     [
         ("pipeline/__init__.py", False),
-        ("stages/__init__.py", False),
         ("plugins/__init__.py", False),
         ("pipeline/__init__.py", True),
         ("pipeline.py", False),

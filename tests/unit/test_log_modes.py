@@ -11,7 +11,6 @@ import pytest
 from bad_input.case import Case, Commands, Outcome
 
 from pipeline.core.redaction import RedactedStream
-from pipeline.terminal import console
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -121,33 +120,6 @@ def test_results_show_paths_below_the_current_directory_relative_to_it(commands:
     done = outcome(commands, tmp_path, "stage=capacity", begins=True)
     assert "work/capacity.json" in done.stdout.splitlines()
     assert str(tmp_path) not in done.stdout
-
-
-def test_quiet_says_nothing_of_how_it_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
-    console.speak("quiet")
-    try:
-        console.begin(console.Job("all", "fp8", 2, 5), " of tiny")
-        with console.progress("round") as progress:
-            progress("look", 0, 0)
-        console.step("round", Path("x"), 1.0)
-        console.warning("beware")
-        console.say("a result")
-    finally:
-        console.close()
-    printed = capsys.readouterr()
-    assert printed.out == "a result\n"
-    assert printed.err == "pipeline: warning: beware\n"
-
-
-def test_a_report_for_people_is_written_under_json_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    console.speak("json")
-    try:
-        with console.written_to(tmp_path / "report.txt"):
-            console.say("[green]Champion:[/] fp8")
-    finally:
-        console.close()
-    assert (tmp_path / "report.txt").read_text() == "Champion: fp8\n"
-    assert capsys.readouterr().out == ""
 
 
 SHOWN = [

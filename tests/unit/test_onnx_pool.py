@@ -105,7 +105,7 @@ def test_exact_buffers_hold_the_sinks_and_the_newest_token_of_each_residue(chunk
     assert pool.arrays["value_exact.0"][slot, 1, :, 0].tolist() == [0, 1, 9, 10, 8]
 
 
-@pytest.mark.parametrize("policy", [EXACT, WINDOW], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", [EXACT, WINDOW, STREAMING], ids=lambda policy: policy.name)
 def test_a_step_of_a_batch_stores_what_single_appends_store(policy: KVPolicy) -> None:
     pool, other = PagedPool(policy, SHAPE, 8), PagedPool(policy, SHAPE, 8)
     for each in (pool, other):
@@ -244,22 +244,6 @@ def test_a_page_that_two_sequences_share_stays_until_both_have_evicted_it(length
     pool.release(origin)
     assert pool.in_use == (-(-len(after) // 64), 0)
     assert stored(pool, fork)[: len(after)] == after
-
-
-def test_sequences_of_a_batch_evict_each_for_itself() -> None:
-    pool, other = PagedPool(STREAMING, SHAPE, 32), PagedPool(STREAMING, SHAPE, 32)
-    lengths = (3, 190, 700)
-    for each in (pool, other):
-        for length in lengths:
-            fill(each, each.start(), length)
-    for step in range(70):
-        pool.reserve([0, 1, 2], 1)
-        pool.append([0, 1, 2], dict.fromkeys(pool.arrays, np.concatenate([tokens(length + step, 1) for length in lengths])))
-        for handle in range(3):
-            fill(other, handle, 1)
-    for handle, length in enumerate(lengths):
-        kept = kept_positions(STREAMING, length + 70)
-        assert stored(pool, handle)[: len(kept)] == stored(other, handle)[: len(kept)] == kept
 
 
 def test_pages_that_were_reserved_for_a_step_that_failed_serve_the_next_one() -> None:

@@ -9,7 +9,6 @@ import pytest
 from shipped import SHIPPED
 from test_import_rules import importers
 
-from pipeline.config.compose import plan
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, LayerOverride, Window
@@ -122,8 +121,3 @@ def test_the_gpu_of_the_key_must_be_the_one_that_cuda_builds_on(
     )
     with pytest.raises(MissingRequirement, match=both) if wrong else nullcontext():
         check_gpu(gpu)
-
-
-def test_one_target_that_is_not_in_a_list_is_shown_as_one() -> None:
-    with pytest.raises(UserError, match=r"^backend\.compute_capabilities: is a list: write \[89\]"):
-        plan(["backend=tensorrt_rtx", "backend.compute_capabilities=89"], multirun=False)
