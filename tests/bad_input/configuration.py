@@ -63,7 +63,8 @@ NAMED = {
     """,
     "backend=tensorrt": "backend.max_tokens=99999999",
     "backend=trtllm": """
-        backend.max_seq_len=1 backend.tensor_parallel_size=65 backend.free_gpu_memory_fraction=nan
+        backend.max_seq_len=1 backend.tensor_parallel_size=65 backend.serving.free_gpu_memory_fraction=nan
+        backend.serving.speculation={decoding_type:Guess,max_draft_len:4} backend.serving=null
     """,
     "backend=vllm": """
         backend.block_size=48 backend.max_model_len=1 backend.gpu_memory_utilization=1.5 backend.kv_cache_gib=inf

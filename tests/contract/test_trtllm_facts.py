@@ -1,5 +1,6 @@
 """Everything that we say to TensorRT-LLM, and everything that we read of it, is in the facts recorded from its sources."""
 
+import ast
 import json
 import re
 import sys
@@ -15,7 +16,7 @@ from pipeline.core.errors import UserError
 from stages.engines.interpreter.process import Interpreter
 from stages.engines.interpreter.protocol import Description, Device
 from stages.engines.trtllm import checkpoint, settings
-from stages.engines.trtllm.config import TrtllmConfig
+from stages.engines.trtllm.config import Serving, Speculation, TrtllmConfig
 from stages.engines.trtllm.library import PROGRAM
 from stages.engines.trtllm.targets import refuse_integers
 from stages.quantize.validate import ALGORITHMS
@@ -23,6 +24,7 @@ from stages.quantize.validate import ALGORITHMS
 FACTS = Path(__file__).resolve().parent / "facts"
 ENGINE: dict[str, Any] = json.loads((FACTS / "engine-1.2.1.json").read_text(encoding="utf-8"))
 PYTORCH: dict[str, Any] = json.loads((FACTS / "pytorch-1.3.json").read_text(encoding="utf-8"))
+SWITCHES = ("auto", "enable", "disable")
 QUANTIZATIONS = [
     {"quant_algo": weights, "kv_cache_quant_algo": cache}
     for weights, cache in product(ALGORITHMS.values(), ENGINE["quantization"]["kv_cache_quant_algo"])
@@ -31,6 +33,45 @@ QUANTIZATIONS = [
 
 def options(**changes: Any) -> TrtllmConfig:
     return TrtllmConfig.model_validate({**conf("backend", "trtllm"), **changes})
+
+
+def asked() -> Iterator[tuple[settings.Settings, dict[str, Any]]]:
+    """Settings for every quantization and every way to set the switches."""
+    for quantization, paged, fp8, context in product(QUANTIZATIONS, SWITCHES, SWITCHES, (False, True)):
+        chosen = options(paged_context_fmha=paged, fp8_context_fmha=fp8, gather_context_logits=context)
+        yield settings.engine_settings(chosen, quantization), quantization
+
+
+def flag_pairs(flags: list[str]) -> dict[str, str | None]:
+    """Name -> value of the arguments, None for those without."""
+    found: dict[str, str | None] = {}
+    for i, flag in enumerate(flags):
+        if flag.startswith("--"):
+            follows = flags[i + 1] if i + 1 < len(flags) else "--"
+            found[flag[2:]] = None if follows.startswith("--") else follows
+    return found
+
+
+def test_every_flag_of_trtllm_build_is_recorded_with_the_value_that_we_give_it() -> None:
+    for wanted, _ in asked():
+        for name, value in flag_pairs(settings.build_flags(wanted, "/in", "/out", 2)).items():
+            fact = ENGINE["flags"][name]
+            assert (value is None) == (fact["kind"] == "flag"), name
+            choices = ["enable", "disable"] if fact["kind"] == "switch" else fact.get("choices")
+            assert choices is None or value in choices, (name, value)
+            assert fact["kind"] != "int" or str(value).isdigit(), (name, value)
+
+
+def test_every_key_that_is_read_back_is_one_that_an_engines_config_has() -> None:
+    known = {"version"}
+    known |= {f"build_config.{key}" for key in ENGINE["build_config"]}
+    known |= {f"build_config.plugin_config.{key}" for key in ENGINE["plugin_config"]}
+    known |= {f"pretrained_config.{key}" for key in ENGINE["engine_config"]["pretrained_config"]}
+    known |= {f"pretrained_config.quantization.{key}" for key in ENGINE["quantization"]["keys"]}
+    known |= {"pretrained_config.mapping.tp_size"}
+    for wanted, quantization in asked():
+        config = {"architecture": "a", "dtype": "float16", "mapping": {"tp_size": 1}, "quantization": quantization}
+        assert set(settings.expected_config(wanted, config, "1.2.1")) <= known
 
 
 Rewrite = Callable[[dict[str, Any]], None]
@@ -101,17 +142,33 @@ def test_integers_are_refused_exactly_where_the_builder_raises(sm: int, rewrite:
             refuse_integers(SHIPPED[name], weights, here, 1)
 
 
-@pytest.mark.parametrize("name", ["fp16", "fp8"])
-def test_llm_arguments_are_recorded_keys_with_recorded_choices(name: str) -> None:
-    pinned = settings.llm_args(options(), SHIPPED[name])
-    judged, engine = settings.evaluation_of_served(pinned), settings.evaluation_of_engine(options())
-    for arguments in (pinned, judged):
-        for key, value in settings.flatten(arguments).items():
-            assert value in PYTORCH["llm_args"][key].get("choices", [value]), key
-    for arguments in (judged, engine):
-        assert arguments["kv_cache_config"]["enable_block_reuse"] is False
-    assert set(engine) <= set(ENGINE["llm"])
-    assert set(engine["kv_cache_config"]) <= set(ENGINE["kv_cache_config"])
+def test_llm_arguments_are_recorded_keys_with_recorded_choices() -> None:
+    speculations = [
+        None,
+        Speculation(decoding_type="NGram", max_draft_len=4),
+        Speculation(decoding_type="Eagle3", max_draft_len=4, speculative_model="/draft"),
+        Speculation(decoding_type="Draft_Target", max_draft_len=4, speculative_model="/draft"),
+    ]
+    for speculation, name in product(speculations, ("fp16", "fp8")):
+        serving = Serving(
+            enable_block_reuse=True,
+            host_cache_gib=1.5,
+            free_gpu_memory_fraction=0.5,
+            attention_windows=(512, 4096),
+            speculation=speculation,
+        )
+        pinned = settings.llm_args(options(serving=serving.model_dump()), SHIPPED[name])
+        for arguments in (pinned, settings.evaluation_of_served(pinned)):
+            for key, value in settings.flatten(arguments).items():
+                assert value in PYTORCH["llm_args"][key].get("choices", [value]), key
+        judged, engine = settings.evaluation_of_served(pinned), settings.evaluation_of_engine(options())
+        assert "speculative_config" not in judged
+        for arguments in (judged, engine):
+            assert arguments["kv_cache_config"]["enable_block_reuse"] is False
+        assert set(engine) <= set(ENGINE["llm"])
+        assert set(engine["kv_cache_config"]) <= set(ENGINE["kv_cache_config"])
+        assert pinned["kv_cache_config"]["host_cache_size"] == 1_610_612_736
+        assert ("speculative_config" in pinned) == (speculation is not None)
 
 
 def test_the_tensors_and_algorithms_that_we_name_are_tensorrt_llms() -> None:
@@ -122,3 +179,27 @@ def test_the_tensors_and_algorithms_that_we_name_are_tensorrt_llms() -> None:
         assert any(name.endswith(weight) for name in names), ending
     for algorithms in (ALGORITHMS.values(), settings.FP8_ATTENTION_WEIGHTS):
         assert set(algorithms) <= set(ENGINE["quantization"]["quant_algo"])
+
+
+def worker_calls() -> Iterator[tuple[str, ast.Call]]:
+    """Every call in the worker by the name that is called."""
+    for node in ast.walk(ast.parse(PROGRAM.script.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            yield name, node
+
+
+def test_the_worker_calls_tensorrt_llm_by_recorded_names() -> None:
+    for facts in (ENGINE, PYTORCH):
+        for name, made in worker_calls():
+            given = {keyword.arg for keyword in made.keywords if keyword.arg is not None}
+            if name == "SamplingParams":
+                assert given <= set(facts["sampling_params"])
+            elif name in ("generate", "generate_async"):
+                assert given <= set(facts[name])
+            elif name == "LLM":
+                assert given <= set(facts["llm"])
+    processor = ast.parse(PROGRAM.script.with_name("kvgate_forcing.py").read_text(encoding="utf-8"))
+    (call,) = (node for node in ast.walk(processor) if isinstance(node, ast.FunctionDef) and node.name == "__call__")
+    taken = [argument.arg for argument in call.args.args]
+    assert taken[1:] == ENGINE["logits_processor"] == PYTORCH["logits_processor"]

@@ -18,7 +18,7 @@ from pipeline.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter.process import CHANNEL, Interpreter, probe
 from stages.engines.trtllm.config import TrtllmConfig
 from stages.engines.trtllm.library import PROGRAM
-from stages.engines.trtllm.targets import TargetName, refuse, resolve
+from stages.engines.trtllm.targets import TargetName, refuse, refuse_unread, resolve
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +107,41 @@ def test_weights_and_ranks_that_do_not_go_are_refused_by_their_key(
     assert str(refusal).startswith(expected)
 
 
+@pytest.mark.parametrize(
+    ("target", "key", "value", "default"),
+    [
+        ("engine", "serving.enable_block_reuse", False, "true"),
+        ("engine", "serving.host_cache_gib", 2.0, "0.0"),
+        ("engine", "serving.attention_windows", [512], "null"),
+        ("engine", "serving.speculation", {"decoding_type": "NGram", "max_draft_len": 2}, "null"),
+        ("pytorch", "paged_context_fmha", "disable", '"auto"'),
+        ("pytorch", "fp8_context_fmha", "enable", '"auto"'),
+        ("pytorch", "gather_context_logits", True, "false"),
+    ],
+)
+def test_a_switch_that_only_the_other_target_reads_is_refused(target: Any, key: str, value: Any, default: str) -> None:
+    shipped = conf("backend", "trtllm")
+    backend = TrtllmConfig.model_validate(shipped)
+    assert refuse_unread("engine", backend) is None
+    assert refuse_unread("pytorch", backend) is None
+    group, _, name = key.rpartition(".")
+    changed = {**shipped, group: {**shipped[group], name: value}} if group else {**shipped, name: value}
+    other = "pytorch" if target == "engine" else "engine"
+    backend = TrtllmConfig.model_validate(changed)
+    refusal = str(refuse_unread(target, backend))
+    assert refusal.startswith(f"backend.{key}=")
+    assert refusal.endswith(f": only backend.target={other} reads it, this is {target}; leave it at {default}")
+    assert refuse_unread(other, backend) is None  # type: ignore[arg-type]
+
+
 def test_what_a_prompt_needs_is_checked_with_the_configuration() -> None:
     shipped = conf("backend", "trtllm")
     for changes, key in (({"max_input_len": 8192}, "max_input_len=8192"), ({"max_num_tokens": 4096}, "max_num_tokens=4096")):
         with pytest.raises(ValueError, match=f"{key}: must"):
             TrtllmConfig.model_validate({**shipped, **changes})
+    speculation = {"decoding_type": "Eagle3", "max_draft_len": 4, "speculative_model": None}
+    with pytest.raises(ValueError, match="speculative_model=None: decoding_type=Eagle3: give the draft model's directory"):
+        TrtllmConfig.model_validate({**shipped, "serving": {**shipped["serving"], "speculation": speculation}})
 
 
 @pytest.mark.parametrize(
@@ -131,14 +161,16 @@ def test_a_build_that_fails_or_makes_something_else_is_told_with_the_reason(
 
 
 def test_a_setting_that_the_builder_rewrites_is_an_error_unless_it_is_allowed(quantized: Path, tmp_path: Path) -> None:
-    rewriting = {"mode": "cache left out", "release": "1.2.1"}
-    with pytest.raises(UserError, match=r"set backend\.allow_rewrites=\[kv_cache_quant_algo\]"):
-        build(quantized, tmp_path, rewriting)
+    with pytest.raises(UserError) as raised:
+        build(quantized, tmp_path, paged_context_fmha="enable")
+    assert "use_paged_context_fmha was asked as True and is False" in str(raised.value)
+    assert "backend.allow_rewrites=[use_paged_context_fmha]" in str(raised.value)
     (tmp_path / "again").mkdir()
-    bundle = build(quantized, tmp_path / "again", rewriting, allow_rewrites=["kv_cache_quant_algo"])
-    assert json.loads((bundle / "bundle.json").read_text())["rewritten"] == {
-        "pretrained_config.quantization.kv_cache_quant_algo": None
-    }
+    bundle = build(quantized, tmp_path / "again", paged_context_fmha="enable", allow_rewrites=["use_paged_context_fmha"])
+    assert (
+        '"build_config.plugin_config.use_paged_context_fmha": false'
+        in (bundle / "bundle.json").read_text().split("rewritten")[1]
+    )
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("sound", {False}), ("no switches", {None})])
@@ -154,5 +186,10 @@ def test_switches_that_move_logits_are_off_in_what_is_served_and_judged_where_th
 
 
 def test_llm_arguments_that_the_release_refuses_are_told_with_its_reason(quantized: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"backend=trtllm: TensorRT-LLM 1\.3\.0 refuses these .*: ValueError: kv_cache"):
-        build(quantized, tmp_path, {"release": "1.3.0", "mode": "no block reuse"})
+    serving = TrtllmConfig.model_validate(conf("backend", "trtllm")).serving.model_dump()
+    draft = {**serving, "speculation": {"decoding_type": "NGram", "max_draft_len": 4}}
+    build(quantized, tmp_path, {"release": "1.3.0"}, serving=draft)
+    (tmp_path / "old").mkdir()
+    python = make_interpreter(tmp_path / "old" / "bin", release="1.3.0", mode="no speculation")
+    with pytest.raises(UserError, match=r"backend\.serving: TensorRT-LLM 1\.3\.0 refuses these .*: ValueError: specul"):
+        make_bundle(quantized, tmp_path / "old" / "bundle", "fp8", python, serving=draft)

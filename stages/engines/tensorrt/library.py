@@ -14,8 +14,8 @@ RANGES: dict[Name, tuple[tuple[int, int], tuple[int, int]]] = {
     "tensorrt": ((10, 14), (12, 0)),
     "tensorrt_rtx": ((1, 7), (1, 8)),
 }
-"""The first release that has the calls that kvgate uses, and the first one that is refused, since its bindings were not read.
-Those of TensorRT 10.14 to 11.4 and of TensorRT for RTX 1.7 were."""
+"""The first release that has the calls that kvgate uses, and the first one that is refused, since its bindings were not read:
+tests/contract/facts/tensorrt.json has what was read of 10.14 to 11.4, and of TensorRT for RTX 1.7."""
 
 TITLES: dict[Name, str] = {"tensorrt_rtx": "TensorRT for RTX", "tensorrt": "TensorRT"}
 

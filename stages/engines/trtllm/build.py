@@ -35,7 +35,7 @@ class TrtllmBundle(ServedBundle):
     tensor_parallel_size: int
     max_input_len: int
     evaluated_with: dict[str, Any]
-    """LLM arguments of an evaluation: those of serving, except for block reuse."""
+    """LLM arguments of an evaluation: those of serving, except for block reuse and speculation."""
     rewritten: dict[str, Any]
     """The values of settings that TensorRT-LLM built otherwise; backend.allow_rewrites allowed each of them."""
     kv_scales: list[float]
@@ -121,7 +121,7 @@ def _pin_llm_args(export: Path, out: Path, config: TrtllmConfig, policy: KVPolic
             except WorkerError as error:
                 reason = " ".join(str(error).split())
                 raise UserError(
-                    f"backend=trtllm: TensorRT-LLM {interpreter.release} refuses these LLM arguments: {reason}"
+                    f"backend.serving: TensorRT-LLM {interpreter.release} refuses these LLM arguments: {reason}"
                 ) from error
             rewritten.extend(settings.differences(settings.flatten(answer.pinned), answer.arguments))
             return answer.pinned

@@ -5,7 +5,42 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from pipeline.core.kv import PAGE_TOKENS
+from pipeline.core.strict import PathText, StrictModel
 from stages.engines.interpreter.config import InterpreterConfig
+
+Switch = Literal["auto", "enable", "disable"]
+
+
+class Speculation(StrictModel):
+    """Speculative decoding while serving; an evaluation decodes without it."""
+
+    decoding_type: Literal["NGram", "Draft_Target", "Eagle3"]
+    """TensorRT-LLM's own name of the method."""
+    max_draft_len: Annotated[int, Field(ge=1, le=64)]
+    """Most drafted tokens of a pass."""
+    speculative_model: PathText | None = None
+    """The draft model's directory, where the type has one."""
+
+    @model_validator(mode="after")
+    def _has_its_model(self) -> Self:
+        if (self.decoding_type == "NGram") != (self.speculative_model is None):
+            hint = "leave it null" if self.decoding_type == "NGram" else "give the draft model's directory"
+            raise ValueError(f"speculative_model={self.speculative_model}: decoding_type={self.decoding_type}: {hint}")
+        return self
+
+
+class Serving(StrictModel):
+    """What `trtllm-serve` is told beyond the cache's format; only target=pytorch has it in its bundle."""
+
+    enable_block_reuse: bool
+    """Whether prompts share the blocks of equal beginnings."""
+    host_cache_gib: Annotated[float, Field(ge=0, le=4096)]
+    """Host memory for blocks that were pushed out of the GPU; 0 is none."""
+    free_gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)]
+    """Fraction of the GPU memory that is free after loading the weights, which the cache may take."""
+    attention_windows: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, strict=False)] | None
+    """Tokens that a layer attends to, repeated over the layers; null is all."""
+    speculation: Speculation | None
 
 
 class TrtllmConfig(InterpreterConfig):
@@ -29,10 +64,16 @@ class TrtllmConfig(InterpreterConfig):
     """Most tokens of one sequence, prompt and answer together."""
     max_num_tokens: Annotated[int, Field(ge=1)]
     """Most tokens that one step processes, over all its sequences."""
+    paged_context_fmha: Switch
+    """Whether prompts attend through the paged cache, which block reuse and chunked prompts need. auto: where TensorRT-LLM
+    keeps it."""
+    fp8_context_fmha: Switch
+    """Whether prompts attend in FP8. auto: where TensorRT-LLM keeps it."""
+    gather_context_logits: bool
+    """Whether the engine puts out the logits of whole prompts; an evaluation needs none."""
     allow_rewrites: Annotated[tuple[str, ...], Field(strict=False)]
     """Keys in which the built engine may differ from what was asked; any other difference is an error."""
-    free_gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)]
-    """Fraction of the GPU memory that is free after loading the weights, which the cache may take."""
+    serving: Serving
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> Self:

@@ -19,6 +19,7 @@ def engine_settings(options: TrtllmConfig, quantization: Mapping[str, Any]) -> S
     """Return trtllm-build's settings, by the keys of the engine's config.json below build_config (plugin_config.* included)."""
     weights, cache = quantization.get("quant_algo"), quantization.get("kv_cache_quant_algo")
     fp8_attention = weights in FP8_ATTENTION_WEIGHTS and cache == "FP8"
+    paged = cache is None or fp8_attention
     return {
         "max_batch_size": options.max_batch_size,
         "max_input_len": options.max_input_len,
@@ -26,14 +27,14 @@ def engine_settings(options: TrtllmConfig, quantization: Mapping[str, Any]) -> S
         "max_num_tokens": options.max_num_tokens,
         "max_beam_width": 1,
         "kv_cache_type": "paged",
-        "gather_context_logits": False,
+        "gather_context_logits": options.gather_context_logits,
         "plugin_config.gpt_attention_plugin": "auto",
         "plugin_config.gemm_plugin": "auto",
         "plugin_config.context_fmha": True,
         "plugin_config.remove_input_padding": True,
         "plugin_config.tokens_per_block": PAGE_TOKENS,
-        "plugin_config.use_paged_context_fmha": cache is None or fp8_attention,
-        "plugin_config.use_fp8_context_fmha": fp8_attention,
+        "plugin_config.use_paged_context_fmha": _switch(options.paged_context_fmha, auto=paged),
+        "plugin_config.use_fp8_context_fmha": _switch(options.fp8_context_fmha, auto=fp8_attention),
     }
 
 
@@ -68,13 +69,17 @@ def expected_config(settings: Settings, checkpoint: Mapping[str, Any], release: 
 
 def llm_args(options: TrtllmConfig, policy: KVPolicy) -> Settings:
     """Return the LLM arguments of serving, as `trtllm-serve MODEL --config FILE` takes them."""
+    serving = options.serving
     cache: Settings = {
         "dtype": "fp8" if policy.quantized else "auto",
-        "enable_block_reuse": True,
-        "free_gpu_memory_fraction": options.free_gpu_memory_fraction,
+        "enable_block_reuse": serving.enable_block_reuse,
+        "free_gpu_memory_fraction": serving.free_gpu_memory_fraction,
+        "host_cache_size": int(serving.host_cache_gib * (1 << 30)),
         "tokens_per_block": PAGE_TOKENS,
     }
-    return {
+    if serving.attention_windows is not None:
+        cache["max_attention_window"] = list(serving.attention_windows)
+    arguments: Settings = {
         "backend": "pytorch",
         "tensor_parallel_size": options.tensor_parallel_size,
         "max_batch_size": options.max_batch_size,
@@ -83,21 +88,25 @@ def llm_args(options: TrtllmConfig, policy: KVPolicy) -> Settings:
         "max_num_tokens": options.max_num_tokens,
         "kv_cache_config": cache,
     }
+    if serving.speculation is not None:
+        arguments["speculative_config"] = serving.speculation.model_dump(mode="json", exclude_none=True)
+    return arguments
 
 
 def evaluation_of_engine(options: TrtllmConfig) -> Settings:
     """Return the LLM arguments of evaluating an engine: no prompt comes from the cache."""
-    cache = {"enable_block_reuse": False, "free_gpu_memory_fraction": options.free_gpu_memory_fraction}
+    cache = {"enable_block_reuse": False, "free_gpu_memory_fraction": options.serving.free_gpu_memory_fraction}
     return {"skip_tokenizer_init": True, "tensor_parallel_size": options.tensor_parallel_size, "kv_cache_config": cache}
 
 
 def evaluation_of_served(serving: Settings) -> Settings:
     """Return the LLM arguments of evaluating what is served with `serving`.
 
-    There is no overlap, with which a logits processor would see each token a step late.
+    There is no speculation and no overlap, with which a logits processor would see each token a step late.
     """
+    kept = {key: value for key, value in serving.items() if key != "speculative_config"}
     cache = {**serving["kv_cache_config"], "enable_block_reuse": False}
-    return {**serving, "skip_tokenizer_init": True, "disable_overlap_scheduler": True, "kv_cache_config": cache}
+    return {**kept, "skip_tokenizer_init": True, "disable_overlap_scheduler": True, "kv_cache_config": cache}
 
 
 def differences(expected: Settings, built: Mapping[str, Any]) -> list[Difference]:
@@ -135,3 +144,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> Settings:
     for key, value in settings.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
     return flat
+
+
+def _switch(choice: str, *, auto: bool) -> bool:
+    return auto if choice == "auto" else choice == "enable"

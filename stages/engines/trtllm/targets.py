@@ -1,7 +1,9 @@
 """The limits of TensorRT-LLM's two targets: everything that can be refused before any work."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.artifacts.backend import Job
 from pipeline.checkpoint.description import CheckpointInfo, refuse_other_attention
@@ -18,6 +20,17 @@ TargetName = Literal["engine", "pytorch"]
 NO_INTEGERS_SM = range(100, 120)
 """TensorRT-LLM 1.2 builds neither INT8 caches nor INT8 or INT4 weights for SM 10.0 to 11.9 (tensorrt_llm/builder.py)."""
 INTEGER_WEIGHTS: tuple[WeightsFormat, ...] = ("int8_sq", "int4_awq")
+
+READ_BY: dict[TargetName, dict[str, Any]] = {
+    "engine": {"paged_context_fmha": "auto", "fp8_context_fmha": "auto", "gather_context_logits": False},
+    "pytorch": {
+        "serving.enable_block_reuse": True,
+        "serving.host_cache_gib": 0.0,
+        "serving.attention_windows": None,
+        "serving.speculation": None,
+    },
+}
+"""Keys of `backend` that one target alone reads, with their values when they are not set (conf/backend/trtllm.yaml)."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +78,18 @@ def check_inputs(config: TrtllmConfig, job: Job) -> None:
     """
     refuse_other_attention(job.checkpoint, "backend=trtllm was not shown to keep to that")
     candidates: tuple[TargetName, ...] = ("engine", "pytorch") if config.target == "auto" else (config.target,)
-    ranks = config.tensor_parallel_size
-    refusals = {name: refuse(name, job.policy, job.weights, job.checkpoint, ranks) for name in candidates}
-    if all(refusals.values()):  # no target holds it, so that the interpreter need not be asked
-        raise UserError(str(refusals[candidates[0]]))
+    refusals = [_refuse_all(name, config, job) for name in candidates]
+    if all(refusals):  # no target holds it, so that the interpreter need not be asked
+        raise UserError(str(refusals[0]))
     interpreter = probe(PROGRAM, config.python)
     name = resolve(config.target, interpreter)
-    if refusals[name] is not None:
-        raise UserError(str(refusals[name]))
+    refusal = _refuse_all(name, config, job)
+    if refusal is not None:
+        raise UserError(refusal)
     if name == "engine":
         require_gpus(interpreter, 1, "building an engine")
-        rank_capabilities(interpreter, ranks)  # refuses GPUs that differ
-        refuse_integers(job.policy, job.weights, interpreter, ranks)
+        rank_capabilities(interpreter, config.tensor_parallel_size)  # refuses GPUs that differ
+        refuse_integers(job.policy, job.weights, interpreter, config.tensor_parallel_size)
     if job.judges:
         check_judging(name, config, job.policy, interpreter)
 
@@ -148,6 +161,22 @@ def _refuse_split(target: Target, weights: WeightsFormat, info: CheckpointInfo, 
     return None
 
 
+def refuse_unread(name: TargetName, backend: TrtllmConfig) -> str | None:
+    """Return why a key that only the other target reads cannot be set; None when none is."""
+    other: TargetName = "pytorch" if name == "engine" else "engine"
+    settings = backend.model_dump(mode="json")
+    for key, unset in READ_BY[other].items():
+        value: Any = settings
+        for part in key.split("."):
+            value = value[part] if isinstance(value, Mapping) else None
+        if value != unset:
+            return (
+                f"backend.{key}={json.dumps(value)}: only backend.target={other} reads it, this is {name}; leave it at "
+                f"{json.dumps(unset)}"
+            )
+    return None
+
+
 def refuse_integers(policy: KVPolicy, weights: WeightsFormat, interpreter: Interpreter, ranks: int) -> None:
     """Raise UserError for an integer cache or weights on a GPU for which TensorRT-LLM builds none."""
     for device in interpreter.devices[:ranks]:
@@ -160,3 +189,8 @@ def refuse_integers(policy: KVPolicy, weights: WeightsFormat, interpreter: Inter
             raise UserError(
                 f"weights={weights}: TensorRT-LLM builds no integer weights for {gpu}, SM {capability}; choose weights=fp8"
             )
+
+
+def _refuse_all(name: TargetName, config: TrtllmConfig, job: Job) -> str | None:
+    refusal = refuse(name, job.policy, job.weights, job.checkpoint, config.tensor_parallel_size)
+    return refusal or refuse_unread(name, config)

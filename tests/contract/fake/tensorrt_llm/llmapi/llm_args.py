@@ -22,7 +22,7 @@ class TorchLlmArgs:
         self.values = {"model": model, **given}
         for key, value in flat(given).items():
             fact = PYTORCH["llm_args"].get(key)
-            if fact is None or (MODE == "no block reuse" and key.endswith("enable_block_reuse")):
+            if fact is None or (MODE == "no speculation" and key.startswith("speculative_config")):
                 raise ValueError(f"{key}: Extra inputs are not permitted")
             if value not in fact.get("choices", [value]):
                 raise ValueError(f"{key}: Input should be one of {fact['choices']}")

@@ -1,0 +1,160 @@
+"""What TensorRT's Python bindings offer of what kvgate uses of them, recorded for each release in contract/facts/tensorrt.json.
+
+A release is added where its bindings are, which need no GPU and no library of TensorRT (tensorrt_stubs.py):
+
+    pip install --no-deps --target FOLDER tensorrt-cu13-bindings==11.4.0.106
+    PYTHONPATH=FOLDER:.:tests/helpers python tests/helpers/tensorrt_facts.py tensorrt
+"""
+
+import ast
+import importlib
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+FACTS = ROOT / "tests" / "contract" / "facts" / "tensorrt.json"
+
+Uses = dict[str, list[tuple[int, frozenset[str]]]]
+"""Name, `Class.member` or `plugin.name` -> its calls, as the number of positional arguments and the names of the others."""
+
+RECEIVERS = {
+    "builder": "Builder",
+    "network": "INetworkDefinition",
+    "parser": "OnnxParser",
+    "error": "ParserError",
+    "profile": "IOptimizationProfile",
+    "runtime": "Runtime",
+    "engine": "ICudaEngine",
+    "context": "IExecutionContext",
+}
+"""Class of TensorRT by the name of the variable, or of the attribute, that holds an object of it."""
+
+SOURCES: dict[str, dict[str, str]] = {
+    "stages/engines/tensorrt/library.py": {},
+    "stages/engines/tensorrt/plan.py": {"config": "IBuilderConfig"},
+    "stages/engines/tensorrt/session.py": {"config": "IRuntimeConfig"},
+    "stages/engines/tensorrt/engine.py": {"runtime": "Runtime", "engine": "", "plan": "ICudaEngine"},
+    "plugins/kv_attention/tensorrt_plugin.py": {},
+}
+"""Files that call TensorRT, and where a name there means another class than RECEIVERS says ("": none of TensorRT)."""
+
+OVERRIDDEN = ("ILogger.log", "IProgressMonitor.phase_start", "IProgressMonitor.phase_finish", "IProgressMonitor.step_complete")
+"""Methods that TensorRT calls on objects of kvgate's classes."""
+
+
+def uses() -> Uses:
+    """Return all that kvgate takes of TensorRT and all of its calls."""
+    found: Uses = {}
+    for file, names in SOURCES.items():
+        classes = RECEIVERS | names
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        for name, call in _uses_of(tree, classes):
+            found.setdefault(name, []).extend([] if call is None else [call])
+    return found
+
+
+def _uses_of(tree: ast.AST, classes: dict[str, str]) -> Iterator[tuple[str, tuple[int, frozenset[str]] | None]]:
+    calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute):
+            continue
+        parts = ast.unparse(node).split(".")
+        if not all(part.isidentifier() for part in parts):
+            continue
+        receiver, member = parts[-2].removeprefix("_"), parts[-1]
+        call = None
+        if id(node) in calls:
+            arguments = calls[id(node)]
+            if not any(isinstance(argument, ast.Starred) for argument in arguments.args):
+                call = len(arguments.args), frozenset(keyword.arg or "" for keyword in arguments.keywords)
+        if receiver in ("trtp", "plugin") and member != "op":
+            yield f"plugin.{member}", call
+        elif len(parts) >= 3 and parts[-3] == "trt" and receiver[0].isupper():
+            yield f"{receiver}.{member}", None
+        elif receiver == "trt" and call is not None and member[0].isupper():
+            yield f"{member}.__init__", call
+        elif classes.get(receiver) and not member.startswith("_"):
+            yield f"{classes[receiver]}.{member}", call
+
+
+def facts(trt: Any, names: list[str]) -> dict[str, Any]:
+    """Return, of those names that these bindings have: an enumerator's number, a property, or the signatures of a function."""
+    found = {}
+    for name in names:
+        owner, member = name.split(".")
+        holder = getattr(trt, owner, None)
+        value = None if holder is None else inspect.getattr_static(holder, member, None) or getattr(holder, member, None)
+        if value is not None:
+            found[name] = _fact(owner, member, value)
+    return found
+
+
+def _fact(owner: str, member: str, value: Any) -> Any:
+    if isinstance(value, property):
+        return "property"
+    if member.isupper():
+        return int(value)
+    if inspect.isclass(value) and owner != "plugin":
+        return "class"
+    if inspect.isclass(value):
+        member, value = "__init__", value.__init__
+    documented = _signatures(member, value.__doc__ or "")
+    parameters = inspect.signature(value).parameters.values() if not documented else ()
+    return documented or [", ".join(_parameter(each) for each in parameters if each.name != "self")]
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    return parameter.name + ("" if parameter.default is inspect.Parameter.empty else "=default")
+
+
+def _signatures(member: str, documentation: str) -> list[str]:
+    """Return the parameters, without self and types, of each signature that pybind11 writes into a function's documentation."""
+    found = []
+    for line in documentation.splitlines():
+        written = re.match(rf"^(?:\d+\. )?{member}\((self: [^,)]+(?:, )?.*)\) -> ", line.strip())
+        if written:
+            without_values = re.sub(r"<[^>]*>", "value", written[1])
+            parameters = re.findall(r"(\w+): [^,=\[]+(?:\[[^\]]*\])?\s*(=[^,]+)?", without_values)
+            found.append(", ".join(name + ("=default" if value else "") for name, value in parameters if name != "self"))
+    return found
+
+
+def installed(library: str) -> tuple[str, dict[str, Any]]:
+    """Return the installed release and its facts. To be called in a process of its own, once."""
+    if library == "tensorrt":
+        import tensorrt_stubs
+
+        tensorrt_stubs.load()
+    trt = importlib.import_module(library)
+    return str(trt.__version__), facts(trt, sorted(named()))
+
+
+def main(library: str) -> None:
+    """Add the installed release's facts to the file."""
+    recorded = json.loads(FACTS.read_text(encoding="utf-8")) if FACTS.is_file() else {"tensorrt": {}, "tensorrt_rtx": {}}
+    version, found = installed(library)
+    recorded[library][version] = found
+    FACTS.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
+
+
+def named() -> list[str]:
+    """Return the names that the code takes of TensorRT, those included that it takes from tables of names."""
+    from plugins.kv_attention.tensorrt_nodes import DATA_TYPES
+    from stages.engines.tensorrt.plan import CLEARED_FLAGS, NETWORK_FLAGS, SET_FLAGS
+    from stages.engines.tensorrt.session import DTYPES
+
+    tables = {
+        "NetworkDefinitionCreationFlag": {name for names in NETWORK_FLAGS.values() for name in names},
+        "BuilderFlag": {*CLEARED_FLAGS, *(name for names in SET_FLAGS.values() for name in names)},
+        "DataType": {*DTYPES, *DATA_TYPES.values()},
+    }
+    return [*uses(), *OVERRIDDEN, *(f"{owner}.{member}" for owner, members in tables.items() for member in members)]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
