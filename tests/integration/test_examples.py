@@ -1,4 +1,4 @@
-"""The commands of the CI workflow compose, and it runs no action or expression that others can change."""
+"""The CI workflow runs no action or expression that others can change (tests/long/test_workflow.py runs its commands)."""
 
 import re
 from pathlib import Path
