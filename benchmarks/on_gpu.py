@@ -1,0 +1,249 @@
+"""The first hour on a GPU: each part of a step runs in a process of its own, in limited time, and says PASS, FAIL or MISSING.
+
+    python -m benchmarks.on_gpu --step correctness            # or speed, peers, causes; `make gpu` runs all four
+    python -m benchmarks.on_gpu --step speed --out FOLDER     # results and outputs of the parts (default: work/gpu)
+
+Standard library only: the parts import what they need. A step takes at most ten minutes and writes FOLDER/STEP.json after
+each part, so that a step that is cut off keeps what it had. MISSING names the package or program that a part needs.
+
+Exit code 0 when no part failed, 3 when one did, 4 without a GPU.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from ctypes import CDLL, byref, c_int
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+from typing import Literal
+
+from benchmarks.recording import ROOT, results_record
+
+Status = Literal["PASS", "FAIL", "MISSING"]
+LIBRARIES = (
+    "torch",
+    "triton",
+    "numpy",
+    "transformers",
+    "onnxruntime",
+    "tensorrt",
+    "tensorrt-llm",
+    "flashinfer-python",
+    "cupy-cuda13x",
+)
+STEP_SECONDS = 600
+"""Of a whole step: a lent machine ends a command then."""
+LAST_LINES = 30
+"""Of a part's output, which the results keep."""
+ENVIRONMENT = {"REQUIRE_GPU": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1"}
+"""cuBLAS adds in a fixed order only with a workspace of a fixed size."""
+
+PYTHON = sys.executable
+PYTEST = (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+CORES = str(min(12, os.cpu_count() or 1))
+KERNELS = tuple(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/integration/test_kernel_*.py")))
+KV = "fp8k_int4v,fp8,bf16,sdpa bf16"
+"""Kernels of every run of the attention benchmark."""
+TESTED = ("pytest", "hypothesis", "pydantic", "hydra", "triton")
+"""Packages of every part that is tests."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command of a step."""
+
+    name: str
+    command: tuple[str, ...]
+    """`{out}` stands for the folder of the results."""
+    seconds: int
+    """Time limit."""
+    needs: tuple[str, ...] = ()
+    """Modules that Python must find, and programs (`bin:ncu`) that must be on the path."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a part gave."""
+
+    name: str
+    status: Status
+    seconds: float
+    detail: str
+    """What is missing, or why the part failed; "" for a part that passed."""
+    command: str
+    output: tuple[str, ...] = ()
+    """The last lines."""
+
+
+def slug(name: str) -> str:
+    """Return a name as part of a file's.
+
+    >>> slug("8B, batch 32")
+    '8b_batch_32'
+    """
+    return re.sub(r"[^a-z0-9]+", "_", name.lower())
+
+
+def tests(name: str, seconds: int, needs: tuple[str, ...], *arguments: str) -> Part:
+    """Return tests as a part."""
+    return Part(name, (*PYTEST, *arguments), seconds, (*TESTED, *needs))
+
+
+def attention(
+    name: str, seconds: int, kernels: str, *needs: str, batches: str = "8,32", tokens: str = "8k", group: int = 8
+) -> Part:
+    """Return a run of the attention benchmark as a part."""
+    sizes = ("--batches", batches, "--tokens", tokens, "--groups", str(group), "--ragged", "")
+    command = (
+        PYTHON,
+        "-m",
+        "benchmarks.decode_attention",
+        "--json",
+        f"{{out}}/{slug(name)}.json",
+        *sizes,
+        "--kernels",
+        kernels,
+    )
+    return Part(name, command, seconds, ("triton", "rich", *needs))
+
+
+def watched(name: str, seconds: int, program: str, *arguments: str) -> Part:
+    """Return a decode step of each kernel under one of CUDA's tools as a part."""
+    kernels = ("tests/gpu/test_kernels_on_gpu.py", "-k", "captured_step and fp8k_int4v")
+    return Part(name, (program, *arguments, *PYTEST, *kernels), seconds, (f"bin:{program}", *TESTED))
+
+
+SECTIONS = ("Occupancy", "MemoryWorkloadAnalysis_Tables", "WarpStateStats")
+STEPS: dict[str, tuple[Part, ...]] = {
+    "correctness": (
+        tests("captured kernels", 120, (), "tests/gpu/test_kernels_on_gpu.py"),
+        tests("kernels against the reference", 240, ("xdist",), "-n", CORES, *KERNELS),
+        tests("PTX of the plugin", 90, ("cupy",), "tests/integration/test_kernel_arguments.py"),
+        tests("engine", 180, ("transformers",), "tests/gpu/test_engine_on_gpu.py", "-k", "not command_line"),
+        tests("engine against the oracle", 180, ("transformers", "xdist"), "-n", CORES, "tests/long/test_oracle_kernels.py"),
+        tests("command line", 240, ("transformers", "modelopt"), "tests/gpu/test_engine_on_gpu.py", "-k", "command_line"),
+        tests("TensorRT plans", 240, ("transformers", "tensorrt", "onnxruntime"), "tests/gpu/test_plans_on_gpu.py"),
+    ),
+    "speed": (
+        attention("8B, batch 32, 2k", 150, KV, batches="32", tokens="2k", group=4),
+        attention("large caches", 200, KV, tokens="8k,32k"),
+        *(
+            Part(
+                name.replace("_", " "), (PYTHON, "-m", f"benchmarks.{name}", "--json", f"{{out}}/{name}.json"), 120, ("triton",)
+            )
+            for name in ("attention_variants", "context_attention")
+        ),
+    ),
+    "peers": (
+        attention(
+            "FlashInfer", 420, f"{KV},flashinfer fp8,flashinfer xqa fp8,flashinfer bf16,flashinfer xqa bf16", "flashinfer"
+        ),
+    ),
+    "causes": (
+        watched("races", 150, "compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "1"),
+        watched("memory", 150, "compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1"),
+        # The clocks of a card that others use stay as they are.
+        watched("counters", 200, "ncu", "--clock-control", "none", *(f"--section={name}" for name in SECTIONS), "-c", "20"),
+    ),
+}
+"""What the first GPU has to answer: is it right, how fast, beside whom, and why."""
+
+
+def gpus() -> int:
+    """Return how many GPUs the CUDA driver finds; 0 without a driver."""
+    try:
+        cuda, count = CDLL("libcuda.so.1"), c_int(0)
+    except OSError:
+        return 0
+    return count.value if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(byref(count)) == 0 else 0
+
+
+def missing(part: Part) -> list[str]:
+    """Return what a part needs that this machine lacks."""
+    return [need for need in part.needs if (which(need[4:]) if need.startswith("bin:") else find_spec(need)) is None]
+
+
+def run_part(part: Part, out: Path, seconds: float) -> Outcome:
+    """Run a part, all its processes at an end when it is."""
+    command = tuple(word.replace("{out}", str(out)) for word in part.command)
+    written = " ".join(command).replace(PYTHON, "python")
+    lacking = missing(part)
+    if lacking:
+        return Outcome(part.name, "MISSING", 0.0, ", ".join(need.removeprefix("bin:") for need in lacking), written)
+    limit, started = min(part.seconds, seconds), time.monotonic()
+    log = out / f"{slug(part.name)}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT},
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(max(limit, 0))
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end(process)
+    lines = log.read_text(errors="replace").splitlines()
+    detail = "" if code == 0 else f"longer than {limit:.0f} s" if code is None else f"exit code {code}"
+    took = time.monotonic() - started
+    return Outcome(part.name, "FAIL" if detail else "PASS", round(took, 1), detail, written, tuple(lines[-LAST_LINES:]))
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process with all that it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def run_step(name: str, out: Path, say: Callable[[str], None] = print) -> list[Outcome]:
+    """Run the parts of a step one after the other, and write the results after each."""
+    out.mkdir(parents=True, exist_ok=True)
+    outcomes, started = list[Outcome](), time.monotonic()
+    for part in STEPS[name]:
+        outcomes.append(run_part(part, out, STEP_SECONDS - (time.monotonic() - started)))
+        say(line(name, outcomes[-1]))
+        results = [asdict(outcome) for outcome in outcomes]
+        (out / f"{name}.json").write_text(json.dumps(results_record(results, LIBRARIES, step=name), indent=1) + "\n")
+    return outcomes
+
+
+def line(step: str, outcome: Outcome) -> str:
+    """Return a part's line of the table."""
+    return f"{outcome.status:8} {step:12} {outcome.name:36} {outcome.seconds:6.1f} s  {outcome.detail}".rstrip()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the steps of the command line. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.on_gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--step", choices=[*STEPS, "all"], default="all")
+    parser.add_argument("--out", type=Path, default=ROOT / "work" / "gpu", help="folder of the results")
+    arguments = parser.parse_args(argv)
+    if not gpus():
+        print("an NVIDIA GPU is missing here: the CUDA driver (libcuda.so.1) finds none", file=sys.stderr)
+        return 4
+    names = list(STEPS) if arguments.step == "all" else [arguments.step]
+    out = arguments.out.absolute()
+    found = {name: run_step(name, out) for name in names}
+    print("\n".join(["", *(line(name, outcome) for name, outcomes in found.items() for outcome in outcomes)]))
+    return 3 if any(outcome.status == "FAIL" for outcomes in found.values() for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

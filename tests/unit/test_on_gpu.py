@@ -1,0 +1,94 @@
+"""`make gpu`: what becomes of parts that pass, fail, hang or lack something, without a GPU."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import on_gpu
+from benchmarks.on_gpu import Part, main, run_step
+from benchmarks.recording import ROOT
+
+PRINTS = Part("prints", (sys.executable, "-c", "print('right'); print(open('{out}/seen', 'w').write('x'))"), 20)
+FAILS = Part("fails", (sys.executable, "-c", "import sys; print('wrong by 3'); sys.exit(1)"), 20)
+LACKS = Part("lacks", (sys.executable, "-c", ""), 20, ("json", "no_such_module", "bin:no-such-program"))
+
+
+def outcomes(out: Path, step: str = "correctness") -> dict[str, dict[str, object]]:
+    return {row["name"]: row for row in json.loads((out / f"{step}.json").read_text())["results"]}
+
+
+def test_each_part_says_pass_fail_or_what_is_missing_and_the_results_keep_its_last_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(on_gpu.STEPS, "correctness", (PRINTS, FAILS, LACKS))
+    lines = list[str]()
+    run_step("correctness", tmp_path, lines.append)
+    assert [line.split()[0] for line in lines] == ["PASS", "FAIL", "MISSING"]
+    rows = outcomes(tmp_path)
+    assert rows["prints"]["output"] == ["right", "1"]
+    assert (rows["fails"]["detail"], rows["fails"]["output"]) == ("exit code 1", ["wrong by 3"])
+    assert rows["lacks"]["detail"] == "no_such_module, no-such-program"
+    assert (tmp_path / "seen").read_text() == "x"
+
+
+def test_a_part_that_hangs_ends_at_its_limit_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import subprocess; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
+    monkeypatch.setitem(on_gpu.STEPS, "speed", (Part("hangs", (sys.executable, "-c", code), 3), PRINTS))
+    started = time.monotonic()
+    run_step("speed", tmp_path, lambda _: None)
+    assert time.monotonic() - started < 30
+    rows = outcomes(tmp_path, "speed")
+    assert (rows["hangs"]["status"], rows["hangs"]["detail"]) == ("FAIL", "longer than 3 s")
+    assert rows["prints"]["status"] == "PASS"
+    output = rows["hangs"]["output"]
+    assert isinstance(output, list)
+    status = Path(f"/proc/{output[0]}/status")
+    assert not status.exists() or "zombie" in status.read_text()
+
+
+def test_a_step_that_is_cut_off_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(line: str) -> None:
+        if "fails" in line:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(on_gpu.STEPS, "peers", (PRINTS, FAILS))
+    with pytest.raises(KeyboardInterrupt):
+        run_step("peers", tmp_path, cut)
+    assert list(outcomes(tmp_path, "peers")) == ["prints"]
+
+
+@pytest.mark.parametrize(("parts", "code"), [((PRINTS, LACKS), 0), ((PRINTS, FAILS), 3)])
+def test_the_exit_code_is_three_where_a_part_failed(
+    parts: tuple[Part, ...], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(on_gpu, "gpus", lambda: 1)
+    monkeypatch.setitem(on_gpu.STEPS, "causes", parts)
+    assert main(["--step", "causes", "--out", str(tmp_path)]) == code
+    assert capsys.readouterr().out.count("PASS") == 2  # as it ends, and in the table
+
+
+def test_it_needs_the_standard_library_alone() -> None:
+    code = "import sys, benchmarks.on_gpu; print([n for n in ('torch', 'numpy', 'pydantic', 'rich') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_command_of_a_step_is_one_that_its_program_takes() -> None:
+    from benchmarks.attention_peers import KERNELS
+    from benchmarks.decode_attention import parser
+
+    known = {kernel.name for kernel in KERNELS}
+    for part in (part for parts in on_gpu.STEPS.values() for part in parts):
+        command = list(part.command)
+        if "benchmarks.decode_attention" in command:
+            arguments = parser().parse_args(command[3:])
+            assert set(arguments.kernels) <= known, part.name
+            assert arguments.json.name.endswith(".json")
+        for word in command:
+            if word.startswith("tests/"):
+                assert (ROOT / word).is_file(), word
+        assert part.seconds < on_gpu.STEP_SECONDS
