@@ -47,7 +47,7 @@ def data(shown: dict[str, Any], baseline_kib: float) -> list[Datum]:
 def svg(shown: dict[str, Any]) -> str:
     """Return the picture."""
     numbers = {"quality": data(shown, shown["baseline_kib"])}
-    empty = {name: [] for name in ("recovery", "context", "position", "depth", "times")}
+    empty = {name: [] for name in ("recovery", "context", "dots", "position", "depth", "times")}
     text = json.dumps(specifications({**empty, **numbers}, [one["policy"] for one in shown["candidates"]])["quality"])
     for name, colour in COLOURS.items():
         text = text.replace(f"var({name})", colour)

@@ -8,7 +8,7 @@ seconds of imports; a test compiles each specification with the compiler that th
 from collections.abc import Sequence
 from typing import Any
 
-from stages.report.numbers import ALL, BASELINE, TITLES, Datum, Numbers
+from stages.report.numbers import ALL, BASELINE, FLOOR, TITLES, Datum, Numbers
 
 Spec = dict[str, Any]
 
@@ -39,13 +39,15 @@ TEXTS = {"place", "policy", "verdict", "workload", "steps", "context", "depth"}
 
 def specifications(data: Numbers, names: Sequence[str]) -> dict[str, Spec]:
     """Return the charts that there are numbers for, by name. `names` are the policies in their order."""
+    kls = [one for one in data["depth"] if one["kl"] is not None]
     latencies, rates = ([t for t in data["times"] if t[f] is not None] for f in ("inter_token_p50_ms", "decode_tokens_per_s"))
     charts = {
         "recovery": _recovery(data["recovery"], names) if data["recovery"] else None,
         "quality": _quality(data["quality"]) if any(one["verdict"] != "baseline" for one in data["quality"]) else None,
         "context": _context(data, names) if data["context"] else None,
         "position": _position(data, names) if data["position"] else None,
-        "depth": _depth(data["depth"], names) if data["depth"] else None,
+        "depth": _panels(data["depth"], names, RIGHT) if data["depth"] else None,
+        "depth_kl": _panels(kls, names, FAR) if kls else None,
         "latency": _latency(latencies) if latencies else None,
         "rate": _rate(rates) if rates else None,
     }
@@ -150,7 +152,7 @@ def _coloured(names: Sequence[str]) -> Spec:
     }
 
 
-def _by_place(x: Spec, names: Sequence[str], data: Numbers, floor_at: Spec, tooltip: list[Spec]) -> list[Spec]:
+def _by_place(x: Spec, names: Sequence[str], data: Numbers, floor_at: Spec, tooltip: list[Spec], behind: Spec) -> list[Spec]:
     """Return the layers of a chart of the mean KL: policies' lines, the gate, and the FP16 engine's distance from itself."""
     of_kl = [one for one in data["quality"] if one["gate"] == "max_mean_kl"]
     limits = {one["limit"] for one in of_kl} - {None}
@@ -159,6 +161,7 @@ def _by_place(x: Spec, names: Sequence[str], data: Numbers, floor_at: Spec, tool
     levels += [(floor, f"A/A floor: {exact:.1e}", FAINT, [2, 3], floor_at) for floor, exact in sorted(floors.items())]
     line = {"type": "line", "point": {"size": 50, "filled": True}, "strokeWidth": 2}
     return [
+        behind,
         {
             "transform": _where(CHOSEN, OF_WORKLOAD, "isValid(datum.kl)"),
             "mark": line,
@@ -174,9 +177,15 @@ def _by_place(x: Spec, names: Sequence[str], data: Numbers, floor_at: Spec, tool
 def _context(data: Numbers, names: Sequence[str]) -> Spec:
     x = _of("tokens", "context [tokens]", scale={"zero": False})
     told = _tooltip(policy="policy", workload="workload", context="context", kl="mean KL", p99="99 %", samples="samples")
-    layers = _by_place(x, names, data, AT_LEFT, told)
+    dots = {
+        "data": {"name": "dots"},
+        "transform": _where(ONLY, f"workload === '' || {OF_WORKLOAD}"),
+        "mark": {"type": "circle", "size": 18, "opacity": 0.45},
+        "encoding": {"x": x, "y": _kl(), "color": _coloured(names)["color"]},
+    }
+    layers = _by_place(x, names, data, AT_LEFT, told, dots)
     description = "Mean KL by length of the context, a line for each policy."
-    return _chart(description, {"bins": data["context"]}, height=300, layer=layers)
+    return _chart(description, {"bins": data["context"], "dots": data["dots"]}, height=300, layer=layers)
 
 
 def _position(data: Numbers, names: Sequence[str]) -> Spec:
@@ -187,17 +196,31 @@ def _position(data: Numbers, names: Sequence[str]) -> Spec:
         "mark": {"type": "line", "strokeWidth": 1.5, "strokeDash": [2, 3]},
         "encoding": {"x": x, "y": _kl("p95"), "color": _coloured(names)["color"]},
     }
-    layers = [tail, *_by_place(x, names, data, AT_RIGHT, told)]
+    layers = _by_place(x, names, data, AT_RIGHT, told, tail)
     description = "Mean KL by decode step, a line for each policy; the 95th percentile of the policy that is chosen is dotted."
     return _chart(description, {"steps": data["position"]}, height=300, layer=layers)
 
 
-def _depth(data: list[Datum], names: Sequence[str]) -> Spec:
-    """Return a panel for each engine: depth of the answer by length of the prompt, shaded by right answers."""
+RIGHT: Spec = {
+    "description": "Share of right answers",
+    "says": "datum.right + '/' + datum.judged",
+    "light": "datum.share < 0.15 || datum.share > 0.85",
+    "colour": _of(
+        "share", "right answers", legend={"format": ".0%", "tickCount": 3}, scale={"scheme": "blueorange", "domain": [1, 0]}
+    ),
+}
+FAR: Spec = {
+    "description": "Mean KL",
+    "says": "format(datum.kl, '.0e')",
+    "light": "datum.kl > 0.05",
+    "colour": _of("kl", "mean KL", legend={"format": ".0e"}, scale={"scheme": "oranges", "type": "log", "domain": [FLOOR, 10]}),
+}
+
+
+def _panels(data: list[Datum], names: Sequence[str], shade: Spec) -> Spec:
+    """Return a panel for each engine: depth of the answer by length of the prompt, shaded by right answers or by KL."""
     told = _tooltip(policy="engine", context="context", depth="depth", right="right", judged="of", kl="mean KL")
-    legend, shades = {"format": ".0%", "tickCount": 3}, {"scheme": "blueorange", "domain": [1, 0]}
-    colour = _of("share", "right answers", legend=legend, scale=shades)
-    light = {"condition": {"test": "datum.share < 0.15 || datum.share > 0.85", "value": "#ffffff"}, "value": "#111111"}
+    light = {"condition": {"test": shade["light"], "value": "#ffffff"}, "value": "#111111"}
     axes = {
         channel: {"field": field, "type": "ordinal", "title": title, "axis": {"labelAngle": 0}}
         | {"sort": list(dict.fromkeys(one[field] for one in sorted(data, key=lambda one: one[order])))}
@@ -208,15 +231,15 @@ def _depth(data: list[Datum], names: Sequence[str]) -> Spec:
         "height": 150,
         "encoding": axes,
         "layer": [
-            {"mark": {"type": "rect", "cornerRadius": 2}, "encoding": {"color": colour, "tooltip": told}},
+            {"mark": {"type": "rect", "cornerRadius": 2}, "encoding": {"color": shade["colour"], "tooltip": told}},
             {
-                "transform": [{"calculate": "datum.right + '/' + datum.judged", "as": "says"}],
+                "transform": [{"calculate": shade["says"], "as": "says"}],
                 "mark": {"type": "text", "fontSize": 11},
                 "encoding": {"text": {"field": "says"}, "color": light},
             },
         ],
     }
-    said = "Share of right answers by depth of the answer in the prompt and length of the prompt, a panel for each engine."
+    said = f"{shade['description']} by depth of the answer in the prompt and length of the prompt, a panel for each engine."
     return _side_by_side(said, {"depths": data}, names, panel, WITH_BASELINE, OF_WORKLOAD)
 
 

@@ -132,6 +132,7 @@ def make_page(exhibits: Sequence[Exhibit], occasion: Occasion) -> dict[str, Any]
             for name, columns in COLUMNS.items()
         },
         "measures": list(TITLES.values()),
+        "samples": f"{len(data['dots']):,} of {sum(len(exhibit.rows) for exhibit in full):,} samples",
         "answers": changed_answers(full),
         "system": [heading for heading, *_ in SYSTEM],
         "timed": [(name, *(number(getattr(one, metric), form) for _, metric, form in SYSTEM)) for name, one in timed],

@@ -23,6 +23,8 @@ BASELINE = "fp16 baseline"
 """What the FP16 engine is called beside the policies, one of which may be fp16 itself."""
 FLOOR = 1e-6
 """Where values are drawn that are smaller, on logarithmic axes."""
+DOTS = 3_000
+"""Samples that are drawn as dots, of all policies together."""
 DEPTHS = 5
 
 Datum = dict[str, Any]
@@ -40,11 +42,12 @@ TITLES = {key: LINES[key].title + (", off 1" if LINES[key].equal else "") for ke
 
 
 def numbers(exhibits: Sequence[Exhibit]) -> Numbers:
-    """Return the numbers of each chart by its name."""
+    """Return the numbers of each chart by its name; those of dots are of the samples behind `context`."""
     return {
         "recovery": recoveries(exhibits),
         "quality": quality(exhibits),
         "context": by_context(exhibits),
+        "dots": _dots(exhibits),
         "position": by_position(exhibits),
         "depth": depths(exhibits),
         "times": [{"policy": name, **system.model_dump()} for name, system in systems(exhibits)],
@@ -144,6 +147,17 @@ def by_context(exhibits: Sequence[Exhibit]) -> list[Datum]:
                 | {"kl": _drawn(part.fidelity.kl_mean), "p99": _drawn(part.fidelity.kl_p99)}
             )
     return data
+
+
+def _dots(exhibits: Sequence[Exhibit]) -> list[Datum]:
+    """Return samples of every policy with context and mean KL, evenly thinned out."""
+    everything = [
+        {"policy": e.candidate.name, "workload": r.workload, "tokens": r.context_tokens, "kl": _drawn(r.mean_kl)}
+        for e in exhibits
+        for r in e.rows
+        if r.mean_kl is not None
+    ]
+    return everything[:: max(1, -(-len(everything) // DOTS))]
 
 
 def by_position(exhibits: Sequence[Exhibit]) -> list[Datum]:

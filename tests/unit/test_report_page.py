@@ -121,7 +121,7 @@ def test_kl_by_position_covers_every_scored_token_once(judged: list[Exhibit]) ->
 
 def test_every_chart_compiles_without_a_warning(judged: list[Exhibit], tmp_path: Path) -> None:
     charts = make_page(judged, occasion(tmp_path))["charts"]
-    assert set(charts) == {"recovery", "quality", "context", "position", "depth", "latency", "rate"}
+    assert set(charts) == {"recovery", "quality", "context", "position", "depth", "depth_kl", "latency", "rate"}
     for name, spec in charts.items():
         assert spec["description"], name
         json.dumps(spec, allow_nan=False)
