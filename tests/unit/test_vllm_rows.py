@@ -1,6 +1,7 @@
 """The rows of logits that vLLM's worker hands over are those that vLLM chose its tokens from."""
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +24,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.syspath_prepend(program)
     for name in ("kvgate_vllm_worker", "kvgate_vllm_cache", "kvgate_rows", "kvgate_channel"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    import kvgate_vllm_worker
-
-    return kvgate_vllm_worker
+    return import_module("kvgate_vllm_worker")
 
 
 def handed(worker: Any, path: Path, reported: torch.Tensor) -> Any:
