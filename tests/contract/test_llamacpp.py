@@ -1,9 +1,12 @@
 """backend=llamacpp without llama.cpp: what is refused before any work, the GGUF that is written, and the bytes of a state."""
 
 import json
+import struct
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ggml_cases import form_of
@@ -20,6 +23,7 @@ from pipeline.gguf.header import read_header
 from pipeline.gguf.model import inspect_gguf
 from pipeline.run.inputs import check_inputs
 from stages.checkpoints import load_tokenizer
+from stages.engines.llamacpp import worker
 from stages.engines.llamacpp.library import cache_types, rotates
 from stages.gguf.convert import convert_gguf
 from stages.gguf.write import write_gguf
@@ -108,3 +112,33 @@ def test_a_tokenizer_that_llama_cpp_lacks_and_a_weight_beyond_float16(tiny_check
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight holds a value that float16 does not"):
         write_gguf(inspect_checkpoint(tmp_path), tmp_path / "other.gguf", no_progress)
+
+
+def state_bytes(tokens: int, *, transposed: bool) -> tuple[bytes, np.ndarray, np.ndarray]:
+    """A state of one layer with one stream of its own between empty ones: q8_0 keys of 64 channels, f16 values of 3."""
+    keys = np.arange(tokens * 68, dtype=np.uint8).reshape(tokens, 68)
+    keys[:, [0, 34]], keys[:, [1, 35]] = 0, 0x3C  # scales of 1.0
+    values = np.arange(tokens * 3, dtype=np.float16).reshape(tokens, 3)
+    cells = b"".join(struct.pack("<iIi", position, 1, 1) for position in range(tokens))
+    head = struct.pack("<IiIII", 0, 1, 3, 0, tokens) + cells + struct.pack("<II", transposed, 1)
+    end = struct.pack("<iII", 1, 2, 3) + values.T.tobytes() if transposed else struct.pack("<iQ", 1, 6) + values.tobytes()
+    return head + struct.pack("<iQ", 8, 68) + keys.tobytes() + end + struct.pack("<I", 0), keys, values
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_state_is_read_and_its_keys_are_multiplied_in_their_scales_alone(
+    transposed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(Path(worker.__file__).parent), *sys.path])
+    from kvgate_llamacpp_state import State
+
+    given, keys, values = state_bytes(5, transposed=transposed)
+    state = State(np.frombuffer(given, np.uint8).copy())
+    state.write(tmp_path / "shown")
+    assert (tmp_path / "shown").read_bytes() == keys.tobytes() + values.tobytes()
+    assert state.multiply_keys(0.5, 2) == 5
+    again = State(state.bytes)
+    keys[2:, [1, 35]] = 0x38  # 0.5
+    np.testing.assert_array_equal(again.parts[0], keys)
+    with pytest.raises(RuntimeError, match=r"bytes, .* were read"):
+        State(np.frombuffer(given + b"more", np.uint8).copy())

@@ -19,6 +19,7 @@ from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.evidence.reading import find_evidence, read_evidence
 from pipeline.evidence.verify import replay
+from pipeline.run.inputs import check_inputs
 from pipeline.run.runner import run
 from pipeline.verdict.gates import Gates, decide
 from pipeline.verdict.report import EvaluationReport, load_report, load_rows
@@ -185,6 +186,46 @@ def test_the_key_is_nowhere(judged: Judged) -> None:
     files = [path for path in job.work.rglob("*") if path.is_file()]
     assert any(path.name == "mlflow.db" for path in files)
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []
+
+
+def test_a_server_that_reads_wrong_scales_fails(bench: Bench, tmp_path: Path) -> None:
+    with (
+        serving(bench.toy("int8", 0.1, counts_cached=False)) as url,
+        serving(bench.toy("fp16", counts_cached=False)) as baseline,
+    ):
+        report, verdict, candidate = judge(asked(tmp_path / "work", url, baseline, "tracking=none"), "FAIL")
+    assert candidate["reasons"][0].split(":")[0] in ("all", "copy", "prose", "retrieval")
+    (line,) = [check for check in verdict.checks if check.gate == "canary"]
+    assert line.status == "INCONCLUSIVE", "no must-fail control was given"
+    assert report.served is not None
+    assert report.served.candidate.cached_tokens is None
+    assert "it does not say" in report.served.candidate.reuse
+    assert any("backend.canary_url=null" in text for text in report.served.unseen)
+
+
+def test_a_server_that_dies_is_told_in_a_line_and_the_same_command_goes_on(bench: Bench, tmp_path: Path) -> None:
+    dying, baseline = bench.toy("int8", mode="dies", fails_after=45), bench.toy("fp16")
+    with serving(dying) as url, serving(baseline) as other:
+        job = asked(tmp_path / "work", url, other, "tracking=none", "workloads.batch_size=1")
+        check_inputs(job)
+        with pytest.raises(
+            MissingRequirement, match=rf"^backend\.url={url}: no server answers POST /v1/completions there"
+        ) as raised:
+            run(job, "sweep")
+        assert str(raised.value).endswith("what was measured is kept, and the same command goes on")
+        assert "\n" not in str(raised.value)
+        left = list((job.work / "artifacts" / ".partial").rglob("*.safetensors"))
+        assert left, "a sample had finished"
+        before = len([body for body in baseline.seen if isinstance(body["prompt"], list)])
+        dying.mode = "sound"
+        began = len(dying.seen)
+        judge(job, "INCONCLUSIVE")
+        again = len([body for body in baseline.seen if isinstance(body["prompt"], list)])
+    assert again == before, "the baseline is asked what it is, and no sample"
+    later = [body["prompt"] for body in dying.seen[began:]]
+    of_finished, of_dead = dying.seen[24]["prompt"], dying.seen[began - 1]["prompt"]  # samples with answers
+    assert later.count(of_finished) == 1, "once for the noise floor, but not again for the comparison"
+    assert later.count(of_dead) == 2
 
 
 def recorded(bench: Bench, url: str, out: Path, kv: str = "int8", **changes: Any) -> Any:

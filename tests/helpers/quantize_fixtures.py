@@ -21,6 +21,7 @@ from stages.quantize.run import load_model, measure, quantize
 from stages.quantize.scales import static_scales
 
 FP8 = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="calibrated")
+FP8_UNCALIBRATED = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="uncalibrated")
 
 
 def static(dtype: str, granularity: Granularity, rotation: Rotation = "none", symmetric: bool = True) -> Format:

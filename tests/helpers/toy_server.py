@@ -28,9 +28,14 @@ class Toy:
     """What it asks for as a bearer token."""
     cache_dtype: str = ""
     """What /metrics say; nothing where it is empty."""
+    counts_cached: bool = True
     most_logprobs: int = 20
+    fails_after: int | None = None
+    """Completions that are answered before the connection breaks for good, where the mode is `dies`."""
     fingerprint: str | None = "toy-1"
     asked: int = 0
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    """Bodies of the completions that were asked for."""
     cached: set[tuple[int, ...]] = field(default_factory=set)
     computed: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
     """The engine's logits after these tokens, which servers over one engine may share: it computes each prompt anew."""
@@ -47,7 +52,7 @@ class Toy:
         said, rows = self._greedy(tokens, body)
         history = tokens + said[:-1]
         self.cached |= {tuple(history[:n]) for n in range(BLOCK, len(history) + 1, BLOCK)}
-        details = {"cached_tokens": 0 if self.mode == "no prefix cache" else cached}
+        details = {"cached_tokens": 0 if self.mode == "no prefix cache" else cached} if self.counts_cached else None
         usage = {"prompt_tokens": len(tokens), "completion_tokens": len(said), "prompt_tokens_details": details}
         shown = None
         if top is not None and self.mode != "no logprobs":
@@ -126,6 +131,12 @@ class _Handler(BaseHTTPRequestHandler):
             return
         with toy.lock:
             toy.asked += 1
+            toy.seen.append(body)
+            over = toy.fails_after is not None and toy.asked > toy.fails_after
+            if over and toy.mode == "dies":
+                self.close_connection = True
+                self.connection.close()
+                return
             try:
                 answer = toy.complete(body)
             except ValueError as error:

@@ -1,4 +1,4 @@
-"""Greedy generation on the embedded engine and the oracle, of more prompts than may be live at once."""
+"""Greedy generation on the embedded engine, of more prompts than may be live at once."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What holds for any placement of pages, any shared prefix and any place of a bad number, on both engines.
+"""What holds for any placement of pages and any place of a bad number, on both engines.
 
 Bit for bit: a page's number, and who else reads it, must not touch a single logit.
 """

@@ -15,6 +15,8 @@ from pipeline.checkpoint.weights import check_weights
 from pipeline.core.errors import UserError
 from stages.checkpoints import expected_tensors
 
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+
 
 def described(path: Path, config: dict[str, Any]) -> CheckpointInfo:
     path.mkdir(exist_ok=True)
@@ -78,6 +80,29 @@ def test_keys_that_a_config_leaves_out_mean_what_transformers_takes_them_for(fam
 
 
 # config.json of transformers 4.57.6, as it is saved of a model of these sizes: `rope_theta` at the top level and `dtype`.
+OF_4_57: dict[str, dict[str, Any]] = {
+    "phi3": {"rope_theta": 250000, "rope_scaling": None, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 512},
+    "gemma3_text": {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "rope_scaling": {"factor": 8.0,
+                    "rope_type": "linear"}, "_sliding_window_pattern": 6, "sliding_window": 40, "head_dim": 32},
+    "gpt_oss": {"rope_theta": 150000, "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "truncate": False,
+                "original_max_position_embeddings": 4096, "rope_type": "yarn"}, "sliding_window": 40, "head_dim": 32},
+    "qwen2": {"rope_theta": 1000000.0, "rope_scaling": None, "use_sliding_window": False, "sliding_window": None,
+              "max_window_layers": 28, "layer_types": ["full_attention"] * 3},
+    "smollm3": {"rope_theta": 5000000.0, "no_rope_layers": [1, 1, 0], "no_rope_layer_interval": 4,
+                "layer_types": ["full_attention"] * 3, "use_sliding_window": False, "sliding_window": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", list(OF_4_57))
+def test_a_config_of_transformers_4_57_means_the_same_to_5(family: str, tmp_path: Path) -> None:
+    written = {**SIZE, **OF_4_57[family], "model_type": family, "architectures": [FAMILIES[family].architecture],
+               "dtype": "bfloat16", "transformers_version": "4.57.6"}  # fmt: skip
+    info = described(tmp_path, written)
+    config = AutoConfig.from_pretrained(tmp_path)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    assert (info.rope_scaling or "default") == rope["rope_type"]
+    applied = windows(config)
+    assert info.shape.windows == (applied if any(applied) else ())
 
 
 def test_a_decoder_nested_in_text_config_is_read_as_if_it_stood_alone(tmp_path: Path) -> None:

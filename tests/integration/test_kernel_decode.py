@@ -14,6 +14,7 @@ from amount import STRIDE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import DEVICE, DTYPES, KEYS, VALUES, Case, on_device, planned, side
+from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from plugins.kv_attention import launch, reference
@@ -121,6 +122,49 @@ def step_of(case: Case) -> dict[str, Any]:
     """Return a case's tensors by the name of their argument."""
     new = {"query": case.query, "key_new": case.key_new, "value_new": case.value_new}
     return on_device(new | case.tables) | {"cache": on_device(case.cache)}
+
+
+def attention_in_float64(case: Case, scaling: float) -> Tensor:
+    """Attention over a case without exact tokens, (B, Hq, D) float64."""
+    outputs = []
+    for b, length in enumerate(case.lengths):
+        stored = reference.dequantize(case.layout, case.cache, case.page_table[b], length)
+        key, value = (
+            torch.cat([past.double(), new[b][:, None].double()], 1).repeat_interleave(case.group, 0)
+            for past, new in zip(stored, (case.key_new, case.value_new), strict=True)
+        )
+        scores = key @ case.query[b].double()[:, :, None] * scaling
+        outputs.append((scores.softmax(1) * value).sum(1))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit", "scaling"),
+    [(torch.float16, 1.1, 1e-6), (torch.bfloat16, 0.15, 128**-0.5)],
+    ids=["float16, flat", "bfloat16"],
+)
+def test_means_in_float16_add_no_more_error_than_the_outputs_own_rounding(
+    dtype: torch.dtype, limit: float, scaling: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against float64. Flat attention over many parts is the worst: parts' means cancel each other, and their errors do not.
+
+    A float16 output then has as much of either error, and chance decides which is the larger by some hundredths."""
+    case = case_of("fp8_e4m3 tensor", "int4 64", 1, 128, [640, 300], group=8, dtype=dtype)
+    plan = planned(case.layout, on_device(case.tables)["lengths"], programs=16)
+    assert plan.sequences[:, 3].tolist() == [5, 3]
+    arguments = step_of(case) | {"plan": plan, "scaling": scaling}
+    halves = launch.decode_partials(case.layout, **arguments)
+    monkeypatch.setattr(launch, "partial_type", lambda _: torch.float32)
+    singles = launch.decode_partials(case.layout, **arguments)
+    assert halves[0].dtype == torch.float16
+    assert singles[0].dtype == torch.float32
+    joined, without = (
+        launch.reduce_partials(case.layout, *part, plan, torch.float32).double().cpu() for part in (halves, singles)
+    )
+    expected = attention_in_float64(case, scaling)
+    rounding = (expected.to(dtype).double() - expected).norm()
+    assert (joined - without).norm() <= limit * rounding
+    assert (joined - expected).norm() <= 1.5 * rounding
 
 
 def test_values_beyond_float16_become_its_largest_and_what_is_no_number_is_seen() -> None:

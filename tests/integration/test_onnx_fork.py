@@ -1,4 +1,4 @@
-"""Prefix sharing, and the pages of a window: what is shared, copied and freed."""
+"""Prefix sharing: what is shared, copied and freed."""
 
 from pathlib import Path
 

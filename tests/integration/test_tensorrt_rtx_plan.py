@@ -1,5 +1,6 @@
 """The ONNX engine's graphs as TensorRT-for-RTX plans, built on a machine without a GPU."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -161,9 +162,9 @@ def test_the_plans_hold_no_weights_which_are_inputs_of_both(plans: tuple[Path, P
         assert not [name for name, values in expected.items() if values.reshape(-1)[:32].tobytes() in plan]
 
 
-def test_a_gpu_that_lacks_a_type_is_named_in_tensorrts_words(decoder: Path, tmp_path: Path) -> None:
+def test_a_gpu_that_lacks_a_type_is_named_with_the_targets_that_remain(decoder: Path, tmp_path: Path) -> None:
     onnx_bundle = make_bundle(decoder, tmp_path / "onnx_bundle", BY_NAME["fp8"])
-    with pytest.raises(UserError, match=r"^kv=fp8: .*sm80.*; choose .*compute_capabilities than \[80, 89\]"):
+    with pytest.raises(UserError, match=r"^backend\.compute_capabilities=\[80, 89\].*kv=fp8: .*sm80.*=\[89\]$"):
         make_plans(onnx_bundle, tmp_path / "plans", BY_NAME["fp8"], targets=(80, 89))
 
 
@@ -173,6 +174,32 @@ def test_a_machine_without_a_gpu_is_told_which_one_is_missing(
     without_gpu(monkeypatch)
     with pytest.raises(MissingRequirement, match=r"no NVIDIA GPU with a driver.*SM\) 8\.9 or 12\.0 and TensorRT for RTX 1\.7"):
         load_engine(plans[1], library="tensorrt_rtx", cuda_graphs=True)
+
+
+@pytest.mark.parametrize(
+    ("capability", "version"), [((9, 0), None), ((8, 9), "1.8.0.1")], ids=["other_device", "other_version"]
+)
+def test_a_plan_for_another_gpu_or_version_is_refused_with_both_named(
+    capability: tuple[int, int],
+    version: str | None,
+    plans: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    bundle, ours = plans[1], load("tensorrt_rtx").version
+    if version is not None:
+        record = json.loads((bundle / "bundle.json").read_text())
+        record["built_for"]["version"] = version
+        for path in bundle.iterdir():
+            (tmp_path / path.name).hardlink_to(path)
+        (tmp_path / "bundle.json").unlink()
+        (tmp_path / "bundle.json").write_text(json.dumps(record))
+        bundle = tmp_path
+    here = f"this machine has TensorRT for RTX {ours} and SM {capability[0]}.{capability[1]}"
+    with pytest.raises(MissingRequirement, match=rf"built for TensorRT for RTX {version or ours} and SM 8\.9, 12\.0, {here}"):
+        load_engine(bundle, library="tensorrt_rtx", cuda_graphs=True)
 
 
 def test_what_tensorrt_refuses_has_its_reason(tmp_path: Path) -> None:

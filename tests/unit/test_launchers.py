@@ -1,5 +1,6 @@
 """Which launchers run a sweep's jobs, and what may be set of them: nothing that would be run as code or in a shell."""
 
+import doctest
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import submitit
 
-from pipeline.config import launchers, workers
+from pipeline.config import compose, launchers, workers
 from pipeline.config.compose import plan
 from pipeline.core.errors import MissingRequirement, UserError, describe, exit_code
 
@@ -248,3 +249,15 @@ def test_a_ray_cluster_keeps_its_own_settings(place: str, ray: Ray, monkeypatch:
     workers.start("ray", {"ray.init.address": "10.0.0.1:6379" if place == "key" else None})
     assert set(ray.options) <= {"address", "logging_level"}, "Ray refuses others of a cluster"
     assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", *workers.RAY_HERE} & set(os.environ)
+
+
+def test_a_ray_that_does_not_start_is_the_machines_doing(ray: Ray) -> None:
+    ray.fails = Exception("The current node timed out during startup. This could happen because\nmore")
+    with pytest.raises(MissingRequirement) as caught:
+        workers.start("ray", {})
+    assert "hydra/launcher=ray: Ray did not start (Exception: The current node timed out during startup." in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_examples_of_the_module_hold() -> None:
+    assert doctest.testmod(compose).failed == 0

@@ -1,4 +1,4 @@
-"""llama.cpp's types as an engine here computes them, against the reader and the writer of the package gguf.
+"""llama.cpp's types as an engine here computes them, against the reader of the package gguf.
 
 tests/real_llamacpp/test_llamacpp_codes.py compares the same with ggml's own code.
 """

@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -55,11 +56,27 @@ def test_a_lock_holds_what_the_project_requires_in_versions_that_it_allows(name:
             assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)][0]), requirement.name
 
 
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_lock_holds_what_its_packages_require_in_turn(name: str) -> None:
+    versions = locked(name)
+    for package, (version, marker) in versions.items():
+        if marker is None or marker.evaluate():
+            for line in _requires(package, version):
+                needed = Requirement(line)
+                if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+                    assert canonicalize_name(needed.name) in {*versions, "torch"}, f"{package} needs {needed.name}"
+
+
 @pytest.mark.parametrize("name", ["run", "demo", "build"])
 def test_what_is_installed_elsewhere_has_the_versions_that_were_tested(name: str) -> None:
     tested = locked("test")
     for package, (version, _) in locked(name).items():
         assert tested.get(package, (version, None))[0] == version, package
+
+
+def test_what_builds_a_wheel_is_locked() -> None:
+    for requirement in map(Requirement, PROJECT["build-system"]["requires"]):
+        assert requirement.specifier.contains(locked("build")[canonicalize_name(requirement.name)][0]), requirement.name
 
 
 def test_make_installs_packages_by_hash_alone() -> None:
@@ -70,3 +87,11 @@ def test_make_installs_packages_by_hash_alone() -> None:
     for line in lines:
         allowed = "--require-hashes" in line or "$(TORCH)" in line or line.startswith("PIP := ") or "--editable ." in line
         assert allowed, line
+
+
+def _requires(name: str, version: str) -> list[str]:
+    """What an installed package requires; nothing is known of one that is not installed here in this version."""
+    try:
+        return (metadata.requires(name) or []) if metadata.version(name) == version else []
+    except metadata.PackageNotFoundError:
+        return []

@@ -1,4 +1,4 @@
-"""What MLflow shows of a candidate: the numbers, the description, the tables."""
+"""What MLflow shows of a candidate: the numbers and the tables."""
 
 from pathlib import Path
 

@@ -1,5 +1,6 @@
 """Builds the TensorRT plan of an ONNX graph."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,9 @@ SET_FLAGS: dict[Name, tuple[str, ...]] = {
 }
 """STRICT_NANS: without it 0 * x may become 0, and with it the graphs' check for keys and values that are not finite.
 REQUIRE_USER_ALLOCATION: the build fails where a plan would allocate while it runs, which no CUDA graph can capture."""
+
+TARGETS = re.compile(r"Cannot compile for target\(s\) (?P<targets>(?:sm\d+[, ]*)+)")
+"""How TensorRT says which GPUs lack a type."""
 
 
 class GraphRefusal(Exception):
@@ -102,11 +106,17 @@ def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], s
 
 
 def refusal(library: Library, policy: KVPolicy, refused: GraphRefusal, targets: Sequence[int]) -> UserError:
-    """Return the error for a graph that was refused: the policy, TensorRT's reason, what to do."""
-    other = f"other backend.compute_capabilities than {list(targets)}, " if targets else ""
+    """Return the error for a graph that was refused: the key and its value, TensorRT's reason, what to do."""
+    title = f"{library.title} {library.version}"
+    lacking = re.findall(r"sm(\d+)", match["targets"]) if (match := TARGETS.search(str(refused))) else []
+    without = [target for target in targets if str(target) not in lacking]
+    if lacking and without:
+        return UserError(
+            f"backend.compute_capabilities={list(targets)}: {title} refuses the graph of kv={policy.name}: {refused}; "
+            f"leave the others out: backend.compute_capabilities={str(without).replace(' ', '')}"
+        )
     return UserError(
-        f"kv={policy.name}: {library.title} {library.version} refuses its graph: {refused}; choose other formats, {other}or "
-        "backend=onnxruntime, which runs it"
+        f"kv={policy.name}: {title} refuses its graph: {refused}; choose other formats, or backend=onnxruntime, which runs it"
     )
 
 

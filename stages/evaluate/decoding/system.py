@@ -115,13 +115,16 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
     prompt = [token % engine.vocab_size for token in range(length)]
     moved, before = 0, 0
     give_back()
-    for number in range(2):
-        handles, _ = engine.prefill([prompt])
-        engine.release(handles)
-        after = _resident()
-        moved = abs(after - before) if number else 0
-        before = after
     grown = []
+    try:
+        for number in range(2):
+            handles, _ = engine.prefill([prompt])
+            engine.release(handles)
+            after = _resident()
+            moved = abs(after - before) if number else 0
+            before = after
+    except UserError:  # the scenes say what it refuses
+        return None
     for _ in range(2):
         before, reported, held = _resident(), _reported(engine), list[int]()
         try:

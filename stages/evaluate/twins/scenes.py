@@ -42,16 +42,14 @@ class Scene:
 def batch(stage: Stage) -> None:
     """A ragged batch of the largest size, two of whose rows have the claimed length, answered freely and then forced.
 
-    One row after the other leaves, so that the batch has every size; those that decode far are the last. The long rows are
-    prefilled once: no free answer to them is asked.
+    One row after the other leaves, so that the batch has every size; those that decode far are the last. The longest row is
+    prefilled once: no free answer to it is asked.
     """
     actors = ragged(stage)
     more = [stage.actor("a prompt that joins", 1 + 7 * i % 41, 1 + i % 3) for i in range(stage.largest // 2 + 1)]
-    short = [actor for actor in actors if not actor.long]
-    asked = [*short, *more]
-    limits = [min(2, len(actor.ahead)) for actor in short] + [len(actor.ahead) for actor in more]
-    if short:
-        limits[len(short) - 1] = min(len(short[-1].ahead), LONG_ANSWER)
+    asked = [*actors[1:], *more]
+    limits = [min(2, len(actor.ahead)) for actor in actors[1:]] + [len(actor.ahead) for actor in more]
+    limits[len(actors) - 2] = min(len(actors[-1].ahead), LONG_ANSWER)
     answers = stage.engine.generate([actor.prompt for actor in asked], limits, None, max_sequences=stage.largest)
     stage.started += len(asked)
     for actor, answer, limit in zip(asked, answers, limits, strict=True):
@@ -72,9 +70,9 @@ def ragged(stage: Stage) -> list[Actor]:
     far = min(config.decode_steps, most - 32)
     claimed = min(stage.claimed, most - STEPS)
     chosen = [
-        stage.actor(f"{most:,} tokens", most - steps, steps, long=True),
+        stage.actor(f"{most:,} tokens", most - steps, steps),
         stage.actor("9 tokens and far", 9, far, part="far", measured=True),
-        stage.actor("a row of the claimed length", claimed, STEPS, long=True),
+        stage.actor("a row of the claimed length", claimed, STEPS),
         stage.actor("1 token and far", 1, far, part="far", measured=True),
     ][:size]
     lengths = offsets_and_borders(stage.engine.policy, size - len(chosen), most - LEAVING - 2)

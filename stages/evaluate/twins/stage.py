@@ -83,8 +83,6 @@ class Actor:
     part: str = ""
     measured: bool = False
     """Whether what a rounding costs is measured on it."""
-    long: bool = False
-    """Whether no free answer to it is asked: samples as long are answered beside the probe."""
     handle: int = -1
     tokens: list[int] = field(default_factory=list)
     pieces: list[tuple[int, bool]] = field(default_factory=list)

@@ -1,0 +1,77 @@
+"""pyproject.toml declares every distribution that the packages import."""
+
+import ast
+import sys
+import tomllib
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+OURS = {"pipeline", "stages", "plugins", "conf"}
+PACKAGES = ("pipeline", "stages", "plugins")
+
+ELSEWHERE = {
+    "tensorrt": "NVIDIA's installation on a machine with a GPU; tests bring their own module of that name",
+    "bfcl_eval": "installed without what it declares, which pins other versions: stages/workloads/bfcl.py says how",
+    "tensorrt_llm": "an interpreter of its own: backend.python",
+    "kvgate_forcing": "beside stages/engines/trtllm/worker/kvgate_worker.py, which runs in that interpreter",
+    "kvgate_worker": "likewise",
+    "vllm": "an interpreter of its own: backend.python",
+    "kvgate_vllm_forcing": "beside stages/engines/vllm/worker/kvgate_vllm_worker.py, which runs in that interpreter",
+    "kvgate_vllm_cache": "likewise",
+    "llama_cpp": "an interpreter of its own: backend.python",
+    "kvgate_llamacpp_state": "beside stages/engines/llamacpp/worker/kvgate_llamacpp_worker.py, which runs in that interpreter",
+    "sglang": "runs in an interpreter of its own: stages/engines/sglang/worker/",
+    "kvgate_sglang_forcing": "beside stages/engines/sglang/worker/kvgate_sglang_worker.py, which runs in that interpreter",
+    "kvgate_channel": "stages/engines/interpreter/worker, which every such interpreter has on its path",
+    "kvgate_rows": "stages/engines/interpreter/worker, which every such interpreter has on its path",
+}
+NOT_LOCKED = {"ray"}
+"""Of an extra of its own name, which the locks do not install: it holds cloudpickle and joblib back."""
+
+
+def modules() -> set[str]:
+    """Top-level names of what the packages' modules import, at any depth of them."""
+    names: set[str] = set()
+    for path in (path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names.add((node.module or "").partition(".")[0])
+    return names
+
+
+def imported() -> set[str]:
+    """Canonical names of the distributions that the packages import."""
+    owners = metadata.packages_distributions()
+    names = set()
+    for module in modules() - OURS - set(ELSEWHERE) - set(sys.stdlib_module_names) - NOT_LOCKED:
+        assert module in owners, f"{module} is imported, and no installed distribution has it"
+        # mlflow's module is shared with the distributions that it is made of
+        distributions = {canonicalize_name(name) for name in owners[module]}
+        names.add(module if module in distributions else min(distributions))
+    return names
+
+
+def brought(names: Iterable[str]) -> set[str]:
+    """What these distributions require themselves: it comes with them, in the version that fits."""
+    lines = [line for name in names for line in metadata.requires(name) or []]
+    return {canonicalize_name(Requirement(line).name) for line in lines}
+
+
+def test_the_packages_import_what_is_declared_or_what_a_declared_distribution_brings() -> None:
+    extras = PROJECT["optional-dependencies"]
+    own, optional = (
+        {canonicalize_name(Requirement(line).name) for line in lines}
+        for lines in (
+            PROJECT["dependencies"],
+            [line for extra in ("rtx", "kernels", "gguf", "lm-eval") for line in extras[extra]],
+        )
+    )
+    assert not imported() - own - optional - brought(own)
