@@ -143,7 +143,7 @@ class ProcessMemory(Record):
     grown_again_bytes: int
     """What it grew by beyond what the engine reports, when as many were held again."""
     claimed_bytes: int
-    """What the policy claims for these sequences."""
+    """What the policy claims for these sequences; what the engine says that its pool grew by, where that is more."""
     copy_bytes: int
     """What a float16 copy of them would take."""
     noise_bytes: int

@@ -115,7 +115,7 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
     prompt = [token % engine.vocab_size for token in range(length)]
     moved, before = 0, 0
     give_back()
-    grown = []
+    grown, added = [], []
     try:
         for number in range(2):
             handles, _ = engine.prefill([prompt])
@@ -131,7 +131,7 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
             for _ in range(count):
                 held += engine.prefill([prompt])[0]
             grown.append(_resident() - before)
-            added = _reported(engine) - reported  # an engine that gives pages back allocates them again
+            added.append(_reported(engine) - reported)  # an engine that gives pages back allocates them again
         except UserError:  # it cannot hold so many
             return None
         finally:
@@ -139,8 +139,8 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
     return ProcessMemory(
         tokens=count * length,
         grown_bytes=grown[0],
-        grown_again_bytes=grown[1] - added,
-        claimed_bytes=count * policy.sequence_bytes(shape, length),
+        grown_again_bytes=grown[1] - added[1],
+        claimed_bytes=max(count * policy.sequence_bytes(shape, length), added[0]),
         copy_bytes=count * length * copied,
         noise_bytes=moved,
     )
