@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from pipeline.verdict.conformance import ComparedRequest, Conformance
 from pipeline.verdict.coverage import Coverage, EngineProbes, Limits, covered
@@ -98,6 +98,8 @@ class SampleRow(Record):
 class Fidelity(Record):
     """How far the candidate's next-token distributions are from the baseline's."""
 
+    model_config = ConfigDict(extra="ignore")  # of older reports, which have the figures of `llama-perplexity` as well
+
     tokens: int
     baseline_nll: Number
     candidate_nll: Number
@@ -117,8 +119,6 @@ class Fidelity(Record):
     rms_delta_p: Number
     """Root mean square change of the reference token's probability."""
     non_finite_steps: int
-    divergence: object = Field(default=None, exclude=True)
-    """Of older reports, which have the figures of `llama-perplexity` as well."""
 
 
 class Accuracy(Record):
