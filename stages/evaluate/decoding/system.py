@@ -123,19 +123,17 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
             after = _resident()
             moved = abs(after - before) if number else 0
             before = after
-    except UserError:  # the scenes say what it refuses
+        for _ in range(2):
+            before, reported, held = _resident(), _reported(engine), list[int]()
+            try:
+                for _ in range(count):
+                    held += engine.prefill([prompt])[0]
+                grown.append(_resident() - before)
+                added.append(_reported(engine) - reported)  # an engine that gives pages back allocates them again
+            finally:
+                engine.release(held)
+    except UserError:  # it refuses the prompt, which the scenes say, or cannot hold so many
         return None
-    for _ in range(2):
-        before, reported, held = _resident(), _reported(engine), list[int]()
-        try:
-            for _ in range(count):
-                held += engine.prefill([prompt])[0]
-            grown.append(_resident() - before)
-            added.append(_reported(engine) - reported)  # an engine that gives pages back allocates them again
-        except UserError:  # it cannot hold so many
-            return None
-        finally:
-            engine.release(held)
     return ProcessMemory(
         tokens=count * length,
         grown_bytes=grown[0],
