@@ -60,12 +60,12 @@ class FakeBackend(Backend):
     def check_inputs(self, job: Job) -> None:
         """Accept everything."""
 
-    def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
-        quantized = artifacts.quantized(policy)
-        recipe = Recipe("export", (CODE,), {}, {"checkpoint": quantized.digest_under("checkpoint")})
+    def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:  # noqa: ARG002
+        weights = artifacts.weights()
+        recipe = Recipe("export", (CODE,), {}, {"checkpoint": weights.digest_under("checkpoint")})
 
         def fill(out: Path, _: Progress) -> None:
-            (out / "decoder.onnx").write_text(file_digest(quantized.path / "checkpoint" / "model.safetensors"))
+            (out / "decoder.onnx").write_text(file_digest(weights.path / "checkpoint" / "model.safetensors"))
 
         exported = artifacts.make(recipe, fill)
         return Source(exported.path, exported.digest)
