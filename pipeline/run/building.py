@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.backend import TORCH, Backend, Fill, Loader
+from pipeline.artifacts.child import in_child
 from pipeline.artifacts.digest import file_digest, files_digest
 from pipeline.artifacts.sbom import SBOM_LIBRARY, write_sbom
 from pipeline.artifacts.store import Artifact, Recipe, Store
@@ -20,7 +21,6 @@ from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.core.records import Progress, give_back
 from pipeline.core.scales import SCALES_FILE
 from pipeline.loading import open_backend, open_loader, required_libraries
-from pipeline.run.child import in_child
 from pipeline.terminal import console
 
 MODELOPT = (*TORCH, "nvidia-modelopt")
