@@ -94,7 +94,7 @@ class RequestEngine(Engine):
         return open_model(self._interpreter, environment, self._config.request_timeout_s, said, model=str(model), **fields)
 
     def _checkpoint(self, write_faulted: Callable[[Path, Path, float], None]) -> Path:
-        """The checkpoint's directory. With a fault, another one is written with it: of the first directory, to the second."""
+        """The checkpoint's directory. With a fault, `write_faulted` makes another one: from, to, factor."""
         given = self._bundle / CHECKPOINT
         if self._fault == 1.0:
             return given
