@@ -1,7 +1,7 @@
 """The engine of llama.cpp."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -49,8 +49,10 @@ class LlamaCppEngine(ShowingEngine):
         """As the base class's, but for the last token, which the cache never holds."""
         super()._check_fits(prompt, tokens - 1)
 
-    def _answers(self, requests: Sequence[Request], **fields: object) -> AbstractContextManager[list[Generation]]:
-        return super()._answers(requests, key_fault=self._fault, **fields)
+    @contextmanager
+    def _answers(self, requests: Sequence[Request], **fields: object) -> Iterator[list[Generation]]:
+        with super()._answers(requests, key_fault=self._fault, **fields) as answers:
+            yield answers
 
     def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:
         """What a token takes in the cache, as the state tells, in whole pages of the policy."""
