@@ -19,6 +19,7 @@ from quantize_fixtures import (
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from pipeline.artifacts.files import STORE_FILE
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.families import LINEARS
 from pipeline.checkpoint.files import INDEX
@@ -189,8 +190,10 @@ def test_shards_and_their_index_survive_dequantization(tiny_checkpoint: Path, tm
     save_checkpoint(model, sharded, max_shard_size="1MB")
     for file in tiny_checkpoint.glob("*token*.json"):
         (sharded / file.name).write_bytes(file.read_bytes())
+    (tmp_path / STORE_FILE).write_text("{}")
     stage(sharded, tmp_path, "fp16", "fp8")
     out = tmp_path / "checkpoint"
+    assert not (out / INDEX).samefile(sharded / INDEX), "written to in place, the owner's would change"
     index = json.loads((out / INDEX).read_text())
     assert set(index["weight_map"].values()) == {path.name for path in out.glob("*.safetensors")}
     assert len(set(index["weight_map"].values())) > 1
