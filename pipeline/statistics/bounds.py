@@ -46,7 +46,7 @@ HALVINGS = 14
 def document_sums(documents: Sequence[str], *columns: npt.ArrayLike) -> list[Array]:
     """Return each document's sum of every column of the samples, shape (documents,)."""
     _, index = np.unique(np.asarray(documents), return_inverse=True)
-    return [np.bincount(index, weights=np.asarray(column)) for column in columns]
+    return [np.asarray(np.bincount(index, weights=np.asarray(column)), np.float64) for column in columns]
 
 
 def by_document(values: Sequence[float | None], weights: Sequence[float], documents: Sequence[str]) -> Array:
