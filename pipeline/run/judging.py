@@ -81,7 +81,7 @@ def evaluate(run: Run) -> Candidate:
     if run.sweeping:
         return candidate
     promotes = config.stage == "all" and config.tracking.enabled
-    show(config, [candidate], lambda: store, sweep=run.sweep, command=commands.whole())
+    show(config, [candidate], sweep=run.sweep, command=commands.whole())
     if not (promotes and candidate.verdict == PASS):  # a promotion says what comes next, too
         asking = sum(stage.artifact.seconds for stage in chain.finished if stage.artifact.stage in ("baseline", "round"))
         next_steps.show(next_steps.after_judging(config, [candidate], commands.typed(), asking_s=asking))

@@ -34,8 +34,8 @@ STAGES: dict[str, Callable[[Run], Candidate | None]] = {
     "all": judging.evaluate,
     "tune": lambda run: tune(run.chain),
     **serving.STAGES,
-    "capacity": lambda run: show_capacity(run.config, run.sweeping),
-    "recommend": lambda run: recommend_policy(run.config, run.sweeping),
+    "capacity": lambda run: show_capacity(run.config),
+    "recommend": lambda run: recommend_policy(run.config),
     "status": lambda run: show_status(run.config, as_json=run.as_json),
     "prune": lambda run: prune(run.config),
 }

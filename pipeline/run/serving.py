@@ -76,7 +76,6 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
         show(
             config,
             candidates,
-            lambda: store,
             sweep=last.sweep,
             command=last.command,
             unfinished=unfinished,
@@ -84,7 +83,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
             message=move.message,
             passed_over=tables.passed_over(candidates, move),
         )
-        compare_in_mlflow(candidates, lambda: store, last.sweep)
+        compare_in_mlflow(config, candidates, last.sweep)
         best = next(candidate for candidate in candidates if candidate.name == move.champion)
         next_steps.show(next_steps.after_promotion(config, best.engine.path))
 
