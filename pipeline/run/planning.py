@@ -116,12 +116,12 @@ def _find_evidence(config: Config, binds: dict[str, str], scratch: Path) -> Iter
         return
     from pipeline.registry.mlflow_store import fetch_evidence
 
-    for fetched in fetch_evidence(location, (IDENTITY_FILE, REPORT_FILE, SAMPLES_FILE), known, scratch):
-        if (fetched.directory / IDENTITY_FILE).is_file():
-            same = file_digest(fetched.directory / IDENTITY_FILE) == fetched.identity_digest
-            problem = None if same else f"version {fetched.version} cites another identity"
-            source = f"version {fetched.version} of {location.model_name}"
-            yield from _judged(config, model, binds, fetched.directory, source, fetched.made, problem)
+    for version, directory in fetch_evidence(location, (IDENTITY_FILE, REPORT_FILE, SAMPLES_FILE), known, scratch):
+        if (directory / IDENTITY_FILE).is_file():
+            same = file_digest(directory / IDENTITY_FILE) == version.identity_digest
+            problem = None if same else f"version {version.number} cites another identity"
+            source = f"version {version.number} of {location.model_name}"
+            yield from _judged(config, model, binds, directory, source, version.made, problem)
 
 
 def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:

@@ -72,7 +72,7 @@ def make_plan(config: Config) -> Plan:
     places = {piece.place for piece in gone}
     lost = {digest for digest, held in found.evidence.items() if places.issuperset(held.places)}
     behind = [
-        f"version {version.number} of {model.name} ({version.engine})"
+        f"version {version.number} of {model.name} ({version.name})"
         for model in found.models
         for version in model.versions.values()
         if version.identity_digest in lost

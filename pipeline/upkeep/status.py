@@ -13,13 +13,14 @@ from rich.markup import escape
 from pipeline.config.config import Config
 from pipeline.registry.proof import PASS
 from pipeline.registry.summary import Candidate
+from pipeline.registry.tracking import Version
 from pipeline.terminal import console, next_steps
 from pipeline.terminal.grids import Column, Grid, Row
 from pipeline.terminal.next_steps import Step
 from pipeline.terminal.tables import COLOURS
 from pipeline.upkeep.disk import distinct_bytes
 from pipeline.upkeep.needs import Found, Held, Needs, Sweep, find, needs_of
-from pipeline.upkeep.registered import Model, Version
+from pipeline.upkeep.registered import Model
 
 SCHEMA_VERSION: Final = 1
 ORDER = {"champion": 0, "previous": 1, "candidate": 3}
@@ -102,14 +103,14 @@ def _alias(
     return {
         "alias": alias,
         "version": version.number,
-        "name": version.engine,
+        "name": version.name,
         "verdict": tags.get("verdict", "unknown"),
         "covered": candidate.covered if candidate is not None and candidate.covered is not None else tagged,
         "registered_at": _time(version.made),
         "moved_at": last.at if last is not None else None,
         "moved_by": last.by if last is not None else None,
         "moved_why": last.why if last is not None else None,
-        "in_place_of": f"version {before.number} ({before.engine})" if before is not None else None,
+        "in_place_of": str(before) if before is not None else None,
         "evidence": _place(evidence, version.identity_digest),
     }
 
