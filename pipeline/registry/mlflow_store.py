@@ -123,9 +123,9 @@ class MlflowStore:
             self.client.set_terminated(run.info.run_id, status)
         lock.unlink(missing_ok=True)
 
-    def create_run(self, title: str, tags: Mapping[str, str], start_ms: int | None = None) -> str:
+    def create_run(self, title: str, tags: Mapping[str, str]) -> str:
         owner = {"mlflow.user": getuser(), "mlflow.source.name": "kvgate"}
-        return str(self.client.create_run(self.experiment_id, start_ms, {**tags, **owner}, run_name=title).info.run_id)
+        return str(self.client.create_run(self.experiment_id, tags={**tags, **owner}, run_name=title).info.run_id)
 
     def attach(self, run_id: str, files: Sequence[Path]) -> None:
         """Log files as artifacts of a run, even of one that has ended. They lose their secrets."""
