@@ -140,14 +140,13 @@ def _conclude(planned: Plan, sweep: str, code: int = 0, step: Step | None = None
             tables.print_comparison(last.candidates)
         show(config, last.candidates, sweep=sweep, unfinished=last.unfinished, command=last.command)
         compare_in_mlflow(config, last.candidates, sweep)
-        unfinished = last.unfinished is not None
-        typed = commands.typed()
-        steps = next_steps.after_judging(config, last.candidates, typed, swept=planned.swept, unfinished=unfinished)
-        next_steps.show(steps)
-    elif step is not None:
+        step = next_steps.after_judging(
+            config, last.candidates, commands.typed(), swept=planned.swept, unfinished=last.unfinished is not None
+        )
+    elif step is None and config.stage in ("quantize", "build"):
+        step = next_steps.after_making(config.stage, commands.typed(), sweep=True)
+    if step is not None:
         next_steps.show(step)
-    elif config.stage in ("quantize", "build"):
-        next_steps.show(next_steps.after_making(config.stage, commands.typed(), sweep=True))
     if last.unfinished is not None:
         console.error(f"{last.unfinished}; run it again to go on", exit_code=UNFINISHED_EXIT)
         codes.append(UNFINISHED_EXIT)
