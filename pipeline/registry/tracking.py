@@ -28,6 +28,7 @@ class Tracking(StrictModel):
     """MLflow tracking and registry."""
 
     enabled: bool = True
+    """Whether runs and engines are logged; what is not can neither be registered nor promoted."""
     uri: Annotated[str, Field(min_length=1)] | None = None
     """A database URI or a server's address; null means MLFLOW_TRACKING_URI, or SQLite in the work directory without it."""
     experiment: Annotated[str, Field(min_length=1, max_length=200, pattern=rf"^[^{CONTROLS}]+$")] = "kvgate"

@@ -1,5 +1,7 @@
 """The chain of an evaluation of servers: nothing is built, and what stands for an engine is a record of its server."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,6 +77,11 @@ class ServedChain(Chain):
             baseline=baseline,
             corrupted=next(map(self._connected, self._beside(policy).values()), None),
         )
+
+    def _recipe(self, stage: str, module: str, inputs: Mapping[str, Artifact], **config: object) -> Recipe:
+        """Return the recipe of a part of an evaluation, to which the way in which servers are asked belongs."""
+        recipe = super()._recipe(stage, module, inputs, **config)
+        return replace(recipe, code=(*recipe.code, "stages.evaluate.servers.served"))
 
     @cached_property
     def _facts(self) -> "dict[ServerRole, dict[str, object] | None]":

@@ -41,16 +41,15 @@ BOUNDED: dict[str, Looser] = {
 """Keys of `gates.*` that a policy may bound -> which of its values are looser than others."""
 
 
-def _loosest() -> Any:
-    """Return the record of the bounds: every bounded key with the limits that the gate itself has, or null."""
-    fields: dict[str, Any] = {}
-    for name in BOUNDED:
-        field = Gates.model_fields[name]
-        fields[name] = (Annotated[field.annotation, *field.metadata] | None, None)
-    return create_model("_Loosest", __base__=StrictModel, **fields)
+_OF_GATES: dict[str, Any] = {
+    name: (Annotated[field.annotation, *field.metadata] | None, None)
+    for name, field in Gates.model_fields.items()
+    if name in BOUNDED
+}
+"""Every bounded key with the limits that the gate itself has, or null."""
 
 
-class LoosestGates(_loosest()):  # type: ignore[misc]  # its fields are the gates' own
+class LoosestGates(create_model("_Loosest", __base__=StrictModel, **_OF_GATES)):  # type: ignore[misc]  # its fields are the gates' own
     """The loosest value of each key of `gates.*`; one that is null is left to the command line."""
 
     margins: dict[Name, Margin] = Field(default={})

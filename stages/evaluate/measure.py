@@ -3,6 +3,7 @@
 While a round runs, `unfinished/` in its directory holds the results of the samples that have finished.
 """
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -249,13 +250,9 @@ class Local:
 
 def work(encoded: Sequence[EncodedSample], results: Sequence[SampleResult], *, shared: bool) -> Work:
     """Count tokens; a prefix counts as prefilled once, however often an interruption made that happen."""
-    prefilled = sum(result.prefilled for result in results)
-    users: dict[tuple[str, tuple[int, ...]], int] = {}
-    for item in encoded if shared else ():
-        if item.shared:
-            users[item.prefix] = users.get(item.prefix, 0) + 1
+    users = Counter(item.prefix for item in encoded if shared and item.shared)
     return Work(
-        prefilled_tokens=prefilled + sum(len(tokens) for _, tokens in users),
+        prefilled_tokens=sum(result.prefilled for result in results) + sum(len(tokens) for _, tokens in users),
         shared_tokens=sum(len(tokens) * (count - 1) for (_, tokens), count in users.items()),
         decoded_tokens=sum(result.decoded for result in results),
     )
