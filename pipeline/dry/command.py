@@ -8,7 +8,7 @@ from statistics import median
 from rich.markup import escape
 
 from pipeline.checkpoint.places import locate_checkpoint
-from pipeline.config.compose import Plan, named
+from pipeline.config.compose import Plan
 from pipeline.config.config import JUDGING, MAKING, Config
 from pipeline.config.suiting import has_chat_template
 from pipeline.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code
@@ -62,8 +62,7 @@ def foretell(planned: Plan) -> int:
     """
     problems, rows, verdicts = Problems(), list[Row](), dict[str, Verdict]()
     store = DryStore(planned.jobs[0].work / "artifacts")  # a sweep has one work directory
-    for store.job, (config, overrides) in enumerate(zip(planned.jobs, planned.overrides, strict=True), start=1):
-        label = " ".join([config.kv.name, *named(overrides, planned.swept)])
+    for store.job, (config, label) in enumerate(zip(planned.jobs, planned.names, strict=True), start=1):
         codes = {problems.look(store.job, check) for check in (*checks(config), *_checks_ahead(config))}
         if config.stage not in MAKING:
             console.say(f"stage={config.stage} makes no artifacts: only what it needs was looked at")

@@ -83,20 +83,19 @@ class ServedChain(Chain):
         recipe = super()._recipe(stage, module, inputs, **config)
         return replace(recipe, code=(*recipe.code, "stages.evaluate.servers.served"))
 
-    def _recorded(self, role: "ServerRole", policy: KVPolicy) -> Artifact | None:
-        """Return the record of a server, asked once a job; None where none was given."""
-        if role not in self._records:
-            facts = self.server.facts(role)
-            self._records[role] = None if facts is None else self._record(role, policy, facts)
-        return self._records[role]
-
     @cached_property
-    def _records(self) -> "dict[ServerRole, Artifact | None]":
-        return {}
+    def _facts(self) -> "dict[ServerRole, dict[str, object] | None]":
+        """What each server says of itself, asked once a job; None where none was given."""
+        from stages.engines.openai.backend import SETTINGS
 
-    def _record(self, role: "ServerRole", policy: KVPolicy, facts: dict[str, object]) -> Artifact:
-        config = {"kv": policy.model_dump(), **facts, **self.server.run_parts()}
-        inputs = {"tokenizer": self.tokenizer_digest}
+        return {role: self.server.facts(role) for role in SETTINGS}
+
+    def _recorded(self, role: "ServerRole", policy: KVPolicy) -> Artifact | None:
+        """Return the record of a server; None where none was given."""
+        facts = self._facts[role]
+        if facts is None:
+            return None
+        config, inputs = {"kv": policy.model_dump(), **facts}, {"tokenizer": self.tokenizer_digest}
         recipe = Recipe("server", (self.server.server_module,), config, inputs, self.server.libraries)
 
         def fill(out: Path, _: Progress) -> None:

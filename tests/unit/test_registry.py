@@ -1,6 +1,6 @@
 """Promotion and rollback: who is chosen, what is refused, and where the aliases are afterwards."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from pipeline.registry import promotion
 from pipeline.registry.promotion import Move, Prove, choose
 from pipeline.registry.proof import Finding, Replay, ReplayedEvidence
 from pipeline.registry.summary import Candidate, Cited, Registration, evidence_digest
+from pipeline.registry.tracking import Version
 from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.coverage import Coverage, Exercised, Limits
 from pipeline.verdict.gates import Decide
@@ -76,7 +77,7 @@ def test_the_champion_stays_where_nothing_better_passed_unless_a_name_is_given(
 ) -> None:
     small, large = make(tmp_path, registry, "fp8k_int4v", kib=1.0), make(tmp_path, registry, "int8", kib=2.0)
     promote(registry, small)
-    registered = [(one.registration, registry.versions[one.version]) for one in (small, large) if one.registration]
+    registered = [Version(one.version, registry.versions[one.version]) for one in (small, large)]
 
     def rival(*judged: Candidate, champion: Candidate = small, decide: Decide = decide_pass) -> Candidate | None:
         evidence = SimpleNamespace(report=None, rows=[])
@@ -233,8 +234,8 @@ def test_a_rollback_replays_the_evidence_of_the_version_that_it_goes_back_to(tmp
         promote(registry, make(tmp_path, registry, kv))
     asked: list[tuple[str, Any]] = []
 
-    def disproven(version: str, tags: Mapping[str, str]) -> None:
-        asked.append((version, tags["kv"]))
+    def disproven(version: Version) -> None:
+        asked.append((version.number, version.name))
         raise GateRefusal("its engine differs")
 
     with pytest.raises(GateRefusal, match="stage=rollback: version 1 does not serve again: its engine differs"):
@@ -268,7 +269,7 @@ def test_of_a_summary_only_versions_are_taken_and_their_artifacts_are_decided_ag
 ) -> None:
     forged = Cited(path=tmp_path, digest="forged")
     edited = changed(fp8, name="int8", verdict="FAIL", metrics={"memory/max_live_tokens": 1e9}, engine=forged)
-    registered = [(Registration(run_id="run", model_version="1"), registry.versions["1"])]
+    registered = [Version("1", registry.versions["1"], "run")]
 
     def again(listed: Sequence[Candidate], model: str = "tiny") -> list[Candidate]:
         inconclusive = changed(fp8, verdict="INCONCLUSIVE")
