@@ -88,17 +88,12 @@ class GatePolicy(StrictModel):
 
     def lacking(self, report: EvaluationReport, rows: Sequence[SampleRow]) -> list[str]:
         """Say what a report does not show that this asks for."""
-        said = []
-        judged = Counter(row.workload for row in rows if row.judged)
-        asked = {row.workload for row in rows}
-        for workload in self.required_workloads:
-            if workload not in asked:
-                said.append(f"{workload} was not judged, and the gate policy requires it")
-        if self.min_samples is not None:
-            counts = dict(judged) or {"all": len({row.document for row in rows})}
-            for workload, count in sorted(counts.items()):
-                if count < self.min_samples:
-                    said.append(f"{workload}: {count} samples, and the gate policy wants {self.min_samples}")
+        asked, judged = {row.workload for row in rows}, Counter(row.workload for row in rows if row.judged)
+        missing = [name for name in self.required_workloads if name not in asked]
+        said = [f"{name} was not judged, and the gate policy requires it" for name in missing]
+        least = self.min_samples or 0
+        counts = sorted(judged.items()) or [("all", len({row.document for row in rows}))]
+        said += [f"{name}: {count} samples, and the gate policy wants {least}" for name, count in counts if count < least]
         if self.covered is not None:
             limits = report.limits
             short = limits is None or (limits.tokens or 0) < self.covered.tokens or (limits.batch or 0) < self.covered.batch

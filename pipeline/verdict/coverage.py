@@ -347,10 +347,8 @@ class Limits(Record):
 
     def __str__(self) -> str:
         decoded = f", {self.decoded:,} decoded" if self.decoded is not None else ""
-        acts = (
-            f", with {' and '.join([part for part in (', '.join(self.acts[:-1]), self.acts[-1]) if part])}" if self.acts else ""
-        )
-        return f"up to {self.tokens or 0:,} tokens, batch {self.batch or 0}{decoded}{acts}"
+        acts = " and ".join(filter(None, (", ".join(self.acts[:-1]), *self.acts[-1:])))
+        return f"up to {self.tokens or 0:,} tokens, batch {self.batch or 0}{decoded}{f', with {acts}' if acts else ''}"
 
     def exceeded_by(self, bundle: "Limits") -> str | None:
         """Say which limit of a bundle lies beyond; None when none does. Whole pages count, since their offsets were visited."""

@@ -5,7 +5,6 @@ evaluation would then judge something that nobody asked for. A server shows no s
 """
 
 import math
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from pipeline.core.kv import Side
@@ -79,12 +78,10 @@ def scale_findings(layers: Sequence[LayerDelivery]) -> Iterator[str]:
 
 def describe_changes(changes: Sequence[ScaleChange]) -> str:
     """Say in a line how many scales of which kind differ, with the first of each kind."""
-    counts = Counter(change.kind for change in changes)
-    parts = []
-    for kind, count in counts.items():
-        first = next(change for change in changes if change.kind == kind)
-        parts.append(f"{count} {kind} ({first})")
-    return "; ".join(parts)
+    by_kind: dict[ScaleChangeKind, list[ScaleChange]] = {}
+    for change in changes:
+        by_kind.setdefault(change.kind, []).append(change)
+    return "; ".join(f"{len(some)} {kind} ({some[0]})" for kind, some in by_kind.items())
 
 
 def _kind(scales: LayerDelivery, side: Side) -> ScaleChangeKind | None:

@@ -40,14 +40,10 @@ from stages.evaluate.twins.twin import Twin
 class Subject(Protocol):
     """What is measured: an engine that runs here (`Local`), or a server (`servers.served.Remote`)."""
 
-    @property
-    def policy(self) -> KVPolicy: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def not_finite(self) -> str:
-        """How an error about a baseline that is not finite begins."""
-        ...
+    policy: KVPolicy
+    vocab_size: int
+    not_finite: str
+    """How an error about a baseline that is not finite begins."""
 
     def run(
         self,
