@@ -112,15 +112,15 @@ def _check_tracking(config: Config) -> None:
 
 
 def _rows(chain: DryChain) -> Iterator[Row]:
-    for stage in chain.finished:
-        job, artifact = chain.store.job, stage.artifact
+    job = chain.store.job
+    for title, artifact in chain.finished:
         maker = chain.store.maker.get(artifact.key, job)
         if is_there(artifact) or maker != job:
             word = "reused" if is_there(artifact) else f"made by job {maker}"
-            yield Row(stage.title, (job, word, ""), style="dim")
+            yield Row(title, (job, word, ""), style="dim")
         else:
             took = [manifest["seconds"] for _, manifest in chain.store.manifests(artifact.stage)]
-            yield Row(stage.title, (job, "made", median(took) if took else None))
+            yield Row(title, (job, "made", median(took) if took else None))
 
 
 def _print(rows: list[Row]) -> None:

@@ -26,12 +26,9 @@ from pipeline.verdict.gates import Decide
 
 @dataclass(frozen=True)
 class Move:
-    """The aliases after a promotion or a rollback."""
+    """Which engine serves after a promotion or a rollback."""
 
     champion: str
-    version: str
-    previous: str | None
-    changed: bool
     message: str
 
 
@@ -145,8 +142,7 @@ def promote(
     """
     best = choose(candidates) if name is not None else choose(candidates, log.read().rolled_back("champion"))
     if rival is not None and name is None and choose([best, rival]) is rival and _holds(rival, replay, decide):
-        version = rival.version
-        return Move(rival.name, version, None, False, f"{rival.name} (version {version}) stays the champion")
+        return Move(rival.name, f"{rival.name} (version {rival.version}) stays the champion")
     try:
         covered = verify(best, replay, decide).covered
     except (GateRefusal, MissingRequirement) as error:
@@ -155,7 +151,7 @@ def promote(
     with log.changing() as history:
         old, previous = registry.alias("champion"), registry.alias("previous")
         if old == version:
-            return Move(best.name, version, previous, False, f"{best.name} (version {version}) is the champion already")
+            return Move(best.name, f"{best.name} (version {version}) is the champion already")
         since = history.rolled_back("champion").get(best.report.digest)
         if since is not None and name is None:  # by somebody else, while the evidence was replayed
             raise GateRefusal(f"{best.name} is not promoted: it {_stays_back(best, since)}")
@@ -180,7 +176,7 @@ def promote(
     over = f" over version {old}" if old is not None else ""
     note = f"; it had been rolled back at {since}" if since is not None else ""
     held = f", {covered}" if covered is not None else ""
-    return Move(best.name, version, old, True, f"{best.name} (version {version}) is the champion{over}{note}{held}")
+    return Move(best.name, f"{best.name} (version {version}) is the champion{over}{note}{held}")
 
 
 def _holds(candidate: Candidate, replay: Replay, decide: Decide) -> bool:
@@ -221,4 +217,4 @@ def rollback(log: MoveLog, prove: Prove) -> Move:
             tags={bad: {}},
         )
     name = tags.get("kv", f"version {previous}")
-    return Move(name, previous, None, True, f"{name} (version {previous}) is the champion again, version {bad} is not")
+    return Move(name, f"{name} (version {previous}) is the champion again, version {bad} is not")

@@ -225,7 +225,7 @@ class Chain(BuildChain):
             "answers": self.baseline(),
             "evaluation": evaluation,
         }
-        links = [Link.of(stage.title, stage.artifact) for stage in self.finished]
+        links = [Link.of(title, artifact) for title, artifact in self.finished]
         roles = {role: member.key for role, member in members.items()}
         identity = make_identity(self.config, links, roles, engine.path, report=report, verdict=verdict)
         keys, file = load_keys(self.config.signing), self.config.workloads.file

@@ -78,7 +78,7 @@ def evaluate(run: Run) -> None:
     promotes = config.stage == "all" and config.tracking.enabled
     show(config, [candidate], sweep=run.sweep, command=commands.whole())
     if not (promotes and candidate.verdict == PASS):  # a promotion says what comes next, too
-        asking = sum(stage.artifact.seconds for stage in chain.finished if stage.artifact.stage in ("baseline", "round"))
+        asking = sum(artifact.seconds for _, artifact in chain.finished if artifact.stage in ("baseline", "round"))
         next_steps.show(next_steps.after_judging(config, [candidate], commands.typed(), asking_s=asking))
     if candidate.verdict != PASS:
         raise GateRefusal(summary.not_passed(candidate.name, candidate.verdict, candidate.checks))
