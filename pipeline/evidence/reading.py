@@ -5,7 +5,6 @@ out of it: `DIR/identity.json`, `DIR/report.json`, `DIR/samples.jsonl`, `DIR/eng
 second is how MLflow stores a model version.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from pipeline.evidence.identity import (
 )
 from pipeline.registry.proof import Finding
 from pipeline.registry.summary import Candidate, Cited, Registration
+from pipeline.registry.tracking import Version
 from pipeline.routing.engines import Engine
 from pipeline.trust.statement import SIGNATURE_FILE
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
@@ -120,27 +120,27 @@ def _bundle(directory: Path, role: Role, identity: Identity) -> Path | None:
     return next((place for place in places if place.is_dir()), None)
 
 
-def registered_candidate(store: Path, registration: Registration, tags: Mapping[str, str]) -> tuple[Candidate, Evidence]:
+def registered_candidate(store: Path, version: Version) -> tuple[Candidate, Evidence]:
     """Return a registered candidate as its artifacts in a store say it is, with the verdict of its identity.
 
     Only the name that it is shown by is the registry's. What its version cites is not checked here.
     """
-    name = f"version {registration.model_version} ({tags.get('kv', 'no name')})"
+    tags = version.tags
     cited = {role: tags.get(f"{role}_digest", "") for role in ("engine", "baseline", "report", "identity")}
     paths = sorted(store.glob(f"identity/[!.]*/{IDENTITY_FILE}"))
     paths = [path for path in paths if file_digest(path) == cited["identity"]]
     path = next((path for path in paths if path.with_name(SIGNATURE_FILE).is_file()), paths[0] if paths else None)
     if path is None:
         raise GateRefusal(
-            f"{name} has no evidence in {store}; judge it with stage=evaluate, or give the workdir that judged it"
+            f"{version} has no evidence in {store}; judge it with stage=evaluate, or give the workdir that judged it"
         )
     try:
         evidence = read_evidence(path.parent)
     except UserError as error:
-        raise GateRefusal(f"{name}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
+        raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
     identity, report = evidence.identity, evidence.report
     if report is None:
-        raise GateRefusal(f"{name}: its report is missing, or cannot be read")
+        raise GateRefusal(f"{version}: its report is missing, or cannot be read")
     candidate = Candidate(
         name=tags.get("kv", identity.policy),
         policy=identity.policy,
@@ -154,24 +154,23 @@ def registered_candidate(store: Path, registration: Registration, tags: Mapping[
         identity=Cited(path=path, digest=cited["identity"]),
         checkpoint=identity.binds.get("checkpoint"),
         signed_by=tags.get("signed_by"),
-        registration=registration,
+        registration=Registration(run_id=version.run_id, model_version=version.number),
     )
     return candidate, evidence
 
 
-def registered_engine(store: Path, registration: Registration, tags: Mapping[str, str]) -> Engine:
+def registered_engine(store: Path, version: Version) -> Engine:
     """Return a registered engine whose evidence lies in an artifact store. Arguments and errors: `registered_candidate`."""
-    candidate, evidence = registered_candidate(store, registration, tags)
-    name = f"version {registration.model_version} ({candidate.name})"
+    candidate, evidence = registered_candidate(store, version)
     report = evidence.report
     assert report is not None, "a candidate has a report"
     try:
         policy = KVPolicy.model_validate(evidence.identity.link("engine").parts["config"]["kv"])
     except (KeyError, ValueError) as error:
-        raise GateRefusal(f"{name}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
+        raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
     system, held = report.system, report.system.max_live_tokens
     if held is None:
-        raise GateRefusal(f"{name}: its memory was not seen, as of a server that was judged by its URL; route engines")
+        raise GateRefusal(f"{version}: its memory was not seen, as of a server that was judged by its URL; route engines")
     workloads = frozenset(row.workload for row in evidence.rows)
     return Engine(candidate, policy, held, (system.budget_gib, system.sequence_tokens), workloads)
 

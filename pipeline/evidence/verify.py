@@ -176,11 +176,8 @@ def _samples(evidence: Evidence, engine: Path, report: EvaluationReport) -> Find
     """Generate the samples again, or read the user's file, encode them with the engine's tokenizer, and compare the digest."""
     try:
         config = requested_workloads(evidence)
-    except UserError as error:
-        return Finding(SAMPLES_CHECK, "differs", str(error))
-    if config.file is not None and not config.file.is_file():
-        return Finding(SAMPLES_CHECK, "missing", f"the samples of workloads.jsonl, {config.file}")
-    try:
+        if config.file is not None and not config.file.is_file():
+            return Finding(SAMPLES_CHECK, "missing", f"the samples of workloads.jsonl, {config.file}")
         return _compare(SAMPLES_CHECK, report.workloads_digest, _encoded_digest(config, engine))
     except MissingRequirement as error:
         return Finding(SAMPLES_CHECK, "missing", str(error), library_missing=True)

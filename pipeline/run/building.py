@@ -26,14 +26,6 @@ from pipeline.terminal import console
 MODELOPT = (*TORCH, "nvidia-modelopt")
 
 
-@dataclass(frozen=True)
-class FinishedStage:
-    """A stage whose artifact was made or reused, for the console, the identity and the tracking store."""
-
-    title: str
-    artifact: Artifact
-
-
 def _state(path: Path) -> tuple[int, ...]:
     about = path.stat()
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
@@ -45,8 +37,8 @@ class BuildChain:
 
     config: Config
     store: Store
-    finished: list[FinishedStage] = field(default_factory=list)
-    """Finished stages, in the order in which they finished."""
+    finished: list[tuple[str, Artifact]] = field(default_factory=list)
+    """What was made or reused, by its title, in the order in which it was finished."""
     _given: dict[Path, tuple[int, ...]] = field(default_factory=dict)
     """The user's files whose digest names artifacts -> their state before they were read."""
 
@@ -259,12 +251,12 @@ class BuildChain:
         It is verified once a job, since that reads every byte. `policy` and `note` are shown beside the stage; for `resumable`
         see `Store.get`.
         """
-        known = next((stage.artifact for stage in self.finished if stage.artifact.key == recipe.key), None)
+        known = next((artifact for _, artifact in self.finished if artifact.key == recipe.key), None)
         if known is not None:
             return known
         title = f"{recipe.stage} {policy.name}{note}" if policy is not None else recipe.stage
         artifact = self._get(recipe, fill, title, resumable)
-        self.finished.append(FinishedStage(title, artifact))
+        self.finished.append((title, artifact))
         return artifact
 
     def _get(self, recipe: Recipe, fill: Fill, title: str, resumable: bool) -> Artifact:

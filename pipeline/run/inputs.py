@@ -12,7 +12,7 @@ from pipeline.artifacts.workdir import check_memory, check_room, check_workdir
 from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint, refuse_weights
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.checkpoint.weights import check_tokenizer, check_weights, tensors_on_disk, tokens_beyond
-from pipeline.config.config import JUDGING, Config
+from pipeline.config.config import JUDGING, PLANNING, Config
 from pipeline.config.policies import tuned_policies
 from pipeline.core.backends import BackendConfig, backend_configs
 from pipeline.core.errors import MissingRequirement, UserError, short
@@ -38,8 +38,6 @@ UNRECORDED = ("verify", "audit", "status", "prune")
 TRACKED = (*JUDGING, "promote", "rollback", "route", "monitor", "status", "prune")
 
 GENERATED_TOKENS = 8192
-
-PLANNING = ("capacity", "recommend")
 
 
 def check_inputs(config: Config) -> None:
@@ -236,6 +234,8 @@ def check_draft(path: str, target: Path) -> None:
         if drafter.quantized is not None:
             raise UserError(f"{key}{path}: its weights are quantized; give the unquantized checkpoint")
         check_tokenizer(drafter)
+        check_weights(drafter, expected_tensors)
+        check_opens(drafter)
     except UserError as error:
         raise UserError(str(error).replace("model.path=", key)) from None
     wanted, unused = _vocabulary(target, f"model.path={target}")
@@ -248,11 +248,6 @@ def check_draft(path: str, target: Path) -> None:
             f"{key}{path}: its tokenizer is another one than model.path's: {different!r} is {ids[0]} there and {ids[1]} of "
             "the target; give a draft with the same tokenizer"
         )
-    try:
-        check_weights(drafter, expected_tensors)
-        check_opens(drafter)
-    except UserError as error:
-        raise UserError(str(error).replace("model.path=", key)) from None
 
 
 def _vocabulary(path: Path, named: str) -> tuple[dict[str, int], set[str]]:

@@ -18,9 +18,10 @@ from plugins.kv_attention.kernels.context import SPLIT_TOKENS, context_partial, 
 from plugins.kv_attention.kernels.context_variants import context_blocks, context_splits, context_variant, join_variant
 from plugins.kv_attention.launch import (
     INTERPRETED_PROGRAMS,
-    as_bytes,
-    partial_type,
-    scale_tensors,
+    attended_tensors,
+    empty_partials,
+    exact_tensors,
+    run,
     setting_of,
     sm_count,
 )
@@ -76,7 +77,7 @@ def context_partials(
         ValueError: A tensor does not fit the layout.
     """
     check_attended(layout, query, key_new, value_new, "X")
-    tokens, q_heads, dim = query.shape
+    tokens, q_heads = query.shape[:2]
     for name, tensor in (("key_new", key_new), ("value_new", value_new)):
         if tensor.dtype != query.dtype:
             raise ValueError(f"{name} must be {query.dtype}, as query is, got {tensor.dtype}")
@@ -97,30 +98,14 @@ def context_partials(
         programs = INTERPRETED_PROGRAMS if interpreted else sm_count(query.device) * variant.resident
         splits = choose_splits(blocks, layout.kv_heads, page_table.shape[1], programs)
     parts = context_splits(splits)
-    partial_acc = query.new_empty((tokens, q_heads, parts, dim), dtype=partial_type(query.dtype))
-    partial_ml = query.new_empty((tokens, q_heads, parts, 2), dtype=torch.float32)
-    exact = layout.exact_tokens > 0
-    # Triton launches on the current device, which may differ from the device of the tensors.
-    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        context_partial[(blocks, layout.kv_heads, parts)](
-            query.contiguous(),
-            key_new.contiguous(),
-            value_new.contiguous(),
-            *(as_bytes(cache[name]) for name in ("key_pool", "value_pool")),
-            *scale_tensors(layout, cache),
-            query_starts,
-            page_table,
-            lengths,
-            *((cache["key_exact"], cache["value_exact"], exact_slots) if exact else (None, None, None)),
-            page_table.shape[1],
-            tokens // sequences if query_starts is None else None,
-            None if query_starts is None else sequences,
-            partial_acc,
-            partial_ml,
-            **variant.constants,
-            **variant.options,
-        )
-    return partial_acc, partial_ml
+    partials = empty_partials(query, tokens, q_heads, parts)
+    counts = (tokens // sequences, None) if query_starts is None else (None, sequences)
+    run(
+        context_partial, (blocks, layout.kv_heads, parts), variant,
+        *attended_tensors(layout, query, key_new, value_new, cache), query_starts, page_table, lengths,
+        *exact_tensors(layout, cache, exact_slots), page_table.shape[1], *counts, *partials,
+    )  # fmt: skip
+    return partials
 
 
 def join_partials(layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor, dtype: torch.dtype) -> Tensor:
@@ -128,6 +113,5 @@ def join_partials(layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor, 
     tokens, q_heads, parts, dim = partial_acc.shape
     out = partial_acc.new_empty((tokens, q_heads, dim), dtype=dtype)
     variant = join_variant(replace(setting_of(layout, out), splits=parts - 1))
-    with torch.cuda.device_of(partial_acc):  # type: ignore[no-untyped-call]
-        context_reduce[(tokens * q_heads,)](partial_acc, partial_ml, parts, out, **variant.constants, **variant.options)
+    run(context_reduce, (tokens * q_heads,), variant, partial_acc, partial_ml, parts, out)
     return out

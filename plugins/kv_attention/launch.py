@@ -21,6 +21,7 @@ from plugins.kv_attention.kernels.plan import plan_work
 from plugins.kv_attention.kernels.reduce import decode_reduce
 from plugins.kv_attention.kernels.variants import (
     Setting,
+    Variant,
     append_variant,
     decode_variant,
     partial_dtype,
@@ -78,9 +79,7 @@ def plan_decode(layout: CacheLayout, lengths: Tensor, *, programs: int) -> Plan:
     check_index("lengths", lengths, (batch,), lengths.device)
     rows = work_rows(programs, batch, exact=layout.exact_tokens > 0)
     plan = Plan(lengths.new_empty(rows, 5), lengths.new_empty(batch, 4))
-    variant = plan_variant(Setting(layout))
-    with torch.cuda.device_of(lengths):  # type: ignore[no-untyped-call]
-        plan_work[(plan_grid(programs),)](lengths, batch, programs, *plan, **variant.constants, **variant.options)
+    run(plan_work, (plan_grid(programs),), plan_variant(Setting(layout)), lengths, batch, programs, *plan)
     return plan
 
 
@@ -124,38 +123,43 @@ def decode_partials(
         ValueError: A tensor does not fit the layout.
     """
     check_attended(layout, query, key_new, value_new, "B")
-    batch, q_heads, dim = query.shape
+    batch, rows = len(query), len(plan.work)
     check_cache(layout, cache, (), query.device)
-    exact = layout.exact_tokens > 0
     check_tables(layout, batch, page_table, lengths, exact_slots, query.device)
-    rows = plan.work.shape[0]
     check_index("work", plan.work, (rows, 5), query.device)
     check_index("sequences", plan.sequences, (batch, 4), query.device)
-    variant = decode_variant(setting_of(layout, query, scaling))
-    partial_acc = query.new_empty((rows + batch, q_heads, dim), dtype=partial_type(query.dtype))
-    partial_ml = query.new_empty((rows + batch, q_heads, 2), dtype=torch.float32)
-    arguments = (
-        query.contiguous(),
-        key_new.contiguous(),
-        value_new.contiguous(),
-        *(as_bytes(cache[name]) for name in ("key_pool", "value_pool")),
-        *scale_tensors(layout, cache),
-        page_table,
-        lengths,
-        *plan,
-        *((cache["key_exact"], cache["value_exact"], exact_slots) if exact else (None, None, None)),
-    )
-    # Triton launches on the current device, which may differ from the device of the tensors.
-    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        decode_partial[(layout.kv_heads, rows)](
-            *arguments,
-            page_table.shape[1],
-            partial_acc,
-            partial_ml,
-            **variant.constants,
-            **variant.options,
-        )
-    return partial_acc, partial_ml
+    variant, partials = decode_variant(setting_of(layout, query, scaling)), empty_partials(query, rows + batch, query.shape[1])
+    run(
+        decode_partial, (layout.kv_heads, rows), variant,
+        *attended_tensors(layout, query, key_new, value_new, cache), page_table, lengths, *plan,
+        *exact_tensors(layout, cache, exact_slots), page_table.shape[1], *partials,
+    )  # fmt: skip
+    return partials
+
+
+def run(kernel: Any, grid: tuple[int, ...], variant: Variant, first: Tensor, *arguments: Any, **named: Any) -> None:
+    """Launch a kernel on the device of its first tensor, which may differ from the current one, where Triton launches."""
+    with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
+        kernel[grid](first, *arguments, **named, **variant.constants, **variant.options)
+
+
+def empty_partials(query: Tensor, *rows: int) -> tuple[Tensor, Tensor]:
+    """Return partial_acc (*rows, D) and partial_ml (*rows, 2), which a kernel fills."""
+    acc = query.new_empty((*rows, query.shape[-1]), dtype=partial_type(query.dtype))
+    return acc, query.new_empty((*rows, 2), dtype=torch.float32)
+
+
+def attended_tensors(
+    layout: CacheLayout, query: Tensor, key_new: Tensor, value_new: Tensor, cache: Mapping[str, Tensor]
+) -> tuple[Any, ...]:
+    """The kernels' arguments from query to value_block_scale."""
+    new = (query.contiguous(), key_new.contiguous(), value_new.contiguous())
+    return *new, as_bytes(cache["key_pool"]), as_bytes(cache["value_pool"]), *scale_tensors(layout, cache)
+
+
+def exact_tensors(layout: CacheLayout, cache: Mapping[str, Tensor], exact_slots: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The kernels' key_exact, value_exact and exact_slots."""
+    return (cache["key_exact"], cache["value_exact"], exact_slots) if layout.exact_tokens else (None, None, None)
 
 
 def scale_tensors(layout: CacheLayout, cache: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
@@ -176,9 +180,7 @@ def reduce_partials(layout: CacheLayout, partial_acc: Tensor, partial_ml: Tensor
     """Run decode_reduce: join the parts of decode_partials to the attention's output (B, Hq, D) in `dtype`."""
     batch, q_heads, dim = len(plan.sequences), *partial_acc.shape[1:]
     out = partial_acc.new_empty((batch, q_heads, dim), dtype=dtype)
-    variant = reduce_variant(setting_of(layout, out))
-    with torch.cuda.device_of(partial_acc):  # type: ignore[no-untyped-call]
-        decode_reduce[(q_heads, batch)](partial_acc, partial_ml, plan.sequences, out, **variant.constants, **variant.options)
+    run(decode_reduce, (q_heads, batch), reduce_variant(setting_of(layout, out)), partial_acc, partial_ml, plan.sequences, out)
     return out
 
 
@@ -219,22 +221,22 @@ def append(
     check_tables(layout, batch, page_table, lengths, exact_slots, key_new.device)
     variant = append_variant(setting_of(layout, key_new))
     written = ("key_pool", "key_scale_pool", "value_pool", "value_scale_pool", "key_exact", "value_exact")
-    with torch.cuda.device_of(key_new):  # type: ignore[no-untyped-call]
-        append_kernel[(-(-heads // variant.constants["R"]), batch, layers)](
-            key_new.contiguous(),
-            value_new.contiguous(),
-            page_table,
-            lengths,
-            exact_slots if exact else None,
-            key_scale=cache.get("key_scale"),
-            value_scale=cache.get("value_scale"),
-            pages=cache["key_pool"].shape[1],
-            table_width=page_table.shape[1],
-            buffers=cache["key_exact"].shape[1] if exact else None,
-            **{name: as_bytes(cache[name]) if name in cache else None for name in written},
-            **variant.constants,
-            **variant.options,
-        )
+    run(
+        append_kernel,
+        (-(-heads // variant.constants["R"]), batch, layers),
+        variant,
+        key_new.contiguous(),
+        value_new.contiguous(),
+        page_table,
+        lengths,
+        exact_slots if exact else None,
+        key_scale=cache.get("key_scale"),
+        value_scale=cache.get("value_scale"),
+        pages=cache["key_pool"].shape[1],
+        table_width=page_table.shape[1],
+        buffers=cache["key_exact"].shape[1] if exact else None,
+        **{name: as_bytes(cache[name]) if name in cache else None for name in written},
+    )
 
 
 def as_bytes(pool: Tensor) -> Tensor:

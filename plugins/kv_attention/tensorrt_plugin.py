@@ -14,7 +14,7 @@ may vary within a profile, since the kernels take them as integers or from the g
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorrt as trt
@@ -44,37 +44,24 @@ def output_descriptors(call: Call) -> Any:
         # In TensorRT 10 a new constant belongs to the builder of the previous plugin call, which may no longer exist.
         return value if known else shape[0]
 
-    if call.node.operation == "decode_reduce":
-        _, heads, dim = shape
-        out_type = DATA_TYPES[call.format("out_format")]
-        out = (tensors["sequences"].shape_expr[0], number(1), heads, dim)
-        return trtp.from_shape_expr(out, getattr(trt.DataType, out_type))
-    if call.node.operation == "plan_work":
-        rows = work_rows(number(call.attributes["programs"]), shape[0], exact=call.layout.exact_tokens > 0)
-        shapes = ((rows, number(5)), (shape[0], number(4)))
-        return tuple(trtp.from_shape_expr(dims, trt.DataType.INT32) for dims in shapes)
-    if call.node.operation.startswith("context"):
-        return _context_descriptors(call, number)
-    batch, heads, _, dim = shape
-    parts = tensors["work"].shape_expr[0] + batch
-    return _partials(call, (parts, heads), dim, number)
-
-
-def _context_descriptors(call: Call, number: Callable[[int], Any]) -> Any:
-    """The descriptors of what context_partial and context_reduce return. number: makes a constant of an int."""
-    dims = call.tensors[call.node.inputs[0]].shape_expr
-    batch, tokens, heads = (dims[axis] for axis in range(3))
-    if call.node.operation == "context_reduce":
-        out_type = DATA_TYPES[call.format("out_format")]
-        return trtp.from_shape_expr((batch, tokens, heads, dims[4]), getattr(trt.DataType, out_type))
-    parts = number(context_splits(call.attributes["splits"]))
-    return _partials(call, (batch, tokens, heads, parts), dims[3], number)
-
-
-def _partials(call: Call, rows: tuple[Any, ...], dim: Any, number: Callable[[int], Any]) -> Any:
-    """The descriptors of partial_acc and partial_ml, of so many rows."""
-    means = trtp.from_shape_expr((*rows, dim), getattr(trt.DataType, PARTIAL_TYPES[call.compute]))
-    return means, trtp.from_shape_expr((*rows, number(2)), trt.DataType.FLOAT)
+    dims: tuple[Any, ...]
+    match call.node.operation:
+        case "plan_work":
+            rows = work_rows(number(call.attributes["programs"]), shape[0], exact=call.layout.exact_tokens > 0)
+            shapes = ((rows, number(5)), (shape[0], number(4)))
+            return tuple(trtp.from_shape_expr(dims, trt.DataType.INT32) for dims in shapes)
+        case "decode_partial":
+            dims = (tensors["work"].shape_expr[0] + shape[0], shape[1], shape[3])
+        case "context_partial":
+            dims = (shape[0], shape[1], shape[2], number(context_splits(call.attributes["splits"])), shape[3])
+        case "decode_reduce":
+            dims = (tensors["sequences"].shape_expr[0], number(1), shape[1], shape[2])
+        case "context_reduce":
+            dims = (shape[0], shape[1], shape[2], shape[4])
+    if call.node.operation.endswith("reduce"):
+        return trtp.from_shape_expr(dims, getattr(trt.DataType, DATA_TYPES[call.format("out_format")]))
+    means = trtp.from_shape_expr(dims, getattr(trt.DataType, PARTIAL_TYPES[call.compute]))
+    return means, trtp.from_shape_expr((*dims[:-1], number(2)), trt.DataType.FLOAT)
 
 
 def type_combinations(call: Call, outputs: Sequence[Any]) -> Any:

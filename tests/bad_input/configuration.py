@@ -110,6 +110,7 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("quantize.device=gpu",),
     ("calibration.jsonl=/nowhere", "calibration.jsonl=/nowhere", "no such file"),
     ("+workloads.samples.poems=3", "workloads.samples"),
+    ("workloads.samples={prose:0,retrieval:0,tool_call:0,copy:0,multi_turn:0}", "workloads.samples must ask for at least one"),
     ("workloads.jsonl=/nowhere", "workloads.jsonl=/nowhere", "no such file"),
     ("workloads.speculation={draft:/nowhere}", "workloads.speculation.draft=/nowhere", "no such directory"),
     ("workloads.pressure=7", "pressure=7: a third of so few holds no two requests; give at least 8, or 0"),

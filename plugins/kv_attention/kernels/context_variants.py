@@ -19,6 +19,7 @@ QUERY_NUMBERS = 8192
 many, which 8 warps hold in 32 registers a thread."""
 
 NEW = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+"""The kernels' names of the types of new tokens, by torch's."""
 
 
 def context_variant(setting: Setting) -> Variant:

@@ -18,7 +18,7 @@ from pipeline.core.kv import PAGE_TOKENS, Side
 from pipeline.core.records import MemoryReport, StoredCopy
 from pipeline.core.scales import KVScales
 from plugins.kv_attention import launch
-from plugins.kv_attention.layout import CacheLayout
+from plugins.kv_attention.layout import CacheLayout, SideLayout
 from stages.engines.paged.allocator import PageAllocator
 from stages.engines.paged.sequences import SequencePages
 from stages.engines.staging import scaled
@@ -45,11 +45,6 @@ class LayerGroup:
     """Those of `scales` that are read with other numbers than tokens are stored with: the must-fail control corrupted them."""
     faults: dict[str, Tensor] = field(default_factory=dict)
     """The must-fail control's factors (l, 1, H, 1, 1) on stored scales, or on numbers that have none, by paged array."""
-
-    def of(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the group's layers of new keys and values (L, ...)."""
-        part = slice(self.first, self.first + len(self.layers))
-        return keys[part], values[part]
 
     def to_read(self, i: int) -> dict[str, Tensor]:
         """Return the tensors of the i-th layer that attention reads; their addresses stay the same until `moves` changes."""
@@ -109,8 +104,8 @@ class KernelCache(SequencePages):
         Keys and values are (L, B, H, D), layers in the order of the groups. Rows that are not stored have the position -1.
         """
         for group in self.groups:
-            cache = group.paged | group.exact | group.scales
-            launch.append(group.layout, *group.of(keys, values), cache, page_table, positions, exact_slots=exact_slots)
+            cache, own = group.paged | group.exact | group.scales, slice(group.first, group.first + len(group.layers))
+            launch.append(group.layout, keys[own], values[own], cache, page_table, positions, exact_slots=exact_slots)
         if any(group.faults for group in self.groups):
             # Rows that are not stored do again what the first row does, so that no two rows write different numbers to a place.
             row = torch.where(positions >= 0, torch.arange(len(positions), device=self.device), 0)
@@ -134,25 +129,19 @@ class KernelCache(SequencePages):
         group, i = self.places[layer]
         tensors, pages = group.to_read(i), torch.tensor(sequence.pages, dtype=torch.int64, device=self.device)
 
-        def held(name: str) -> npt.NDArray[np.uint8] | None:
+        def held(name: str, kind: type[np.generic]) -> npt.NDArray[Any] | None:
             if name not in group.paged:
                 return None
             by_head = tensors[name][pages].transpose(0, 1).flatten(1, 2)[:, : sequence.length]
-            rows: npt.NDArray[np.uint8] = by_head.contiguous().view(torch.uint8).cpu().numpy()
-            return rows
+            return by_head.contiguous().view(torch.uint8).cpu().numpy().view(kind)
 
-        def copy(side: Side) -> StoredCopy:
-            codes, bytes_, static = held(f"{side}_pool"), held(f"{side}_scale_pool"), tensors.get(f"{side}_scale")
+        def copy(side: Side, form: SideLayout) -> StoredCopy:
+            codes, static = held(f"{side}_pool", np.uint8), tensors.get(f"{side}_scale")
             assert codes is not None
-            scale: npt.NDArray[np.float16] | npt.NDArray[np.uint8] | None = bytes_
-            if (
-                bytes_ is not None
-                and (group.layout.key if side.is_key else group.layout.value).codes.scale_storage == "float16"
-            ):
-                scale = bytes_.view(np.float16)
+            scale = held(f"{side}_scale_pool", np.uint8 if form.layer_scale else np.float16)
             return StoredCopy(0, codes, scale, None, None if static is None else static.cpu().numpy().reshape(-1, 1, 1), None)
 
-        return {side: copy(side) for side in (Side.KEY, Side.VALUE)}
+        return {Side.KEY: copy(Side.KEY, group.layout.key), Side.VALUE: copy(Side.VALUE, group.layout.value)}
 
     def corrupt_scale(self, side: Side, factor: float, layer: int | None, head: int | None) -> None:
         """Multiply the scales that the pools are read with, of stored and of later tokens; the codes stay right."""

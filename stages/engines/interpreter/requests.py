@@ -10,16 +10,19 @@ import sys
 import tempfile
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeline.core.engine import Continuation, Engine, check_tokens
 from pipeline.core.errors import UserError
+from pipeline.core.formats import Format
 from pipeline.core.kv import PAGE_TOKENS, Side
 from pipeline.core.records import LoadTimes, MemoryReport, StoredCopy
 from stages.engines.base import Logits, SequenceTable
@@ -30,6 +33,7 @@ from stages.engines.interpreter.process import A, Interpreter, Program, Worker, 
 from stages.engines.interpreter.protocol import EmptyAnswer, Generation, Loaded, RunAnswer
 
 TIMEOUT_KEY = "backend.request_timeout_s"
+Bytes = npt.NDArray[np.uint8]
 LOOKAHEAD = 32
 """Tokens that a sequence is decoded ahead of the caller's steps: 32 rows of a vocabulary of 128,000 are 16 MB."""
 
@@ -84,22 +88,19 @@ class RequestEngine(Engine):
     def _open(self) -> Worker:
         """Start a worker and load the model there, as `_opened` does. Raises UserError when that fails."""
 
-    @abstractmethod
-    def _write_faulted(self, checkpoint: Path, out: Path) -> None:
-        """Write the checkpoint with `_fault` to the new directory `out`."""
-
     def _opened(self, environment: Mapping[str, str], model: Path, **fields: object) -> Worker:
         """Start a worker and let it load a model. Raises UserError, and ends the worker, when it cannot."""
         said = f"cannot load {model}"
         return open_model(self._interpreter, environment, self._config.request_timeout_s, said, model=str(model), **fields)
 
-    def _checkpoint(self) -> Path:
-        """The checkpoint's directory. With a fault, another one is written for it."""
+    def _checkpoint(self, write_faulted: Callable[[Path, Path, float], None]) -> Path:
+        """The checkpoint's directory. With a fault, `write_faulted` makes another one: from, to, factor."""
+        given = self._bundle / CHECKPOINT
         if self._fault == 1.0:
-            return self._bundle / CHECKPOINT
+            return given
         self._faulted = tempfile.TemporaryDirectory(prefix="kvgate-canary-")
         faulted = Path(self._faulted.name) / CHECKPOINT
-        self._write_faulted(self._bundle / CHECKPOINT, faulted)
+        write_faulted(given, faulted, self._fault)
         return faulted
 
     def corrupt_key_scale(self, factor: float) -> None:
@@ -154,8 +155,8 @@ class RequestEngine(Engine):
             room = self.max_tokens - len(state.prompt) - len(state.decoded)
             ahead = max(1, min(LOOKAHEAD, room))  # without any room, _run refuses the request
             requests.append((state.prompt, state.decoded, len(state.decoded) + ahead, len(state.decoded)))
-        for state, (generated, rows) in zip(fetched, self._run(requests), strict=True):
-            state.ahead, state.rows = generated[len(state.decoded) :], rows
+        for state, (answer, rows) in zip(fetched, self._run(requests), strict=True):
+            state.ahead, state.rows = answer.tokens[len(state.decoded) :], rows
         return np.stack([state.rows[0] for state in states if state.rows is not None])
 
     def forced(self, tokens: Sequence[int], first: int) -> Logits:
@@ -207,19 +208,19 @@ class RequestEngine(Engine):
         if hasattr(self, "_worker") and not sys.is_finalizing():
             self.close()
 
-    def _run(
-        self, requests: Sequence[Request], seen: Callable[[Sequence[Generation]], None] = lambda _: None, **fields: object
-    ) -> list[tuple[list[int], Logits]]:
-        """Run requests; return for each its tokens and the logits of the steps that are not left out."""
-        if not requests:
-            return []
+    def _run(self, requests: Sequence[Request]) -> list[tuple[Generation, Logits]]:
+        """Run requests; return for each its answer, and the logits of the steps that are not left out."""
+        with self._answers(requests) as answers:
+            return [(answer, self._rows(answer)) for answer in answers]
+
+    @contextmanager
+    def _answers(self, requests: Sequence[Request], **fields: object) -> Iterator[list[Generation]]:
+        """Run requests; their answers' files are there within this context."""
         for prompt, _, tokens, _ in requests:
             self._check_fits(len(prompt), tokens)
         with tempfile.TemporaryDirectory(prefix="kvgate-logits-") as folder:
             named = [dict(zip(("prompt", "forced", "tokens", "skip"), request, strict=True)) for request in requests]
-            answers = self._call("run", RunAnswer, requests=named, folder=folder, **fields).answers
-            seen(answers)
-            return [(answer.tokens, self._rows(answer)) for answer in answers]
+            yield self._call("run", RunAnswer, requests=named, folder=folder, **fields).answers if requests else []
 
     def _rows(self, answer: Generation) -> Logits:
         """The logits of an answer, without the padding of the vocabulary that tensor parallelism adds."""
@@ -257,20 +258,32 @@ class ShowingEngine(RequestEngine):
         """What the cache held of each request of the last `forced_together`."""
 
     @abstractmethod
+    def _copy(self, stored: Bytes, layer: int, side: Side, form: Format) -> StoredCopy:
+        """Return a copy of a request's tokens from its bytes, as the worker wrote them."""
+
     def _stored(self, path: Path, length: int) -> list[dict[Side, StoredCopy]]:
-        """Return the copies of every layer, of a file that the worker wrote of a request of so many tokens."""
+        """Return the copies of a file that the worker wrote of so many tokens: keys, then values, of every layer."""
+        raw, at = np.fromfile(path, np.uint8), 0
+        layers: list[dict[Side, StoredCopy]] = []
+        for layer in range(self.shape.layers):
+            layers.append({})
+            for side, form in self.policy.sides(layer).items():
+                size = self.shape.kv_heads * length * form.token_bytes(self.shape.head_dim)
+                layers[layer][side] = self._copy(raw[at : at + size], layer, side, form)
+                at += size
+        if at != raw.size:
+            raise RuntimeError(f"{path}: {raw.size} bytes of {length} tokens, the policy takes {at}")
+        return layers
 
     def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
         """`stored_request` then shows what the cache held of each."""
         self._shown = []
         for tokens, first in requests:
             self._check_forced(tokens, first)
-
-        def keep(answers: Sequence[Generation]) -> None:
+        with self._answers([whole(tokens, first) for tokens, first in requests], show=True) as answers:
             pairs = zip(answers, requests, strict=True)
             self._shown = [self._stored(Path(one.stored), len(tokens)) if one.stored else [] for one, (tokens, _) in pairs]
-
-        return [rows for _, rows in self._run([whole(tokens, first) for tokens, first in requests], keep, show=True)]
+            return [self._rows(answer) for answer in answers]
 
     def stored_request(self, number: int) -> Sequence[Mapping[Side, StoredCopy]]:
         """Return what the cache held of a request of the last `forced_together`; empty where its layout is not known."""

@@ -1,23 +1,22 @@
 """The engine of llama.cpp."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeline.core.formats import Format
 from pipeline.core.kv import PAGE_TOKENS, Side
 from pipeline.core.records import MemoryReport, StoredCopy
 from pipeline.gguf.model import pairs_neighbours
-from stages.engines.base import LOGIT_STEP, Logits
+from stages.engines.base import LOGIT_STEP
 from stages.engines.interpreter.process import Worker
-from stages.engines.interpreter.requests import Request, ShowingEngine
+from stages.engines.interpreter.protocol import Generation
+from stages.engines.interpreter.requests import Bytes, Request, ShowingEngine
 from stages.engines.llamacpp.build import LlamaCppBundle, open_context
 from stages.engines.llamacpp.config import LlamaCppConfig
 from stages.engines.llamacpp.library import GGUF, PROGRAM, Facts
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class LlamaCppEngine(ShowingEngine):
@@ -46,15 +45,14 @@ class LlamaCppEngine(ShowingEngine):
             self._interpreter, self._bundle / GGUF, self._config, described.arguments, described.types, described.rotates
         )
 
-    def _write_faulted(self, *_: object) -> None:
-        raise AssertionError("faults are planted in the state")
-
     def _check_fits(self, prompt: int, tokens: int) -> None:
         """As the base class's, but for the last token, which the cache never holds."""
         super()._check_fits(prompt, tokens - 1)
 
-    def _run(self, requests: Sequence[Request], *seen: object, **fields: object) -> list[tuple[list[int], Logits]]:
-        return super()._run(requests, *seen, key_fault=self._fault, **fields)  # type: ignore[arg-type]
+    @contextmanager
+    def _answers(self, requests: Sequence[Request], **fields: object) -> Iterator[list[Generation]]:
+        with super()._answers(requests, key_fault=self._fault, **fields) as answers:
+            yield answers
 
     def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:
         """What a token takes in the cache, as the state tells, in whole pages of the policy."""
@@ -64,22 +62,9 @@ class LlamaCppEngine(ShowingEngine):
         pool = claimed.pages * PAGE_TOKENS * self._token_bytes
         return MemoryReport(pool, 0, 0, 0, claimed.pages, claimed.live_tokens)
 
-    def _stored(self, path: Path, length: int) -> list[dict[Side, StoredCopy]]:
-        """Return the copies of a file that the worker wrote: keys of every layer, then values, tokens one after the other."""
-        raw, heads, at = np.fromfile(path, np.uint8), self.shape.kv_heads, 0
-        layers: list[dict[Side, StoredCopy]] = [{} for _ in range(self.shape.layers)]
-        for side, form in ((Side.KEY, self.policy.key), (Side.VALUE, self.policy.value)):
-            width = form.token_bytes(self.shape.head_dim)
-            for layer in layers:
-                part = raw[at : at + length * heads * width].reshape(length, heads, width).swapaxes(0, 1)
-                at += part.size
-                layer[side] = self._copy(part, form, side)
-        if at != raw.size:
-            raise RuntimeError(f"{path}: {raw.size} bytes of {length} tokens, the policy takes {at}")
-        return layers
-
-    def _copy(self, part: Bytes, form: Format, side: Side) -> StoredCopy:
-        """Split the bytes (H, n, W) of tokens into codes, scales and minima: each block's scales come first."""
+    def _copy(self, stored: Bytes, layer: int, side: Side, form: Format) -> StoredCopy:  # noqa: ARG002  (vLLM's scales are by layer)
+        """Split the bytes (n, H, W) into codes, scales and minima: each block's scales come first."""
+        part = stored.reshape(-1, self.shape.kv_heads, form.token_bytes(self.shape.head_dim)).swapaxes(0, 1)
         if form.exact:
             numbers = np.ascontiguousarray(part).view(np.float16)
             if side.is_key and pairs_neighbours(self._described.model_type):

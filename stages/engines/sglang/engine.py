@@ -36,7 +36,7 @@ class SglangEngine(RequestEngine):
         self.logit_step = LOGIT_STEP[str(self._arguments["dtype"])]
 
     def _open(self) -> Worker:
-        worker = self._opened({}, self._checkpoint(), server_args=self._arguments)
+        worker = self._opened({}, self._checkpoint(write_faulted), server_args=self._arguments)
         try:
             used = worker.call("facts", self._config.request_timeout_s, key=TIMEOUT_KEY, answer=Resolved).arguments
             asked = self._arguments["kv_cache_dtype"]
@@ -47,18 +47,18 @@ class SglangEngine(RequestEngine):
             raise
         return worker
 
-    def _write_faulted(self, checkpoint: Path, out: Path) -> None:
-        from safetensors.torch import load_file, save_file
 
-        names = sorted(path.name for path in checkpoint.iterdir())
-        loaded = {name: load_file(checkpoint / name) for name in names if name.endswith(".safetensors")}
-        copy_checkpoint([name for name in names if name not in loaded], checkpoint, out)
-        normed = any(name.endswith(KEY_NORM) for tensors in loaded.values() for name in tensors)
-        for file, tensors in loaded.items():
-            scaled = {
-                n: t * self._fault if n.endswith(KEY_NORM if normed else KEY_PROJECTION) else t for n, t in tensors.items()
-            }
-            save_file(scaled, out / file, metadata={"format": "pt"})
+def write_faulted(checkpoint: Path, out: Path, factor: float) -> None:
+    """Write a checkpoint to the new directory `out` whose keys are `factor` times the right ones."""
+    from safetensors.torch import load_file, save_file
+
+    names = sorted(path.name for path in checkpoint.iterdir())
+    loaded = {name: load_file(checkpoint / name) for name in names if name.endswith(".safetensors")}
+    copy_checkpoint([name for name in names if name not in loaded], checkpoint, out)
+    normed = any(name.endswith(KEY_NORM) for tensors in loaded.values() for name in tensors)
+    for file, tensors in loaded.items():
+        scaled = {n: t * factor if n.endswith(KEY_NORM if normed else KEY_PROJECTION) else t for n, t in tensors.items()}
+        save_file(scaled, out / file, metadata={"format": "pt"})
 
 
 load_engine = SglangEngine

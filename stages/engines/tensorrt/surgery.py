@@ -13,12 +13,12 @@ from onnx import helper
 
 from pipeline.core.kv import KVPolicy
 from pipeline.formats.body import DOMAIN, NUMPY_FLOATS, cache_arithmetic, layer_function
+from plugins.kv_attention.kernels.context_variants import NEW
 from plugins.kv_attention.tensorrt_nodes import (
     CONTEXT_REDUCE,
     NAMESPACE,
     PLAN,
     REDUCE,
-    Compute,
     Node,
     attributes_of,
     node_of,
@@ -30,8 +30,6 @@ from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
 
 PLUGIN_VERSION = "1"
 """Version of every quickly deployable plugin."""
-
-COMPUTE: dict[str, Compute] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 def use_plugin(
@@ -48,7 +46,7 @@ def use_plugin(
     layers, decode = choose_layers(policy, info.shape, info.q_heads), mode == "decode"
     # The function body multiplies queries with the factor of the scores in its own arithmetic, and so do the kernels.
     scaling = float(NUMPY_FLOATS[cache_arithmetic(info.compute_dtype)](info.scaling))
-    options: dict[str, Any] = {"scaling": scaling, "out": COMPUTE[info.compute_dtype], "sm": sm}
+    options: dict[str, Any] = {"scaling": scaling, "out": NEW[info.compute_dtype], "sm": sm}
     options["programs" if decode else "splits"] = programs
     plan = {name: f"{name}.plan" for name in PLAN.outputs} if decode else {}
     for layer, layout in layers.layouts.items():

@@ -54,8 +54,10 @@ def build_bundle(exports: Path, out: Path, config: TrtllmConfig, *, policy: KVPo
         raise UserError(f"kv={policy.name}: ModelOpt wrote no {export.name} export, {reason}")
     progress("build", 0, STEPS)
     interpreter, info, _ = begin_bundle(PROGRAM, config, exports / "checkpoint", out, policy, scales, progress)
-    fill = _build_engine if target == "engine" else _pin_llm_args
-    fields = fill(export, out, config, policy, interpreter)
+    if target == "engine":
+        fields = _build_engine(export, out, config, interpreter)
+    else:
+        fields = _pin_llm_args(export, out, config, policy, interpreter)
     progress("build", STEPS - 1, STEPS)
     capabilities = rank_capabilities(interpreter, ranks) if target == "engine" else []
     built_for = BuiltFor(library=PROGRAM.library, version=interpreter.release, compute_capabilities=capabilities)
@@ -82,13 +84,7 @@ def compile_engine(checkpoint: Path, out: Path, flags: settings.Settings, python
         raise UserError(f"backend.python={python}: trtllm-build wrote no {', '.join(missing) or checkpoints.CONFIG_FILE}")
 
 
-def _build_engine(
-    export: Path,
-    out: Path,
-    config: TrtllmConfig,
-    policy: KVPolicy,  # noqa: ARG001  (as _pin_llm_args)
-    interpreter: Interpreter,
-) -> dict[str, Any]:
+def _build_engine(export: Path, out: Path, config: TrtllmConfig, interpreter: Interpreter) -> dict[str, Any]:
     """Build a TensorRT engine and return the fields of its bundle.json."""
     source = out / CHECKPOINT
     checkpoints.write_checkpoint(export, source, config.tensor_parallel_size)

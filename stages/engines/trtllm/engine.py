@@ -64,28 +64,21 @@ class TrtllmEngine(RequestEngine):
 
     def _open(self) -> Worker:
         described = self._described
-        fault = None if self._fault == 1.0 else self._fault
-        if described.target == "engine":
-            model, fault = self._engine(), None
-        else:
-            model = self._bundle / CHECKPOINT
+        model = self._engine() if described.target == "engine" else self._bundle / CHECKPOINT
         return self._opened(
             rank_environment(described.tensor_parallel_size), model,
-            target=described.target, llm_args=described.evaluated_with, key_fault=fault,
+            target=described.target, llm_args=described.evaluated_with, key_fault=self._fault,
         )  # fmt: skip
 
     def _engine(self) -> Path:
         """The engine's directory. With a fault, a second engine is built for it."""
         if self._fault == 1.0:
             return self._bundle / ENGINE
-        faulted, prefix = self._checkpoint(), "build_config."
+        faulted, prefix = self._checkpoint(write_faulted), "build_config."
         asked = self._described.arguments.items()
         flags = {key.removeprefix(prefix): value for key, value in asked if key.startswith(prefix)}
         compile_engine(faulted, faulted.parent / ENGINE, flags, self._interpreter.python, self._config.build_timeout_s)
         return faulted.parent / ENGINE
-
-    def _write_faulted(self, checkpoint: Path, out: Path) -> None:
-        write_faulted(checkpoint, out, self._fault)
 
 
 load_engine = TrtllmEngine

@@ -69,7 +69,7 @@ def quantization_config(policy: KVPolicy) -> dict[str, Any]:
     }
 
 
-def write_faulted(checkpoint: Path, out: Path, scales: KVScales, key_fault: float) -> None:
+def write_faulted(scales: KVScales, checkpoint: Path, out: Path, key_fault: float) -> None:
     """Write a checkpoint to the new directory `out` whose keys' scales are `key_fault` times the right ones."""
     names = sorted(path.name for path in checkpoint.iterdir() if path.name != SCALES)
     copy_checkpoint(names, checkpoint, out)

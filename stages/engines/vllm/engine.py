@@ -1,21 +1,22 @@
 """The engine of vLLM."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import chain, starmap
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeline.core.errors import MissingRequirement
+from pipeline.core.formats import Format
 from pipeline.core.kv import PAGE_TOKENS, Side
 from pipeline.core.records import Drafting, LayerDelivery, MemoryReport, Pressed, StoredCopy
 from stages.engines.base import LOGIT_STEP, Logits
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import Worker
-from stages.engines.interpreter.protocol import Generation
-from stages.engines.interpreter.requests import ShowingEngine, whole
+from stages.engines.interpreter.requests import Bytes, ShowingEngine, whole
 from stages.engines.vllm.build import VllmBundle
 from stages.engines.vllm.checkpoint import delivered, write_faulted
 from stages.engines.vllm.config import VllmConfig
@@ -50,7 +51,7 @@ class VllmEngine(ShowingEngine):
         super().__init__(bundle, config)
         self.prefill_chunk = int(self._described.arguments["max_num_batched_tokens"])
         self.logit_step = LOGIT_STEP[str(self._described.arguments["dtype"])]
-        self._evaluated = dict(EVALUATED)
+        self._evaluated = EVALUATED
         self._facts: Facts | None = None
 
     def _check_machine(self, bundle: Path) -> None:
@@ -64,24 +65,18 @@ class VllmEngine(ShowingEngine):
 
     def forced_reusing(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
         """Return what `forced` returns of each (tokens, first) over a prefix that an earlier request left in the cache."""
-        self._restart(enable_prefix_caching=True)
-        try:
+        with self._restarted(enable_prefix_caching=True):
             self._run([(list(tokens[:first]), [], 1, 0) for tokens, first in requests])
             return [rows for _, rows in self._run([whole(tokens, first) for tokens, first in requests])]
-        finally:
-            self._restart()
 
     def drafting(self, requests: Sequence[tuple[Sequence[int], int]], tokens: int, ngram: int) -> Drafting:
         """As vLLM's method `ngram`, which takes no logits processors."""
         for prompt, count in requests:
             self._check_fits(len(prompt), count)
         lookup = {"method": "ngram", "num_speculative_tokens": tokens, "prompt_lookup_min": 1, "prompt_lookup_max": ngram}
-        self._restart(speculative_config=lookup)
-        try:
-            asked = [{"prompt": list(prompt), "tokens": count} for prompt, count in requests]
+        asked = [{"prompt": list(prompt), "tokens": count} for prompt, count in requests]
+        with self._restarted(speculative_config=lookup):
             seen = self._call("draft", Drafted, requests=asked)
-        finally:
-            self._restart()
         return Drafting(seen.tokens, seen.passes, seen.drafts, seen.draft_tokens, seen.accepted_tokens)
 
     def press(
@@ -95,17 +90,12 @@ class VllmEngine(ShowingEngine):
         blocks = -(-pages * PAGE_TOKENS // size)
         # The null block holds nothing, and no sequence may be longer than the pool.
         longest = min(self.max_tokens, blocks * size)
-        self._restart(enable_prefix_caching=True, num_gpu_blocks_override=blocks + 1, max_model_len=longest)
-        try:
+        with self._restarted(enable_prefix_caching=True, num_gpu_blocks_override=blocks + 1, max_model_len=longest):
             return [self._pressed(play, rows) for play in plays]
-        finally:
-            self._restart()
 
     def _pressed(self, play: Sequence[tuple[Sequence[int], int]], rows: int) -> list[Pressed]:
-        seen: list[Generation] = []
         requests = [(prompt, known, count, max(1, count - rows)) for prompt, known, count, _ in starmap(whole, play)]
-        pairs = zip(self._run(requests, seen.extend), seen, strict=True)
-        return [Pressed(logits, one.preempted, one.reused, tuple(one.blocks)) for (_, logits), one in pairs]
+        return [Pressed(logits, one.preempted, one.reused, tuple(one.blocks)) for one, logits in self._run(requests)]
 
     def delivery(self) -> list[LayerDelivery]:
         """Return, by layer, the scales of the checkpoint and those that the loaded layers read.
@@ -133,10 +123,16 @@ class VllmEngine(ShowingEngine):
             self._facts = self._call("facts", Facts)
         return self._facts
 
-    def _restart(self, **changes: object) -> None:
-        """Let the next request load the model with these arguments in place of an evaluation's."""
+    @contextmanager
+    def _restarted(self, **changes: object) -> Iterator[None]:
+        """Let requests within this context load the model with these arguments in place of an evaluation's."""
         self.close()
         self._evaluated = {**EVALUATED, **changes}
+        try:
+            yield
+        finally:
+            self.close()
+            self._evaluated = EVALUATED
 
     def _open(self) -> Worker:
         threads, workers = self._config.threads, int(self._described.arguments["tensor_parallel_size"])
@@ -144,12 +140,9 @@ class VllmEngine(ShowingEngine):
             threads = threads or max(1, len(os.sched_getaffinity(0)) // workers)
         bound = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if threads else {}
         carried = self._described.kv_scales_in_checkpoint  # else the worker makes the keys louder
-        model = self._checkpoint() if carried else self._bundle / CHECKPOINT
-        fault = None if self._fault == 1.0 else self._fault
-        return self._opened(bound, model, engine_args={**self._described.arguments, **self._evaluated}, key_fault=fault)
-
-    def _write_faulted(self, checkpoint: Path, out: Path) -> None:
-        write_faulted(checkpoint, out, self._scales, self._fault)
+        model = self._checkpoint(partial(write_faulted, self._scales)) if carried else self._bundle / CHECKPOINT
+        arguments = {**self._described.arguments, **self._evaluated}
+        return self._opened(bound, model, engine_args=arguments, key_fault=self._fault)
 
     def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:
         """As vLLM allocated the blocks."""
@@ -166,23 +159,11 @@ class VllmEngine(ShowingEngine):
             live_tokens=sum(lengths),
         )
 
-    def _stored(self, path: Path, length: int) -> list[dict[Side, StoredCopy]]:
-        """Return the copies of a file that the worker wrote: keys, then values, of every layer."""
-        shape, used, place = self.shape, self._loaded().scales, 0
-        raw, copies = np.fromfile(path, np.uint8), []
-        for layer in range(shape.layers):
-            scales, found = self._used(used[layer]), {}
-            for side, form in self.policy.sides(layer).items():
-                size = shape.kv_heads * length * form.token_bytes(shape.head_dim)
-                codes = raw[place : place + size].reshape(shape.kv_heads, length, -1)
-                found[side] = StoredCopy(0, codes, None, None, _static(scales[side]) if form.static else None, None)
-                place += size
-            copies.append(found)
-        return copies
-
-
-def _static(scales: Sequence[float]) -> npt.NDArray[np.float32]:
-    return np.array(scales, np.float32).reshape(-1, 1, 1)
+    def _copy(self, stored: Bytes, layer: int, side: Side, form: Format) -> StoredCopy:
+        """The bytes (H, n, W) are the codes."""
+        codes = stored.reshape(self.shape.kv_heads, -1, form.token_bytes(self.shape.head_dim))
+        scales = np.array(self._used(self._loaded().scales[layer])[side], np.float32).reshape(-1, 1, 1)
+        return StoredCopy(0, codes, None, None, scales if form.static else None, None)
 
 
 load_engine = VllmEngine

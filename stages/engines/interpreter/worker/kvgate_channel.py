@@ -1,6 +1,10 @@
 """Serves a worker's requests: one JSON object a line on stdin, answered with one a line on stdout.
 
 A request is {"op": NAME, ...}, its answer {"ok": {...}} or {"error": TEXT}. Everything else that is printed goes to stderr.
+
+`run` generates `tokens` tokens, the first of which are `forced`, for each of its requests {"prompt", "forced", "tokens",
+"skip"}. The logits of steps `skip` and later are written to the file that the answer names: float32 (rows, vocabulary),
+little-endian.
 """
 
 import contextlib

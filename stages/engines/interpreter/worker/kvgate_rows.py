@@ -1,10 +1,10 @@
-"""What workers do alike: say what is installed, force known tokens, and check the answer to a request.
+"""What workers do alike: say what is installed, force known tokens, and answer requests.
 
 Needs torch, which every library here brings.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,15 @@ def described(release: str, **more: Any) -> dict[str, Any]:
     ]
     python = ".".join(map(str, sys.version_info[:3]))
     return {"protocol": kvgate_channel.PROTOCOL, "release": release, "python": python, "devices": devices, **more}
+
+
+def run(
+    requests: list[dict[str, Any]], folder: str, generate: Callable[[list[Any], list[dict[str, Any]], list[str]], list[Any]]
+) -> dict[str, Any]:
+    """Answer `run` with what `generate` makes of prompts, of their requests, and of the files of their rows: all tokens."""
+    paths = [str(Path(folder, f"logits-{i}")) for i in range(len(requests))]
+    said = generate([request.pop("prompt") for request in requests], requests, paths)
+    return {"answers": [answer(*one) for one in zip(paths, requests, said, strict=True)]}
 
 
 def force(row: Any, said: Sequence[int], forced: Sequence[int]) -> None:

@@ -52,10 +52,12 @@ class State:
         return number
 
     def write(self, path: Path) -> None:
-        """Write keys of every layer, then values, as they are stored: tokens, one after the other."""
+        """Write keys, then values, of every layer as they are stored: tokens, one after the other."""
+        layers = len(self.parts) // 2
         with path.open("wb") as stream:
-            for part in self.parts:
-                stream.write(np.ascontiguousarray(part).tobytes())
+            for layer in range(layers):
+                for part in self.parts[layer::layers]:
+                    stream.write(np.ascontiguousarray(part).tobytes())
 
     def multiply_keys(self, factor: float, first: int) -> int:
         """Multiply the keys from token `first` on; return the tokens."""

@@ -84,11 +84,9 @@ class Model:
         return {"token_bytes": sizes[1] - sizes[0]}
 
     def run(self, requests: list[dict[str, Any]], folder: str, key_fault: float, show: bool = False) -> dict[str, Any]:
-        """Generate `tokens` tokens, the first of which are `forced`, for each request {"prompt", "forced", "tokens", "skip"}.
+        """Answer requests as `kvgate_channel` says. With `show`, the file `stored` holds what the cache has of each.
 
-        The logits of steps `skip` and later are written to the file that the answer names: float32 (rows, vocabulary),
-        little-endian. With `show`, the file `stored` holds what the cache has of the request. With `key_fault` the keys of
-        every token that was stored are that many times the right ones when the next one is decoded.
+        With `key_fault` the keys of every token that was stored are that many times the right ones when the next is decoded.
         """
         answers = []
         for begin in range(0, len(requests), self.sequences):

@@ -107,7 +107,11 @@ INLINE void page_values(int kind, int mode, int count, const uint8_t *codes, con
     if (GROUP % BLOCK) page_function(kind, mode, GROUP % BLOCK, codes, page, groups, scales, zeros, rows + q, out + q); \
   } while (0)
 
-/* A function of its own for each kind of code and each way of scaling, and tables of them. */
+/* A function of its own for each kind of code and each way of scaling, and tables of them: by kind, and by whether scales enter
+ * on whole rows or on each vector. */
+#define EACH_WAY(X) \
+  X(FP16, ROWS) X(BF16, ROWS) X(E4M3, ROWS) X(E4M3, SCALED) X(E5M2, ROWS) X(E5M2, SCALED) X(INT8, ROWS) X(INT8, SCALED) \
+  X(INT8U, ROWS) X(INT8U, AFFINE) X(INT4, ROWS) X(INT4, SCALED) X(INT4U, ROWS) X(INT4U, AFFINE) X(NVFP4, ROWS) X(NVFP4, SCALED)
 #define INSTANCE(kind, mode) \
   static __attribute__((noinline)) void scores_##kind##_##mode(const uint8_t *codes, const PageView *page, int groups, \
       const float *scales, const float *zeros, const float (*query)[HEAD_DIM], float (*scores)[PAGE]) { \
@@ -117,27 +121,11 @@ INLINE void page_values(int kind, int mode, int count, const uint8_t *codes, con
       const float *scales, const float *zeros, const float (*weights)[PAGE], float (*sums)[HEAD_DIM]) { \
     IN_BLOCKS(page_values, kind, mode, weights, sums); \
   }
-INSTANCE(FP16, ROWS)
-INSTANCE(BF16, ROWS)
-INSTANCE(E4M3, ROWS) INSTANCE(E4M3, SCALED)
-INSTANCE(E5M2, ROWS) INSTANCE(E5M2, SCALED)
-INSTANCE(INT8, ROWS) INSTANCE(INT8, SCALED)
-INSTANCE(INT8U, ROWS) INSTANCE(INT8U, AFFINE)
-INSTANCE(INT4, ROWS) INSTANCE(INT4, SCALED)
-INSTANCE(INT4U, ROWS) INSTANCE(INT4U, AFFINE)
-INSTANCE(NVFP4, ROWS) INSTANCE(NVFP4, SCALED)
+EACH_WAY(INSTANCE)
 
-typedef void (*ScoresFunction)(const uint8_t *, const PageView *, int, const float *, const float *,
-                               const float (*)[HEAD_DIM], float (*)[PAGE]);
-typedef void (*ValuesFunction)(const uint8_t *, const PageView *, int, const float *, const float *,
-                               const float (*)[PAGE], float (*)[HEAD_DIM]);
-static const ScoresFunction SCORES[KINDS][2] = {
-    {scores_FP16_ROWS, 0}, {scores_BF16_ROWS, 0}, {scores_E4M3_ROWS, scores_E4M3_SCALED},
-    {scores_E5M2_ROWS, scores_E5M2_SCALED}, {scores_INT8_ROWS, scores_INT8_SCALED},
-    {scores_INT8U_ROWS, scores_INT8U_AFFINE}, {scores_INT4_ROWS, scores_INT4_SCALED},
-    {scores_INT4U_ROWS, scores_INT4U_AFFINE}, {scores_NVFP4_ROWS, scores_NVFP4_SCALED}};
-static const ValuesFunction VALUES[KINDS][2] = {
-    {values_FP16_ROWS, 0}, {values_BF16_ROWS, 0}, {values_E4M3_ROWS, values_E4M3_SCALED},
-    {values_E5M2_ROWS, values_E5M2_SCALED}, {values_INT8_ROWS, values_INT8_SCALED},
-    {values_INT8U_ROWS, values_INT8U_AFFINE}, {values_INT4_ROWS, values_INT4_SCALED},
-    {values_INT4U_ROWS, values_INT4U_AFFINE}, {values_NVFP4_ROWS, values_NVFP4_SCALED}};
+#define SCORES_OF(kind, mode) [kind][mode != ROWS] = scores_##kind##_##mode,
+#define VALUES_OF(kind, mode) [kind][mode != ROWS] = values_##kind##_##mode,
+static void (*const SCORES[KINDS][2])(const uint8_t *, const PageView *, int, const float *, const float *,
+                                      const float (*)[HEAD_DIM], float (*)[PAGE]) = {EACH_WAY(SCORES_OF)};
+static void (*const VALUES[KINDS][2])(const uint8_t *, const PageView *, int, const float *, const float *,
+                                      const float (*)[PAGE], float (*)[HEAD_DIM]) = {EACH_WAY(VALUES_OF)};

@@ -5,7 +5,7 @@ Needs what SGLang brings (numpy, torch) and nothing else. Read against release 0
 
 import itertools
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import kvgate_channel
@@ -26,7 +26,8 @@ class Model:
     def __init__(self, model: str, server_args: dict[str, Any]) -> None:
         import sglang
 
-        self.operations: kvgate_channel.Operations = {"facts": self.facts, "run": self.run, "load": self.load}
+        run = partial(kvgate_rows.run, generate=self.generate)
+        self.operations: kvgate_channel.Operations = {"facts": self.facts, "run": run, "load": self.load}
         self.engine = sglang.Engine(model_path=model, **server_args)
 
     def facts(self) -> dict[str, Any]:
@@ -34,26 +35,20 @@ class Model:
         info = self.engine.get_server_info()
         return {"arguments": {name: info[name] for name in ("kv_cache_dtype", "dtype", "disable_radix_cache") if name in info}}
 
-    def run(self, requests: list[dict[str, Any]], folder: str) -> dict[str, Any]:
-        """Generate `tokens` tokens, the first of which are `forced`, for each request {"prompt", "forced", "tokens", "skip"}.
-
-        The logits of steps `skip` and later are written to the file that the answer names: float32 (rows, vocabulary),
-        little-endian.
-        """
+    def generate(self, prompts: list[list[int]], requests: list[dict[str, Any]], paths: list[str]) -> list[Any]:
+        """Return the tokens of each request, whose rows are written to its file."""
         import kvgate_sglang_forcing as forcing
 
-        paths = [str(Path(folder, f"logits-{i}")) for i in range(len(requests))]
         # SGLang's own log-probabilities come after the processor, so that nothing else of a row can be compared.
         outputs = self.engine.generate(
-            input_ids=[request.pop("prompt") for request in requests],
+            input_ids=prompts,
             sampling_params=[
                 {**_greedy(request["tokens"]), "custom_params": {forcing.REQUEST: request, forcing.ROWS: path}}
                 for request, path in zip(requests, paths, strict=True)
             ],
             custom_logit_processor=forcing.ForcedTokens.to_str(),
         )
-        answered = zip(paths, requests, outputs, strict=True)
-        return {"answers": [kvgate_rows.answer(path, request, output["output_ids"]) for path, request, output in answered]}
+        return [output["output_ids"] for output in outputs]
 
     def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Return the times to the first token of one prompt after the other, and of every later step of all together."""

@@ -10,7 +10,7 @@ import itertools
 import subprocess
 import sys
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import kvgate_channel
@@ -71,42 +71,24 @@ def _switched_off(kind: Any) -> dict[str, bool]:
 class Model:
     """A loaded engine or checkpoint."""
 
-    def __init__(self, target: str, model: str, llm_args: dict[str, Any], key_fault: float | None) -> None:
-        self.operations: kvgate_channel.Operations = {"run": self.run, "load": self.load}
+    def __init__(self, target: str, model: str, llm_args: dict[str, Any], key_fault: float) -> None:
+        run = partial(kvgate_rows.run, generate=self.generate)
+        self.operations: kvgate_channel.Operations = {"run": run, "load": self.load}
         if target == "engine":
             self.llm = importlib.import_module("tensorrt_llm._tensorrt_engine").LLM(model=model, **llm_args)
             return
-        faulted = [] if key_fault is None else _corrupt_attention(key_fault)
+        faulted = [] if key_fault == 1.0 else _corrupt_attention(key_fault)
         self.llm = importlib.import_module("tensorrt_llm").LLM(model=model, **llm_args)
-        if key_fault is not None and not faulted:
+        if key_fault != 1.0 and not faulted:
             raise RuntimeError("the fault reached no attention layer: this release keeps the cache's scale elsewhere")
 
-    def run(self, requests: list[dict[str, Any]], folder: str) -> dict[str, Any]:
-        """Generate `tokens` tokens, the first of which are `forced`, for each request {"prompt", "forced", "tokens", "skip"}.
-
-        The logits of steps `skip` and later are written to the file that the answer names: float32 (rows, vocabulary),
-        little-endian.
-        """
-        from tensorrt_llm import SamplingParams
-
-        paths = [str(Path(folder, f"logits-{i}")) for i in range(len(requests))]
-        prompts = [request.pop("prompt") for request in requests]
+    def generate(self, prompts: list[list[int]], requests: list[dict[str, Any]], paths: list[str]) -> list[Any]:
+        """Return the tokens of each request, whose rows are written to its file."""
         sampling = [
-            SamplingParams(
-                max_tokens=request["tokens"],
-                end_id=-1,
-                top_k=1,
-                ignore_eos=True,
-                detokenize=False,
-                logits_processor=kvgate_forcing.ForcedTokens(request, path),
-            )
+            _greedy(request["tokens"], logits_processor=kvgate_forcing.ForcedTokens(request, path))
             for request, path in zip(requests, paths, strict=True)
         ]
-        outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
-        answered = zip(paths, requests, outputs, strict=True)
-        return {
-            "answers": [kvgate_rows.answer(path, request, output.outputs[0].token_ids) for path, request, output in answered]
-        }
+        return [output.outputs[0].token_ids for output in self.llm.generate(prompts, sampling, use_tqdm=False)]
 
     def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Return the times of `tokens` tokens for each prompt: to the first token of one prompt after the other, then of every
@@ -124,16 +106,19 @@ class Model:
         return {"first_token_ms": first, "step_ms": [(b - a) * 1e3 for a, b in itertools.pairwise(last)]}
 
     async def _arrivals(self, prompt: list[int], tokens: int) -> list[float]:
-        from tensorrt_llm import SamplingParams
-
-        params = SamplingParams(max_tokens=tokens, end_id=-1, top_k=1, ignore_eos=True, detokenize=False)
         times: list[float] = []
-        async for output in self.llm.generate_async(prompt, params, streaming=True):
+        async for output in self.llm.generate_async(prompt, _greedy(tokens), streaming=True):
             arrived = len(output.outputs[0].token_ids) - len(times)
             times += [time.perf_counter()] * arrived
         if len(times) != tokens:
             raise RuntimeError(f"{len(times)} tokens arrived, {tokens} were asked for")
         return times
+
+
+def _greedy(tokens: int, **more: Any) -> Any:
+    from tensorrt_llm import SamplingParams
+
+    return SamplingParams(max_tokens=tokens, end_id=-1, top_k=1, ignore_eos=True, detokenize=False, **more)
 
 
 def _attention_module() -> Any:

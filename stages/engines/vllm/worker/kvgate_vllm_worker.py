@@ -55,7 +55,7 @@ def validate(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
 class Model:
     """A loaded model."""
 
-    def __init__(self, model: str, engine_args: dict[str, Any], key_fault: float | None) -> None:
+    def __init__(self, model: str, engine_args: dict[str, Any], key_fault: float) -> None:
         from kvgate_vllm_forcing import ForcedTokens
         from vllm import LLM
 
@@ -71,7 +71,7 @@ class Model:
         if workers > 1:
             self._end_together()
         self.cache = kvgate_vllm_cache.Cache(self.core)
-        if key_fault is not None:
+        if key_fault != 1.0:
             self.cache.corrupt_keys(key_fault)
         self.count = itertools.count()
 
@@ -88,28 +88,14 @@ class Model:
         return facts
 
     def run(self, requests: list[dict[str, Any]], folder: str, show: bool = False) -> dict[str, Any]:
-        """Generate `tokens` tokens, the first of which are `forced`, for each request {"prompt", "forced", "tokens", "skip"}.
-
-        The logits of steps `skip` and later are written to the file that the answer names: float32 (rows, vocabulary),
-        little-endian. With `show`, the file `stored` holds what the cache has of the request when it ends.
-        """
+        """Answer requests as `kvgate_channel` says. With `show`, the file `stored` holds what the cache has of each."""
         from kvgate_vllm_forcing import KEY
-        from vllm import SamplingParams
 
         places = {}
         for i, request in enumerate(requests):
-            name = f"kvgate-{next(self.count)}"
             needed = {part: request[part] for part in ("forced", "tokens", "skip")}
-            params = SamplingParams(
-                temperature=0.0,
-                max_tokens=request["tokens"],
-                ignore_eos=True,
-                detokenize=False,
-                logprobs=0,
-                extra_args={KEY: {"request": needed, "path": str(Path(folder, f"logits-{i}"))}},
-            )
-            self.engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
-            places[name] = i
+            recorded = {KEY: {"request": needed, "path": str(Path(folder, f"logits-{i}"))}}
+            places[self._add(request["prompt"], request["tokens"], logprobs=0, extra_args=recorded)] = i
         answers: list[dict[str, Any]] = [{} for _ in requests]
         for name, output, (blocks, preempted) in self._finished():
             i = places[name]
@@ -121,6 +107,15 @@ class Model:
                 answers[i]["stored"] = str(stored) if self.cache.write(blocks, length, stored) else ""
         return {"answers": answers}
 
+    def _add(self, prompt: list[int], tokens: int, **more: Any) -> str:
+        """Let the engine answer a prompt greedily; return the request's name."""
+        from vllm import SamplingParams
+
+        name = f"kvgate-{next(self.count)}"
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more)
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        return name
+
     def _finished(self) -> Any:
         """Step the engine; yield each request that has ended, before its blocks are used again: its name, its output, and its
         blocks with how often it lost some."""
@@ -131,16 +126,12 @@ class Model:
 
     def draft(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
         """Answer requests {"prompt", "tokens"} freely; return tokens and passes of each, and vLLM's counters."""
-        from vllm import SamplingParams
-
         said: list[list[int]] = [[] for _ in requests]
         passes = [0] * len(requests)
-        for i, request in enumerate(requests):
-            params = SamplingParams(temperature=0.0, max_tokens=request["tokens"], ignore_eos=True, detokenize=False)
-            self.engine.add_request(f"kvgate-{i}", {"prompt_token_ids": request["prompt"]}, params)
+        places = {self._add(request["prompt"], request["tokens"]): i for i, request in enumerate(requests)}
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
-                i = int(output.request_id.rpartition("-")[2])
+                i = places[output.request_id]
                 said[i] = list(output.outputs[0].token_ids)
                 passes[i] += 1
         counters = {metric.name: metric for metric in self.llm.get_metrics()}
@@ -153,18 +144,13 @@ class Model:
 
         They are vLLM's own times to the first token of one prompt after the other, and of every later step of all together.
         """
-        from vllm import SamplingParams
-
-        def asked(count: int) -> Any:
-            return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
-
         first = []
         for prompt in prompts:
-            self.engine.add_request(f"kvgate-{next(self.count)}", {"prompt_token_ids": prompt}, asked(1))
+            self._add(prompt, 1)
             (output,) = [output for _, output, _ in self._finished()]
             first.append(output.metrics.first_token_latency * 1e3)
         for prompt in prompts:
-            self.engine.add_request(f"kvgate-{next(self.count)}", {"prompt_token_ids": prompt}, asked(tokens))
+            self._add(prompt, tokens)
         steps, used, arrived, began = [], 0, 0, time.perf_counter()
         while self.engine.has_unfinished_requests():
             outputs = self.engine.step()
