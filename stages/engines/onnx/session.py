@@ -61,7 +61,7 @@ class GraphSession:
             self._binding.bind_output(name, "cpu", 0, self._types[name], shape, buffer.ctypes.data)
         return buffer
 
-    def run(self, *, shrink: bool) -> None:
+    def run(self, *, shrink: bool = False) -> None:
         """Run the graph; with `shrink` its intermediate results' memory is given back, which a next run asks for again."""
         options = ort.RunOptions()
         if shrink:
