@@ -42,10 +42,6 @@ class Exercised(Record):
     evicted_rows: int = 0
     """Rows whose cache had lost tokens; 0 without eviction."""
 
-    @property
-    def largest_batch(self) -> int:
-        return max(self.batch_sizes, default=0)
-
     @staticmethod
     def merged(parts: "Sequence[Exercised]") -> "Exercised":
         """Return what all of them exercised together."""
@@ -376,7 +372,7 @@ def covered(coverage: Coverage | None, probes: EngineProbes | None) -> Limits | 
     if coverage is None:
         return None
     samples, probe = coverage.overall, probes.candidate if probes is not None else None
-    tokens, batch = samples.longest_context, samples.largest_batch
+    tokens, batch = samples.longest_context, max(samples.batch_sizes, default=0)
     if probe is None:
         return Limits(tokens=tokens, batch=batch)
     if probe.together is None:

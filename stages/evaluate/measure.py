@@ -16,6 +16,7 @@ from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import MEASURED_ALLOWED, allowed
+from pipeline.verdict.delivery import audit_scales
 from pipeline.verdict.record import finite
 from pipeline.verdict.report import Work
 from pipeline.verdict.thresholds import ScaleChangeKind
@@ -29,7 +30,6 @@ from stages.evaluate.decoding.right_answers import in_own_words, likelier
 from stages.evaluate.decoding.rows import Answer, Done, greedy_of, judged_answers, labelled, run_samples
 from stages.evaluate.decoding.speculation import speculated
 from stages.evaluate.decoding.stored import LOGPROBS, Measured, Round, read_round
-from stages.evaluate.delivery import audit_scales
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.distances.scores import Heads, SampleHeads, StoredHeads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, workloads_digest
