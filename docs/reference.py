@@ -81,7 +81,7 @@ def docstrings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def comments(path: Path) -> dict[str, str]:
-    """Return the comment above each key of a file of conf/ that has one, by the key's last name."""
+    """Return the comment above each key of a file of conf/ that has one but the file's own, by the key's last name."""
     found: dict[str, str] = {}
     above: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -91,7 +91,7 @@ def comments(path: Path) -> dict[str, str]:
         if above and (key := re.match(r"\s*(\w+):", line)):
             found[key[1]] = " ".join(above)
         above = []
-    return found
+    return {key: said for key, said in found.items() if said != first_comment(path)}
 
 
 def values(annotation: object, metadata: tuple[object, ...] = ()) -> str:
@@ -118,21 +118,12 @@ def values(annotation: object, metadata: tuple[object, ...] = ()) -> str:
 
 
 def _range(kind: str, metadata: tuple[object, ...]) -> str:
-    limits: dict[str, Any] = {}
-    for one in metadata:
-        for part in (one, *getattr(one, "metadata", ())):
-            limits |= {name: getattr(part, name) for name in ("ge", "gt", "le", "lt") if getattr(part, name, None) is not None}
-    words = {"ge": "from {:,}", "gt": "above {:,}", "le": "to {:,}", "lt": "below {:,}"}
-    return " ".join(
-        [
-            kind,
-            *(
-                words[name].format(int(limits[name]) if limits[name] == int(limits[name]) else limits[name])
-                for name in words
-                if name in limits
-            ),
-        ]
-    )
+    parts = [part for one in metadata for part in (one, *getattr(one, "metadata", ()))]
+    said = [kind]
+    for name, word in {"ge": "from", "gt": "above", "le": "to", "lt": "below"}.items():
+        limits = [getattr(part, name) for part in parts if getattr(part, name, None) is not None]
+        said += [f"{word} {int(limit) if limit == int(limit) else limit:,}" for limit in limits[-1:]]
+    return " ".join(said)
 
 
 def rows(
@@ -211,13 +202,8 @@ def keys() -> list[str]:
             groups.append((name, inner[0]))
     lines += ["### Of the command", "", *table(("key", "default", "values", "meaning"), plain)]
     for name, model in groups:
-        file = next(iter(sorted((CONF / name).glob("*.yaml"))), CONF / "config.yaml")
-        chosen = {"model": "tiny", "kv": "fp8", "workloads": "base", "tracking": "mlflow", "calibration": "generated"}.get(
-            name, "default"
-        )
-        file = CONF / name / f"{chosen}.yaml" if (CONF / name / f"{chosen}.yaml").exists() else file
-        above = comments(file) | (comments(CONF / name / "builtin.yaml") if name == "workloads" else {})
-        found = rows(model, whole[name], f"{name}.", above if file.parent.name == name else {})
+        above = {key: said for file in sorted((CONF / name).glob("*.yaml")) for key, said in comments(file).items()}
+        found = rows(model, whole[name], f"{name}.", above)
         lines += [f"### {name}", "", " ".join((model.__doc__ or "").split()), ""]
         lines += table(("key", "default", "values", "meaning"), list(found))
     for name, model in sorted(backend_configs().items()):

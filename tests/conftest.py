@@ -67,6 +67,14 @@ def tiny_checkpoint() -> Path:
     return ROOT / "stages" / "tiny" / "checkpoint"
 
 
+@pytest.fixture(scope="session")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The skeleton of the random Llama of `onnx_fixtures`, which computes in float32."""
+    from onnx_fixtures import shared_decoder
+
+    return shared_decoder(tmp_path_factory, "float32")
+
+
 def _own_python(library: str) -> str:
     """A library's interpreter. Tests are skipped without it; with REQUIRE_LIBRARY=1 they fail."""
     named = os.environ.get(f"KVGATE_{library.upper()}_PYTHON", ROOT / f".venv-{library}" / "bin" / "python")

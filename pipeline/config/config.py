@@ -47,6 +47,7 @@ else:
 
 JUDGING = ("evaluate", "all")
 MAKING = ("quantize", "build", "tune", *JUDGING)
+PLANNING = ("capacity", "recommend")
 MOVING = ("promote", "rollback", "all", "route", "monitor")
 READERS: dict[str, tuple[Stage, ...]] = {
     "bundle": ("verify",),
@@ -70,6 +71,7 @@ class ModelConfig(StrictModel):
     """The checkpoint: a local Hugging Face directory or GGUF file, or `pkg://module/...` for one inside a Python package."""
 
     path: PathText
+    """A directory, a GGUF file, or a place inside a package."""
 
     @property
     def label(self) -> str:
@@ -81,6 +83,7 @@ class WeightsConfig(StrictModel):
     """How ModelOpt quantizes the weights; the baseline has the same weights, so that only the cache differs."""
 
     format: WeightsFormat
+    """What linear layers are rounded to: E4M3, or INT8 with SmoothQuant, with their inputs; INT4 by AWQ; none as they are."""
 
 
 class QuantizeConfig(StrictModel):
@@ -94,6 +97,7 @@ class CalibrationConfig(StrictModel):
     """Texts from which ModelOpt measures static scales: generated, or one JSON string or {"text": ...} a line."""
 
     samples: Annotated[int, Field(ge=1, le=100_000)]
+    """How many texts."""
     max_length: Annotated[int, Field(ge=16, le=131_072)]
     """Longer texts are cut, in tokens."""
     workloads: Annotated[list[Workload], Field(min_length=1)]

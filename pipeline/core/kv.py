@@ -116,10 +116,6 @@ class Eviction(StrictModel):
     heavy_tokens: Annotated[int, Field(ge=0, le=1 << 20, multiple_of=PAGE_TOKENS)] = 0
     """Of the tokens before the last ones, so many with the most attention are kept, by layer and KV head."""
 
-    @property
-    def sink_pages(self) -> int:
-        return self.sink_tokens // PAGE_TOKENS
-
 
 class LayerOverride(StrictModel):
     """Other formats for some layers (0 is the first). An overridden side is stored once: the window does not apply to it."""
@@ -146,6 +142,7 @@ class KVPolicy(StrictModel):
     """
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=64)
+    """What reports and the registry call the policy."""
     key: Format
     """Format of the keys."""
     value: Format
@@ -234,7 +231,7 @@ class KVPolicy(StrictModel):
 
     @property
     def sink_pages(self) -> int:
-        return 0 if self.eviction is None else self.eviction.sink_pages
+        return 0 if self.eviction is None else self.eviction.sink_tokens // PAGE_TOKENS
 
     def latest_tokens(self, shape: KVShape) -> int | None:
         """Return the latest tokens whose pages the cache keeps, besides those of the sinks; None for all.

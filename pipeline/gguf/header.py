@@ -130,31 +130,22 @@ class _Cursor:
             raise _Unreadable("a text in its header is not UTF-8") from None
 
     def value(self, kind: int) -> Any:
-        if kind == STRING:
-            self._spend(1)
-            return self.string()
-        if kind == ARRAY:
-            return self._array()
-        if kind not in SCALARS:
-            raise _Unreadable(f"metadata type {kind} does not exist")
-        self._spend(1)
-        return self.values(SCALARS[kind])[0]
-
-    def _array(self) -> list[Any]:
+        if kind != ARRAY:
+            return self._several(kind, 1)[0]
         kind, count = self.integer("I"), self.integer("Q")
         if kind == ARRAY:
             raise _Unreadable("an array of arrays, which no model's metadata has")
-        self._spend(count)
+        return self._several(kind, count)
+
+    def _several(self, kind: int, count: int) -> list[Any]:
+        self._values_left -= count
+        if self._values_left < 0:
+            raise _Unreadable(f"more than {MAX_VALUES:,} values of metadata")
         if kind == STRING:
             return [self.string() for _ in range(count)]
         if kind not in SCALARS:
             raise _Unreadable(f"metadata type {kind} does not exist")
         return list(self.values(SCALARS[kind], count))
-
-    def _spend(self, count: int) -> None:
-        self._values_left -= count
-        if self._values_left < 0:
-            raise _Unreadable(f"more than {MAX_VALUES:,} values of metadata")
 
 
 def read_header(path: Path) -> Header:

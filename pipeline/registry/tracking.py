@@ -19,6 +19,7 @@ from pipeline.core.strict import CONTROLS, StrictModel, absolute
 SQLITE = "sqlite:///"
 SCHEMES = (SQLITE, "postgresql", "mysql", "mssql", "http://", "https://")
 ENVIRONMENT = "MLFLOW_TRACKING_URI"
+IDENTITY_TAG = "identity_digest"
 PORT = 5000
 """Of the server that a person starts on a store."""
 
@@ -27,6 +28,7 @@ class Tracking(StrictModel):
     """MLflow tracking and registry."""
 
     enabled: bool = True
+    """Whether runs and engines are logged; what is not can neither be registered nor promoted."""
     uri: Annotated[str, Field(min_length=1)] | None = None
     """A database URI or a server's address; null means MLFLOW_TRACKING_URI, or SQLite in the work directory without it."""
     experiment: Annotated[str, Field(min_length=1, max_length=200, pattern=rf"^[^{CONTROLS}]+$")] = "kvgate"
@@ -71,6 +73,31 @@ class Location:
     @property
     def served(self) -> bool:
         return self.uri.startswith(("http://", "https://"))
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of a registered model: an engine with its evidence."""
+
+    number: str
+    tags: Mapping[str, str]
+    run_id: str = ""
+    """Run that judged it."""
+    made: float = 0.0
+    """When, in seconds since 1970."""
+
+    @property
+    def name(self) -> str:
+        """Display name of its engine."""
+        return self.tags.get("kv", "no name")
+
+    @property
+    def identity_digest(self) -> str:
+        """sha256 of the identity.json that it cites."""
+        return self.tags.get(IDENTITY_TAG, "")
+
+    def __str__(self) -> str:
+        return f"version {self.number} ({self.name})"
 
 
 def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, str] = os.environ) -> Location:

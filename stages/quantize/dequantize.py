@@ -8,7 +8,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from pipeline.artifacts.files import link_or_copy
 from pipeline.checkpoint.description import MODELOPT_FILE, CheckpointInfo, read_config
 from pipeline.checkpoint.files import INDEX
 from pipeline.checkpoint.quantized import AWQ, CACHE_SCALE, GPTQ, PACKED, ROUNDED, Layout, Shape
@@ -30,10 +29,7 @@ def write_plain(info: CheckpointInfo, out: Path, progress: Progress) -> None:
     whose inputs the checkpoint's engine rounds to INT8, which the oracle then does as well.
     """
     assert info.quantized is not None
-    out.mkdir(parents=True)
-    for name in info.other_files:
-        if name not in ("config.json", INDEX, MODELOPT_FILE):
-            link_or_copy(info.path / name, out / name)
+    copy_checkpoint(info, out, but=("config.json", INDEX, MODELOPT_FILE, *info.weight_files))
     config = {key: value for key, value in read_config(info.path).items() if key not in ("quantization_config", "torch_dtype")}
     config["dtype"] = "float32"
     places = tensor_files(info)
@@ -65,13 +61,12 @@ def copy_without_scales(info: CheckpointInfo, out: Path) -> None:
     """Copy the checkpoint to `out`, a new directory, without scales of the cache: an engine is given those of its policy."""
     places = tensor_files(info)
     kept = {name: file for name, file in places.items() if not CACHE_SCALE.fullmatch(name)}
-    copy_checkpoint(info, out)
-    for file in {places[name] for name in places.keys() - kept.keys()}:
-        (out / file).unlink()  # a link to the bytes that every artifact shares
+    anew = {places[name] for name in places.keys() - kept.keys()}
+    copy_checkpoint(info, out, but=anew | {INDEX} if anew else ())
+    for file in anew:
         tensors = {name: read_tensor(info, places, name) for name, place in kept.items() if place == file}
         save_file(tensors, out / file, metadata={"format": "pt"})
-    if INDEX in info.other_files and kept != places:
-        (out / INDEX).unlink()
+    if INDEX in info.other_files and anew:
         (out / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": kept}, indent=1) + "\n", encoding="utf-8")
 
 

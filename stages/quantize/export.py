@@ -104,13 +104,12 @@ def as_given(served: Path, out: Path, policy: KVPolicy) -> dict[str, Report]:
     report = {"tensorrt_llm": {"written": False, "reason": f"weights in the form of {info.quantized.title}"}}
     if reason:
         return {**report, "unified_hf": {"written": False, "reason": reason}}
-    copy_checkpoint(info, out)
+    copy_checkpoint(info, out, but=("config.json", MODELOPT_FILE))
     declared = read_config(served)["quantization_config"]
     cache = {"kv_cache_quant_algo": algorithm(policy.key), "exclude_modules": declared.get("ignore") or []}
     content = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": declared["quant_algo"], **cache}}
     config = {key: value for key, value in read_json(served, "config.json").items() if key != "quantization_config"}
     for name, written in (("config.json", config), (MODELOPT_FILE, content)):
-        (out / name).unlink(missing_ok=True)  # a link to the bytes that every artifact shares
         (out / name).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     return {**report, "unified_hf": _written(policy, "scale", shared=False)}
 

@@ -1,7 +1,7 @@
 """Writes `checkpoint/`: a plain Hugging Face checkpoint whose weights are those that the quantized engine multiplies with."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -13,17 +13,16 @@ from pipeline.checkpoint.description import CheckpointInfo
 from pipeline.checkpoint.files import INDEX
 
 
-def copy_checkpoint(info: CheckpointInfo, out: Path) -> None:
+def copy_checkpoint(info: CheckpointInfo, out: Path, but: Collection[str] = ()) -> None:
     """Copy the checkpoint's known files byte for byte to `out`, a new directory; other files (pickles, code) are left out.
 
     Weights are copied into the store once: a copy for every KV policy would fill the disk, and a hard link to the owner's file
-    would follow what is written to it in place.
+    would follow what is written to it in place. Files that are written anew are in `but`: a copy may be a link as well.
     """
     out.mkdir(parents=True)
-    for name in info.other_files:
-        link_or_copy(info.path / name, out / name)
-    for name in info.weight_files:
-        link_or_copy(info.path / name, out / name)
+    for name in (*info.other_files, *info.weight_files):
+        if name not in but:
+            link_or_copy(info.path / name, out / name)
 
 
 def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, torch.Tensor]) -> None:
@@ -36,9 +35,8 @@ def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, tor
     Raises:
         RuntimeError: A quantized weight is not in the source, or does not fit into float16.
     """
-    out.mkdir(parents=True)
-    for name in info.other_files:
-        link_or_copy(info.path / name, out / name)
+    widened = source_dtype(info) is torch.bfloat16
+    copy_checkpoint(info, out, but=(*info.weight_files, INDEX, *(["config.json"] if widened else [])))
     missing = set(weights)
     total_bytes = 0
     for name in info.weight_files:
@@ -56,11 +54,14 @@ def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, tor
     if missing:
         raise RuntimeError(f"quantized weights that the checkpoint's files do not hold: {', '.join(sorted(missing)[:4])}")
     if INDEX in info.other_files:
-        index = json.loads((out / INDEX).read_text(encoding="utf-8"))
+        index = json.loads((info.path / INDEX).read_text(encoding="utf-8"))
         index["metadata"] = {**index.get("metadata", {}), "total_size": total_bytes}
         (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    if source_dtype(info) is torch.bfloat16:
-        _declare_float32(out / "config.json")
+    if widened:  # transformers would load `dtype="auto"` in bfloat16 again
+        config = json.loads((info.path / "config.json").read_text(encoding="utf-8"))
+        config.pop("torch_dtype", None)
+        config["dtype"] = "float32"
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def check_weights(info: CheckpointInfo, weights: Mapping[str, torch.Tensor]) -> None:
@@ -95,12 +96,3 @@ def _cast(name: str, values: torch.Tensor, source: torch.dtype) -> torch.Tensor:
     if not torch.isfinite(halves).all():
         raise RuntimeError(f"{name}: dequantized values do not fit into float16")
     return halves
-
-
-def _declare_float32(config_file: Path) -> None:
-    """Set the config's dtype to float32; transformers would otherwise load `dtype="auto"` in bfloat16 again."""
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)
-    config["dtype"] = "float32"
-    config_file.unlink()  # it may be a link to the checkpoint's
-    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

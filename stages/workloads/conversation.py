@@ -1,9 +1,34 @@
-"""What the chat workloads write: messages, of which the assistant's are known answers, and answers in JSON."""
+"""What workloads share: which sample it is, messages, of which the assistant's are known answers, and answers in JSON."""
 
 import json
+import random
+from dataclasses import dataclass
+from typing import Literal
 
+Split = Literal["train", "calibration", "evaluation"]
 Message = tuple[str, str]
 """(role, content); roles are "system", "user" and "assistant"."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Which sample of which sequence is generated."""
+
+    split: Split
+    workload: str
+    seed: int
+    index: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.workload}-{self.index:04d}"
+
+    def rng(self, name: str = "") -> random.Random:
+        """Return the generator of this sample, or of what all samples of this index share under `name`.
+
+        Its seed is a text, which keeps splits, workloads and samples apart.
+        """
+        return random.Random(f"{self.split}:{name or self.workload}:{self.seed}:{self.index}")
 
 
 def compact_json(value: object) -> str:

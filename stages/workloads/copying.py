@@ -2,6 +2,8 @@
 
 import random
 
+from pipeline.core.records import Sample
+from stages.workloads.conversation import Slot
 from stages.workloads.vocabulary import CITIES, FIRST_NAMES, ITEMS, LAST_NAMES, digit_pair
 
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
@@ -36,7 +38,9 @@ def word_list(rng: random.Random, length: int) -> str:
     return " ".join(rng.choice(WORDS) if rng.random() < 0.6 else digit_pair(rng) for _ in range(length))
 
 
-def text_to_copy(rng: random.Random) -> str:
-    """Generate 16 to 64 symbols or words."""
+def text_to_copy(slot: Slot) -> Sample:
+    """Ask for a copy of 16 to 64 symbols or words."""
+    rng = slot.rng()
     length = rng.randint(16, 64)
-    return rng.choice((code_like, word_list))(rng, length)
+    text = rng.choice((code_like, word_list))(rng, length)
+    return Sample(slot.id, slot.workload, text, messages=(("user", f"Copy:\n{text}"),))

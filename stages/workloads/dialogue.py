@@ -6,7 +6,8 @@ A fact is stated as `gate.code=4821` and updated as `gate.code->7310`, once at m
 import random
 from collections.abc import Callable
 
-from stages.workloads.conversation import Message, compact_json
+from pipeline.core.records import Sample
+from stages.workloads.conversation import Message, Slot, compact_json
 from stages.workloads.records import question
 from stages.workloads.vocabulary import CITIES, DAYS, FIRST_NAMES, ITEMS, digit_pair, words
 
@@ -23,8 +24,9 @@ ACKNOWLEDGEMENT = "Noted."
 UPDATED_SHARE = 0.4
 
 
-def facts_dialogue(rng: random.Random) -> tuple[tuple[Message, ...], str]:
+def facts_dialogue(slot: Slot) -> Sample:
     """Generate 4 to 12 facts and updates of some over several turns, then one to three questions; and the last one's answer."""
+    rng = slot.rng()
     num_facts = rng.randint(4, 12)
     num_questions = rng.randint(1, 3)
     keys = rng.sample([f"{subject}.{kind}" for subject in SUBJECTS for kind in KINDS], num_facts)
@@ -46,4 +48,4 @@ def facts_dialogue(rng: random.Random) -> tuple[tuple[Message, ...], str]:
     for key in rng.sample(keys, num_questions):
         messages += [("user", question(key)), ("assistant", compact_json({key: facts[key]}))]
     *asked, (_, reference) = messages
-    return tuple(asked), reference
+    return Sample(slot.id, slot.workload, reference, messages=tuple(asked), check="json")

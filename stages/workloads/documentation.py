@@ -10,13 +10,13 @@ import re
 import sys
 from functools import cache
 from pydoc_data.topics import topics
-from typing import Literal
 
 from pipeline.core.errors import UserError
+from pipeline.core.records import Sample
+from stages.workloads.conversation import Slot, Split
 
 PAGE_CHARACTERS = 1400
 """A page has at least so many characters, about 330 tokens of a model with a vocabulary of 50,000."""
-Split = Literal["train", "calibration", "evaluation"]
 SPLITS: tuple[Split, ...] = ("evaluation", "calibration", "train")
 SHORTEST_PARAGRAPH = 100
 _TYPESET = str.maketrans({"’": "'", "“": '"', "”": '"', "…": "...", "—": "-", "–": "-"})
@@ -49,16 +49,16 @@ def pages(split: Split) -> tuple[tuple[str, ...], ...]:
     return _pages()[SPLITS.index(split) :: len(SPLITS)]
 
 
-def excerpt(split: Split, seed: int, index: int) -> tuple[str, str]:
-    """Return the first half of a page and the rest of it. Indices of one seed are different pages."""
-    order = list(pages(split))
-    if index >= len(order):
+def excerpt(slot: Slot) -> Sample:
+    """Return the first half of a page, which the rest of it continues. Indices of one seed are different pages."""
+    order = list(pages(slot.split))
+    if slot.index >= len(order):
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         raise UserError(
-            f"documentation: Python {version} has {len(order)} pages of it for {split}, and page {index + 1} was asked for; "
-            "ask for fewer (workloads.samples.documentation, calibration.samples)"
+            f"documentation: Python {version} has {len(order)} pages of it for {slot.split}, and page {slot.index + 1} was "
+            "asked for; ask for fewer (workloads.samples.documentation, calibration.samples)"
         )
-    random.Random(f"{split}:documentation:{seed}").shuffle(order)
-    text = " ".join(order[index])
+    random.Random(f"{slot.split}:documentation:{slot.seed}").shuffle(order)
+    text = " ".join(order[slot.index])
     middle = text.index(" ", len(text) // 2)
-    return text[:middle], text[middle:]
+    return Sample(slot.id, slot.workload, text[middle:], prompt=text[:middle], check="none")

@@ -11,8 +11,9 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from pipeline.core.records import Sample
 from stages.workloads import documentation
-from stages.workloads.conversation import Message
+from stages.workloads.conversation import Message, Slot
 from stages.workloads.vocabulary import DAYS, words
 
 DIFFICULTIES = ("easy", "medium", "hard")
@@ -113,6 +114,7 @@ class Fact:
 class Page:
     """A page, and what is known of it."""
 
+    slot: Slot
     text: str
     facts: list[Fact]
     """In the order of the page."""
@@ -120,7 +122,7 @@ class Page:
     """Speaker -> sentence."""
     told: list[Fact]
     """What does not stand on the page, but the user tells it."""
-    size: Size
+    difficulty: str
     worked: list[Fact]
     """The worked questions ask for these, a fact of each kind of SINGLE."""
 
@@ -139,6 +141,32 @@ class Page:
         """Return what a wrong answer mentions: the values of all other facts of the same kind."""
         others = (other for other in self.facts + self.told if other.kind == fact.kind and other != fact)
         return tuple(value for other in others for value in other.values)
+
+    def asking_for(self, fact: Fact, messages: list[Message], depth: float | None = None) -> Sample:
+        """Return the sample that asks for a fact at the end of a conversation."""
+        return self.sample([*messages, ("user", fact.question)], fact.sentence, fact.values, self.distractors(fact), depth)
+
+    def sample(
+        self,
+        messages: list[Message],
+        reference: str,
+        mentions: tuple[str, ...],
+        distractors: tuple[str, ...],
+        depth: float | None = None,
+    ) -> Sample:
+        """Return the sample of a conversation that ends with the user's question; `depth` is of the answer in the page."""
+        return Sample(
+            id=self.slot.id,
+            workload=self.slot.workload,
+            reference=reference,
+            messages=tuple(messages),
+            check="mention",
+            document=f"page-{self.slot.index:04d}",
+            depth=depth,
+            mentions=mentions,
+            distractors=distractors,
+            difficulty=self.difficulty,
+        )
 
 
 def _asked(fact: Fact) -> list[Message]:
@@ -162,8 +190,9 @@ def _quote(speaker: str, sentence: str) -> str:
     return f'{speaker} says: "{sentence}"'
 
 
-def make_page(rng: random.Random, difficulty: str, split: documentation.Split) -> Page:
+def make_page(slot: Slot) -> Page:
     """Generate a page: facts in random order, then people who say sentences of Python's documentation."""
+    difficulty, rng = DIFFICULTIES[slot.index % len(DIFFICULTIES)], slot.rng("page")
     size = SIZES[difficulty]
     by_kind = {kind: _facts(rng, kind, size.alike + size.told * (kind in SINGLE)) for kind in KINDS}
     facts = [fact for known in by_kind.values() for fact in known[: size.alike]]
@@ -171,65 +200,50 @@ def make_page(rng: random.Random, difficulty: str, split: documentation.Split) -
     told = [fact for known in by_kind.values() for fact in known[size.alike :]]
     for facts_in_random_order in (facts, worked, told):
         rng.shuffle(facts_in_random_order)
-    sentences = _plain_sentences(paragraph for page in documentation.pages(split) for paragraph in page)
+    sentences = _plain_sentences(paragraph for page in documentation.pages(slot.split) for paragraph in page)
     quotes = dict(zip(rng.sample(SPEAKERS, size.quotes), rng.sample(sentences, size.quotes), strict=True))
     said = [_quote(speaker, sentence) for speaker, sentence in quotes.items()]
     text = "\n".join([*(fact.sentence for fact in facts), "", *said])
-    return Page(text, facts, quotes, told, size, worked)
+    return Page(slot, text, facts, quotes, told, difficulty, worked)
 
 
-@dataclass(frozen=True)
-class Question:
-    """A conversation about a page that ends with the user's question."""
-
-    messages: list[Message]
-    reference: str
-    mentions: tuple[str, ...]
-    """What a right answer mentions."""
-    distractors: tuple[str, ...]
-    """What it does not mention."""
-    depth: float | None = None
-    """Where the answer stands in the page, from 0 to 1."""
-
-
-def _question(messages: list[Message], fact: Fact, page: Page, depth: float | None = None) -> Question:
-    asked: list[Message] = [*messages, ("user", fact.question)]
-    return Question(asked, fact.sentence, fact.values, page.distractors(fact), depth)
-
-
-def lookup(page: Page, rng: random.Random, third: int) -> Question:
-    """Ask for one fact of the page, from its first, second or last third of facts: `third` is 0, 1 or 2."""
+def lookup(slot: Slot) -> Sample:
+    """Ask for one fact of the page, from its first, second or last third of facts in turn."""
+    page, third = make_page(slot), slot.index // len(DIFFICULTIES) % 3
     facts = page.unasked(SINGLE)
-    fact = rng.choice(facts[third * len(facts) // 3 : (third + 1) * len(facts) // 3])
-    return _question(page.messages, fact, page, page.text.index(fact.sentence) / len(page.text))
+    fact = slot.rng().choice(facts[third * len(facts) // 3 : (third + 1) * len(facts) // 3])
+    return page.asking_for(fact, page.messages, page.text.index(fact.sentence) / len(page.text))
 
 
-def extraction(page: Page, rng: random.Random, _third: int) -> Question:
+def extraction(slot: Slot) -> Sample:
     """Ask for the two values of a fact."""
-    return _question(page.messages, rng.choice(page.unasked(DOUBLE)), page)
+    page = make_page(slot)
+    return page.asking_for(slot.rng().choice(page.unasked(DOUBLE)), page.messages)
 
 
-def quotation(page: Page, rng: random.Random, _third: int) -> Question:
+def quotation(slot: Slot) -> Sample:
     """Ask for what somebody says."""
-    speaker = rng.choice(list(page.quotes))
+    page = make_page(slot)
+    speaker = slot.rng().choice(list(page.quotes))
     sentence = page.quotes[speaker]
     messages: list[Message] = [*page.messages, ("user", f"What does {speaker} say?")]
     others = tuple(sentence for other, sentence in page.quotes.items() if other != speaker)
-    return Question(messages, _quote(speaker, sentence), (sentence,), others)
+    return page.sample(messages, _quote(speaker, sentence), (sentence,), others)
 
 
-def recall(page: Page, rng: random.Random, _third: int) -> Question:
+def recall(slot: Slot) -> Sample:
     """Tell facts that do not stand on the page, ask about the page, then for one of the facts that were told."""
+    page, rng = make_page(slot), slot.rng()
     statements = "\n".join(fact.sentence for fact in page.told)
     messages = [*page.messages, ("user", f"Please remember this as well.\n{statements}"), ("assistant", "I will remember it.")]
     fact = rng.choice(page.told)
     others = [other for other in page.unasked(SINGLE) if other.kind != fact.kind]
-    for between in rng.sample(others, page.size.between):
+    for between in rng.sample(others, SIZES[page.difficulty].between):
         messages += _asked(between)
-    return _question(messages, fact, page)
+    return page.asking_for(fact, messages)
 
 
-QUESTIONS: dict[str, Callable[[Page, random.Random, int], Question]] = {
+QUESTIONS: dict[str, Callable[[Slot], Sample]] = {
     "lookup": lookup,
     "extraction": extraction,
     "quotation": quotation,

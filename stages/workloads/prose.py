@@ -2,6 +2,8 @@
 
 import random
 
+from pipeline.core.records import Sample
+from stages.workloads.conversation import Slot
 from stages.workloads.vocabulary import CITIES, DAYS, FIRST_NAMES, ITEMS, LAST_NAMES, words
 
 VERBS = words("repaired painted sold carried found borrowed cleaned hid")
@@ -37,7 +39,8 @@ def story(rng: random.Random) -> str:
     return " ".join(sentences)
 
 
-def opening_and_continuation(rng: random.Random) -> tuple[str, str]:
+def opening_and_continuation(slot: Slot) -> Sample:
     """Generate a prompt and its continuation, two stories each, which are 130 to 300 tokens."""
+    rng = slot.rng()
     first, second, third, fourth = (story(rng) for _ in range(4))
-    return f"{first}\n\n{second}\n\n", f"{third}\n\n{fourth}"
+    return Sample(slot.id, slot.workload, f"{third}\n\n{fourth}", prompt=f"{first}\n\n{second}\n\n", check="none")

@@ -8,7 +8,8 @@ amounts repeat between records. A key occurs once in the records, so the answer 
 import random
 from collections.abc import Callable
 
-from stages.workloads.conversation import compact_json
+from pipeline.core.records import Sample
+from stages.workloads.conversation import Slot, compact_json
 from stages.workloads.vocabulary import CITIES, ID_PREFIXES, ITEMS, STATUSES, amount, digit_pair, full_name, short_date
 
 FIELDS: dict[str, Callable[[random.Random], str]] = {
@@ -54,18 +55,18 @@ def question(key: str) -> str:
     return f"{key}? Answer in JSON."
 
 
-def retrieval(rng: random.Random, index: int) -> tuple[str, str, float]:
+def retrieval(slot: Slot) -> Sample:
     """Generate a question over 6 to 22 records, 200 to 1,000 tokens of the tiny tokenizer.
 
-    Nine consecutive indices pair each of the SIZES with the early, middle and late third of the lines.
-
-    Returns:
-        The user's turn, the answer, and the relative position of the answer's line in the turn, from 0 to 1.
+    Nine consecutive indices pair each of the SIZES with the early, middle and late third of the lines. The depth of a sample
+    is the relative position of the answer's line in the user's turn.
     """
-    count = rng.randint(*SIZES[index // 3 % 3])
+    rng = slot.rng()
+    count = rng.randint(*SIZES[slot.index // 3 % 3])
     records = similar_records(rng, count, rng.randint(4, min(6, MAX_LINES // count)))
     lines = [(f"{record_id}.{field}", value) for record_id, record in records.items() for field, value in record.items()]
-    third = index % 3
+    third = slot.index % 3
     key, value = lines[rng.randrange(third * len(lines) // 3, (third + 1) * len(lines) // 3)]
     prompt = "Records:\n" + "".join(f"{one}={of_one}\n" for one, of_one in lines) + question(key)
-    return prompt, compact_json({key: value}), prompt.index(f"{key}=") / len(prompt)
+    reference, depth = compact_json({key: value}), prompt.index(f"{key}=") / len(prompt)
+    return Sample(slot.id, slot.workload, reference, messages=(("user", prompt),), check="json", depth=depth)

@@ -7,7 +7,8 @@ the call has them in the order of the tool's declaration.
 import random
 from collections.abc import Callable
 
-from stages.workloads.conversation import Message, compact_json
+from pipeline.core.records import Sample
+from stages.workloads.conversation import Slot, compact_json
 from stages.workloads.vocabulary import CITIES, ITEMS, STATUSES, amount, full_name, record_id, short_date
 
 TOOLS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -34,8 +35,9 @@ ARGUMENTS: dict[str, Callable[[random.Random], str]] = {
 }
 
 
-def tool_call(rng: random.Random) -> tuple[list[str], tuple[Message, ...], str]:
-    """Generate the names of three to six tools, their declaration with a request for one of them, and its call."""
+def tool_call(slot: Slot) -> Sample:
+    """Generate a declaration of three to six tools, a request for one of them, and its call."""
+    rng = slot.rng()
     names = rng.sample(list(TOOLS), rng.randint(3, 6))
     declaration = "\n".join(compact_json({"name": name, "arguments": TOOLS[name][0]}) for name in names)
     name = rng.choice(names)
@@ -43,4 +45,6 @@ def tool_call(rng: random.Random) -> tuple[list[str], tuple[Message, ...], str]:
     arguments = {argument: ARGUMENTS[argument](rng) for argument in argument_names}
     stated = rng.sample(argument_names, len(argument_names))
     request = f"{phrase}: " + ", ".join(f"{argument}={arguments[argument]}" for argument in stated) + "."
-    return names, (("system", declaration), ("user", request)), compact_json({"name": name, "arguments": arguments})
+    reference = compact_json({"name": name, "arguments": arguments})
+    messages, tools = (("system", declaration), ("user", request)), tuple((tool, TOOLS[tool][0]) for tool in names)
+    return Sample(slot.id, slot.workload, reference, messages=messages, check="tool_call", tools=tools)

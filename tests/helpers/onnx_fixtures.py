@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipeline.core.formats import Format, Granularity, ScaleSource
 from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy, KVShape, LayerOverride, Window
+from pipeline.core.records import no_progress
 from pipeline.core.scales import KVScales, SideScales
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.engine import OnnxEngine, load_engine
@@ -95,10 +96,6 @@ POLICIES = EVERY_POLICY[::STRIDE]
 BY_NAME = {policy.name: policy for policy in EVERY_POLICY}
 
 
-def nothing(*_: object) -> None:
-    """No progress."""
-
-
 def save_model(config: object, path: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     torch.manual_seed(seed)
     save_checkpoint(AutoModelForCausalLM.from_config(config).to(dtype), path)
@@ -145,7 +142,7 @@ def tiny_decoder(factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
 
 def make_decoder(checkpoint: Path, path: Path, dtype: ComputeDType = "float32") -> Path:
     path.mkdir()
-    export_decoder(checkpoint, path, compute_dtype=dtype, progress=nothing)
+    export_decoder(checkpoint, path, compute_dtype=dtype, progress=no_progress)
     return path
 
 
@@ -172,7 +169,7 @@ def make_bundle(decoder: Path, out: Path, policy: KVPolicy) -> Path:
     shape = KVShape(described["layers"], described["kv_heads"], described["head_dim"])
     scales = out.parent / f"{out.name}_scales.json"
     scales.write_text(static_scales(policy, shape).model_dump_json())
-    build_bundle(decoder, out, policy=policy, scales=scales, progress=nothing)
+    build_bundle(decoder, out, policy=policy, scales=scales, progress=no_progress)
     return out
 
 

@@ -10,8 +10,9 @@ from checkpoints import save_checkpoint
 from shipped import SHIPPED
 
 from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.core.formats import Format, Granularity, Rotation, WeightsFormat
+from pipeline.core.formats import Format, WeightsFormat
 from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.records import no_progress
 from pipeline.core.scales import KVScales, SideScales
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.export import export
@@ -20,20 +21,7 @@ from stages.quantize.recipe import AXES, quantizer_name, weight_recipe
 from stages.quantize.run import load_model, measure, quantize
 from stages.quantize.scales import static_scales
 
-FP8 = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="calibrated")
 FP8_UNCALIBRATED = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="uncalibrated")
-
-
-def static(dtype: str, granularity: Granularity, rotation: Rotation = "none", symmetric: bool = True) -> Format:
-    return Format(dtype=dtype, granularity=granularity, scale="calibrated", rotation=rotation, symmetric=symmetric)
-
-
-def per_token(dtype: str, rotation: Rotation = "none", symmetric: bool = True) -> Format:
-    return Format(dtype=dtype, granularity="per_token", scale="dynamic", rotation=rotation, symmetric=symmetric)
-
-
-def per_group(dtype: str, size: int, symmetric: bool = True) -> Format:
-    return Format(dtype=dtype, granularity="per_group", group_size=size, scale="dynamic", symmetric=symmetric)
 
 
 POLICIES = {name: policy for name, policy in SHIPPED.items() if name != "int4_g128"}
@@ -44,10 +32,6 @@ TEXTS = [
     '{"tool": "lookup", "arguments": {"name": "Ada"}}',
 ]
 MAX_LENGTH = 96
-
-
-def no_progress(label: str, done: int, total: int) -> None:
-    """Report no progress."""
 
 
 def stage(checkpoint: Path, out: Path, policy: str | KVPolicy, weights: WeightsFormat = "none", **options: Any) -> None:

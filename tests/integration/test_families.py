@@ -13,12 +13,13 @@ import pytest
 import torch
 from amount import STRIDE
 from family_models import MODELS, family_model
-from onnx_fixtures import conf_policy, make_decoder, nothing
+from onnx_fixtures import conf_policy, make_decoder
 from transformers import PreTrainedModel
 
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.weights import check_weights
 from pipeline.core.kv import FP16_POLICY, KVPolicy
+from pipeline.core.records import no_progress
 from pipeline.core.scales import SCALES_FILE, KVScales
 from stages.checkpoints import expected_tensors
 from stages.engines.onnx.build import build_bundle
@@ -57,7 +58,7 @@ class Served:
             out.mkdir()
             texts = ["The cache holds keys and values.", "A window slides over the latest tokens alone."]
             quantize(self.root / "checkpoint", out, weights="none", policy=policy, calibration_texts=texts, max_length=32,
-                     seed=0, progress=nothing)  # fmt: skip
+                     seed=0, progress=no_progress)  # fmt: skip
         return out / SCALES_FILE
 
     def engine(self, policy: KVPolicy, attention: CpuAttention) -> OnnxEngine:
@@ -65,7 +66,7 @@ class Served:
         bundle = self.root / f"bundle_{policy.name}"
         if not bundle.exists():
             bundle.mkdir()
-            build_bundle(self.root / "decoder", bundle, policy=policy, scales=self.scales(policy), progress=nothing)
+            build_bundle(self.root / "decoder", bundle, policy=policy, scales=self.scales(policy), progress=no_progress)
         return load_engine(bundle, threads=1, attention=attention, prefill_chunk=CHUNK)
 
     def oracle(self, policy: KVPolicy) -> OracleEngine:

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx_fixtures import BY_NAME, load_model, make_bundle, make_engine, shared_checkpoint, shared_decoder
+from onnx_fixtures import BY_NAME, load_model, make_bundle, make_engine, shared_checkpoint
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.core.errors import UserError
@@ -27,11 +27,6 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared_checkpoint(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shared_decoder(tmp_path_factory, "float32")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import torch
 from onnx_fixtures import (
     make_bundle,
     make_decoder,
-    nothing,
     save_model,
     shared_checkpoint,
     shared_decoder,
@@ -18,6 +17,7 @@ from transformers import LlamaConfig
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import FP16_POLICY
+from pipeline.core.records import no_progress
 from stages.engines.onnx import weights
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.onnx.export import export_decoder
@@ -47,7 +47,7 @@ def test_a_checkpoint_that_the_graph_cannot_express_is_refused_before_anything_i
     checkpoint = save_model(LlamaConfig(**SIZE, head_dim=16, rope_scaling=rope), tmp_path / "checkpoint")
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match="rope_type=dynamic is not supported"):
-        export_decoder(checkpoint, tmp_path / "out", compute_dtype="float32", progress=nothing)
+        export_decoder(checkpoint, tmp_path / "out", compute_dtype="float32", progress=no_progress)
     assert not any((tmp_path / "out").iterdir())
 
 

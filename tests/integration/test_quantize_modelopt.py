@@ -8,10 +8,9 @@ import pytest
 import torch
 import transformers
 from checkpoints import save_checkpoint
+from onnx_fixtures import FP8, fmt
 from quantize_fixtures import (
-    FP8,
     POLICIES,
-    per_group,
     quantized_model,
     random_checkpoint,
     stage,
@@ -20,6 +19,7 @@ from quantize_fixtures import (
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from pipeline.artifacts.files import STORE_FILE
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.families import LINEARS
 from pipeline.checkpoint.files import INDEX
@@ -190,8 +190,10 @@ def test_shards_and_their_index_survive_dequantization(tiny_checkpoint: Path, tm
     save_checkpoint(model, sharded, max_shard_size="1MB")
     for file in tiny_checkpoint.glob("*token*.json"):
         (sharded / file.name).write_bytes(file.read_bytes())
+    (tmp_path / STORE_FILE).write_text("{}")
     stage(sharded, tmp_path, "fp16", "fp8")
     out = tmp_path / "checkpoint"
+    assert not (out / INDEX).samefile(sharded / INDEX), "written to in place, the owner's would change"
     index = json.loads((out / INDEX).read_text())
     assert set(index["weight_map"].values()) == {path.name for path in out.glob("*.safetensors")}
     assert len(set(index["weight_map"].values())) > 1
@@ -221,7 +223,7 @@ def test_every_family_gets_its_quantizers_and_exports(family: Path, tmp_path: Pa
 def test_empty_calibration_and_an_ill_fitting_group_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"calibration\.samples=1: every text is empty"):
         stage(tiny_checkpoint, tmp_path, "fp8", calibration_texts=[""])
-    wide = KVPolicy(name="wide", key=FP8, value=per_group("int4", 128))
+    wide = KVPolicy(name="wide", key=FP8, value=fmt("int4", "per_group", group_size=128))
     with pytest.raises(UserError, match=r"kv\.value\.group_size=128 does not divide the model's head_dim 64"):
         stage(tiny_checkpoint, tmp_path, wide)
     assert not any(tmp_path.iterdir())
