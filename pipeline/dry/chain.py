@@ -102,12 +102,12 @@ class DryChain(Chain):
         if self.config.stage in JUDGING and is_there(evaluation):
             report, rows = load_report(evaluation.path), load_rows(evaluation.path)
             self.verdict = decide(report, rows, self.config.gates)
-            if is_there(*(stage.artifact for stage in self.finished)):
+            if is_there(*(artifact for _, artifact in self.finished)):
                 self.identity(self.config.kv, report, self.verdict)
 
     @cached_property
     def checkpoint_digest(self) -> str:
-        return super().checkpoint_digest if self.checkpoint.is_dir() else self.finished[0].artifact.digest
+        return super().checkpoint_digest if self.checkpoint.is_dir() else self.finished[0][1].digest
 
     @property
     def shape(self) -> KVShape:

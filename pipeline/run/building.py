@@ -18,16 +18,8 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.core.records import Progress, give_back
 from pipeline.core.scales import SCALES_FILE
-from pipeline.loading import open_backend, open_loader, required_libraries
+from pipeline.loading import open_backend, open_loader
 from pipeline.terminal import console
-
-
-@dataclass(frozen=True)
-class FinishedStage:
-    """A stage whose artifact was made or reused, for the console, the identity and the tracking store."""
-
-    title: str
-    artifact: Artifact
 
 
 def _state(path: Path) -> tuple[int, ...]:
@@ -41,8 +33,8 @@ class BuildChain:
 
     config: Config
     store: Store
-    finished: list[FinishedStage] = field(default_factory=list)
-    """Finished stages, in the order in which they finished."""
+    finished: list[tuple[str, Artifact]] = field(default_factory=list)
+    """What was made or reused, by its title, in the order in which it was finished."""
     _given: dict[Path, tuple[int, ...]] = field(default_factory=dict)
     """The user's files whose digest names artifacts -> their state before they were read."""
 
@@ -197,20 +189,19 @@ class BuildChain:
         It is verified once a job, since that reads every byte. `policy` and `note` are shown beside the stage; for `resumable`
         see `Store.get`.
         """
-        known = next((stage.artifact for stage in self.finished if stage.artifact.key == recipe.key), None)
+        known = next((artifact for _, artifact in self.finished if artifact.key == recipe.key), None)
         if known is not None:
             return known
         title = f"{recipe.stage} {policy.name}{note}" if policy is not None else recipe.stage
         artifact = self._get(recipe, fill, title, resumable)
-        self.finished.append(FinishedStage(title, artifact))
+        self.finished.append((title, artifact))
         return artifact
 
     def _get(self, recipe: Recipe, fill: Fill, title: str, resumable: bool) -> Artifact:
         with console.progress(title) as progress:
 
             def fill_with_progress(out: Path) -> None:
-                with required_libraries():
-                    fill(out, progress)
+                fill(out, progress)
                 self._check_given()
                 give_back()
 

@@ -198,15 +198,15 @@ class Chain(BuildChain):
 
     def _joined(self, made: Mapping[str, Artifact]) -> "Evaluation":
         from stages.evaluate.decoding.stored import Once, read_round
-        from stages.evaluate.joining import Engines, join
+        from stages.evaluate.joining import join
 
         engine, baseline = made["engine"], made["baseline"]
         ran = takewhile(lambda number: round_input(number) in made, count(1))
         names = [(answers_input(number), round_input(number)) for number in ran]
         rounds = [(read_round(made[answers].path), read_round(made[own].path)) for answers, own in names]
         once = Once.read(made["baseline_once"].path), Once.read(made["once"].path)
-        engines = Engines(engine.digest, baseline.digest, read_bundle(engine.path).get("graph_digest"))
-        return join(self._encoded, rounds, once, engines, self.config.workloads)
+        graph, config = read_bundle(engine.path).get("graph_digest"), self.config.workloads
+        return join(self._encoded, rounds, once, config, engine=engine.digest, baseline=baseline.digest, graph=graph)
 
     def _is_decided(self, made: Mapping[str, Artifact]) -> bool:
         """Whether the gates want no round after those that ran."""
@@ -225,7 +225,7 @@ class Chain(BuildChain):
             "answers": self.baseline(),
             "evaluation": evaluation,
         }
-        links = [Link.of(stage.title, stage.artifact) for stage in self.finished]
+        links = [Link.of(title, artifact) for title, artifact in self.finished]
         roles = {role: member.key for role, member in members.items()}
         identity = make_identity(self.config, links, roles, engine.path, report=report, verdict=verdict)
         keys, file = load_keys(self.config.signing), self.config.workloads.file

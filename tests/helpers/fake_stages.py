@@ -99,12 +99,12 @@ def _once(*_: object, **__: object) -> Any:
     return SimpleNamespace(write=lambda out: (out / "once.json").write_text(str(time.time_ns())))
 
 
-def _join(_: object, rounds: Sequence[tuple[object, str]], __: object, engines: Any, ___: object) -> Any:
+def _join(_: object, rounds: Sequence[tuple[object, str]], *__: object, engine: str, baseline: str, **___: object) -> Any:
     name = rounds[0][1]
     first_of_two = name in UNDECIDED and len(rounds) == 1
     rows = answered("copy", 8) if first_of_two else every_class(copy=LOST.get(name, 0))
-    cited = {"engine_digest": engines.engine, "baseline_digest": engines.baseline}
-    joined = report(rows, **cited, planned_rounds=[0.5, 1.0] if first_of_two else [1.0])
+    planned = [0.5, 1.0] if first_of_two else [1.0]
+    joined = report(rows, engine_digest=engine, baseline_digest=baseline, planned_rounds=planned)
 
     def write(out: Path) -> None:
         (out / REPORT_FILE).write_text(joined.model_dump_json())
@@ -149,7 +149,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
         Once=nothing,
         read_round=lambda path: json.loads((path / "round.json").read_text())["policy"],
     )
-    fake("evaluate.joining", join=_join, Engines=lambda *digests: SimpleNamespace(engine=digests[0], baseline=digests[1]))
+    fake("evaluate.joining", join=_join)
     for module in (building, inputs, dry):
         monkeypatch.setattr(module, "open_loader", FakeBackend)
     for module in (building, chain):

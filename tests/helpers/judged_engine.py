@@ -15,7 +15,8 @@ from pipeline.config.config import Config
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.evidence.identity import IDENTITY_FILE, Link, Role, make_identity, read_identity, write_identity
 from pipeline.evidence.reading import registered_candidate
-from pipeline.registry.summary import Candidate, Registration
+from pipeline.registry.summary import Candidate
+from pipeline.registry.tracking import Version
 from pipeline.trust.keys import Keys
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
@@ -105,7 +106,7 @@ def cited_tags(evidence: Path) -> dict[str, str]:
 
 def candidate_of(evidence: Path) -> Candidate:
     """A judged engine as a candidate, which is version 1."""
-    return registered_candidate(evidence.parents[1], Registration(run_id="run", model_version="1"), cited_tags(evidence))[0]
+    return registered_candidate(evidence.parents[1], Version("1", cited_tags(evidence), "run"))[0]
 
 
 def _write(files: dict[str, str]) -> Callable[[Path], None]:
