@@ -5,7 +5,9 @@ out of it: `DIR/identity.json`, `DIR/report.json`, `DIR/samples.jsonl`, `DIR/eng
 second is how MLflow stores a model version.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 
 from pipeline.artifacts.digest import file_digest, files_digest, json_digest, kind_of
@@ -16,6 +18,7 @@ from pipeline.evidence.identity import (
     IDENTITY_FILE,
     NOT_OF_SERVERS,
     Identity,
+    Link,
     Role,
     answers_input,
     measured_role,
@@ -33,11 +36,11 @@ from pipeline.verdict.tracked import flat_metrics
 USER_INPUTS = ("gguf", "checkpoint", "jsonl", "draft", "tokenizer")
 """Inputs that no artifact of the chain provides: the user's files. The checkpoint of a GGUF is an artifact, though."""
 
-INPUT_ROLES: dict[Role, dict[str, Role]] = {
-    "quantized": {"calibration": "calibration"},
-    "evaluation": {"engine": "engine", "baseline": "baseline", "answers": "answers"},
+INPUT_ROLES: dict[Role, tuple[Role, ...]] = {
+    "quantized": ("calibration",),
+    "evaluation": ("engine", "baseline", "answers"),
 }
-"""Role -> its inputs, and for each the role of the artifact whose digest it must be."""
+"""Role -> its inputs that must be the artifacts with the roles of the same names."""
 
 
 @dataclass(frozen=True)
@@ -177,26 +180,27 @@ def registered_engine(store: Path, version: Version) -> Engine:
 
 def lineage(identity: Identity) -> list[Finding]:
     """Check that each artifact's key and digest follow from its manifest, and its inputs from other artifacts of the chain."""
-    return [*_chain(identity), *_links(identity)]
-
-
-def _chain(identity: Identity) -> list[Finding]:
-    findings = []
-    for link in identity.chain:
-        name = f"chain: {link.title}"
-        if json_digest(link.parts) != link.key:
-            findings.append(Finding(name, "differs", "its config, inputs, code or libraries are not its key's"))
-        if files_digest(link.files) != link.digest:
-            findings.append(Finding(name, "differs", "its table of files is not its digest's"))
     titles = ", ".join(link.title for link in identity.chain)
-    return findings or [Finding("chain", "same", f"{len(identity.chain)} artifacts: {titles}")]
+    whole = Finding("chain", "same", f"{len(identity.chain)} artifacts: {titles}")
+    return [*(list(_manifests(identity)) or [whole]), *_links(identity), *_round_links(identity)]
 
 
-def _links(identity: Identity) -> list[Finding]:
+def _differs(link: Link, detail: str) -> Finding:
+    return Finding(f"chain: {link.title}", "differs", detail)
+
+
+def _manifests(identity: Identity) -> Iterator[Finding]:
+    for link in identity.chain:
+        if json_digest(link.parts) != link.key:
+            yield _differs(link, "its config, inputs, code or libraries are not its key's")
+        if files_digest(link.files) != link.digest:
+            yield _differs(link, "its table of files is not its digest's")
+
+
+def _links(identity: Identity) -> Iterator[Finding]:
     """Check that each artifact's inputs are artifacts of the chain, and that roles are made from the roles of INPUT_ROLES."""
     provided = set[str]().union(*(link.provides() for link in identity.chain))
     converted = {link.digest for link in identity.chain if link.parts["stage"] == "checkpoint"}
-    findings = []
     for link in identity.chain:
         for name, digest in link.inputs.items():
             if name not in USER_INPUTS:
@@ -204,33 +208,23 @@ def _links(identity: Identity) -> list[Finding]:
             else:  # a quantized checkpoint may have the same digest as the converted one, which it must not stand in for
                 known = name != "checkpoint" or not converted or digest in converted
             if not known:
-                detail = f"its input {name} {digest[:12]} is nothing of this chain"
-                findings.append(Finding(f"chain: {link.title}", "differs", detail))
+                yield _differs(link, f"its input {name} {digest[:12]} is nothing of this chain")
     for role, inputs in INPUT_ROLES.items():
-        if identity.served and role in NOT_OF_SERVERS:
-            continue
-        for name, source_role in inputs.items():
-            link, source = identity.link(role), identity.link(source_role)
+        for name in inputs if not (identity.served and role in NOT_OF_SERVERS) else ():
+            link, source = identity.link(role), identity.link(name)
             if link.inputs.get(name) != source.digest:
-                detail = f"made from {name} {str(link.inputs.get(name))[:12]}, the {source_role} is {source.digest[:12]}"
-                findings.append(Finding(f"chain: {link.title}", "differs", detail))
-    return [*findings, *_round_links(identity)]
+                yield _differs(link, f"made from {name} {str(link.inputs.get(name))[:12]}, the {name} is {source.digest[:12]}")
 
 
-def _round_links(identity: Identity) -> list[Finding]:
+def _round_links(identity: Identity) -> Iterator[Finding]:
     """Check that what was measured is of the judged engine or its baseline, and that each round was compared with its own."""
-    findings = []
     evaluation = identity.link("evaluation")
     by_digest = {link.digest: link for link in identity.chain}
     for name, digest in evaluation.inputs.items():
         link, of = by_digest.get(digest), measured_role(name)
         if link is not None and of is not None and link.inputs.get(of) != identity.link(of).digest:
-            findings.append(Finding(f"chain: {link.title}", "differs", f"is a round of another {of}"))
-    number = 1
-    while round_input(number) in evaluation.inputs:
+            yield _differs(link, f"is a round of another {of}")
+    for number in takewhile(lambda number: round_input(number) in evaluation.inputs, count(1)):
         compared = by_digest.get(evaluation.inputs[round_input(number)])
         if compared is None or compared.inputs.get("answers") != evaluation.inputs.get(answers_input(number)):
-            detail = f"round {number} was not compared with its baseline"
-            findings.append(Finding(f"chain: {evaluation.title}", "differs", detail))
-        number += 1
-    return findings
+            yield _differs(evaluation, f"round {number} was not compared with its baseline")

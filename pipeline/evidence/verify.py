@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import SystemRandom
 from typing import Any, Literal
@@ -108,15 +108,13 @@ def _seal(directory: Path) -> list[Finding]:
     return [Finding("identity", "same", f"sha256 {digest}, to be compared with identity_digest of the model version")]
 
 
-def _signatures(evidence: Evidence, trusted: Sequence[Keys]) -> list[Finding]:
+def _signatures(evidence: Evidence, trusted: Sequence[Keys]) -> Iterator[Finding]:
     identity = evidence.identity
     files = signed_files(identity, file_digest(evidence.directory / IDENTITY_FILE))
-    findings = []
     for keys in trusted:
         problem = problem_of(keys, evidence.directory / SIGNATURE_FILE, identity.policy, files)
         detail = problem or f"by a key that is trusted, for {len(files)} files"
-        findings.append(Finding("signature", "same" if problem is None else "differs", detail))
-    return findings
+        yield Finding("signature", "same" if problem is None else "differs", detail)
 
 
 def _compare(name: str, recorded: object, actual: object) -> Finding:

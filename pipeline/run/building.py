@@ -20,7 +20,7 @@ from pipeline.core.formats import Rotation
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.core.records import Progress, give_back
 from pipeline.core.scales import SCALES_FILE
-from pipeline.loading import open_backend, open_loader, required_libraries
+from pipeline.loading import open_backend, open_loader
 from pipeline.terminal import console
 
 MODELOPT = (*TORCH, "nvidia-modelopt")
@@ -263,8 +263,7 @@ class BuildChain:
         with console.progress(title) as progress:
 
             def fill_with_progress(out: Path) -> None:
-                with required_libraries():
-                    fill(out, progress)
+                fill(out, progress)
                 self._check_given()
                 give_back()
 

@@ -1,7 +1,7 @@
 """The checks that come before any work: files that the configuration names, the policy, what the backend needs."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,24 +46,24 @@ def check_inputs(config: Config) -> None:
         check()
 
 
-def checks(config: Config) -> list[Callable[[], object]]:
-    """Return the checks, none of which needs another one to hold: a dry run says what each of them finds."""
-    needed: list[Callable[[], object]] = [partial(load_keys, config.signing), partial(read_policy, config.promote.policy)]
+def checks(config: Config) -> Iterator[Callable[[], object]]:
+    """Yield the checks, none of which needs another one to hold: a dry run says what each of them finds."""
+    yield partial(load_keys, config.signing)
+    yield partial(read_policy, config.promote.policy)
     if config.stage not in ("verify", "audit"):
-        needed.append(partial(_check_work, config))
+        yield partial(_check_work, config)
     if config.tracking.enabled and config.stage in TRACKED:
-        needed.append(partial(locate, config.tracking, config.work, config.model.label))
+        yield partial(locate, config.tracking, config.work, config.model.label)
     if config.stage == "verify":
-        needed.append(partial(_check_bundle, config))
+        yield partial(_check_bundle, config)
     if config.stage == "route" and config.routing.file is not None:
-        needed.append(partial(read_routing_file, config.routing))
+        yield partial(read_routing_file, config.routing)
     if config.stage == "monitor":
-        needed.append(partial(read_snapshot, config.monitor))
+        yield partial(read_snapshot, config.monitor)
     if config.stage not in WITHOUT_CHECKPOINT:
-        needed.append(partial(_check_budget if config.stage in PLANNING else _check_model, config))
+        yield partial(_check_budget if config.stage in PLANNING else _check_model, config)
     if config.tracking.enabled and config.stage in ("rollback", "route", "monitor"):
-        needed.append(partial(_check_registered, config))
-    return needed
+        yield partial(_check_registered, config)
 
 
 def _check_registered(config: Config) -> None:

@@ -14,14 +14,13 @@ from pipeline.artifacts.store import Store
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import Config
-from pipeline.config.policies import shipped_policies
+from pipeline.config.policies import labelled
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.evidence.identity import IDENTITY_FILE, Identity
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import replay_record
 from pipeline.planning.capacity import Capacity, measure
-from pipeline.planning.labels import labelled
 from pipeline.planning.recommend import Judged, recommend
 from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
@@ -79,7 +78,7 @@ def recommend_policy(config: Config) -> None:
 
 def _capacity(config: Config, judged: Sequence[KVPolicy]) -> Capacity:
     model = read_model(locate_checkpoint(config.model.path))
-    policies = labelled(shipped_policies(), [config.kv, *judged])
+    policies = labelled([config.kv, *judged])
     return measure(config.model.label, model, config.capacity, config.weights.format, policies)
 
 

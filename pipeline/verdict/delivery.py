@@ -50,15 +50,12 @@ def scale_changes(delivered: Sequence[LayerDelivery], static: Mapping[int, Colle
         delivered: The scales of every layer.
         static: The sides of each layer that have static scales by the policy.
     """
-    changes = []
-    for layer, scales in enumerate(delivered):
-        for side in sorted(static.get(layer, ())):
-            kind = _kind(scales, side)
-            if kind is not None:
-                changes.append(
-                    ScaleChange(layer=layer, side=side, kind=kind, carried=scales.carried.get(side, ()), used=scales.used[side])
-                )
-    return changes
+    return [
+        ScaleChange(layer=layer, side=side, kind=kind, carried=scales.carried.get(side, ()), used=scales.used[side])
+        for layer, scales in enumerate(delivered)
+        for side in sorted(static.get(layer, ()))
+        if (kind := _kind(scales, side)) is not None
+    ]
 
 
 def audit_scales(engine: Engine, allowed: Collection[ScaleChangeKind]) -> list[ScaleChange] | None:

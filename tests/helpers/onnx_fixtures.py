@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from amount import STRIDE
 from checkpoints import save_checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from pipeline.core.engine import Engine
 from pipeline.core.formats import Format, Granularity, ScaleSource
 from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy, KVShape, LayerOverride, Window
 from pipeline.core.records import no_progress
@@ -29,6 +30,9 @@ AMAX = 3.0
 """What the static scales of the tests cover: less than some keys and values of the random model, as a calibrated one may."""
 
 LAYERS = 2
+
+STEPS = 4
+"""Tokens that `forced` decodes after a prompt."""
 
 
 def fmt(dtype: str, granularity: Granularity = "none", scale: ScaleSource = "dynamic", **options: Any) -> Format:
@@ -175,6 +179,14 @@ def make_bundle(decoder: Path, out: Path, policy: KVPolicy) -> Path:
 
 def make_engine(decoder: Path, out: Path, policy: KVPolicy, **options: Any) -> OnnxEngine:
     return load_engine(make_bundle(decoder, out, policy), threads=1, **options)
+
+
+def forced(engine: Engine, texts: Sequence[Sequence[int]], steps: int = STEPS) -> np.ndarray:
+    """Logits (1 + steps, B, V): of the prefill of all but the last tokens of every text, then of these in one batch."""
+    handles, logits = engine.prefill([text[:-steps] for text in texts])
+    out = [logits, *(engine.decode(handles, [text[step] for text in texts]) for step in range(-steps, 0))]
+    engine.release(handles)
+    return np.array(out)
 
 
 def make_oracle(model: AutoModelForCausalLM, policy: KVPolicy, shape: KVShape, **options: int) -> OracleEngine:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from amount import STRIDE
 from family_models import MODELS, family_model
-from onnx_fixtures import conf_policy, make_decoder
+from onnx_fixtures import conf_policy, forced, make_decoder
 from transformers import PreTrainedModel
 
 from pipeline.checkpoint.description import inspect_checkpoint
@@ -98,13 +98,6 @@ def text() -> list[int]:
     return tokens
 
 
-def logits(engine: OnnxEngine) -> np.ndarray:
-    """Logits (FORCED + 1, V): of the prompt's last token, then of the forced tokens."""
-    tokens, first = text(), TOKENS - FORCED
-    handles, prompt = engine.prefill([tokens[:first]])
-    return np.concatenate([prompt, *(engine.decode(handles, [token]) for token in tokens[first:])])
-
-
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_the_fp16_engine_equals_the_eager_model_beyond_every_window(served: Served, attention: CpuAttention) -> None:
     config: Any = served.model.config
@@ -114,7 +107,7 @@ def test_the_fp16_engine_equals_the_eager_model_beyond_every_window(served: Serv
     engine = served.engine(FP16_POLICY, attention)
     assert attention == "graph" or engine.attention == f"native in {engine.shape.layers} of {engine.shape.layers} layers"
     # Past keys and values are float16 (relative 2**-11); Gemma 3's scores are of 16 times larger products.
-    np.testing.assert_allclose(logits(engine), expected, atol=1e-2 * expected.std())
+    np.testing.assert_allclose(forced(engine, [text()], FORCED)[:, 0], expected, atol=1e-2 * expected.std())
 
 
 @pytest.mark.parametrize(("policy", "attention"), [("int8", "graph"), ("fp8k_int4v", "native")])

@@ -14,7 +14,9 @@ from format_cases import add_int2
 from onnx_fixtures import (
     BY_NAME,
     POLICIES,
+    STEPS,
     fmt,
+    forced,
     int4_groups,
     llama_config,
     load_model,
@@ -32,7 +34,6 @@ from stages.engines.oracle.engine import OracleEngine
 
 LENGTHS = [1, 63, 64, 65, 127, 128, 129, 190, 300]
 """Around the ends of pages; while 190 decodes, a page leaves a window of 64 tokens; 300 is more than any policy keeps exact."""
-STEPS = 4
 ROUNDING = 2e-5
 """float32 sums in another order: measured 4e-6 with logits of standard deviation 0.9."""
 FLIPS = 1e-2
@@ -63,16 +64,6 @@ def pair(
     """The engine and the oracle of one policy; tests leave no sequences and no faults behind."""
     engine = make_engine(decoder, tmp_path_factory.mktemp("bundles") / "bundle", request.param, attention="graph")
     return engine, make_oracle(model, request.param, engine.shape)
-
-
-def forced(engine: OnnxEngine, texts: list[list[int]], steps: int = STEPS) -> np.ndarray:
-    """Logits (1 + steps, B, V): of the prefill of all but the last tokens, then of forced decoding."""
-    handles, logits = engine.prefill([text[:-steps] for text in texts])
-    out = [logits]
-    for step in range(-steps, 0):
-        out.append(engine.decode(handles, [text[step] for text in texts]))
-    engine.release(handles)
-    return np.array(out)
 
 
 def differences(engine: OnnxEngine, oracle: OracleEngine, texts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:

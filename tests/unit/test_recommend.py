@@ -12,10 +12,10 @@ from judged_engine import config_of, judged_engine
 from shipped import SHIPPED
 
 from pipeline.config.compose import plan
+from pipeline.config.policies import labelled
 from pipeline.core.errors import GateRefusal
 from pipeline.core.kv import KVShape
 from pipeline.planning.capacity import Capacity, measure
-from pipeline.planning.labels import labelled
 from pipeline.planning.recommend import Judged, Recommendation, recommend
 from pipeline.planning.shapes import ModelShape
 from pipeline.run.planning import recommend_policy
@@ -31,7 +31,7 @@ USE = ["capacity.gpu_gib=1", "capacity.reserve_gib=0", "capacity.contexts=[{toke
 @cache
 def capacity(*overrides: str) -> Capacity:
     asked = plan([*USE, *overrides], multirun=False).jobs[0].capacity
-    return measure("some-llm", MODEL, asked, "none", labelled(list(SHIPPED.values()), []))
+    return measure("some-llm", MODEL, asked, "none", labelled([]))
 
 
 def judged(policy: str, **changes: object) -> Judged:
