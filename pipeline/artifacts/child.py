@@ -26,16 +26,18 @@ def in_child(function: Callable[..., None], *paths: Path, progress: Progress, **
     child.start()
     theirs.close()
     try:
-        while (said := ours.recv()) is not None:
-            if isinstance(said, Exception):
-                raise said
+        while (said := ours.recv()) is not None and not isinstance(said, Exception):
             progress(*said)
     except EOFError:
         child.join()
-        raise RuntimeError(f"{function.__name__}: its process ended with exit code {child.exitcode}") from None
-    finally:
+        said = RuntimeError(f"{function.__name__}: its process ended with exit code {child.exitcode}")
+    except BaseException:  # Ctrl-C
         child.terminate()
+        raise
+    finally:
         child.join()
+    if said is not None:
+        raise said
 
 
 def _call(pipe: Connection, function: Callable[..., None], paths: tuple[Path, ...], options: dict[str, Any]) -> None:
