@@ -116,15 +116,13 @@ def _dispatch(argv: Sequence[str]) -> int:
     if arguments.shell_completion or arguments.hydra_help or arguments.info:
         return _shown_by_hydra(parser, arguments)
     _check_options(arguments)
-    from pipeline.config.compose import plan
+    from pipeline.config.compose import configurations, plan
 
     extra = [f"hydra.searchpath=[file://{Path(arguments.config_dir).resolve()}]"] if arguments.config_dir else []
     planned = plan([*arguments.overrides, *extra], arguments.multirun)
     if arguments.cfg and arguments.cfg != "job":
         return _shown_by_hydra(parser, arguments)
     if arguments.cfg:
-        from pipeline.config.showing import configurations
-
         print(*configurations(planned, arguments.package, arguments.resolve), sep="", end="")
         return 0
     if as_json:

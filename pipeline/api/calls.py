@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from functools import wraps
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from pydantic import ValidationError
@@ -48,13 +47,6 @@ def raises_refusals(function: Callable[P, R]) -> Callable[P, R]:
             raise kind(describe(error)) from error
 
     return call
-
-
-def path_of(value: object, name: str, example: str) -> Path:
-    """Return the path that an argument is. Raises UserError for what is none."""
-    if not isinstance(value, str | Path):
-        raise UserError(f"{name}={value!r}: is no path; give {example}")
-    return Path(value).expanduser()
 
 
 def compose(values: Mapping[str, object]) -> Config:

@@ -116,20 +116,19 @@ def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -
     found = aliased(location, names, ALIAS)
     if found is None:
         raise UserError(f"model={model}: {' and '.join(names)} of the registry have no champion; promote one, or give another")
-    registration, tags = found
-    champion_name = f"version {registration.model_version}, the champion of {model}"
+    champion_name = f"version {found.number}, the champion of {model}"
     try:
-        _, evidence = registered_candidate(config.work / "artifacts", registration, tags)
+        _, evidence = registered_candidate(config.work / "artifacts", found)
     except GateRefusal:  # another work directory judged it
         evidence = None
     if evidence is None or evidence.engine is None:
-        copy = download_engine(location, tags, scratch)
+        copy = download_engine(location, found, scratch)
         if not (copy / "engine").is_dir():
             raise MissingRequirement(
                 f"{champion_name}, has no engine in the registry and none in {config.work}: register it with "
                 "tracking.log_bundle=true, or give the workdir that judged it"
             )
-        if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != tags.get("identity_digest"):
+        if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != found.identity_digest:
             raise GateRefusal(f"{champion_name}: its {IDENTITY_FILE} is not the one that the registry cites")
         if samples is not None:
             (copy / "workloads").mkdir(exist_ok=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
 
-from pipeline.api.calls import compose, path_of, raises_refusals
+from pipeline.api.calls import compose, raises_refusals
 from pipeline.artifacts.backend import Backend
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.backends import backend_configs
@@ -143,8 +143,9 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
     strange = next((key for key in overrides if not key.startswith("backend.")), None)
     if strange is not None:
         raise UserError(f"{strange}={overrides[strange]}: an engine is loaded as it was built; give keys of backend.* alone")
-    directory = _engine_directory(path_of(bundle, "bundle", "the directory of an engine"))
-
+    if not isinstance(bundle, str | Path):
+        raise UserError(f"bundle={bundle!r}: is no path; give the directory of an engine")
+    directory = _engine_directory(Path(bundle).expanduser())
     record = read_bundle(directory)
     name = record.get("backend")
     values: dict[str, object] = {"stage": "build", "backend": name}

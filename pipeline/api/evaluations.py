@@ -8,13 +8,12 @@ from typing import Any
 
 from pipeline.api.calls import compose, raises_refusals
 from pipeline.config import CONF
-from pipeline.core.errors import UserError
+from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.loading import required_libraries
 from pipeline.registry import summary
 from pipeline.registry.summary import Candidate
 from pipeline.run.inputs import check_inputs
-from pipeline.run.judging import NotPassed
 from pipeline.run.runner import run
 from pipeline.terminal import console
 from pipeline.terminal.tables import MEASURES, measured
@@ -127,12 +126,14 @@ def evaluate(
     check_inputs(config)
 
     job = console.Job(config.stage, " ".join([config.kv.name, *(f"{key}={overrides[key]}" for key in own)]))
+    sweep = summary.new_sweep()
     with nullcontext() if verbose else console.silent():
         try:
-            candidate = run(config, summary.new_sweep(), job)
-        except NotPassed as refusal:
-            candidate = refusal.candidate
-    assert candidate is not None, "stage=evaluate judges"
+            run(config, sweep, job)
+        except GateRefusal:
+            if not summary.load(config.work, sweep).candidates:  # it was refused before it was judged
+                raise
+    (candidate,) = summary.load(config.work, sweep).candidates
     evidence = candidate.report.path.parent
     return Evaluation(candidate, load_report(evidence), tuple(load_rows(evidence)))
 

@@ -122,7 +122,7 @@ class Store:
                 return existing
             started = time.monotonic()
             if resumable:
-                scratch = self.begun(recipe)
+                scratch = self.root / PARTIAL / recipe.stage / recipe.key
                 scratch.mkdir(parents=True, exist_ok=True)
             else:
                 scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -163,9 +163,6 @@ class Store:
                 if target.is_dir() or time.time() - touched > RESUMABLE_S:
                     _remove_abandoned(directory, target)
         sweep_pool(self.root)
-
-    def begun(self, recipe: Recipe) -> Path:
-        return self.root / PARTIAL / recipe.stage / recipe.key
 
     def manifests(self, stage: str) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Yield the directories of a stage's artifacts with their manifests, without a look at the files."""

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cached_property
 from itertools import islice, product
 from math import prod
 from typing import Any, TypeVar, get_args
@@ -26,7 +27,7 @@ from omegaconf.errors import ConfigTypeError, OmegaConfBaseException
 from pydantic import ValidationError
 
 from pipeline.config import CONF, options  # noqa: F401 - importing options stores them
-from pipeline.config.config import JUDGING, MAKING, MOVING, Config
+from pipeline.config.config import JUDGING, MAKING, MOVING, PLANNING, Config
 from pipeline.config.launchers import BASIC, check_sweep
 from pipeline.config.overrides import MOST_JOBS, OPTION, check_overrides, refuse_code
 from pipeline.config.suiting import AUTO, SUITING, is_tiny
@@ -39,8 +40,14 @@ TRACKING_URI = "tracking.uri"
 MOST_DIGITS = 1000
 MOST_KEY, MOST_VALUE, MOST_SHOWN = 200, 1 << 15, 400
 """Characters of a key, of its value, and of a command that a message quotes."""
-ALONE = ({*MOVING} - {*JUDGING}) | {"status", "prune"}
-"""Stages of one work directory: no job of a sweep."""
+ALONE = {
+    **dict.fromkeys(PLANNING, "looks at every policy in one run; leave -m and experiment= out"),
+    **dict.fromkeys(
+        ({*MOVING} - {*JUDGING}) | {"status", "prune"},
+        "is of a whole work directory, and jobs may run at once; leave -m out",
+    ),
+}
+"""Stages that are no job of a sweep, and why."""
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -184,25 +191,21 @@ class Plan:
     """The validated jobs of one command line."""
 
     jobs: list[Config]
-    sweeping: bool
+    overrides: tuple[list[str], ...]
+    sweeping: bool = False
     swept: tuple[str, ...] = ()
     """Keys that differ between the jobs of a sweep."""
-    overrides: tuple[list[str], ...] = ()
-    names: tuple[str, ...] = ()
     launcher: str = BASIC
     launcher_keys: Mapping[str, object] = field(default_factory=dict)
     """Below `hydra.launcher.`, dotted, with their values."""
     given: tuple[str, ...] = ()
 
-
-def named(overrides: Sequence[str], swept: Sequence[str]) -> list[str]:
-    """Return the overrides of a candidate's display name: what was changed of its policy, and what differs within its sweep.
-
-    >>> named(["kv=fp8", "kv.sink_tokens=4", "seed=1", "backend.threads=2"], ["kv", "seed"])
-    ['kv.sink_tokens=4', 'seed=1']
-    """
-    prefixes = ("kv.", *(f"{key}=" for key in swept if key != "kv"))
-    return [override.replace("'", "") for override in overrides if override.startswith(prefixes)]
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Display names of the jobs' candidates: the policy, what was changed of it, and what differs within the sweep."""
+        prefixes = ("kv.", *(f"{key}=" for key in self.swept if key != "kv"))
+        own = ([part.replace("'", "") for part in line if part.startswith(prefixes)] for line in self.overrides)
+        return tuple(" ".join([job.kv.name, *parts]) for job, parts in zip(self.jobs, own, strict=True))
 
 
 def plan(overrides: Sequence[str], multirun: bool) -> Plan:
@@ -234,7 +237,7 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
                     raise UserError(f"{swept[0].input_line}: several values need a sweep; add -m")
                 if launcher != BASIC:
                     raise UserError(f"hydra/launcher={launcher}: runs the jobs of a sweep; add -m")
-                return Plan([to_config(composed)], sweeping=False, overrides=(plain,))
+                return Plan([to_config(composed)], (plain,))
             params = composed.hydra.sweeper.params or {}
             last = {o.key_or_group: o for o in parsed}
             given = [o for o in parser.parse_overrides([f"{k}={v}" for k, v in params.items()]) + parsed if not _is_hydras(o)]
@@ -243,9 +246,8 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
             jobs, each = _configs(each)
             alone = next((job.stage for job in jobs if job.stage in ALONE), None)
             if alone is not None:
-                raise UserError(f"stage={alone}: is of a whole work directory, and jobs may run at once; leave -m out")
-            names = tuple(" ".join([job.kv.name, *named(line, keys)]) for job, line in zip(jobs, each, strict=True))
-            return Plan(jobs, True, keys, each, names, launcher, launcher_keys, tuple(overrides))
+                raise UserError(f"stage={alone}: {ALONE[alone]}")
+            return Plan(jobs, each, True, keys, launcher, launcher_keys, tuple(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain_hydra(error, overrides)) from error
     except RecursionError:
@@ -315,6 +317,25 @@ def launch(planned: Plan, more: Sequence[str], task: Callable[[DictConfig], T]) 
         launcher = Plugins.instance().instantiate_launcher(context, task, composed)
         jobs = [[o for o in job if not o.lstrip("+~").startswith(("hydra.", "hydra/"))] for job in planned.overrides]
         return [returned.return_value for returned in launcher.launch(jobs, initial_job_idx=0)]
+
+
+def configurations(planned: Plan, package: str | None, resolve: bool) -> Iterator[str]:
+    """Yield the configuration of each job as a document of one YAML stream, for `--cfg job`.
+
+    A comment above one of a sweep says what is overridden in it. Of `package` (`gates.margins`) only that part is shown. Raises
+    UserError where a job has no such part.
+    """
+    with _hydra():
+        for number, overrides in enumerate(planned.overrides, start=1):
+            composed = compose("config", overrides=overrides)
+            shown = OmegaConf.select(composed, package) if package else composed
+            if shown is None:
+                raise UserError(f"--package={package}: no such part of the configuration; give one that --cfg job shows")
+            if resolve and isinstance(shown, DictConfig):
+                OmegaConf.resolve(shown)
+            text = OmegaConf.to_yaml(shown) if OmegaConf.is_config(shown) else f"{shown}\n"
+            head = f"---\n# job {number} of {len(planned.overrides)}: {' '.join(overrides)}\n" if planned.sweeping else ""
+            yield head + text
 
 
 @contextmanager

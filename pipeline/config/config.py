@@ -47,6 +47,7 @@ else:
 
 JUDGING = ("evaluate", "all")
 MAKING = ("quantize", "build", "tune", *JUDGING)
+PLANNING = ("capacity", "recommend")
 MOVING = ("promote", "rollback", "all", "route", "monitor")
 READERS: dict[str, tuple[Stage, ...]] = {
     "bundle": ("verify",),

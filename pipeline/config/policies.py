@@ -9,6 +9,7 @@ from pipeline.config.compose import suggest
 from pipeline.config.config import Config
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.overrides import differing
 from pipeline.planning.tuning import check_uniform
 
 
@@ -23,6 +24,22 @@ def load_policies(key: str, names: Sequence[str]) -> list[KVPolicy]:
 
 def shipped_policies() -> list[KVPolicy]:
     return load_policies("kv", sorted(path.stem for path in (CONF / "kv").glob("*.yaml")))
+
+
+def labelled(others: Sequence[KVPolicy]) -> list[tuple[str, KVPolicy]]:
+    """Return all policies of conf/kv, then those of others that are none of them, with display names.
+
+    The name of a policy that was changed on the command line says how: `fp8 kv.sink_tokens=4`.
+    """
+    by_name = {policy.name: policy for policy in shipped_policies()}
+    found = list(by_name.items())
+    for policy in others:
+        if any(policy == known for _, known in found):
+            continue
+        origin = by_name.get(policy.name)
+        changes = [] if origin is None else differing("kv", policy.model_dump(mode="json"), origin.model_dump(mode="json"))
+        found.append((" ".join([policy.name, *(change.lstrip("+") for change in changes)]), policy))
+    return found
 
 
 def policy_yaml(policy: KVPolicy, comment: str) -> str:

@@ -8,7 +8,7 @@ from statistics import median
 from rich.markup import escape
 
 from pipeline.checkpoint.places import locate_checkpoint
-from pipeline.config.compose import Plan, named
+from pipeline.config.compose import Plan
 from pipeline.config.config import JUDGING, MAKING, Config
 from pipeline.config.suiting import has_chat_template
 from pipeline.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code
@@ -62,8 +62,7 @@ def foretell(planned: Plan) -> int:
     """
     problems, rows, verdicts = Problems(), list[Row](), dict[str, Verdict]()
     store = DryStore(planned.jobs[0].work / "artifacts")  # a sweep has one work directory
-    for store.job, (config, overrides) in enumerate(zip(planned.jobs, planned.overrides, strict=True), start=1):
-        label = " ".join([config.kv.name, *named(overrides, planned.swept)])
+    for store.job, (config, label) in enumerate(zip(planned.jobs, planned.names, strict=True), start=1):
         codes = {problems.look(store.job, check) for check in (*checks(config), *_checks_ahead(config))}
         if config.stage not in MAKING:
             console.say(f"stage={config.stage} makes no artifacts: only what it needs was looked at")
@@ -113,15 +112,15 @@ def _check_tracking(config: Config) -> None:
 
 
 def _rows(chain: DryChain) -> Iterator[Row]:
-    for stage in chain.finished:
-        job, artifact = chain.store.job, stage.artifact
+    job = chain.store.job
+    for title, artifact in chain.finished:
         maker = chain.store.maker.get(artifact.key, job)
         if is_there(artifact) or maker != job:
             word = "reused" if is_there(artifact) else f"made by job {maker}"
-            yield Row(stage.title, (job, word, ""), style="dim")
+            yield Row(title, (job, word, ""), style="dim")
         else:
             took = [manifest["seconds"] for _, manifest in chain.store.manifests(artifact.stage)]
-            yield Row(stage.title, (job, "made", median(took) if took else None))
+            yield Row(title, (job, "made", median(took) if took else None))
 
 
 def _print(rows: list[Row]) -> None:

@@ -269,9 +269,11 @@ def bindings(identity: Identity, record: Mapping[str, Any], report: EvaluationRe
         bound["server's release"] = record["release"] or "unknown"
     else:
         quantized = identity.link("quantized")
+        # Until the weights were an artifact of their own, each policy's artifact held them.
+        weights = next((link for link in identity.chain if link.parts["stage"] == "weights"), quantized)
         bound |= {
             "checkpoint": quantized.inputs["checkpoint"],
-            "weights": files_digest(quantized.files, "checkpoint"),
+            "weights": files_digest(weights.files, "checkpoint"),
             "recipe": json_digest(quantized.parts["config"]),
             "scales": engine.files[SCALES_FILE],
             "calibration texts": identity.link("calibration").digest,
@@ -281,13 +283,11 @@ def bindings(identity: Identity, record: Mapping[str, Any], report: EvaluationRe
             bound["gguf"] = link.inputs["gguf"]
     if "graph_digest" in record:
         bound["graph"] = record["graph_digest"]
-    for name, digest in sorted(record.get("plugins", {}).items()):
-        bound[f"plugin {name}"] = digest
+    bound |= {f"plugin {name}": digest for name, digest in sorted(record.get("plugins", {}).items())}
     if "built_for" in record:
         built = record["built_for"]
         bound["built for"] = f"{built['library']} {built['version']}, SM {', '.join(built['compute_capabilities'])}"
-    for name, versions in sorted(_libraries(identity.chain).items()):
-        bound[f"library {name}"] = ", ".join(versions)
+    bound |= {f"library {name}": ", ".join(sorted(versions)) for name, versions in sorted(_libraries(identity.chain).items())}
     machine = evaluation.parts["hardware"]
     bound["processor"] = f"{machine['cpu']}, {machine['cores']} cores, {machine['machine']}"
     gpus = [" ".join(f"{name}={value}" for name, value in sorted(gpu.items())) for gpu in machine["gpus"]]
@@ -300,10 +300,10 @@ def bindings(identity: Identity, record: Mapping[str, Any], report: EvaluationRe
     return bound | {"gates": json_digest(gates), "verdict": identity.verdict.status}
 
 
-def _libraries(chain: Sequence[Link]) -> dict[str, list[str]]:
+def _libraries(chain: Sequence[Link]) -> dict[str, set[str]]:
     """Library -> the versions that any artifact of the chain was made with."""
     versions_by_name: dict[str, set[str]] = {}
     for link in chain:
         for name, version in link.parts["libraries"].items():
             versions_by_name.setdefault(name, set()).add(version)
-    return {name: sorted(versions) for name, versions in versions_by_name.items()}
+    return versions_by_name

@@ -5,8 +5,9 @@ out of it: `DIR/identity.json`, `DIR/report.json`, `DIR/samples.jsonl`, `DIR/eng
 second is how MLflow stores a model version.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 
 from pipeline.artifacts.digest import file_digest, files_digest, json_digest, kind_of
@@ -17,6 +18,7 @@ from pipeline.evidence.identity import (
     IDENTITY_FILE,
     NOT_OF_SERVERS,
     Identity,
+    Link,
     Role,
     answers_input,
     measured_role,
@@ -25,6 +27,7 @@ from pipeline.evidence.identity import (
 )
 from pipeline.registry.proof import Finding
 from pipeline.registry.summary import Candidate, Cited, Registration
+from pipeline.registry.tracking import Version
 from pipeline.routing.engines import Engine
 from pipeline.trust.statement import SIGNATURE_FILE
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
@@ -33,11 +36,11 @@ from pipeline.verdict.tracked import flat_metrics
 USER_INPUTS = ("gguf", "checkpoint", "jsonl", "draft", "tokenizer")
 """Inputs that no artifact of the chain provides: the user's files. The checkpoint of a GGUF is an artifact, though."""
 
-INPUT_ROLES: dict[Role, dict[str, Role]] = {
-    "quantized": {"calibration": "calibration"},
-    "evaluation": {"engine": "engine", "baseline": "baseline", "answers": "answers"},
+INPUT_ROLES: dict[Role, tuple[Role, ...]] = {
+    "quantized": ("calibration",),
+    "evaluation": ("engine", "baseline", "answers"),
 }
-"""Role -> its inputs, and for each the role of the artifact whose digest it must be."""
+"""Role -> its inputs that must be the artifacts with the roles of the same names."""
 
 
 @dataclass(frozen=True)
@@ -120,27 +123,27 @@ def _bundle(directory: Path, role: Role, identity: Identity) -> Path | None:
     return next((place for place in places if place.is_dir()), None)
 
 
-def registered_candidate(store: Path, registration: Registration, tags: Mapping[str, str]) -> tuple[Candidate, Evidence]:
+def registered_candidate(store: Path, version: Version) -> tuple[Candidate, Evidence]:
     """Return a registered candidate as its artifacts in a store say it is, with the verdict of its identity.
 
     Only the name that it is shown by is the registry's. What its version cites is not checked here.
     """
-    name = f"version {registration.model_version} ({tags.get('kv', 'no name')})"
+    tags = version.tags
     cited = {role: tags.get(f"{role}_digest", "") for role in ("engine", "baseline", "report", "identity")}
     paths = sorted(store.glob(f"identity/[!.]*/{IDENTITY_FILE}"))
     paths = [path for path in paths if file_digest(path) == cited["identity"]]
     path = next((path for path in paths if path.with_name(SIGNATURE_FILE).is_file()), paths[0] if paths else None)
     if path is None:
         raise GateRefusal(
-            f"{name} has no evidence in {store}; judge it with stage=evaluate, or give the workdir that judged it"
+            f"{version} has no evidence in {store}; judge it with stage=evaluate, or give the workdir that judged it"
         )
     try:
         evidence = read_evidence(path.parent)
     except UserError as error:
-        raise GateRefusal(f"{name}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
+        raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
     identity, report = evidence.identity, evidence.report
     if report is None:
-        raise GateRefusal(f"{name}: its report is missing, or cannot be read")
+        raise GateRefusal(f"{version}: its report is missing, or cannot be read")
     candidate = Candidate(
         name=tags.get("kv", identity.policy),
         policy=identity.policy,
@@ -154,50 +157,50 @@ def registered_candidate(store: Path, registration: Registration, tags: Mapping[
         identity=Cited(path=path, digest=cited["identity"]),
         checkpoint=identity.binds.get("checkpoint"),
         signed_by=tags.get("signed_by"),
-        registration=registration,
+        registration=Registration(run_id=version.run_id, model_version=version.number),
     )
     return candidate, evidence
 
 
-def registered_engine(store: Path, registration: Registration, tags: Mapping[str, str]) -> Engine:
+def registered_engine(store: Path, version: Version) -> Engine:
     """Return a registered engine whose evidence lies in an artifact store. Arguments and errors: `registered_candidate`."""
-    candidate, evidence = registered_candidate(store, registration, tags)
-    name = f"version {registration.model_version} ({candidate.name})"
+    candidate, evidence = registered_candidate(store, version)
     report = evidence.report
     assert report is not None, "a candidate has a report"
     try:
         policy = KVPolicy.model_validate(evidence.identity.link("engine").parts["config"]["kv"])
     except (KeyError, ValueError) as error:
-        raise GateRefusal(f"{name}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
+        raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
     system, held = report.system, report.system.max_live_tokens
     if held is None:
-        raise GateRefusal(f"{name}: its memory was not seen, as of a server that was judged by its URL; route engines")
+        raise GateRefusal(f"{version}: its memory was not seen, as of a server that was judged by its URL; route engines")
     workloads = frozenset(row.workload for row in evidence.rows)
     return Engine(candidate, policy, held, (system.budget_gib, system.sequence_tokens), workloads)
 
 
 def lineage(identity: Identity) -> list[Finding]:
     """Check that each artifact's key and digest follow from its manifest, and its inputs from other artifacts of the chain."""
-    return [*_chain(identity), *_links(identity)]
-
-
-def _chain(identity: Identity) -> list[Finding]:
-    findings = []
-    for link in identity.chain:
-        name = f"chain: {link.title}"
-        if json_digest(link.parts) != link.key:
-            findings.append(Finding(name, "differs", "its config, inputs, code or libraries are not its key's"))
-        if files_digest(link.files) != link.digest:
-            findings.append(Finding(name, "differs", "its table of files is not its digest's"))
     titles = ", ".join(link.title for link in identity.chain)
-    return findings or [Finding("chain", "same", f"{len(identity.chain)} artifacts: {titles}")]
+    whole = Finding("chain", "same", f"{len(identity.chain)} artifacts: {titles}")
+    return [*(list(_manifests(identity)) or [whole]), *_links(identity), *_round_links(identity)]
 
 
-def _links(identity: Identity) -> list[Finding]:
+def _differs(link: Link, detail: str) -> Finding:
+    return Finding(f"chain: {link.title}", "differs", detail)
+
+
+def _manifests(identity: Identity) -> Iterator[Finding]:
+    for link in identity.chain:
+        if json_digest(link.parts) != link.key:
+            yield _differs(link, "its config, inputs, code or libraries are not its key's")
+        if files_digest(link.files) != link.digest:
+            yield _differs(link, "its table of files is not its digest's")
+
+
+def _links(identity: Identity) -> Iterator[Finding]:
     """Check that each artifact's inputs are artifacts of the chain, and that roles are made from the roles of INPUT_ROLES."""
     provided = set[str]().union(*(link.provides() for link in identity.chain))
     converted = {link.digest for link in identity.chain if link.parts["stage"] == "checkpoint"}
-    findings = []
     for link in identity.chain:
         for name, digest in link.inputs.items():
             if name not in USER_INPUTS:
@@ -205,33 +208,23 @@ def _links(identity: Identity) -> list[Finding]:
             else:  # a quantized checkpoint may have the same digest as the converted one, which it must not stand in for
                 known = name != "checkpoint" or not converted or digest in converted
             if not known:
-                detail = f"its input {name} {digest[:12]} is nothing of this chain"
-                findings.append(Finding(f"chain: {link.title}", "differs", detail))
+                yield _differs(link, f"its input {name} {digest[:12]} is nothing of this chain")
     for role, inputs in INPUT_ROLES.items():
-        if identity.served and role in NOT_OF_SERVERS:
-            continue
-        for name, source_role in inputs.items():
-            link, source = identity.link(role), identity.link(source_role)
+        for name in inputs if not (identity.served and role in NOT_OF_SERVERS) else ():
+            link, source = identity.link(role), identity.link(name)
             if link.inputs.get(name) != source.digest:
-                detail = f"made from {name} {str(link.inputs.get(name))[:12]}, the {source_role} is {source.digest[:12]}"
-                findings.append(Finding(f"chain: {link.title}", "differs", detail))
-    return [*findings, *_round_links(identity)]
+                yield _differs(link, f"made from {name} {str(link.inputs.get(name))[:12]}, the {name} is {source.digest[:12]}")
 
 
-def _round_links(identity: Identity) -> list[Finding]:
+def _round_links(identity: Identity) -> Iterator[Finding]:
     """Check that what was measured is of the judged engine or its baseline, and that each round was compared with its own."""
-    findings = []
     evaluation = identity.link("evaluation")
     by_digest = {link.digest: link for link in identity.chain}
     for name, digest in evaluation.inputs.items():
         link, of = by_digest.get(digest), measured_role(name)
         if link is not None and of is not None and link.inputs.get(of) != identity.link(of).digest:
-            findings.append(Finding(f"chain: {link.title}", "differs", f"is a round of another {of}"))
-    number = 1
-    while round_input(number) in evaluation.inputs:
+            yield _differs(link, f"is a round of another {of}")
+    for number in takewhile(lambda number: round_input(number) in evaluation.inputs, count(1)):
         compared = by_digest.get(evaluation.inputs[round_input(number)])
         if compared is None or compared.inputs.get("answers") != evaluation.inputs.get(answers_input(number)):
-            detail = f"round {number} was not compared with its baseline"
-            findings.append(Finding(f"chain: {evaluation.title}", "differs", detail))
-        number += 1
-    return findings
+            yield _differs(evaluation, f"round {number} was not compared with its baseline")

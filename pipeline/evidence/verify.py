@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import SystemRandom
 from typing import Any, Literal
@@ -108,15 +108,13 @@ def _seal(directory: Path) -> list[Finding]:
     return [Finding("identity", "same", f"sha256 {digest}, to be compared with identity_digest of the model version")]
 
 
-def _signatures(evidence: Evidence, trusted: Sequence[Keys]) -> list[Finding]:
+def _signatures(evidence: Evidence, trusted: Sequence[Keys]) -> Iterator[Finding]:
     identity = evidence.identity
     files = signed_files(identity, file_digest(evidence.directory / IDENTITY_FILE))
-    findings = []
     for keys in trusted:
         problem = problem_of(keys, evidence.directory / SIGNATURE_FILE, identity.policy, files)
         detail = problem or f"by a key that is trusted, for {len(files)} files"
-        findings.append(Finding("signature", "same" if problem is None else "differs", detail))
-    return findings
+        yield Finding("signature", "same" if problem is None else "differs", detail)
 
 
 def _compare(name: str, recorded: object, actual: object) -> Finding:
@@ -176,11 +174,8 @@ def _samples(evidence: Evidence, engine: Path, report: EvaluationReport) -> Find
     """Generate the samples again, or read the user's file, encode them with the engine's tokenizer, and compare the digest."""
     try:
         config = requested_workloads(evidence)
-    except UserError as error:
-        return Finding(SAMPLES_CHECK, "differs", str(error))
-    if config.file is not None and not config.file.is_file():
-        return Finding(SAMPLES_CHECK, "missing", f"the samples of workloads.jsonl, {config.file}")
-    try:
+        if config.file is not None and not config.file.is_file():
+            return Finding(SAMPLES_CHECK, "missing", f"the samples of workloads.jsonl, {config.file}")
         return _compare(SAMPLES_CHECK, report.workloads_digest, _encoded_digest(config, engine))
     except MissingRequirement as error:
         return Finding(SAMPLES_CHECK, "missing", str(error), library_missing=True)

@@ -6,7 +6,7 @@ A policy may evict, and a model's layers may slide.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -18,24 +18,12 @@ def page_count(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS)
 
 
-@dataclass(frozen=True)
-class LayerGroup:
-    """Layers that keep the same pages."""
-
-    first: int
-    latest: int | None
-    """The first and the latest tokens whose pages they keep; all where `latest` is None."""
-    page_bytes: int
-    """Of one page in all of these layers."""
-    window_page_bytes: int
-    """Of the second copy of a page in the policy's window."""
-
-    def kept(self, tokens: int) -> set[int]:
-        """Return the pages that these layers keep of a sequence."""
-        pages = range(page_count(tokens))
-        if self.latest is None:
-            return set(pages)
-        return {*pages[: page_count(min(self.first, tokens))], *pages[max(0, tokens - self.latest) // PAGE_TOKENS :]}
+def kept_pages(tokens: int, first: int, latest: int | None) -> set[int]:
+    """Return the pages of a sequence that hold its `first` and its `latest` tokens; all where `latest` is None."""
+    pages = range(page_count(tokens))
+    if latest is None:
+        return set(pages)
+    return {*pages[: page_count(min(first, tokens))], *pages[max(0, tokens - latest) // PAGE_TOKENS :]}
 
 
 class SequenceCost:
@@ -57,29 +45,28 @@ class SequenceCost:
         if policy.eviction is not None:
             # H2O's heavy tokens lie anywhere; they take as many pages as first ones.
             evicting = (policy.eviction.sink_tokens + policy.eviction.heavy_tokens, policy.eviction.window_tokens)
-        by_kept: dict[tuple[int, int | None], list[int]] = {}
+        self.page_bytes: dict[tuple[int, int | None], list[int]] = {}
+        """First and latest tokens -> bytes, in all layers that keep their pages, of a page and of its copy in the window."""
         for layer, window in enumerate(windows):
-            sizes = by_kept.setdefault(evicting if window is None else (0, window), [0, 0])
+            sizes = self.page_bytes.setdefault(evicting if window is None else (0, window), [0, 0])
             for side, form in policy.sides(layer).items():
                 sizes[side.in_window] += PAGE_TOKENS * shape.kv_heads * form.token_bytes(shape.head_dim)
-        self.groups = [LayerGroup(*kept, *sizes) for kept, sizes in by_kept.items()]
 
     def own(self, tokens: int) -> int:
         """Return the bytes of a sequence of `tokens` tokens, without the pages that it shares."""
-        total = self.exact_bytes
-        for group in self.groups:
-            kept = group.kept(tokens) - self.shared_pages
-            total += len(kept) * group.page_bytes + len(kept & self._window(tokens)) * group.window_page_bytes
-        return total
+        return self.exact_bytes + self._bytes([tokens], lambda pages: pages - self.shared_pages)
 
     def shared(self, lengths: Sequence[int]) -> int:
         """Return the bytes of the shared pages that sequences of any of these lengths keep, each stored once."""
+        return self._bytes(lengths, self.shared_pages.intersection) if self.shared_pages else 0
+
+    def _bytes(self, lengths: Sequence[int], counted: Callable[[set[int]], set[int]]) -> int:
+        """Return the bytes of those pages that are `counted` of all that sequences keep, each page once."""
         total = 0
-        for group in self.groups if self.shared_pages else ():
-            kept = {tokens: group.kept(tokens) & self.shared_pages for tokens in lengths}
-            windows = [pages & self._window(tokens) for tokens, pages in kept.items()]
-            total += len(set().union(*kept.values())) * group.page_bytes
-            total += len(set().union(*windows)) * group.window_page_bytes
+        for (first, latest), sizes in self.page_bytes.items():
+            kept = [counted(kept_pages(tokens, first, latest)) for tokens in lengths]
+            windows = [pages & self._window(tokens) for pages, tokens in zip(kept, lengths, strict=True)]
+            total += sum(len(set[int]().union(*pages)) * size for pages, size in zip((kept, windows), sizes, strict=True))
         return total
 
     def _window(self, tokens: int) -> set[int]:

@@ -26,7 +26,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from pipeline.registry.reaching import check_reachable, reached
-from pipeline.registry.tracking import ENVIRONMENT, Location
+from pipeline.registry.tracking import ENVIRONMENT, Location, Version
 
 __all__ = [
     "Client",
@@ -36,6 +36,7 @@ __all__ = [
     "Param",
     "RunTag",
     "process_wide",
+    "version_of",
 ]
 
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
@@ -133,6 +134,11 @@ class Client(MlflowClient):
             return str(download_artifacts(address, dst_path=folder, tracking_uri=self._location.uri))
         finally:
             _downloads.pop()
+
+
+def version_of(found: Any) -> Version:
+    """Return a version as it is known outside of MLflow."""
+    return Version(str(found.version), dict(found.tags), found.run_id or "", found.creation_timestamp / 1000)
 
 
 @contextmanager

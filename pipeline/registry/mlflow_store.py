@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from getpass import getuser
 from pathlib import Path
 from secrets import token_hex
-from typing import Literal, NamedTuple
+from typing import Literal
 from urllib.parse import unquote, urlsplit
 
 from pipeline.artifacts.locks import locked, locked_at_once
@@ -31,6 +31,7 @@ from pipeline.registry.mlflow_client import (
     Param,
     RunTag,
     process_wide,
+    version_of,
 )
 from pipeline.registry.pages import (
     COLOURS,
@@ -47,7 +48,7 @@ from pipeline.registry.pages import (
 )
 from pipeline.registry.reaching import named
 from pipeline.registry.summary import Candidate, Registration
-from pipeline.registry.tracking import Location
+from pipeline.registry.tracking import Location, Version
 from pipeline.verdict.report import SampleRow
 
 TAG_CHARS = 5000
@@ -122,9 +123,9 @@ class MlflowStore:
             self.client.set_terminated(run.info.run_id, status)
         lock.unlink(missing_ok=True)
 
-    def create_run(self, title: str, tags: Mapping[str, str], start_ms: int | None = None) -> str:
+    def create_run(self, title: str, tags: Mapping[str, str]) -> str:
         owner = {"mlflow.user": getuser(), "mlflow.source.name": "kvgate"}
-        return str(self.client.create_run(self.experiment_id, start_ms, {**tags, **owner}, run_name=title).info.run_id)
+        return str(self.client.create_run(self.experiment_id, tags={**tags, **owner}, run_name=title).info.run_id)
 
     def attach(self, run_id: str, files: Sequence[Path]) -> None:
         """Log files as artifacts of a run, even of one that has ended. They lose their secrets."""
@@ -272,10 +273,9 @@ class MlflowStore:
         except MlflowException:
             return None
 
-    def registered(self) -> list[tuple[Registration, dict[str, str]]]:
-        """Return every version of the model with its tags."""
-        found = self.client.search_model_versions(f"name = '{self.location.model_name}'")
-        return [(Registration(run_id=one.run_id or "", model_version=str(one.version)), dict(one.tags)) for one in found]
+    def registered(self) -> list[Version]:
+        """Return every version of the model."""
+        return [version_of(one) for one in self.client.search_model_versions(f"name = '{self.location.model_name}'")]
 
     def set_tags(self, version: str, tags: Mapping[str, str]) -> None:
         for name, value in tags.items():
@@ -305,38 +305,31 @@ def _check_files(location: Location, address: str) -> None:
         )
 
 
-class Fetched(NamedTuple):
-    """The evidence of a registered engine, downloaded."""
-
-    version: str
-    directory: Path
-    made: float
-    identity_digest: str
-
-
-def fetch_evidence(location: Location, names: Sequence[str], known: Collection[str], folder: Path) -> list[Fetched]:
+def fetch_evidence(
+    location: Location, names: Sequence[str], known: Collection[str], folder: Path
+) -> list[tuple[Version, Path]]:
     """Download files of the registered engines.
 
     Nothing in the store changes. Each version that cites an identity which is not `known` gets a directory in `folder` with
     those of the files that it has. Raises UserError or MissingRequirement when the store cannot be read.
     """
     client, fetched = Client(location), []
-    for version in client.search_model_versions(f"name = '{location.model_name}'"):
-        model_id, identity = version.tags.get("logged_model"), version.tags.get("identity_digest")
-        if model_id is None or identity is None or identity in known:
+    for version in map(version_of, client.search_model_versions(f"name = '{location.model_name}'")):
+        model_id = version.tags.get("logged_model")
+        if model_id is None or version.identity_digest in ("", *known):
             continue
-        directory = folder / str(version.version)
+        directory = folder / version.number
         directory.mkdir()
         place = client.get_logged_model(model_id).artifact_location.rstrip("/")
         held = {file.path for file in client.list_logged_model_artifacts(model_id)}
         for name in (name for name in names if name in held):
             client.download(f"{place}/{name}", str(directory))
-        fetched.append(Fetched(str(version.version), directory, version.creation_timestamp / 1000, identity))
+        fetched.append((version, directory))
     return fetched
 
 
-def aliased(location: Location, names: Sequence[str], alias: str) -> tuple[Registration, dict[str, str]] | None:
-    """Return the version that an alias points at, and its tags; None where there is no such alias.
+def aliased(location: Location, names: Sequence[str], alias: str) -> Version | None:
+    """Return the version that an alias points at; None where there is no such alias.
 
     Nothing changes. Of several models the first that has the alias counts.
     """
@@ -345,14 +338,13 @@ def aliased(location: Location, names: Sequence[str], alias: str) -> tuple[Regis
     client = Client(location)
     for name in names:
         with suppress(MlflowException):  # there is no such model
-            version = client.get_registered_model(name).aliases.get(alias)
-            if version is not None:
-                found = client.get_model_version(name, str(version))
-                return Registration(run_id=found.run_id or "", model_version=str(found.version)), dict(found.tags)
+            number = client.get_registered_model(name).aliases.get(alias)
+            if number is not None:
+                return version_of(client.get_model_version(name, str(number)))
     return None
 
 
-def download_engine(location: Location, tags: Mapping[str, str], folder: Path) -> Path:
-    """Download the evidence of the version with these tags, and the engine where the registry has it; return where it lies."""
+def download_engine(location: Location, version: Version, folder: Path) -> Path:
+    """Download the evidence of a version, and the engine where the registry has it; return where it lies."""
     client = Client(location)
-    return Path(client.download(client.get_logged_model(tags["logged_model"]).artifact_location, str(folder)))
+    return Path(client.download(client.get_logged_model(version.tags["logged_model"]).artifact_location, str(folder)))

@@ -18,19 +18,17 @@ from typing import Any
 from pipeline.core.backends import serves_last
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.registry.proof import PASS, Replay, verify
-from pipeline.registry.summary import Candidate, Registration
+from pipeline.registry.summary import Candidate
+from pipeline.registry.tracking import Version
 from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.gates import Decide
 
 
 @dataclass(frozen=True)
 class Move:
-    """The aliases after a promotion or a rollback."""
+    """Which engine serves after a promotion or a rollback."""
 
     champion: str
-    version: str
-    previous: str | None
-    changed: bool
     message: str
 
 
@@ -40,13 +38,13 @@ def live_tokens(candidate: Candidate) -> float:
     return -math.inf if tokens is None else tokens
 
 
-Find = Callable[[Registration, Mapping[str, str]], tuple[Candidate, Any]]
-"""Finds a version with these tags: the candidate as its artifacts say it is, and its evidence. Raises GateRefusal."""
+Find = Callable[[Version], tuple[Candidate, Any]]
+"""Finds a version: the candidate as its artifacts say it is, and its evidence. Raises GateRefusal."""
 
 
 def judged_again(
     listed: Sequence[Candidate],
-    registered: Sequence[tuple[Registration, dict[str, str]]],
+    registered: Sequence[Version],
     find: Find,
     decide: Decide,
     model: str,
@@ -56,7 +54,7 @@ def judged_again(
 
     Of the summary this takes which versions they are and nothing else.
     """
-    versions = {one.model_version: (one, tags) for one, tags in registered}
+    versions = {one.number: one for one in registered}
     found: dict[str, Candidate] = {}
     for named in listed:
         if named.registration is None:
@@ -64,10 +62,9 @@ def judged_again(
         version = named.registration.model_version
         if version not in versions:
             raise GateRefusal(f"{named.name} is not promoted: version {version} is not in the registry")
-        registration, tags = versions[version]
-        if version in found or (name is not None and tags.get("kv") != name):
+        if version in found or name not in (None, versions[version].name):
             continue
-        candidate, evidence = find(registration, tags)
+        candidate, evidence = find(versions[version])
         if candidate.model != model:
             raise GateRefusal(f"{candidate.name} is not promoted: version {version} is of model {candidate.model}, not {model}")
         verdict = decide(evidence.report, evidence.rows)
@@ -77,7 +74,7 @@ def judged_again(
 
 def incumbent(
     version: str | None,
-    registered: Sequence[tuple[Registration, dict[str, str]]],
+    registered: Sequence[Version],
     find: Find,
     decide: Decide,
     candidates: Sequence[Candidate],
@@ -87,11 +84,11 @@ def incumbent(
     It is one where it is of the same checkpoint as one of them, under another name, and still passes: a baseline that was built
     again has another digest. Servers are told apart by their baselines. One that is judged anew goes by its new evidence.
     """
-    serving = next(((one, tags) for one, tags in registered if one.model_version == version), None)
-    if serving is None or serving[1].get("kv") in [one.name for one in candidates]:
+    serving = next((one for one in registered if one.number == version), None)
+    if serving is None or serving.name in [one.name for one in candidates]:
         return None
     try:
-        found, evidence = find(*serving)
+        found, evidence = find(serving)
     except GateRefusal:  # another work directory judged it
         return None
     verdict = decide(evidence.report, evidence.rows)
@@ -145,8 +142,7 @@ def promote(
     """
     best = choose(candidates) if name is not None else choose(candidates, log.read().rolled_back("champion"))
     if rival is not None and name is None and choose([best, rival]) is rival and _holds(rival, replay, decide):
-        version = rival.version
-        return Move(rival.name, version, None, False, f"{rival.name} (version {version}) stays the champion")
+        return Move(rival.name, f"{rival.name} (version {rival.version}) stays the champion")
     try:
         covered = verify(best, replay, decide).covered
     except (GateRefusal, MissingRequirement) as error:
@@ -155,7 +151,7 @@ def promote(
     with log.changing() as history:
         old, previous = registry.alias("champion"), registry.alias("previous")
         if old == version:
-            return Move(best.name, version, previous, False, f"{best.name} (version {version}) is the champion already")
+            return Move(best.name, f"{best.name} (version {version}) is the champion already")
         since = history.rolled_back("champion").get(best.report.digest)
         if since is not None and name is None:  # by somebody else, while the evidence was replayed
             raise GateRefusal(f"{best.name} is not promoted: it {_stays_back(best, since)}")
@@ -180,7 +176,7 @@ def promote(
     over = f" over version {old}" if old is not None else ""
     note = f"; it had been rolled back at {since}" if since is not None else ""
     held = f", {covered}" if covered is not None else ""
-    return Move(best.name, version, old, True, f"{best.name} (version {version}) is the champion{over}{note}{held}")
+    return Move(best.name, f"{best.name} (version {version}) is the champion{over}{note}{held}")
 
 
 def _holds(candidate: Candidate, replay: Replay, decide: Decide) -> bool:
@@ -192,8 +188,8 @@ def _holds(candidate: Candidate, replay: Replay, decide: Decide) -> bool:
     return True
 
 
-Prove = Callable[[str, Mapping[str, str]], None]
-"""Replays the evidence of a version with these tags. Raises what `verify` does."""
+Prove = Callable[[Version], None]
+"""Replays the evidence of a version. Raises what `verify` does."""
 
 
 def rollback(log: MoveLog, prove: Prove) -> Move:
@@ -207,7 +203,7 @@ def rollback(log: MoveLog, prove: Prove) -> Move:
         if tags is None:
             raise UserError(f"stage=rollback: version {previous}, the previous champion, was deleted from the registry")
         try:
-            prove(previous, tags)
+            prove(Version(previous, tags))
         except (GateRefusal, MissingRequirement) as error:
             raise type(error)(f"stage=rollback: version {previous} does not serve again: {error}") from error
         left = (registry.tags(bad) or {}).get("report_digest", "")
@@ -221,4 +217,4 @@ def rollback(log: MoveLog, prove: Prove) -> Move:
             tags={bad: {}},
         )
     name = tags.get("kv", f"version {previous}")
-    return Move(name, previous, None, True, f"{name} (version {previous}) is the champion again, version {bad} is not")
+    return Move(name, f"{name} (version {previous}) is the champion again, version {bad} is not")

@@ -19,6 +19,7 @@ from pipeline.core.strict import CONTROLS, StrictModel, absolute
 SQLITE = "sqlite:///"
 SCHEMES = (SQLITE, "postgresql", "mysql", "mssql", "http://", "https://")
 ENVIRONMENT = "MLFLOW_TRACKING_URI"
+IDENTITY_TAG = "identity_digest"
 PORT = 5000
 """Of the server that a person starts on a store."""
 
@@ -72,6 +73,31 @@ class Location:
     @property
     def served(self) -> bool:
         return self.uri.startswith(("http://", "https://"))
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of a registered model: an engine with its evidence."""
+
+    number: str
+    tags: Mapping[str, str]
+    run_id: str = ""
+    """Run that judged it."""
+    made: float = 0.0
+    """When, in seconds since 1970."""
+
+    @property
+    def name(self) -> str:
+        """Display name of its engine."""
+        return self.tags.get("kv", "no name")
+
+    @property
+    def identity_digest(self) -> str:
+        """sha256 of the identity.json that it cites."""
+        return self.tags.get(IDENTITY_TAG, "")
+
+    def __str__(self) -> str:
+        return f"version {self.number} ({self.name})"
 
 
 def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, str] = os.environ) -> Location:

@@ -61,12 +61,12 @@ def step_down(engines: Engines, now: Engine, workload: str, quality_holds: bool,
     """Return the first engine in the order that is proven for the class. `say` is told why those before it are not taken."""
     larger = list[Engine]()
     rolled_back = engines.log.read().rolled_back(alias_of(workload))
-    for registration, tags in engines.registered():
-        cites = tags.get("baseline_digest") == now.candidate.baseline.digest
-        if tags.get("verdict") != PASS or not cites or registration.model_version == now.version:
+    for version in engines.registered():
+        cites = version.tags.get("baseline_digest") == now.candidate.baseline.digest
+        if version.tags.get("verdict") != PASS or not cites or version.number == now.version:
             continue
         try:
-            engine = engines.find(registration, tags)
+            engine = engines.find(version)
         except GateRefusal as error:
             say(f"{workload}: not {error}")
             continue

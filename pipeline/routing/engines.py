@@ -8,7 +8,8 @@ from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.workloads import Workload
 from pipeline.registry.proof import Proof, Replay, verify
-from pipeline.registry.summary import Candidate, Registration
+from pipeline.registry.summary import Candidate
+from pipeline.registry.tracking import Version
 from pipeline.routing.files import DEFAULT
 from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.gates import Decide
@@ -43,9 +44,9 @@ class Engines:
     """The registered engines of a model, and what a promotion asks of one."""
 
     log: MoveLog
-    registered: Callable[[], list[tuple[Registration, dict[str, str]]]]
-    find: Callable[[Registration, Mapping[str, str]], Engine]
-    """Finds the evidence of a version with these tags. Raises GateRefusal where there is none."""
+    registered: Callable[[], list[Version]]
+    find: Callable[[Version], Engine]
+    """Finds the evidence of a version. Raises GateRefusal where there is none."""
     replay: Replay
     decide: Decide
     proofs: dict[str, Proof] = field(default_factory=dict)
@@ -56,13 +57,13 @@ class Engines:
 
         `key` is where the name stands in the routing file.
         """
-        versions = {int(one.model_version): (one, tags) for one, tags in self.registered()}
-        named = [number for number, (_, tags) in versions.items() if name in (str(number), tags.get("kv"))]
+        versions = self.registered()
+        named = [one for one in versions if name in (one.number, one.name)]
         if not named:
-            known = ", ".join(sorted({tags.get("kv", "") for _, tags in versions.values()} - {""})) or "none"
+            known = ", ".join(sorted({one.tags.get("kv", "") for one in versions} - {""})) or "none"
             raise UserError(f"{key}={name}: no registered engine is called so; there are {known}")
         try:
-            return self.find(*versions[max(named)])
+            return self.find(max(named, key=lambda one: int(one.number)))
         except GateRefusal as error:
             raise GateRefusal(f"{key}={name}: {error}") from error
 

@@ -95,7 +95,7 @@ def _decide(engines: Engines, workload: str, counted: ClassSnapshot, limits: Mon
             move = way_back(engines, workload, before, why)
             return Decision(str(move), move, refused=True)
         if "memory" in broken:
-            now = engines.find(*next(one for one in engines.registered() if one[0].model_version == before.now))
+            now = engines.find(next(one for one in engines.registered() if one.number == before.now))
             smaller = step_down(engines, now, workload, quality_holds(readings), say)
             why = f"{why}; {smaller.candidate.name} takes {step(now, smaller).text}"
             move = Move(workload, before, before.moved_to(smaller.version), why, {smaller.version: smaller.report})

@@ -46,7 +46,7 @@ class Chain(BuildChain):
         """Return what a stage makes of the configured policy; one that judges makes an identity besides, of what it found."""
         policy = self.config.kv
         if stage == "quantize":
-            return self.quantized(policy), self.exports(policy)
+            return (self.exports(policy),)
         return (self.bundle(policy),) if stage == "build" else self.evaluation(policy)
 
     def engine(self, policy: KVPolicy) -> Artifact:
@@ -171,7 +171,6 @@ class Chain(BuildChain):
         self._require_able(answers)
         made["baseline_once"] = self.once(FP16_POLICY, answers)
         made["engine"] = self.engine(policy)
-        self.check_alike(policy)
         candidate = made[round_input(1)] = self.round(policy, 1)
         made["once"] = self.once(policy, candidate, answers)
         for number in range(2, self._rounds + 1):
@@ -192,21 +191,17 @@ class Chain(BuildChain):
 
         require_able(self._encoded.round(1), read_round(answers.path), self.config.gates.min_baseline_probability)
 
-    def check_alike(self, policy: KVPolicy) -> None:
-        weights = {self.quantized(p).digest_under("checkpoint") for p in (policy, FP16_POLICY)}
-        assert len(weights) == 1, "candidate and baseline must differ in nothing but the cache"
-
     def _joined(self, made: Mapping[str, Artifact]) -> "Evaluation":
         from stages.evaluate.decoding.stored import Once, read_round
-        from stages.evaluate.joining import Engines, join
+        from stages.evaluate.joining import join
 
         engine, baseline = made["engine"], made["baseline"]
         ran = takewhile(lambda number: round_input(number) in made, count(1))
         names = [(answers_input(number), round_input(number)) for number in ran]
         rounds = [(read_round(made[answers].path), read_round(made[own].path)) for answers, own in names]
         once = Once.read(made["baseline_once"].path), Once.read(made["once"].path)
-        engines = Engines(engine.digest, baseline.digest, read_bundle(engine.path).get("graph_digest"))
-        return join(self._encoded, rounds, once, engines, self.config.workloads)
+        graph, config = read_bundle(engine.path).get("graph_digest"), self.config.workloads
+        return join(self._encoded, rounds, once, config, engine=engine.digest, baseline=baseline.digest, graph=graph)
 
     def _is_decided(self, made: Mapping[str, Artifact]) -> bool:
         """Whether the gates want no round after those that ran."""
@@ -225,7 +220,7 @@ class Chain(BuildChain):
             "answers": self.baseline(),
             "evaluation": evaluation,
         }
-        links = [Link.of(stage.title, stage.artifact) for stage in self.finished]
+        links = [Link.of(title, artifact) for title, artifact in self.finished]
         roles = {role: member.key for role, member in members.items()}
         identity = make_identity(self.config, links, roles, engine.path, report=report, verdict=verdict)
         keys, file = load_keys(self.config.signing), self.config.workloads.file

@@ -1,7 +1,7 @@
 """The checks that come before any work: files that the configuration names, the policy, what the backend needs."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +12,7 @@ from pipeline.artifacts.workdir import check_memory, check_room, check_workdir
 from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint, refuse_weights
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.checkpoint.weights import check_tokenizer, check_weights, tensors_on_disk, tokens_beyond
-from pipeline.config.config import JUDGING, Config
+from pipeline.config.config import JUDGING, PLANNING, Config
 from pipeline.config.policies import tuned_policies
 from pipeline.core.backends import BackendConfig, backend_configs
 from pipeline.core.errors import MissingRequirement, UserError, short
@@ -39,8 +39,6 @@ TRACKED = (*JUDGING, "promote", "rollback", "route", "monitor", "status", "prune
 
 GENERATED_TOKENS = 8192
 
-PLANNING = ("capacity", "recommend")
-
 
 def check_inputs(config: Config) -> None:
     """Refuse what cannot be used; cheap, reads no weights."""
@@ -48,24 +46,24 @@ def check_inputs(config: Config) -> None:
         check()
 
 
-def checks(config: Config) -> list[Callable[[], object]]:
-    """Return the checks, none of which needs another one to hold: a dry run says what each of them finds."""
-    needed: list[Callable[[], object]] = [partial(load_keys, config.signing), partial(read_policy, config.promote.policy)]
+def checks(config: Config) -> Iterator[Callable[[], object]]:
+    """Yield the checks, none of which needs another one to hold: a dry run says what each of them finds."""
+    yield partial(load_keys, config.signing)
+    yield partial(read_policy, config.promote.policy)
     if config.stage not in ("verify", "audit"):
-        needed.append(partial(_check_work, config))
+        yield partial(_check_work, config)
     if config.tracking.enabled and config.stage in TRACKED:
-        needed.append(partial(locate, config.tracking, config.work, config.model.label))
+        yield partial(locate, config.tracking, config.work, config.model.label)
     if config.stage == "verify":
-        needed.append(partial(_check_bundle, config))
+        yield partial(_check_bundle, config)
     if config.stage == "route" and config.routing.file is not None:
-        needed.append(partial(read_routing_file, config.routing))
+        yield partial(read_routing_file, config.routing)
     if config.stage == "monitor":
-        needed.append(partial(read_snapshot, config.monitor))
+        yield partial(read_snapshot, config.monitor)
     if config.stage not in WITHOUT_CHECKPOINT:
-        needed.append(partial(_check_budget if config.stage in PLANNING else _check_model, config))
+        yield partial(_check_budget if config.stage in PLANNING else _check_model, config)
     if config.tracking.enabled and config.stage in ("rollback", "route", "monitor"):
-        needed.append(partial(_check_registered, config))
-    return needed
+        yield partial(_check_registered, config)
 
 
 def _check_registered(config: Config) -> None:
@@ -236,6 +234,8 @@ def check_draft(path: str, target: Path) -> None:
         if drafter.quantized is not None:
             raise UserError(f"{key}{path}: its weights are quantized; give the unquantized checkpoint")
         check_tokenizer(drafter)
+        check_weights(drafter, expected_tensors)
+        check_opens(drafter)
     except UserError as error:
         raise UserError(str(error).replace("model.path=", key)) from None
     wanted, unused = _vocabulary(target, f"model.path={target}")
@@ -248,11 +248,6 @@ def check_draft(path: str, target: Path) -> None:
             f"{key}{path}: its tokenizer is another one than model.path's: {different!r} is {ids[0]} there and {ids[1]} of "
             "the target; give a draft with the same tokenizer"
         )
-    try:
-        check_weights(drafter, expected_tensors)
-        check_opens(drafter)
-    except UserError as error:
-        raise UserError(str(error).replace("model.path=", key)) from None
 
 
 def _vocabulary(path: Path, named: str) -> tuple[dict[str, int], set[str]]:

@@ -1,6 +1,5 @@
 """One job of a command: its configuration, its artifacts, and the keys and gates that it goes by."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -21,8 +20,6 @@ from pipeline.trust.keys import Keys, load_keys
 from pipeline.trust.movelog import MoveLog
 from pipeline.trust.policy import GatePolicy, kept
 from pipeline.verdict.gates import Decide, decide
-from pipeline.verdict.report import EvaluationReport, SampleRow
-from pipeline.verdict.thresholds import Verdict
 
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
@@ -94,7 +91,4 @@ class Run:
 
     def decide_under(self, policy: GatePolicy | None) -> Decide:
         """Return the gates of this command under a policy; they raise GateRefusal when they are looser."""
-        return kept(policy, self.config.gates, self.decide)
-
-    def decide(self, report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
-        return decide(report, rows, self.config.gates)
+        return kept(policy, self.config.gates, partial(decide, gates=self.config.gates))

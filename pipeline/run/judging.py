@@ -11,20 +11,16 @@ from pipeline.run.job import Run, open_store
 from pipeline.run.serving import promote_from
 from pipeline.run.showing import show
 from pipeline.terminal import commands, console, next_steps, tables
+from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, load_report, load_rows
 from pipeline.verdict.tracked import flat_metrics
 
 
-class NotPassed(GateRefusal):
-    def __init__(self, candidate: Candidate) -> None:
-        super().__init__(summary.not_passed(candidate.name, candidate.verdict, candidate.checks))
-        self.candidate = candidate
-
-
 def quantize(run: Run) -> None:
-    quantized, exports = run.chain.made_by("quantize")
-    lines = f"quantized checkpoint: {quantized.path}", f"ModelOpt's exports: {exports.path}"
-    console.result("quantized", *lines, paste=True, checkpoint=quantized.path, exports=exports.path)
+    (exports,) = run.chain.made_by("quantize")
+    checkpoint = exports.path / "checkpoint"
+    lines = f"quantized checkpoint: {checkpoint}", f"with the cache's scales and ModelOpt's exports: {exports.path}"
+    console.result("quantized", *lines, paste=True, checkpoint=checkpoint, exports=exports.path)
     if not run.sweeping:
         next_steps.show(next_steps.after_making("quantize", commands.typed()))
 
@@ -39,7 +35,7 @@ def build(run: Run) -> None:
         next_steps.show(next_steps.after_making("build", commands.typed()))
 
 
-def evaluate(run: Run) -> Candidate:
+def evaluate(run: Run) -> None:
     """Judge the engine against the FP16-KV engine and register it; with stage=all, promote it if it passed.
 
     Jobs of a sweep only register: else the last to finish would win.
@@ -57,7 +53,7 @@ def evaluate(run: Run) -> Candidate:
             raise
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         with console.doing("deciding"):
-            verdict = run.decide(report, rows)
+            verdict = decide(report, rows, config.gates)
         identity = chain.identity(config.kv, report, verdict)
         report_path = evaluation.path / REPORT_FILE
         candidate = Candidate(
@@ -79,14 +75,13 @@ def evaluate(run: Run) -> Candidate:
     last = summary.record(config.work, run.sweep, candidate)
     tables.print_verdict(candidate, report)
     if run.sweeping:
-        return candidate
+        return
     promotes = config.stage == "all" and config.tracking.enabled
-    show(config, [candidate], lambda: store, sweep=run.sweep, command=commands.whole())
+    show(config, [candidate], sweep=run.sweep, command=commands.whole())
     if not (promotes and candidate.verdict == PASS):  # a promotion says what comes next, too
-        asking = sum(stage.artifact.seconds for stage in chain.finished if stage.artifact.stage in ("baseline", "round"))
+        asking = sum(artifact.seconds for _, artifact in chain.finished if artifact.stage in ("baseline", "round"))
         next_steps.show(next_steps.after_judging(config, [candidate], commands.typed(), asking_s=asking))
     if candidate.verdict != PASS:
-        raise NotPassed(candidate)
+        raise GateRefusal(summary.not_passed(candidate.name, candidate.verdict, candidate.checks))
     if promotes:
         promote_from(run, last)
-    return candidate

@@ -14,14 +14,13 @@ from pipeline.artifacts.store import Store
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import Config
-from pipeline.config.policies import shipped_policies
+from pipeline.config.policies import labelled
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.evidence.identity import IDENTITY_FILE, Identity
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import replay_record
 from pipeline.planning.capacity import Capacity, measure
-from pipeline.planning.labels import labelled
 from pipeline.planning.recommend import Judged, recommend
 from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
@@ -40,9 +39,8 @@ SIZE_TOLERANCE = 1e-9
 """Relative, between the KiB a token of a report and those of config.json's shapes."""
 
 
-def show_capacity(config: Config, sweeping: bool) -> None:
+def show_capacity(config: Config) -> None:
     """Print and write what the memory holds under every policy of conf/kv and under `kv=`."""
-    _refuse_sweep(config, sweeping)
     capacity, parameters = _capacity(config, []), read_model(locate_checkpoint(config.model.path)).parameters
     for line in (*tables.policy_line(capacity, config.kv.name), *tables.budget_lines(capacity)):
         console.say(line)
@@ -57,9 +55,8 @@ def show_capacity(config: Config, sweeping: bool) -> None:
     next_steps.show(next_steps.after_capacity(typed()))
 
 
-def recommend_policy(config: Config, sweeping: bool) -> None:
+def recommend_policy(config: Config) -> None:
     """Print and write which policy to take: the most live tokens among those whose evidence covers the use."""
-    _refuse_sweep(config, sweeping)
     with TemporaryDirectory() as scratch, console.doing("reading the evidence"):
         binds, notes = _checkpoint_digests(config)
         judged = list(_find_evidence(config, binds, Path(scratch)))
@@ -79,14 +76,9 @@ def recommend_policy(config: Config, sweeping: bool) -> None:
     next_steps.show(next_steps.after_recommendation(config, candidates, recommendation.chosen.name))
 
 
-def _refuse_sweep(config: Config, sweeping: bool) -> None:
-    if sweeping:
-        raise UserError(f"stage={config.stage}: looks at every policy in one run; leave -m and experiment= out")
-
-
 def _capacity(config: Config, judged: Sequence[KVPolicy]) -> Capacity:
     model = read_model(locate_checkpoint(config.model.path))
-    policies = labelled(shipped_policies(), [config.kv, *judged])
+    policies = labelled([config.kv, *judged])
     return measure(config.model.label, model, config.capacity, config.weights.format, policies)
 
 
@@ -123,12 +115,12 @@ def _find_evidence(config: Config, binds: dict[str, str], scratch: Path) -> Iter
         return
     from pipeline.registry.mlflow_store import fetch_evidence
 
-    for fetched in fetch_evidence(location, (IDENTITY_FILE, REPORT_FILE, SAMPLES_FILE), known, scratch):
-        if (fetched.directory / IDENTITY_FILE).is_file():
-            same = file_digest(fetched.directory / IDENTITY_FILE) == fetched.identity_digest
-            problem = None if same else f"version {fetched.version} cites another identity"
-            source = f"version {fetched.version} of {location.model_name}"
-            yield from _judged(config, model, binds, fetched.directory, source, fetched.made, problem)
+    for version, directory in fetch_evidence(location, (IDENTITY_FILE, REPORT_FILE, SAMPLES_FILE), known, scratch):
+        if (directory / IDENTITY_FILE).is_file():
+            same = file_digest(directory / IDENTITY_FILE) == version.identity_digest
+            problem = None if same else f"version {version.number} cites another identity"
+            source = f"version {version.number} of {location.model_name}"
+            yield from _judged(config, model, binds, directory, source, version.made, problem)
 
 
 def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:

@@ -16,7 +16,6 @@ from pipeline.config.config import JUDGING, MAKING, Config
 from pipeline.core.errors import DEFECT, INTERRUPTED, exit_code
 from pipeline.loading import required_libraries
 from pipeline.registry import summary
-from pipeline.registry.summary import Candidate
 from pipeline.run import judging, serving
 from pipeline.run.inputs import UNRECORDED, WITHOUT_CHECKPOINT
 from pipeline.run.job import Run
@@ -27,15 +26,15 @@ from pipeline.terminal.junit import JUNIT, write_junit
 from pipeline.upkeep.prune import prune
 from pipeline.upkeep.status import show_status
 
-STAGES: dict[str, Callable[[Run], Candidate | None]] = {
+STAGES: dict[str, Callable[[Run], None]] = {
     "quantize": judging.quantize,
     "build": judging.build,
     "evaluate": judging.evaluate,
     "all": judging.evaluate,
     "tune": lambda run: tune(run.chain),
     **serving.STAGES,
-    "capacity": lambda run: show_capacity(run.config, run.sweeping),
-    "recommend": lambda run: recommend_policy(run.config, run.sweeping),
+    "capacity": lambda run: show_capacity(run.config),
+    "recommend": lambda run: recommend_policy(run.config),
     "status": lambda run: show_status(run.config, as_json=run.as_json),
     "prune": lambda run: prune(run.config),
 }
@@ -52,10 +51,8 @@ def holding(config: Config) -> AbstractContextManager[None]:
     return used(root, make=config.stage in MAKING or root.is_dir())
 
 
-def run(
-    config: Config, sweep: str, job: console.Job | None = None, *, sweeping: bool = False, as_json: bool = False
-) -> Candidate | None:
-    """Run one job, record in summary.json how it ended, and return what it judged.
+def run(config: Config, sweep: str, job: console.Job | None = None, *, sweeping: bool = False, as_json: bool = False) -> None:
+    """Run one job, and record in summary.json what it judged and how it ended.
 
     Raises UserError, GateRefusal, MissingRequirement: what a person or CI can act on; any other exception is a defect.
     """
@@ -66,7 +63,7 @@ def run(
     try:
         console.begin(job, None if config.stage in WITHOUT_CHECKPOINT else f" of {config.model.path}")
         with holding(config), required_libraries():
-            candidate = STAGES[config.stage](Run(config, sweep, sweeping, job.policy, as_json))
+            STAGES[config.stage](Run(config, sweep, sweeping, job.policy, as_json))
         code = 0
     except Exception as error:
         code = exit_code(error)
@@ -82,4 +79,3 @@ def run(
                 write_junit(config.work / JUNIT, last)
         elif config.stage not in UNRECORDED:
             summary.finish(config.work, None, code)
-    return candidate

@@ -1,5 +1,7 @@
 """The chain of an evaluation of servers: nothing is built, and what stands for an engine is a record of its server."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,9 +51,6 @@ class ServedChain(Chain):
         """Return nothing: what a server was made from is not known here."""
         return {}
 
-    def check_alike(self, policy: KVPolicy) -> None:
-        """Check nothing: that both servers have the same weights is taken on trust."""
-
     def _beside(self, policy: KVPolicy) -> dict[str, Artifact]:
         """Return the record of the corrupted server, which a candidate is measured beside where there is one."""
         canary = None if policy == FP16_POLICY else self._recorded("canary", policy)
@@ -76,20 +75,24 @@ class ServedChain(Chain):
             corrupted=next(map(self._connected, self._beside(policy).values()), None),
         )
 
-    def _recorded(self, role: "ServerRole", policy: KVPolicy) -> Artifact | None:
-        """Return the record of a server, asked once a job; None where none was given."""
-        if role not in self._records:
-            facts = self.server.facts(role)
-            self._records[role] = None if facts is None else self._record(role, policy, facts)
-        return self._records[role]
+    def _recipe(self, stage: str, module: str, inputs: Mapping[str, Artifact], **config: object) -> Recipe:
+        """Return the recipe of a part of an evaluation, to which the way in which servers are asked belongs."""
+        recipe = super()._recipe(stage, module, inputs, **config)
+        return replace(recipe, code=(*recipe.code, "stages.evaluate.servers.served"))
 
     @cached_property
-    def _records(self) -> "dict[ServerRole, Artifact | None]":
-        return {}
+    def _facts(self) -> "dict[ServerRole, dict[str, object] | None]":
+        """What each server says of itself, asked once a job; None where none was given."""
+        from stages.engines.openai.backend import SETTINGS
 
-    def _record(self, role: "ServerRole", policy: KVPolicy, facts: dict[str, object]) -> Artifact:
-        config = {"kv": policy.model_dump(), **facts, **self.server.run_parts()}
-        inputs = {"tokenizer": self.tokenizer_digest}
+        return {role: self.server.facts(role) for role in SETTINGS}
+
+    def _recorded(self, role: "ServerRole", policy: KVPolicy) -> Artifact | None:
+        """Return the record of a server; None where none was given."""
+        facts = self._facts[role]
+        if facts is None:
+            return None
+        config, inputs = {"kv": policy.model_dump(), **facts}, {"tokenizer": self.tokenizer_digest}
         recipe = Recipe("server", (self.server.server_module,), config, inputs, self.server.libraries)
 
         def fill(out: Path, _: Progress) -> None:

@@ -1,6 +1,6 @@
 """The stages that change or check what serves: promote, rollback, route, monitor, verify, audit."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from pipeline.loading import open_loader
 from pipeline.registry import promotion, summary
 from pipeline.registry.proof import require_same
 from pipeline.registry.proof import verify as verify_candidate
-from pipeline.registry.summary import Registration
+from pipeline.registry.tracking import Version
 from pipeline.routing import stages as routes
 from pipeline.routing.engines import Engines
 from pipeline.run.job import Run
@@ -76,7 +76,6 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
         show(
             config,
             candidates,
-            lambda: store,
             sweep=last.sweep,
             command=last.command,
             unfinished=unfinished,
@@ -84,7 +83,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
             message=move.message,
             passed_over=tables.passed_over(candidates, move),
         )
-        compare_in_mlflow(candidates, lambda: store, last.sweep)
+        compare_in_mlflow(config, candidates, last.sweep)
         best = next(candidate for candidate in candidates if candidate.name == move.champion)
         next_steps.show(next_steps.after_promotion(config, best.engine.path))
 
@@ -105,9 +104,8 @@ def rollback(run: Run) -> None:
     Its gates are those that it was judged by: the way back asks for no policy, and for no key of this command.
     """
 
-    def prove(version: str, tags: Mapping[str, str]) -> None:
-        registration = Registration(run_id="", model_version=version)
-        candidate, evidence = registered_candidate(run.config.work / "artifacts", registration, tags)
+    def prove(version: Version) -> None:
+        candidate, evidence = registered_candidate(run.config.work / "artifacts", version)
         verify_candidate(candidate, run.replay_under(None), partial(decide, gates=evidence.identity.gates))
 
     summary.check_writable(run.config.work)

@@ -1,6 +1,6 @@
 """What is written for people to look at: report.html, and the comparison in MLflow. Neither decides anything."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +18,7 @@ from pipeline.evidence.verify import requested_workloads
 from pipeline.loading import required_libraries
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import compare_url, server_command
+from pipeline.run.job import open_store
 from pipeline.terminal import console
 
 if TYPE_CHECKING:
@@ -38,13 +39,16 @@ def warned(what: str) -> Iterator[None]:
         console.warning(f"{what}: {detail}")
 
 
-def show(
-    config: Config, candidates: Sequence[Candidate], store: "Callable[[], MlflowStore | None]", *, sweep: str, **occasion: Any
-) -> None:
+def _store_of(config: Config, candidates: Sequence[Candidate]) -> "MlflowStore | None":
+    """Return the tracking store with the runs of candidates; None where they have none."""
+    tracked = any(candidate.registration is not None for candidate in candidates)
+    return open_store(config.tracking, config.work, candidates[0].model) if tracked else None
+
+
+def show(config: Config, candidates: Sequence[Candidate], *, sweep: str, **occasion: Any) -> None:
     """Write the page about candidates and attach it to their runs.
 
-    It decides nothing, and a failure is a warning. Unless `store` opens a tracking store, it is attached to none. `occasion`
-    are fields of `stages.report.Occasion`.
+    It decides nothing, and a failure is a warning. `occasion` are fields of `stages.report.Occasion`.
     """
     with warned(f"{PAGE} is not complete"), required_libraries(), TemporaryDirectory() as scratch:
         from stages.report import Occasion, write_page
@@ -53,23 +57,22 @@ def show(
         exhibits = [_exhibit(candidate) for candidate in candidates]
         page = write_page(config.work / PAGE, exhibits, about)
         console.result("report", f"\nreport: {escape(str(page))}", paste=True, file=page)
-        tracked = [one.registration.run_id for one in candidates if one.registration is not None]
-        opened = store() if tracked else None
-        if opened is None:
+        store = _store_of(config, candidates)
+        if store is None:
             return
         if any(exhibit.own for exhibit in exhibits):
             page = write_page(Path(scratch) / PAGE, [exhibit.without_own for exhibit in exhibits], about)
-        for run_id in tracked:
-            opened.attach(run_id, [page])
+        for candidate in candidates:
+            if candidate.registration is not None:
+                store.attach(candidate.registration.run_id, [page])
 
 
-def compare_in_mlflow(candidates: Sequence[Candidate], store: "Callable[[], MlflowStore | None]", sweep: str) -> None:
+def compare_in_mlflow(config: Config, candidates: Sequence[Candidate], sweep: str) -> None:
     """Print how to look at a sweep's runs in MLflow. A failure is a warning."""
     with warned("MLflow's comparison is not there"):
-        tracked = any(candidate.registration is not None for candidate in candidates)
-        opened = store() if tracked else None
-        if opened is not None:
-            url, command = compare_url(opened.location, opened.experiment_id, sweep), server_command(opened.location)
+        store = _store_of(config, candidates)
+        if store is not None:
+            url, command = compare_url(store.location, store.experiment_id, sweep), server_command(store.location)
             lines = ["\nThe runs in MLflow:", *(f"  {escape(line)}" for line in (command, url) if line is not None)]
             console.result("mlflow", *lines, paste=True, command=command, url=url)
 

@@ -3,12 +3,11 @@
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from pipeline.config.compose import Plan, launch, named, to_config
+from pipeline.config.compose import Plan, launch, to_config
 from pipeline.config.config import JUDGING, Config
 from pipeline.config.launchers import BASIC, LAUNCHERS
 from pipeline.config.workers import SLURM, end_workers, finish, lost_worker, start
@@ -18,7 +17,6 @@ from pipeline.registry import summary
 from pipeline.registry.proof import PASS
 from pipeline.registry.summary import new_sweep
 from pipeline.run.inputs import UNRECORDED
-from pipeline.run.job import open_store
 from pipeline.run.runner import holding, run
 from pipeline.run.showing import compare_in_mlflow, show
 from pipeline.terminal import commands, console, next_steps, tables
@@ -43,19 +41,17 @@ class Task:
     """What a launcher calls in the process of a job, which may be of another machine: the configuration is composed there."""
 
     sweep: str
-    swept: tuple[str, ...]
-    jobs: int
+    names: tuple[str, ...]
+    """Those of all jobs."""
 
     def __call__(self, composed: DictConfig) -> Ended:
         """Run the job of a composed configuration."""
         redact_output()
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # what a cluster set stays
             signal.signal(signal.SIGTERM, signal.default_int_handler)
-        hydra = HydraConfig.get()
-        config = to_config(composed)
+        number, config = HydraConfig.get().job.num, to_config(composed)
         console.configure(config.log, verbose=config.verbose)
-        label = " ".join([config.kv.name, *named(hydra.overrides.task, self.swept)])
-        job = console.Job(config.stage, label, hydra.job.num + 1, self.jobs, beside_others=True)
+        job = console.Job(config.stage, self.names[number], number + 1, len(self.names), beside_others=True)
         return _attempt(config, self.sweep, job)
 
 
@@ -78,9 +74,8 @@ def run_command(planned: Plan, *, as_json: bool = False) -> int:
     if planned.sweeping:
         with holding(planned.jobs[0]):  # between its jobs as well
             return _sweep(planned, new_sweep())
-    config = planned.jobs[0]
-    label = " ".join([config.kv.name, *named(planned.overrides[0], ())])
-    return _attempt(config, new_sweep(), console.Job(config.stage, label), sweeping=False, as_json=as_json).code
+    config, name = planned.jobs[0], planned.names[0]
+    return _attempt(config, new_sweep(), console.Job(config.stage, name), sweeping=False, as_json=as_json).code
 
 
 def _sweep(planned: Plan, sweep: str) -> int:
@@ -96,7 +91,7 @@ def _sweep(planned: Plan, sweep: str) -> int:
         if launcher == BASIC:
             ended = _one_by_one(planned, sweep)
         else:
-            ended = launch(planned, more, Task(sweep, planned.swept, len(planned.jobs)))
+            ended = launch(planned, more, Task(sweep, planned.names))
             finish(launcher)
     except (KeyboardInterrupt, SystemExit) as error:  # Ray makes a SystemExit of SIGTERM
         end_workers(launcher)
@@ -143,17 +138,15 @@ def _conclude(planned: Plan, sweep: str, code: int = 0, step: Step | None = None
         with console.written_to(config.work / tables.REPORT):
             tables.print_occasion()
             tables.print_comparison(last.candidates)
-        store = partial(open_store, config.tracking, config.work, last.candidates[0].model)
-        show(config, last.candidates, store, sweep=sweep, unfinished=last.unfinished, command=last.command)
-        compare_in_mlflow(last.candidates, store, sweep)
-        unfinished = last.unfinished is not None
-        typed = commands.typed()
-        steps = next_steps.after_judging(config, last.candidates, typed, swept=planned.swept, unfinished=unfinished)
-        next_steps.show(steps)
-    elif step is not None:
+        show(config, last.candidates, sweep=sweep, unfinished=last.unfinished, command=last.command)
+        compare_in_mlflow(config, last.candidates, sweep)
+        step = next_steps.after_judging(
+            config, last.candidates, commands.typed(), swept=planned.swept, unfinished=last.unfinished is not None
+        )
+    elif step is None and config.stage in ("quantize", "build"):
+        step = next_steps.after_making(config.stage, commands.typed(), sweep=True)
+    if step is not None:
         next_steps.show(step)
-    elif config.stage in ("quantize", "build"):
-        next_steps.show(next_steps.after_making(config.stage, commands.typed(), sweep=True))
     if last.unfinished is not None:
         console.error(f"{last.unfinished}; run it again to go on", exit_code=UNFINISHED_EXIT)
         codes.append(UNFINISHED_EXIT)

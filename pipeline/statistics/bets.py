@@ -95,8 +95,7 @@ def share(
     `levels` are those of a FAIL and of a PASS; `correlation` is how alike the events of a document are taken to be, as far as
     the counts do not show it.
     """
-    _, index = np.unique(np.asarray(documents), return_inverse=True)
-    counted, measured = (np.bincount(index, weights=column).astype(np.float64) for column in (events, sizes))
+    counted, measured = bounds.document_sums(documents, events, sizes)
     count, n = float(counted.sum()), float(measured.sum())
     effect = bounds.design_effect(counted, counted, measured, correlation)
     lowest = bounds.share_bound(count / effect, n / effect, levels[0], lower=True)

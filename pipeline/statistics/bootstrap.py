@@ -1,28 +1,25 @@
-"""Bootstraps by document. They are deterministic: every one has a fixed seed."""
+"""Bootstraps by document. They are deterministic: all have one seed."""
 
 from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
-from pipeline.statistics.bounds import Array
+from pipeline.statistics.bounds import Array, document_sums
 
 REPLICATES = 2000
 SEED = 20_260_101
 
 
-def resampled_sums(sums: Array, documents: Sequence[str], seed: int = SEED) -> Array:
+def resampled_sums(sums: Array, documents: Sequence[str]) -> Array:
     """Resample `sums`, shape (rows, columns), by document and return the column sums, shape (REPLICATES, columns)."""
-    _, index = np.unique(np.asarray(documents), return_inverse=True)
-    weights = _draws(int(index.max()) + 1, seed)
-    clustered = np.zeros((weights.shape[1], sums.shape[1]))
-    np.add.at(clustered, index, sums)
-    return weights @ clustered
+    clustered = np.stack(document_sums(documents, *sums.T), axis=1)
+    return _draws(len(clustered)) @ clustered
 
 
 @lru_cache(maxsize=16)
-def _draws(count: int, seed: int) -> Array:
-    drawn = np.random.default_rng(seed).integers(count, size=(REPLICATES, count))
+def _draws(count: int) -> Array:
+    drawn = np.random.default_rng(SEED).integers(count, size=(REPLICATES, count))
     drawn += np.arange(REPLICATES)[:, None] * count
     return np.bincount(drawn.ravel(), minlength=REPLICATES * count).reshape(REPLICATES, count).astype(np.float64)
 

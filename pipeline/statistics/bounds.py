@@ -43,15 +43,20 @@ HALVINGS = 14
 """Of the range that a bound lies in: it is found to 1e-4 of that."""
 
 
+def document_sums(documents: Sequence[str], *columns: npt.ArrayLike) -> list[Array]:
+    """Return each document's sum of every column of the samples, shape (documents,)."""
+    _, index = np.unique(np.asarray(documents), return_inverse=True)
+    return [np.asarray(np.bincount(index, weights=np.asarray(column)), np.float64) for column in columns]
+
+
 def by_document(values: Sequence[float | None], weights: Sequence[float], documents: Sequence[str]) -> Array:
     """Return each document's weighted mean, shape (documents,); NaN where a value is missing.
 
     Documents are independent of each other, samples are not.
     """
-    _, index = np.unique(np.asarray(documents), return_inverse=True)
-    total = np.bincount(index, weights=np.asarray(weights))
     with np.errstate(over="ignore"):  # a sum that no float64 holds is infinite, which fails a gate
-        return np.asarray(np.bincount(index, weights=np.asarray(values, np.float64) * np.asarray(weights)) / total)
+        sums, total = document_sums(documents, np.asarray(values, np.float64) * np.asarray(weights), weights)
+        return sums / total
 
 
 def document_totals(values: Sequence[float | None], documents: Sequence[str]) -> Array:
@@ -59,8 +64,7 @@ def document_totals(values: Sequence[float | None], documents: Sequence[str]) ->
 
     The mean of these is the mean of all samples.
     """
-    _, index = np.unique(np.asarray(documents), return_inverse=True)
-    totals = np.bincount(index, weights=np.asarray(values, np.float64))
+    (totals,) = document_sums(documents, np.asarray(values, np.float64))
     return np.asarray(totals * len(totals) / len(values))
 
 
@@ -151,9 +155,7 @@ def clustered_slope(x: Array, y: Array, documents: Sequence[str]) -> tuple[float
 
     That jackknife (Bell and McCaffrey's CR3) holds for outliers and unequal variances; x is not constant.
     """
-    _, index = np.unique(np.asarray(documents), return_inverse=True)
-    moments = np.stack([np.ones_like(x), x, y, x * x, x * y])
-    parts = np.stack([np.bincount(index, weights=moment) for moment in moments])
+    parts = np.stack(document_sums(documents, np.ones_like(x), x, y, x * x, x * y))
     total = parts.sum(axis=1)
 
     def slope(sums: Array) -> Array:

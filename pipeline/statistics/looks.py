@@ -16,7 +16,7 @@ With one look every level is `alpha` itself.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -54,10 +54,6 @@ class Look:
     """The round up to which the samples are looked at, from 1."""
     shares: tuple[float, ...]
     """The cumulative share of the planned samples at every planned look; the last is 1."""
-
-    @property
-    def last(self) -> "Look":
-        return replace(self, number=len(self.shares))
 
     @property
     def place(self) -> str:

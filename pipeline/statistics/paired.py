@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import bdtr, gammaln, ndtr, xlog1py, xlogy
 
-from pipeline.statistics.bounds import EVENT_CORRELATION, Array, design_effect
+from pipeline.statistics.bounds import EVENT_CORRELATION, Array, design_effect, document_sums
 
 EXACT_LIMIT = 400
 """Samples up to which the exact test is used."""
@@ -52,9 +52,7 @@ def effective_pairs(differences: Sequence[int], documents: Sequence[str]) -> Pai
     A difference is -1 (lost), 0 or 1 (gained).
     """
     d = np.asarray(differences)
-    _, index = np.unique(np.asarray(documents), return_inverse=True)
-    lost, gained, sizes = (np.bincount(index, weights=w).astype(np.float64) for w in (d < 0, d > 0, np.ones(len(d))))
-    return document_pairs(lost, gained, sizes)
+    return document_pairs(*document_sums(documents, d < 0, d > 0, np.ones(len(d))))
 
 
 def document_pairs(lost: Array, gained: Array, sizes: Array) -> Pairs:

@@ -203,14 +203,14 @@ def say(text: str, *, paste: bool = False, detail: bool = False) -> None:
         result("text", text, paste=paste, detail=detail, message=Text.from_markup(text.strip()).plain)
 
 
-def show(kind: str, grid: "Grid", *, detail: bool = False) -> None:
-    """Print a table, or write its rows as a result; people see a `detail` under `verbose=true` alone."""
+def show(kind: str, grid: "Grid") -> None:
+    """Print a table, or write its rows as a result."""
     from pipeline.terminal.grids import lay_out
 
     if _speech.mode == "json":
         _write({RESULT: kind, "title": grid.title, "rows": grid.records()})
     target = _speech.target
-    if target is not None and (_speech.verbose or not detail):
+    if target is not None:
         target.print(*lay_out(grid, target.width), sep="\n", crop=False)
 
 

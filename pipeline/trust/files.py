@@ -24,9 +24,8 @@ def read_yaml(model: type[M], key: str, file: str | None) -> M:
     """Read a YAML or JSON file. Raises UserError with its first problem."""
     where = f"{key}={file}"
     try:
-        text = (
-            read_file(absolute(str(file)), MOST_BYTES).decode("utf-8").replace("\t", " ")
-        )  # JSON may be indented by them, YAML not
+        text = read_file(absolute(str(file)), MOST_BYTES).decode("utf-8")
+        text = text.replace("\t", " ")  # JSON may be indented by tabs, YAML not
         refuse_growth(text, where)
         loaded = OmegaConf.load(StringIO(text))  # it refuses a key that is given twice
         content = OmegaConf.to_container(loaded, resolve=False)

@@ -67,17 +67,14 @@ class Keys:
             return "it is not signed"
         from cryptography.exceptions import InvalidSignature
 
-        unknown = [signature.keyid[:16] for signature in signatures if signature.keyid not in self.trusted]
-        for signature in signatures:
-            key = self.trusted.get(signature.keyid)
-            if key is None:
-                continue
-            try:
-                key.verify(base64.b64decode(signature.sig, validate=True), _encoded(kind, payload))
-            except (InvalidSignature, ValueError):
-                return f"its signature by key {signature.keyid[:16]} is forged"
-            return None
-        return f"it is signed by {', '.join(unknown)}, which is no trusted key"
+        signature = next((one for one in signatures if one.keyid in self.trusted), None)
+        if signature is None:
+            return f"it is signed by {', '.join(one.keyid[:16] for one in signatures)}, which is no trusted key"
+        try:
+            self.trusted[signature.keyid].verify(base64.b64decode(signature.sig, validate=True), _encoded(kind, payload))
+        except (InvalidSignature, ValueError):
+            return f"its signature by key {signature.keyid[:16]} is forged"
+        return None
 
 
 def _encoded(kind: str, payload: bytes) -> bytes:

@@ -41,16 +41,15 @@ BOUNDED: dict[str, Looser] = {
 """Keys of `gates.*` that a policy may bound -> which of its values are looser than others."""
 
 
-def _loosest() -> Any:
-    """Return the record of the bounds: every bounded key with the limits that the gate itself has, or null."""
-    fields: dict[str, Any] = {}
-    for name in BOUNDED:
-        field = Gates.model_fields[name]
-        fields[name] = (Annotated[field.annotation, *field.metadata] | None, None)
-    return create_model("_Loosest", __base__=StrictModel, **fields)
+_OF_GATES: dict[str, Any] = {
+    name: (Annotated[field.annotation, *field.metadata] | None, None)
+    for name, field in Gates.model_fields.items()
+    if name in BOUNDED
+}
+"""Every bounded key with the limits that the gate itself has, or null."""
 
 
-class LoosestGates(_loosest()):  # type: ignore[misc]  # its fields are the gates' own
+class LoosestGates(create_model("_Loosest", __base__=StrictModel, **_OF_GATES)):  # type: ignore[misc]  # its fields are the gates' own
     """The loosest value of each key of `gates.*`; one that is null is left to the command line."""
 
     margins: dict[Name, Margin] = Field(default={})
@@ -89,17 +88,12 @@ class GatePolicy(StrictModel):
 
     def lacking(self, report: EvaluationReport, rows: Sequence[SampleRow]) -> list[str]:
         """Say what a report does not show that this asks for."""
-        said = []
-        judged = Counter(row.workload for row in rows if row.judged)
-        asked = {row.workload for row in rows}
-        for workload in self.required_workloads:
-            if workload not in asked:
-                said.append(f"{workload} was not judged, and the gate policy requires it")
-        if self.min_samples is not None:
-            counts = dict(judged) or {"all": len({row.document for row in rows})}
-            for workload, count in sorted(counts.items()):
-                if count < self.min_samples:
-                    said.append(f"{workload}: {count} samples, and the gate policy wants {self.min_samples}")
+        asked, judged = {row.workload for row in rows}, Counter(row.workload for row in rows if row.judged)
+        missing = [name for name in self.required_workloads if name not in asked]
+        said = [f"{name} was not judged, and the gate policy requires it" for name in missing]
+        least = self.min_samples or 0
+        counts = sorted(judged.items()) or [("all", len({row.document for row in rows}))]
+        said += [f"{name}: {count} samples, and the gate policy wants {least}" for name, count in counts if count < least]
         if self.covered is not None:
             limits = report.limits
             short = limits is None or (limits.tokens or 0) < self.covered.tokens or (limits.batch or 0) < self.covered.batch

@@ -2,7 +2,7 @@
 
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +14,6 @@ UNFINISHED, SCRATCH_KIND = "unfinished", "scratch"
 
 
 @dataclass(frozen=True)
-class File:
-    """A file as it lies on disk; names that share `number` share its bytes."""
-
-    number: tuple[int, int]
-    size: int
-
-
-@dataclass(frozen=True)
 class Piece:
     """A directory of a store that is removed whole, or stays whole."""
 
@@ -30,7 +22,8 @@ class Piece:
     kind: str
     """Stage of an artifact, else one of the kinds above."""
     path: Path
-    files: tuple[File, ...]
+    files: Mapping[tuple[int, int], int]
+    """Device and inode of each file -> its bytes, which other names of the inode share."""
     made: float
     """When it was last written to, in seconds since 1970."""
 
@@ -54,16 +47,16 @@ def walk(root: Path) -> list[Piece]:
 
 def distinct_bytes(pieces: Iterable[Piece]) -> int:
     """Return the bytes of pieces; those that several of them share are counted once."""
-    return sum({file.number: file.size for piece in pieces for file in piece.files}.values())
+    return sum({file: size for piece in pieces for file, size in piece.files.items()}.values())
 
 
 def _piece(root: Path, kind: str, path: Path) -> Piece:
-    files, made = list[File](), 0.0
+    files, made = dict[tuple[int, int], int](), 0.0
     for folder, _, names in os.walk(path):
         for name in names:
             with suppress(FileNotFoundError):  # another process finished or removed it
                 about = Path(folder, name).lstat()
                 made = max(made, about.st_mtime)
                 if stat.S_ISREG(about.st_mode):
-                    files.append(File((about.st_dev, about.st_ino), about.st_size))
-    return Piece(path.relative_to(root).as_posix(), kind, path, tuple(files), made)
+                    files[about.st_dev, about.st_ino] = about.st_size
+    return Piece(path.relative_to(root).as_posix(), kind, path, files, made)

@@ -109,16 +109,11 @@ def _began(path: Path) -> float:
         return path.stat().st_mtime
 
 
-@dataclass(frozen=True)
-class Needs:
-    reasons: Mapping[str, str]
-    """Place of a piece -> who needs it first."""
-    missing: Mapping[str, str]
-    """Who needs something -> what of it is not in the store."""
+def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Say who needs what of a store, the candidates of so many of the last sweeps among them.
 
-
-def needs_of(found: Found, keep_sweeps: int) -> Needs:
-    """Say who needs what of a store, the candidates of so many of the last sweeps among them."""
+    Return place of a piece -> who needs it first, and who needs something -> what of it is not in the store.
+    """
     reasons, missing = dict[str, str](), dict[str, str]()
     there = {piece.place for piece in found.pieces if piece.is_artifact}
 
@@ -150,4 +145,4 @@ def needs_of(found: Found, keep_sweeps: int) -> Needs:
             reasons.setdefault(piece.place, "the command that was interrupted, which goes on from it")
         elif piece.is_artifact and first is not None and piece.made >= first.began:
             reasons.setdefault(piece.place, f"sweep {first.name}, which did not finish")
-    return Needs(reasons, missing)
+    return reasons, missing

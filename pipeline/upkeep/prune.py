@@ -65,14 +65,14 @@ def make_plan(config: Config) -> Plan:
         line = str(problem).splitlines()[0]
         raise type(problem)(f"stage=prune: {line}; repair it or remove it: what it names may be needed")
     _check_known(config, found)
-    reasons = needs_of(found, config.prune.keep_sweeps).reasons
+    reasons, _ = needs_of(found, config.prune.keep_sweeps)
     order = {kind: number for number, kind in enumerate(FIRST)}
     gone = [piece for piece in found.pieces if piece.place not in reasons]
     gone.sort(key=lambda piece: (order.get(piece.kind, len(order)), piece.kind, piece.place))
     places = {piece.place for piece in gone}
     lost = {digest for digest, held in found.evidence.items() if places.issuperset(held.places)}
     behind = [
-        f"version {version.number} of {model.name} ({version.engine})"
+        f"version {version.number} of {model.name} ({version.name})"
         for model in found.models
         for version in model.versions.values()
         if version.identity_digest in lost

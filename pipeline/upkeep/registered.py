@@ -3,7 +3,7 @@
 MLflow's client is asked, which takes two seconds to import. Of a SQLite file the answer is kept until the file changes.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,27 +14,9 @@ from pipeline.artifacts.digest import json_digest
 from pipeline.artifacts.files import write_whole
 from pipeline.core.cache import ForeignFolder, own_cache
 from pipeline.registry.pages import told
-from pipeline.registry.tracking import Location
+from pipeline.registry.tracking import IDENTITY_TAG, Location, Version
 from pipeline.trust.keys import Keys
 from pipeline.trust.movelog import History, read_history
-
-IDENTITY_TAG = "identity_digest"
-
-
-@dataclass(frozen=True)
-class Version:
-    number: str
-    tags: Mapping[str, str]
-    made: float
-
-    @property
-    def identity_digest(self) -> str:
-        """sha256 of the identity.json that it cites."""
-        return self.tags.get(IDENTITY_TAG, "")
-
-    @property
-    def engine(self) -> str:
-        return self.tags.get("kv", "no name")
 
 
 @dataclass(frozen=True)
@@ -98,7 +80,7 @@ def read_registered(location: Location, identities: Collection[str]) -> list[Mod
 
 
 def _ask(location: Location, identities: Collection[str]) -> list[Model]:
-    from pipeline.registry.mlflow_client import Client, MlflowException
+    from pipeline.registry.mlflow_client import Client, MlflowException, version_of
 
     client, models = Client(location), list[Model]()
     names = {location.model_name}
@@ -108,7 +90,7 @@ def _ask(location: Location, identities: Collection[str]) -> list[Model]:
         with suppress(MlflowException):  # nothing was registered yet
             model = client.get_registered_model(name)
             found = client.search_model_versions(f"name = '{name}'")
-            versions = {str(one.version): Version(str(one.version), one.tags, one.creation_timestamp / 1000) for one in found}
+            versions = {str(one.version): version_of(one) for one in found}
             aliases = {alias: str(number) for alias, number in model.aliases.items()}
             models.append(Model(name, told(model.tags), versions, aliases))
     return models

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -13,13 +13,14 @@ from rich.markup import escape
 from pipeline.config.config import Config
 from pipeline.registry.proof import PASS
 from pipeline.registry.summary import Candidate
+from pipeline.registry.tracking import Version
 from pipeline.terminal import console, next_steps
 from pipeline.terminal.grids import Column, Grid, Row
 from pipeline.terminal.next_steps import Step
 from pipeline.terminal.tables import COLOURS
 from pipeline.upkeep.disk import distinct_bytes
-from pipeline.upkeep.needs import Found, Held, Needs, Sweep, find, needs_of
-from pipeline.upkeep.registered import Model, Version
+from pipeline.upkeep.needs import Found, Held, Sweep, find, needs_of
+from pipeline.upkeep.registered import Model
 
 SCHEMA_VERSION: Final = 1
 ORDER = {"champion": 0, "previous": 1, "candidate": 3}
@@ -32,8 +33,8 @@ Document = dict[str, Any]
 def show_status(config: Config, *, as_json: bool) -> None:
     """Print the status of a work directory, as tables or as one JSON document."""
     found = find(config)
-    needs = needs_of(found, config.prune.keep_sweeps)
-    status, step = make_status(config, found, needs), _step(config, found, needs)
+    reasons, missing = needs_of(found, config.prune.keep_sweeps)
+    status, step = make_status(config, found, missing), _step(config, found, reasons)
     if as_json:
         whole = {**status, "next": step.model_dump() if step is not None else None}
         sys.stdout.write(json.dumps(whole, indent=2) + "\n")
@@ -43,7 +44,7 @@ def show_status(config: Config, *, as_json: bool) -> None:
             next_steps.show(step)
 
 
-def make_status(config: Config, found: Found, needs: Needs) -> Document:
+def make_status(config: Config, found: Found, missing: Mapping[str, str]) -> Document:
     """Return what `--json` prints of a work directory, but for what to do next. Times are ISO 8601, sizes bytes.
 
     `evidence` is the place of an identity in the store, null where the identity is not in this work directory. A file counts
@@ -61,12 +62,12 @@ def make_status(config: Config, found: Found, needs: Needs) -> Document:
         "sweeps_in_all": len(found.sweeps),
         "kinds": [{"kind": kind, "count": len(pieces), "size_bytes": distinct_bytes(pieces)} for kind, pieces in kinds.items()],
         "store_bytes": distinct_bytes(found.pieces),
-        "missing": dict(needs.missing),
+        "missing": missing,
         "problems": [str(problem).splitlines()[0] for problem in found.problems],
     }
 
 
-def _step(config: Config, found: Found, needs: Needs) -> Step | None:
+def _step(config: Config, found: Found, needed: Collection[str]) -> Step | None:
     champions = [model.pointed_at["champion"].identity_digest for model in found.models if "champion" in model.pointed_at]
     here = [found.root / found.evidence[one].identity.reads[0].place for one in champions if one in found.evidence]
     candidates = [[one for one in sweep.summary.candidates if one.model == config.model.label] for sweep in found.sweeps]
@@ -77,7 +78,7 @@ def _step(config: Config, found: Found, needs: Needs) -> Step | None:
         judged=bool(found.sweeps),
         promotable=passed and not any(one.identity.digest in champions for one in last),
         champion=next(iter(here), None),
-        prunable=any(piece.is_artifact and piece.place not in needs.reasons for piece in found.pieces),
+        prunable=any(piece.is_artifact and piece.place not in needed for piece in found.pieces),
     )
 
 
@@ -102,14 +103,14 @@ def _alias(
     return {
         "alias": alias,
         "version": version.number,
-        "name": version.engine,
+        "name": version.name,
         "verdict": tags.get("verdict", "unknown"),
         "covered": candidate.covered if candidate is not None and candidate.covered is not None else tagged,
         "registered_at": _time(version.made),
         "moved_at": last.at if last is not None else None,
         "moved_by": last.by if last is not None else None,
         "moved_why": last.why if last is not None else None,
-        "in_place_of": f"version {before.number} ({before.engine})" if before is not None else None,
+        "in_place_of": str(before) if before is not None else None,
         "evidence": _place(evidence, version.identity_digest),
     }
 

@@ -42,10 +42,6 @@ class Exercised(Record):
     evicted_rows: int = 0
     """Rows whose cache had lost tokens; 0 without eviction."""
 
-    @property
-    def largest_batch(self) -> int:
-        return max(self.batch_sizes, default=0)
-
     @staticmethod
     def merged(parts: "Sequence[Exercised]") -> "Exercised":
         """Return what all of them exercised together."""
@@ -347,10 +343,8 @@ class Limits(Record):
 
     def __str__(self) -> str:
         decoded = f", {self.decoded:,} decoded" if self.decoded is not None else ""
-        acts = (
-            f", with {' and '.join([part for part in (', '.join(self.acts[:-1]), self.acts[-1]) if part])}" if self.acts else ""
-        )
-        return f"up to {self.tokens or 0:,} tokens, batch {self.batch or 0}{decoded}{acts}"
+        acts = " and ".join(filter(None, (", ".join(self.acts[:-1]), *self.acts[-1:])))
+        return f"up to {self.tokens or 0:,} tokens, batch {self.batch or 0}{decoded}{f', with {acts}' if acts else ''}"
 
     def exceeded_by(self, bundle: "Limits") -> str | None:
         """Say which limit of a bundle lies beyond; None when none does. Whole pages count, since their offsets were visited."""
@@ -378,7 +372,7 @@ def covered(coverage: Coverage | None, probes: EngineProbes | None) -> Limits | 
     if coverage is None:
         return None
     samples, probe = coverage.overall, probes.candidate if probes is not None else None
-    tokens, batch = samples.longest_context, samples.largest_batch
+    tokens, batch = samples.longest_context, max(samples.batch_sizes, default=0)
     if probe is None:
         return Limits(tokens=tokens, batch=batch)
     if probe.together is None:

@@ -5,9 +5,10 @@ evaluation would then judge something that nobody asked for. A server shows no s
 """
 
 import math
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from pipeline.core.engine import Engine
+from pipeline.core.errors import GateRefusal
 from pipeline.core.kv import Side
 from pipeline.core.records import LayerDelivery
 from pipeline.verdict.record import Number, Record
@@ -49,14 +50,35 @@ def scale_changes(delivered: Sequence[LayerDelivery], static: Mapping[int, Colle
         delivered: The scales of every layer.
         static: The sides of each layer that have static scales by the policy.
     """
-    changes = []
-    for layer, scales in enumerate(delivered):
-        for side in sorted(static.get(layer, ())):
-            kind = _kind(scales, side)
-            if kind is not None:
-                changes.append(
-                    ScaleChange(layer=layer, side=side, kind=kind, carried=scales.carried.get(side, ()), used=scales.used[side])
-                )
+    return [
+        ScaleChange(layer=layer, side=side, kind=kind, carried=scales.carried.get(side, ()), used=scales.used[side])
+        for layer, scales in enumerate(delivered)
+        for side in sorted(static.get(layer, ()))
+        if (kind := _kind(scales, side)) is not None
+    ]
+
+
+def audit_scales(engine: Engine, allowed: Collection[ScaleChangeKind]) -> list[ScaleChange] | None:
+    """Return the scales that an engine uses otherwise than its checkpoint carries them; None where it loads none by itself.
+
+    Raises:
+        GateRefusal: naming those that `gates.allow_scale_changes` does not accept.
+    """
+    if not engine.can(Engine.delivery):
+        return None
+    policy = engine.policy
+    static = {
+        layer: [side for side, form in policy.sides(layer).items() if form.has_static_scales]
+        for layer in range(engine.shape.layers)
+    }
+    changes = scale_changes(engine.delivery(), static)
+    refused = [change for change in changes if change.kind not in allowed]
+    if refused:
+        kinds = ",".join(sorted({change.kind for change in changes}))
+        raise GateRefusal(
+            f"kv={policy.name}: the engine does not use the scales of its checkpoint: {describe_changes(refused)}; deliver "
+            f"them as it reads them, or judge it as it is with gates.allow_scale_changes=[{kinds}]"
+        )
     return changes
 
 
@@ -79,12 +101,10 @@ def scale_findings(layers: Sequence[LayerDelivery]) -> Iterator[str]:
 
 def describe_changes(changes: Sequence[ScaleChange]) -> str:
     """Say in a line how many scales of which kind differ, with the first of each kind."""
-    counts = Counter(change.kind for change in changes)
-    parts = []
-    for kind, count in counts.items():
-        first = next(change for change in changes if change.kind == kind)
-        parts.append(f"{count} {kind} ({first})")
-    return "; ".join(parts)
+    by_kind: dict[ScaleChangeKind, list[ScaleChange]] = {}
+    for change in changes:
+        by_kind.setdefault(change.kind, []).append(change)
+    return "; ".join(f"{len(some)} {kind} ({some[0]})" for kind, some in by_kind.items())
 
 
 def _kind(scales: LayerDelivery, side: Side) -> ScaleChangeKind | None:

@@ -7,15 +7,14 @@ neighbours.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from pipeline.core.engine import Engine
 from pipeline.core.records import Sample, no_progress
 from pipeline.core.workloads import WorkloadsConfig
-from pipeline.verdict.record import finite
+from pipeline.verdict.record import Number
 from pipeline.verdict.report import SampleRow
 from stages.evaluate.decoding.results import SampleResult
-from stages.evaluate.decoding.rows import probability, run_samples
+from stages.evaluate.decoding.rows import run_samples, unjudged_rows
 from stages.evaluate.distances.scores import SampleHeads
 from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
@@ -31,17 +30,6 @@ PROBABILITY = 0.05
 """Most that the probability of a right answer may be off, beside what noise changes of it by Pinsker's inequality."""
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """Means over the scored tokens of a sample, in nats, and the probability of its right answer where it has one."""
-
-    mean_kl: float
-    baseline_nll: float
-    candidate_nll: float
-    baseline_probability: float | None
-    candidate_probability: float | None
-
-
 def decode_again(
     open_baseline: Callable[[], Engine],
     open_engine: Callable[[], Engine],
@@ -50,7 +38,7 @@ def decode_again(
     tokenizer: BundleTokenizer,
     config: WorkloadsConfig,
     beside: Sequence[Sample] = (),
-) -> dict[str, Decoded]:
+) -> dict[str, SampleRow]:
     """Run forced decode of samples on the baseline, and then on the candidate.
 
     Args:
@@ -64,7 +52,7 @@ def decode_again(
             what follows a prefix read the prefix from the quantized cache.
 
     Returns:
-        What each sample gave, by its id; without samples whose own words are no right answer.
+        The row of each sample, without answers, by its id; without samples whose own words are no right answer.
     """
     baseline, batch_size, encoded = open_baseline(), config.batch_size, list[EncodedSample]()
     asked = encode([*samples, *beside], tokenizer, config.max_scored_tokens, tokenizer.stop_token_id(config))
@@ -84,18 +72,10 @@ def decode_again(
 
     run_samples(baseline, encoded, None, batch_size, no_progress, done=keep)
     results = run_samples(open_engine(), encoded, heads.__getitem__, batch_size, no_progress)
-    found = {}
-    for item, result in zip(encoded, results, strict=True):
-        steps = result.statistics
-        means = (float(values.mean()) for values in (steps.kl, steps.baseline_nll, steps.candidate_nll))
-        of_answer = (
-            finite(probability(nll, item)) if item.judged else None for nll in (steps.baseline_nll, steps.candidate_nll)
-        )
-        found[item.sample.id] = Decoded(*means, *of_answer)
-    return found
+    return {row.id: row for row in unjudged_rows(encoded, results)}
 
 
-def difference(rows: Sequence[SampleRow], again: Mapping[str, Decoded], noise: float) -> str | None:
+def difference(rows: Sequence[SampleRow], again: Mapping[str, SampleRow], noise: float) -> str | None:
     """Say of which sample a report has other numbers than its engines give now; None where it has the same.
 
     Args:
@@ -107,13 +87,12 @@ def difference(rows: Sequence[SampleRow], again: Mapping[str, Decoded], noise: f
         now = again.get(row.id)
         if now is None:
             return f"sample {row.id} is none that was asked, or what was scored is no right answer to it"
-        kl = row.mean_kl if row.mean_kl is not None else float("nan")
+        kl, kl_now = _known(row.mean_kl), _known(now.mean_kl)
         room = NOISE_TIMES * noise + LEAST_KL
-        if not (now.mean_kl <= FACTOR * kl + room and kl <= FACTOR * now.mean_kl + room):
-            return f"sample {row.id} has a mean KL of {kl:.2e}, decoded again {now.mean_kl:.2e}"
+        if not (kl_now <= FACTOR * kl + room and kl <= FACTOR * kl_now + room):
+            return f"sample {row.id} has a mean KL of {kl:.2e}, decoded again {kl_now:.2e}"
         for name in ("baseline_nll", "candidate_nll"):
-            recorded, found = getattr(row, name), getattr(now, name)
-            recorded = float("nan") if recorded is None else recorded
+            recorded, found = (_known(getattr(one, name)) for one in (row, now))
             if not abs(found - recorded) <= NLL * (1 + abs(recorded)) + noise:
                 return f"sample {row.id} has a {name.replace('_nll', '')} NLL of {recorded:.4f}, decoded again {found:.4f}"
         moved = PROBABILITY + math.sqrt(noise * row.scored_tokens / 2)
@@ -122,3 +101,7 @@ def difference(rows: Sequence[SampleRow], again: Mapping[str, Decoded], noise: f
             if (recorded is None) != (found is None) or (found is not None and not abs(found - recorded) <= moved):
                 return f"sample {row.id} has a {name.replace('_', ' ')} of {recorded}, decoded again {found}"
     return None
+
+
+def _known(value: Number) -> float:
+    return math.nan if value is None else value

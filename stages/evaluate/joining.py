@@ -32,18 +32,6 @@ TOKENS = "tokens.safetensors"
 
 
 @dataclass(frozen=True)
-class Engines:
-    """What is judged: digests that the report cites."""
-
-    engine: str
-    """Of the candidate's bundle."""
-    baseline: str
-    """Of the baseline engine's bundle."""
-    graph: str | None = None
-    """sha256 of the decode graph that the engine runs or its plan was built from; None for an engine without a graph."""
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """A report with what it is computed from."""
 
@@ -64,8 +52,11 @@ def join(
     encoded: Encoded,
     rounds: Sequence[tuple[Round, Round]],
     once: tuple[Once, Once],
-    engines: Engines,
     config: WorkloadsConfig,
+    *,
+    engine: str,
+    baseline: str,
+    graph: str | None = None,
 ) -> Evaluation:
     """Join the rounds that ran, from the first on, into the report.
 
@@ -73,10 +64,12 @@ def join(
         encoded: All samples of the evaluation, those of rounds that did not run included.
         rounds: Baseline and candidate of each round that ran, in order.
         once: What was measured of baseline and candidate a single time.
-        engines: What the report cites.
         config: Context bins and drafters.
+        engine: Digest of the candidate's bundle, which the report cites.
+        baseline: Of the baseline engine's bundle.
+        graph: Of the decode graph that the candidate runs or its plan was built from; None for an engine without a graph.
     """
-    asked = [baseline.scored(encoded.round(number)) for number, (baseline, _) in enumerate(rounds, start=1)]
+    asked = [base.scored(encoded.round(number)) for number, (base, _) in enumerate(rounds, start=1)]
     columns = [list(zip(asked, part, strict=True)) for part in zip(*rounds, strict=True)]
     (before, after) = ([answer for items, one in part for answer in one.answers_to(items)] for part in columns)
     parts = [steps for items, candidate in columns[1] for steps in candidate.statistics_of(items)]
@@ -94,9 +87,9 @@ def join(
     report = EvaluationReport(
         schema_version=SCHEMA_VERSION,
         policy=first.policy,
-        engine_digest=engines.engine,
-        graph_digest=engines.graph,
-        baseline_digest=engines.baseline,
+        engine_digest=engine,
+        graph_digest=graph,
+        baseline_digest=baseline,
         workloads_digest=encoded.digest,
         samples=len(rows),
         planned_rounds=planned_shares(encoded.numbers),

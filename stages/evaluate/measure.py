@@ -3,6 +3,7 @@
 While a round runs, `unfinished/` in its directory holds the results of the samples that have finished.
 """
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import MEASURED_ALLOWED, allowed
+from pipeline.verdict.delivery import audit_scales
 from pipeline.verdict.record import finite
 from pipeline.verdict.report import Work
 from pipeline.verdict.thresholds import ScaleChangeKind
@@ -28,7 +30,6 @@ from stages.evaluate.decoding.right_answers import in_own_words, likelier
 from stages.evaluate.decoding.rows import Answer, Done, greedy_of, judged_answers, labelled, run_samples
 from stages.evaluate.decoding.speculation import speculated
 from stages.evaluate.decoding.stored import LOGPROBS, Measured, Round, read_round
-from stages.evaluate.delivery import audit_scales
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.distances.scores import Heads, SampleHeads, StoredHeads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, workloads_digest
@@ -39,14 +40,10 @@ from stages.evaluate.twins.twin import Twin
 class Subject(Protocol):
     """What is measured: an engine that runs here (`Local`), or a server (`servers.served.Remote`)."""
 
-    @property
-    def policy(self) -> KVPolicy: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def not_finite(self) -> str:
-        """How an error about a baseline that is not finite begins."""
-        ...
+    policy: KVPolicy
+    vocab_size: int
+    not_finite: str
+    """How an error about a baseline that is not finite begins."""
 
     def run(
         self,
@@ -249,13 +246,9 @@ class Local:
 
 def work(encoded: Sequence[EncodedSample], results: Sequence[SampleResult], *, shared: bool) -> Work:
     """Count tokens; a prefix counts as prefilled once, however often an interruption made that happen."""
-    prefilled = sum(result.prefilled for result in results)
-    users: dict[tuple[str, tuple[int, ...]], int] = {}
-    for item in encoded if shared else ():
-        if item.shared:
-            users[item.prefix] = users.get(item.prefix, 0) + 1
+    users = Counter(item.prefix for item in encoded if shared and item.shared)
     return Work(
-        prefilled_tokens=prefilled + sum(len(tokens) for _, tokens in users),
+        prefilled_tokens=sum(result.prefilled for result in results) + sum(len(tokens) for _, tokens in users),
         shared_tokens=sum(len(tokens) * (count - 1) for (_, tokens), count in users.items()),
         decoded_tokens=sum(result.decoded for result in results),
     )

@@ -46,10 +46,10 @@ def numbers(exhibits: Sequence[Exhibit]) -> Numbers:
     return {
         "recovery": recoveries(exhibits),
         "quality": quality(exhibits),
-        "context": by_context(exhibits),
+        "context": list(by_context(exhibits)),
         "dots": _dots(exhibits),
-        "position": by_position(exhibits),
-        "depth": depths(exhibits),
+        "position": list(by_position(exhibits)),
+        "depth": list(depths(exhibits)),
         "times": [{"policy": name, **system.model_dump()} for name, system in systems(exhibits)],
     }
 
@@ -131,9 +131,8 @@ def shown_range(low: int, high: int | None) -> str:
     return f"{low:,} and more" if high is None else f"{low:,} to {high - 1:,}"
 
 
-def by_context(exhibits: Sequence[Exhibit]) -> list[Datum]:
-    """Return the mean KL of every policy by workload and context bin."""
-    data: list[Datum] = []
+def by_context(exhibits: Sequence[Exhibit]) -> Iterator[Datum]:
+    """Yield the mean KL of every policy by workload and context bin."""
     for exhibit, report in reports(exhibits):
         for part in report.slices:
             if part.context is None or part.depth or part.difficulty:
@@ -141,12 +140,11 @@ def by_context(exhibits: Sequence[Exhibit]) -> list[Datum]:
             low, high = part.context
             some = (row.context_tokens for row in exhibit.rows if part.workload in (None, row.workload))
             tokens = [count for count in some if low <= count < (high or math.inf)]
-            data.append(
+            yield (
                 {"policy": exhibit.candidate.name, "workload": part.workload or ALL, "context": shown_range(low, high)}
                 | {"tokens": float(np.mean(tokens)) if tokens else low, "samples": part.samples}
                 | {"kl": _drawn(part.fidelity.kl_mean), "p99": _drawn(part.fidelity.kl_p99)}
             )
-    return data
 
 
 def _dots(exhibits: Sequence[Exhibit]) -> list[Datum]:
@@ -160,20 +158,18 @@ def _dots(exhibits: Sequence[Exhibit]) -> list[Datum]:
     return everything[:: max(1, -(-len(everything) // DOTS))]
 
 
-def by_position(exhibits: Sequence[Exhibit]) -> list[Datum]:
-    """Return the mean and the 95th percentile of the KL by decode step and workload, of the policies whose tokens are there."""
-    data: list[Datum] = []
+def by_position(exhibits: Sequence[Exhibit]) -> Iterator[Datum]:
+    """Yield the mean and the 95th percentile of the KL by decode step and workload, of the policies whose tokens are there."""
     for exhibit in exhibits:
         kls = _token_kls(exhibit)
         for workload in (ALL, *dict.fromkeys(row.workload for row in exhibit.rows)) if kls else ():
             chosen = [kl for row, kl in zip(exhibit.rows, kls, strict=True) if workload in (ALL, row.workload)]
             for first, last, values in _binned(chosen):
-                data.append(
+                yield (
                     {"policy": exhibit.candidate.name, "workload": workload, "steps": f"{first} to {last}"}
                     | {"step": math.sqrt(first * last), "tokens": len(values), "kl": _drawn(float(values.mean()))}
                     | {"p95": _drawn(float(np.percentile(values, 95)))}
                 )
-    return data
 
 
 def _token_kls(exhibit: Exhibit) -> list[Any]:
@@ -196,11 +192,10 @@ def _binned(kls: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
             yield low + 1, min(high, longest), values
 
 
-def depths(exhibits: Sequence[Exhibit]) -> list[Datum]:
-    """Return right answers and KL by depth and context of the samples whose answer stands at a known depth, FP16 first."""
+def depths(exhibits: Sequence[Exhibit]) -> Iterator[Datum]:
+    """Yield right answers and KL by depth and context of the samples whose answer stands at a known depth, FP16 first."""
     engines = [(BASELINE, *pair) for pair in _baselines(exhibits)]
     engines += [(exhibit.candidate.name, exhibit, report) for exhibit, report in reports(exhibits)]
-    data = []
     for name, exhibit, report in engines:
         edges = sorted({part.context[0] for part in report.slices if part.context is not None}) or [0]
         groups: dict[tuple[str, int, int, int | None], list[SampleRow]] = {}
@@ -213,14 +208,13 @@ def depths(exhibits: Sequence[Exhibit]) -> list[Datum]:
         for (workload, low, depth, high), rows in sorted(groups.items(), key=lambda item: item[0][:3]):
             right = sum(bool(row.baseline_correct if name == BASELINE else row.candidate_correct) for row in rows)
             kl = finite(float(np.mean(np.array([row.mean_kl for row in rows], np.float64))))
-            data.append(
+            yield (
                 {"policy": name, "workload": workload, "low": low, "order": depth}
                 | {"context": f"{low:,}–{high:,}" if high is not None else f"{low:,}+"}
                 | {"depth": f"{100 * depth // DEPTHS}–{100 * (depth + 1) // DEPTHS} %"}
                 | {"right": right, "judged": len(rows), "share": right / len(rows)}
                 | {"kl": None if name == BASELINE else _drawn(kl)}
             )
-    return data
 
 
 def systems(exhibits: Sequence[Exhibit]) -> list[tuple[str, SystemMetrics]]:

@@ -1,12 +1,12 @@
-"""Engines of the tiny model beside their twins, and faults as real caches have them, in what an engine stores or reads."""
+"""Engines of the tiny model beside their twins."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from faults.hooks import SOUND, Plant
 from onnx_fixtures import make_bundle, static_scales, tiny_decoder
 from shipped import SHIPPED, conf
 
@@ -61,11 +61,13 @@ class Conformity:
         config = conformance_config()
         self.encoded: list[EncodedSample] = encode(load_samples(config), BundleTokenizer(checkpoint), config.max_scored_tokens)
 
-    def engine(self, policy: KVPolicy, attention: Any = "native") -> OnnxEngine:
+    def engine(self, policy: KVPolicy, attention: Any = "native", fault: Plant = SOUND) -> OnnxEngine:
         bundle = self.work / policy.name
         if not bundle.exists():
             make_bundle(tiny_decoder(self.factory, self.checkpoint), bundle, policy)
-        return load_engine(bundle, threads=1, attention=attention)
+        engine = load_engine(bundle, threads=1, attention=attention)
+        fault(engine)
+        return engine
 
     def twin(self, policy: KVPolicy, engine: OnnxEngine) -> Twin:
         oracle = OracleEngine.from_model(self.model, policy, static_scales(policy, engine.shape))
@@ -73,83 +75,3 @@ class Conformity:
 
     def compared(self, policy: KVPolicy, engine: OnnxEngine) -> EngineConformance:
         return compare(engine, self.twin(policy, engine), self.encoded, BATCH)
-
-
-def stores(engine: OnnxEngine, alter: Callable[[dict[str, Any]], None]) -> OnnxEngine:
-    """Alter what every step stores: `alter` gets the new tokens (B, H, S, W) by array."""
-    append = engine.pool.append
-
-    def altered(handles: Any, new: Any) -> None:
-        copies = {name: np.array(values) for name, values in new.items()}
-        alter(copies)
-        append(handles, copies)
-
-    engine.pool.append = altered  # type: ignore[method-assign]
-    return engine
-
-
-def key_scale_twice(new: dict[str, Any]) -> None:
-    new["key_scale_pool.2"][:, 1] *= 2
-
-
-def values_a_tenth_larger(new: dict[str, Any]) -> None:
-    for name, array in list(new.items()):
-        if name.startswith("value_scale_pool"):
-            new[name] = (array * 1.1).astype(array.dtype)
-
-
-def codes_towards_zero(new: dict[str, Any]) -> None:
-    """Every other code of int8 is one step nearer to zero, as half of all are that are rounded towards it."""
-    for name, array in new.items():
-        if name.startswith(("key_pool", "value_pool")):
-            array[..., ::2] -= np.sign(array[..., ::2])
-
-
-def groups_swapped(new: dict[str, Any]) -> None:
-    new["value_scale_pool.1"][:, 1] = new["value_scale_pool.1"][:, 1][..., ::-1].copy()
-
-
-def second_page_negated(new: dict[str, Any]) -> None:
-    """The values of the second page of a prompt are stored with the wrong sign in one layer."""
-    new["value_pool.1"][:, :, 64:128] *= -1
-
-
-def sinks_zeroed(engine: OnnxEngine) -> OnnxEngine:
-    append, sinks = engine.pool.append, engine.policy.sink_tokens
-
-    def forgetful(handles: Any, new: Any) -> None:
-        append(handles, new)
-        for name, array in engine.pool.arrays.items():
-            if name.startswith("key_exact"):
-                array[:, :, :sinks] = 0
-
-    engine.pool.append = forgetful  # type: ignore[method-assign]
-    return engine
-
-
-def last_of_a_page_unwritten(engine: OnnxEngine) -> OnnxEngine:
-    append = engine.pool.append
-
-    def forgetful(handles: Any, new: Any) -> None:
-        append(handles, new)
-        for name, array in engine.pool.arrays.items():
-            if "_pool" in name:
-                array[:, :, 63] = 0
-
-    engine.pool.append = forgetful  # type: ignore[method-assign]
-    return engine
-
-
-def stale_page_now_and_then(engine: OnnxEngine) -> OnnxEngine:
-    """In one step of ten the second page of every sequence is read from where its first one lies."""
-    tables, steps = engine.pool.tables, [0]
-
-    def stale(handles: Any) -> Any:
-        found = tables(handles)
-        steps[0] += 1
-        if steps[0] % 10 == 0 and found["page_table"].shape[1] > 1:
-            found["page_table"][:, 1] = found["page_table"][:, 0]
-        return found
-
-    engine.pool.tables = stale  # type: ignore[method-assign]
-    return engine

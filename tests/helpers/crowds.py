@@ -61,7 +61,7 @@ def _part(number: int, work: Path, checkpoint: Path, uri: str | None, results: A
 def check_nothing_is_lost(work: Path, uri: str | None, versions: list[str], serves: bool) -> None:
     """Every registered version is there with its evidence, every run has ended, and an engine serves where it has to."""
     store = open_tracking(work, uri)
-    known = {one.model_version: tags for one, tags in store.registered()}
+    known = {one.number: one.tags for one in store.registered()}
     assert set(versions) <= known.keys()
     assert all(tags["verdict"] == "PASS" for tags in known.values())
     runs = store.client.search_runs([store.experiment_id], max_results=1000)

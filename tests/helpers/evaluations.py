@@ -13,7 +13,7 @@ from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.report import EvaluationReport
 from stages.evaluate.decoding.stored import Once, read_round
 from stages.evaluate.inputs.tokens import Encoded, encode, encode_rounds
-from stages.evaluate.joining import Engines, Evaluation, join
+from stages.evaluate.joining import Evaluation, join
 from stages.evaluate.measure import Local, measure
 from stages.evaluate.once import once
 from stages.evaluate.twins.twin import Twin
@@ -80,13 +80,14 @@ def joined(
     encoded: Encoded,
     rounds: Sequence[tuple[Path, Path]],
     config: WorkloadsConfig = BRIEF,
-    engines: Engines = Engines("engine", "base"),  # noqa: B008  (frozen)
+    engine: str = "engine",
     baseline_once: Path | None = None,
 ) -> Evaluation:
     """Join rounds (baseline, candidate), of which the first holds what is measured a single time as well."""
     baseline, candidate = rounds[0]
     measured = [(read_round(base), read_round(own)) for base, own in rounds]
-    return join(encoded, measured, (Once.read(baseline_once or baseline), Once.read(candidate)), engines, config)
+    alone = Once.read(baseline_once or baseline), Once.read(candidate)
+    return join(encoded, measured, alone, config, engine=engine, baseline="base")
 
 
 def evaluate(
@@ -105,7 +106,7 @@ def evaluate(
     """Run a candidate on samples that are one round, and write its report into `out`."""
     round_dir, options = out / "round", {"config": config, "progress": progress, "open_twin": open_twin}
     measure_candidate(open_engine, samples, baseline, round_dir, tokenizer=tokenizer, **options)  # type: ignore[arg-type]
-    encoded, engines = encode_rounds(samples, tokenizer, config), Engines(engine_digest, "base")
-    evaluation = joined(encoded, [(baseline, round_dir)], config, engines, baseline_once)
+    encoded = encode_rounds(samples, tokenizer, config)
+    evaluation = joined(encoded, [(baseline, round_dir)], config, engine_digest, baseline_once)
     evaluation.write(out)
     return evaluation.report

@@ -131,6 +131,13 @@ class FakeEngine(Engine):
         return len(self._live)
 
 
+class OnePassFake(FakeEngine):
+    """Computes forced decode at once; whether the keys were corrupted shows in its logits as in `decode`'s."""
+
+    def forced(self, tokens: Sequence[int], first: int) -> npt.NDArray[np.float32]:
+        return np.stack([self._logits(tokens[: i + 1], 1) for i in range(first, len(tokens))])
+
+
 @dataclass
 class SharingFake(FakeEngine):
     """A FakeEngine whose sequences can be forked and extended. Prefilled tokens are counted by call."""

@@ -10,6 +10,7 @@ from gate_reports import row
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.registry.proof import ReplayedEvidence
 from pipeline.registry.summary import Candidate, Cited, Registration, evidence_digest
+from pipeline.registry.tracking import Version
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Status, Verdict
 
@@ -75,7 +76,7 @@ def decide_pass(_report: EvaluationReport, _rows: Sequence[SampleRow]) -> Verdic
     return Verdict(status="PASS", reasons=[], checks=[], samples_needed={})
 
 
-def proven(_version: str, _tags: Mapping[str, str]) -> None:
+def proven(_version: Version) -> None:
     """A replay of a version's evidence that finds everything the same."""
 
 

@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from amount import STRIDE
 from checkpoints import save_checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from pipeline.core.engine import Engine
 from pipeline.core.formats import Format, Granularity, ScaleSource
 from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy, KVShape, LayerOverride, Window
+from pipeline.core.records import no_progress
 from pipeline.core.scales import KVScales, SideScales
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.engine import OnnxEngine, load_engine
@@ -28,6 +30,9 @@ AMAX = 3.0
 """What the static scales of the tests cover: less than some keys and values of the random model, as a calibrated one may."""
 
 LAYERS = 2
+
+STEPS = 4
+"""Tokens that `forced` decodes after a prompt."""
 
 
 def fmt(dtype: str, granularity: Granularity = "none", scale: ScaleSource = "dynamic", **options: Any) -> Format:
@@ -95,10 +100,6 @@ POLICIES = EVERY_POLICY[::STRIDE]
 BY_NAME = {policy.name: policy for policy in EVERY_POLICY}
 
 
-def nothing(*_: object) -> None:
-    """No progress."""
-
-
 def save_model(config: object, path: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     torch.manual_seed(seed)
     save_checkpoint(AutoModelForCausalLM.from_config(config).to(dtype), path)
@@ -145,7 +146,7 @@ def tiny_decoder(factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
 
 def make_decoder(checkpoint: Path, path: Path, dtype: ComputeDType = "float32") -> Path:
     path.mkdir()
-    export_decoder(checkpoint, path, compute_dtype=dtype, progress=nothing)
+    export_decoder(checkpoint, path, compute_dtype=dtype, progress=no_progress)
     return path
 
 
@@ -172,12 +173,20 @@ def make_bundle(decoder: Path, out: Path, policy: KVPolicy) -> Path:
     shape = KVShape(described["layers"], described["kv_heads"], described["head_dim"])
     scales = out.parent / f"{out.name}_scales.json"
     scales.write_text(static_scales(policy, shape).model_dump_json())
-    build_bundle(decoder, out, policy=policy, scales=scales, progress=nothing)
+    build_bundle(decoder, out, policy=policy, scales=scales, progress=no_progress)
     return out
 
 
 def make_engine(decoder: Path, out: Path, policy: KVPolicy, **options: Any) -> OnnxEngine:
     return load_engine(make_bundle(decoder, out, policy), threads=1, **options)
+
+
+def forced(engine: Engine, texts: Sequence[Sequence[int]], steps: int = STEPS) -> np.ndarray:
+    """Logits (1 + steps, B, V): of the prefill of all but the last tokens of every text, then of these in one batch."""
+    handles, logits = engine.prefill([text[:-steps] for text in texts])
+    out = [logits, *(engine.decode(handles, [text[step] for text in texts]) for step in range(-steps, 0))]
+    engine.release(handles)
+    return np.array(out)
 
 
 def make_oracle(model: AutoModelForCausalLM, policy: KVPolicy, shape: KVShape, **options: int) -> OracleEngine:

@@ -1,6 +1,6 @@
 """Registered engines for the tests of routes: a registry in memory, and evidence on disk as small as a replay allows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from judged_candidates import MemoryRegistry, judged_candidate, replay_without_f
 from pipeline.config.policies import shipped_policies
 from pipeline.registry.proof import ReplayedEvidence
 from pipeline.registry.summary import Candidate, Registration
+from pipeline.registry.tracking import Version
 from pipeline.routing.engines import Engine, Engines
 from pipeline.routing.files import RoutingConfig
 from pipeline.routing.stages import route
@@ -53,9 +54,8 @@ class Fleet:
         """Those of the log of moves."""
         return MoveLog(self.registry).read().records
 
-    def registered(self) -> list[tuple[Registration, dict[str, str]]]:
-        versions = self.registry.versions.items()
-        return [(Registration(run_id="run", model_version=version), tags) for version, tags in versions]
+    def registered(self) -> list[Version]:
+        return [Version(number, tags, "run") for number, tags in self.registry.versions.items()]
 
     def file(self, text: str) -> RoutingConfig:
         """A routing file with this text."""
@@ -72,9 +72,8 @@ class Fleet:
     def route(self, workload: str) -> str | None:
         return self.registry.alias(f"route-{workload}")
 
-    def _find(self, registration: Registration, _tags: Mapping[str, str]) -> Engine:
-        candidate = self.candidates[registration.model_version]
-        live = self.live[registration.model_version]
+    def _find(self, version: Version) -> Engine:
+        candidate, live = self.candidates[version.number], self.live[version.number]
         return Engine(candidate, POLICIES[candidate.policy], live, (1.0, 1024), frozenset(CLASSES))
 
     def _replay(self, candidate: Candidate) -> ReplayedEvidence:

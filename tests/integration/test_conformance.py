@@ -6,21 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from amount import STRIDE
-from conformance_cases import (
-    POLICIES,
-    Conformity,
-    codes_towards_zero,
-    conformance_config,
-    groups_swapped,
-    key_scale_twice,
-    last_of_a_page_unwritten,
-    second_page_negated,
-    sinks_zeroed,
-    stale_page_now_and_then,
-    stores,
-    values_a_tenth_larger,
-)
+from conformance_cases import POLICIES, Conformity, conformance_config
 from evaluations import evaluate, measure_baseline
+from faults.hooks import Plant, times, write, zero
+from faults.library import BY_NAME as FAULTS
 from gate_reports import lines, report
 
 from pipeline.core.kv import FP16_POLICY, Eviction
@@ -36,6 +25,7 @@ torch.set_num_threads(1)
 
 
 SOUND = sorted(POLICIES)[:: 1 if STRIDE == 1 else 2 * STRIDE]
+PAGE_END_UNWRITTEN = FAULTS["shared_page_end_unwritten"].plant
 BRIEF = ProbeConfig(max_tokens=128, decode_steps=8, offset_steps=1, max_batch=2, requests=1)
 
 
@@ -81,7 +71,8 @@ def test_a_sound_engine_is_within_rounding_of_its_twin(
 
 def test_a_wrong_key_scale_of_one_head_is_located(bench: Conformity, baseline: EngineConformance) -> None:
     policy = POLICIES["int8"]
-    result = bench.compared(policy, stores(bench.engine(policy), key_scale_twice))
+    fault = write("key_scale", times(2), layers=[2], heads=[1])
+    result = bench.compared(policy, bench.engine(policy, fault=fault))
     assert gate(baseline, result)["candidate"] == "FAIL"
     where = found(result.deviation)
     assert (where.act, where.layer, where.side, where.head, where.position) == ("stored", 2, "key", 1, 0)
@@ -91,13 +82,17 @@ def test_a_wrong_key_scale_of_one_head_is_located(bench: Conformity, baseline: E
 
 @pytest.mark.parametrize(
     ("name", "fault", "side"),
-    [("int8", values_a_tenth_larger, "value"), ("int8", codes_towards_zero, "key"), ("int4_g32", groups_swapped, "value")],
+    [
+        ("int8", write("value_scale", times(1.1)), "value"),
+        ("int8", FAULTS["truncated"].plant, "key"),
+        ("int4_g32", FAULTS["groups_swapped"].plant, "value"),
+    ],
 )
 def test_small_wrongs_in_what_is_stored_are_found(
-    name: str, fault: object, side: str, bench: Conformity, baseline: EngineConformance
+    name: str, fault: Plant, side: str, bench: Conformity, baseline: EngineConformance
 ) -> None:
     policy = POLICIES[name]
-    result = bench.compared(policy, stores(bench.engine(policy), fault))  # type: ignore[arg-type]
+    result = bench.compared(policy, bench.engine(policy, fault=fault))
     assert gate(baseline, result)["candidate"] == "FAIL"
     assert (found(result.deviation).act, found(result.deviation).side) == ("stored", side)
     assert min(result.ranked(ALLOWED)) > 1
@@ -105,7 +100,8 @@ def test_small_wrongs_in_what_is_stored_are_found(
 
 def test_sinks_that_are_zero_are_read_wrong_by_the_first_decoded_tokens(bench: Conformity, baseline: EngineConformance) -> None:
     policy = POLICIES["int4_sinks"]
-    result = bench.compared(policy, sinks_zeroed(bench.engine(policy)))
+    fault = write("key_exact", zero, lambda step: step.positions < policy.sink_tokens)
+    result = bench.compared(policy, bench.engine(policy, fault=fault))
     assert gate(baseline, result)["candidate"] == "FAIL"
     where = found(result.deviation)
     assert where.act == "read"
@@ -115,7 +111,7 @@ def test_sinks_that_are_zero_are_read_wrong_by_the_first_decoded_tokens(bench: C
 
 def test_a_stale_page_in_one_step_of_ten_is_found_at_its_step(bench: Conformity, baseline: EngineConformance) -> None:
     policy = POLICIES["int8"]
-    result = bench.compared(policy, stale_page_now_and_then(bench.engine(policy)))
+    result = bench.compared(policy, bench.engine(policy, fault=FAULTS["stale_page_one_step_in_ten"].plant))
     assert gate(baseline, result)["candidate"] == "FAIL"
     where = found(result.deviation)
     assert (where.act, where.side) == ("read", None)
@@ -152,7 +148,10 @@ def test_what_is_wrong_in_a_page_is_found_though_it_was_evicted_before_the_end(
 ) -> None:
     """The prose prompt keeps its second page for a few decoded tokens; the longer prompts lose theirs before any."""
     policy = POLICIES["int8_evicting"]
-    engine = stores(bench.engine(policy), second_page_negated)
+    in_second_page = write(
+        "value", lambda x, _: -x, lambda step: (step.mode == "prefill") & (step.positions // 64 == 1), layers=[1]
+    )
+    engine = bench.engine(policy, fault=in_second_page)
     result = bench.compared(policy, engine)
     assert gate(baseline, result)["candidate"] == "FAIL"
     where = found(result.deviation)
@@ -167,7 +166,7 @@ def test_what_is_wrong_in_a_page_is_found_though_it_was_evicted_before_the_end(
 
 def test_what_both_engines_lack_fails_the_baseline(bench: Conformity) -> None:
     results = {
-        name: bench.compared(policy, last_of_a_page_unwritten(bench.engine(policy)))
+        name: bench.compared(policy, bench.engine(policy, fault=PAGE_END_UNWRITTEN))
         for name, policy in (("fp16", FP16_POLICY), ("fp8", POLICIES["fp8_token"]))
     }
     assert gate(results["fp16"], results["fp8"])["baseline"] == "FAIL"
@@ -194,7 +193,7 @@ def test_an_evaluation_of_two_engines_that_share_a_fault_fails(bench: Conformity
     stored = tmp_path / "baseline"
 
     def engine() -> OnnxEngine:
-        return last_of_a_page_unwritten(bench.engine(FP16_POLICY))
+        return bench.engine(FP16_POLICY, fault=PAGE_END_UNWRITTEN)
 
     def twin() -> Twin:
         return bench.twin(FP16_POLICY, bench.engine(FP16_POLICY))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from onnx_fixtures import BY_NAME, make_engine, shared_decoder
+from onnx_fixtures import BY_NAME, make_engine
 
 from pipeline.core.engine import Continuation, Engine
 from stages.engines.base import Logits
@@ -17,11 +17,6 @@ torch.set_num_threads(1)
 LENGTHS = (70, 1, 200, 3, 64, 129, 12)
 LIMITS = (3, 12, 2, 9, 1, 5, 7)
 PROMPTS: list[list[int]] = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shared_decoder(tmp_path_factory, "float32")
 
 
 def watched(engine: Engine) -> dict[tuple[int, ...], bytes]:

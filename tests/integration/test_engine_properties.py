@@ -6,13 +6,14 @@ Bit for bit: a page's number, and who else reads it, must not touch a single log
 import heapq
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx_fixtures import BY_NAME, make_engine, shared_decoder
+from onnx_fixtures import BY_NAME, make_engine
 
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.paged.allocator import PageAllocator
@@ -34,8 +35,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 @pytest.fixture(scope="module")
-def engine_of(tmp_path_factory: pytest.TempPathFactory) -> EngineOf:
-    decoder = shared_decoder(tmp_path_factory, "float32")
+def engine_of(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> EngineOf:
     folder = tmp_path_factory.mktemp("engines")
     return cache(lambda name: make_engine(decoder, folder / name, BY_NAME[name], prefill_chunk=128))
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 from amount import STRIDE
 from family_models import MODELS, family_model
-from onnx_fixtures import conf_policy, make_decoder, nothing
+from onnx_fixtures import conf_policy, forced, make_decoder
 from transformers import PreTrainedModel
 
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.weights import check_weights
 from pipeline.core.kv import FP16_POLICY, KVPolicy
+from pipeline.core.records import no_progress
 from pipeline.core.scales import SCALES_FILE, KVScales
 from stages.checkpoints import expected_tensors
 from stages.engines.onnx.build import build_bundle
@@ -26,7 +27,7 @@ from stages.engines.onnx.config import CpuAttention
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.oracle.attention import Fed
 from stages.engines.oracle.engine import OracleEngine
-from stages.quantize.run import quantize
+from stages.quantize.run import measure_cache, quantize_weights, scale_cache
 
 TINY = Path(__file__).parents[2] / "stages" / "tiny" / "checkpoint"
 VOCABULARY = 1344
@@ -56,8 +57,14 @@ class Served:
         if not out.exists():
             out.mkdir()
             texts = ["The cache holds keys and values.", "A window slides over the latest tokens alone."]
-            quantize(self.root / "checkpoint", out, weights="none", policy=policy, calibration_texts=texts, max_length=32,
-                     seed=0, progress=nothing)  # fmt: skip
+            run: dict[str, Any] = {"calibration_texts": texts, "max_length": 32, "progress": no_progress}
+            checkpoint, weights, extremes = self.root / "checkpoint", self.root / "weights", self.root / "extremes"
+            if not weights.exists():
+                weights.mkdir()
+                extremes.mkdir()
+                quantize_weights(checkpoint, weights, weights="none", seed=0, **run)
+                measure_cache(checkpoint, weights, extremes, rotation="none", **run)
+            scale_cache(checkpoint, out, policy=policy, extremes={"none": extremes})
         return out / SCALES_FILE
 
     def engine(self, policy: KVPolicy, attention: CpuAttention) -> OnnxEngine:
@@ -65,7 +72,7 @@ class Served:
         bundle = self.root / f"bundle_{policy.name}"
         if not bundle.exists():
             bundle.mkdir()
-            build_bundle(self.root / "decoder", bundle, policy=policy, scales=self.scales(policy), progress=nothing)
+            build_bundle(self.root / "decoder", bundle, policy=policy, scales=self.scales(policy), progress=no_progress)
         return load_engine(bundle, threads=1, attention=attention, prefill_chunk=CHUNK)
 
     def oracle(self, policy: KVPolicy) -> OracleEngine:
@@ -91,13 +98,6 @@ def text() -> list[int]:
     return tokens
 
 
-def logits(engine: OnnxEngine) -> np.ndarray:
-    """Logits (FORCED + 1, V): of the prompt's last token, then of the forced tokens."""
-    tokens, first = text(), TOKENS - FORCED
-    handles, prompt = engine.prefill([tokens[:first]])
-    return np.concatenate([prompt, *(engine.decode(handles, [token]) for token in tokens[first:])])
-
-
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_the_fp16_engine_equals_the_eager_model_beyond_every_window(served: Served, attention: CpuAttention) -> None:
     config: Any = served.model.config
@@ -107,7 +107,7 @@ def test_the_fp16_engine_equals_the_eager_model_beyond_every_window(served: Serv
     engine = served.engine(FP16_POLICY, attention)
     assert attention == "graph" or engine.attention == f"native in {engine.shape.layers} of {engine.shape.layers} layers"
     # Past keys and values are float16 (relative 2**-11); Gemma 3's scores are of 16 times larger products.
-    np.testing.assert_allclose(logits(engine), expected, atol=1e-2 * expected.std())
+    np.testing.assert_allclose(forced(engine, [text()], FORCED)[:, 0], expected, atol=1e-2 * expected.std())
 
 
 @pytest.mark.parametrize(("policy", "attention"), [("int8", "graph"), ("fp8k_int4v", "native")])

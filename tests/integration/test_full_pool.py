@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gate_reports import pressure_line
-from onnx_fixtures import BY_NAME, POLICIES, make_engine, shared_decoder
+from onnx_fixtures import BY_NAME, POLICIES, make_engine
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
@@ -28,11 +28,6 @@ torch.set_num_threads(1)
 REQUESTS = 16
 ROOM = 100
 """A pool of more pages is no small one."""
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shared_decoder(tmp_path_factory, "float32")
 
 
 def samples() -> list[EncodedSample]:

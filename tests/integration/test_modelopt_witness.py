@@ -20,7 +20,8 @@ import pytest
 import torch
 from modelopt.torch.export.quant_utils import postprocess_state_dict
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
-from quantize_fixtures import FP8, FP8_UNCALIBRATED, per_token, quantized_model, static, token_ids
+from onnx_fixtures import FP8, fmt
+from quantize_fixtures import FP8_UNCALIBRATED, quantized_model, token_ids
 from shipped import SHIPPED
 from torch import Tensor
 
@@ -46,12 +47,17 @@ HALF = 2.0**-11
 STATIC = [
     FP8,
     FP8_UNCALIBRATED,
-    static("int8", "per_tensor"),
-    static("fp8_e4m3", "per_head"),
-    static("int4", "per_channel"),
-    static("int8", "per_head", rotation="hadamard"),
+    fmt("int8", "per_tensor"),
+    fmt("fp8_e4m3", "per_head"),
+    fmt("int4", "per_channel"),
+    fmt("int8", "per_head", rotation="hadamard"),
 ]
-DYNAMIC = [per_token("fp8_e4m3"), per_token("int8"), per_token("int4"), per_token("int4", rotation="hadamard")]
+DYNAMIC = [
+    fmt("fp8_e4m3", "per_token"),
+    fmt("int8", "per_token"),
+    fmt("int4", "per_token"),
+    fmt("int4", "per_token", rotation="hadamard"),
+]
 
 
 def name(form: Format) -> str:

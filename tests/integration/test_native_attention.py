@@ -8,7 +8,7 @@ import pytest
 import torch
 from attention_cases import AttentionCase, Heads
 from format_cases import add_int2
-from onnx_fixtures import BY_NAME, POLICIES, fmt, make_engine, shared_decoder
+from onnx_fixtures import BY_NAME, POLICIES, fmt, make_engine
 
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import FP16_POLICY, KVPolicy
@@ -118,11 +118,6 @@ def test_arrays_need_no_alignment_beyond_their_elements(name: str) -> None:
         case.inputs[key] = moved[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
         case.inputs[key][...] = values
     np.testing.assert_array_equal(case.session(native=True).run(), expected)
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shared_decoder(tmp_path_factory, "float32")
 
 
 def test_layers_that_the_kernel_does_not_hold_keep_their_bodies_and_are_listed(

@@ -5,17 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from onnx_fixtures import BY_NAME, make_bundle, shared_decoder
+from onnx_fixtures import BY_NAME, make_bundle
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.core.errors import UserError
 from pipeline.core.kv import FP16_POLICY
 from stages.engines.onnx.engine import load_engine
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shared_decoder(tmp_path_factory, "float32")
 
 
 @pytest.mark.parametrize("file", ["decode.onnx", "prefill.onnx", "weights.bin", "kv_policy.json", "kv_scales.json"])

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx_fixtures import BY_NAME, load_model, make_bundle, make_engine, shared_checkpoint, shared_decoder
+from onnx_fixtures import BY_NAME, STEPS, forced, load_model, make_bundle, make_engine, shared_checkpoint
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.core.errors import UserError
@@ -15,7 +15,6 @@ from pipeline.core.kv import FP16_POLICY
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 
 LENGTHS = [1, 63, 64, 65, 127, 128, 129]
-STEPS = 4
 ROUNDING = 2e-5
 """float32 sums in another order; measured 3e-6 with logits of standard deviation 0.9."""
 HALVES = 2e-3
@@ -30,11 +29,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shared_decoder(tmp_path_factory, "float32")
-
-
-@pytest.fixture(scope="module")
 def texts() -> list[list[int]]:
     rng = np.random.default_rng(0)
     return [rng.integers(0, 256, length + STEPS).tolist() for length in LENGTHS]
@@ -43,15 +37,6 @@ def texts() -> list[list[int]]:
 @pytest.fixture
 def fp16(decoder: Path, tmp_path: Path) -> OnnxEngine:
     return make_engine(decoder, tmp_path / "fp16", FP16_POLICY)
-
-
-def forced(engine: OnnxEngine, texts: list[list[int]]) -> np.ndarray:
-    """Logits (1 + STEPS, B, V): of the prefill of all but the last STEPS tokens, then of forced decoding."""
-    handles, logits = engine.prefill([text[:-STEPS] for text in texts])
-    out = [logits]
-    for step in range(-STEPS, 0):
-        out.append(engine.decode(handles, [text[step] for text in texts]))
-    return np.array(out)
 
 
 def test_fp16_engine_equals_transformers(checkpoint: Path, fp16: OnnxEngine, texts: list[list[int]]) -> None:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from onnx_fixtures import (
+    forced,
     make_bundle,
     make_decoder,
-    nothing,
     save_model,
     shared_checkpoint,
     shared_decoder,
@@ -18,8 +18,9 @@ from transformers import LlamaConfig
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import FP16_POLICY
+from pipeline.core.records import no_progress
 from stages.engines.onnx import weights
-from stages.engines.onnx.engine import OnnxEngine, load_engine
+from stages.engines.onnx.engine import load_engine
 from stages.engines.onnx.export import export_decoder
 
 SIZE = {
@@ -27,12 +28,6 @@ SIZE = {
     "num_key_value_heads": 2, "initializer_range": 0.1, "max_position_embeddings": 128,
 }  # fmt: skip
 torch.set_num_threads(1)
-
-
-def run(engine: OnnxEngine, texts: list[list[int]]) -> np.ndarray:
-    """Logits (4, B, V): of the prefill of all but the last three tokens, then of these."""
-    handles, logits = engine.prefill([text[:-3] for text in texts])
-    return np.array([logits, *(engine.decode(handles, [text[i] for text in texts]) for i in (-3, -2, -1))])
 
 
 def test_no_weight_stays_in_memory_after_an_export(tmp_path: Path) -> None:
@@ -47,7 +42,7 @@ def test_a_checkpoint_that_the_graph_cannot_express_is_refused_before_anything_i
     checkpoint = save_model(LlamaConfig(**SIZE, head_dim=16, rope_scaling=rope), tmp_path / "checkpoint")
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match="rope_type=dynamic is not supported"):
-        export_decoder(checkpoint, tmp_path / "out", compute_dtype="float32", progress=nothing)
+        export_decoder(checkpoint, tmp_path / "out", compute_dtype="float32", progress=no_progress)
     assert not any((tmp_path / "out").iterdir())
 
 
@@ -63,5 +58,5 @@ def test_weights_of_16_bits_stay_so_on_disk_and_no_logit_changes(
     stored, before = ((bundle / "weights.bin").stat().st_size for bundle in (narrow, wide))
     assert stored < 0.6 * before
     texts = [[5, 6, 7, 8, 9], list(range(70))]
-    logits, expected = (run(load_engine(bundle, threads=1), texts) for bundle in (narrow, wide))
+    logits, expected = (forced(load_engine(bundle, threads=1), texts) for bundle in (narrow, wide))
     assert np.array_equal(logits, expected)

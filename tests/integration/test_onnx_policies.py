@@ -14,7 +14,9 @@ from format_cases import add_int2
 from onnx_fixtures import (
     BY_NAME,
     POLICIES,
+    STEPS,
     fmt,
+    forced,
     int4_groups,
     llama_config,
     load_model,
@@ -32,7 +34,6 @@ from stages.engines.oracle.engine import OracleEngine
 
 LENGTHS = [1, 63, 64, 65, 127, 128, 129, 190, 300]
 """Around the ends of pages; while 190 decodes, a page leaves a window of 64 tokens; 300 is more than any policy keeps exact."""
-STEPS = 4
 ROUNDING = 2e-5
 """float32 sums in another order: measured 4e-6 with logits of standard deviation 0.9."""
 FLIPS = 1e-2
@@ -58,22 +59,11 @@ def texts() -> list[list[int]]:
 
 @pytest.fixture(scope="module", params=POLICIES, ids=lambda policy: policy.name)
 def pair(
-    request: pytest.FixtureRequest, model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, model: torch.nn.Module, decoder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[OnnxEngine, OracleEngine]:
     """The engine and the oracle of one policy; tests leave no sequences and no faults behind."""
-    decoder = shared_decoder(tmp_path_factory, "float32")
     engine = make_engine(decoder, tmp_path_factory.mktemp("bundles") / "bundle", request.param, attention="graph")
     return engine, make_oracle(model, request.param, engine.shape)
-
-
-def forced(engine: OnnxEngine, texts: list[list[int]], steps: int = STEPS) -> np.ndarray:
-    """Logits (1 + steps, B, V): of the prefill of all but the last tokens, then of forced decoding."""
-    handles, logits = engine.prefill([text[:-steps] for text in texts])
-    out = [logits]
-    for step in range(-steps, 0):
-        out.append(engine.decode(handles, [text[step] for text in texts]))
-    engine.release(handles)
-    return np.array(out)
 
 
 def differences(engine: OnnxEngine, oracle: OracleEngine, texts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -190,9 +180,8 @@ def test_memory_is_the_policys_arithmetic(pair: tuple[OnnxEngine, OracleEngine],
     ],
 )
 def test_a_later_prefill_chunk_attends_over_the_quantized_cache_of_the_earlier_ones(
-    name: str, model: torch.nn.Module, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]]
+    name: str, model: torch.nn.Module, decoder: Path, tmp_path: Path, texts: list[list[int]]
 ) -> None:
-    decoder = shared_decoder(tmp_path_factory, "float32")
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name], prefill_chunk=50)
     oracle = make_oracle(model, BY_NAME[name], engine.shape, prefill_chunk=50)
     logits, difference = differences(engine, oracle, texts[-3:])
@@ -214,13 +203,12 @@ def test_groups_that_do_not_fall_on_halves_of_a_head_equal_the_oracle(
 
 
 def test_a_new_integer_format_is_one_entry_of_codes(
-    model: torch.nn.Module, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]],
+    model: torch.nn.Module, decoder: Path, tmp_path: Path, texts: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     add_int2(monkeypatch)
     grouped = fmt("int2", "per_group", group_size=16, symmetric=False)
     rotated = fmt("int2", "per_channel", symmetric=False, rotation="hadamard")
-    decoder = shared_decoder(tmp_path_factory, "float32")
     for number, (key, value) in enumerate([(fmt("int2", "per_token"), grouped), (rotated, fmt("int2", "per_tensor"))]):
         policy = KVPolicy(name=f"int2_{number}", key=key, value=value)
         engine = make_engine(decoder, tmp_path / policy.name, policy)
@@ -232,12 +220,12 @@ def test_a_new_integer_format_is_one_entry_of_codes(
 
 @pytest.mark.parametrize("name", ["fp16", "fp8k_int4v"])
 def test_float16_compute_stays_close_to_float32(
-    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]]
+    name: str, decoder: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]]
 ) -> None:
     """float16 rounds every activation (2**-11) over two layers: 3 % of the logits' standard deviation. Keys and values
     that move by that get other codes, an INT4 step is up to 14 % of a value: measured 8 %, allowed 20 %."""
     half = make_engine(shared_decoder(tmp_path_factory, "float16"), tmp_path / "half", BY_NAME[name])
-    single = make_engine(shared_decoder(tmp_path_factory, "float32"), tmp_path / "single", BY_NAME[name])
+    single = make_engine(decoder, tmp_path / "single", BY_NAME[name])
     logits, expected = forced(half, texts), forced(single, texts)
     assert logits.dtype == np.float32
     np.testing.assert_allclose(logits, expected, atol={"fp16": 0.03, "fp8k_int4v": 0.2}[name] * expected.std())
@@ -246,9 +234,8 @@ def test_float16_compute_stays_close_to_float32(
 
 @pytest.mark.parametrize("name", ["fp8", "int8", "fp8k_int4v", "int4"])
 def test_a_quantized_cache_moves_the_logits_by_more_than_the_tolerance(
-    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]]
+    name: str, decoder: Path, tmp_path: Path, texts: list[list[int]]
 ) -> None:
-    decoder = shared_decoder(tmp_path_factory, "float32")
     logits, exact = (forced(make_engine(decoder, tmp_path / each, BY_NAME[each]), texts) for each in (name, "fp16"))
     np.testing.assert_array_equal(logits[0], exact[0])
     assert np.median(np.abs(logits[1:] - exact[1:]).max(-1)) > 10 * MEDIAN

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from format_cases import add_int2
-from onnx_fixtures import BY_NAME, POLICIES, llama_config, make_oracle, static_scales
+from onnx_fixtures import BY_NAME, POLICIES, STEPS, forced, llama_config, make_oracle, static_scales
 from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, Qwen2Config, Qwen3Config
 
 from pipeline.core.kv import KVPolicy, KVShape
@@ -17,7 +17,6 @@ torch.set_num_threads(1)
 
 LENGTHS = [1, 63, 64, 65, 127, 128, 129, 300]
 """Prompts around the ends of pages; 300 is more than any policy keeps exact."""
-STEPS = 3
 CHUNK = 80
 """Prompts are prefilled in several chunks, which read the pool of those before."""
 EXACT = 1e-9
@@ -50,28 +49,21 @@ def texts() -> list[list[int]]:
     return [rng.integers(0, 256, length + STEPS).tolist() for length in LENGTHS]
 
 
-def step_by_step(engine: OracleEngine, texts: list[list[int]], steps: int = STEPS) -> np.ndarray:
-    """Logits (B, steps, V) of decoding the last tokens of every text in one batch."""
-    handles, _ = engine.prefill([text[:-steps] for text in texts])
-    out = [engine.decode(handles, [text[step] for text in texts]) for step in range(-steps, 0)]
-    engine.release(handles)
-    return np.stack(out, axis=1)
-
-
 def one_pass(engine: OracleEngine, texts: list[list[int]], steps: int = STEPS) -> np.ndarray:
-    return np.stack([engine.forced(text, len(text) - steps) for text in texts])
+    """Logits (steps, B, V) of decoding the last tokens of every text."""
+    return np.stack([engine.forced(text, len(text) - steps) for text in texts], axis=1)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_one_pass_equals_decoding_a_ragged_batch_token_by_token(policy: KVPolicy, model64: Any, texts: list[list[int]]) -> None:
     engine = make_oracle(model64, policy, SHAPE, prefill_chunk=CHUNK)
-    np.testing.assert_allclose(one_pass(engine, texts), step_by_step(engine, texts), rtol=0, atol=EXACT)
+    np.testing.assert_allclose(one_pass(engine, texts), forced(engine, texts)[1:], rtol=0, atol=EXACT)
 
 
 def test_a_window_and_a_page_border_are_crossed_in_one_pass(model64: Any) -> None:
     text = np.random.default_rng(1).integers(0, 256, 210).tolist()
     engine = make_oracle(model64, BY_NAME["ages"], SHAPE, prefill_chunk=CHUNK)
-    np.testing.assert_allclose(one_pass(engine, [text], 150), step_by_step(engine, [text], 150), rtol=0, atol=EXACT)
+    np.testing.assert_allclose(one_pass(engine, [text], 150), forced(engine, [text], 150)[1:], rtol=0, atol=EXACT)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
@@ -160,7 +152,7 @@ def test_a_new_integer_code_needs_nothing_but_its_entry(
     add_int2(monkeypatch)
     int2 = BY_NAME["int4_g32"].key.model_copy(update={"dtype": "int2"})
     engine = make_oracle(model64, KVPolicy(name="int2", key=int2, value=int2), SHAPE)
-    np.testing.assert_allclose(one_pass(engine, texts), step_by_step(engine, texts), rtol=0, atol=EXACT)
+    np.testing.assert_allclose(one_pass(engine, texts), forced(engine, texts)[1:], rtol=0, atol=EXACT)
 
 
 def test_a_value_that_is_not_finite_is_refused_and_nothing_of_it_stays(texts: list[list[int]]) -> None:
@@ -175,7 +167,7 @@ def test_a_value_that_is_not_finite_is_refused_and_nothing_of_it_stays(texts: li
         engine.decode(handles, [1, 7])
     assert engine.memory().live_tokens == 90
     after = engine.decode(handles[:1], [1])
-    np.testing.assert_array_equal(after, step_by_step(engine, [[*sound[:60], 1]], 1)[0])
+    np.testing.assert_array_equal(after, forced(engine, [[*sound[:60], 1]], 1)[1])
     with pytest.raises(ValueError, match=r"token 2 of sequence \d+ is not finite"):
         engine.prefill([[1, 2], [3, 4, 7, 5]])
     assert engine.memory().live_tokens == 91
@@ -197,10 +189,10 @@ def test_a_corrupted_key_scale_reaches_one_pass_and_decode_alike(name: str, mode
     handles, before = engine.prefill([text[:-STEPS] for text in texts])
     engine.corrupt_key_scale(3.0)
     faulty = one_pass(engine, texts)
-    np.testing.assert_array_equal(engine.decode(handles, [text[-STEPS] for text in texts]), step_by_step(engine, texts)[:, 0])
-    np.testing.assert_allclose(faulty, step_by_step(engine, texts), rtol=0, atol=EXACT)
+    np.testing.assert_array_equal(engine.decode(handles, [text[-STEPS] for text in texts]), forced(engine, texts)[1])
+    np.testing.assert_allclose(faulty, forced(engine, texts)[1:], rtol=0, atol=EXACT)
     np.testing.assert_array_equal(engine.prefill([text[:-STEPS] for text in texts])[1], before)
-    assert np.abs(faulty - sound).max(-1)[-1].min() > 0.01, "the longest has more tokens than any policy keeps exact"
+    assert np.abs(faulty - sound).max(-1)[:, -1].min() > 0.01, "the longest has more tokens than any policy keeps exact"
 
 
 def test_an_oracle_that_reads_itself_has_no_exact_token_and_one_replay(model: Any) -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from onnx_fixtures import BY_NAME, load_model, make_oracle, nothing, shared_checkpoint, static_scales
+from onnx_fixtures import BY_NAME, load_model, make_oracle, shared_checkpoint, static_scales
 
 from pipeline.core.kv import KVShape
+from pipeline.core.records import no_progress
 from stages.engines.oracle.build import build_bundle
 from stages.engines.oracle.engine import load_engine
 
@@ -30,7 +31,7 @@ def bundle(checkpoint: Path, tmp_path: Path) -> Path:
     scales.write_text(static_scales(POLICY, SHAPE).model_dump_json())
     out = tmp_path / "bundle"
     out.mkdir()
-    build_bundle(checkpoint, out, policy=POLICY, scales=scales, progress=nothing)
+    build_bundle(checkpoint, out, policy=POLICY, scales=scales, progress=no_progress)
     return out
 
 

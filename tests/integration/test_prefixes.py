@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from onnx_fixtures import BY_NAME, POLICIES, make_bundle, shared_decoder
+from onnx_fixtures import BY_NAME, POLICIES, make_bundle
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
@@ -22,11 +22,6 @@ CHUNK = 64
 NEW = 70
 """Decoded tokens: they cross a border of a page, and leave the windows of the policies."""
 ROUNDING = 2e-5
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shared_decoder(tmp_path_factory, "float32")
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,9 @@ import pytest
 import torch
 import transformers
 from checkpoints import save_checkpoint
+from onnx_fixtures import FP8, fmt
 from quantize_fixtures import (
-    FP8,
     POLICIES,
-    per_group,
     quantized_model,
     random_checkpoint,
     stage,
@@ -224,7 +223,7 @@ def test_every_family_gets_its_quantizers_and_exports(family: Path, tmp_path: Pa
 def test_empty_calibration_and_an_ill_fitting_group_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"calibration\.samples=1: every text is empty"):
         stage(tiny_checkpoint, tmp_path, "fp8", calibration_texts=[""])
-    wide = KVPolicy(name="wide", key=FP8, value=per_group("int4", 128))
+    wide = KVPolicy(name="wide", key=FP8, value=fmt("int4", "per_group", group_size=128))
     with pytest.raises(UserError, match=r"kv\.value\.group_size=128 does not divide the model's head_dim 64"):
         stage(tiny_checkpoint, tmp_path, wide)
     assert not any(tmp_path.iterdir())

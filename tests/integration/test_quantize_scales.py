@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from quantize_fixtures import FP8, POLICIES, per_token, stage, static, token_ids
+from onnx_fixtures import FP8, fmt
+from quantize_fixtures import POLICIES, stage, token_ids
 from torch import Tensor
 
 from pipeline.core.formats import Format, WeightsFormat
@@ -79,11 +80,11 @@ def scales_of(checkpoint: Path, out: Path, policy: KVPolicy, weights: WeightsFor
 
 STATIC_FORMATS = [
     FP8,
-    static("int8", "per_channel"),
-    static("fp8_e5m2", "per_head"),
-    static("int4", "per_tensor", symmetric=False),
-    static("int4", "per_head", rotation="hadamard"),
-    static("int8", "per_channel", rotation="hadamard", symmetric=False),
+    fmt("int8", "per_channel"),
+    fmt("fp8_e5m2", "per_head"),
+    fmt("int4", "per_tensor", symmetric=False),
+    fmt("int4", "per_head", rotation="hadamard"),
+    fmt("int8", "per_channel", rotation="hadamard", symmetric=False),
 ]
 
 
@@ -106,11 +107,11 @@ def test_scales_belong_to_the_quantized_weights(weights: WeightsFormat, tiny_che
 
 
 def test_an_override_is_measured_in_its_layers_alone(states: States, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    channel, head = static("int8", "per_channel"), static("int8", "per_head", symmetric=False)
+    channel, head = fmt("int8", "per_channel"), fmt("int8", "per_head", symmetric=False)
     policy = KVPolicy(
         name="test",
         key=FP8,
-        value=per_token("int4"),
+        value=fmt("int4", "per_token"),
         overrides=(LayerOverride(layers=(1,), key=channel), LayerOverride(layers=(1, 3), value=head)),
     )
     scales = scales_of(tiny_checkpoint, tmp_path, policy)
@@ -122,9 +123,9 @@ def test_an_override_is_measured_in_its_layers_alone(states: States, tiny_checkp
 
 def test_a_window_shares_the_measurement_of_the_base_copy(states: States, tiny_checkpoint: Path, tmp_path: Path) -> None:
     """Finer and coarser than the base, static over a dynamic base, and rotated over an unrotated one."""
-    window = Window(tokens=64, key=static("int8", "per_channel"), value=static("int8", "per_head", rotation="hadamard"))
-    override = LayerOverride(layers=(2,), key=per_token("int4"))
-    base = static("int4", "per_tensor")
+    window = Window(tokens=64, key=fmt("int8", "per_channel"), value=fmt("int8", "per_head", rotation="hadamard"))
+    override = LayerOverride(layers=(2,), key=fmt("int4", "per_token"))
+    base = fmt("int4", "per_tensor")
     policy = KVPolicy(name="test", key=base, value=base, window=window, overrides=(override,))
     scales = scales_of(tiny_checkpoint, tmp_path, policy)
     for layer in range(4):
@@ -134,10 +135,10 @@ def test_a_window_shares_the_measurement_of_the_base_copy(states: States, tiny_c
 
 
 def test_a_window_is_measured_over_a_base_that_is_not(states: States, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    window = Window(tokens=64, key=static("int8", "per_head"), value=FP8)
-    policy = KVPolicy(name="test", key=Format(dtype="fp16"), value=per_token("int4"), window=window)
+    window = Window(tokens=64, key=fmt("int8", "per_head"), value=FP8)
+    policy = KVPolicy(name="test", key=Format(dtype="fp16"), value=fmt("int4", "per_token"), window=window)
     scales = scales_of(tiny_checkpoint, tmp_path, policy)
     for layer in range(4):
         assert scales.layers[layer].keys() == {"window_key", "window_value"}
-        check(scales.layers[layer][Side.WINDOW_KEY], states[layer]["key"], static("int8", "per_head"))
+        check(scales.layers[layer][Side.WINDOW_KEY], states[layer]["key"], fmt("int8", "per_head"))
         check(scales.layers[layer][Side.WINDOW_VALUE], states[layer]["value"], FP8)

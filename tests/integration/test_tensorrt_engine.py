@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 from fake_tensorrt import LIBRARY, FakeDevice, FakeEngine
-from onnx_fixtures import BY_NAME, make_bundle, nothing, shared_decoder
+from onnx_fixtures import BY_NAME, make_bundle
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Side
+from pipeline.core.records import no_progress
 from stages.engines.base import Mode
 from stages.engines.bundle import open_bundle
 from stages.engines.onnx.engine import OnnxEngine
@@ -44,9 +45,8 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    root, decoder = tmp_path_factory.mktemp("plans"), shared_decoder(tmp_path_factory, "float32")
-    pairs = {}
+def pairs(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    root, pairs = tmp_path_factory.mktemp("plans"), {}
     for name in POLICIES:
         onnx_bundle, out = make_bundle(decoder, root / name, BY_NAME[name]), root / f"{name}_plans"
         out.mkdir()
@@ -55,7 +55,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
             patch.setattr("stages.engines.tensorrt.build.build", lambda *_: b"plan")
             build_bundle(
                 onnx_bundle, out, policy=BY_NAME[name], scales=root / f"{name}_scales.json", library="tensorrt_rtx",
-                targets=[89], max_batch=BATCH, max_tokens=TOKENS, progress=nothing,
+                targets=[89], max_batch=BATCH, max_tokens=TOKENS, progress=no_progress,
             )  # fmt: skip
         pairs[name] = Pair(onnx_bundle, out)
     return pairs

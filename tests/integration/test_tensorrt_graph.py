@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx_fixtures import BY_NAME, LAYERS, make_bundle, shared_decoder
+from onnx_fixtures import BY_NAME, LAYERS, make_bundle
 from tensorrt_graph_cases import INT4_KEYS, Surgery, forced, operate, surgeries
 
 from plugins.kv_attention import launch, reference
@@ -53,12 +53,10 @@ def test_no_plan_widens_the_pool_of_a_layer_that_the_kernels_hold(graphs: dict[s
                 assert any(attribute.name == "plugin_namespace" for attribute in attend.attribute)
 
 
-def test_a_policy_that_the_kernels_do_not_hold_keeps_its_graph_and_says_why(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_policy_that_the_kernels_do_not_hold_keeps_its_graph_and_says_why(decoder: Path, tmp_path: Path) -> None:
     """tests/unit/test_kernel_policies.py has the other reasons."""
     policy = BY_NAME["int8_asym"]
-    surgery = operate(make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / policy.name, policy), policy)
+    surgery = operate(make_bundle(decoder, tmp_path / policy.name, policy), policy)
     reason = "kv.key.symmetric=false: the CUDA kernels have no zero points"
     assert surgery.layers.layouts == {}
     assert [str(refusal) for refusal in surgery.layers.refusals.values()] == [reason] * LAYERS

@@ -6,10 +6,11 @@ from pathlib import Path
 import onnx
 import pytest
 from fake_tensorrt import LIBRARY
-from onnx_fixtures import make_bundle, nothing, shared_decoder
+from onnx_fixtures import make_bundle
 from tensorrt_graph_cases import AGED, INT4_KEYS
 
 from pipeline.core.kv import KVPolicy
+from pipeline.core.records import no_progress
 from stages.engines.bundle import open_bundle
 from stages.engines.tensorrt import build as build_module
 from stages.engines.tensorrt.bundle import PlanRecord, Tensor
@@ -35,7 +36,7 @@ def stand_in_for_tensorrt(patch: pytest.MonkeyPatch) -> list[onnx.ModelProto]:
     patch.setattr(build_module, "load", lambda _: TENSORRT)
     patch.setattr(build_module, "parse", parse)
     patch.setattr(build_module, "build", lambda *_: b"plan")
-    patch.setattr(f"{plugin}.register", nothing)
+    patch.setattr(f"{plugin}.register", lambda *_: None)
     for name in ("default_programs", "default_splits"):
         patch.setattr(f"{plugin}.{name}", lambda *_: 3)
     return parsed
@@ -45,7 +46,7 @@ def build_with_plugin(onnx_bundle: Path, out: Path, policy: KVPolicy) -> None:
     scales = onnx_bundle.with_name(f"{onnx_bundle.name}_scales.json")
     build_module.build_bundle(
         onnx_bundle, out, policy=policy, scales=scales, library="tensorrt",
-        max_batch=BATCH, max_tokens=TOKENS, progress=nothing, gpu=GPU, adapt=partial(with_plugin, sm=89),
+        max_batch=BATCH, max_tokens=TOKENS, progress=no_progress, gpu=GPU, adapt=partial(with_plugin, sm=89),
     )  # fmt: skip
 
 
@@ -62,10 +63,10 @@ def parse_as_tensorrt(library: Library, path: Path) -> Parsed:
 
 
 def test_the_bundle_says_which_layers_have_not_the_plugin_and_why(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parsed, out = stand_in_for_tensorrt(monkeypatch), tmp_path / "plans"
-    onnx_bundle = make_bundle(shared_decoder(tmp_path_factory, "float32"), tmp_path / "onnx_bundle", AGED)
+    onnx_bundle = make_bundle(decoder, tmp_path / "onnx_bundle", AGED)
     out.mkdir()
     build_with_plugin(onnx_bundle, out, AGED)
     record, _, _ = open_bundle(out, PlanRecord, "tensorrt")

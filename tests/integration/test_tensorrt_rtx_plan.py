@@ -14,7 +14,6 @@ from onnx_fixtures import (
     BY_NAME,
     SHIPPED,
     make_bundle,
-    nothing,
     shared_decoder,
 )
 
@@ -22,6 +21,7 @@ from pipeline.artifacts import hardware
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, LayerOverride, Side
+from pipeline.core.records import no_progress
 from stages.engines.base import Mode
 from stages.engines.bundle import open_bundle
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
@@ -66,17 +66,12 @@ BFLOAT16 = [BY_NAME["fp8k_int4v_aged"], *(PAIRS[::4] if STRIDE == 1 else [])]
 """What is built in bfloat16."""
 
 
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shared_decoder(tmp_path_factory, "float32")
-
-
 def make_plans(onnx_bundle: Path, out: Path, policy: KVPolicy, targets: tuple[int, ...] = (89, 120)) -> Path:
     out.mkdir()
     scales = onnx_bundle.with_name(f"{onnx_bundle.name}_scales.json")
     build_bundle(
         onnx_bundle, out, policy=policy, scales=scales, library="tensorrt_rtx", targets=list(targets),
-        max_batch=4, max_tokens=512, progress=nothing,
+        max_batch=4, max_tokens=512, progress=no_progress,
     )  # fmt: skip
     return out
 
@@ -109,7 +104,7 @@ def test_every_shipped_policy_parses_into_a_network(
 def test_the_formats_of_every_shipped_policy_build_into_a_plan(policy: KVPolicy, decoder: Path, tmp_path: Path) -> None:
     bundle = make_bundle(decoder, tmp_path / "bundle", policy)
     parsed = parse(load("tensorrt_rtx"), bundle / "decode.onnx")
-    plan = build(parsed, Limits(policy, 4, 512).ranges("decode"), [89], nothing)
+    plan = build(parsed, Limits(policy, 4, 512).ranges("decode"), [89], lambda *_: None)
     assert len(plan) > (bundle / "weights.bin").stat().st_size
 
 

@@ -30,6 +30,7 @@ from pipeline.api import (
     load,
 )
 from pipeline.api.calls import compose
+from pipeline.config.config import Config
 from pipeline.core.overrides import written
 from pipeline.registry import summary
 from pipeline.terminal import console
@@ -174,7 +175,8 @@ def test_the_machines_errors_are_missing_requirements_and_defects_stay(
 
 
 def test_a_refusal_before_the_verdict_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> None:
+    def refused(config: Config, sweep: str, _: console.Job) -> None:
+        summary.begin(config.work, sweep, ["int8"])
         raise GateRefusal("a scale does not arrive")
 
     monkeypatch.setattr("pipeline.api.evaluations.run", refused)

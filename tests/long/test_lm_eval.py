@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from onnx_fixtures import load_model, make_bundle, make_decoder, nothing
+from onnx_fixtures import load_model, make_bundle, make_decoder
 from shipped import SHIPPED
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import FP16_POLICY
+from pipeline.core.records import no_progress
 from stages.engines.oracle.build import build_bundle
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'kvgate[lm-eval]'")
@@ -49,7 +50,9 @@ def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> 
     made = {name: make_bundle(decoder, work / name, kv) for name, kv in (("fp16", FP16_POLICY), ("int4", SHIPPED["int4_g64"]))}
     oracle = work / "oracle"
     oracle.mkdir()
-    build_bundle(tiny_checkpoint, oracle, policy=SHIPPED["int4_g64"], scales=made["int4"] / "kv_scales.json", progress=nothing)
+    build_bundle(
+        tiny_checkpoint, oracle, policy=SHIPPED["int4_g64"], scales=made["int4"] / "kv_scales.json", progress=no_progress
+    )
     return {**made, "oracle": oracle}
 
 

@@ -10,6 +10,7 @@ import pytest
 from browser import Opened, chromium_path, opened_page
 from gate_reports import answered, sliced, verdict
 from judged_candidates import judged_candidate
+from judged_engine import config_of
 from postgres import mlflow_server
 
 from pipeline.registry.mlflow_store import MlflowStore
@@ -72,7 +73,8 @@ def text_of(browser: Opened, address: str, sign: str) -> str:
 
 
 def printed_address(tracked: Tracked, candidates: list[Candidate], capsys: pytest.CaptureFixture[str]) -> str:
-    compare_in_mlflow(candidates, lambda: tracked.store, SWEEP)
+    config = config_of(f"workdir={tracked.store.lock.parent}", f"tracking.uri={tracked.address}")
+    compare_in_mlflow(config, candidates, SWEEP)
     (address,) = re.findall(r"http\S+", capsys.readouterr().out)
     assert address.startswith(tracked.address)
     return str(address)

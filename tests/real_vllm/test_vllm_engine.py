@@ -23,7 +23,7 @@ from pipeline.checkpoint.files import INDEX
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.records import LayerDelivery, no_progress
-from pipeline.verdict.delivery import scale_findings
+from pipeline.verdict.delivery import audit_scales, scale_findings
 from stages.checkpoints import load_causal_lm
 from stages.engines.bundle import read_scales
 from stages.engines.interpreter.bundle import CHECKPOINT
@@ -36,7 +36,6 @@ from stages.engines.vllm.engine import VllmEngine
 from stages.engines.vllm.library import PROGRAM
 from stages.evaluate.decoding.pressure import pressure
 from stages.evaluate.decoding.speculation import lookup_passes
-from stages.evaluate.delivery import audit_scales
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 from stages.workloads import generate
 

@@ -11,11 +11,11 @@ from vllm_bundles import KEY_SCALE, make_vllm_bundle, open_vllm
 
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.kv import Side
+from pipeline.verdict.delivery import audit_scales
 from stages.checkpoints import load_causal_lm
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.model import round_inputs
-from stages.evaluate.delivery import audit_scales
 from stages.quantize.dequantize import write_plain
 
 FIRST = 60

@@ -16,11 +16,11 @@ from vllm_bundles import KEY_SCALE, KNOWN_LAYOUT, VALUE_SCALE, make_vllm_bundle,
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Side
+from pipeline.verdict.delivery import audit_scales
 from stages.checkpoints import load_causal_lm
 from stages.engines.bundle import read_scales
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.vllm.engine import VllmEngine
-from stages.evaluate.delivery import audit_scales
 
 FIRST = 40
 TEXT = [int(token) for token in np.random.default_rng(0).integers(6, 1344, 90)]

@@ -9,11 +9,10 @@ import pytest
 from checkpoints import LLAMA_8B
 
 from pipeline.config.compose import plan
-from pipeline.config.policies import shipped_policies
+from pipeline.config.policies import labelled, shipped_policies
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.planning.capacity import Capacity, PolicyCapacity, measure, memory_budget
-from pipeline.planning.labels import labelled
 from pipeline.planning.sequences import SequenceCost
 from pipeline.planning.shapes import read_model
 from pipeline.planning.use import GIB, CapacityConfig
@@ -27,7 +26,7 @@ LLAMA_70B = LLAMA_8B | {
     "num_attention_heads": 64,
 }
 MISTRAL_7B = LLAMA_8B | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
-SHIPPED = labelled(shipped_policies(), [])
+SHIPPED = labelled([])
 BARE = ["capacity.weights_gib=0", "capacity.reserve_gib=0"]
 """Memory of the cache alone, as the published tables count it."""
 
@@ -196,7 +195,7 @@ def test_a_changed_policy_is_named_by_what_differs_and_the_name_composes() -> No
     window = "kv.window={tokens: 64, key: null, value: {dtype: fp8_e4m3, granularity: per_tensor, scale: uncalibrated}}"
     for changes in (["kv.sink_tokens=1"], ["kv.value.group_size=32", "kv.recent_tokens=8"], [window]):
         changed = plan(["kv=fp8k_int4v", *changes], multirun=False).jobs[0].kv
-        (label,) = (name for name, policy in labelled(shipped_policies(), [changed]) if policy == changed)
+        (label,) = (name for name, policy in labelled([changed]) if policy == changed)
         name, *overrides = label.split(" ")
         assert plan([f"kv={name}", *overrides], multirun=False).jobs[0].kv == changed
     assert label.startswith("fp8k_int4v kv.window={tokens:64,")

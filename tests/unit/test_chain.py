@@ -26,6 +26,7 @@ from pipeline.evidence.reading import USER_INPUTS
 from pipeline.loading import open_loader, required_libraries
 from pipeline.run.chain import Chain
 from pipeline.run.inputs import check_inputs
+from pipeline.run.served import open_chain
 from stages.engines.openai.backend import OpenAIServer
 from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
 
@@ -227,6 +228,11 @@ def test_the_default_profile_of_plans_fits_the_built_in_workloads(tmp_path: Path
 def test_the_key_of_plans_for_rtx_does_not_depend_on_the_plugin() -> None:
     assert "plugins.kv_attention.kernels.decode" in reachable_modules(TensorRTBackend.build_module)
     assert not [name for name in reachable_modules(RTXBackend.build_module) if name.startswith("plugins")]
+
+
+def test_what_is_measured_of_a_server_depends_on_how_servers_are_asked(tmp_path: Path) -> None:
+    chain = open_chain(configured(tmp_path, "backend=openai"), Store(tmp_path))
+    assert "stages.evaluate.servers.served" in chain._recipe("round", "measure", {}).code
 
 
 def test_the_oracle_shares_no_arithmetic_with_the_onnx_engine() -> None:

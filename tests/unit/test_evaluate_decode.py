@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import EOS, CharTokenizer, FakeEngine, fake_engine, sharing_engine
+from fake_engine import EOS, CharTokenizer, FakeEngine, OnePassFake, fake_engine, sharing_engine
 
 from pipeline.core.engine import Engine
 from pipeline.core.errors import UserError
@@ -140,14 +140,6 @@ def test_the_corruption_comes_after_the_prefill_and_before_the_first_decode() ->
     )
     list(steps)
     assert events == [(len(SAMPLES), 0)]
-
-
-@dataclass
-class OnePassFake(FakeEngine):
-    """Computes forced decode at once; whether the keys were corrupted shows in its logits as in `decode`'s."""
-
-    def forced(self, tokens: Sequence[int], first: int) -> Logits:
-        return np.stack([self._logits(tokens[: i + 1], 1) for i in range(first, len(tokens))])
 
 
 def test_an_engine_that_can_is_asked_for_one_pass_and_gives_the_same_steps() -> None:

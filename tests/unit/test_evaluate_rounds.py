@@ -184,7 +184,7 @@ def test_a_candidate_runs_rounds_until_its_gates_decide_and_the_next_one_reuses_
     assert Counter(backend.loaded) == {"fp16": ran - 1, "same": ran}  # the first baseline round was there
     report = load_report(evaluation.path)
     assert (report.engine_digest, report.baseline_digest) == (engine.digest, baseline.digest)
-    assert [stage.title for stage in second.finished][-1] == "evaluate same"
+    assert second.finished[-1][0] == "evaluate same"
 
     backend.loaded.clear()
     again, _, _ = chain_of(backend).evaluation(policy("same"))

@@ -94,10 +94,18 @@ def test_what_is_no_launcher_of_ours_or_no_resource_is_refused(name: str) -> Non
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("asked", ["stage=promote", "stage=evaluate,rollback"])
-def test_no_job_of_a_sweep_moves_what_serves(asked: str) -> None:
-    moving = asked.replace("=", ",").split(",")[-1]
-    with pytest.raises(UserError, match=f"stage={moving}: is of a whole work directory.*leave -m out"):
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ("stage=promote", "is of a whole work directory.*leave -m out"),
+        ("stage=evaluate,rollback", "is of a whole work directory.*leave -m out"),
+        ("stage=capacity", "looks at every policy in one run"),
+        ("stage=recommend", "looks at every policy in one run"),
+    ],
+)
+def test_no_job_of_a_sweep_moves_what_serves_or_plans(asked: str, why: str) -> None:
+    alone = asked.replace("=", ",").split(",")[-1]
+    with pytest.raises(UserError, match=f"stage={alone}: {why}"):
         plan(["kv=fp8,int8", asked], multirun=True)
     assert plan(["kv=fp8,int8", "stage=all"], multirun=True).sweeping
 

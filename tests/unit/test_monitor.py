@@ -228,7 +228,7 @@ def test_a_step_says_whether_keys_and_young_values_lose(
 ) -> None:
     fleet.add(now)
     fleet.add(to)
-    one, other = (fleet.engines.find(*registered) for registered in fleet.registered())
+    one, other = map(fleet.engines.find, fleet.registered())
     change = step(one, other)
     assert (change.keys, change.young_values) == (keys, young_values)
 

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from onnx_fixtures import BF16, FP8, FP16, fmt
 
 from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.formats import Format, Granularity, Rotation
+from pipeline.core.formats import Format
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride, Side, Window
 from stages.quantize.calibration import tokenize
 from stages.quantize.recipe import (
@@ -19,12 +20,6 @@ from stages.quantize.scales import Extremes, Measured, static_scales
 SMALL = KVShape(layers=2, kv_heads=2, head_dim=16)
 
 
-def static(dtype: str, granularity: Granularity, rotation: Rotation = "none", symmetric: bool = True) -> Format:
-    return Format(dtype=dtype, granularity=granularity, scale="calibrated", rotation=rotation, symmetric=symmetric)
-
-
-FP16, BF16 = Format(dtype="fp16"), Format(dtype="bf16")
-FP8 = static("fp8_e4m3", "per_tensor")
 INT8 = Format(dtype="int8", granularity="per_token", scale="dynamic")
 
 
@@ -51,7 +46,7 @@ def measured(key: Extremes | None = None, value: Extremes | None = None) -> Meas
 
 def test_a_dead_channel_gets_a_scale_that_divides(tmp_path: Path) -> None:
     extremes_by_place = measured(key=extremes((0.0, -1e-44) + (-7.0,) * 30, (0.0,) * 32))
-    scales = static_scales(policy(static("int4", "per_channel"), FP16), SMALL, extremes_by_place, tmp_path)
+    scales = static_scales(policy(fmt("int4", "per_channel"), FP16), SMALL, extremes_by_place, tmp_path)
     smallest_normal = 2.0**-126
     assert scales.layers[0][Side.KEY].scale == (smallest_normal, smallest_normal, *(1.0,) * 30)
 
@@ -62,9 +57,9 @@ def test_a_side_that_is_all_zero_is_refused(tmp_path: Path) -> None:
         static_scales(policy(FP16, FP8), SMALL, measured(value=zeros), tmp_path)
 
 
-ROTATED = static("fp8_e4m3", "per_tensor", "hadamard")
-ZEROS = static("int8", "per_tensor", symmetric=False)
-PER_HEAD = static("fp8_e4m3", "per_head")
+ROTATED = fmt("fp8_e4m3", "per_tensor", rotation="hadamard")
+ZEROS = fmt("int8", "per_tensor", symmetric=False)
+PER_HEAD = fmt("fp8_e4m3", "per_head")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +68,7 @@ PER_HEAD = static("fp8_e4m3", "per_head")
         (KVPolicy(name="sinks", key=FP8, value=FP8, sink_tokens=4), "4 sink and 0 recent exact tokens"),
         (policy(FP8, FP8, Window(tokens=128, value=FP8)), "other formats for the last 128 tokens"),
         (policy(FP8, FP8, None, LayerOverride(layers=(0,), key=INT8)), "overrides.0.key int8 per_token"),
-        (policy(FP8, static("int8", "per_tensor")), "key fp8_e4m3 per_tensor, value int8 per_tensor"),
+        (policy(FP8, fmt("int8", "per_tensor")), "key fp8_e4m3 per_tensor, value int8 per_tensor"),
         (policy(ROTATED, ROTATED), "fp8_e4m3 per_tensor rotation=hadamard keys and values"),
         (policy(ZEROS, ZEROS), "int8 per_tensor asymmetric keys and values"),
         (policy(PER_HEAD, PER_HEAD), "fp8_e4m3 per_head keys and values"),

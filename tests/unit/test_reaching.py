@@ -5,12 +5,11 @@ import socket
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from answering import answering
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from pipeline.core.errors import MissingRequirement, UserError
@@ -37,6 +36,10 @@ def refusal(uri: str, folder: Path, kind: type[Exception]) -> str:
     assert "hunter2" not in text
     assert f"({'tracking.uri or MLFLOW_TRACKING_URI'})" in text
     return text
+
+
+def signed_in(url: str) -> str:
+    return url.replace("//", f"//me:{SECRET.replace('/', '%2F')}@")
 
 
 @pytest.mark.parametrize("kind", ["directory", "text", "damaged"])
@@ -105,8 +108,8 @@ def test_an_answer_that_never_ends_is_given_up(part: bytes, tmp_path: Path) -> N
 def test_an_answer_that_is_too_large_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(mlflow_client, "MOST_BYTES", 1000)
 
-    with answering(200, b" " * 100_000) as uri:
-        assert "answers with more bytes than MLflow does" in refusal(uri, tmp_path, UserError)
+    with answering((200, b" " * 100_000)) as (url, _):
+        assert "answers with more bytes than MLflow does" in refusal(signed_in(url), tmp_path, UserError)
 
 
 @pytest.mark.parametrize(
@@ -125,30 +128,6 @@ def test_a_driver_that_is_missing_or_unknown_is_named(uri: str, kind: type[Excep
     assert expected in refusal(uri, tmp_path, kind)
 
 
-@contextmanager
-def answering(status: int, body: bytes) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_POST = do_GET
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://me:{SECRET.replace('/', '%2F')}@127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 @pytest.mark.parametrize(
     ("status", "body", "kind", "expected"),
     [
@@ -163,8 +142,8 @@ def test_what_a_server_answers_is_told_as_what_it_is(
     status: int, body: bytes, kind: type[Exception], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERVER_PASSWORD", "hunter2")
-    with answering(status, body) as uri:
-        assert expected in refusal(uri, tmp_path, kind)
+    with answering((status, body)) as (url, _):
+        assert expected in refusal(signed_in(url), tmp_path, kind)
 
 
 def test_a_server_that_is_not_there_says_so_at_once(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from judged_engine import config_of, judged_engine
 from shipped import SHIPPED
 
 from pipeline.config.compose import plan
+from pipeline.config.policies import labelled
 from pipeline.core.errors import GateRefusal
 from pipeline.core.kv import KVShape
 from pipeline.planning.capacity import Capacity, measure
-from pipeline.planning.labels import labelled
 from pipeline.planning.recommend import Judged, Recommendation, recommend
 from pipeline.planning.shapes import ModelShape
 from pipeline.run.planning import recommend_policy
@@ -31,7 +31,7 @@ USE = ["capacity.gpu_gib=1", "capacity.reserve_gib=0", "capacity.contexts=[{toke
 @cache
 def capacity(*overrides: str) -> Capacity:
     asked = plan([*USE, *overrides], multirun=False).jobs[0].capacity
-    return measure("some-llm", MODEL, asked, "none", labelled(list(SHIPPED.values()), []))
+    return measure("some-llm", MODEL, asked, "none", labelled([]))
 
 
 def judged(policy: str, **changes: object) -> Judged:
@@ -188,7 +188,7 @@ def test_the_stage_reads_the_evidence_in_the_store_and_moves_nothing(
     asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
-    recommend_policy(config_of(*asked), False)
+    recommend_policy(config_of(*asked))
     printed = capsys.readouterr().out
     assert "Take int8: " in printed
     assert "PASS up to 1,000 tokens, batch 16 on backend=onnxruntime, so serve at most 16 at once" in printed
@@ -214,7 +214,7 @@ def test_the_stage_decides_by_its_own_gates_and_use(
     asked: list[str], tmp_path: Path, changes: list[str], expected: str
 ) -> None:
     with pytest.raises(GateRefusal, match="nothing is recommended"):
-        recommend_policy(config_of(*asked, *changes), False)
+        recommend_policy(config_of(*asked, *changes))
     found = Recommendation.model_validate_json((tmp_path / "work" / "recommendation.json").read_text())
     assert found.chosen is None
     assert reason(found, "int8").startswith(expected)
@@ -224,7 +224,7 @@ def test_altered_samples_are_no_evidence(asked: list[str], tmp_path: Path) -> No
     (samples,) = tmp_path.glob(f"work/artifacts/identity/*/{SAMPLES_FILE}")
     samples.write_text(samples.read_text().replace('"mean_kl":0.0009765625', '"mean_kl":0.0', 1))
     with pytest.raises(GateRefusal):
-        recommend_policy(config_of(*asked), False)
+        recommend_policy(config_of(*asked))
     found = Recommendation.model_validate_json((tmp_path / "work" / "recommendation.json").read_text())
     assert "no evidence that counts: report: samples.jsonl: differs" in reason(found, "int8")
 
@@ -232,6 +232,6 @@ def test_altered_samples_are_no_evidence(asked: list[str], tmp_path: Path) -> No
 def test_a_model_of_the_same_name_and_another_shape_is_another_model(asked: list[str], tmp_path: Path) -> None:
     (tmp_path / "some-llm" / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 5}))
     with pytest.raises(GateRefusal):
-        recommend_policy(config_of(*asked), False)
+        recommend_policy(config_of(*asked))
     found = Recommendation.model_validate_json((tmp_path / "work" / "recommendation.json").read_text())
     assert "it is of a model with 1.03125 KiB a token, and this one has 1.28906" in reason(found, "int8")

@@ -1,6 +1,6 @@
 """Promotion and rollback: who is chosen, what is refused, and where the aliases are afterwards."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from pipeline.registry import promotion
 from pipeline.registry.promotion import Move, Prove, choose
 from pipeline.registry.proof import Finding, Replay, ReplayedEvidence
 from pipeline.registry.summary import Candidate, Cited, Registration, evidence_digest
+from pipeline.registry.tracking import Version
 from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.coverage import Coverage, Exercised, Limits
 from pipeline.verdict.gates import Decide
@@ -65,7 +66,7 @@ def test_the_smallest_cache_that_passed_becomes_champion(tmp_path: Path, registr
         make(tmp_path, registry, "int4_g32", kib=1.1, verdict="INCONCLUSIVE"),
     ]
     move = promote(registry, *candidates)
-    assert (move.champion, move.version, move.changed) == ("fp8k_int4v", "2", True)
+    assert (move.champion, "(version 2) is the champion" in move.message) == ("fp8k_int4v", True)
     assert registry.aliases == {"champion": "2"}
     assert registry.versions["2"]["promoted_by_sweep"] == "s"
     assert candidates[1].engine.digest in registry.versions["2"]["evidence"]
@@ -76,7 +77,7 @@ def test_the_champion_stays_where_nothing_better_passed_unless_a_name_is_given(
 ) -> None:
     small, large = make(tmp_path, registry, "fp8k_int4v", kib=1.0), make(tmp_path, registry, "int8", kib=2.0)
     promote(registry, small)
-    registered = [(one.registration, registry.versions[one.version]) for one in (small, large) if one.registration]
+    registered = [Version(one.version, registry.versions[one.version]) for one in (small, large)]
 
     def rival(*judged: Candidate, champion: Candidate = small, decide: Decide = decide_pass) -> Candidate | None:
         evidence = SimpleNamespace(report=None, rows=[])
@@ -87,7 +88,7 @@ def test_the_champion_stays_where_nothing_better_passed_unless_a_name_is_given(
         return promotion.promote(judged, log, replay, decide_pass, sweep="s", name=name, rival=rival(*judged))
 
     stays = moved(large)
-    assert (stays.champion, stays.version, stays.changed) == ("fp8k_int4v", "1", False)
+    assert (stays.champion, "(version 1) stays the champion" in stays.message) == ("fp8k_int4v", True)
     better = make(tmp_path, registry, "int4", kib=0.5)
     assert (moved(better).champion, moved(large, name="int8").champion) == ("int4", "int8")
     assert rival(small) is None, "it was judged anew"
@@ -207,11 +208,9 @@ def test_previous_is_set_before_champion_moves_and_promoting_the_champion_again_
 ) -> None:
     one, two = make(tmp_path, registry, "int8"), make(tmp_path, registry, "fp8")
     promote(registry, one)
-    assert promote(registry, two).previous == "1"
+    promote(registry, two)
     assert registry.moves[1:] == [("previous", "1"), ("champion", "2")]
-    again = promote(registry, two)
-    assert not again.changed
-    assert "champion already" in again.message
+    assert "champion already" in promote(registry, two).message
     assert len(registry.moves) == 3
 
 
@@ -220,8 +219,7 @@ def test_rollback_brings_the_previous_champion_back_once(tmp_path: Path, registr
         rollback(registry)
     for kv in ("int8", "fp8"):
         promote(registry, make(tmp_path, registry, kv))
-    move = rollback(registry)
-    assert (move.champion, move.version) == ("int8", "1")
+    assert rollback(registry).champion == "int8"
     assert registry.aliases == {"champion": "1"}
     assert "rolled_back_at" in registry.versions["2"]
     with pytest.raises(UserError, match="no previous champion"):
@@ -233,8 +231,8 @@ def test_a_rollback_replays_the_evidence_of_the_version_that_it_goes_back_to(tmp
         promote(registry, make(tmp_path, registry, kv))
     asked: list[tuple[str, Any]] = []
 
-    def disproven(version: str, tags: Mapping[str, str]) -> None:
-        asked.append((version, tags["kv"]))
+    def disproven(version: Version) -> None:
+        asked.append((version.number, version.name))
         raise GateRefusal("its engine differs")
 
     with pytest.raises(GateRefusal, match="stage=rollback: version 1 does not serve again: its engine differs"):
@@ -260,7 +258,9 @@ def test_what_was_rolled_back_stays_back_until_it_is_judged_anew_or_asked_for_by
     report = load_report(two.report.path.parent).model_copy(update={"workloads_digest": "others"})
     two.report.path.write_text(report.model_dump_json())
     cited = Cited(path=two.report.path, digest=evidence_digest(two.report.path))
-    assert promote(registry, one, registry.add(changed(two, report=cited))).version == "3"
+    assert promote(registry, one, registry.add(changed(two, report=cited))).message.startswith(
+        "fp8 (version 3) is the champion"
+    )
 
 
 def test_of_a_summary_only_versions_are_taken_and_their_artifacts_are_decided_again(
@@ -268,7 +268,7 @@ def test_of_a_summary_only_versions_are_taken_and_their_artifacts_are_decided_ag
 ) -> None:
     forged = Cited(path=tmp_path, digest="forged")
     edited = changed(fp8, name="int8", verdict="FAIL", metrics={"memory/max_live_tokens": 1e9}, engine=forged)
-    registered = [(Registration(run_id="run", model_version="1"), registry.versions["1"])]
+    registered = [Version("1", registry.versions["1"], "run")]
 
     def again(listed: Sequence[Candidate], model: str = "tiny") -> list[Candidate]:
         inconclusive = changed(fp8, verdict="INCONCLUSIVE")

@@ -62,7 +62,9 @@ def config_at(work: Path) -> Config:
 
 
 def show(work: Path, shown: Candidate, store: Runs | None) -> None:
-    showing.show(config_at(work), [shown], lambda: store, sweep="s")  # type: ignore[arg-type, return-value]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(showing, "open_store", lambda *_: store)
+        showing.show(config_at(work), [shown], sweep="s")
 
 
 def test_the_page_in_the_work_directory_is_the_one_that_is_attached(work: Path) -> None:
@@ -90,9 +92,10 @@ def test_prompts_of_the_users_own_file_stay_in_the_work_directory(work: Path) ->
     assert "two spoons" in store.attached["run-1"], "answers are MLflow's anyway, in samples.jsonl"
 
 
-def test_no_store_is_opened_without_a_registered_candidate(work: Path) -> None:
+def test_no_store_is_opened_without_a_registered_candidate(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = candidate(judged_engine(work / "artifacts"), registration=None)
-    showing.show(config_at(work), [shown], lambda: pytest.fail("opened"), sweep="s")
+    monkeypatch.setattr(showing, "open_store", lambda *_: pytest.fail("opened"))
+    showing.show(config_at(work), [shown], sweep="s")
     assert (work / showing.PAGE).is_file()
 
 

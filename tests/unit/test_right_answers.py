@@ -1,15 +1,13 @@
 """A baseline that answers rightly in other words than the reference: its own words are scored, of both engines, everywhere."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 from evaluations import brief_workloads, evaluate, measure_baseline
-from fake_engine import EOS, CharTokenizer, FakeEngine, fake_engine, sharing_engine
+from fake_engine import EOS, CharTokenizer, OnePassFake, fake_engine, sharing_engine
 
 from pipeline.core.records import Sample
 from pipeline.verdict.report import SampleRow, load_report, load_rows
@@ -31,17 +29,9 @@ SAID = [replace(sample, reference=WORDS.get(sample.id, sample.reference)) for sa
 RESCORED = {"s1": [*b"It is 01.", EOS], "s3": [*b"03 is the code, I say"][: len("The code is 03.") + 1 + 4]}
 
 
-@dataclass
-class OnePass(FakeEngine):
-    """Computes forced decode at once."""
-
-    def forced(self, tokens: Sequence[int], first: int) -> npt.NDArray[np.float32]:
-        return np.stack([self._logits(tokens[: i + 1], 1) for i in range(first, len(tokens))])
-
-
-def one_pass(samples: Sequence[Sample], wrong: Sequence[str] = (), **options: Any) -> OnePass:
+def one_pass(samples: Sequence[Sample], wrong: Sequence[str] = (), **options: Any) -> OnePassFake:
     plain = fake_engine(samples, wrong)
-    return OnePass(plain.answers, plain.wrong, **options)
+    return OnePassFake(plain.answers, plain.wrong, **options)
 
 
 def judged(make: Any, folder: Path, **options: Any) -> list[SampleRow]:

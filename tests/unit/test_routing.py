@@ -11,7 +11,7 @@ from pipeline.artifacts.digest import file_digest
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.evidence.reading import registered_engine
 from pipeline.evidence.verify import replay_candidate
-from pipeline.registry.summary import Registration
+from pipeline.registry.tracking import Version
 from pipeline.routing.moves import Aliases, read_aliases
 from pipeline.routing.stages import roll_back
 from pipeline.trust.movelog import MoveLog
@@ -167,13 +167,12 @@ def test_an_engine_is_found_in_the_store_by_what_its_version_cites_and_its_evide
     store = tmp_path / "store"
     evidence = judged_engine(store)
     tags = cited_tags(evidence)
-    version = Registration(run_id="run", model_version="4")
-    found = registered_engine(store, version, tags)
+    found = registered_engine(store, Version("4", tags))
     assert (found.version, str(found), found.policy.name) == ("4", "version 4 (int8)", "int8")
     assert {"retrieval", "copy"} <= found.workloads
     assert {finding.status for finding in replay_candidate(found.candidate).findings} == {"same"}
     with pytest.raises(GateRefusal, match=r"version 4 \(int8\) has no evidence in"):
-        registered_engine(store, version, {**tags, "identity_digest": "0" * 64})
+        registered_engine(store, Version("4", {**tags, "identity_digest": "0" * 64}))
     (evidence / REPORT_FILE).unlink()
     with pytest.raises(GateRefusal, match="its report is missing"):
-        registered_engine(store, version, tags)
+        registered_engine(store, Version("4", tags))

@@ -38,10 +38,6 @@ class Limits(thresholds.Limits):
     margins: dict[str, Margin] = Field(default={})
     """Margins of single workloads, in place of `margin`: +gates.margins.retrieval=0.02."""
 
-    def margin_of(self, workload: str) -> float:
-        """Return the accuracy that a candidate may lose in a workload, as a fraction."""
-        return self.margins.get(workload, self.margin)
-
     def check_margins(self, workloads: Collection[str]) -> None:
         """Check that every margin is of one of the workloads that have answers. Raises UserError for any other."""
         for name, margin in self.margins.items():
@@ -66,7 +62,8 @@ class _Answers:
         """Count the answers of `rows`, which are judged samples."""
         differences = [int(bool(row.candidate_correct)) - int(bool(row.baseline_correct)) for row in rows]
         pairs = statistics.paired.effective_pairs(differences, [row.document for row in rows])
-        return cls(name, rows, limits.margin if name == ALL else limits.margin_of(rows[0].workload), pairs)
+        margins = {} if name == ALL else limits.margins
+        return cls(name, rows, margins.get(rows[0].workload, limits.margin), pairs)
 
     @property
     def baseline(self) -> float:

@@ -38,10 +38,6 @@ class Limits(thresholds.Limits):
     min_baseline_probability: Annotated[Share, Looser.SMALLER] = 0.02
     """A kind of work whose right answers are less probable under the baseline, in the mean, has nothing to lose: no PASS."""
 
-    def least_recovery(self, place: str) -> float:
-        """Return the limit of all questions, or of one kind of work."""
-        return self.min_recovery if place == ALL else self.min_workload_recovery
-
 
 def kept(value: float, bound: float, status: LineStatus) -> str:
     """Say a recovery and its bound, which are shares, as people say it."""
@@ -63,7 +59,7 @@ class _Kind:
 
     @classmethod
     def of(cls, place: str, rows: Sequence[SampleRow], limits: Limits) -> "_Kind":
-        limit = limits.least_recovery(place)
+        limit = limits.min_recovery if place == ALL else limits.min_workload_recovery
         documents = [row.document for row in rows]
         before = statistics.bounds.document_totals([row.baseline_probability for row in rows], documents)
         after = statistics.bounds.document_totals([row.candidate_probability for row in rows], documents)

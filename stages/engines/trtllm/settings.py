@@ -10,6 +10,8 @@ from stages.engines.trtllm.config import TrtllmConfig
 LOGITS_DTYPE = "float32"
 FP8_ATTENTION_WEIGHTS = ("FP8", "W4A8_AWQ", "NVFP4")
 """Weights with which TensorRT-LLM computes the attention of prompts in FP8."""
+SIZES = {"max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens"}
+"""Keys of the configuration that trtllm-build and LLM arguments have by the same names."""
 Settings = dict[str, Any]
 Difference = tuple[str, Any, Any]
 """Key, the value that was asked for, the value that was built."""
@@ -21,10 +23,7 @@ def engine_settings(options: TrtllmConfig, quantization: Mapping[str, Any]) -> S
     fp8_attention = weights in FP8_ATTENTION_WEIGHTS and cache == "FP8"
     paged = cache is None or fp8_attention
     return {
-        "max_batch_size": options.max_batch_size,
-        "max_input_len": options.max_input_len,
-        "max_seq_len": options.max_seq_len,
-        "max_num_tokens": options.max_num_tokens,
+        **options.model_dump(include=SIZES),
         "max_beam_width": 1,
         "kv_cache_type": "paged",
         "gather_context_logits": options.gather_context_logits,
@@ -82,10 +81,7 @@ def llm_args(options: TrtllmConfig, policy: KVPolicy) -> Settings:
     arguments: Settings = {
         "backend": "pytorch",
         "tensor_parallel_size": options.tensor_parallel_size,
-        "max_batch_size": options.max_batch_size,
-        "max_input_len": options.max_input_len,
-        "max_seq_len": options.max_seq_len,
-        "max_num_tokens": options.max_num_tokens,
+        **options.model_dump(include=SIZES),
         "kv_cache_config": cache,
     }
     if serving.speculation is not None:

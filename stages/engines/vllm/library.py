@@ -34,9 +34,7 @@ class Facts(StrictModel):
     """Answer to `facts`: what a loaded engine uses."""
 
     scales: list[LayerScales]
-    cache_dtype: str
     block_tokens: Annotated[int, Field(ge=1)]
-    blocks: int
     block_bytes: Annotated[int, Field(ge=1)]
     """Of one block in all layers."""
     kernel: str

@@ -125,12 +125,10 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
             used_ids.add(sample.id)
             samples.append(sample)
     if problems:
-        more = (
-            [f"{path}: {len(problems) - MOST_PROBLEMS:,} more problems, correct these first"]
-            if problems[MOST_PROBLEMS:]
-            else []
-        )
-        raise UserError("\n".join(problems[:MOST_PROBLEMS] + more))
+        shown, more = problems[:MOST_PROBLEMS], len(problems) - MOST_PROBLEMS
+        if more > 0:
+            shown.append(f"{path}: {more:,} more problems, correct these first")
+        raise UserError("\n".join(shown))
     if not samples:
         raise UserError(f"{path}:1: prompt: the file has no samples, give one JSON object a line")
     return samples

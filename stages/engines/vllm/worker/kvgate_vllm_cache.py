@@ -54,7 +54,7 @@ class Cache:
         """Return the scales that the attention layers read, in their order, and the cache's blocks and bytes."""
         parts = self._of_each(_facts)
         layers = zip(*(part["scales"] for part in parts), strict=True)
-        whole: dict[str, Any] = {
+        return {
             **parts[0],
             "scales": [
                 {"layer": one[0]["layer"], **{side: self._joined([part[side] for part in one]) for side in ("key", "value")}}
@@ -63,7 +63,6 @@ class Cache:
             "block_tokens": int(self.core.vllm_config.cache_config.block_size),
             "block_bytes": self.copies * sum(part["block_bytes"] for part in parts),
         }
-        return whole
 
     def _joined(self, parts: list[list[float]]) -> list[float]:
         """The scales that workers read; of several workers, those of all heads."""
@@ -103,15 +102,12 @@ def _layers(worker: Any) -> dict[str, Any]:
 
 def _facts(worker: Any) -> dict[str, Any]:
     layers = _layers(worker)
-    tensors = [layer.kv_cache for layer in layers.values()]
     first = next(iter(layers.values()))
     return {
         "scales": [
             {"layer": name, "key": _numbers(layer, "k"), "value": _numbers(layer, "v")} for name, layer in layers.items()
         ],
-        "cache_dtype": str(first.kv_cache_dtype),
-        "blocks": int(tensors[0].shape[0]),
-        "block_bytes": sum(t[0].numel() * t.element_size() for t in tensors),
+        "block_bytes": sum(layer.kv_cache[0].numel() * layer.kv_cache.element_size() for layer in layers.values()),
         "kernel": str(getattr(first, "isa", type(first.impl).__name__)),
     }
 

@@ -59,7 +59,7 @@ class Model:
         from kvgate_vllm_forcing import ForcedTokens
         from vllm import LLM
 
-        self.operations: kvgate_channel.Operations = {name: getattr(self, name) for name in ("facts", "run", "load", "draft")}
+        self.operations: kvgate_channel.Operations = {"run": self.run, "load": self.load, "draft": self.draft}
         processors = [] if "speculative_config" in engine_args else [ForcedTokens]  # vLLM refuses both together
         workers = engine_args["tensor_parallel_size"]
         if workers > 1:
@@ -71,6 +71,7 @@ class Model:
         if workers > 1:
             self._end_together()
         self.cache = kvgate_vllm_cache.Cache(self.core)
+        self.operations["facts"] = self.cache.facts
         if key_fault != 1.0:
             self.cache.corrupt_keys(key_fault)
         self.count = itertools.count()
@@ -81,11 +82,6 @@ class Model:
         shutdown = executor.shutdown
         executor.shutdown = lambda: os._exit(1) if executor.is_failed else shutdown()
         kvgate_channel.forget_shared(os.getpgid(0))
-
-    def facts(self) -> dict[str, Any]:
-        """Return what the loaded engine uses: scales by layer, and how its cache lies in memory."""
-        facts: dict[str, Any] = self.cache.facts()
-        return facts
 
     def run(self, requests: list[dict[str, Any]], folder: str, show: bool = False) -> dict[str, Any]:
         """Answer requests as `kvgate_channel` says. With `show`, the file `stored` holds what the cache has of each."""
