@@ -47,8 +47,10 @@ class Step:
         self.pages = torch.randperm(pages, generator=rng, device=device).int()
         """Page numbers of all sequences, one after the other."""
         self.page_table = torch.zeros(case.batch, case.pages, dtype=torch.int32, device=device)
-        for row, held in zip(self.page_table, self.pages.split(list(case.page_counts)), strict=True):
-            row[: len(held)] = held
+        first = 0
+        for b, count in enumerate(case.page_counts):
+            self.page_table[b, :count] = self.pages[first : first + count]
+            first += count
         self.lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
         self.query = self._normal(case.q_heads)
         self.key_new, self.value_new = self._normal(case.kv_heads), self._normal(case.kv_heads)

@@ -28,6 +28,7 @@ per input channel, and with FP8 one weight scale."""
 AWQ_BLOCK = 128
 """Input channels that share an INT4 weight scale."""
 
+SIDES = (Side.KEY, Side.VALUE)
 Place = tuple[int, Side]
 """(layer, side): the keys or the values of a layer, which are the input of one quantizer."""
 KV_QUANTIZER: dict[Side, str] = {Side.KEY: "k_bmm_quantizer", Side.VALUE: "v_bmm_quantizer"}

@@ -30,10 +30,9 @@ from pipeline.checkpoint.exports import UNIFIED_HF_KV, export_refusal
 from pipeline.core.formats import Format, Rotation
 from pipeline.core.kv import FP16_POLICY, KVPolicy, Side
 from pipeline.formats.oracle import Static, Stored
-from pipeline.planning.tuning import SIDES
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.formats import dequantize, hadamard, quantize, static_scales
-from stages.quantize.recipe import quantizer_name
+from stages.quantize.recipe import SIDES, quantizer_name
 from stages.quantize.run import load_model
 
 torch.set_num_threads(1)
