@@ -75,6 +75,22 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared_decoder(tmp_path_factory, "float32")
 
 
+@pytest.fixture(scope="session")
+def evidence(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an engine was judged on, in its store; tests change only copies of it."""
+    from judged_engine import judged_engine
+
+    return judged_engine(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture
+def copy(evidence: Path, tmp_path: Path) -> Path:
+    """An engine with its evidence, copied out of the store."""
+    from judged_engine import exported
+
+    return exported(evidence, tmp_path / "copy", "engine", "baseline")
+
+
 def _own_python(library: str) -> str:
     """A library's interpreter. Tests are skipped without it; with REQUIRE_LIBRARY=1 they fail."""
     named = os.environ.get(f"KVGATE_{library.upper()}_PYTHON", ROOT / f".venv-{library}" / "bin" / "python")

@@ -64,6 +64,10 @@ class Artifacts(Protocol):
         """Return the digest of a file of the user's, which has to stay as it is until an artifact is made of it."""
         ...
 
+    def weights(self) -> Artifact:
+        """Return the quantized weights, as a checkpoint that the baseline and every candidate have."""
+        ...
+
     def quantized(self, policy: KVPolicy) -> Artifact:
         """Return the quantized checkpoint with the policy's static scales."""
         ...

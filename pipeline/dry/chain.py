@@ -5,15 +5,12 @@ words in their place, the same words wherever the same recipe is met again: the 
 first one.
 """
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from pipeline.artifacts.backend import Fill
-from pipeline.artifacts.digest import files_digest, json_digest
+from pipeline.artifacts.digest import json_digest
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import JUDGING, Config
@@ -28,7 +25,7 @@ from pipeline.verdict.thresholds import Verdict
 
 
 class _Words(dict[str, str]):
-    """The files of an artifact that is not there: each has a word in place of its digest."""
+    """The files and folders of an artifact that is not there: each has a word in place of its digest."""
 
     def __init__(self, key: str) -> None:
         super().__init__()
@@ -38,15 +35,11 @@ class _Words(dict[str, str]):
         return json_digest([self._key, name])
 
 
-@dataclass(frozen=True)
 class StandIn(Artifact):
     """Stands in for an artifact that is not in the store."""
 
-    folder: Callable[[str], str]
-    """Returns what stands for the digest of a folder."""
-
     def digest_under(self, folder: str) -> str:
-        return self.folder(folder)
+        return self.files[folder]
 
 
 def is_there(*artifacts: Artifact) -> bool:
@@ -69,22 +62,7 @@ class DryStore(Store):
             return found
         self.maker.setdefault(recipe.key, self.job)
         path, key = self.path(recipe), recipe.key
-        return StandIn(
-            path, recipe.stage, key, key, _Words(key), recipe.parts, False, 0.0, folder=lambda name: self._folder(recipe, name)
-        )
-
-    def _folder(self, recipe: Recipe, folder: str) -> str:
-        """Return the digest of a folder, which no policy changes: weights are the same under each."""
-        wanted = _without_policy(recipe.parts)
-        alike = (one for _, one in self.manifests(recipe.stage) if _without_policy(one["parts"]) == wanted)
-        known = next(alike, None)
-        return files_digest(known["files"], folder) if known is not None else json_digest([wanted, folder])
-
-
-def _without_policy(parts: dict[str, Any]) -> dict[str, Any]:
-    stored: dict[str, Any] = json.loads(json.dumps(parts))  # as a manifest holds them
-    stored["config"].pop("kv", None)
-    return stored
+        return StandIn(path, recipe.stage, key, key, _Words(key), recipe.parts, False, 0.0)
 
 
 class DryChain(Chain):

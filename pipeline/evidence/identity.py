@@ -269,9 +269,11 @@ def bindings(identity: Identity, record: Mapping[str, Any], report: EvaluationRe
         bound["server's release"] = record["release"] or "unknown"
     else:
         quantized = identity.link("quantized")
+        # Until the weights were an artifact of their own, each policy's artifact held them.
+        weights = next((link for link in identity.chain if link.parts["stage"] == "weights"), quantized)
         bound |= {
             "checkpoint": quantized.inputs["checkpoint"],
-            "weights": files_digest(quantized.files, "checkpoint"),
+            "weights": files_digest(weights.files, "checkpoint"),
             "recipe": json_digest(quantized.parts["config"]),
             "scales": engine.files[SCALES_FILE],
             "calibration texts": identity.link("calibration").digest,

@@ -2,11 +2,12 @@
 
 import json
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.backend import TORCH, Backend, Fill, Loader
+from pipeline.artifacts.child import in_child
 from pipeline.artifacts.digest import file_digest, files_digest
 from pipeline.artifacts.sbom import SBOM_LIBRARY, write_sbom
 from pipeline.artifacts.store import Artifact, Recipe, Store
@@ -15,11 +16,14 @@ from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import Config
 from pipeline.core.backends import BackendConfig
 from pipeline.core.errors import UserError
+from pipeline.core.formats import Rotation
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.core.records import Progress, give_back
 from pipeline.core.scales import SCALES_FILE
 from pipeline.loading import open_backend, open_loader
 from pipeline.terminal import console
+
+MODELOPT = (*TORCH, "nvidia-modelopt")
 
 
 def _state(path: Path) -> tuple[int, ...]:
@@ -118,48 +122,106 @@ class BuildChain:
 
         return self.make(recipe, fill)
 
-    def quantized(self, policy: KVPolicy) -> Artifact:
+    def weights(self) -> Artifact:
+        """Return the quantized weights, which the baseline and every candidate have."""
         inputs = {"checkpoint": self.checkpoint_digest, "calibration": self.calibration().digest}
-        libraries = (*TORCH, "nvidia-modelopt")
-        recipe = Recipe("quantize", ("stages.quantize.run",), self._recipe_config(policy), inputs, libraries)
+        recipe = Recipe("weights", ("stages.quantize.run",), self._recipe_config(), inputs, MODELOPT)
 
         def fill(out: Path, progress: Progress) -> None:
-            from stages.quantize.run import quantize
+            from stages.quantize.run import quantize_weights
 
-            options, device = self._options(policy), self.config.quantize.device
-            quantize(self.checkpoint, out, **options, calibration_texts=self._texts(), device=device, progress=progress)
+            call = quantize_weights if self.config.weights.format == "none" else partial(in_child, quantize_weights)
+            options, device = self._options(), self.config.quantize.device
+            call(self.checkpoint, out, **options, calibration_texts=self._texts(), device=device, progress=progress)
+
+        return self.make(recipe, fill)
+
+    def extremes(self, rotation: Rotation) -> Artifact:
+        """Return the extremes of keys and values that are rotated so, over the calibration texts."""
+        weights, max_length, device = self.weights(), self.config.calibration.max_length, self.config.quantize.device
+        config: dict[str, object] = {"rotation": rotation, "max_length": max_length, "device": device}
+        inputs = {"weights": weights.digest, "calibration": self.calibration().digest}
+        recipe = Recipe("extremes", ("stages.quantize.run",), config, inputs, MODELOPT)
+
+        def fill(out: Path, progress: Progress) -> None:
+            from stages.quantize.run import measure_cache
+
+            in_child(
+                measure_cache,
+                self.checkpoint,
+                weights.path,
+                out,
+                rotation=rotation,
+                calibration_texts=self._texts(),
+                max_length=max_length,
+                device=device,
+                progress=progress,
+            )
+
+        return self.make(recipe, fill)
+
+    def quantized(self, policy: KVPolicy) -> Artifact:
+        weights = self.weights()
+        calibrated = [] if self._carries_scales(policy) else [form for _, form in policy.formats if form.scale == "calibrated"]
+        extremes = {rotation: self.extremes(rotation) for rotation in sorted({form.rotation for form in calibrated})}
+        inputs = {"checkpoint": self.checkpoint_digest, "calibration": self.calibration().digest, "weights": weights.digest}
+        inputs |= {f"extremes {rotation}": made.digest for rotation, made in extremes.items()}
+        recipe = Recipe("quantize", ("stages.quantize.run",), self._recipe_config(policy), inputs, MODELOPT)
+
+        def fill(out: Path, _: Progress) -> None:
+            from stages.quantize.run import scale_cache
+
+            paths = {rotation: made.path for rotation, made in extremes.items()}
+            scale_cache(self.checkpoint, out, policy=policy, extremes=paths)
 
         return self.make(recipe, fill, policy)
 
+    def _carries_scales(self, policy: KVPolicy) -> bool:
+        """Whether the checkpoint has static scales in the policy's format, which are then not measured."""
+        if self.given.is_file():
+            return False
+        info = inspect_checkpoint(self.checkpoint)
+        if info.quantized is None:
+            return False
+        from stages.quantize.dequantize import own_scales
+
+        return own_scales(info.path, policy, info.shape) is not None
+
     def exports(self, policy: KVPolicy) -> Artifact:
         """Return ModelOpt's official exports of the quantized checkpoint, where they can express the policy."""
-        quantized = self.quantized(policy)
+        weights, scales = self.weights(), self.quantized(policy)
         inputs = {
             "checkpoint": self.checkpoint_digest,
             "calibration": self.calibration().digest,
-            "quantized": quantized.digest,
+            "weights": weights.digest,
+            "quantized": scales.digest,
         }
-        recipe = Recipe(
-            "exports", ("stages.quantize.export",), self._recipe_config(policy), inputs, (*TORCH, "nvidia-modelopt")
-        )
+        recipe = Recipe("exports", ("stages.quantize.export",), self._recipe_config(policy), inputs, MODELOPT)
 
         def fill(out: Path, progress: Progress) -> None:
             from stages.quantize.export import export
 
-            options, texts = self._options(policy), self._texts()
-            export(self.checkpoint, quantized.path, out, **options, calibration_texts=texts, progress=progress)
+            export(
+                self.checkpoint,
+                weights.path,
+                scales.path / SCALES_FILE,
+                out,
+                **self._options(),
+                policy=policy,
+                calibration_texts=self._texts(),
+                progress=progress,
+            )
 
         return self.make(recipe, fill, policy)
 
-    def _options(self, policy: KVPolicy) -> dict[str, Any]:
-        """Return what decides how ModelOpt quantizes, besides checkpoint and texts, as arguments of the stages."""
+    def _options(self) -> dict[str, Any]:
+        """Return what decides how ModelOpt quantizes weights, besides checkpoint and texts, as arguments of the stages."""
         max_length, seed = self.config.calibration.max_length, self.config.seed
-        return {"weights": self.config.weights.format, "policy": policy, "max_length": max_length, "seed": seed}
+        return {"weights": self.config.weights.format, "max_length": max_length, "seed": seed}
 
-    def _recipe_config(self, policy: KVPolicy) -> dict[str, object]:
-        options = self._options(policy)
-        del options["policy"]
-        return {**options, "kv": policy.model_dump(), "device": self.config.quantize.device}
+    def _recipe_config(self, policy: KVPolicy | None = None) -> dict[str, object]:
+        kv = {} if policy is None else {"kv": policy.model_dump()}
+        return {**self._options(), **kv, "device": self.config.quantize.device}
 
     def _texts(self) -> list[str]:
         texts: list[str] = json.loads((self.calibration().path / "texts.json").read_text(encoding="utf-8"))

@@ -17,9 +17,10 @@ from pipeline.verdict.tracked import flat_metrics
 
 
 def quantize(run: Run) -> None:
-    quantized, exports = run.chain.made_by("quantize")
-    lines = f"quantized checkpoint: {quantized.path}", f"ModelOpt's exports: {exports.path}"
-    console.result("quantized", *lines, paste=True, checkpoint=quantized.path, exports=exports.path)
+    (exports,) = run.chain.made_by("quantize")
+    checkpoint = exports.path / "checkpoint"
+    lines = f"quantized checkpoint: {checkpoint}", f"with the cache's scales and ModelOpt's exports: {exports.path}"
+    console.result("quantized", *lines, paste=True, checkpoint=checkpoint, exports=exports.path)
     if not run.sweeping:
         next_steps.show(next_steps.after_making("quantize", commands.typed()))
 

@@ -51,9 +51,6 @@ class ServedChain(Chain):
         """Return nothing: what a server was made from is not known here."""
         return {}
 
-    def check_alike(self, policy: KVPolicy) -> None:
-        """Check nothing: that both servers have the same weights is taken on trust."""
-
     def _beside(self, policy: KVPolicy) -> dict[str, Artifact]:
         """Return the record of the corrupted server, which a candidate is measured beside where there is one."""
         canary = None if policy == FP16_POLICY else self._recorded("canary", policy)

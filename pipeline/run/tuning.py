@@ -12,7 +12,7 @@ from pipeline.artifacts.store import Artifact, Recipe
 from pipeline.checkpoint.exports import layer_algorithms
 from pipeline.config.policies import policy_yaml, tuned_policies
 from pipeline.core.errors import GateRefusal
-from pipeline.core.kv import FP16_POLICY, KVShape
+from pipeline.core.kv import KVShape
 from pipeline.core.records import Progress
 from pipeline.core.scales import SCALES_FILE, KVScales
 from pipeline.planning.tuning import TUNE_FILE, TuneReport
@@ -28,7 +28,7 @@ def search(chain: Chain) -> Artifact:
     config, options = chain.config, chain.config.tune
     policies = tuned_policies(config, chain.shape)
     quantized = [chain.quantized(policy) for policy in policies]
-    weights, texts = chain.quantized(FP16_POLICY), config.calibration.file
+    weights, texts = chain.weights(), config.calibration.file
     inputs = {"checkpoint": weights.digest_under("checkpoint")}
     if texts is not None:
         inputs["jsonl"] = chain.digest_of(texts)

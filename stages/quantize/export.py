@@ -30,6 +30,7 @@ from stages.quantize.run import dequantized_weights, quantized_model, resolve_de
 def export(
     checkpoint: Path,
     quantized: Path,
+    scales: Path,
     out: Path,
     *,
     weights: WeightsFormat,
@@ -41,16 +42,19 @@ def export(
 ) -> None:
     """Export a quantized checkpoint in ModelOpt's official forms. The weights are quantized again, and must come out the same.
 
+    `quantized` is what `quantize_weights` wrote of the checkpoint, `scales` the policy's static scales as `scale_cache` wrote
+    them.
+
     `out` receives:
 
     - `unified_hf/`, `tensorrt_llm/`: the exports, where they can express the policy, each validated.
     - `exports.json`: by which rule their scales were made, and why an export was not written.
-    - `checkpoint/`, `kv_policy.json`, `kv_scales.json`: those of the quantized checkpoint, with links to its weights.
+    - `checkpoint/`, `kv_policy.json`, `kv_scales.json`: the quantized checkpoint, by links, and what its cache needs.
     """
     info, judged = inspect_checkpoint(checkpoint), inspect_checkpoint(quantized / "checkpoint")
     copy_checkpoint(judged, out / "checkpoint")
-    for name in (POLICY_FILE, SCALES_FILE):
-        shutil.copyfile(quantized / name, out / name)
+    (out / POLICY_FILE).write_text(policy.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    shutil.copyfile(scales, out / SCALES_FILE)
     if info.quantized is not None:
         _write_report(out, as_given(quantized / SERVED, out / "unified_hf", policy))
         return
@@ -63,23 +67,23 @@ def export(
         _write_report(out, report)
         return
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
-    scales = KVScales.model_validate_json((quantized / SCALES_FILE).read_bytes())
+    static = KVScales.model_validate_json(scales.read_bytes())
     made = json.loads((quantized / "quantizers.json").read_text(encoding="utf-8"))
     model = quantized_model(info, weights, samples, seed, progress, resolve_device(made["device"]))
     if weights != "none":
         check_weights(judged, dequantized_weights(model, info.shape.layers))
-    adapter.add_cache_quantizers(model, cache_quantizers(policy, scales))
+    adapter.add_cache_quantizers(model, cache_quantizers(policy, static))
     adapter.cast_for_export(model, source_dtype(info))
     progress("exporting", 0, 2)
     if not reasons["tensorrt_llm"]:
         adapter.export_tensorrt_llm(copy.deepcopy(model), out / "tensorrt_llm", source_dtype(info))
-        validate.validate_tensorrt_llm(out / "tensorrt_llm", policy, weights, info.shape.layers, scales)
+        validate.validate_tensorrt_llm(out / "tensorrt_llm", policy, weights, info.shape.layers, static)
         floor = validate.TENSORRT_LLM_FP8_FLOOR if policy.key.dtype == "fp8_e4m3" else 0.0
         report["tensorrt_llm"] = _written(policy, f"max(scale, {floor:g})" if floor else "scale", shared=True)
     progress("exporting", 1, 2)
     if not reasons["unified_hf"]:  # the last one: the exporter changes the model in place
         adapter.export_unified_hf(model, out / "unified_hf")
-        validate.validate_unified_hf(out / "unified_hf", policy, weights, info.shape.layers, scales)
+        validate.validate_unified_hf(out / "unified_hf", policy, weights, info.shape.layers, static)
         for name in TOKENIZER_FILES:  # the exporter writes none, and an engine needs the whole checkpoint in one directory
             if name in info.other_files:
                 shutil.copyfile(info.path / name, out / "unified_hf" / name)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import modelopt
 import modelopt.torch.quantization as mtq
 import torch
 from modelopt.torch.export import export_hf_checkpoint, export_tensorrt_llm_checkpoint
@@ -19,13 +18,13 @@ from torch.utils.hooks import RemovableHandle
 
 from pipeline.checkpoint.rope import rope_at_top_level
 from pipeline.core.errors import UserError
-from pipeline.core.formats import Granularity, Rotation
+from pipeline.core.formats import Rotation
 from stages.engines.oracle.formats import hadamard
 from stages.quantize.quiet import quiet
 from stages.quantize.recipe import (
-    AXES,
     NOTHING,
     SHARED_INPUTS,
+    SIDES,
     Attributes,
     Place,
     Recipe,
@@ -34,8 +33,6 @@ from stages.quantize.recipe import (
     quantizer_name,
 )
 from stages.quantize.scales import Extremes
-
-VERSION: str = modelopt.__version__
 
 ForwardLoop = Callable[[torch.nn.Module], None]
 """Runs every calibration text through the model."""
@@ -61,24 +58,23 @@ def quantize_model(model: torch.nn.Module, recipe: Recipe, forward_loop: Forward
 
 def measure(
     model: torch.nn.Module,
-    places: Mapping[Place, Granularity],
+    layers: int,
     rotation: Rotation,
     forward_loop: ForwardLoop,
     checkpoint: Path,
 ) -> dict[Place, Extremes]:
-    """Measure the extremes of keys and values. Every quantizer of the cache is off afterwards.
+    """Measure the extremes of every channel of keys and values. Every quantizer of the cache is off afterwards.
 
     ModelOpt measures magnitudes only. Hooks beside its calibrators record minima and maxima, and both must agree.
     """
+    places = [(layer, side) for layer in range(layers) for side in SIDES]
     recipe = measuring_recipe(places)
     ranges: dict[Place, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def range_hook(place: Place, granularity: Granularity) -> Callable[[Any, tuple[Any, ...]], None]:
-        reduced_dims = tuple(dim for dim in range(4) if dim not in (AXES[granularity] or ()))
-
+    def range_hook(place: Place) -> Callable[[Any, tuple[Any, ...]], None]:
         def hook(_: Any, args: tuple[Any, ...]) -> None:
             states_BHSD = args[0].detach()
-            low, high = states_BHSD.amin(reduced_dims), states_BHSD.amax(reduced_dims)
+            low, high = states_BHSD.amin((0, 2)), states_BHSD.amax((0, 2))
             if not (torch.isfinite(low) & torch.isfinite(high)).all():
                 layer, side = place
                 raise UserError(
@@ -94,12 +90,12 @@ def measure(
     def hooked_loop(model: torch.nn.Module) -> None:
         check_enabled(recipe.expected, enabled_attributes(model))
         with contextlib.ExitStack() as hooks:
-            for place, granularity in places.items():
+            for place in places:
                 quantizer = _quantizer(model, place)
                 if rotation == "hadamard":
                     for handle in _rotate_around(quantizer):
                         hooks.callback(handle.remove)
-                hooks.callback(quantizer.register_forward_pre_hook(range_hook(place, granularity)).remove)
+                hooks.callback(quantizer.register_forward_pre_hook(range_hook(place)).remove)
             forward_loop(model)
 
     quantize_model(model, recipe, hooked_loop)

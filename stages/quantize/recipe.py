@@ -5,12 +5,12 @@ installed version reads. Keys and values reach their quantizer after the rotary 
 repeated, as BHSD = (batch, num_kv_heads, sequence, head_dim).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.checkpoint.families import LINEARS
-from pipeline.core.formats import Format, Granularity, Rotation, WeightsFormat
+from pipeline.core.formats import Format, Granularity, WeightsFormat
 from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.scales import KVScales
 
@@ -40,9 +40,6 @@ AXES: dict[Granularity, tuple[int, ...] | None] = {
     "per_token": (0, 1, 2),
 }
 """ModelOpt's `axis` of each granularity: the dimensions of BHSD that do not share a scale."""
-STATIC: tuple[Granularity, ...] = ("per_tensor", "per_head", "per_channel")
-"""Granularities of static scales from coarse to fine. The maximum of a coarse one is the maximum of its parts."""
-
 _FP8: dict[str, Any] = {"num_bits": (4, 3), "axis": None}
 _WEIGHTS: dict[WeightsFormat, list[tuple[str, Attributes]]] = {
     "none": [],
@@ -90,31 +87,12 @@ def quantizer_name(place: Place) -> str:
     return f"model.layers.{layer}.self_attn.{KV_QUANTIZER[side]}"
 
 
-def measurements(policy: KVPolicy, layers: int) -> dict[Rotation, dict[Place, Granularity]]:
-    """List what calibration has to measure for the policy's calibrated sides.
-
-    The copy of a window is of the same tensor as the base copy, so one maximum serves both, unless one of them is rotated.
-
-    Returns:
-        Rotation -> place -> the finest granularity that its copies need.
-    """
-    by_rotation: dict[Rotation, dict[Place, Granularity]] = {}
-    for layer in range(layers):
-        for name, form in policy.sides(layer).items():
-            if form.scale == "calibrated":
-                places = by_rotation.setdefault(form.rotation, {})
-                place = layer, name.base
-                needed = form.static_granularity or form.granularity
-                places[place] = max(places.get(place, "per_tensor"), needed, key=STATIC.index)
-    return by_rotation
-
-
-def measuring_recipe(places: Mapping[Place, Granularity]) -> Recipe:
-    """Return the recipe that enables the quantizers of `places` only, by exact name.
+def measuring_recipe(places: Collection[Place]) -> Recipe:
+    """Return the recipe that enables the quantizers of `places` only, by exact name, each with a maximum a channel.
 
     Its `num_bits` is arbitrary, because a maximum does not depend on it.
     """
-    attributes = {quantizer_name(place): {"num_bits": 8, "axis": AXES[granularity]} for place, granularity in places.items()}
+    attributes = {quantizer_name(place): {"num_bits": 8, "axis": AXES["per_channel"]} for place in places}
     return Recipe("max", tuple(attributes.items()), attributes)
 
 

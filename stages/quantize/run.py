@@ -1,8 +1,14 @@
-"""The quantize stage, step by step."""
+"""The quantize stage, step by step: the weights, the extremes of the cache, and the scales of a policy.
+
+Only the last step knows the policy, so that a model is quantized and measured once, whichever caches are compared. ModelOpt is
+imported where it works: it takes 215 MB.
+"""
 
 import json
+from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import transformers
@@ -11,80 +17,115 @@ from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
 from pipeline.checkpoint.families import LINEARS
 from pipeline.checkpoint.quantized import SERVED
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.core.formats import WeightsFormat
+from pipeline.core.formats import Rotation, WeightsFormat
 from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress
 from pipeline.core.scales import SCALES_FILE
 from stages.checkpoints import load_causal_lm, load_tokenizer
-from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.calibration import tokenize
 from stages.quantize.dequantize import copy_without_scales, own_scales, write_plain
 from stages.quantize.materialize import copy_checkpoint, source_dtype, write_dequantized
-from stages.quantize.recipe import measurements, weight_recipe
-from stages.quantize.scales import Measured, static_scales
+from stages.quantize.recipe import weight_recipe
+from stages.quantize.scales import EXTREMES_FILE, read_extremes, static_scales, write_extremes
+
+if TYPE_CHECKING:
+    from stages.quantize.modelopt_adapter import ForwardLoop
 
 CPU = torch.device("cpu")
+CHECKPOINT = "checkpoint"
 
 
-def quantize(
+def quantize_weights(
     checkpoint: Path,
     out: Path,
     *,
     weights: WeightsFormat,
-    policy: KVPolicy,
     calibration_texts: list[str],
     max_length: int,
     seed: int,
     progress: Progress,
     device: str = "cpu",
 ) -> None:
-    """Quantize a checkpoint's weights and measure the static scales of its KV cache.
+    """Quantize a checkpoint's weights, which the baseline and every candidate have.
 
     `out` receives:
 
     - `checkpoint/`: a plain Hugging Face checkpoint with the weights as the engine sees them (see materialize.py).
     - `served/`: of a checkpoint whose weights are quantized already, the checkpoint itself, which engines load.
-    - `kv_policy.json`, `kv_scales.json`: the sidecar that carries what no official export can.
-    - `quantizers.json`: which quantizers of weights were enabled, the calibration's size, and the device.
+    - `quantizers.json`: which quantizers were enabled, the calibration's size, and the device.
     """
-    info = inspect_checkpoint(checkpoint)
-    policy.check_shape(info.shape)
-    layers, runs_on = info.shape.layers, resolve_device(device)
+    info, runs_on = inspect_checkpoint(checkpoint), resolve_device(device)
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
-    own = None
     if info.quantized is not None:
-        own = own_scales(info.path, policy, info.shape)
         copy_without_scales(info, out / SERVED)
-        write_plain(info, out / "checkpoint", progress)
-        info = inspect_checkpoint(out / "checkpoint")
-    # Weights come first, and the cache is measured on the finished weights: AWQ's search would otherwise choose other
-    # weights for every KV policy, and a candidate would differ from its baseline in more than the cache.
-    if weights != "none":
+        write_plain(info, out / CHECKPOINT, progress)
+    elif weights != "none":
         model = quantized_model(info, weights, samples, seed, progress, runs_on)
-        write_dequantized(info, out / "checkpoint", dequantized_weights(model, layers))
-    elif info.path != out / "checkpoint":
-        copy_checkpoint(info, out / "checkpoint")
-    measured: Measured = {}
-    if own is None and measurements(policy, layers):
-        progress("loading the checkpoint", 0, 1)
-        model = load_model(inspect_checkpoint(out / "checkpoint")).to(runs_on)
-        progress("loading the checkpoint", 1, 1)
-        measured = measure(model, info, policy, _forward_loop("cache", samples, progress))
-    scales = own or static_scales(policy, info.shape, measured, info.path)
-    used = samples if weights != "none" or measured else []
-
-    (out / POLICY_FILE).write_text(policy.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    (out / SCALES_FILE).write_text(scales.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        write_dequantized(info, out / CHECKPOINT, dequantized_weights(model, info.shape.layers))
+    else:
+        copy_checkpoint(info, out / CHECKPOINT)
+    used = samples if weights != "none" else []
     report = {
-        "modelopt": adapter.VERSION,
+        "modelopt": version("nvidia-modelopt"),
         "transformers": transformers.__version__,
         "device": runs_on.type,
         "weights": weights,
-        "kv_policy": policy.name,
-        "quantizers": sorted(weight_recipe(weights, layers).expected),
+        "quantizers": sorted(weight_recipe(weights, info.shape.layers).expected),
         "calibration": {"texts": len(used), "tokens": sum(map(len, used)), "max_length": max_length},
     }
     (out / "quantizers.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def measure_cache(
+    checkpoint: Path,
+    weights: Path,
+    out: Path,
+    *,
+    rotation: Rotation,
+    calibration_texts: list[str],
+    max_length: int,
+    progress: Progress,
+    device: str = "cpu",
+) -> None:
+    """Write `extremes.json`: the extremes of every channel of keys and values, as finished weights make them.
+
+    Args:
+        checkpoint: The user's checkpoint, which an error names.
+        weights: What `quantize_weights` wrote of it: AWQ's search beside a cache's quantizers would choose other weights.
+        out: An empty directory.
+        rotation: What rotates keys and values before they are measured.
+        calibration_texts: The texts.
+        max_length: Most tokens of a text.
+        progress: Called with the texts that were run.
+        device: Where the model runs.
+    """
+    info = inspect_checkpoint(weights / CHECKPOINT)
+    samples = tokenize(load_tokenizer(info.path), calibration_texts, max_length, info.vocab_size)
+    progress("loading the checkpoint", 0, 1)
+    model = load_model(info).to(resolve_device(device))
+    progress("loading the checkpoint", 1, 1)
+    from stages.quantize import modelopt_adapter as adapter
+
+    measured = adapter.measure(model, info.shape.layers, rotation, _forward_loop("cache", samples, progress), checkpoint)
+    write_extremes(out / EXTREMES_FILE, measured)
+
+
+def scale_cache(checkpoint: Path, out: Path, *, policy: KVPolicy, extremes: Mapping[Rotation, Path]) -> None:
+    """Write `kv_policy.json` and `kv_scales.json`, the static scales: the sidecar that carries what no official export can.
+
+    Args:
+        checkpoint: The user's checkpoint; of scales that it carries in the policy's format nothing has to be measured.
+        out: A directory.
+        policy: The policy.
+        extremes: What `measure_cache` wrote, by the rotation.
+    """
+    info = inspect_checkpoint(checkpoint)
+    policy.check_shape(info.shape)
+    carried = None if info.quantized is None else own_scales(checkpoint, policy, info.shape)
+    measured = {rotation: read_extremes(path / EXTREMES_FILE) for rotation, path in extremes.items()}
+    scales = carried or static_scales(policy, info.shape, measured, checkpoint)
+    (out / POLICY_FILE).write_text(policy.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    (out / SCALES_FILE).write_text(scales.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
 def quantized_model(
@@ -104,6 +145,8 @@ def quantized_model(
     model = load_model(info).to(device)
     progress("loading the checkpoint", 1, 1)
     if weights != "none":
+        from stages.quantize import modelopt_adapter as adapter
+
         layers = info.shape.layers
         adapter.quantize_model(model, weight_recipe(weights, layers), _forward_loop("weights", samples, progress))
         # The exports fuse, cast and only then round. `checkpoint/` follows their order, so that what is judged is shipped.
@@ -136,11 +179,13 @@ def load_model(info: CheckpointInfo) -> torch.nn.Module:
 
 def dequantized_weights(model: torch.nn.Module, layers: int) -> dict[str, torch.Tensor]:
     """Return tensor name -> effective float32 weight (out, in) of every quantized linear layer."""
+    from stages.quantize import modelopt_adapter as adapter
+
     names = [f"model.layers.{layer}.{linear}" for layer in range(layers) for linear in LINEARS]
     return {f"{name}.weight": adapter.effective_weight(model.get_submodule(name)) for name in names}
 
 
-def _forward_loop(subject: str, samples: list[list[int]], progress: Progress) -> adapter.ForwardLoop:
+def _forward_loop(subject: str, samples: list[list[int]], progress: Progress) -> "ForwardLoop":
     """Return what ModelOpt calls to run all texts; `subject` (weights or cache) and the pass label the progress."""
     passes = 0
 
@@ -155,11 +200,3 @@ def _forward_loop(subject: str, samples: list[list[int]], progress: Progress) ->
         progress(f"calibrating the {subject}, pass {passes}", len(samples), len(samples))
 
     return forward_loop
-
-
-def measure(model: torch.nn.Module, info: CheckpointInfo, policy: KVPolicy, forward_loop: adapter.ForwardLoop) -> Measured:
-    """Measure the extremes of the policy's calibrated sides, in one pass over the texts for each rotation."""
-    return {
-        rotation: adapter.measure(model, places, rotation, forward_loop, info.path)
-        for rotation, places in measurements(policy, info.shape.layers).items()
-    }

@@ -1,7 +1,8 @@
 """Computes the static scales of the cache from the extremes that calibration measured."""
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipeline.core.errors import UserError
@@ -10,16 +11,14 @@ from pipeline.core.kv import KVPolicy, KVShape, Side
 from pipeline.core.scales import KVScales, SideScales
 from stages.quantize.recipe import Place
 
+EXTREMES_FILE = "extremes.json"
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal float32; static scales are applied as float32."""
 
 
 @dataclass(frozen=True)
 class Extremes:
-    """Extremes of one layer's keys or values over the calibration texts.
-
-    Each field has one number, one per KV head, or one per head and channel (head-major).
-    """
+    """Extremes of one layer's keys or values over the calibration texts, a number per head and channel (head-major)."""
 
     low: tuple[float, ...]
     """Minimum."""
@@ -27,6 +26,18 @@ class Extremes:
     """Maximum."""
     amax: tuple[float, ...]
     """Largest magnitude, as ModelOpt measured it."""
+
+
+def write_extremes(file: Path, measured: Mapping[Place, Extremes]) -> None:
+    rows = [{"layer": layer, "side": side, **asdict(extremes)} for (layer, side), extremes in measured.items()]
+    file.write_text(json.dumps(rows) + "\n", encoding="utf-8")
+
+
+def read_extremes(file: Path) -> dict[Place, Extremes]:
+    rows = json.loads(file.read_text(encoding="utf-8"))
+    return {
+        (row["layer"], Side(row["side"])): Extremes(*(tuple(row[name]) for name in ("low", "high", "amax"))) for row in rows
+    }
 
 
 Measured = Mapping[Rotation, Mapping[Place, Extremes]]

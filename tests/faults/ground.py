@@ -52,7 +52,7 @@ DEFAULT = ("workloads.noise_samples=1", "workloads.canary_samples=1", SMALLEST[-
 SMALL_PROBE = "workloads.probe={max_tokens: 640, decode_steps: 40, offset_steps: 4, max_batch: 20, requests: 60}"
 """What most faults need; what gets through is asked the default one."""
 
-SOUND = ("calibration", "quantize", "export", "build", "encode")
+SOUND = ("calibration", "weights", "extremes", "quantize", "export", "build", "encode")
 """Stages that no fault has a part in."""
 
 

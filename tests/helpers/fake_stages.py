@@ -8,7 +8,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,14 +37,20 @@ def calibrate(checkpoint: Path, out: Path, *, samples: int, seed: int, **_: obje
     (out / "texts.json").write_text(json.dumps([f"text {seed} {number}" for number in range(samples)]))
 
 
-def quantize(checkpoint: Path, out: Path, *, policy: KVPolicy, calibration_texts: list[str], **_: object) -> None:
+def quantize_weights(checkpoint: Path, out: Path, **_: object) -> None:
     (out / "checkpoint").mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(checkpoint / name, out / "checkpoint" / name)
     link_or_copy(checkpoint / "model.safetensors", out / "checkpoint" / "model.safetensors")
-    calibrated = any(form.scale == "calibrated" for _, form in policy.formats)
+
+
+def measure_cache(_: Path, __: Path, out: Path, *, calibration_texts: list[str], **___: object) -> None:
     # Only the longest text decides: other texts may give the same scales.
-    (out / SCALES_FILE).write_text(json.dumps(max(map(len, calibration_texts)) if calibrated else None))
+    (out / "extremes.json").write_text(json.dumps(max(map(len, calibration_texts))))
+
+
+def scale_cache(_: Path, out: Path, *, policy: KVPolicy, extremes: Mapping[str, Path]) -> None:
+    (out / SCALES_FILE).write_text(json.dumps([(path / "extremes.json").read_text() for path in extremes.values()]))
     (out / POLICY_FILE).write_text(policy.model_dump_json())
 
 
@@ -60,12 +66,12 @@ class FakeBackend(Backend):
     def check_inputs(self, job: Job) -> None:
         """Accept everything."""
 
-    def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
-        quantized = artifacts.quantized(policy)
-        recipe = Recipe("export", (CODE,), {}, {"checkpoint": quantized.digest_under("checkpoint")})
+    def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:  # noqa: ARG002
+        weights = artifacts.weights()
+        recipe = Recipe("export", (CODE,), {}, {"checkpoint": weights.digest_under("checkpoint")})
 
         def fill(out: Path, _: Progress) -> None:
-            (out / "decoder.onnx").write_text(file_digest(quantized.path / "checkpoint" / "model.safetensors"))
+            (out / "decoder.onnx").write_text(file_digest(weights.path / "checkpoint" / "model.safetensors"))
 
         exported = artifacts.make(recipe, fill)
         return Source(exported.path, exported.digest)
@@ -119,8 +125,10 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(module: str, **functions: object) -> None:
         monkeypatch.setitem(sys.modules, f"stages.{module}", SimpleNamespace(**functions))
 
-    for name, function in (("calibration", calibrate), ("run", quantize), ("export", _export)):
-        fake(f"quantize.{name}", calibration_texts=function, quantize=function, export=function)
+    fake("quantize.calibration", calibration_texts=calibrate)
+    fake("quantize.run", quantize_weights=quantize_weights, measure_cache=measure_cache, scale_cache=scale_cache)
+    fake("quantize.export", export=_export)
+    monkeypatch.setattr(building, "in_child", lambda function, *paths, **options: function(*paths, **options))
 
     def encoded(rounds: int) -> Any:
         def write(out: Path) -> None:
@@ -156,5 +164,5 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "open_backend", FakeBackend)
 
 
-def _export(_: Path, __: Path, out: Path, **___: object) -> None:
+def _export(_: Path, __: Path, ___: Path, out: Path, **____: object) -> None:
     (out / "export.json").write_text("{}")

@@ -63,10 +63,11 @@ def judged_engine(
         checkpoint = make("checkpoint", "checkpoint", {"gguf": gguf}, _write({"model.safetensors": "weights"})).digest
     texts = make("calibration", "calibration", {"checkpoint": checkpoint}, _write({"texts.json": "[]"}))
     inputs = {"checkpoint": checkpoint, "calibration": texts.digest}
-    weights = {"checkpoint/model.safetensors": "weights"}
-    exact = make("quantize", "quantize fp16", inputs, _write({**weights, "kv_scales.json": "{}"}), weights="none")
-    coded = make("quantize", f"quantize {kv}", inputs, _write({**weights, "kv_scales.json": '{"layers": []}'}), weights="none")
-    baseline, engine = _bundle(make, exact, FP16_POLICY), _bundle(make, coded, policy)
+    weights = make("weights", "weights", inputs, _write({"checkpoint/model.safetensors": "weights"}), weights="none")
+    inputs = {**inputs, "weights": weights.digest}
+    exact = make("quantize", "quantize fp16", inputs, _write({"kv_scales.json": "{}"}))
+    coded = make("quantize", f"quantize {kv}", inputs, _write({"kv_scales.json": '{"layers": []}'}))
+    baseline, engine = _bundle(make, weights, exact, FP16_POLICY), _bundle(make, weights, coded, policy)
     read = {"jsonl": file_digest(jsonl)} if jsonl is not None else {}
     answers = make("baseline", "baseline fp16", {"baseline": baseline.digest, **read}, _write({"answers.jsonl": "{}"}))
     rows = every_class(**lost)
@@ -118,8 +119,8 @@ def _write(files: dict[str, str]) -> Callable[[Path], None]:
     return write
 
 
-def _bundle(make: Callable[..., Artifact], quantized: Artifact, policy: KVPolicy) -> Artifact:
-    inputs = {"model": quantized.digest_under("checkpoint"), "scales": quantized.files["kv_scales.json"]}
+def _bundle(make: Callable[..., Artifact], weights: Artifact, quantized: Artifact, policy: KVPolicy) -> Artifact:
+    inputs = {"model": weights.digest_under("checkpoint"), "scales": quantized.files["kv_scales.json"]}
 
     def write(out: Path) -> None:
         policy, scales = json.dumps({"of": quantized.key}), (quantized.path / "kv_scales.json").read_text()

@@ -10,15 +10,15 @@ from checkpoints import save_checkpoint
 from shipped import SHIPPED
 
 from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.core.formats import Format, WeightsFormat
+from pipeline.core.formats import Format, Rotation, WeightsFormat
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.core.records import no_progress
-from pipeline.core.scales import KVScales, SideScales
+from pipeline.core.scales import SCALES_FILE, KVScales, SideScales
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.export import export
 from stages.quantize.materialize import source_dtype
 from stages.quantize.recipe import AXES, quantizer_name, weight_recipe
-from stages.quantize.run import load_model, measure, quantize
+from stages.quantize.run import load_model, measure_cache, quantize_weights, scale_cache
 from stages.quantize.scales import static_scales
 
 FP8_UNCALIBRATED = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="uncalibrated")
@@ -35,17 +35,23 @@ MAX_LENGTH = 96
 
 
 def stage(checkpoint: Path, out: Path, policy: str | KVPolicy, weights: WeightsFormat = "none", **options: Any) -> None:
-    """Quantize with TEXTS, and export to `out/exports`; `options` replace other arguments of `quantize`."""
-    arguments: dict[str, Any] = {
-        "calibration_texts": TEXTS,
-        "max_length": MAX_LENGTH,
-        "seed": 0,
-        "progress": no_progress,
-    }
+    """Quantize with TEXTS, scale the cache, and export to `out/exports`; `options` replace other arguments."""
+    run: dict[str, Any] = {"calibration_texts": TEXTS, "max_length": MAX_LENGTH, "progress": no_progress} | options
     policy = policy if isinstance(policy, KVPolicy) else POLICIES[policy]
-    quantize(checkpoint, out, weights=weights, policy=policy, **(arguments | options))
+    policy.check_shape(inspect_checkpoint(checkpoint).shape)
+    quantize_weights(checkpoint, out, weights=weights, seed=0, **run)
+    extremes = {}
+    for rotation in rotations(policy):
+        extremes[rotation] = out / f"extremes_{rotation}"
+        extremes[rotation].mkdir()
+        measure_cache(checkpoint, out, extremes[rotation], rotation=rotation, **run)
+    scale_cache(checkpoint, out, policy=policy, extremes=extremes)
     (out / "exports").mkdir()
-    export(checkpoint, out, out / "exports", weights=weights, policy=policy, **(arguments | options))
+    export(checkpoint, out, out / SCALES_FILE, out / "exports", weights=weights, policy=policy, seed=0, **run)
+
+
+def rotations(policy: KVPolicy) -> set[Rotation]:
+    return {form.rotation for _, form in policy.formats if form.scale == "calibrated"}
 
 
 def random_checkpoint(name: str, tokenizer_from: Path, directory: Path) -> Path:
@@ -83,7 +89,9 @@ def quantized_model(checkpoint: Path, policy: KVPolicy, weights: WeightsFormat =
         adapter.fuse_shared_inputs(model, info.shape.layers)
         adapter.cast_for_export(model, source_dtype(info))
         model.float()
-    scales = static_scales(policy, info.shape, measure(model, info, policy, forward_loop), checkpoint)
+    layers = info.shape.layers
+    measured = {turned: adapter.measure(model, layers, turned, forward_loop, checkpoint) for turned in rotations(policy)}
+    scales = static_scales(policy, info.shape, measured, checkpoint)
     adapter.add_cache_quantizers(model, {})
     for layer in range(info.shape.layers):
         for side, form in policy.sides(layer).items():

@@ -27,7 +27,7 @@ from stages.engines.onnx.config import CpuAttention
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.oracle.attention import Fed
 from stages.engines.oracle.engine import OracleEngine
-from stages.quantize.run import quantize
+from stages.quantize.run import measure_cache, quantize_weights, scale_cache
 
 TINY = Path(__file__).parents[2] / "stages" / "tiny" / "checkpoint"
 VOCABULARY = 1344
@@ -57,8 +57,14 @@ class Served:
         if not out.exists():
             out.mkdir()
             texts = ["The cache holds keys and values.", "A window slides over the latest tokens alone."]
-            quantize(self.root / "checkpoint", out, weights="none", policy=policy, calibration_texts=texts, max_length=32,
-                     seed=0, progress=no_progress)  # fmt: skip
+            run: dict[str, Any] = {"calibration_texts": texts, "max_length": 32, "progress": no_progress}
+            checkpoint, weights, extremes = self.root / "checkpoint", self.root / "weights", self.root / "extremes"
+            if not weights.exists():
+                weights.mkdir()
+                extremes.mkdir()
+                quantize_weights(checkpoint, weights, weights="none", seed=0, **run)
+                measure_cache(checkpoint, weights, extremes, rotation="none", **run)
+            scale_cache(checkpoint, out, policy=policy, extremes={"none": extremes})
         return out / SCALES_FILE
 
     def engine(self, policy: KVPolicy, attention: CpuAttention) -> OnnxEngine:

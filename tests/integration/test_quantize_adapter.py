@@ -13,7 +13,7 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import Side
 from pipeline.core.scales import KVScales, SideScales
 from stages.quantize import modelopt_adapter as adapter
-from stages.quantize.recipe import measurements, measuring_recipe
+from stages.quantize.recipe import measuring_recipe
 from stages.quantize.run import load_model
 from stages.quantize.validate import ExportMismatch, validate_unified_hf
 
@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 
 def test_a_quantizer_that_modelopt_does_not_know_is_an_error_before_any_text_runs(tiny_checkpoint: Path) -> None:
     """ModelOpt ignores a name that matches nothing, and would leave the cache exact."""
-    recipe = measuring_recipe({(1, Side.KEY): "per_head"})
+    recipe = measuring_recipe([(1, Side.KEY)])
     misspelt = replace(recipe, entries=(("model.layers.1.self_attn.kv_bmm_quantizer", {"num_bits": 8, "axis": None}),))
     with pytest.raises(RuntimeError, match=r"enabled 0 quantizers instead of 1: missing model.layers.1.self_attn.k_bmm"):
         adapter.quantize_model(load_model(inspect_checkpoint(tiny_checkpoint)), misspelt, None)
@@ -31,15 +31,14 @@ def test_a_quantizer_that_modelopt_does_not_know_is_an_error_before_any_text_run
 def test_a_model_without_the_quantizers_of_a_policy_is_an_error_before_any_text_runs(tiny_checkpoint: Path) -> None:
     """What ModelOpt does with attention that it cannot hook: it inserts nothing and says nothing."""
     model = load_model(inspect_checkpoint(tiny_checkpoint))
-    places = measurements(POLICIES["fp8"], 4)["none"] | {(4, Side.KEY): "per_tensor"}
-    with pytest.raises(RuntimeError, match=r"8 quantizers instead of 9: missing model.layers.4.self_attn.k_bmm_quantizer"):
-        adapter.measure(model, places, "none", lambda _: pytest.fail("a text ran"), tiny_checkpoint)
+    with pytest.raises(RuntimeError, match=r"8 quantizers instead of 10: missing model.layers.4.self_attn.k_bmm_quantizer"):
+        adapter.measure(model, 5, "none", lambda _: pytest.fail("a text ran"), tiny_checkpoint)
 
 
 def test_a_quantizer_that_attention_bypasses_is_an_error(tiny_checkpoint: Path) -> None:
     model = load_model(inspect_checkpoint(tiny_checkpoint))
-    with pytest.raises(RuntimeError, match=r"model.layers.0.self_attn.v_bmm_quantizer was never called"):
-        adapter.measure(model, {(0, Side.VALUE): "per_tensor"}, "none", lambda _: None, tiny_checkpoint)
+    with pytest.raises(RuntimeError, match=r"model.layers.0.self_attn.k_bmm_quantizer was never called"):
+        adapter.measure(model, 4, "none", lambda _: None, tiny_checkpoint)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -48,9 +47,7 @@ def test_values_that_are_not_finite_are_named_by_layer_and_side(bad: float, tiny
     with torch.no_grad():
         model.get_submodule("model.layers.2.self_attn.v_proj").weight[0, 0] = bad  # type: ignore[operator]
     with pytest.raises(UserError, match=r"model\.path=.*: the values of layer 2 are not finite on the calibration texts"):
-        adapter.measure(
-            model, measurements(POLICIES["fp8"], 4)["none"], "none", lambda m: m(torch.tensor([[1, 2]])), tiny_checkpoint
-        )
+        adapter.measure(model, 4, "none", lambda m: m(torch.tensor([[1, 2]])), tiny_checkpoint)
 
 
 def test_the_exporters_lies_are_caught(tiny_checkpoint: Path, tmp_path: Path) -> None:

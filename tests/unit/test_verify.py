@@ -18,17 +18,6 @@ from pipeline.evidence.reading import find_evidence
 from pipeline.verdict.thresholds import RULES
 
 
-@pytest.fixture(scope="module")
-def evidence(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return judged_engine(tmp_path_factory.mktemp("store"))
-
-
-@pytest.fixture
-def copy(evidence: Path, tmp_path: Path) -> Path:
-    """An engine with its evidence, copied out of the store."""
-    return exported(evidence, tmp_path / "copy", *ALL)
-
-
 def test_an_untouched_engine_is_the_same_in_its_store_and_copied_out_of_it(evidence: Path, copy: Path) -> None:
     engine = evidence.parent.parent / read_identity(evidence / IDENTITY_FILE).link("engine").place
     assert find_evidence(engine) == [evidence]

@@ -9,24 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evidence_copies import ALL, at, code, edit, leaves, replaced, replayed
-from judged_engine import exported, judged_engine
+from evidence_copies import at, code, edit, leaves, replaced, replayed
+from judged_engine import judged_engine
 
 from pipeline.core.errors import UserError
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.evidence.reading import find_evidence
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
-
-
-@pytest.fixture(scope="module")
-def evidence(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return judged_engine(tmp_path_factory.mktemp("store"))
-
-
-@pytest.fixture
-def copy(evidence: Path, tmp_path: Path) -> Path:
-    """An engine with its evidence, copied out of the store."""
-    return exported(evidence, tmp_path / "copy", *ALL)
 
 
 @pytest.mark.parametrize(

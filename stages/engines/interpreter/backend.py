@@ -42,11 +42,11 @@ class InterpreterBackend(Backend):
                 f"{job.checkpoint.max_positions} tokens; set at most that"
             )
 
-    def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
+    def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:  # noqa: ARG002
         """Return the quantized checkpoint; one whose weights were quantized before, as it was given."""
-        quantized = artifacts.quantized(policy)
-        folder = SERVED if (quantized.path / SERVED).is_dir() else "checkpoint"
-        return Source(quantized.path / folder, quantized.digest_under(folder))
+        weights = artifacts.weights()
+        folder = SERVED if (weights.path / SERVED).is_dir() else "checkpoint"
+        return Source(weights.path / folder, weights.digest_under(folder))
 
     def build_parts(self) -> dict[str, object]:
         """Return the options, and the release that they are pinned for."""

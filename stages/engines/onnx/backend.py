@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from pipeline.artifacts.backend import TORCH, Artifacts, Backend, Job, Source
+from pipeline.artifacts.child import in_child
 from pipeline.artifacts.store import Recipe
 from pipeline.core.engine import Engine
 from pipeline.core.kv import KVPolicy
@@ -34,18 +35,18 @@ class OnnxBackend(Backend):
     def compute_dtype(self) -> str:
         return self.config.compute_dtype
 
-    def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
+    def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:  # noqa: ARG002
         """Return the exported decoder, whose attention is open: it is the same for every policy over the same weights."""
-        quantized = artifacts.quantized(policy)
+        weights = artifacts.weights()
         dtype = self.config.compute_dtype
-        inputs = {"checkpoint": quantized.digest_under("checkpoint")}
+        inputs = {"checkpoint": weights.digest_under("checkpoint")}
         libraries = (*TORCH, *self.libraries)
         recipe = Recipe("export", ("stages.engines.onnx.export",), {"compute_dtype": dtype}, inputs, libraries)
 
         def fill(out: Path, progress: Progress) -> None:
             from stages.engines.onnx.export import export_decoder
 
-            export_decoder(quantized.path / "checkpoint", out, compute_dtype=dtype, progress=progress)
+            in_child(export_decoder, weights.path / "checkpoint", out, compute_dtype=dtype, progress=progress)
 
         decoder = artifacts.make(recipe, fill)
         return Source(decoder.path, decoder.digest)

@@ -25,6 +25,7 @@ from stages.engines.onnx.native.rewrite import refusals, use_kernel
 from stages.engines.onnx.refusals import refuse_bfloat16
 from stages.engines.onnx.session import GraphSession
 from stages.engines.onnx.surgery import NOT_FINITE
+from stages.engines.onnx.weights import widen_rows
 from stages.engines.paged.places import Spans
 from stages.engines.paged.pool import Array, PagedPool, scaled
 from stages.engines.paged.prefixes import PrefixCache
@@ -85,6 +86,7 @@ def _sessions(
     graphs = {mode: onnx.load(path, load_external_data=False) for mode, path in paths.items()}
     for mode, model in graphs.items():
         use_kernel(model, info, policy, mode)
+        widen_rows(model.graph)
     attention = f"native in {held} of {info.layers} layers"
     prefill = GraphSession(paths["prefill"], threads, model=graphs["prefill"], library=library)
     if _alike(*graphs.values()):  # one session serves both, and holds the weights once
@@ -143,7 +145,7 @@ class OnnxEngine(PagedEngine):
         }
         logits = session.output("logits", (batch, self.vocab_size), self._float)
         sums = session.output(NOT_FINITE, (batch, self.shape.layers * 2 * self.shape.kv_heads, tokens, 1), self._float)
-        session.run()
+        session.run(shrink=mode == "prefill")
         if sums.any():
             self._refuse(sums, handles)
         self.pool.append(handles, new | {name: scaled(new[name], factor) for name, factor in self._faults.items()})

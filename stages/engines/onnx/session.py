@@ -61,9 +61,12 @@ class GraphSession:
             self._binding.bind_output(name, "cpu", 0, self._types[name], shape, buffer.ctypes.data)
         return buffer
 
-    def run(self) -> None:
-        """Run the graph."""
-        self._session.run_with_iobinding(self._binding)
+    def run(self, *, shrink: bool = False) -> None:
+        """Run the graph; with `shrink` its intermediate results' memory is given back, which a next run asks for again."""
+        options = ort.RunOptions()
+        if shrink:
+            options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+        self._session.run_with_iobinding(self._binding, options)
 
 
 def _element_type(described: str) -> int:

@@ -65,6 +65,19 @@ def makers(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
     return {node.input[0]: node for node in graph.node if node.name == f"{node.output[0]}.{node.op_type}"}
 
 
+def widen_rows(graph: onnx.GraphProto) -> None:
+    """Let the embedding look up rows of 16 bits and widen these, in place: its table is not held in 32 bits as well.
+
+    The same weights in the output layer are: they are multiplied with. The rows do not change by a bit.
+    """
+    stored = {made.output[0]: name for name, made in makers(graph).items() if made.op_type == "Cast"}
+    for number, node in enumerate(graph.node):
+        if node.op_type == "Gather" and node.input[0] in stored:
+            wide, rows = node.output[0], f"{node.output[0]}.stored"
+            node.input[0], node.output[0] = stored[node.input[0]], rows
+            graph.node.insert(number + 1, helper.make_node("Cast", [rows], [wide], to=onnx.TensorProto.FLOAT))
+
+
 def _values(tensor: onnx.TensorProto, data: Bytes) -> Bytes:
     place = {entry.key: entry.value for entry in tensor.external_data}
     start = int(place.get("offset", 0))

@@ -21,10 +21,10 @@ class OracleBackend(Backend):
     def check_inputs(self, job: Job) -> None:
         """Accept every policy and checkpoint: the oracle runs them all."""
 
-    def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
+    def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:  # noqa: ARG002
         """Return the checkpoint with the weights as the engine sees them."""
-        quantized = artifacts.quantized(policy)
-        return Source(quantized.path / "checkpoint", quantized.digest_under("checkpoint"))
+        weights = artifacts.weights()
+        return Source(weights.path / "checkpoint", weights.digest_under("checkpoint"))
 
     def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
         from stages.engines.oracle.build import build_bundle

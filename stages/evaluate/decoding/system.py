@@ -72,8 +72,6 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
 
 def _timed(engine: Engine, prompts: Sequence[Sequence[int]], steps: int, progress: Progress) -> LoadTimes:
     """Time prefills of the prompts one by one, then greedy decode steps of all together, on the wall clock."""
-    warmup, _ = engine.prefill([prompts[0]])
-    engine.release(warmup)
     first_token_ms = []
     sequences: list[int] = []
     tokens: list[int] = []
@@ -95,7 +93,7 @@ def _timed(engine: Engine, prompts: Sequence[Sequence[int]], steps: int, progres
     return LoadTimes(first_token_ms, step_ms, memory)
 
 
-HELD_BYTES, HELD_TOKENS = 16 << 20, 256
+HELD_BYTES, HELD_TOKENS = 8 << 20, 256
 """Of a float16 copy of the sequences that the process is watched under, and tokens of each of them."""
 
 
