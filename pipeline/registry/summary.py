@@ -99,12 +99,23 @@ class Candidate(StrictModel):
         """Whether nothing that was measured saw a corrupted cache: then the verdict says nothing of the policy."""
         return _is_blind(self.checks)
 
-    def _kept(self) -> str | None:
-        """Say what is kept of the probability of the right answers to all questions; None where no question has an answer."""
-        line = next((check for check in self.checks if (check.gate, check.where) == (RECOVERY, ALL)), None)
+    @property
+    def recovery(self) -> Check | None:
+        """The line on the probability of the right answers to all questions; None where no question has an answer."""
+        return next((check for check in self.checks if (check.gate, check.where) == (RECOVERY, ALL)), None)
+
+    @property
+    def kept(self) -> str | None:
+        line = self.recovery
         if line is None or line.value is None or line.bound is None:
             return None
         return kept(line.value, line.bound, line.status)
+
+    @property
+    def contradiction(self) -> str:
+        """Say that greedy answers changed the other way than their probability; nothing where they did not."""
+        gains = [self._pair(f"quality/accuracy_{{}}{of}") for of in ("", "_probability")]
+        return contradiction(*(0.0 if pair is None else pair[1] - pair[0] for pair in gains))
 
     def _pair(self, name: str) -> tuple[float, float] | None:
         before, after = (self.metrics.get(name.format(of)) for of in ("baseline", "candidate"))
@@ -113,12 +124,12 @@ class Candidate(StrictModel):
     @property
     def figures(self) -> list[str]:
         """Say what it keeps, then how it answers, how far it is from FP16, and what it costs: what is known of that."""
-        right, probable = (self._pair(f"quality/accuracy_{{}}{of}") for of in ("", "_probability"))
+        right = self._pair("quality/accuracy_{}")
         kl, kib = self.metrics.get("quality/kl_mean"), self.metrics.get("memory/kib_per_token")
         told = [
-            self._kept(),
+            self.kept,
             None if right is None else f"right answers {right[1]:.3f}, of FP16 {right[0]:.3f}",
-            contradiction(*(0.0 if pair is None else pair[1] - pair[0] for pair in (right, probable))),
+            self.contradiction,
             None if kl is None else f"mean KL {kl:.1e}",
             "memory unknown" if kib is None else f"{kib:.3f} KiB/token",
         ]
