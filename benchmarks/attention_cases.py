@@ -45,13 +45,13 @@ class Case:
     group: int
     kv_heads: int = 8
     head_dim: int = 128
-    ragged: tuple[int, ...] = ()
-    """Tokens of each sequence where they differ."""
+    ragged: str = ""
+    """Name of the batch in RAGGED where lengths differ."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sequence."""
-        return self.ragged or (self.tokens,) * self.batch
+        return RAGGED[self.ragged] if self.ragged else (self.tokens,) * self.batch
 
     @property
     def page_counts(self) -> tuple[int, ...]:
@@ -90,8 +90,7 @@ class Case:
 
     def describe(self) -> Row:
         """Return the fields of a row that identify the case."""
-        name = next((name for name, lengths in RAGGED.items() if lengths == self.ragged), "") if self.ragged else ""
-        return {"batch": self.batch, "tokens": self.tokens, "group": self.group, "ragged": name}
+        return {"batch": self.batch, "tokens": self.tokens, "group": self.group, "ragged": self.ragged}
 
 
 RAGGED = {
@@ -110,7 +109,7 @@ def grid(
     """Return every combination of batch, tokens and group, and for each group the named ragged batches."""
     for g in groups:
         yield from (Case(b, t, g) for b, t in product(batches, tokens))
-        yield from (Case(len(RAGGED[name]), max(RAGGED[name]), g, ragged=RAGGED[name]) for name in ragged)
+        yield from (Case(len(RAGGED[name]), max(RAGGED[name]), g, ragged=name) for name in ragged)
 
 
 def measured(case: Case, storage: str, microseconds: float, copy_bytes_per_s: float) -> Row:

@@ -90,8 +90,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
     for policy in (*named, *map(unrotated, named)):
         rows.append({"kv": policy.name, **compare(base, logits(policy, config, arguments.work, chunks), chunks)})
         log(str(rows[-1]))
-    if arguments.json:
-        write_json(arguments.json, results_record(rows, ("numpy", "gguf")))
+    write_json(arguments.json, results_record(rows, ("numpy", "gguf")))
 
 
 if __name__ == "__main__":

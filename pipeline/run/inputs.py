@@ -12,7 +12,7 @@ from pipeline.artifacts.workdir import check_memory, check_room, check_workdir
 from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint, refuse_weights
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.checkpoint.weights import check_tokenizer, check_weights, tensors_on_disk, tokens_beyond
-from pipeline.config.config import JUDGING, PLANNING, Config
+from pipeline.config.config import JUDGING, MAKING, MOVING, PLANNING, Config
 from pipeline.config.policies import tuned_policies
 from pipeline.core.backends import BackendConfig, backend_configs
 from pipeline.core.errors import MissingRequirement, UserError, short
@@ -30,12 +30,10 @@ from pipeline.routing.files import read_routing_file, read_snapshot
 from pipeline.trust.keys import load_keys
 from pipeline.trust.policy import read_policy
 
-WITHOUT_CHECKPOINT = ("promote", "rollback", "verify", "audit", "route", "monitor", "status", "prune")
-
 UNRECORDED = ("verify", "audit", "status", "prune")
 """Stages of which summary.json says nothing; they write to no work directory, but for a prune that removes artifacts."""
 
-TRACKED = (*JUDGING, "promote", "rollback", "route", "monitor", "status", "prune")
+TRACKED = (*MOVING, "evaluate", "status", "prune")
 
 GENERATED_TOKENS = 8192
 
@@ -60,8 +58,10 @@ def checks(config: Config) -> Iterator[Callable[[], object]]:
         yield partial(read_routing_file, config.routing)
     if config.stage == "monitor":
         yield partial(read_snapshot, config.monitor)
-    if config.stage not in WITHOUT_CHECKPOINT:
-        yield partial(_check_budget if config.stage in PLANNING else _check_model, config)
+    if config.stage in PLANNING:
+        yield partial(_check_budget, config)
+    if config.stage in MAKING:
+        yield partial(_check_model, config)
     if config.tracking.enabled and config.stage in ("rollback", "route", "monitor"):
         yield partial(_check_registered, config)
 

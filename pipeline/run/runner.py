@@ -12,12 +12,12 @@ from pathlib import Path
 
 from pipeline.artifacts.files import store_of
 from pipeline.artifacts.store import used
-from pipeline.config.config import JUDGING, MAKING, Config
+from pipeline.config.config import JUDGING, MAKING, PLANNING, Config
 from pipeline.core.errors import DEFECT, INTERRUPTED, exit_code
 from pipeline.loading import required_libraries
 from pipeline.registry import summary
 from pipeline.run import judging, serving
-from pipeline.run.inputs import UNRECORDED, WITHOUT_CHECKPOINT
+from pipeline.run.inputs import UNRECORDED
 from pipeline.run.job import Run
 from pipeline.run.planning import recommend_policy, show_capacity
 from pipeline.run.tuning import tune
@@ -61,7 +61,7 @@ def run(config: Config, sweep: str, job: console.Job | None = None, *, sweeping:
         summary.begin(config.work, sweep, [job.policy], command=commands.whole())
     code = DEFECT
     try:
-        console.begin(job, None if config.stage in WITHOUT_CHECKPOINT else f" of {config.model.path}")
+        console.begin(job, f" of {config.model.path}" if config.stage in (*MAKING, *PLANNING) else None)
         with holding(config), required_libraries():
             STAGES[config.stage](Run(config, sweep, sweeping, job.policy, as_json))
         code = 0

@@ -30,25 +30,23 @@ class Phases:
     def __init__(self, title: str, terminal: Console | None, clock: Callable[[], float] = time.monotonic) -> None:
         columns = (_Described(title), BarColumn(BAR_WIDTH))
         self.bars = Bars(*columns, console=terminal, transient=True, disable=terminal is None, get_time=clock)
-        self._tasks = {"": self.bars.add_task("", total=None)}
-        self._now = ""
-
-    @property
-    def task(self) -> Task:
+        self.bars.add_task("", total=None)
+        (self.task,) = self.bars.tasks
         """What the stage is doing; before the first call, and between two files, that it gets ready."""
-        return next(task for task in self.bars.tasks if task.id == self._tasks[self._now])
+        self._tasks = {"": self.task}
 
     def update(self, label: str, done: int, total: int) -> None:
         """Take a call of the stage's progress."""
         if label not in self._tasks:
-            self._tasks[label] = self.bars.add_task(label, completed=done, total=total, first=done)
-        elif label and done < next(task for task in self.bars.tasks if task.id == self._tasks[label]).completed:
-            self.bars.reset(self._tasks[label], completed=done, total=total, first=done)  # another round
-        if label != self._now:
-            self.bars.update(self._tasks[self._now], visible=False)
-            self._now = label
+            self.bars.add_task(label, completed=done, total=total, first=done)
+            self._tasks[label] = self.bars.tasks[-1]
+        elif label and done < self._tasks[label].completed:
+            self.bars.reset(self._tasks[label].id, completed=done, total=total, first=done)  # another round
+        if self.task is not self._tasks[label]:
+            self.bars.update(self.task.id, visible=False)
+            self.task = self._tasks[label]
         if label:
-            self.bars.update(self._tasks[label], completed=done, total=total, visible=True)
+            self.bars.update(self.task.id, completed=done, total=total, visible=True)
 
 
 class _Described(ProgressColumn):

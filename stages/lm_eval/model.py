@@ -136,15 +136,9 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         token of the window before, and the last one as many tokens as fill it.
         """
         texts = [request.args[0] for request in requests]
-        windows = [
-            [
-                ("", *make_disjoint_window(window))
-                for window in get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
-            ]
-            for text in texts
-        ]
-        flat = [window for of_text in windows for window in of_text]
-        scores = iter(self._scores([(context, scored) for _, context, scored in flat], disable_tqdm))
+        rolled = (get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1) for text in texts)
+        windows = [list(map(make_disjoint_window, of_text)) for of_text in rolled]
+        scores = iter(self._scores([window for of_text in windows for window in of_text], disable_tqdm))
         totals = [sum(next(scores)[0] for _ in of_text) for of_text in windows]
         for text, total in zip(texts, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
@@ -162,12 +156,8 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             (self.tok_encode(request.args[0]) or [self.prefix_token_id])[limit - self.max_length :]
             for request, limit in zip(requests, limits, strict=True)
         ]
-        answers: dict[int, str] = {}
-        stops = [setting["until"] for setting in settings]
-        for i, text in tqdm(
-            self._answers(prompts, limits, stops), total=len(prompts), desc="kvgate: answers", disable=disable_tqdm
-        ):
-            answers[i] = text
+        found = self._answers(prompts, limits, [setting["until"] for setting in settings])
+        answers = dict(tqdm(found, total=len(prompts), desc="kvgate: answers", disable=disable_tqdm))
         for i, request in enumerate(requests):
             self.cache_hook.add_partial("generate_until", request.args, answers[i])
         return [answers[i] for i in range(len(prompts))]
