@@ -184,6 +184,8 @@ class OpenVino(Peer):
     )
     formats: ClassVar = {"f16": "float", "u8": "8 bit", "u4": "4 bit"}
     weights = "float16, as the plugin holds them"
+    precision: ClassVar = {}
+    """Where this processor has bfloat16 products, the plugin's default computes in these."""
 
     def __init__(self, kv: str, setting: Setting) -> None:
         import openvino as ov
@@ -198,7 +200,7 @@ class OpenVino(Peer):
         projection.input(0).replace_source_output(opset13.slice(projection.input_value(0), *bounds).output(0))
         model.validate_nodes_and_infer_types()
         options = {"INFERENCE_NUM_THREADS": setting.threads, "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY"}
-        options |= {"ENABLE_CPU_PINNING": False, "KV_CACHE_PRECISION": kv}
+        options |= {"ENABLE_CPU_PINNING": False, "KV_CACHE_PRECISION": kv, **self.precision}
         self.request: Any = core.compile_model(model, "CPU", options).create_infer_request()
         self.length = 0
         self.tokens: list[int] = []
@@ -255,4 +257,17 @@ class OpenVino(Peer):
         return float(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * vector)
 
 
-PEERS: dict[str, type[Peer]] = {"kvgate": Kvgate, "genai": Genai, "openvino": OpenVino, "llama_cpp": LlamaCpp}
+class OpenVinoFloat32(OpenVino):
+    """OpenVINO in the arithmetic of kvgate and onnxruntime-genai."""
+
+    title = "OpenVINO, float32"
+    precision: ClassVar = {"INFERENCE_PRECISION_HINT": "f32"}
+
+
+PEERS: dict[str, type[Peer]] = {
+    "kvgate": Kvgate,
+    "genai": Genai,
+    "openvino": OpenVino,
+    "openvino_float32": OpenVinoFloat32,
+    "llama_cpp": LlamaCpp,
+}
