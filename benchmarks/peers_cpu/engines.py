@@ -184,7 +184,7 @@ class OpenVino(Peer):
     )
     formats: ClassVar = {"f16": "float", "u8": "8 bit", "u4": "4 bit"}
     weights = "float16, as the plugin holds them"
-    precision: ClassVar = {}
+    precision: ClassVar[dict[str, str]] = {}
     """Where this processor has bfloat16 products, the plugin's default computes in these."""
 
     def __init__(self, kv: str, setting: Setting) -> None:
