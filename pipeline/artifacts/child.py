@@ -1,15 +1,20 @@
 """Runs a function in a process of its own, which takes along what its libraries keep of memory, of a GPU's as well."""
 
 import ctypes
-import multiprocessing
+import os
+import pickle
 import signal
+import subprocess
+import sys
 import traceback
+import warnings
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from pipeline.core.errors import REFUSALS, MissingRequirement
 from pipeline.core.records import Progress
+from pipeline.core.redaction import redact_output
 
 PR_SET_PDEATHSIG = 1
 """Of <sys/prctl.h>: Linux sends the child a signal when its parent dies, however that happens."""
@@ -18,36 +23,66 @@ PR_SET_PDEATHSIG = 1
 def in_child(function: Callable[..., None], *paths: Path, progress: Progress, **options: Any) -> None:
     """Call a function of a module, with its progress shown and its exception raised here.
 
-    Raises RuntimeError where the process ends without a word, killed for memory for example.
+    The process begins with an empty `__main__`: that of the caller may be a script that calls kvgate. Signals to the caller's
+    group do not reach it.
+
+    Raises MissingRequirement where the process is killed.
     """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_call, args=(theirs, function, paths, options), daemon=True)
-    child.start()
-    theirs.close()
-    try:
-        while (said := ours.recv()) is not None and not isinstance(said, Exception):
-            progress(*said)
-    except EOFError:
-        child.join()
-        said = RuntimeError(f"{function.__name__}: its process ended with exit code {child.exitcode}")
-    except BaseException:  # Ctrl-C
-        child.terminate()
-        raise
-    finally:
-        child.join()
+    reading, writing = os.pipe()
+    begin = f"import sys; sys.path[:] = {sys.path!r}; from pipeline.artifacts.child import main"
+    command = [sys.executable, "-c", f"{begin}; main({writing}, {os.getpid()})"]
+    with (
+        open(reading, "rb") as answers,
+        subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[writing], start_new_session=True) as child,
+    ):
+        os.close(writing)
+        assert child.stdin is not None
+        try:
+            with child.stdin as asked:
+                pickle.dump((function, paths, options, warnings.filters), asked)
+            while (said := pickle.load(answers)) is not None and not isinstance(said, Exception):
+                progress(*said)
+        except (EOFError, BrokenPipeError):
+            ended = child.wait()
+            said = RuntimeError(f"{function.__name__}: its process ended with exit code {ended}")
+            if ended < 0:
+                name = signal.Signals(-ended).name
+                said = MissingRequirement(f"{function.__name__}: its process was killed ({name}): out of memory? free some")
+        except BaseException:  # Ctrl-C
+            child.terminate()
+            raise
     if said is not None:
         raise said
 
 
-def _call(pipe: Connection, function: Callable[..., None], paths: tuple[Path, ...], options: dict[str, Any]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process
+def main(writing: int, parent: int) -> None:
+    """Be the process: read a call from stdin, and write its progress and its end to a file descriptor."""
     if hasattr(libc := ctypes.CDLL(None), "prctl"):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    said = None
+    if os.getppid() != parent:
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # files of its own are removed
+    redact_output()
     try:
-        function(*paths, progress=lambda *told: pipe.send(told), **options)
-    except Exception as error:
-        error.add_note(traceback.format_exc())  # of which pickling keeps nothing
-        said = error
-    pipe.send(said)
+        with open(writing, "wb", buffering=0) as answers:
+            function, paths, options, filters = pickle.load(sys.stdin.buffer)
+            warnings.filters[:] = filters  # type: ignore[index]
+            try:
+                function(*paths, progress=lambda *told: answers.write(pickle.dumps(told)), **options)
+                answers.write(pickle.dumps(None))
+            except Exception as error:
+                answers.write(_told(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _told(error: Exception) -> bytes:
+    """Pickle an exception, with what pickling keeps nothing of where it is a defect."""
+    if isinstance(error, REFUSALS):
+        return pickle.dumps(error)
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # a library's, of other arguments than it says
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(traceback.format_exc())
+    return pickle.dumps(error)

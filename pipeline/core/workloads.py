@@ -158,8 +158,8 @@ class WorkloadsConfig(StrictModel):
     context_bins: list[int]
     """Edges of the prompt-length bins, in tokens, ascending; bins without samples are left out."""
     noise_samples: Count
-    """Samples per workload whose answers are judged, the shortest ones, and the longest of all, which both engines repeat in
-    smaller batches: the A/A noise floor."""
+    """Samples per workload whose answers are judged, besides the longest of these, that both engines repeat in smaller batches:
+    the A/A noise floor."""
     canary_samples: Annotated[int, Field(ge=1, le=1000)]
     """Samples per workload of the must-fail control, which takes the shortest prompts of two pages or more of whichever."""
     canary_factor: float

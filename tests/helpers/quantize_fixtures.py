@@ -38,7 +38,6 @@ def stage(checkpoint: Path, out: Path, policy: str | KVPolicy, weights: WeightsF
     """Quantize with TEXTS, scale the cache, and export to `out/exports`; `options` replace other arguments."""
     run: dict[str, Any] = {"calibration_texts": TEXTS, "max_length": MAX_LENGTH, "progress": no_progress} | options
     policy = policy if isinstance(policy, KVPolicy) else POLICIES[policy]
-    policy.check_shape(inspect_checkpoint(checkpoint).shape)
     quantize_weights(checkpoint, out, weights=weights, seed=0, **run)
     extremes = {}
     for rotation in rotations(policy):

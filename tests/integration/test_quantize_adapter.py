@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,8 +38,12 @@ def test_a_model_without_the_quantizers_of_a_policy_is_an_error_before_any_text_
 
 def test_a_quantizer_that_attention_bypasses_is_an_error(tiny_checkpoint: Path) -> None:
     model = load_model(inspect_checkpoint(tiny_checkpoint))
-    with pytest.raises(RuntimeError, match=r"model.layers.0.self_attn.k_bmm_quantizer was never called"):
-        adapter.measure(model, 4, "none", lambda _: None, tiny_checkpoint)
+
+    def keys_alone(model: Any) -> None:
+        model.get_submodule("model.layers.0.self_attn.k_bmm_quantizer")(torch.ones(1, 2, 3, 64))
+
+    with pytest.raises(RuntimeError, match=r"model.layers.0.self_attn.v_bmm_quantizer was never called"):
+        adapter.measure(model, 1, "none", keys_alone, tiny_checkpoint)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

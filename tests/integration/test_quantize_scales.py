@@ -106,7 +106,7 @@ def test_scales_belong_to_the_quantized_weights(weights: WeightsFormat, tiny_che
         check(scales.layers[layer][Side.VALUE], sides["value"], POLICIES["fp8_head"].value)
 
 
-def test_an_override_is_measured_in_its_layers_alone(states: States, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_an_override_has_scales_in_its_layers_alone(states: States, tiny_checkpoint: Path, tmp_path: Path) -> None:
     channel, head = fmt("int8", "per_channel"), fmt("int8", "per_head", symmetric=False)
     policy = KVPolicy(
         name="test",

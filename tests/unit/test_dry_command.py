@@ -110,6 +110,20 @@ def test_what_a_sweep_makes_and_reuses_is_foreseen(tmp_path: Path, capsys: pytes
         assert rounds <= {title for _, title, _ in foretold}
 
 
+def test_weights_are_quantized_once_and_the_cache_is_measured_once_a_rotation(tmp_path: Path) -> None:
+    """Candidate and baseline differ in nothing but the cache."""
+    turned = "kv.key.rotation=hadamard"
+    wanted = {"kv=fp8_uncalibrated": 0, "kv=fp8": 1, "kv=fp8_head": 0, f"kv=fp8 kv.name=turned {turned}": 1}
+    made = [run_all(planned(tmp_path, "stage=build", *overrides.split())) for overrides in wanted]
+    news = [[title for _, title, reused in job if not reused] for job in made]
+    assert [titles.count("extremes") for titles in news] == list(wanted.values())
+    assert [titles.count("weights") for titles in news] == [1, 0, 0, 0]
+    assert [title for _, title, _ in made[-1]].count("extremes") == 2, "values as they are, keys rotated"
+    judged = run_all(planned(tmp_path, "stage=evaluate", "kv=int8"))
+    assert {title for _, title, reused in judged if "weights" in title or "export" in title} == {"weights", "export"}
+    assert all(reused for _, title, reused in judged if title in ("weights", "export"))
+
+
 def test_times_are_the_medians_of_earlier_artifacts_of_the_stage(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
     foretell(planned(used, "stage=evaluate", "kv=int8"))
     assert re.search(r"time: \d+ s, each the median of earlier artifacts of its stage", capsys.readouterr().out)

@@ -145,7 +145,8 @@ class OnnxEngine(PagedEngine):
         }
         logits = session.output("logits", (batch, self.vocab_size), self._float)
         sums = session.output(NOT_FINITE, (batch, self.shape.layers * 2 * self.shape.kv_heads, tokens, 1), self._float)
-        session.run(shrink=mode == "prefill")
+        session.shrinks = mode == "prefill"
+        session.run()
         if sums.any():
             self._refuse(sums, handles)
         self.pool.append(handles, new | {name: scaled(new[name], factor) for name, factor in self._faults.items()})

@@ -40,6 +40,8 @@ class GraphSession:
         values = [*self._session.get_inputs(), *self._session.get_outputs()]
         self._types = {value.name: _element_type(value.type) for value in values}
         self._buffers: dict[str, npt.NDArray[Any]] = {}
+        self.shrinks = False
+        """Whether a run gives the memory of its intermediate results back, which a next run asks for again."""
 
     def bind_input(self, name: str, array: npt.NDArray[Any]) -> None:
         """Bind a contiguous array to an input. The caller keeps it alive."""
@@ -61,10 +63,10 @@ class GraphSession:
             self._binding.bind_output(name, "cpu", 0, self._types[name], shape, buffer.ctypes.data)
         return buffer
 
-    def run(self, *, shrink: bool = False) -> None:
-        """Run the graph; with `shrink` its intermediate results' memory is given back, which a next run asks for again."""
+    def run(self) -> None:
+        """Run the graph."""
         options = ort.RunOptions()
-        if shrink:
+        if self.shrinks:
             options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
         self._session.run_with_iobinding(self._binding, options)
 

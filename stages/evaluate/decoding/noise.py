@@ -33,18 +33,19 @@ def canary_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig, le
     The shortest prompts of `least` tokens or more; the longest where too few have so many, or nobody knows how many do.
     A short prompt may consist of exact sink and recent tokens, and then reads no scale.
     """
+    count = len(first_of_each_workload(encoded, config.canary_samples))
     by_length = sorted(answered(encoded), key=lambda item: len(item.prompt))
-    count = len(first_of_each_workload(by_length, config.canary_samples))
     enough = [item for item in by_length if least is not None and len(item.prompt) >= least]
     return enough[:count] if len(enough) >= count else by_length[-count:][::-1]
 
 
 def repeated_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig) -> list[EncodedSample]:
-    """Return the samples that an engine repeats: the shortest of every workload with answers, and the longest of all these."""
+    """Return the samples that an engine repeats: the first ones of every workload with answers, and the longest of these."""
     if not config.noise_samples:
         return []
-    able = sorted(answered(encoded), key=lambda item: len(item.prompt))
-    return [able[i] for i in sorted({*first_of_each_workload(able, config.noise_samples), len(able) - 1})]
+    able = answered(encoded)
+    longest = max(range(len(able)), key=lambda i: len(able[i].prompt) + len(able[i].reference))
+    return [able[i] for i in sorted({*first_of_each_workload(able, config.noise_samples), longest})]
 
 
 def noise_floor(
