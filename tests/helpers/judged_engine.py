@@ -65,8 +65,8 @@ def judged_engine(
     inputs = {"checkpoint": checkpoint, "calibration": texts.digest}
     weights = make("weights", "weights", inputs, _write({"checkpoint/model.safetensors": "weights"}), weights="none")
     inputs = {**inputs, "weights": weights.digest}
-    exact = make("quantize", "quantize fp16", inputs, _write({"kv_scales.json": "{}"}))
-    coded = make("quantize", f"quantize {kv}", inputs, _write({"kv_scales.json": '{"layers": []}'}))
+    exact = make("quantize", "quantize fp16", inputs, _write({"kv_scales.json": "{}"}), weights="none")
+    coded = make("quantize", f"quantize {kv}", inputs, _write({"kv_scales.json": '{"layers": []}'}), weights="none")
     baseline, engine = _bundle(make, weights, exact, FP16_POLICY), _bundle(make, weights, coded, policy)
     read = {"jsonl": file_digest(jsonl)} if jsonl is not None else {}
     answers = make("baseline", "baseline fp16", {"baseline": baseline.digest, **read}, _write({"answers.jsonl": "{}"}))
