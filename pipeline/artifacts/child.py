@@ -1,6 +1,7 @@
 """Runs a function in a process of its own, which takes along what its libraries keep of memory, of a GPU's as well."""
 
 import ctypes
+import gc
 import os
 import pickle
 import signal
@@ -61,6 +62,7 @@ def main(writing: int, parent: int) -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return
+    gc.set_threshold(100_000)  # tracing makes a million objects, among which there is little to find
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # files of its own are removed
     redact_output()
     try:
