@@ -10,7 +10,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,8 @@ from pipeline.core.errors import REFUSALS, MissingRequirement
 from pipeline.core.records import Progress
 from pipeline.core.redaction import redact_output
 
-SMALL = 64 << 20
-"""Bytes of weights below which nothing is worth a process, whose imports take seconds."""
 PR_SET_PDEATHSIG = 1
 """Of <sys/prctl.h>: Linux sends the child a signal when its parent dies, however that happens."""
-
-
-def for_model(function: Callable[..., None], checkpoint: Path, *paths: Path, progress: Progress, **options: Any) -> None:
-    """Call a function of a checkpoint, in a process of its own unless the model is small."""
-    size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-    call = function if size < SMALL else partial(in_child, function)
-    call(checkpoint, *paths, progress=progress, **options)
 
 
 def in_child(function: Callable[..., None], *paths: Path, progress: Progress, **options: Any) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.backend import TORCH, Backend, Fill, Loader
-from pipeline.artifacts.child import for_model
+from pipeline.artifacts.child import in_child
 from pipeline.artifacts.digest import file_digest, files_digest
 from pipeline.artifacts.sbom import SBOM_LIBRARY, write_sbom
 from pipeline.artifacts.store import Artifact, Recipe, Store
@@ -130,7 +130,7 @@ class BuildChain:
         def fill(out: Path, progress: Progress) -> None:
             from stages.quantize.run import quantize_weights
 
-            call = quantize_weights if self.config.weights.format == "none" else partial(for_model, quantize_weights)
+            call = quantize_weights if self.config.weights.format == "none" else partial(in_child, quantize_weights)
             options, device = self._options(), self.config.quantize.device
             call(self.checkpoint, out, **options, calibration_texts=self._texts(), device=device, progress=progress)
 
@@ -146,7 +146,7 @@ class BuildChain:
         def fill(out: Path, progress: Progress) -> None:
             from stages.quantize.run import measure_cache
 
-            for_model(
+            in_child(
                 measure_cache,
                 self.checkpoint,
                 weights.path,

@@ -128,6 +128,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     fake("quantize.calibration", calibration_texts=calibrate)
     fake("quantize.run", quantize_weights=quantize_weights, measure_cache=measure_cache, scale_cache=scale_cache)
     fake("quantize.export", export=_export)
+    monkeypatch.setattr(building, "in_child", lambda function, *paths, **options: function(*paths, **options))
 
     def encoded(rounds: int) -> Any:
         def write(out: Path) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.artifacts import child
-from pipeline.artifacts.child import for_model, in_child
+from pipeline.artifacts.child import in_child
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.records import Progress
 
@@ -34,22 +33,6 @@ def test_a_function_works_in_another_process_and_shows_its_progress_here(tmp_pat
     text, process = (tmp_path / "out").read_text().split()
     assert (text, told) == ("done", [("writing", 1, 2)])
     assert int(process) != os.getpid()
-
-
-def test_a_process_is_begun_for_a_model_that_is_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "model.safetensors").write_text("weights")
-
-    def process() -> int:
-        for_model(copy, tmp_path, tmp_path / "out", progress=lambda *_: None)
-        return int((tmp_path / "out").read_text())
-
-    assert process() == os.getpid()
-    monkeypatch.setattr(child, "SMALL", 1)
-    assert process() != os.getpid()
-
-
-def copy(_: Path, out: Path, *, progress: Progress) -> None:  # noqa: ARG001
-    out.write_text(str(os.getpid()))
 
 
 def test_what_it_refuses_is_raised_here(tmp_path: Path) -> None:
@@ -97,8 +80,7 @@ def test_an_interrupted_caller_ends_it_and_it_tidies_up(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from pathlib import Path
-from pipeline.artifacts import child
-from pipeline.artifacts.child import for_model, in_child
+from pipeline.artifacts.child import in_child
 print("once")
 from test_child import work
 in_child(work, Path(sys.argv[1]), text="script", progress=lambda *_: None)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from pipeline.artifacts.backend import TORCH, Artifacts, Backend, Job, Source
-from pipeline.artifacts.child import for_model
+from pipeline.artifacts.child import in_child
 from pipeline.artifacts.store import Recipe
 from pipeline.core.engine import Engine
 from pipeline.core.kv import KVPolicy
@@ -46,7 +46,7 @@ class OnnxBackend(Backend):
         def fill(out: Path, progress: Progress) -> None:
             from stages.engines.onnx.export import export_decoder
 
-            for_model(export_decoder, weights.path / "checkpoint", out, compute_dtype=dtype, progress=progress)
+            in_child(export_decoder, weights.path / "checkpoint", out, compute_dtype=dtype, progress=progress)
 
         decoder = artifacts.make(recipe, fill)
         return Source(decoder.path, decoder.digest)
