@@ -40,7 +40,8 @@ def in_child(function: Callable[..., None], *paths: Path, progress: Progress, **
         assert child.stdin is not None
         try:
             with child.stdin as asked:
-                pickle.dump((function, paths, options, warnings.filters), asked)
+                pickle.dump(warnings.filters[:1] == [("ignore", None, Warning, None, 0)], asked)
+                pickle.dump((function, paths, options), asked)
             while (said := pickle.load(answers)) is not None and not isinstance(said, Exception):
                 progress(*said)
         except (EOFError, BrokenPipeError):
@@ -67,8 +68,9 @@ def main(writing: int, parent: int) -> None:
     redact_output()
     try:
         with open(writing, "wb", buffering=0) as answers:
-            function, paths, options, filters = pickle.load(sys.stdin.buffer)
-            warnings.filters[:] = filters  # type: ignore[index]
+            if pickle.load(sys.stdin.buffer):  # log=quiet; before the function's imports, which warn as well
+                warnings.simplefilter("ignore")
+            function, paths, options = pickle.load(sys.stdin.buffer)
             try:
                 function(*paths, progress=lambda *told: answers.write(pickle.dumps(told)), **options)
                 answers.write(pickle.dumps(None))
