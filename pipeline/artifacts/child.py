@@ -49,7 +49,10 @@ def in_child(function: Callable[..., None], *paths: Path, progress: Progress, **
             said = RuntimeError(f"{function.__name__}: its process ended with exit code {ended}")
             if ended < 0:
                 name = signal.Signals(-ended).name
-                said = MissingRequirement(f"{function.__name__}: its process was killed ({name}): out of memory? free some")
+                said = MissingRequirement(
+                    f"{function.__name__}: its process was killed ({name}): out of memory? free some memory, or run fewer jobs "
+                    "at once"
+                )
         except BaseException:  # Ctrl-C
             child.terminate()
             raise

@@ -40,6 +40,7 @@ AXES: dict[Granularity, tuple[int, ...] | None] = {
     "per_token": (0, 1, 2),
 }
 """ModelOpt's `axis` of each granularity: the dimensions of BHSD that do not share a scale."""
+
 _FP8: dict[str, Any] = {"num_bits": (4, 3), "axis": None}
 _WEIGHTS: dict[WeightsFormat, list[tuple[str, Attributes]]] = {
     "none": [],
