@@ -40,7 +40,8 @@ def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static
         mode: Which of the two graphs.
     """
     graph = model.graph
-    nodes = {_layer(n): n for n in graph.node if (n.domain, n.op_type) == (DOMAIN, SKELETON_NODE)}
+    skeleton = [node for node in graph.node if (node.domain, node.op_type) == (DOMAIN, SKELETON_NODE)]
+    nodes = {helper.get_node_attr_value(node, "layer"): node for node in skeleton}
     assert sorted(nodes) == list(range(info.layers)), "the skeleton has one attention node per layer"
     specs = {layer: AttentionSpec.of(info, policy, layer, mode) for layer in range(info.layers)}
     length: int | str = 1 if mode == "decode" else "S"
@@ -141,9 +142,3 @@ def _append_check(graph: onnx.GraphProto, info: ModelInfo, sources: list[str], l
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     dims: Dims = ["B", len(sources) * info.kv_heads, length, 1]
     graph.output.append(helper.make_tensor_value_info(NOT_FINITE, kind, dims))
-
-
-def _layer(node: onnx.NodeProto) -> int:
-    """The number of the layer that a skeleton's attention node stands for."""
-    (layer,) = (attribute.i for attribute in node.attribute if attribute.name == "layer")
-    return int(layer)
