@@ -25,7 +25,7 @@ from pipeline.formats.body import DOMAIN
 from stages.checkpoints import load_causal_lm
 from stages.engines.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE
 from stages.engines.onnx.weights import store_weights
-from stages.engines.oracle.model import asked_of, head
+from stages.engines.oracle.model import asked_of, head, no_mask
 
 ComputeDType = Literal["float32", "float16", "bfloat16"]
 
@@ -91,10 +91,6 @@ def _attention_node(
     return node, None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """transformers' mask interface: no mask, since the attention node has its own."""
-
-
 class _Decoder(torch.nn.Module):
     """The decoder with logits of one row per sequence: lm_head over all rows would be most of a small model's prefill."""
 
@@ -115,7 +111,7 @@ def _translate(checkpoint: Path, graph: Path, compute_dtype: ComputeDType, progr
     model.eval()
     progress("tracing", 0, 1)
     AttentionInterface.register(_ATTENTION, _attention_node)
-    AttentionMaskInterface.register(_ATTENTION, _no_mask)
+    AttentionMaskInterface.register(_ATTENTION, no_mask)
     model.config._attn_implementation = _ATTENTION
     model.config._experts_implementation = "batched_mm"  # the loop over the experts that tokens chose cannot be traced
     batch, length = torch.export.Dim("B", min=1), torch.export.Dim("S", min=1)

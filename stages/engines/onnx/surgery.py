@@ -54,7 +54,9 @@ def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static
         sources += [key, value]
         for codec in spec.sides.values():
             graph.input.extend(_side_inputs(codec, layer))
-            graph.initializer.extend(_write_constants(codec, layer, static))
+            # Constants of quantization. Those of attention are inputs, since the must-fail control corrupts only these.
+            written = codec.constant_values(static, layer).items()
+            graph.initializer.extend(numpy_helper.from_array(values, f"write_{name}.{layer}") for name, values in written)
         if policy.exact_tokens:
             buffers: Dims = ["M", info.kv_heads, policy.exact_tokens, info.head_dim]
             for name in ("key_exact", "value_exact"):
@@ -106,14 +108,6 @@ def _side_inputs(codec: SideCodec, layer: int) -> list[onnx.ValueInfoProto]:
         for name, (storage, width) in codec.arrays.items()
     ]
     return pools + [helper.make_tensor_value_info(f"{name}.{layer}", FLOAT, dims) for name, dims in codec.constants.items()]
-
-
-def _write_constants(codec: SideCodec, layer: int, static: KVScales) -> list[onnx.TensorProto]:
-    """The static parameters of quantization. Parameters of attention are inputs: the must-fail control corrupts only these."""
-    return [
-        numpy_helper.from_array(values, f"write_{name}.{layer}")
-        for name, values in codec.constant_values(static, layer).items()
-    ]
 
 
 def _append_quantize(graph: onnx.GraphProto, codec: SideCodec, layer: int, source: str, length: int | str) -> None:
