@@ -1,4 +1,4 @@
-"""What workloads share: which sample it is, messages with the known answers of the assistant, answers in JSON, lists of words."""
+"""What workloads share: which sample it is, messages with known answers of the assistant, answers in JSON, lists of words."""
 
 import json
 import random
