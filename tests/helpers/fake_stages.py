@@ -148,13 +148,13 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
         read_encoded=lambda directory: encoded(int((directory / "encoded.json").read_text())),
         BundleTokenizer=lambda _: None,
     )
-    fake("evaluate.able", require_able=lambda *_: None)
     fake("evaluate.measure", measure=_measure, Local=lambda engine, *_: engine)
     fake("evaluate.once", once=_once)
     fake("evaluate.twins.twin", Twin=lambda *_: None)
     fake(
         "evaluate.decoding.stored",
         Once=nothing,
+        require_able=lambda *_: None,
         read_round=lambda path: json.loads((path / "round.json").read_text())["policy"],
     )
     fake("evaluate.joining", join=_join)
