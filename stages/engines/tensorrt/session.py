@@ -4,25 +4,22 @@ A captured graph holds the addresses and the shape that it was captured with, an
 context and input and output tensors of its own, and shapes are few (`shapes.bucket`). Contexts share one activation
 memory: everything runs on one stream, one after the other.
 
-What the pool does with a run's outputs on the device is part of the run, and of its graph: the host fills one buffer before
-it and reads one result after it.
+What the pool does with a run's outputs on the device (`Consumer`) is part of the run, and of its graph: the host fills
+one buffer before it and reads one result after it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from stages.engines.staging import ALIGNMENT, StagedInputs, StepResults, stacked
+from stages.engines.staging import ALIGNMENT, Section, StagedInputs, StepResults, stacked
 from stages.engines.tensorrt.bundle import Tensor
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.shapes import padded
-
-if TYPE_CHECKING:
-    from stages.engines.tensorrt.pool import TorchPool
 
 DTYPES = {
     "FLOAT": torch.float32,
@@ -63,6 +60,19 @@ class Device:
         return graph.replay
 
 
+class Consumer(Protocol):
+    """What runs on the device after the plan, in the same step: `TorchPool`."""
+
+    @property
+    def families(self) -> Sequence[Sequence[str]]: ...
+
+    def sections(self, sizes: Mapping[str, int]) -> dict[str, Section]: ...
+
+    def results(self, step: "Step") -> Sequence[torch.Tensor]: ...
+
+    def consume(self, step: "Step") -> None: ...
+
+
 class Step:
     """A plan at one shape: its context, its inputs and outputs, and its CUDA graph."""
 
@@ -70,7 +80,7 @@ class Step:
         self._session = session
         own = {name: tensor for name, tensor in session.inputs.items() if name not in session.bound}
         sections = {name: (DTYPES[t.dtype], session.shape(t, sizes)) for name, t in own.items()}
-        sections |= session.pool.sections(sizes)
+        sections |= session.consumer.sections(sizes)
         # Tables change once in many steps: what lies before them is then all that is copied.
         self._order = sorted(sections, key=lambda name: "table" in name or name == "exact_slots")
         self._staged = StagedInputs({name: sections[name] for name in self._order}, session.device.torch_device)
@@ -79,8 +89,8 @@ class Step:
         self.inputs = self._staged.tensors
         self.outputs: dict[str, torch.Tensor] = {}
         self.families: list[torch.Tensor] = []
-        """As the pool's families name them, each (outputs, *shape)."""
-        for names in session.pool.families:
+        """As the consumer's families name them, each (outputs, *shape)."""
+        for names in session.consumer.families:
             first = session.outputs[names[0]]
             shape, kind = session.shape(first, sizes), DTYPES[first.dtype]
             self.families.append(stacked(len(names), shape, kind, session.device.torch_device))
@@ -90,7 +100,7 @@ class Step:
                 self.outputs[name] = torch.zeros(
                     session.shape(t, sizes), dtype=DTYPES[t.dtype], device=session.device.torch_device
                 )
-        self.results = list(session.pool.results(self))
+        self.results = list(session.consumer.results(self))
         self._results = StepResults(*self.results)
         self._context = session.context()
         bindings = session.bound | {name: self.inputs[name] for name in own}
@@ -123,7 +133,7 @@ class Step:
         self._changed = -1
 
     def read(self) -> list[npt.NDArray[np.generic]]:
-        """Wait for the device once and return the pool's results, which the next call overwrites."""
+        """Wait for the device once and return the consumer's results, which the next call overwrites."""
         return self._results.read()
 
     def run(self) -> None:
@@ -136,7 +146,7 @@ class Step:
     def _enqueue(self) -> None:
         session = self._session
         session.check(self._context.execute_async_v3(session.device.stream), "a run")
-        session.pool.consume(self)
+        session.consumer.consume(self)
 
 
 class PlanSession:
@@ -152,13 +162,13 @@ class PlanSession:
         *,
         memory: torch.Tensor,
         bound: Mapping[str, torch.Tensor],
-        pool: "TorchPool",
+        consumer: Consumer,
         captured: bool,
     ) -> None:
-        """Open a plan. `bound` are tensors whose addresses never change; `pool` takes what the plan puts out, on the device."""
+        """Open a plan. `bound` are tensors whose addresses never change; `consumer` runs on the device after the plan."""
         assert memory.data_ptr() % ALIGNMENT == 0, f"TensorRT wants memory aligned to {ALIGNMENT} bytes"
         self.library, self.engine, self.device, self.captured = library, engine, device, captured
-        self.pool, self._memory = pool, memory
+        self.consumer, self._memory = consumer, memory
         # An input that nothing reads may be missing: the builder may drop it.
         names = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
         self.inputs = {tensor.name: tensor for tensor in inputs if tensor.name in names}
