@@ -17,10 +17,12 @@ import numpy as np
 
 from benchmarks.recovery import Answers, load
 from pipeline.statistics.bets import OUTLIER
-from pipeline.statistics.bounds import SHARES_FOR_PASS, Array
+from pipeline.statistics.bounds import SHARES_OF_WHOLE, Array, log_steps
 from pipeline.verdict.gates import Gates
+from pipeline.verdict.gates.recovery import ASSUMED
 
 GATES = Gates()
+LEVEL = ASSUMED * GATES.pass_alpha
 RUNS, SEED = 2000, 20_261_125
 MIXTURES = 10
 """How often each candidate at the limit is made: which questions are broken changes what passes."""
@@ -34,7 +36,7 @@ def bet(base: Array, kept: Array, limit: float, alpha: float) -> Array:
     loss, most = base - kept - (1 - limit) * (base - mean), (1 - limit) * mean
     worst = np.maximum(OUTLIER * most, loss.max(axis=1, keepdims=True))
     gains = (most - np.clip(loss, -OUTLIER * most, worst)) / (worst - most)
-    logs = [np.log1p(share * gains).sum(axis=1) for share in SHARES_FOR_PASS]
+    logs = [log_steps(gains, share).sum(axis=1) for share in SHARES_OF_WHOLE]
     return np.asarray(np.logaddexp.reduce(logs) - math.log(len(logs)) >= -math.log(alpha))
 
 
@@ -68,7 +70,7 @@ def passing(base: Array, kept: Array, limit: float, looks: Sequence[int], rng: n
     """Return the share of runs that pass at any look, each after so many pages."""
     drawn = rng.integers(len(base), size=(RUNS, looks[-1]))
     before, after = base.mean(axis=1)[drawn], kept.mean(axis=1)[drawn]
-    passed = [bet(before[:, :pages], after[:, :pages], limit, GATES.pass_alpha) for pages in looks]
+    passed = [bet(before[:, :pages], after[:, :pages], limit, LEVEL) for pages in looks]
     return float(np.logical_or.reduce(passed).mean())
 
 

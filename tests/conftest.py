@@ -15,7 +15,6 @@ from composed_once import compose_once
 
 if TYPE_CHECKING:
     from main_path import Swept
-    from recovery import Trials
 
 # Tables are as wide as where there is no terminal, whoever runs the tests: xdist sets a width.
 os.environ.pop("COLUMNS", None)
@@ -118,14 +117,6 @@ def commands() -> Iterator[Commands]:
     """The process that runs command lines in forks."""
     with Commands() as commands:
         yield commands
-
-
-@pytest.fixture(scope="module")
-def trials(tmp_path_factory: pytest.TempPathFactory) -> "Trials":
-    """Runs of one small evaluation, each of which a fault hits."""
-    from recovery import Trials
-
-    return Trials(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="module")

@@ -186,8 +186,7 @@ class Chain(BuildChain):
         return self.make(self._recipe("evaluate", "joining", made), fill, policy), made["engine"], made["baseline"]
 
     def _require_able(self, answers: Artifact) -> None:
-        from stages.evaluate.able import require_able
-        from stages.evaluate.decoding.stored import read_round
+        from stages.evaluate.decoding.stored import read_round, require_able
 
         require_able(self._encoded.round(1), read_round(answers.path), self.config.gates.min_baseline_probability)
 

@@ -45,6 +45,11 @@ class Mean:
         most = OUTLIER * self.limit
         return max(most, float(self.values.max())) if self.whole else most
 
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Return the shares that are bet on a PASS."""
+        return bounds.SHARES_OF_WHOLE if self.whole else bounds.SHARES_FOR_PASS
+
     def fails(self, level: float) -> bool:
         """Return whether the mean, with outliers whole, is clearly above the limit or not finite."""
         if not np.isfinite(self.values).all():
@@ -60,8 +65,8 @@ class Mean:
             raw = np.maximum(self.values, self.best)
             return Result("FAIL", float(raw.mean()), bounds.lower_bound(raw, fail_level, self.best), fail_level)
         cut = np.clip(self.values, self.best, self.worst)
-        passes = bounds.log_wealth_below(cut, self.limit, self.worst) >= -math.log(pass_level)
-        bound = bounds.upper_bound(cut, pass_level, self.worst)
+        passes = bounds.log_wealth_below(cut, self.limit, self.worst, self.shares) >= -math.log(pass_level)
+        bound = bounds.upper_bound(cut, pass_level, self.worst, self.shares)
         return Result("PASS" if passes else None, float(cut.mean()), bound, pass_level)
 
     def needed(self, level: float, power: float, most: int) -> int:
@@ -70,8 +75,8 @@ class Mean:
         below = bounds.gains(self.limit - cut, self.worst - self.limit)
         above = bounds.gains(np.maximum(self.values, self.best) - self.limit, self.limit - self.best)
         counts = [
-            bounds.documents_to_reach(np.log1p(share * won), -math.log(level) + math.log(len(shares)), power)
-            for won, shares in ((below, bounds.SHARES_FOR_PASS), (above, bounds.SHARES_FOR_FAIL))
+            bounds.documents_to_reach(bounds.log_steps(won, share), -math.log(level) + math.log(len(shares)), power)
+            for won, shares in ((below, self.shares), (above, bounds.SHARES_FOR_FAIL))
             for share in shares
         ]
         return int(min(most, *counts))

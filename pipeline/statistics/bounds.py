@@ -30,6 +30,8 @@ Array = npt.NDArray[np.float64]
 
 SHARES_FOR_PASS = (0.4, 0.9)
 """Mixture of the shares f that are bet on a mean below the limit: sound engines are far below it and vary little."""
+SHARES_OF_WHOLE = (0.5, 1.0)
+"""The same where outliers count whole. One document as bad as the worst that is allowed for leaves only the half."""
 SHARES_FOR_FAIL = (0.05, 0.3, 0.9)
 """Those bet on a mean above the limit, where a few documents may have nearly all of it."""
 EVENT_CORRELATION = 0.15
@@ -68,9 +70,9 @@ def document_totals(values: Sequence[float | None], documents: Sequence[str]) ->
     return np.asarray(totals * len(totals) / len(values))
 
 
-def log_wealth_below(values: Array, limit: float, worst: float) -> float:
+def log_wealth_below(values: Array, limit: float, worst: float, shares: Sequence[float] = SHARES_FOR_PASS) -> float:
     """Return the log of the wealth against "the mean is `limit` or more"; neither it nor a value is above `worst`."""
-    return _log_wealth(gains(limit - values, worst - limit), SHARES_FOR_PASS)
+    return _log_wealth(gains(limit - values, worst - limit), shares)
 
 
 def log_wealth_above(values: Array, limit: float, best: float) -> float:
@@ -87,24 +89,31 @@ def gains(won: Array, most_lost: float) -> Array:
     return won / most_lost if most_lost > 0 else np.where(won > 0, math.inf, 0.0)
 
 
+def log_steps(won: Array, share: float) -> Array:
+    """Return by how much each document moves the log of the wealth; by minus infinity where everything was bet and lost."""
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.log1p(share * np.maximum(won, -1.0)))
+
+
 def _log_wealth(won: Array, shares: Sequence[float]) -> float:
     """The log of the mean wealth over `shares`; `won` is what a bet of everything would add, at least -1."""
-    logs = [float(np.log1p(share * np.maximum(won, -1.0)).sum()) for share in shares]
+    logs = [float(log_steps(won, share).sum()) for share in shares]
     return float(np.logaddexp.reduce(logs)) - math.log(len(shares))
 
 
 def documents_to_reach(steps: Array, enough: float, power: float) -> float:
     """Return about how many steps like these reach `enough` with a probability of `power`; infinite where they do not grow."""
-    growth, spread = float(steps.mean()), float(ndtri(power)) * float(steps.std())
+    growth = float(steps.mean())
     if not growth > 0:
         return math.inf
+    spread = float(ndtri(power)) * float(steps.std())
     return math.ceil(((spread + math.sqrt(spread * spread + 4 * growth * enough)) / (2 * growth)) ** 2)
 
 
-def upper_bound(values: Array, alpha: float, worst: float) -> float:
+def upper_bound(values: Array, alpha: float, worst: float, shares: Sequence[float] = SHARES_FOR_PASS) -> float:
     """Return the one-sided 1 - alpha upper bound of a mean whose values are at most `worst`, which it is where they are few."""
     enough = -math.log(alpha)
-    return _crossing(float(values.mean()), worst, lambda limit: log_wealth_below(values, limit, worst) >= enough)
+    return _crossing(float(values.mean()), worst, lambda limit: log_wealth_below(values, limit, worst, shares) >= enough)
 
 
 def lower_bound(values: Array, alpha: float, best: float) -> float:

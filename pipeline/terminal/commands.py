@@ -4,8 +4,12 @@ Stages that work on checkpoints repeat what was typed, with what changes. Stages
 differs from the defaults, wherever it came from (an `experiment=` would sweep again).
 """
 
+import shlex
+import shutil
+import sys
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -14,11 +18,31 @@ from pipeline.config import CONF
 from pipeline.config.config import Config
 from pipeline.core.backends import InProcessConfig
 from pipeline.core.overrides import differing
-from pipeline.terminal.planning_tables import command_line
 from pipeline.verdict.gates import Gates
 
 _given: list[tuple[str, ...]] = []
 """The arguments of the command that this process is; empty in a program, and in a launcher's worker."""
+
+
+def begun() -> str:
+    """Return how a command line begins: with `python`, or with this one's path where a shell finds another one, or none."""
+    own, found = Path(sys.executable), shutil.which("python")
+    same = found is not None and Path(found).absolute().parent == own.parent
+    return f"{'python' if same else shlex.quote(str(own))} -m pipeline"
+
+
+def command_line(base: Sequence[str], arguments: Sequence[str], *, sweep: bool = False) -> str:
+    """Return the command with these arguments in place of those of the same keys.
+
+    Another option of a group than that of `base` takes the keys of that group away too.
+    """
+    changed = {_key(argument) for argument in arguments}
+    kept = [one for one in base if not {_key(one), _key(one).partition(".")[0]} & changed]
+    return f"{begun()} {shlex.join([*(['-m'] if sweep else []), *kept, *arguments])}".rstrip()
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
 
 
 def remember(arguments: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ import atexit
 import io
 import logging
 import os
+import re
 import sys
 import threading
 import traceback
@@ -21,7 +22,6 @@ from rich.text import Text
 from pipeline.core.errors import DEBUG_VARIABLE, INTERRUPTED, REFUSALS, describe, exit_code
 from pipeline.core.redaction import printable, redact_text
 from pipeline.terminal.streams import RESULT, Streams, line
-from pipeline.terminal.texts import relative
 
 if TYPE_CHECKING:
     from pipeline.core.records import Progress
@@ -38,6 +38,17 @@ LOGGER = logging.getLogger("kvgate")
 _wide = (sys.stdout is not None and sys.stdout.isatty()) or "COLUMNS" in os.environ  # None: it was closed
 out = Console(highlight=False, emoji=False, width=None if _wide else PLAIN_WIDTH)
 err = Console(highlight=False, emoji=False, stderr=True)
+
+
+def relative(text: str) -> str:
+    """Return a text with the paths below the current directory relative to it; in addresses, those of SQLite alone."""
+    try:
+        here = os.getcwd()
+    except OSError:  # it was removed
+        return text
+    if here == "/":
+        return text
+    return re.sub(rf"(?:(?<=sqlite:///)|(?<![\w./:~-])){re.escape(here)}/(?=[^\s/])", "", text)
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,8 @@ from pipeline.core.workloads import GSM8K_PROBLEMS, TRAINED, Workload
 from pipeline.registry.proof import PASS
 from pipeline.registry.summary import Candidate
 from pipeline.terminal import console
-from pipeline.terminal.commands import carried, defaults, judging, promoting, standing, typed
-from pipeline.terminal.planning_tables import command_line
+from pipeline.terminal.commands import begun, carried, command_line, defaults, judging, promoting, standing, typed
 from pipeline.terminal.progress import duration
-from pipeline.terminal.texts import begun
 from pipeline.verdict.gates import GATES, LINES
 from pipeline.verdict.thresholds import Check
 

@@ -1,6 +1,5 @@
 """Capacities and recommendations as tables and sentences."""
 
-import shlex
 from collections.abc import Sequence
 
 from rich.markup import escape
@@ -8,9 +7,9 @@ from rich.markup import escape
 from pipeline.planning.capacity import Capacity
 from pipeline.planning.recommend import NO_EVIDENCE, Recommendation
 from pipeline.planning.use import GIB
+from pipeline.terminal.commands import command_line
 from pipeline.terminal.grids import Column, Grid, Row
 from pipeline.terminal.progress import duration
-from pipeline.terminal.texts import begun
 
 KIB, MIB = 1024, 1024**2
 
@@ -96,20 +95,6 @@ def capacity_table(capacity: Capacity) -> Grid:
         for entry in capacity.policies
     ]
     return Grid("What the memory holds", "policy", columns, rows)
-
-
-def command_line(base: Sequence[str], arguments: Sequence[str], *, sweep: bool = False) -> str:
-    """Return the command with these arguments in place of those of the same keys.
-
-    Another option of a group than that of `base` takes the keys of that group away too.
-    """
-    changed = {_key(argument) for argument in arguments}
-    kept = [one for one in base if not {_key(one), _key(one).partition(".")[0]} & changed]
-    return f"{begun()} {shlex.join([*(['-m'] if sweep else []), *kept, *arguments])}".rstrip()
-
-
-def _key(override: str) -> str:
-    return override.lstrip("+~").partition("=")[0]
 
 
 def recommendation_lines(recommendation: Recommendation, base: Sequence[str]) -> list[str]:

@@ -16,7 +16,6 @@ from pipeline.registry.proof import PASS, Finding
 from pipeline.registry.summary import Candidate
 from pipeline.terminal import console
 from pipeline.terminal.grids import Column, Grid, Row, Value
-from pipeline.terminal.texts import relative
 from pipeline.verdict.report import EvaluationReport
 
 
@@ -119,7 +118,7 @@ def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[F
     ordered = sorted(findings, key=lambda finding: tuple(FINDING_COLOURS).index(finding.status))
     rows = [Row(finding.name, [finding.status], finding.detail) for finding in ordered]
     columns = (Column("replayed", "replayed", words=True),)
-    title = relative(f"{policy} of {model}: {directory}")
+    title = console.relative(f"{policy} of {model}: {directory}")
     return Grid(title, "what", columns, rows, remarks="found", colours=FINDING_COLOURS)
 
 

@@ -23,8 +23,7 @@ from pipeline.config.config import Config
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.terminal import console, next_steps
 from pipeline.terminal.grids import Column, Grid, Row
-from pipeline.upkeep.disk import Piece, distinct_bytes
-from pipeline.upkeep.needs import Found, find, needs_of
+from pipeline.upkeep.needs import Found, Piece, distinct_bytes, find, needs_of
 
 FIRST = ("baseline", "round", "baseline_once", "once", "identity", "evaluate")
 """The order in which kinds go: the baseline's log-probabilities are the largest, and no identity outlives what it names."""

@@ -18,8 +18,7 @@ from pipeline.terminal import console, next_steps
 from pipeline.terminal.grids import Column, Grid, Row
 from pipeline.terminal.next_steps import Step
 from pipeline.terminal.tables import COLOURS
-from pipeline.upkeep.disk import distinct_bytes
-from pipeline.upkeep.needs import Found, Held, Sweep, find, needs_of
+from pipeline.upkeep.needs import Found, Held, Sweep, distinct_bytes, find, needs_of
 from pipeline.upkeep.registered import Model
 
 SCHEMA_VERSION: Final = 1

@@ -23,11 +23,19 @@ from pipeline.verdict.thresholds import ScaleChangeKind
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.coverage import coverage
 from stages.evaluate.decoding.decode import shares
-from stages.evaluate.decoding.interruption import Interruption, interruption
 from stages.evaluate.decoding.noise import repeated_samples
 from stages.evaluate.decoding.results import ResultFolder, SampleResult, unfinished
-from stages.evaluate.decoding.right_answers import in_own_words, likelier
-from stages.evaluate.decoding.rows import Answer, Done, greedy_of, judged_answers, labelled, run_samples
+from stages.evaluate.decoding.rows import (
+    Answer,
+    Done,
+    Interruption,
+    greedy_of,
+    interruption,
+    judged_answers,
+    labelled,
+    probability,
+    run_samples,
+)
 from stages.evaluate.decoding.speculation import speculated
 from stages.evaluate.decoding.stored import LOGPROBS, Measured, Round, read_round
 from stages.evaluate.distances.distance import StepStatistics
@@ -252,3 +260,37 @@ def work(encoded: Sequence[EncodedSample], results: Sequence[SampleResult], *, s
         shared_tokens=sum(len(tokens) * (count - 1) for (_, tokens), count in users.items()),
         decoded_tokens=sum(result.decoded for result in results),
     )
+
+
+UNLIKELY = 0.1
+"""A reference of less probability under a baseline that answers rightly is not how it says the answer."""
+
+
+def in_own_words(
+    encoded: Sequence[EncodedSample], results: Sequence[SampleResult], answers: Sequence[Answer | None], greedy: Greedy
+) -> dict[int, EncodedSample]:
+    """Return the samples whose reference the baseline finds unlikely, with its own right answer instead, by their place.
+
+    Where results are scored, each given the steps before, an answer of its own would have no such results.
+
+    Args:
+        encoded: The samples in tokens.
+        results: What came of the baseline.
+        answers: Its answers, None where the sample is not judged.
+        greedy: How answers end.
+    """
+    instead = {}
+    for i, (item, result, answer) in enumerate(zip(encoded, results, answers, strict=True)):
+        if answer is None or not answer.judgement.correct or item.results:
+            continue
+        if probability(result.statistics.baseline_nll, item) >= UNLIKELY:
+            continue
+        said = greedy.said(answer.tokens, item)
+        if tuple(said) != item.reference:
+            instead[i] = item.answered(said)
+    return instead
+
+
+def likelier(own: SampleResult, reference: SampleResult) -> bool:
+    """Return whether the baseline finds its own words more likely than the reference."""
+    return bool(own.statistics.baseline_nll.sum() < reference.statistics.baseline_nll.sum())

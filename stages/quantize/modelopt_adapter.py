@@ -4,10 +4,14 @@ Legend: B = batch, H = num_kv_heads, S = sequence, D = head_dim.
 """
 
 import contextlib
+import io
 import json
-from collections.abc import Callable, Mapping
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import modelopt.torch.quantization as mtq
 import torch
@@ -20,7 +24,6 @@ from pipeline.checkpoint.rope import rope_at_top_level
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Rotation
 from stages.engines.oracle.formats import hadamard
-from stages.quantize.quiet import quiet
 from stages.quantize.recipe import (
     NOTHING,
     SHARED_INPUTS,
@@ -219,3 +222,24 @@ def _rotate_around(quantizer: torch.nn.Module) -> tuple[RemovableHandle, Removab
 
     before = quantizer.register_forward_pre_hook(lambda _, args: rotated(args[0]))
     return before, quantizer.register_forward_hook(lambda *call: rotated(call[-1]))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[TextIO]:
+    """Silence ModelOpt, which prints, warns and logs about what this stage asserts and validates itself.
+
+    Its prints go to the debug log. Yields the stdout from before.
+    """
+    stdout, printed = sys.stdout, io.StringIO()
+    loggers = [logging.getLogger(name) for name in ("modelopt", "transformers")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
+            warnings.simplefilter("ignore")
+            yield stdout
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        logging.getLogger(__name__).debug("%s", printed.getvalue())

@@ -1,7 +1,8 @@
 """`stage=tune`: what each place costs, the policies of fewest bytes within budgets, and what all their formats cost at once.
 
 The sum of what places cost alone predicts what they cost together, but for their interactions. So every policy that the integer
-program proposes is measured as it is, and the program is asked again with the budget that the measurement suggests.
+program proposes is measured as it is, and the program is asked again with the budget that the measurement suggests. HiGHS,
+which SciPy carries, solves the program.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
 
 from pipeline.core.formats import Format
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape
@@ -35,9 +38,7 @@ from pipeline.statistics.bootstrap import resampled_sums
 from pipeline.verdict.record import finite
 from stages.checkpoints import load_causal_lm
 from stages.engines.oracle.model import shape_for
-from stages.tune.measure import Bench
-from stages.tune.search import Option, fewest_bytes
-from stages.tune.texts import TextSet, parts
+from stages.tune.measure import Bench, TextSet, parts
 
 ATTEMPTS = 4
 """Proposals that are measured for one budget."""
@@ -46,6 +47,40 @@ MARGINS = (0.9, 0.5)
 """What share of a uniform policy's KL a policy that is to beat it may have where it is checked: elsewhere it may have more."""
 
 Unit = tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class Option:
+    """What one unit costs in one format."""
+
+    bytes: int
+    """Bytes of one token."""
+    kl: float
+    """Mean KL of this unit alone, in nats per token; infinite or NaN where it cannot be taken."""
+
+
+def fewest_bytes(units: Sequence[Sequence[Option]], budget: float) -> tuple[int, ...] | None:
+    """Return the number of every unit's option, None when no choice stays within the budget."""
+    owner = np.array([number for number, options in enumerate(units) for _ in options])
+    flat = [option for options in units for option in options]
+    kl = np.array([option.kl / budget for option in flat])
+    allowed = kl <= 1  # false for NaN
+    kl = np.where(allowed, kl, 0.0)
+    # Bytes are whole numbers, and the sum of KL within the budget is worth half a byte: it decides between equals alone.
+    cost = np.array([option.bytes for option in flat]) + 0.5 * kl
+    one_each = csr_array((np.ones(len(flat)), (owner, np.arange(len(flat)))), shape=(len(units), len(flat)))
+    solution = milp(
+        cost,
+        integrality=np.ones(len(flat)),
+        bounds=Bounds(0, allowed.astype(float)),
+        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(kl[None, :], -np.inf, 1)],
+        options={"mip_rel_gap": 0.0},
+    )
+    if solution.x is None:
+        return None
+    taken = np.flatnonzero(solution.x > 0.5)
+    first = np.searchsorted(owner, np.arange(len(units)))
+    return tuple(int(index - first[owner[index]]) for index in taken)
 
 
 @dataclass

@@ -1,16 +1,18 @@
 """Bad input is refused in one line that names key or file, value and fix, before any work, and nothing is written.
 
-Every eighth case of the tables; `tests/long/test_every_bad_input.py` asks all of them.
+Every eighth case of the tables; `make test-long` asks all of them.
 """
 
 from pathlib import Path
 
 import pytest
+from amount import STRIDE
 
 from bad_input.case import Case, Commands, broken_promises
 from bad_input.tables import CASES
 
 
-@pytest.mark.parametrize("case", CASES[::8], ids=lambda case: case.name)
+@pytest.mark.every
+@pytest.mark.parametrize("case", CASES[:: 1 if STRIDE == 1 else 8], ids=lambda case: case.name)
 def test_bad_input_is_refused_in_a_line_and_leaves_nothing(case: Case, commands: Commands, tmp_path: Path) -> None:
     assert broken_promises(case, commands, tmp_path) == []

@@ -21,7 +21,7 @@ from stages.engines.openai.config import OpenAIConfig
 from stages.engines.openai.engine import COMPLETIONS, OpenAIEngine, ServerRecord
 from stages.engines.openai.protocol import FINGERPRINT
 from stages.engines.openai.server import ask, write_server
-from stages.evaluate.distances.shown import compare_shown, head_of_shown
+from stages.evaluate.servers.served import compare_shown, head_of_shown
 
 FUZZED = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 URL = "http://127.0.0.1:1"

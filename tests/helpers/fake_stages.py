@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from gate_reports import answered, every_class, report
 
+from pipeline import dry
 from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
 from pipeline.artifacts.digest import file_digest
 from pipeline.artifacts.files import link_or_copy
@@ -23,7 +24,6 @@ from pipeline.artifacts.store import Recipe
 from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress, Sample
 from pipeline.core.scales import SCALES_FILE
-from pipeline.dry import command as dry
 from pipeline.run import building, chain, inputs
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
 
@@ -148,13 +148,13 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
         read_encoded=lambda directory: encoded(int((directory / "encoded.json").read_text())),
         BundleTokenizer=lambda _: None,
     )
-    fake("evaluate.able", require_able=lambda *_: None)
     fake("evaluate.measure", measure=_measure, Local=lambda engine, *_: engine)
     fake("evaluate.once", once=_once)
     fake("evaluate.twins.twin", Twin=lambda *_: None)
     fake(
         "evaluate.decoding.stored",
         Once=nothing,
+        require_able=lambda *_: None,
         read_round=lambda path: json.loads((path / "round.json").read_text())["policy"],
     )
     fake("evaluate.joining", join=_join)

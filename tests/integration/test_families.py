@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.weights import check_weights
-from pipeline.core.kv import FP16_POLICY, KVPolicy
+from pipeline.core.kv import FP16_POLICY, KVPolicy, Window
 from pipeline.core.records import no_progress
 from pipeline.core.scales import SCALES_FILE, KVScales
 from stages.checkpoints import expected_tensors
@@ -36,9 +36,14 @@ TOKENS, FORCED = 150, 12
 CHUNK = 64
 
 MIXED = conf_policy("fp8k_int4v")
-GROUPS_OF_16 = MIXED.model_copy(update={"value": MIXED.value.model_copy(update={"group_size": 16})})
-"""Of heads that 64 does not divide, too."""
-POLICIES = {policy.name: policy for policy in (FP16_POLICY, conf_policy("int8"), GROUPS_OF_16)}
+AGED = KVPolicy(
+    name="aged", key=MIXED.key, value=MIXED.value.model_copy(update={"group_size": 16}),
+    sink_tokens=4, recent_tokens=20, window=Window(tokens=64, value=MIXED.key),
+)  # fmt: skip
+"""Exact tokens and a window of finer values beside a layer's own window; groups of heads that 64 does not divide, too."""
+POLICIES = {policy.name: policy for policy in (FP16_POLICY, conf_policy("int8"), AGED)}
+FEW = ("llama", "qwen2")
+"""Families of `make test`: with scaled rotations, and with a sliding window in some layers."""
 ATTENTIONS: tuple[CpuAttention, ...] = ("graph", "native")
 torch.set_num_threads(1)
 pytestmark = pytest.mark.every
@@ -81,7 +86,7 @@ class Served:
         return OracleEngine.from_model(self.model, policy, scales, prefill_chunk=CHUNK)
 
 
-@pytest.fixture(scope="module", params=list(MODELS)[: None if STRIDE == 1 else 1])
+@pytest.fixture(scope="module", params=list(MODELS) if STRIDE == 1 else FEW)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     root = tmp_path_factory.mktemp(request.param)
     model = family_model(request.param, vocab_size=VOCABULARY)
@@ -110,7 +115,7 @@ def test_the_fp16_engine_equals_the_eager_model_beyond_every_window(served: Serv
     np.testing.assert_allclose(forced(engine, [text()], FORCED)[:, 0], expected, atol=1e-2 * expected.std())
 
 
-@pytest.mark.parametrize(("policy", "attention"), [("int8", "graph"), ("fp8k_int4v", "native")])
+@pytest.mark.parametrize(("policy", "attention"), [("int8", "graph"), ("aged", "graph"), ("aged", "native")])
 def test_a_quantized_engine_equals_the_oracle(served: Served, policy: str, attention: CpuAttention) -> None:
     """Over the engine's own codes: a number between two codes may round to the other one, and that moves all later logits."""
     engine, first = served.engine(POLICIES[policy], attention), TOKENS - FORCED

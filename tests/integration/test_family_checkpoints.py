@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from family_models import MODELS, SIZE, family_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from pipeline.checkpoint.description import CheckpointInfo, describe_checkpoint, read_config
@@ -112,6 +114,14 @@ def test_a_decoder_nested_in_text_config_is_read_as_if_it_stood_alone(tmp_path: 
     nested = described(tmp_path, {**beside, "model_type": "wrapper", "text_config": config})
     assert nested == described(tmp_path, {**beside, **config})
     check_weights(nested, expected_tensors)
+
+
+def test_what_older_files_hold_and_the_model_computes_itself_is_no_fault(tmp_path: Path) -> None:
+    family_model("llama").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_weights(described(tmp_path, read_config(tmp_path)), expected_tensors)
 
 
 def test_every_class_names_its_family_once() -> None:

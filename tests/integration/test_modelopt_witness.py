@@ -5,9 +5,7 @@ From the same scales both must give the same numbers. What may differ:
 - ModelOpt multiplies by limit / amax where the contract divides by amax / limit. Without a crossed tie that is 2^-22 of the
   largest number of a vector, twice that through a rotation (CLOSE allows twice as much again). A tie is crossed where a
   quotient lies on it to within float32's 2^-24: for int8 about one number in 10^5 (TIES).
-- ModelOpt's own dynamic scales are float32, the cache's are rounded to float16, by at most HALF of their value. A code of k
-  steps then moves by at most k * HALF steps. So codes differ by one at most, and, for evenly spread numbers, in no larger a
-  share than `flips`: limit * HALF of integer codes; 2^4 * HALF of FP8 codes, which are at least 2^-4 of their value apart.
+- ModelOpt's own dynamic scales are float32, the cache's are rounded to float16: a few codes move by one.
 """
 
 from collections.abc import Sequence
@@ -41,7 +39,6 @@ NVFP4 = SHIPPED["nvfp4"].key
 
 CLOSE = 2.0**-20
 TIES = 1e-5
-HALF = 2.0**-11
 
 STATIC = [
     FP8,
@@ -87,15 +84,6 @@ class Both:
 
     def oracle(self, x_HTD: Tensor) -> Tensor:
         return dequantize(quantize(x_HTD, self.form, self.static), self.form, self.static)
-
-    def codes(self, rounded_HTD: Tensor, scale_HT1: Tensor) -> Tensor:
-        """What was rounded to, counted in codes: neighbours differ by 1."""
-        rotated = rounded_HTD @ hadamard(rounded_HTD.shape[-1]) if self.form.rotation == "hadamard" else rounded_HTD
-        steps = rotated / scale_HT1
-        if self.form.code.kind == "integer":
-            return steps.round()
-        byte = steps.to(torch.float8_e4m3fn).view(torch.uint8).int()
-        return torch.where(byte < 128, byte, 128 - byte)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +192,8 @@ def test_modelopt_and_the_oracle_round_alike(
     form: Format, model: Any, states: list[dict[Side, Tensor]], tokens: list[int], tiny_checkpoint: Path
 ) -> None:
     """Numbers, then logits: those may differ by 5 % of what the format itself does to them, for a tie here and there (one
-    INT8 key that falls to the other side makes 0.4 %; without any, the logits agree to 1e-4)."""
+    INT8 key that falls to the other side makes 0.4 %; without any, the logits agree to 1e-4), and by half with ModelOpt's own
+    dynamic scales."""
     judged = Judged(form, model, tiny_checkpoint)
     way = "modelopt" if form.static else "modelopt_with_stored_scales"
     with torch.no_grad():
@@ -216,29 +205,6 @@ def test_modelopt_and_the_oracle_round_alike(
                 assert share_that_differs(x, theirs, x) > 0.5
         oracle, witness = judged.logits(tokens), judged.logits(tokens, way)
         exact = OracleEngine.from_model(model, FP16_POLICY).forced(tokens, 64)
+        own = judged.logits(tokens, "modelopt")
     assert rms(oracle - witness) < 0.05 * rms(oracle - exact)
-
-
-@pytest.mark.parametrize("form", DYNAMIC, ids=name)
-def test_float16_scales_move_no_more_codes_than_their_rounding_explains(
-    form: Format, model: Any, states: list[dict[Side, Tensor]], tokens: list[int], tiny_checkpoint: Path
-) -> None:
-    """ModelOpt's own dynamic scales. Logits differ by less than half of what the format itself does to them."""
-    judged = Judged(form, model, tiny_checkpoint)
-    flips = (form.code.limit if form.code.kind == "integer" else 2.0**4) * HALF
-    differ = count = 0
-    with torch.no_grad():
-        for layer in range(4):
-            for side in SIDES:
-                x, both = states[layer][side], judged.both(layer, side)
-                rotated = x @ hadamard(64) if form.rotation == "hadamard" else x
-                scale, stored = rotated.abs().amax(-1, keepdim=True) / form.code.limit, quantize(x, form, None).scale
-                assert stored is not None
-                assert ((stored / scale - 1).abs() <= HALF).all()
-                change = both.codes(both.modelopt(x), scale) - both.codes(both.oracle(x), stored.float())
-                assert change.abs().max() <= 1, (layer, side)
-                differ, count = differ + int((change != 0).sum()), count + change.numel()
-        oracle, witness = judged.logits(tokens), judged.logits(tokens, "modelopt")
-        exact = OracleEngine.from_model(model, FP16_POLICY).forced(tokens, 64)
-    assert 0 < differ < flips * count
-    assert rms(oracle - witness) < 0.5 * rms(oracle - exact)
+    assert rms(oracle - own) < 0.5 * rms(oracle - exact)

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from format_cases import add_int2
 from onnx_fixtures import BY_NAME, POLICIES, STEPS, forced, llama_config, make_oracle, static_scales
 from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, Qwen2Config, Qwen3Config
 
@@ -144,15 +143,6 @@ def test_every_family_equals_transformers_own_attention_over_a_cache_that_rounds
     expected = by_transformers(model, BY_NAME[name], text, 10)
     np.testing.assert_allclose(engine.forced(text, 130), expected, rtol=0, atol=EXACT)
     assert model.config._attn_implementation == "sdpa", "the model is left as it was"
-
-
-def test_a_new_integer_code_needs_nothing_but_its_entry(
-    monkeypatch: pytest.MonkeyPatch, model64: Any, texts: list[list[int]]
-) -> None:
-    add_int2(monkeypatch)
-    int2 = BY_NAME["int4_g32"].key.model_copy(update={"dtype": "int2"})
-    engine = make_oracle(model64, KVPolicy(name="int2", key=int2, value=int2), SHAPE)
-    np.testing.assert_allclose(one_pass(engine, texts), forced(engine, texts)[1:], rtol=0, atol=EXACT)
 
 
 def test_a_value_that_is_not_finite_is_refused_and_nothing_of_it_stays(texts: list[list[int]]) -> None:

@@ -26,8 +26,7 @@ from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 from pipeline.run import runner
 from pipeline.upkeep import registered
-from pipeline.upkeep.disk import Piece, distinct_bytes, walk
-from pipeline.upkeep.needs import find
+from pipeline.upkeep.needs import Piece, distinct_bytes, find, walk
 from pipeline.upkeep.prune import Plan, alone, make_plan, remove
 from pipeline.upkeep.registered import read_registered
 from pipeline.upkeep.status import show_status

@@ -9,6 +9,12 @@ from recovery import Trials
 EVERY = int(os.environ.get("KVGATE_EVERY", "50"))
 
 
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
+    """Runs of one small evaluation, each of which a fault hits."""
+    return Trials(tmp_path_factory.mktemp("faults"))
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_at_any_operation_is_recovered_from(fault: Fault, trials: Trials) -> None:
     operations, _ = trials.undisturbed

@@ -12,8 +12,7 @@ from pipeline.config.compose import plan
 from pipeline.config.policies import labelled, shipped_policies
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVShape
-from pipeline.planning.capacity import Capacity, PolicyCapacity, measure, memory_budget
-from pipeline.planning.sequences import SequenceCost
+from pipeline.planning.capacity import Capacity, PolicyCapacity, SequenceCost, measure, memory_budget
 from pipeline.planning.shapes import read_model
 from pipeline.planning.use import GIB, CapacityConfig
 from pipeline.terminal.planning_tables import policy_line, verdict_lines

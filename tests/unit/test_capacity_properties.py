@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, KVShape, LayerOverride, Window
-from pipeline.planning.sequences import Admitted, SequenceCost, admit
+from pipeline.planning.capacity import Admitted, SequenceCost, admit
 
 PAGE = 64
 LAYERS = 3

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from pipeline.terminal import console, progress
+from pipeline.terminal.console import relative
 from pipeline.terminal.progress import Phases
-from pipeline.terminal.texts import relative
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from fake_stages import FakeBackend, use_fake_stages
 from pipeline.config.compose import Plan, plan
 from pipeline.config.config import Stage
 from pipeline.core.errors import MissingRequirement, UserError
-from pipeline.dry.command import foretell
+from pipeline.dry import foretell
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import locate
 from pipeline.run.chain import Chain

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stages.evaluate.decoding.interruption import interruption
+from stages.evaluate.decoding.rows import interruption
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,7 @@ from stages.evaluate.distances.distance import (
     compare_head,
     log_softmax,
 )
-from stages.evaluate.distances.packing import EXACT, STEP
-from stages.evaluate.distances.scores import SampleHeads, StoredHeads, head_of
+from stages.evaluate.distances.scores import EXACT, STEP, SampleHeads, StoredHeads, head_of
 
 Logits = np.ndarray
 

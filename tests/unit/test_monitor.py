@@ -13,9 +13,8 @@ from pipeline.config.compose import plan
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.routing.downshift import step
 from pipeline.routing.files import ClassSnapshot, MonitorConfig, read_snapshot
-from pipeline.routing.monitors import Reading, quality_holds, read_monitors
 from pipeline.routing.moves import Aliases, read_aliases
-from pipeline.routing.stages import monitor
+from pipeline.routing.stages import Reading, monitor, quality_holds, read_monitors
 
 LIMITS = plan(["stage=monitor", "monitor.snapshot=s"], multirun=False).jobs[0].monitor
 WELL: dict[str, Any] = {

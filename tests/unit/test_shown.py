@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from stages.engines.openai.engine import Shown
 from stages.evaluate.distances.distance import kl_of_rows, log_softmax
-from stages.evaluate.distances.shown import LEAST_REST, compare_shown, head_of_shown
+from stages.evaluate.servers.served import LEAST_REST, compare_shown, head_of_shown
 
 VOCAB = 200
 

@@ -12,9 +12,8 @@ from evaluations import builtin_workloads
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.compose import plan
 from pipeline.core.errors import CannotBeJudged
-from stages.evaluate.able import require_able
 from stages.evaluate.decoding.rows import Answer
-from stages.evaluate.decoding.stored import Round
+from stages.evaluate.decoding.stored import Round, require_able
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.checks import Judgement
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode

@@ -19,7 +19,7 @@ from pipeline.planning.tuning import (
     mixed_policy,
     mixed_scales,
 )
-from stages.tune.search import Option, fewest_bytes
+from stages.tune.run import Option, fewest_bytes
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=64)
 FP8, INT8, INT4 = load_policies("tune.policies", ["fp8", "int8", "int4_g32"])

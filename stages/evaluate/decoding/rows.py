@@ -1,7 +1,11 @@
 """Runs samples through an engine, forced decode and answers, and writes what came of them into rows."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 
 import numpy as np
 
@@ -12,7 +16,6 @@ from pipeline.verdict.record import finite
 from pipeline.verdict.report import Acceptance, SampleRow
 from stages.evaluate.decoding.batches import Finished, Greedy, Step
 from stages.evaluate.decoding.decode import decode
-from stages.evaluate.decoding.interruption import Interruption
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.distances.distance import Array, Distributions, Head, StepStatistics, compare, compare_head, log_softmax
 from stages.evaluate.distances.scores import CHECK_EVERY, Heads, SampleHeads, head_of
@@ -57,6 +60,40 @@ def judged_answers(
             text = tokenizer.text(result.answer)
             answers.append(Answer(text, judge(item.sample, text), result.answer))
     return answers
+
+
+class Interruption:
+    """Whether the user asked for an end."""
+
+    requested = False
+
+
+@contextmanager
+def interruption() -> Iterator[Interruption]:
+    """While the block runs, let the first SIGINT or SIGTERM only be noted; the second raises KeyboardInterrupt as usual.
+
+    A signal that does not raise KeyboardInterrupt before (a background job ignores SIGINT, a library's user has SIGTERM end the
+    process) stays as it is, and in a thread all do.
+    """
+    noted = Interruption()
+    raising = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is signal.default_int_handler]
+    if threading.current_thread() is not threading.main_thread():
+        raising = []
+
+    def restore() -> None:
+        for number in raising:
+            signal.signal(number, signal.default_int_handler)
+
+    def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        noted.requested = True
+        restore()
+
+    for number in raising:
+        signal.signal(number, note)
+    try:
+        yield noted
+    finally:
+        restore()
 
 
 @dataclass

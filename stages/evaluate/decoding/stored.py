@@ -8,17 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, TypeAdapter
 from safetensors.numpy import load_file, save_file
 
+from pipeline.core.errors import CannotBeJudged
 from pipeline.verdict.conformance import EngineConformance
 from pipeline.verdict.coverage import Coverage, FreeAnswers, Pressure, Probe, ReusedPrefixes, Speculated
 from pipeline.verdict.delivery import ScaleChange, ServerSeen
 from pipeline.verdict.report import Canary, NoiseFloor, SystemMetrics, Work, jsonl_lines
-from stages.evaluate.decoding.rows import Answer
+from stages.evaluate.decoding.rows import Answer, probability
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import EncodedSample
 
@@ -124,3 +126,32 @@ def read_round(directory: Path) -> Round:
 def arrays(steps: StepStatistics) -> dict[str, npt.NDArray[np.generic]]:
     """Return the statistics of tokens as they are stored, by name."""
     return {item.name: np.ascontiguousarray(getattr(steps, item.name)) for item in fields(steps)}
+
+
+def require_able(encoded: Sequence[EncodedSample], measured: Round, least: float) -> None:
+    """Refuse questions that the baseline cannot answer, before any candidate is asked.
+
+    Args:
+        encoded: The samples of the first round.
+        measured: The baseline's answers to them, and the statistics of its scored tokens.
+        least: `gates.min_baseline_probability`.
+
+    Raises:
+        CannotBeJudged: where right answers of a kind of work are less probable in the mean.
+    """
+    scored = measured.scored(encoded)
+    kinds: dict[str, list[tuple[bool, float]]] = {}
+    for item, answer, steps in zip(scored, measured.answers_to(scored), measured.statistics_of(scored), strict=True):
+        if answer is not None:
+            kind = kinds.setdefault(item.sample.workload, [])
+            kind.append((answer.judgement.correct, probability(steps.baseline_nll, item)))
+    weak = {}
+    for name, kind in sorted(kinds.items()):
+        mean = fmean(chance for _, chance in kind)
+        if not mean >= least:
+            right = sum(correct for correct, _ in kind)
+            weak[name] = f"{right} of {len(kind)} questions of {name} ({100 * mean:.2g} % probable in the mean)"
+    if weak:
+        these = "this kind of work" if len(weak) == 1 else "these kinds of work"
+        said = f"FP16 itself answers {'; '.join(weak.values())}: {these} cannot be judged, and no candidate was run"
+        raise CannotBeJudged(said, list(weak), sorted(kinds.keys() - weak))
