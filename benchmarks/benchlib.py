@@ -17,7 +17,7 @@ from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.export import export_decoder
 from stages.workloads.prompts import token_ids
-from stages.workloads.prose import story
+from stages.workloads.trained import story
 
 CHECKPOINT = ROOT / "stages" / "tiny" / "checkpoint"
 

@@ -129,7 +129,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         _check_json(planned)
     console.configure(planned.jobs[0].log, verbose=planned.jobs[0].verbose)
     if any(job.dry for job in planned.jobs):
-        from pipeline.dry.command import foretell
+        from pipeline.dry import foretell
 
         return foretell(planned)
     from pipeline.run.inputs import check_inputs

@@ -1,6 +1,6 @@
 """Cache formats: which numbers are stored, what shares a scale, where the scale comes from, and the bytes of all that.
 
-pipeline/formats has the numbers themselves, a folder each.
+pipeline/formats has the numbers themselves.
 
 Legend: D = head_dim, H = num_kv_heads. A scale is a dequantization factor: x ~ code * scale + zero.
 """

@@ -1,6 +1,6 @@
-"""Number formats of the cache, a folder each: `spec.py` says what its codes are. Exact, floating-point and integer codes have
-the arithmetic of their kind, in torch (`oracle.py`) and in ONNX's operators (`graph.py`); another one lies in the folder.
+"""Number formats of the cache: what the codes of each are. Exact, floating-point and integer codes have the arithmetic of their
+kind, in torch (`oracle.py`) and in ONNX's operators (`graph.py`), and are entries of `table.py`; another one is a folder.
 
-The two arithmetics prove each other, so that neither calls the other. A new format is a folder here and an entry in table.py;
-with an arithmetic of its own also one each in stages/engines/oracle/formats.py and stages/engines/onnx/formats.py.
+The two arithmetics prove each other, so that neither calls the other. A format with an arithmetic of its own has also one entry
+each in stages/engines/oracle/formats.py and stages/engines/onnx/formats.py.
 """

@@ -38,8 +38,7 @@ from pipeline.statistics.bootstrap import resampled_sums
 from pipeline.verdict.record import finite
 from stages.checkpoints import load_causal_lm
 from stages.engines.oracle.model import shape_for
-from stages.tune.measure import Bench
-from stages.tune.texts import TextSet, parts
+from stages.tune.measure import Bench, TextSet, parts
 
 ATTEMPTS = 4
 """Proposals that are measured for one budget."""

@@ -9,13 +9,9 @@ from functools import lru_cache
 
 from pipeline.core.records import Sample
 from stages.workloads.conversation import Slot, Split
-from stages.workloads.copying import text_to_copy
-from stages.workloads.dialogue import facts_dialogue
 from stages.workloads.documentation import excerpt
 from stages.workloads.pages import QUESTIONS
-from stages.workloads.prose import opening_and_continuation
-from stages.workloads.records import retrieval
-from stages.workloads.tools import tool_call
+from stages.workloads.trained import facts_dialogue, opening_and_continuation, retrieval, text_to_copy, tool_call
 
 WORKLOADS: dict[str, Callable[[Slot], Sample]] = {
     "prose": opening_and_continuation,

@@ -1,4 +1,4 @@
-"""What workloads share: which sample it is, messages, of which the assistant's are known answers, and answers in JSON."""
+"""What workloads share: which sample it is, messages with known answers of the assistant, answers in JSON, lists of words."""
 
 import json
 import random
@@ -34,3 +34,11 @@ class Slot:
 def compact_json(value: object) -> str:
     """Return JSON without spaces, which is how every reference answer is written."""
     return json.dumps(value, separators=(",", ":"))
+
+
+def words(text: str) -> list[str]:
+    """Split a text into its words."""
+    return text.split()
+
+
+DAYS = words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from pipeline.core.records import Sample
 from stages.workloads import documentation
-from stages.workloads.conversation import Message, Slot
-from stages.workloads.vocabulary import DAYS, words
+from stages.workloads.conversation import DAYS, Message, Slot, words
 
 DIFFICULTIES = ("easy", "medium", "hard")
 RESIDENTS = words("Anna Peter Maria John Sarah David Emma Paul")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from gate_reports import answered, every_class, report
 
+from pipeline import dry
 from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
 from pipeline.artifacts.digest import file_digest
 from pipeline.artifacts.files import link_or_copy
@@ -23,7 +24,6 @@ from pipeline.artifacts.store import Recipe
 from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress, Sample
 from pipeline.core.scales import SCALES_FILE
-from pipeline.dry import command as dry
 from pipeline.run import building, chain, inputs
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
 

@@ -147,7 +147,7 @@ def test_each_decode_shape_is_captured_once_and_then_replayed(pairs: dict[str, P
 
 
 def pool_bytes(engine: PlanEngine) -> list[np.ndarray]:
-    return [tensor.contiguous().view(torch.uint8).numpy().copy() for tensor in engine._torch_pool.tensors.values()]
+    return [tensor.contiguous().view(torch.uint8).numpy().copy() for tensor in engine.pool.tensors.values()]
 
 
 def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:

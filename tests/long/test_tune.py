@@ -12,8 +12,7 @@ from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.core.scales import KVScales
 from pipeline.planning.tuning import TuneReport
 from stages.checkpoints import load_causal_lm
-from stages.tune.measure import MEASURED, Bench
-from stages.tune.texts import Text, TextSet
+from stages.tune.measure import MEASURED, Bench, Text, TextSet
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "stages" / "tiny" / "checkpoint"
 

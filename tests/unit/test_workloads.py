@@ -9,8 +9,7 @@ import pytest
 from pipeline.core.records import Sample
 from stages.workloads import WORKLOADS, generate
 from stages.workloads.conversation import compact_json
-from stages.workloads.records import similar_ids, similar_records
-from stages.workloads.tools import TOOLS
+from stages.workloads.trained import TOOLS, similar_ids, similar_records
 
 COUNT = 60
 names = pytest.mark.parametrize("name", [name for name in WORKLOADS if name != "documentation"])

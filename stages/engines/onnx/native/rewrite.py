@@ -13,7 +13,7 @@ from onnx import helper
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, Side
 from pipeline.formats.body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, layer_function
-from pipeline.formats.fp16.spec import FP16
+from pipeline.formats.table import FP16
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.formats import SideCodec

@@ -1,1 +1,0 @@
-"""What a command would do: dry=true."""

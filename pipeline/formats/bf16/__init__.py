@@ -1,1 +1,0 @@
-"""bfloat16: float32's range, 8 bits of precision."""

@@ -1,1 +1,0 @@
-"""float16, the type of the baseline's cache."""

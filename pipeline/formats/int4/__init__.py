@@ -1,1 +1,0 @@
-"""Integers of 4 bits, two to a byte."""

@@ -1,1 +1,0 @@
-"""Integers of 8 bits."""

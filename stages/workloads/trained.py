@@ -1,0 +1,285 @@
+"""The workloads that the tiny model was trained on, five: prose, retrieval, tool calls, copies and dialogues.
+
+**Prose**: small generated stories in which names, places and things recur.
+**Retrieval**: many similar records, and a question about one field of one of them. Records are written flat, one field per line
+(`KT4821.total=93.10`), and the answer is `{"KT4821.total":"93.10"}`. Distractors are hard: ids share prefixes and digit pairs,
+and values come from small pools, so that names, dates and amounts repeat between records. A key occurs once in the records.
+**Tool calls**: the system turn declares tools, the user asks in words, the answer is one JSON call. The verb phrase of the
+request tells which tool is meant. The arguments stand in the request as `city=Olten`, in any order; the call has them in the
+order of the tool's declaration.
+**Copies**: the user gives a piece of code-like or list-like text, and the answer is the same text.
+**Dialogues**: the user states facts, updates some of them in later turns, then asks for some. A fact is stated as
+`gate.code=4821` and updated as `gate.code->7310`, once at most, so that the answer is unambiguous.
+
+The lists of words are small on purpose. Values repeat between records, so that a model that attends to almost the right place
+answers wrong instead of being right by luck.
+"""
+
+import random
+from collections.abc import Callable
+
+from pipeline.core.records import Sample
+from stages.workloads.conversation import DAYS, Message, Slot, compact_json, words
+
+FIRST_NAMES = words(
+    "Mara Tobin Elsa Oskar Nadia Felix Ruth Ivan Clara Hugo Petra Simon Leila Bruno Alma Viktor "
+    "Dora Emil Hanna Jonas Katya Lorenz Mira Nils Olga Pavel Rosa Stefan Tilda Ulrich Vera Walter"
+)
+LAST_NAMES = words(
+    "Voss Keller Brandt Moreau Lindt Okafor Sato Novak Ricci Hansen Duarte Weiss Petrov Adler Bauer Costa "
+    "Dietz Engel Fabre Graf Huber Iversen Jansen Krause Lang Meyer Nowak Olsen Pohl Roth Stahl Thiel"
+)
+CITIES = words(
+    "Olten Bergen Lisbon Krakow Ghent Turin Malmo Basel Porto Graz Lyon Bremen "
+    "Split Tartu Cork Delft Nantes Zagreb Leeds Varna Evora Kotor Pecs Sibiu"
+)
+ITEMS = words(
+    "clock lamp ladder violin kettle anchor basket mirror carpet saddle engine barrel "
+    "lantern compass hammer bottle ribbon candle drum wagon pillow helmet bucket trumpet"
+)
+STATUSES = words("open paid late void sent held")
+ID_PREFIXES = words("KT QX BR ZM LN WD HF VG JP TS")
+
+
+def digit_pair(rng: random.Random) -> str:
+    """Draw two digits, which are one token of the tiny tokenizer."""
+    return f"{rng.randrange(100):02d}"
+
+
+def record_id(rng: random.Random) -> str:
+    """Draw a prefix and four digits, such as `KT4821`."""
+    return rng.choice(ID_PREFIXES) + digit_pair(rng) + digit_pair(rng)
+
+
+def full_name(rng: random.Random) -> str:
+    """Draw a first and a last name."""
+    return f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
+
+
+def short_date(rng: random.Random) -> str:
+    """Draw a month and a day, such as `04-17`."""
+    return f"{rng.randrange(1, 13):02d}-{rng.randrange(1, 29):02d}"
+
+
+def amount(rng: random.Random) -> str:
+    """Draw an amount of money with two decimals, such as `93.10`."""
+    return f"{rng.randrange(10, 100)}.{rng.randrange(100):02d}"
+
+
+VERBS = words("repaired painted sold carried found borrowed cleaned hid")
+ADJECTIVES = words("old small heavy red broken quiet bright narrow")
+PLACES = words("market harbour station library bakery garden bridge museum")
+
+
+def story(rng: random.Random) -> str:
+    """Generate six to ten sentences about two people, 80 to 150 tokens of the tiny tokenizer."""
+    first, friend = rng.sample(FIRST_NAMES, 2)
+    last, (home, away) = rng.choice(LAST_NAMES), rng.sample(CITIES, 2)
+    (item, other_item), (place, other_place) = rng.sample(ITEMS, 2), rng.sample(PLACES, 2)
+    adjective, other_adjective = rng.sample(ADJECTIVES, 2)
+    weekday = rng.randrange(7)
+    day, next_day = DAYS[weekday], DAYS[(weekday + 1) % 7]
+    middle = [
+        f"On {day} {first} {rng.choice(VERBS)} the {adjective} {item}.",
+        f"The {item} was {adjective} and {first} liked it.",
+        f"{first} walked from the {place} to the {other_place} with {friend}.",
+        f"Then {friend} asked {first} about the {adjective} {item}.",
+        f'"I {rng.choice(VERBS)} the {other_item} on {next_day}," said {friend}.',
+        f"The train to {away} was {rng.choice(('late', 'early', 'full', 'empty'))}, so {first} stayed in {home}.",
+        f"{friend} came from {away} and wanted to see the {other_place}.",
+        f"They paid {rng.randrange(2, 99)} coins for the {other_adjective} {other_item} at the {other_place}.",
+        f"After {day} came {next_day}, and the {place} was {rng.choice(('open', 'closed'))} again.",
+        f"{first} {last} put the {item} next to the {other_item}.",
+    ]
+    sentences = [
+        f"{first} {last} lived in {home}, near the {place}.",
+        *rng.sample(middle, rng.randrange(4, 9)),
+        f"In the end {first} {last} went home to {home} with the {adjective} {item}.",
+    ]
+    return " ".join(sentences)
+
+
+def opening_and_continuation(slot: Slot) -> Sample:
+    """Generate a prompt and its continuation, two stories each, which are 130 to 300 tokens."""
+    rng = slot.rng()
+    first, second, third, fourth = (story(rng) for _ in range(4))
+    return Sample(slot.id, slot.workload, f"{third}\n\n{fourth}", prompt=f"{first}\n\n{second}\n\n", check="none")
+
+
+FIELDS: dict[str, Callable[[random.Random], str]] = {
+    "name": full_name,
+    "city": lambda rng: rng.choice(CITIES),
+    "item": lambda rng: rng.choice(ITEMS),
+    "due": short_date,
+    "total": amount,
+    "status": lambda rng: rng.choice(STATUSES),
+}
+MAX_LINES = 126
+"""About 1,000 tokens of the tiny tokenizer."""
+SIZES = ((6, 10), (11, 16), (17, 22))
+"""Fewest and most records of small, medium and large samples."""
+
+Record = dict[str, str]
+"""Field -> value."""
+
+
+def similar_ids(rng: random.Random, count: int) -> list[str]:
+    """Generate `count` different ids out of at most three prefixes, half of their digit pairs from a small pool."""
+    prefixes = rng.sample(ID_PREFIXES, rng.choice((1, 2, 3)))
+    pool = [digit_pair(rng) for _ in range(max(2, count // 3))]
+
+    def pair() -> str:
+        return rng.choice(pool) if rng.random() < 0.5 else digit_pair(rng)
+
+    ids: dict[str, None] = {}  # a dict keeps the order of insertion
+    while len(ids) < count:
+        ids[rng.choice(prefixes) + pair() + pair()] = None
+    return list(ids)
+
+
+def similar_records(rng: random.Random, count: int, num_fields: int) -> dict[str, Record]:
+    """Generate `count` records by id with the same `num_fields` fields; values repeat between records."""
+    fields = rng.sample(list(FIELDS), num_fields)
+    pools = {field: [FIELDS[field](rng) for _ in range(max(3, 2 * count // 3))] for field in fields}
+    return {record_id: {field: rng.choice(pools[field]) for field in fields} for record_id in similar_ids(rng, count)}
+
+
+def question(key: str) -> str:
+    """Return the user's question for one key."""
+    return f"{key}? Answer in JSON."
+
+
+def retrieval(slot: Slot) -> Sample:
+    """Generate a question over 6 to 22 records, 200 to 1,000 tokens of the tiny tokenizer.
+
+    Nine consecutive indices pair each of the SIZES with the early, middle and late third of the lines. The depth of a sample
+    is the relative position of the answer's line in the user's turn.
+    """
+    rng = slot.rng()
+    count = rng.randint(*SIZES[slot.index // 3 % 3])
+    records = similar_records(rng, count, rng.randint(4, min(6, MAX_LINES // count)))
+    lines = [(f"{record_id}.{field}", value) for record_id, record in records.items() for field, value in record.items()]
+    third = slot.index % 3
+    key, value = lines[rng.randrange(third * len(lines) // 3, (third + 1) * len(lines) // 3)]
+    prompt = "Records:\n" + "".join(f"{one}={of_one}\n" for one, of_one in lines) + question(key)
+    reference, depth = compact_json({key: value}), prompt.index(f"{key}=") / len(prompt)
+    return Sample(slot.id, slot.workload, reference, messages=(("user", prompt),), check="json", depth=depth)
+
+
+TOOLS: dict[str, tuple[tuple[str, ...], str]] = {
+    "get_weather": (("city", "date"), "Check the weather"),
+    "book_room": (("city", "guest", "date"), "Book a room"),
+    "send_item": (("item", "city"), "Send a parcel"),
+    "find_person": (("guest", "city"), "Find somebody"),
+    "pay_bill": (("bill", "total"), "Pay a bill"),
+    "set_status": (("bill", "status"), "Change the status"),
+    "list_items": (("city", "item"), "List the stock"),
+    "move_date": (("bill", "date"), "Move a date"),
+    "refund": (("bill", "guest", "total"), "Return the money"),
+    "call_guest": (("guest", "date"), "Call a guest"),
+}
+"""Tool -> (names of its arguments, the phrase that asks for it)."""
+ARGUMENTS: dict[str, Callable[[random.Random], str]] = {
+    "city": lambda rng: rng.choice(CITIES),
+    "date": short_date,
+    "guest": full_name,
+    "item": lambda rng: rng.choice(ITEMS),
+    "bill": record_id,
+    "total": amount,
+    "status": lambda rng: rng.choice(STATUSES),
+}
+
+
+def tool_call(slot: Slot) -> Sample:
+    """Generate a declaration of three to six tools, a request for one of them, and its call."""
+    rng = slot.rng()
+    names = rng.sample(list(TOOLS), rng.randint(3, 6))
+    declaration = "\n".join(compact_json({"name": name, "arguments": TOOLS[name][0]}) for name in names)
+    name = rng.choice(names)
+    argument_names, phrase = TOOLS[name]
+    arguments = {argument: ARGUMENTS[argument](rng) for argument in argument_names}
+    stated = rng.sample(argument_names, len(argument_names))
+    request = f"{phrase}: " + ", ".join(f"{argument}={arguments[argument]}" for argument in stated) + "."
+    reference = compact_json({"name": name, "arguments": arguments})
+    messages, tools = (("system", declaration), ("user", request)), tuple((tool, TOOLS[tool][0]) for tool in names)
+    return Sample(slot.id, slot.workload, reference, messages=messages, check="tool_call", tools=tools)
+
+
+BRACKETS = {"(": ")", "[": "]", "{": "}"}
+OPERATORS = ("=", "+", ",", ";", "if", "for")
+WORDS = FIRST_NAMES + LAST_NAMES + CITIES + ITEMS
+MAX_NESTING = 6
+
+
+def code_like(rng: random.Random, length: int) -> str:
+    """Generate about `length` symbols with balanced brackets."""
+    symbols: list[str] = []
+    open_brackets: list[str] = []
+    for _ in range(length):
+        draw = rng.random()
+        if draw < 0.2 and len(open_brackets) < MAX_NESTING:
+            open_brackets.append(rng.choice(list(BRACKETS)))
+            symbols.append(open_brackets[-1])
+        elif draw < 0.4 and open_brackets:
+            symbols.append(BRACKETS[open_brackets.pop()])
+        elif draw < 0.65:
+            symbols.append(digit_pair(rng))
+        elif draw < 0.85:
+            symbols.append(rng.choice(ITEMS))
+        else:
+            symbols.append(rng.choice(OPERATORS))
+    symbols += [BRACKETS[bracket] for bracket in reversed(open_brackets)]
+    return " ".join(symbols)
+
+
+def word_list(rng: random.Random, length: int) -> str:
+    """Generate `length` words and numbers in random order."""
+    return " ".join(rng.choice(WORDS) if rng.random() < 0.6 else digit_pair(rng) for _ in range(length))
+
+
+def text_to_copy(slot: Slot) -> Sample:
+    """Ask for a copy of 16 to 64 symbols or words."""
+    rng = slot.rng()
+    length = rng.randint(16, 64)
+    text = rng.choice((code_like, word_list))(rng, length)
+    return Sample(slot.id, slot.workload, text, messages=(("user", f"Copy:\n{text}"),))
+
+
+SUBJECTS = words("gate safe cabin locker garage office cellar attic")
+KINDS: dict[str, Callable[[random.Random], str]] = {
+    "code": lambda rng: digit_pair(rng) + digit_pair(rng),
+    "room": digit_pair,
+    "owner": lambda rng: rng.choice(FIRST_NAMES),
+    "place": lambda rng: rng.choice(CITIES),
+    "day": lambda rng: rng.choice(DAYS),
+    "content": lambda rng: rng.choice(ITEMS),
+}
+ACKNOWLEDGEMENT = "Noted."
+UPDATED_SHARE = 0.4
+
+
+def facts_dialogue(slot: Slot) -> Sample:
+    """Generate 4 to 12 facts and updates of some over several turns, then one to three questions; and the last one's answer."""
+    rng = slot.rng()
+    num_facts = rng.randint(4, 12)
+    num_questions = rng.randint(1, 3)
+    keys = rng.sample([f"{subject}.{kind}" for subject in SUBJECTS for kind in KINDS], num_facts)
+
+    def value(key: str) -> str:
+        return KINDS[key.split(".")[1]](rng)
+
+    facts = {key: value(key) for key in keys}
+    statements = [f"{key}={facts[key]}" for key in keys]
+    for key in rng.sample(keys, round(UPDATED_SHARE * num_facts)):
+        facts[key] = rng.choice([new for new in (value(key) for _ in range(8)) if new != facts[key]])
+        # The update stands anywhere after the statement that it replaces.
+        stated_at = next(i for i, statement in enumerate(statements) if statement.startswith(f"{key}="))
+        statements.insert(rng.randint(stated_at + 1, len(statements)), f"{key}->{facts[key]}")
+    messages: list[Message] = []
+    while statements:
+        turn, statements = statements[:3], statements[3:]
+        messages += [("user", "Remember:\n" + "\n".join(turn)), ("assistant", ACKNOWLEDGEMENT)]
+    for key in rng.sample(keys, num_questions):
+        messages += [("user", question(key)), ("assistant", compact_json({key: facts[key]}))]
+    *asked, (_, reference) = messages
+    return Sample(slot.id, slot.workload, reference, messages=tuple(asked), check="json")
