@@ -78,7 +78,8 @@ class Call:
         if self.node.operation in ("plan_work", "decode_reduce", "context_reduce"):
             # Work lists and partial sums have one format for every cache: any sides and any head_dim will do.
             partial = "partial_acc" in self.tensors
-            dim = self.fixed("partial_acc", self._dim_axis, "head_dim") if partial else HEAD_DIMS[0]
+            axis = 2 if self.node.operation == "decode_reduce" else 4
+            dim = self.fixed("partial_acc", axis, "head_dim") if partial else HEAD_DIMS[0]
             exact = (self.attributes.get(f"{name}_tokens", 0) for name in ("sink", "recent"))
             return CacheLayout(self.q_heads, dim, SideLayout("fp16"), SideLayout("fp16"), *exact)
         heads = self.fixed("key", self._heads_axis, "the number of KV heads")
@@ -109,11 +110,6 @@ class Call:
     def _heads_axis(self) -> int:
         """Dimension of the heads in the first input."""
         return 1 if self.node.operation in ("decode_partial", "decode_reduce") else 2
-
-    @property
-    def _dim_axis(self) -> int:
-        """Dimension of head_dim in partial_acc."""
-        return 2 if self.node.operation == "decode_reduce" else 4
 
     @property
     def scaling(self) -> float:

@@ -170,7 +170,7 @@ def test_a_pass_over_tensors_that_have_moved_is_not_run_again(model: Any) -> Non
 def state(cache: KernelCache) -> Any:
     """All that growing changes: addresses, capacities, moves."""
     tensors = [tensor for group in cache.groups for tensor in (group.paged | group.exact).values()]
-    return [x.data_ptr() for x in tensors], cache.memory(), cache.moves
+    return [x.data_ptr() for x in tensors], cache.memory(0), cache.moves
 
 
 class LittleMemory:

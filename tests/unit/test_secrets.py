@@ -11,7 +11,7 @@ import pytest
 
 from pipeline import __main__ as command
 from pipeline.artifacts import hardware
-from pipeline.core.redaction import MASK, RedactedStream, child_environment, holds_secret, redact_text
+from pipeline.core.redaction import MASK, RedactedStream, holds_secret, redact_text
 from pipeline.terminal import console
 from stages.engines.interpreter.process import Program, Worker
 from stages.engines.onnx.native import compiler
@@ -133,13 +133,6 @@ def test_a_traceback_and_a_table_show_no_secret(planted: None, tmp_path: Path, m
     assert "Traceback" in printed.getvalue()
     assert MASK in written
     assert shown(printed.getvalue() + written) == []
-
-
-def test_children_get_what_they_need_and_no_secret(planted: None) -> None:  # noqa: ARG001
-    environment = child_environment()
-    assert environment["PATH"] == os.environ["PATH"]
-    assert environment.keys().isdisjoint(PLANTED)
-    assert shown(" ".join(environment.values())) == []
 
 
 def test_an_interpreter_of_its_own_sees_no_secret(planted: None, tmp_path: Path) -> None:  # noqa: ARG001

@@ -4,7 +4,7 @@ Shapes: l layers of one format, L layers, N pages, M exact buffers, E exact toke
 token, B rows of a step, P pages of a row of the table, T tokens in a sequence's cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS, Side
-from pipeline.core.records import MemoryReport, StoredCopy
+from pipeline.core.records import StoredCopy
 from pipeline.core.scales import KVScales
 from plugins.kv_attention import launch
 from plugins.kv_attention.layout import CacheLayout, SideLayout
@@ -169,27 +169,10 @@ class KernelCache(SequencePages):
             factors[i, slice(None) if head is None else head] = factor
         return factors
 
-    def repeat_page(self) -> None:
-        """Let the second page of every sequence hold what its first one does; sequences of one page stay as they are."""
-        for sequence in self.sequences.values():
-            for group in self.groups if len(sequence.pages) > 1 else ():
-                for array in group.paged.values():
-                    array[:, sequence.pages[1]] = array[:, sequence.pages[0]]
-
-    def memory(self) -> MemoryReport:
-        """Return the bytes of the tensors as allocated: pools and exact buffers grow by doubling."""
-
-        def size(tensors: list[dict[str, Tensor]]) -> int:
-            return sum(tensor.nbytes for by_name in tensors for tensor in by_name.values())
-
-        return MemoryReport(
-            pool_bytes=size([group.paged for group in self.groups]),
-            exact_bytes=size([group.exact for group in self.groups]),
-            window_bytes=0,
-            static_scale_bytes=size([group.scales for group in self.groups]),
-            pages=self.pages.capacity,
-            live_tokens=self.live_tokens,
-        )
+    def _numbered_by(self, allocator: PageAllocator) -> Iterator[Tensor]:
+        for group in self.groups if allocator is not self.window_pages else ():
+            for layers in (group.paged if allocator is self.pages else group.exact).values():
+                yield from layers
 
     def _enlarge(self, allocator: PageAllocator, needed: int) -> None:
         """Make room for twice as many pages or exact buffers as there are where memory allows that, for `needed` otherwise.

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import onnx
 import torch
+from onnx.helper import get_node_attr_value
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pipeline.artifacts.digest import file_digest
@@ -24,7 +25,7 @@ from pipeline.formats.body import DOMAIN
 from stages.checkpoints import load_causal_lm
 from stages.engines.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE
 from stages.engines.onnx.weights import store_weights
-from stages.engines.oracle.model import asked_of, head
+from stages.engines.oracle.model import asked_of, head, no_mask
 
 ComputeDType = Literal["float32", "float16", "bfloat16"]
 
@@ -54,10 +55,10 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
     give_back()  # the model, and what was traced of it
     progress("writing weights", 0, 1)
     graph = _write_graph(out, [checkpoint / name for name in info.weight_files])
-    attributes = _attributes(graph)
-    windows = [attributes[layer]["window"].i or None for layer in range(info.shape.layers)]
-    assert windows == [info.shape.window(layer) for layer in range(info.shape.layers)], "transformers reads config.json so"
-    described = _describe(info, out, compute_dtype, attributes)
+    nodes = [node for node in graph.node if (node.domain, node.op_type) == (DOMAIN, SKELETON_NODE)]
+    windows = {get_node_attr_value(node, "layer"): get_node_attr_value(node, "window") or None for node in nodes}
+    assert windows == {n: info.shape.window(n) for n in range(info.shape.layers)}, "transformers reads config.json so"
+    described = _describe(info, out, compute_dtype, nodes)
     (out / "model.json").write_text(json.dumps(described, indent=1, sort_keys=True) + "\n")
     for name in info.other_files:
         if name in TOKENIZER_FILES:
@@ -90,10 +91,6 @@ def _attention_node(
     return node, None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """transformers' mask interface: no mask, since the attention node has its own."""
-
-
 class _Decoder(torch.nn.Module):
     """The decoder with logits of one row per sequence: lm_head over all rows would be most of a small model's prefill."""
 
@@ -114,7 +111,7 @@ def _translate(checkpoint: Path, graph: Path, compute_dtype: ComputeDType, progr
     model.eval()
     progress("tracing", 0, 1)
     AttentionInterface.register(_ATTENTION, _attention_node)
-    AttentionMaskInterface.register(_ATTENTION, _no_mask)
+    AttentionMaskInterface.register(_ATTENTION, no_mask)
     model.config._attn_implementation = _ATTENTION
     model.config._experts_implementation = "batched_mm"  # the loop over the experts that tokens chose cannot be traced
     batch, length = torch.export.Dim("B", min=1), torch.export.Dim("S", min=1)
@@ -156,22 +153,6 @@ def _write_graph(out: Path, files: list[Path]) -> onnx.GraphProto:
     return model.graph
 
 
-def _attributes(graph: onnx.GraphProto) -> dict[int, dict[str, onnx.AttributeProto]]:
-    """The attributes of the attention nodes, by layer; `sinks` among them where a node has such an input."""
-    nodes = [node for node in graph.node if (node.domain, node.op_type) == (DOMAIN, SKELETON_NODE)]
-    found = [{attribute.name: attribute for attribute in node.attribute} for node in nodes]
-    for attributes, node in zip(found, nodes, strict=True):
-        attributes["sinks"] = onnx.helper.make_attribute("sinks", len(node.input) > 3)
-    return {int(attributes["layer"].i): attributes for attributes in found}
-
-
-def _shared(attributes: dict[int, dict[str, onnx.AttributeProto]], name: str) -> float:
-    """An attribute that all layers share."""
-    values = {onnx.helper.get_attribute_value(layer[name]) for layer in attributes.values()}
-    assert len(values) == 1, f"layers of the supported families have one {name}, got {sorted(values)}"
-    return float(values.pop())
-
-
 def _divide(graph: onnx.GraphProto) -> None:
     """x * Reciprocal(y) as x / y, in place: the form in which ONNX Runtime knows an RMSNorm and runs it as one node."""
     reciprocals = {node.output[0]: node for node in graph.node if node.op_type == "Reciprocal"}
@@ -187,8 +168,11 @@ def _divide(graph: onnx.GraphProto) -> None:
             graph.node.remove(node)
 
 
-def _describe(info: CheckpointInfo, out: Path, compute_dtype: str, attributes: Any) -> dict[str, Any]:
-    """The fields of ModelInfo."""
+def _describe(info: CheckpointInfo, out: Path, compute_dtype: str, nodes: list[onnx.NodeProto]) -> dict[str, Any]:
+    """The fields of ModelInfo. The layers of the supported families differ in their windows alone."""
+    ((scaling, softcap, sinks),) = {
+        (get_node_attr_value(node, "scaling"), get_node_attr_value(node, "softcap"), len(node.input) > 3) for node in nodes
+    }
     return {
         "model_type": ARCHITECTURES[info.architecture],
         "compute_dtype": compute_dtype,
@@ -199,8 +183,8 @@ def _describe(info: CheckpointInfo, out: Path, compute_dtype: str, attributes: A
         "vocab_size": info.vocab_size,
         "max_position_embeddings": info.max_positions,
         "weights_sha256": file_digest(out / WEIGHTS_FILE),
-        "scaling": _shared(attributes, "scaling"),
+        "scaling": scaling,
         "windows": info.shape.windows,
-        "softcap": _shared(attributes, "softcap") or None,
-        "sinks": bool(_shared(attributes, "sinks")),
+        "softcap": softcap or None,
+        "sinks": sinks,
     }

@@ -6,7 +6,6 @@ Shapes: B sequences, H KV heads, S new tokens, D head_dim.
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeline.formats.body import Body
 from pipeline.formats.graph import KINDS, Graph, Options
@@ -39,13 +38,8 @@ class SideCodec(StoredSide):
 
     def rotated(self, body: Body, x: str) -> str:
         """Rotate x (..., D) into the basis of the codes, or back: the matrix is its own inverse."""
-        return x if self.form.rotation == "none" else body.op("MatMul", x, body.real(hadamard(self.head_dim)))
+        if self.form.rotation == "none":
+            return x
+        from scipy.linalg import hadamard  # here: most policies do without
 
-
-def hadamard(size: int) -> npt.NDArray[np.float64]:
-    """Return the orthonormal Hadamard matrix of a power of two, in Sylvester's order."""
-    matrix = np.ones((1, 1))
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    scaled: npt.NDArray[np.float64] = matrix / np.sqrt(size)
-    return scaled
+        return body.op("MatMul", x, body.real(hadamard(self.head_dim) / np.sqrt(self.head_dim)))

@@ -40,7 +40,8 @@ def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static
         mode: Which of the two graphs.
     """
     graph = model.graph
-    nodes = {_layer(n): n for n in graph.node if (n.domain, n.op_type) == (DOMAIN, SKELETON_NODE)}
+    skeleton = [node for node in graph.node if (node.domain, node.op_type) == (DOMAIN, SKELETON_NODE)]
+    nodes = {helper.get_node_attr_value(node, "layer"): node for node in skeleton}
     assert sorted(nodes) == list(range(info.layers)), "the skeleton has one attention node per layer"
     specs = {layer: AttentionSpec.of(info, policy, layer, mode) for layer in range(info.layers)}
     length: int | str = 1 if mode == "decode" else "S"
@@ -53,7 +54,9 @@ def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static
         sources += [key, value]
         for codec in spec.sides.values():
             graph.input.extend(_side_inputs(codec, layer))
-            graph.initializer.extend(_write_constants(codec, layer, static))
+            # Constants of quantization. Those of attention are inputs, since the must-fail control corrupts only these.
+            written = codec.constant_values(static, layer).items()
+            graph.initializer.extend(numpy_helper.from_array(values, f"write_{name}.{layer}") for name, values in written)
         if policy.exact_tokens:
             buffers: Dims = ["M", info.kv_heads, policy.exact_tokens, info.head_dim]
             for name in ("key_exact", "value_exact"):
@@ -107,14 +110,6 @@ def _side_inputs(codec: SideCodec, layer: int) -> list[onnx.ValueInfoProto]:
     return pools + [helper.make_tensor_value_info(f"{name}.{layer}", FLOAT, dims) for name, dims in codec.constants.items()]
 
 
-def _write_constants(codec: SideCodec, layer: int, static: KVScales) -> list[onnx.TensorProto]:
-    """The static parameters of quantization. Parameters of attention are inputs: the must-fail control corrupts only these."""
-    return [
-        numpy_helper.from_array(values, f"write_{name}.{layer}")
-        for name, values in codec.constant_values(static, layer).items()
-    ]
-
-
 def _append_quantize(graph: onnx.GraphProto, codec: SideCodec, layer: int, source: str, length: int | str) -> None:
     """Append the quantization of the new tokens of one side of one layer; its results are outputs."""
     function = layer_function(quantize_name(codec.side), layer)
@@ -141,9 +136,3 @@ def _append_check(graph: onnx.GraphProto, info: ModelInfo, sources: list[str], l
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     dims: Dims = ["B", len(sources) * info.kv_heads, length, 1]
     graph.output.append(helper.make_tensor_value_info(NOT_FINITE, kind, dims))
-
-
-def _layer(node: onnx.NodeProto) -> int:
-    """The number of the layer that a skeleton's attention node stands for."""
-    (layer,) = (attribute.i for attribute in node.attribute if attribute.name == "layer")
-    return int(layer)

@@ -3,7 +3,6 @@ loses nothing.
 """
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import onnx
 from onnx import helper
 
 from pipeline.artifacts.files import link_or_copy
+from pipeline.checkpoint.files import safetensors_header
 from stages.engines.onnx.bundle import WEIGHTS_FILE
 
 ALIGNMENT = 4096
@@ -110,9 +110,9 @@ def _in_checkpoint(
 def _places(checkpoint: Path) -> dict[Key, int]:
     """Return the first byte of each tensor of a safetensors file that can be read in place."""
     data: Bytes = np.memmap(checkpoint, np.uint8, "r")
-    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    begin, header = safetensors_header(checkpoint)
     places: dict[Key, int] = {}
-    for name, tensor in json.loads(data[8:begin].tobytes()).items():
+    for name, tensor in header.items():
         kind = STORED.get(tensor["dtype"]) if name != "__metadata__" else None
         if kind is None:
             continue

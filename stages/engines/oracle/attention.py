@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy
 from stages.engines.base import not_finite
-from stages.engines.oracle.model import LayerAttention, asked_of
+from stages.engines.oracle.model import LayerAttention, asked_of, no_mask
 
 ATTENTION = "kvgate_oracle"
 
@@ -318,9 +318,5 @@ def _attention(
     return out.flatten(1, 2).transpose(1, 2), None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """transformers' mask interface: no mask, since the pieces have theirs."""
-
-
 AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, _no_mask)
+AttentionMaskInterface.register(ATTENTION, no_mask)

@@ -143,6 +143,10 @@ def asked_of(module: torch.nn.Module, kv_heads: int, options: Mapping[str, Any])
     return LayerAttention(window or None, options.get("softcap"), None if sinks is None else sinks.view(kv_heads, -1))
 
 
+def no_mask(*_: Any, **__: Any) -> None:
+    """transformers' mask interface: no mask, since an attention masks by itself."""
+
+
 def refuse_options(module: torch.nn.Module, kv_heads: int, options: Mapping[str, Any]) -> None:
     """Raise RuntimeError for what a model asks of its attention and an attention of plain products would ignore."""
     asked = asked_of(module, kv_heads, options)

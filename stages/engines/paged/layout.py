@@ -49,7 +49,8 @@ class StoredSide:
             return {}
         heads = 1 if count == 1 else self.kv_heads
         channels = self.head_dim if self.form.static_granularity == "per_channel" else 1
-        return {f"{self.side}_{p}": (1, heads, 1, channels) for p in self._parameters}
+        parameters = ("scale",) if self.form.symmetric else ("scale", "zero")
+        return {f"{self.side}_{parameter}": (1, heads, 1, channels) for parameter in parameters}
 
     def constant_values(self, scales: KVScales, layer: int) -> dict[str, npt.NDArray[np.float32]]:
         """Return the values of `constants` in one layer."""
@@ -69,7 +70,3 @@ class StoredSide:
     def groups(self) -> int:
         """Stored scales of one token of one KV head, 0 without."""
         return self.form.scales_per_token(self.head_dim)
-
-    @property
-    def _parameters(self) -> tuple[str, ...]:
-        return ("scale",) if self.form.symmetric else ("scale", "zero")

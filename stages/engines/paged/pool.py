@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
-from pipeline.core.records import MemoryReport
 from pipeline.formats.spec import FLOAT16, MAX_FLOAT16
 from stages.engines.paged.allocator import PageAllocator
 from stages.engines.paged.layout import StoredSide
@@ -30,7 +29,6 @@ class PagedPool(SequencePages):
     def __init__(self, policy: KVPolicy, shape: KVShape, max_pages: int) -> None:
         super().__init__()
         self.policy, self.shape, self.max_pages = policy, shape, max_pages
-        self.window_pages = PageAllocator()
         self.arrays: dict[str, Array] = {}
         self._allocators: dict[str, PageAllocator] = {}
         """The allocator of each array's first dimension."""
@@ -84,12 +82,6 @@ class PagedPool(SequencePages):
             array[copy] = array[page]
         return copy
 
-    def release(self, handle: int) -> None:
-        window_pages = self.sequences[handle].window_pages
-        super().release(handle)
-        for page in window_pages:
-            self.window_pages.free(page)
-
     def _enlarge(self, allocator: PageAllocator, needed: int) -> None:
         """Double the capacity, or more if that is not enough, up to `max_pages`."""
         capacity = max(needed, 2 * allocator.capacity)
@@ -116,11 +108,6 @@ class PagedPool(SequencePages):
 
     def _numbered_by(self, allocator: PageAllocator) -> Iterator[Array]:
         return (array for name, array in self.arrays.items() if self._allocators[name] is allocator)
-
-    @property
-    def in_use(self) -> tuple[int, int]:
-        """Pages and window pages that some sequence holds."""
-        return self.pages.used_count, self.window_pages.used_count
 
     def view(self, handles: Sequence[int]) -> tuple[dict[str, npt.NDArray[np.int32]], Spans]:
         """Return the tables of some sequences, and the spans of the arrays that they refer to.
@@ -273,24 +260,9 @@ class PagedPool(SequencePages):
         """Return the bytes (P, H, 64, W) of some pages of an array; a subclass on another device copies them here."""
         return np.ascontiguousarray(array[numbers]).view(np.uint8)
 
-    def repeat_page(self) -> None:
-        """Plant a fault: copy the first page of every sequence over its second page. Sequences of one page stay unchanged."""
-        for row in self.sequences.values():
-            listed = [(self.pages, row.pages), (self.window_pages, [] if row.first_window_page else row.window_pages)]
-            for allocator, pages in listed:
-                for array in self._numbered_by(allocator) if len(pages) > 1 else ():
-                    array[pages[1]] = array[pages[0]]
-
     def scale_array(self, name: str, factor: Factor) -> None:
         """Multiply an array of scales, or of keys or values that have none, in place."""
         self.arrays[name][...] = scaled(self.arrays[name], factor)
-
-    def memory(self, static_scale_bytes: int) -> MemoryReport:
-        """Return the bytes of the arrays as allocated."""
-        allocators = (self.pages, self.buffers, self.window_pages)
-        pool, exact, window = (sum(array.nbytes for array in self._numbered_by(allocator)) for allocator in allocators)
-        pages, finer = self.pages.capacity, self.window_pages.capacity
-        return MemoryReport(pool, exact, window, static_scale_bytes, pages, self.live_tokens, sum(self.in_use), finer)
 
 
 def scaled(values: Array, factor: Factor) -> Array:

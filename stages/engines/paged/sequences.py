@@ -1,11 +1,13 @@
 """Bookkeeping of pages and exact buffers by sequence. A subclass has the memory that they number."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS
+from pipeline.core.records import MemoryReport
 from stages.engines.base import SequenceTable
 from stages.engines.paged.allocator import PageAllocator
 
@@ -40,7 +42,7 @@ class SequencePages(ABC):
     """The pages and exact buffers of all live sequences."""
 
     def __init__(self) -> None:
-        self.pages, self.buffers = PageAllocator(), PageAllocator()
+        self.pages, self.buffers, self.window_pages = PageAllocator(), PageAllocator(), PageAllocator()
         self.sequences: SequenceTable[PagedSequence] = SequenceTable()
 
     @abstractmethod
@@ -49,6 +51,10 @@ class SequencePages(ABC):
 
         Raises UserError, and changes nothing, where memory or a limit does not allow it.
         """
+
+    @abstractmethod
+    def _numbered_by(self, allocator: PageAllocator) -> Iterator[Any]:
+        """Yield the arrays of all layers whose first dimension `allocator` numbers: numpy's, or torch's."""
 
     def start(self) -> int:
         """Start an empty sequence and return its handle. Raises UserError when there is no room for its exact buffer."""
@@ -60,6 +66,8 @@ class SequencePages(ABC):
         self.buffers.free(sequence.buffer)
         for page in sequence.pages:
             self.pages.free(page)
+        for page in sequence.window_pages:
+            self.window_pages.free(page)
 
     def length(self, handle: int) -> int:
         """Return the tokens that were appended, evicted ones included. Raises KeyError for a sequence that is not live."""
@@ -74,6 +82,26 @@ class SequencePages(ABC):
     def live_tokens(self) -> int:
         """Tokens in the caches of all sequences."""
         return sum(sequence.kept_tokens for sequence in self.sequences.values())
+
+    @property
+    def in_use(self) -> tuple[int, int]:
+        """Pages and window pages that some sequence holds."""
+        return self.pages.used_count, self.window_pages.used_count
+
+    def memory(self, static_scale_bytes: int) -> MemoryReport:
+        """Return the bytes of the arrays as allocated: pools and exact buffers may grow by doubling."""
+        allocators = (self.pages, self.buffers, self.window_pages)
+        pool, exact, window = (sum(array.nbytes for array in self._numbered_by(allocator)) for allocator in allocators)
+        pages, finer = self.pages.capacity, self.window_pages.capacity
+        return MemoryReport(pool, exact, window, static_scale_bytes, pages, self.live_tokens, sum(self.in_use), finer)
+
+    def repeat_page(self) -> None:
+        """Plant a fault: copy the first page of every sequence over its second page. Sequences of one page stay unchanged."""
+        for row in self.sequences.values():
+            listed = [(self.pages, row.pages), (self.window_pages, [] if row.first_window_page else row.window_pages)]
+            for allocator, pages in listed:
+                for array in self._numbered_by(allocator) if len(pages) > 1 else ():
+                    array[pages[1]] = array[pages[0]]
 
     def reserve(self, handles: Sequence[int], tokens: int) -> None:
         """Give each sequence the pages for `tokens` more tokens. Raises UserError when not all fit, and gives none a page."""

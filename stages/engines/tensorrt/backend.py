@@ -40,8 +40,9 @@ class PlanBackend(Backend):
         return self.config.compute_dtype
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
-        """Return the ONNX engine's bundle of the policy."""
-        bundle = artifacts.bundle(policy, self._graphs)
+        """Return the ONNX engine's bundle of the policy, which has the graphs."""
+        config = OnnxRuntimeConfig(name="onnxruntime", compute_dtype=self.config.compute_dtype, threads=1, attention="auto")
+        bundle = artifacts.bundle(policy, config)
         return Source(bundle.path, bundle.digest)
 
     def run_parts(self) -> dict[str, object]:
@@ -57,11 +58,6 @@ class PlanBackend(Backend):
         from stages.engines.tensorrt.engine import load_engine
 
         return load_engine(bundle, library=self.library, cuda_graphs=self.config.cuda_graphs)
-
-    @property
-    def _graphs(self) -> OnnxRuntimeConfig:
-        """The backend whose bundle has the graphs."""
-        return OnnxRuntimeConfig(name="onnxruntime", compute_dtype=self.config.compute_dtype, threads=1, attention="auto")
 
     def describe(self, bundle: Path) -> list[str]:
         """Return the sizes of the plans."""

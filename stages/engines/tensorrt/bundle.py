@@ -93,7 +93,7 @@ def as_inputs(model: onnx.ModelProto) -> list[Weight]:
         while name in made_from:
             node = made_from[name]
             if node.op_type == "Cast":
-                kind = next(a.i for a in node.attribute if a.name == "to")
+                kind = helper.get_node_attr_value(node, "to")
             else:
                 transposed = True
                 shape.reverse()

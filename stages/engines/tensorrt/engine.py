@@ -62,6 +62,8 @@ def this_machine(library: Library, built: BuiltFor) -> BuiltFor:
 class PlanEngine(PagedEngine):
     """The engine on TensorRT. The graphs read the pool in place, and a step stores its tokens itself."""
 
+    pool: TorchPool
+
     def __init__(
         self,
         directory: Path,
@@ -106,7 +108,7 @@ class PlanEngine(PagedEngine):
     def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
         with self._device.running():
             super().corrupt_scale(side, factor, layer, head)
-            self._torch_pool.set_faults(self._faults)
+            self.pool.set_faults(self._faults)
         for session in self._sessions.values():
             session.forget_graphs()
 
@@ -164,7 +166,7 @@ class PlanEngine(PagedEngine):
             step = self._sessions[mode].step(**self._sizes(mode, batch, columns, tables["page_table"].shape[1]))
             for name, values in inputs.items():
                 step.put(name, values)
-            pool = self._torch_pool
+            pool = self.pool
             windows = pool.window_state(handles)
             pool.put_places(step, handles, sizes)
             step.upload()
@@ -179,11 +181,6 @@ class PlanEngine(PagedEngine):
             for handle, size in zip(handles, sizes, strict=True):
                 pool.advance([handle], size)
         return logits[:batch].astype(np.float32)  # a copy: the next step overwrites what was read
-
-    @property
-    def _torch_pool(self) -> TorchPool:
-        assert isinstance(self.pool, TorchPool)
-        return self.pool
 
     def _sizes(self, mode: Mode, batch: int, tokens: int, pages: int) -> dict[str, int]:
         """The shape that a run is padded to."""

@@ -4,16 +4,18 @@ Source: vLLM's model_executor/layers/quantization. base_config.py and fp8.py hav
 compressed_tensors.py have the numbers that vLLM uses. vLLM skips any other name without a word.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import ml_dtypes  # noqa: F401  numpy knows bfloat16 by it
 from safetensors import SafetensorError, safe_open
 
 from pipeline.artifacts.backend import Audit
-from pipeline.checkpoint.files import INDEX, read_json, refusal, safetensors_header
+from pipeline.checkpoint.files import INDEX, read_json, refusal
+from pipeline.checkpoint.weights import FLOATS
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Side
 from pipeline.core.records import LayerDelivery
@@ -33,9 +35,8 @@ OUTPUT = re.compile(r"self_attn\.[kv]_proj\.output_scale")
 """A name that vLLM reads as well where the weights are FP8 or Quark's."""
 SEPARATE, PAIRED = ("compressed-tensors",), ("modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed", "fp8", "quark")
 """Quantization methods by the value of a missing scale: 1.0; or the other scale of the layer's pair."""
-FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-MOST_BYTES = 1 << 20
-"""Largest scale tensor, in bytes."""
+MOST_NUMBERS = 1 << 18
+"""Of a tensor of scales."""
 Scales = dict[Side, tuple[float, ...]]
 
 
@@ -102,22 +103,15 @@ def _declared(path: Path) -> tuple[str, Mapping[str, Any], list[str]]:
 def _scales(path: Path, file: str) -> Iterator[tuple[str, int, str, str, tuple[float, ...]]]:
     """Yield of each scale in a file its name, layer, name within the layer, letter and values."""
     try:
-        with safe_open(path / file, framework="numpy"):  # which checks the header
-            pass
-        first, header = safetensors_header(path / file)
-        with (path / file).open("rb") as stream:
-            for name, about in header.items():
-                match = SCALE.fullmatch(name)
+        with safe_open(path / file, framework="numpy") as stored:
+            for name, match in ((name, SCALE.fullmatch(name)) for name in stored.keys()):  # noqa: SIM118  (not a mapping)
                 if match is None:
                     continue
-                start, end = about["data_offsets"]
-                if about["dtype"] not in FLOATS or not 0 < end - start <= MOST_BYTES:
-                    raise refusal(path, f"{file}: {name} is {about['dtype']} of shape {about['shape']}, no scale; correct it")
-                stream.seek(first + start)
-                numbers = np.frombuffer(stream.read(end - start), FLOATS[about["dtype"]])
-                if about["dtype"] == "BF16":
-                    numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
-                yield name, int(match[1]), match[2], match[3] or match[4], tuple(map(float, numbers))
+                about = stored.get_slice(name)
+                dtype, shape = about.get_dtype(), about.get_shape()
+                if dtype not in FLOATS or not 0 < math.prod(shape) <= MOST_NUMBERS:
+                    raise refusal(path, f"{file}: {name} is {dtype} of shape {shape}, no scale; correct it")
+                yield name, int(match[1]), match[2], match[3] or match[4], tuple(map(float, stored.get_tensor(name).flat))
     except UserError:
         raise
     except (SafetensorError, OSError, ValueError) as error:

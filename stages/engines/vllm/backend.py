@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from pipeline.artifacts.backend import Audit, Job
-from pipeline.core.errors import UserError
 from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.process import probe
 from stages.engines.vllm.config import VllmConfig
@@ -49,9 +48,7 @@ class VllmBackend(InterpreterBackend):
             check_own_scales(job.policy, checkpoint.quantized, self.audit(checkpoint.path))
         check_split(config.tensor_parallel_size, checkpoint.q_heads, checkpoint.shape.kv_heads)
         interpreter = probe(PROGRAM, config.python)
-        refusal = refuse_dtype(config, job.policy, dtype, interpreter)
-        if refusal is not None:
-            raise UserError(refusal)
+        refuse_dtype(config, job.policy, dtype, interpreter)
         if job.judges:
             check_judging(config, interpreter)
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pipeline.checkpoint.description import CheckpointInfo, read_config
 from pipeline.checkpoint.files import INDEX
 from pipeline.checkpoint.rope import rope_at_top_level
+from pipeline.checkpoint.weights import tensors_on_disk
 from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.scales import KVScales
 from stages.engines.interpreter.bundle import copy_checkpoint
@@ -44,7 +44,7 @@ def write_checkpoint(info: CheckpointInfo, out: Path, policy: KVPolicy, scales: 
         config["quantization_config"] = own
     if delivers_scales(policy):
         config["quantization_config"] = quantization_config(policy) | own
-        _write_index(out, info.weight_files, write_scales(out, scales))
+        _write_index(info, out, write_scales(out, scales))
     elif (info.path / INDEX).is_file():
         shutil.copyfile(info.path / INDEX, out / INDEX)
     (out / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
@@ -89,14 +89,10 @@ def write_scales(out: Path, scales: KVScales, key_fault: float = 1.0) -> list[st
     return list(tensors)
 
 
-def _write_index(out: Path, weight_files: tuple[str, ...], scales: list[str]) -> None:
+def _write_index(info: CheckpointInfo, out: Path, scales: list[str]) -> None:
     """Write the index that names the scales' file beside those of the weights."""
-    places: dict[str, str] = {}
-    for file in weight_files:
-        with safe_open(out / file, "pt") as weights:
-            places |= dict.fromkeys(weights.keys(), file)
-    places |= dict.fromkeys(scales, SCALES)
-    size = sum((out / file).stat().st_size for file in (*weight_files, SCALES))
+    places = {name: file for name, (file, _) in tensors_on_disk(info).items()} | dict.fromkeys(scales, SCALES)
+    size = sum((out / file).stat().st_size for file in (*info.weight_files, SCALES))
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
     (out / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 

@@ -94,18 +94,19 @@ def check_split(ranks: int, q_heads: int, kv_heads: int) -> None:
             )
 
 
-def refuse_dtype(config: VllmConfig, policy: KVPolicy, dtype: str, interpreter: Interpreter) -> str | None:
-    """Return why the installed release or this machine cannot hold a type of the cache, None when it can."""
+def refuse_dtype(config: VllmConfig, policy: KVPolicy, dtype: str, interpreter: Interpreter) -> None:
+    """Refuse a type of the cache that the installed release or this machine cannot hold."""
     described = interpreter.description
     if dtype not in described.cache_dtypes:
         listed = ", ".join(described.cache_dtypes)
-        return f"kv={policy.name}: vLLM {described.release} has no cache of type {dtype}; it knows {listed}"
+        raise UserError(f"kv={policy.name}: vLLM {described.release} has no cache of type {dtype}; it knows {listed}")
     reason = described.refused.get(dtype)
     if reason is not None:
-        return f"kv={policy.name}: a cache of type {dtype} cannot run here ({reason}); choose kv=fp16, or another machine"
+        raise UserError(
+            f"kv={policy.name}: a cache of type {dtype} cannot run here ({reason}); choose kv=fp16, or another machine"
+        )
     if on_cpu(interpreter) and config.block_size % 32:
-        return f"backend.block_size={config.block_size}: vLLM's attention on a CPU takes multiples of 32; set 64"
-    return None
+        raise UserError(f"backend.block_size={config.block_size}: vLLM's attention on a CPU takes multiples of 32; set 64")
 
 
 def check_judging(config: VllmConfig, interpreter: Interpreter) -> None:
