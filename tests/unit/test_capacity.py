@@ -15,7 +15,7 @@ from pipeline.core.kv import KVShape
 from pipeline.planning.capacity import Capacity, PolicyCapacity, SequenceCost, measure, memory_budget
 from pipeline.planning.shapes import read_model
 from pipeline.planning.use import GIB, CapacityConfig
-from pipeline.terminal.planning_tables import policy_line, verdict_lines
+from pipeline.terminal.tables import policy_line, verdict_lines
 
 KIB = 1024
 LLAMA_70B = LLAMA_8B | {

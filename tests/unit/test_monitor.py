@@ -11,10 +11,9 @@ from routed_engines import Fleet
 from pipeline.artifacts.digest import file_digest
 from pipeline.config.compose import plan
 from pipeline.core.errors import GateRefusal, UserError
-from pipeline.routing.downshift import step
 from pipeline.routing.files import ClassSnapshot, MonitorConfig, read_snapshot
 from pipeline.routing.moves import Aliases, read_aliases
-from pipeline.routing.stages import Reading, monitor, quality_holds, read_monitors
+from pipeline.routing.stages import Reading, monitor, quality_holds, read_monitors, step
 
 LIMITS = plan(["stage=monitor", "monitor.snapshot=s"], multirun=False).jobs[0].monitor
 WELL: dict[str, Any] = {

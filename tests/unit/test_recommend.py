@@ -20,7 +20,7 @@ from pipeline.planning.capacity import Capacity, measure
 from pipeline.planning.recommend import Judged, Recommendation, recommend
 from pipeline.planning.shapes import ModelShape
 from pipeline.run.planning import recommend_policy
-from pipeline.terminal.planning_tables import recommendation_lines
+from pipeline.terminal.tables import recommendation_lines
 from pipeline.verdict.coverage import Coverage, Exercised, Limits
 from pipeline.verdict.report import SAMPLES_FILE
 
