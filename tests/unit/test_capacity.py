@@ -18,12 +18,7 @@ from pipeline.planning.use import GIB, CapacityConfig
 from pipeline.terminal.tables import policy_line, verdict_lines
 
 KIB = 1024
-LLAMA_70B = LLAMA_8B | {
-    "num_hidden_layers": 80,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-}
+LLAMA_70B = LLAMA_8B | {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
 MISTRAL_7B = LLAMA_8B | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
 SHIPPED = labelled([])
 BARE = ["capacity.weights_gib=0", "capacity.reserve_gib=0"]

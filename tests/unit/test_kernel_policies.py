@@ -20,18 +20,7 @@ from stages.engines.paged.kernel_layout import check_kernels, choose_layers
 from stages.evaluate.twins.twin import ROUNDING
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=128)
-HELD = {
-    "bf16",
-    "fp16",
-    "fp8",
-    "fp8_head",
-    "fp8_token",
-    "fp8_uncalibrated",
-    "fp8k_int4v",
-    "fp8k_nvfp4v",
-    "int8",
-    "int8_tensor",
-}
+HELD = {"bf16", "fp16", "fp8", "fp8_head", "fp8_token", "fp8_uncalibrated", "fp8k_int4v", "fp8k_nvfp4v", "int8", "int8_tensor"}
 
 
 @pytest.mark.parametrize("name", sorted(HELD))
