@@ -14,8 +14,9 @@ from pipeline.core.kv import KVPolicy
 from stages.engines.interpreter.process import Interpreter, WorkerError, probe
 from stages.engines.vllm import build
 from stages.engines.vllm.engine import VllmEngine
-from stages.engines.vllm.library import PROGRAM, Description
-from stages.engines.vllm.targets import (
+from stages.engines.vllm.library import (
+    PROGRAM,
+    Description,
     cache_dtype,
     check_boundaries,
     check_judging,
