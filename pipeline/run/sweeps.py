@@ -14,7 +14,7 @@ from pipeline.config.workers import SLURM, end_workers, finish, lost_worker, sta
 from pipeline.core.errors import EXIT_CODES, INTERRUPTED, SEVERITY, GateRefusal, MissingRequirement, describe, exit_code
 from pipeline.core.redaction import redact_output, redact_text
 from pipeline.registry import summary
-from pipeline.registry.proof import PASS
+from pipeline.registry.promotion import PASS
 from pipeline.registry.summary import new_sweep
 from pipeline.run.inputs import UNRECORDED
 from pipeline.run.runner import holding, run

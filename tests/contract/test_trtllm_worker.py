@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from fake_interpreter import make_interpreter
+from fake_interpreter import make_interpreter, script
+from processes import await_none_with, processes_with
 from trtllm_exports import make_bundle, make_exports, open_engine
 
 from pipeline.core.errors import UserError
@@ -30,35 +31,6 @@ def quantized(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -
 @pytest.fixture(scope="module")
 def bundle(quantized: Path) -> Path:
     return make_bundle(quantized, quantized.parent / "bundle", "fp8", make_interpreter(quantized.parent / "bin"))
-
-
-def processes_with(path: str) -> list[str]:
-    """Commands of running processes that have `path` in their environment."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environment, command = (process / "environ").read_bytes(), (process / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if path.encode() in environment and int(process.name) != os.getpid():
-            found.append(command.decode())
-    return found
-
-
-def await_none_with(path: str) -> None:
-    """What was killed is gone when the kernel comes to it."""
-    deadline = time.monotonic() + 20
-    while left := processes_with(path):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
-
-
-def script(folder: Path, text: str) -> str:
-    """An interpreter that is something else."""
-    path = folder / "python"
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -81,15 +53,15 @@ def test_what_is_no_answer_is_told_as_what_it_is(tmp_path: Path, says: str, expe
     with pytest.raises(UserError, match=expected) as raised:
         probe(PROGRAM, make_interpreter(tmp_path / "bin", says=says))
     assert "\n" not in str(raised.value)
-    await_none_with(str(tmp_path / "bin"))
+    await_none_with(tmp_path / "bin")
 
 
 def test_a_worker_that_is_closed_ends_by_itself(tmp_path: Path) -> None:
     with Worker(PROGRAM, make_interpreter(tmp_path / "bin")) as worker:
         assert worker.call("describe", 30, key="k", answer=Description).release == "1.2.1"
-        assert len(processes_with(str(tmp_path / "bin"))) == 1
+        assert len(processes_with(tmp_path / "bin")) == 1
         folder = worker.folder
-    assert processes_with(str(tmp_path / "bin")) == []
+    assert processes_with(tmp_path / "bin") == []
     assert not folder.exists()
 
 
@@ -109,7 +81,7 @@ def test_an_engine_whose_worker_died_between_two_requests_says_so_and_starts_ane
         engine.forced(TOKENS, 1)
     assert (engine.forced(TOKENS, 1) == before).all()
     engine.close()
-    await_none_with(str(tmp_path / "bin"))
+    await_none_with(tmp_path / "bin")
 
 
 def test_a_hang_ends_at_the_timeout_and_leaves_no_process(quantized: Path, tmp_path: Path) -> None:
@@ -118,19 +90,19 @@ def test_a_hang_ends_at_the_timeout_and_leaves_no_process(quantized: Path, tmp_p
     with pytest.raises(UserError, match=r"backend\.build_timeout_s=2: TensorRT-LLM did not answer build in time"):
         make_bundle(quantized, tmp_path / "bundle", "fp8", python, build_timeout_s=2)
     assert time.monotonic() - started < 30
-    await_none_with(str(tmp_path / "bin"))
+    await_none_with(tmp_path / "bin")
 
 
 def test_the_timeout_covers_a_request_that_is_not_read(tmp_path: Path) -> None:
     started = time.monotonic()
-    with Worker(PROGRAM, script(tmp_path, "exec sleep 600")) as worker:
+    with Worker(PROGRAM, script(tmp_path / "python", "exec sleep 600")) as worker:
         with pytest.raises(UserError, match="k=1: TensorRT-LLM did not answer run in time"):
             worker.call("run", 1, key="k", answer=RunAnswer, requests=[1] * 1_000_000)
         assert time.monotonic() - started < 20
 
 
 def test_an_answer_without_an_end_is_cut_off(tmp_path: Path) -> None:
-    python = script(tmp_path, "exec cat /dev/zero")
+    python = script(tmp_path / "python", "exec cat /dev/zero")
     with Worker(PROGRAM, python) as worker, pytest.raises(UserError, match="answered describe with more than 16 MiB"):
         worker.call("describe", 60, key="k", answer=Description)
 
@@ -150,7 +122,7 @@ def test_an_interrupt_leaves_no_process(bundle: Path, tmp_path: Path, mode: str)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    await_none_with(str(tmp_path / "bin"))
+    await_none_with(tmp_path / "bin")
 
 
 def test_a_build_does_not_survive_a_killed_kvgate(tmp_path: Path) -> None:
@@ -164,12 +136,12 @@ def test_a_build_does_not_survive_a_killed_kvgate(tmp_path: Path) -> None:
     )
     parent = subprocess.Popen([sys.executable, "-c", code, python], cwd=ROOT)
     deadline = time.monotonic() + 30
-    while not any(command.startswith("sleep") for command in processes_with(str(tmp_path / "bin"))):
+    while not any(command[:1] == ["sleep"] for command in processes_with(tmp_path / "bin")):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     parent.kill()
     parent.wait()
-    await_none_with(str(tmp_path / "bin"))
+    await_none_with(tmp_path / "bin")
 
 
 def test_a_worker_below_a_script_that_outlives_kvgate_ends_when_its_input_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from kernel_cases import no_waiting
 from kernel_engine_cases import GUARDED, SHAPE, distance
 from onnx_fixtures import static_scales
 
@@ -92,6 +95,20 @@ def test_captured_steps_give_what_launched_ones_give_and_both_what_the_oracle_gi
         assert distance(a, wanted) < CLOSE, step
 
 
+@contextmanager
+def counted_waits(patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Count the waits for an event; whatever else waits for the GPU raises."""
+    waits, wait = list[int](), torch.cuda.Event.synchronize
+
+    def counted(event: torch.cuda.Event) -> None:
+        waits.append(1)
+        wait(event)
+
+    patch.setattr(torch.cuda.Event, "synchronize", counted)
+    with no_waiting():
+        yield waits
+
+
 def test_a_captured_step_launches_nothing_and_waits_for_the_device_once(
     bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,13 +116,6 @@ def test_a_captured_step_launches_nothing_and_waits_for_the_device_once(
     engine, eager = (load_on_gpu(bundles["guarded"], threads=1) for _ in range(2))
     monkeypatch.setattr(eager, "_pass", lambda batch: DecodePass(eager.model, eager.cache, eager.shape, batch))
     handles = [one.prefill([text[:200] for text in texts])[0] for one in (engine, eager)]
-    waits: list[int] = []
-    wait = torch.cuda.Event.synchronize
-
-    def counted(event: torch.cuda.Event) -> None:
-        waits.append(1)
-        wait(event)
-
     for step in range(200, 204):
         tokens = [text[step] for text in texts]
         wanted = eager.decode(handles[1], tokens)
@@ -115,14 +125,10 @@ def test_a_captured_step_launches_nothing_and_waits_for_the_device_once(
         with monkeypatch.context() as patch:
             for name in ("append", "decode_attention"):
                 patch.setattr(launch, name, lambda *_, **__: pytest.fail("an eager launch"))
-            patch.setattr(torch.cuda.Event, "synchronize", counted)
-            torch.cuda.set_sync_debug_mode("error")  # whatever else waits raises
-            try:
+            with counted_waits(patch) as waits:
                 logits = engine.decode(handles[0], tokens)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+        assert len(waits) == 1
         assert distance(logits, wanted) < SAME
-    assert len(waits) == 3
     for ours, theirs in zip(engine.cache.groups, eager.cache.groups, strict=True):
         for name, tensor in (ours.paged | ours.exact).items():
             assert torch.equal(tensor.view(torch.uint8), (theirs.paged | theirs.exact)[name].view(torch.uint8)), name
@@ -135,20 +141,8 @@ def test_prompts_prefill_together_on_one_wait_a_pass_as_they_do_alone(
     prompts = [texts[0], texts[1][:65], texts[2][:1], texts[2][:640]]
     engine, alone = (load_on_gpu(bundles["guarded"], threads=1, prefill_chunk=256) for _ in range(2))
     engine.release(engine.prefill(prompts)[0])  # compiles, and allocates the pools
-    waits: list[int] = []
-    wait = torch.cuda.Event.synchronize
-
-    def counted(event: torch.cuda.Event) -> None:
-        waits.append(1)
-        wait(event)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda.Event, "synchronize", counted)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            together, logits = engine.prefill(prompts)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    with monkeypatch.context() as patch, counted_waits(patch) as waits:
+        together, logits = engine.prefill(prompts)
     assert len(waits) == 3  # the longest prompt has three chunks
     for row, handle, prompt in zip(logits, together, prompts, strict=True):
         (other,), wanted = alone.prefill([prompt])

@@ -5,15 +5,13 @@ interpreter, which run on the GPU where there is one: tests/integration/test_ker
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from ctypes import CDLL, byref, c_int, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kernel_cases import side
+from kernel_cases import no_waiting, side
 from torch import Tensor
 
 from plugins.kv_attention import launch
@@ -72,16 +70,6 @@ class Decoder:
         self.page_table.copy_(torch.randperm(BATCH * COLUMNS, generator=rng, device="cuda").view(BATCH, COLUMNS))
         for x in self.inputs:
             x.normal_(generator=rng)
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Whatever waits for the device raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx
 from onnx import helper
 
-from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
 from pipeline.formats.body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET, layer_function
 from pipeline.formats.graph import onnx_type
 from pipeline.formats.spec import FLOAT16
@@ -59,8 +59,10 @@ class AttentionCase:
         pool = PagedPool(self.policy, shape, 1 << 20)
         handles = [pool.start() for _ in self.lengths]
         # Page after page in turn, so that no sequence's pages are neighbours.
-        for handle, length in sorted(zip(handles, self.lengths, strict=True), key=lambda pair: pair[1]):
-            _grow(pool, handle, length)
+        for first in range(0, max(self.lengths), PAGE_TOKENS):
+            for handle, length in zip(handles, self.lengths, strict=True):
+                if length > first:
+                    _grow(pool, handle, min(PAGE_TOKENS, length - first))
         kind = NUMPY_FLOATS[self.compute]
         counts = {"query": self.heads.query, "key": self.heads.kv, "value": self.heads.kv}
         self.inputs = {

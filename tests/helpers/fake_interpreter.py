@@ -19,7 +19,7 @@ def make_interpreter(
     """The path of a new one. `mode` says how it misbehaves, `says` replaces all that it would answer."""
     folder.mkdir(parents=True)
     # It is asked for the driver alone, and knows no CUDA_VISIBLE_DEVICES.
-    _script(folder / "nvidia-smi", f"for _ in {' '.join(gpus)}; do echo 580.95; done")
+    script(folder / "nvidia-smi", f"for _ in {' '.join(gpus)}; do echo 580.95; done")
     (folder / "torch.py").write_text("from tensorrt_llm import cuda\n", encoding="utf-8")
     return _python(
         folder,
@@ -32,13 +32,14 @@ def make_interpreter(
 def _python(folder: Path, *environment: str, says: str | None) -> str:
     """The path of a new `python`: this one after lines that set its environment, or one that says a line and no more."""
     command = f'exec "{sys.executable}" "$@"' if says is None else f"echo '{says}'; exec cat >/dev/null"
-    _script(folder / "python", "\n".join([*environment, command]))
-    return str(folder / "python")
+    return script(folder / "python", "\n".join([*environment, command]))
 
 
-def _script(path: Path, text: str) -> None:
+def script(path: Path, text: str) -> str:
+    """Write an interpreter that is a shell script."""
     path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
 
 
 def make_sglang_interpreter(folder: Path, release: str = "0.5.23", mode: str = "sound", gpu: bool = True) -> str:

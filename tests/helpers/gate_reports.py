@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from pipeline.statistics.looks import planned_looks
 from pipeline.verdict import registry
@@ -63,6 +64,13 @@ def row(workload: str, index: int, before: bool = True, after: bool = True, **ch
 def answered(workload: str, count: int, lost: int = 0, gained: int = 0, **changes: object) -> list[SampleRow]:
     flags = [(True, False)] * lost + [(False, True)] * gained + [(True, True)] * (count - lost - gained)
     return [row(workload, i, before, after, **changes) for i, (before, after) in enumerate(flags)]
+
+
+def prose(count: int, **changes: object) -> list[SampleRow]:
+    """Samples without an answer to judge."""
+    answers = ("baseline_correct", "candidate_correct", "baseline_probability", "candidate_probability")
+    unjudged: dict[str, Any] = {"judged": False, **dict.fromkeys(answers), **changes}
+    return [row("prose", i, **unjudged) for i in range(count)]
 
 
 def every_class(**lost: int) -> list[SampleRow]:

@@ -3,7 +3,8 @@
 Shapes: B sequences, H KV heads, G query heads of each, N pages, P columns of the page table, M exact buffers, D head_dim.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,3 +123,13 @@ def differing(actual: Tensor, expected: Tensor) -> Tensor:
 def planned(layout: CacheLayout, lengths: Tensor, programs: int) -> launch.Plan:
     """Return the work list of a step over such lengths, for `programs` over the pages of a KV head."""
     return launch.plan_decode(layout, lengths, programs=programs)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Whatever waits for the GPU raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from processes import await_none_with
 
 ROOT = Path(__file__).resolve().parents[2]
 HELPERS = ROOT / "tests" / "helpers"
@@ -53,22 +54,10 @@ def started(folder: Path, seeds: str, *arguments: str) -> Iterator[subprocess.Po
 
 def ended(folder: Path, process: subprocess.Popen[str], seconds: float = 500) -> Swept:
     """Wait for the end of a sweep, of which no process is left."""
-    code, until = process.wait(seconds), time.monotonic() + 30
-    while left := _processes(folder):
-        assert time.monotonic() < until, left
-        time.sleep(0.1)
+    code = process.wait(seconds)
+    await_none_with(folder)
     summary = json.loads((folder / "work" / "summary.json").read_text())
     return Swept(code, (folder / "stdout").read_text(), (folder / "stderr").read_text(), summary)
-
-
-def _processes(folder: Path) -> list[psutil.Process]:
-    """Those of a sweep in `folder`: it is their home directory."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get("HOME") == str(folder):
-                found.append(process)
-    return found
 
 
 def sweep(folder: Path, seeds: str, *arguments: str) -> Swept:

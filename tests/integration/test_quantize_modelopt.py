@@ -1,6 +1,7 @@
 """The quantize stage with the real ModelOpt, on the trained tiny model and on random models of the other families."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,9 @@ from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.run import scale_cache
 
 torch.set_num_threads(1)
+
+FACTS = json.loads((Path(__file__).parents[1] / "contract" / "facts" / "engine-1.2.1.json").read_text(encoding="utf-8"))
+"""Of TensorRT-LLM's sources."""
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +166,60 @@ def other_codes(out: Path) -> int:
 def test_every_fp8_weight_of_the_unified_export_is_the_one_that_is_judged(run_stage: Callable[..., Path]) -> None:
     """float16 here; bfloat16 is every family's. ModelOpt's export alone would round twice, and 0.4 % of the codes differed."""
     assert other_codes(run_stage("fp8", "fp8")) == 0
+
+
+FUSED = {
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.dense": ("self_attn.o_proj",),
+    "mlp.fc": ("mlp.gate_proj",),
+    "mlp.gate": ("mlp.up_proj",),
+    "mlp.proj": ("mlp.down_proj",),
+}
+
+
+def effective(tensors: dict[str, torch.Tensor], base: str, weights: str) -> torch.Tensor:
+    """Return W (out, in) such that W x is what the layer computes when it does not round activations."""
+    codes = tensors[f"{base}.weight"]
+    if weights == "none":
+        return codes.float()
+    scale = tensors[f"{base}.weights_scaling_factor"].float()
+    if weights == "fp8":
+        return codes.view(torch.float8_e4m3fn).float() * scale
+    if weights == "int4_awq":
+        packed = codes.T
+        codes = torch.stack(((packed << 4) >> 4, packed >> 4), -1).flatten(1).T
+        scale = scale.reshape(len(codes), -1)
+        scale = scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)
+    else:
+        scale = scale[:, None]
+    return codes.float() * scale * tensors[f"{base}.prequant_scaling_factor"].float()
+
+
+@pytest.mark.parametrize("weights", ["none", "fp8", "int8_sq", "int4_awq"])
+def test_every_weight_of_the_tensorrt_llm_export_is_the_one_that_is_judged(
+    weights: WeightsFormat, run_stage: Callable[[str, WeightsFormat], Path]
+) -> None:
+    """Dequantized, it may differ from the float16 of `checkpoint/` by half a unit of float16.
+
+    The format is read as TensorRT-LLM 1.2.1 reads it (tensorrt_llm/models/modeling_utils.py and quantization/layers.py): qkv is
+    the rows of q, k and v, fc is gate_proj, gate is up_proj; INT4 codes lie transposed, two outputs a byte, the low bits first.
+    """
+    out = run_stage("fp8", weights)
+    tensors = load_file(out / "exports" / "tensorrt_llm" / "rank0.safetensors")
+    judged = load_file(out / "checkpoint" / "model.safetensors")
+    if weights == "none":
+        assert {re.sub(r"layers\.\d+\.", "layers.{layer}.", name) for name in tensors} <= set(FACTS["tensors"]["names"])
+    for layer in range(4):
+        for name, parts in FUSED.items():
+            expected = torch.cat([judged[f"model.layers.{layer}.{part}.weight"].float() for part in parts])
+            found = effective(tensors, f"transformer.layers.{layer}.{name}", weights)
+            other = (found - expected).abs() > 2.0**-11 * expected.abs() + 2.0**-25
+            # a weight halfway between two codes may go to either: ModelOpt multiplies where its exporter divides
+            allowed = 0.0 if weights in ("none", "fp8") else 1e-3
+            assert other.float().mean() <= allowed, f"layer {layer} {name}: {int(other.sum())} weights differ"
+            assert (found - expected).norm() <= 5e-3 * expected.norm()
+    for name, source in (("vocab_embedding", "embed_tokens"), ("ln_f", "norm")):
+        assert torch.equal(tensors[f"transformer.{name}.weight"].float(), judged[f"model.{source}.weight"].float())
 
 
 @pytest.mark.parametrize("weights", ["fp8", "int8_sq", "int4_awq"])

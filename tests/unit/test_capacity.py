@@ -11,11 +11,11 @@ from checkpoints import LLAMA_8B
 from pipeline.config.compose import plan
 from pipeline.config.policies import labelled, shipped_policies
 from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.kv import KVShape
 from pipeline.planning.capacity import Capacity, PolicyCapacity, SequenceCost, measure, memory_budget
 from pipeline.planning.shapes import read_model
 from pipeline.planning.use import GIB, CapacityConfig
-from pipeline.terminal.planning_tables import policy_line, verdict_lines
+from pipeline.terminal.tables import policy_line, verdict_lines
 
 KIB = 1024
 LLAMA_70B = LLAMA_8B | {
@@ -265,9 +265,3 @@ def test_a_memory_that_holds_no_cache_is_refused(
     with pytest.raises(UserError) as caught:
         memory_budget(read_model(written(tmp_path, config)), use(*overrides), "none")
     assert str(caught.value).startswith(expected)
-
-
-def test_every_policy_of_conf_is_listed() -> None:
-    conf = Path(__file__).resolve().parents[2] / "conf" / "kv"
-    assert [policy.name for policy in shipped_policies()] == sorted(path.stem for path in conf.glob("*.yaml"))
-    assert all(isinstance(policy, KVPolicy) for policy in shipped_policies())

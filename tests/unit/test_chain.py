@@ -180,6 +180,7 @@ def test_the_key_of_plans_has_the_version_of_the_library_that_was_imported(
     made = chain.bundle(config.kv)
     parts: Any = made.parts
     assert parts["config"]["versions"] == versions
+    assert ("gpu" in parts["config"]) == (backend == "tensorrt")
     assert set(parts["libraries"]) == {"onnx", "numpy", SBOM_LIBRARY}
     assert given.keys() - {"adapt"} == {*parts["config"], "policy", "scales", "progress"} - {"kv", "versions"}
     machine.setattr(_Library, "version", "10.15")
@@ -199,7 +200,12 @@ def test_running_plans_takes_torch_and_nothing_that_built_them(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("lacking", "stage", "kv", "message"),
     [
-        ("gpu", "build", "fp8k_int4v", "this machine has none with a driver"),
+        (
+            "gpu",
+            "build",
+            "fp8k_int4v",
+            r"has none with a driver \(nvidia-smi\); backend=tensorrt_rtx builds without one",
+        ),
         ("torch", "all", "fp8k_int4v", "install a CUDA build of torch"),
         ("triton", "build", "fp8k_int4v", r"needs Triton .*kvgate\[kernels\]"),
         ("triton", "evaluate", "int8_asym", "needs Triton"),  # the baseline's keys are held

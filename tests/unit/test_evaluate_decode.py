@@ -209,13 +209,6 @@ def test_answers_are_what_greedy_decode_from_the_prompt_gives(make: Any, batch_s
     assert max(engine.widths) <= batch_size
 
 
-def test_an_answer_is_cut_at_its_limit() -> None:
-    for make in (fake_engine, sharing_engine):
-        answer = answers_of(make(SAMPLES, wrong=("a",)), encoded()[:1], 2, extra=1)[0].answer
-        assert answer is not None
-        assert len(answer) == len(b"xy") + 1 + 1
-
-
 def test_an_engine_that_forks_prefills_no_prompt_twice_and_decodes_no_token_of_the_reference_twice() -> None:
     plain, sharing = fake_engine(SAMPLES, wrong=WRONG), sharing_engine(SAMPLES, wrong=WRONG)
     twice, once = (answers_of(engine, encoded(), 2) for engine in (plain, sharing))

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from evaluations import brief_workloads, evaluate, measure_baseline
-from fake_engine import VOCAB, CharTokenizer, fake_engine
-from safetensors.numpy import load_file
+from fake_engine import CharTokenizer, fake_engine
 
 from pipeline.core.errors import UserError
 from pipeline.core.records import Sample
@@ -18,8 +17,6 @@ from pipeline.verdict.gates import Gates, decide
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Verdict
 from pipeline.verdict.tracked import flat_metrics
-from stages.evaluate.distances.distance import REST_MASS
-from stages.evaluate.distances.scores import StoredHeads
 
 
 def samples(per_class: int = 80) -> list[Sample]:
@@ -39,6 +36,7 @@ def samples(per_class: int = 80) -> list[Sample]:
 
 SAMPLES = samples()
 GATES = Gates()
+Judged = tuple[EvaluationReport, list[SampleRow], Verdict]
 
 
 def told(label: str, done: int, total: int) -> None:
@@ -55,16 +53,11 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def candidate(
-    baseline: Path, out: Path, wrong: tuple[str, ...] = ("find-0", "copy-0"), **options: Any
-) -> tuple[EvaluationReport, list[SampleRow], Verdict]:
+def candidate(baseline: Path, out: Path, wrong: tuple[str, ...] = ("find-0", "copy-0"), **options: Any) -> Judged:
     options = {"batch_noise": 1e-3, **options}
     evaluate(lambda: fake_engine(SAMPLES, wrong=wrong, **options), SAMPLES, baseline, out, progress=told)
     report, rows = load_report(out), load_rows(out)
     return report, rows, decide(report, rows, GATES)
-
-
-Judged = tuple[EvaluationReport, list[SampleRow], Verdict]
 
 
 @pytest.fixture(scope="module")
@@ -204,17 +197,3 @@ def test_answers_with_unicode_line_separators_are_stored_and_read_back(tmp_path:
     evaluate(lambda: fake_engine(plain), separated, baseline_dir, out, tokenizer=Separators())
     assert [(row.id, row.baseline_generation) for row in load_rows(out)] == [(s.id, s.reference) for s in separated]
     assert all(row.baseline_correct and row.candidate_correct for row in load_rows(out))
-
-
-def test_stored_heads_hold_all_of_a_small_vocabulary_where_they_must(baseline: Path) -> None:
-    stored = load_file(str(baseline / "logprobs.safetensors"))
-    heads = StoredHeads(baseline / "logprobs.safetensors").sample("find-3")
-    tokens = len('{"k":3}') + 1
-    assert stored["find-3/tokens"].dtype == np.uint16
-    assert len(heads.rest) == tokens
-    for position in range(tokens):
-        head = heads.head(position)
-        assert np.exp(head.logp.astype(np.float64)).sum() + head.rest == pytest.approx(1.0, abs=1e-6)
-        assert (np.diff(head.logp) <= 0).all()
-        assert head.rest <= REST_MASS
-    assert {stored[f"{s.id}/full"].shape[1] for s in SAMPLES} == {VOCAB}

@@ -99,20 +99,6 @@ def test_a_crashed_round_goes_on_with_the_samples_that_are_missing(at: int, base
     assert_like_an_uninterrupted_run(baseline, out, tmp_path)
 
 
-def test_the_baseline_is_resumed_too(baseline: Path, tmp_path: Path) -> None:
-    plain = sharing_engine(SAMPLES)
-    faulty = engine((20,), crash)
-    faulty.wrong, faulty.noise = plain.wrong, plain.noise
-    left = [faulty, plain]
-    for _ in range(2):
-        try:
-            measure_baseline(lambda: left.pop(0), SAMPLES, tmp_path)
-        except RuntimeError:
-            assert 0 < len(list((tmp_path / UNFINISHED).glob("*/*"))) < len(SAMPLES)
-    for name in ("logprobs.safetensors", "answers.jsonl"):
-        assert (tmp_path / name).read_bytes() == (baseline / name).read_bytes()
-
-
 def test_the_first_control_c_finishes_what_is_in_flight_and_says_so(baseline: Path, tmp_path: Path) -> None:
     out = tmp_path / "round"
     labels: list[str] = []

@@ -1,23 +1,16 @@
-"""Rounds: which samples are in which, that joined rounds are the report of one, and that a chain runs no more than it must."""
+"""Rounds: which samples are in which, and that joined rounds are the report of one."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from evaluations import brief_workloads, evaluate, joined, measure_baseline, measure_candidate
 from fake_engine import CharTokenizer, FakeEngine, fake_engine
 from test_evaluate_measure import SAMPLES, samples
 
-from pipeline.artifacts.store import Artifact, Recipe, Store
-from pipeline.config.compose import plan
-from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Sample
-from pipeline.run.chain import Chain
-from pipeline.verdict.report import LEAST_STEP, load_report, load_rows
+from pipeline.verdict.report import LEAST_STEP, load_rows
 from stages.evaluate.inputs.rounds import assign_rounds, planned_shares
 from stages.evaluate.inputs.tokens import encode_rounds, read_encoded
 
@@ -98,103 +91,3 @@ def test_joined_rounds_are_the_report_of_one_round(tmp_path: Path) -> None:
     expected = [(s.id, n) for n, chosen in enumerate(rounds, start=1) for s in chosen]
     assert [(row.id, row.round) for row in found.rows] == expected
     assert [row.model_copy(update={"round": 1}) for row in found.rows] == load_rows(tmp_path / "one")
-
-
-class _FakeBackend:
-    engine_module, libraries, compute_dtype = "stages.engines.base", ("numpy",), "float32"
-
-    def __init__(self, engines: dict[str, Callable[[], FakeEngine]]) -> None:
-        self.engines = engines
-        self.loaded: list[str] = []
-
-    def run_parts(self) -> dict[str, object]:
-        return {}
-
-    def run_libraries(self) -> tuple[str, ...]:
-        return ()
-
-    def load(self, bundle: Path) -> FakeEngine:
-        name = (bundle / "name").read_text()
-        self.loaded.append(name)
-        return self.engines[name]()
-
-
-class _Chain(Chain):
-    """Bundles are names of fake engines."""
-
-    fakes: Any
-    backend = property(lambda self: self.fakes)
-
-    def quantized(self, policy: KVPolicy) -> Artifact:  # noqa: ARG002
-        return self.store.get(Recipe("quantize", (), {}, {}), lambda _: None)
-
-    def bundle(self, policy: KVPolicy, config: Any = None) -> Artifact:  # noqa: ARG002
-        def write(out: Path) -> None:
-            (out / "name").write_text(policy.name)
-            (out / "bundle.json").write_text("{}")
-
-        return self.store.get(Recipe("build", (), {"policy": policy.name}, {}), write)
-
-    def _open(self, policy: KVPolicy) -> Any:
-        """A fake engine has no twin."""
-        opened: Any = super()._open(policy)
-        opened.twin = None
-        return opened
-
-
-@pytest.fixture
-def chain_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[_FakeBackend], _Chain]:
-    monkeypatch.setattr("stages.evaluate.inputs.samples.load_samples", lambda _: SAMPLES)
-    monkeypatch.setattr("stages.evaluate.inputs.tokens.BundleTokenizer", lambda _: CharTokenizer())
-
-    def make(backend: _FakeBackend) -> _Chain:
-        planned = plan([f"workdir={tmp_path}", "tracking=none"], multirun=False).jobs[0]
-        chain = _Chain(planned.model_copy(update={"workloads": brief_workloads(rounds=SHARES)}), Store(tmp_path / "artifacts"))
-        chain.fakes = backend
-        return chain
-
-    return make
-
-
-def engines(**candidates: Callable[[], FakeEngine]) -> _FakeBackend:
-    return _FakeBackend({"fp16": lambda: fake_engine(SAMPLES, batch_noise=1e-3), **candidates})
-
-
-def policy(name: str) -> KVPolicy:
-    return KVPolicy.model_validate({**plan([], multirun=False).jobs[0].kv.model_dump(), "name": name})
-
-
-def test_a_candidate_runs_rounds_until_its_gates_decide_and_the_next_one_reuses_the_baselines(
-    chain_of: Callable[[_FakeBackend], _Chain],
-) -> None:
-    def equal() -> FakeEngine:
-        return fake_engine(SAMPLES, batch_noise=1e-3)
-
-    backend = engines(broken=lambda: fake_engine(SAMPLES, noise=9.0), same=equal, other=equal)
-    first = chain_of(backend)
-    evaluation, _, _ = first.evaluation(policy("broken"))
-    assert {row.round for row in load_rows(evaluation.path)} == {1}
-    assert Counter(backend.loaded) == {"fp16": 1, "broken": 1}  # the must-fail control runs in the candidate itself
-
-    backend.loaded.clear()
-    second = chain_of(backend)
-    evaluation, engine, baseline = second.evaluation(policy("same"))
-    ran = max(row.round for row in load_rows(evaluation.path))
-    assert ran > 1
-    assert Counter(backend.loaded) == {"fp16": ran - 1, "same": ran}  # the first baseline round was there
-    report = load_report(evaluation.path)
-    assert (report.engine_digest, report.baseline_digest) == (engine.digest, baseline.digest)
-    assert second.finished[-1][0] == "evaluate same"
-
-    backend.loaded.clear()
-    again, _, _ = chain_of(backend).evaluation(policy("same"))
-    assert again.reused
-    assert again.digest == evaluation.digest
-    assert backend.loaded == []
-
-    backend.loaded.clear()
-    evaluation, _, _ = chain_of(backend).evaluation(policy("other"))
-    assert set(backend.loaded) == {"other"}, "a third candidate costs only its own decode"
-    kl = load_report(evaluation.path).overall.fidelity.kl_max
-    assert kl is not None
-    assert np.isclose(kl, 0, atol=1e-9)

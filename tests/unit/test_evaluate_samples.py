@@ -65,15 +65,13 @@ def test_defaults_fill_what_a_line_leaves_out_and_empty_lines_are_skipped(tmp_pa
     assert (first.workload, first.check, first.cluster) == ("custom", "exact", "mine-0001")
 
 
-def test_the_users_samples_join_the_builtin_ones(tmp_path: Path) -> None:
-    samples = load_samples(builtin_workloads(samples={"copy": 1}, jsonl=str(write(tmp_path, GOOD))))
-    assert [s.id for s in samples] == ["copy-0000", "mine-0001"]
-
-
-def test_the_users_file_may_lie_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_samples_join_the_builtin_ones_and_may_lie_in_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path, GOOD)
-    assert [s.id for s in load_samples(builtin_workloads(samples={}, jsonl="~/mine.jsonl"))] == ["mine-0001"]
+    samples = load_samples(builtin_workloads(samples={"copy": 1}, jsonl="~/mine.jsonl"))
+    assert [s.id for s in samples] == ["copy-0000", "mine-0001"]
 
 
 @pytest.mark.parametrize(

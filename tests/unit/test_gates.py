@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gate_reports import CANARY_ROWS, CLASSES, GATES, answered, every_class, fidelity, gates, row, verdict
+from gate_reports import CANARY_ROWS, CLASSES, GATES, answered, every_class, fidelity, gates, prose, row, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_conformance_gate import SOUND, engine, record, request
@@ -20,14 +20,6 @@ from pipeline.verdict.report import Canary, Compaction, NoiseFloor, Rung, Sample
 from pipeline.verdict.thresholds import MOST_SAMPLES, Check
 
 Rows = list[SampleRow]
-UNJUDGED: dict[str, Any] = {
-    "judged": False,
-    **dict.fromkeys(("baseline_correct", "candidate_correct", "baseline_probability", "candidate_probability")),
-}
-
-
-def prose(count: int, **changes: Any) -> Rows:
-    return [row("prose", i, **UNJUDGED, **changes) for i in range(count)]
 
 
 def copies(count: int = 128, **values: Any) -> Rows:
@@ -85,7 +77,7 @@ WITHIN_A_BIN = [
     for i, r in enumerate(answered("retrieval", 128))
 ]
 OPEN_MEANS = {"max_mean_kl", "min_top10_overlap", "max_ppl_ratio", "max_rms_delta_p"}
-FAR_APART = [row("prose", 0, **UNJUDGED), row("prose", 1, **UNJUDGED, context_tokens=1100, mean_kl=0.04)]
+FAR_APART = [*prose(1), prose(2, context_tokens=1100, mean_kl=0.04)[1]]
 BLIND, ABSENT = (Canary(factor=0.1, rows=rows) for rows in (answered("retrieval", 8), []))
 UNMEASURED = NoiseFloor(samples=0, fidelity=None, answer_flips=0)
 STORED_WRONG = record(engine(*SOUND.requests, request(stored=3e-3)))

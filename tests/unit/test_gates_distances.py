@@ -26,13 +26,6 @@ def at_most(rate: float, runs: int = RUNS) -> float:
     return rate + 3.1 * math.sqrt(rate * (1 - rate) / runs)
 
 
-def test_the_shapes_are_of_both_models_and_of_all_policies() -> None:
-    assert {(shape.model, shape.policy) for shape in SHAPES} == {
-        ("tiny", "fp8"), ("tiny", "int8"), ("tiny", "fp8k_int4v"), ("tiny", "int4"),
-        ("smollm2", "fp8"), ("smollm2", "int8"), ("smollm2", "fp8k_int4v"), ("smollm2", "int4_g32"),
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("documents", [24, 144, 576])
 def test_no_shape_exactly_at_the_mean_kl_passes_in_more_than_5_percent(documents: int) -> None:
     rng = np.random.default_rng(1)

@@ -1,17 +1,15 @@
 """Group-sequential looks: their levels against the literature, and what several rounds mean for a verdict."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
-from gate_reports import CANARY_ROWS, CLASSES, GATES, answered, every_class, gates, in_rounds, report, row, verdict
+from gate_reports import CANARY_ROWS, CLASSES, GATES, answered, every_class, gates, in_rounds, prose, report, row, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from scipy.stats import multivariate_normal, norm
 
-from pipeline.core.errors import UserError
 from pipeline.statistics.looks import (
     _START,
     Spending,
@@ -183,11 +181,6 @@ def test_a_plan_cut_to_one_look_decides_nothing_before_all_samples_were_run() ->
     assert not is_final(outcome, report(seen, planned_rounds=PLAN), gates(max_rounds=1))
 
 
-def prose(count: int, mean_kl: float = 2**-10) -> list[SampleRow]:
-    unjudged: dict[str, Any] = {"judged": False, "baseline_correct": None, "candidate_correct": None}
-    return [row("prose", i, mean_kl=mean_kl, **unjudged) for i in range(count)]
-
-
 def test_prose_alone_follows_the_same_looks_and_a_bet_waits_where_documents_are_near_the_limit() -> None:
     assert stops(prose(400)) == ("PASS", 2)  # the first look at 60 requests, of which none is ruined
     assert stops(prose(400, mean_kl=0.5)) == ("FAIL", 1)
@@ -219,11 +212,6 @@ def test_a_report_from_before_there_were_rounds_is_one_round() -> None:
 def test_a_verdict_names_the_rules_that_made_it() -> None:
     assert verdict(answered("copy", 60)).rules == RULES
     assert Verdict.model_validate({"status": "PASS", "reasons": [], "checks": [], "samples_needed": {}}).rules == 1
-
-
-def test_a_margin_of_a_workload_without_answers_is_refused_in_the_first_round() -> None:
-    with pytest.raises(UserError, match=r"gates\.margins\.prose"):
-        up_to(prose(100), 1, margins={"prose": 0.1})
 
 
 def test_following_the_advice_spends_what_the_first_evaluation_left() -> None:
@@ -258,7 +246,6 @@ def test_a_margin_of_a_workload_that_comes_later_is_no_error() -> None:
 
 def test_a_distance_does_not_pass_for_good_at_an_early_look() -> None:
     """Where only later rounds hold the documents that the cache ruins."""
-    early = [row("prose", i, judged=False, round=1, mean_kl=0.001) for i in range(300)]
-    late = [row("prose", i, judged=False, round=2, mean_kl=1.0) for i in range(300, 340)]
+    early, late = prose(300, round=1, mean_kl=0.001), prose(340, round=2, mean_kl=1.0)[300:]
     assert verdict(early, planned_rounds=[0.5, 1.0]).status == "PASS"
     assert verdict(early + late, planned_rounds=[0.5, 1.0]).status != "PASS"

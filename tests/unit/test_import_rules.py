@@ -185,9 +185,15 @@ def _imports_package(module: str, *packages: str) -> bool:
     return any(name.split(".")[0] in packages for name in imported_names(MODULES[module]))
 
 
-@pytest.mark.parametrize("library", ["modelopt", "mlflow", "onnxruntime", "tensorrt_llm", "gguf", "cryptography"])
+@pytest.mark.parametrize(
+    "library", ["modelopt", "mlflow", "onnxruntime", "tensorrt_llm", "tensorrt_rtx", "gguf", "cryptography"]
+)
 def test_a_heavy_library_has_exactly_one_door(library: str) -> None:
     assert len({Path(name).parent for name in importers(library)}) == 1, importers(library)
+
+
+def test_tensorrt_has_one_door_in_the_stages_and_one_in_the_plugins() -> None:
+    assert set(importers("tensorrt")) == {"plugins/kv_attention/tensorrt_plugin.py", "stages/engines/tensorrt/library.py"}
 
 
 LIGHT = """

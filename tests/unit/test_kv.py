@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import pytest
 from pydantic import ValidationError
 from shipped import SHIPPED
@@ -11,60 +10,11 @@ from shipped import SHIPPED
 from pipeline.config.compose import plan
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
-from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy, KVShape, LayerOverride, Side, Window, live_tokens
+from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy, KVShape, LayerOverride, Window, live_tokens
 from pipeline.core.scales import KVScales, SideScales
-from pipeline.formats.table import CODES
 
 LLAMA_8B = KVShape(layers=32, kv_heads=8, head_dim=128)
-LLAMA_70B = KVShape(layers=80, kv_heads=8, head_dim=128)
 KIB, GIB = 1024, 1024**3
-
-
-@pytest.mark.parametrize(
-    ("name", "kib"),
-    [
-        ("fp16", 128.0),
-        ("bf16", 128.0),
-        ("fp8", 64.0),
-        ("fp8_uncalibrated", 64.0),
-        ("fp8_head", 64.0),
-        ("fp8_token", 65.0),
-        ("int8", 65.0),
-        ("int8_asym", 66.0),
-        ("int8_channel", 64.5),
-        ("fp8k_int4v", 49.0),
-        ("fp8k_int4v_aged", 49.0),
-        ("int4", 33.0),
-        ("int4_hadamard", 33.0),
-        ("int4_g32", 36.0),
-        ("int4_g64", 34.0),
-        ("int4_g128", 33.0),
-        ("int4_asym", 40.0),
-    ],
-)
-def test_bytes_per_token_of_a_llama_8b_match_the_published_table(name: str, kib: float) -> None:
-    # a stored scale costs 2 B per token and head (or group of channels) and side, an asymmetric one its zero as much again
-    assert SHIPPED[name].bytes_per_token(LLAMA_8B) == kib * KIB
-
-
-def test_a_sequence_pays_for_whole_pages_and_its_exact_tokens() -> None:
-    plain = SHIPPED["fp8"]
-    window = plain.model_copy(update={"sink_tokens": 4, "recent_tokens": 60})
-    assert plain.sequence_bytes(LLAMA_8B, 65) == 128 * 64 * KIB
-    assert window.sequence_bytes(LLAMA_8B, 65) == 128 * 64 * KIB + 64 * 128 * KIB
-
-
-@pytest.mark.parametrize(
-    ("tokens", "pages"), [(1, 1), (64, 1), (65, 2), (128, 2), (129, 3), (191, 3), (192, 2), (193, 3), (256, 2), (1000, 3)]
-)
-def test_a_page_stays_in_the_window_while_any_of_its_tokens_is_recent_enough(tokens: int, pages: int) -> None:
-    windowed = SHIPPED["fp8k_int4v"].model_copy(update={"window": Window(tokens=128, value=SHIPPED["fp8"].value)})
-    assert windowed.window is not None
-    first = windowed.window.first_page(tokens)
-    assert windowed.window_pages(tokens) == pages == -(-tokens // 64) - first
-    newest_outside, oldest_inside = tokens - 64 * first, tokens - (64 * first + 63)
-    assert first == 0 or newest_outside >= 128  # tokens after the newest one outside
-    assert oldest_inside <= 128
 
 
 def test_a_window_costs_its_pages_once_more_and_no_more_however_long_the_sequence() -> None:
@@ -74,29 +24,6 @@ def test_a_window_costs_its_pages_once_more_and_no_more_however_long_the_sequenc
     for tokens, pages in ((64, 1), (8_192, 128), (131_072, 128)):
         extra = aged.sequence_bytes(LLAMA_8B, tokens) - plain.sequence_bytes(LLAMA_8B, tokens)
         assert extra == pages * values_of_a_page + aged.exact_bytes(LLAMA_8B, 1)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "lost"),
-    [(1, []), (192, []), (193, []), (255, []), (256, [1]), (257, [1]), (319, [1]), (320, [1, 2]), (1000, list(range(1, 13)))],
-)
-def test_a_page_is_evicted_when_none_of_its_tokens_is_a_sink_or_among_the_last(tokens: int, lost: list[int]) -> None:
-    evicting = SHIPPED["fp8"].model_copy(update={"eviction": Eviction(window_tokens=128, sink_tokens=64)})
-    assert list(evicting.evicted_pages(tokens, LLAMA_8B)) == lost
-    assert list(SHIPPED["fp8"].evicted_pages(tokens, LLAMA_8B)) == []
-    kept = [page for page in range(-(-tokens // 64)) if page not in lost]
-    assert kept == [page for page in range(-(-tokens // 64)) if page == 0 or 64 * page + 63 >= tokens - 128]
-
-
-@pytest.mark.parametrize("tokens", [1, 70, 133, 134, 135, 197, 198, 1000])
-def test_a_page_is_freed_when_no_layer_of_the_model_will_attend_to_it(tokens: int) -> None:
-    sliding = KVShape(3, 8, 128, windows=(20, 70, 64))
-    lost = list(SHIPPED["fp8"].evicted_pages(tokens, sliding))
-    needed = range(max(0, tokens + 1 - 70), tokens)  # by the next token, in the layer that sees farthest
-    assert not {position // 64 for position in needed} & set(lost)
-    assert all(page in lost for page in range((tokens - 70) // 64)), "nothing is kept for long"
-    pages = -(-tokens // 64) - len(lost)
-    assert SHIPPED["fp8"].sequence_bytes(sliding, tokens) == SHIPPED["fp8"].pool_bytes(sliding, pages)
 
 
 @pytest.mark.parametrize(
@@ -156,18 +83,6 @@ def test_an_overridden_layer_has_its_own_formats_and_no_window() -> None:
     shape = KVShape(layers=3, kv_heads=2, head_dim=64)
     assert guarded.bytes_per_token(shape) == 2 * ((64 + 64) + (34 + 34) + (34 + 64))
     assert guarded.window_page_bytes(shape) == 64 * 2 * (128 + 64)
-
-
-@pytest.mark.parametrize("dtype", [name for name, code in CODES.items() if code.only is None])
-def test_every_code_type_fills_whole_bytes_and_its_limit_is_its_largest_symmetric_code(dtype: str) -> None:
-    code = CODES[dtype]
-    assert 8 % code.bits == 0 or code.bits % 8 == 0
-    if code.kind == "integer":
-        assert code.limit == 2 ** (code.bits - 1) - 1
-        assert code.levels == 2**code.bits - 1
-    if code.kind == "float":
-        types = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2, "nvfp4": ml_dtypes.float4_e2m1fn}
-        assert code.limit == float(ml_dtypes.finfo(types[dtype]).max)  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(
@@ -264,22 +179,6 @@ def test_a_scale_that_is_no_finite_number_above_0_is_refused(scale: str) -> None
         KVScales.model_validate_json(f'{{"layers": [{{"key": {{"scale": {scale}}}}}]}}')
 
 
-def test_a_side_is_its_name_in_files_and_knows_what_it_stores() -> None:
-    assert [(side.value, side.is_key, side.in_window) for side in Side] == [
-        ("key", True, False),
-        ("value", False, False),
-        ("window_key", True, True),
-        ("window_value", False, True),
-    ]
-    assert [(side.base, side.window) for side in Side] == 2 * [
-        (Side.KEY, Side.WINDOW_KEY),
-        (Side.VALUE, Side.WINDOW_VALUE),
-    ]
-    scales = KVScales(layers=({Side.WINDOW_KEY: SideScales(scale=(0.5,))},))
-    assert scales.model_dump_json() == '{"layers":[{"window_key":{"scale":[0.5],"zero":null}}]}'
-    assert KVScales.model_validate_json(scales.model_dump_json()).layers[0][Side.WINDOW_KEY].scale == (0.5,)
-
-
 PER_HEAD = SideScales(scale=(0.5, 0.25))
 SMALL = KVShape(layers=1, kv_heads=2, head_dim=64)
 
@@ -297,10 +196,6 @@ SMALL = KVShape(layers=1, kv_heads=2, head_dim=64)
 def test_scales_that_are_not_what_the_policy_needs_are_refused(layers: tuple[dict[str, SideScales], ...], message: str) -> None:
     with pytest.raises(UserError, match=f"FILE: .*{message}"):
         KVScales.model_validate({"layers": layers}).check(SHIPPED["fp8_head"], SMALL, "FILE")
-
-
-def test_scales_that_the_policy_needs_are_accepted() -> None:
-    KVScales(layers=({Side.KEY: PER_HEAD, Side.VALUE: PER_HEAD},)).check(SHIPPED["fp8_head"], SMALL, "FILE")
 
 
 def test_a_key_of_another_backend_is_refused_with_the_backends_that_have_it() -> None:

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from checkpoints import LLAMA_8B
 from gate_reports import report as make_report
 from judged_engine import config_of, judged_engine
 from shipped import SHIPPED
@@ -19,7 +20,7 @@ from pipeline.planning.capacity import Capacity, measure
 from pipeline.planning.recommend import Judged, Recommendation, recommend
 from pipeline.planning.shapes import ModelShape
 from pipeline.run.planning import recommend_policy
-from pipeline.terminal.planning_tables import recommendation_lines
+from pipeline.terminal.tables import recommendation_lines
 from pipeline.verdict.coverage import Coverage, Exercised, Limits
 from pipeline.verdict.report import SAMPLES_FILE
 
@@ -69,48 +70,38 @@ FAILED = judged("fp8", status="FAIL", reasons=("worse",))
 OLD = judged("fp8", status="FAIL", engine_digest="old")
 
 
-@pytest.mark.parametrize(
-    ("evidence", "overrides", "expected", "reasons"),
-    [
-        ([], [], None, {"fp16": "no evidence"}),
-        (
-            [judged("fp8"), judged("int8"), judged("int4", status="FAIL", reasons=("copy: 16 lost",))],
-            [],
-            "fp8",
-            {"int8": "but fewer live tokens", "int4": "FAIL: copy: 16 lost", "int4_tensor": "no evidence"},
-        ),
-        ([judged("fp8", limits=Limits(tokens=897, batch=8))], [], "fp8", {}),
-        ([judged("fp8", limits=Limits(tokens=896, batch=8))], [], None, {"fp8": "covered up to 896 tokens"}),
-        ([FAILED, judged("fp8", made=2.0)], [], None, {"fp8": "FAIL: worse"}),
-        ([OLD, judged("fp8", made=2.0)], [], "fp8", {}),
-        ([judged("fp8"), replace(OLD, made=2.0)], [], None, {}),
-        ([judged("fp8", problem="of another model")], [], None, {"fp8": "no evidence that counts: of another model"}),
-        (
-            [judged("fp16"), judged("fp8", limits=Limits(tokens=900, batch=2000))],
-            ["capacity.concurrency=700"],
-            "fp8",
-            {"fp16": "admits 382 of 700 requests at once"},
-        ),
-        ([judged("fp8", backend="torch", kl_mean=0.001), judged("fp8_head")], [], "fp8_head", {"fp8": "or a larger KL"}),
-        ([judged("fp8", kl_mean=0.001), judged("fp8_head")], [], "fp8", {}),
-    ],
-    ids=[
-        "nothing without evidence, not even the baseline",
-        "the most live tokens among those that passed",
-        "a covered page counts to its end",
-        "a page beyond it does not",
-        "a fail of the same engine outweighs every pass of it",
-        "the engine that was judged last counts",
-        "also where it failed",
-        "evidence of another use is none",
-        "a policy that admits too few requests is passed over whatever its evidence",
-        "of the same bytes the oracle comes last",
-        "and then the lowest KL counts",
-    ],
-)
-def test_the_recommended_policy_has_the_most_live_tokens_of_those_whose_evidence_covers_the_use(
-    evidence: list[Judged], overrides: list[str], expected: str | None, reasons: dict[str, str]
-) -> None:
+CASES: dict[str, tuple[list[Judged], list[str], str | None, dict[str, str]]] = {
+    "nothing without evidence, not even the baseline": ([], [], None, {"fp16": "no evidence"}),
+    "the most live tokens among those that passed": (
+        [judged("fp8"), judged("int8"), judged("int4", status="FAIL", reasons=("copy: 16 lost",))],
+        [],
+        "fp8",
+        {"int8": "but fewer live tokens", "int4": "FAIL: copy: 16 lost", "int4_tensor": "no evidence"},
+    ),
+    "a covered page counts to its end": ([judged("fp8", limits=Limits(tokens=897, batch=8))], [], "fp8", {}),
+    "a page beyond it does not": (
+        [judged("fp8", limits=Limits(tokens=896, batch=8))], [], None, {"fp8": "covered up to 896 tokens"}),
+    "a fail of the same engine outweighs every pass of it": (
+        [FAILED, judged("fp8", made=2.0)], [], None, {"fp8": "FAIL: worse"}),
+    "the engine that was judged last counts": ([OLD, judged("fp8", made=2.0)], [], "fp8", {}),
+    "also where it failed": ([judged("fp8"), replace(OLD, made=2.0)], [], None, {}),
+    "evidence of another use is none": (
+        [judged("fp8", problem="of another model")], [], None, {"fp8": "no evidence that counts: of another model"}),
+    "a policy that admits too few requests is passed over whatever its evidence": (
+        [judged("fp16"), judged("fp8", limits=Limits(tokens=900, batch=2000))],
+        ["capacity.concurrency=700"],
+        "fp8",
+        {"fp16": "admits 382 of 700 requests at once"},
+    ),
+    "of the same bytes the oracle comes last": (
+        [judged("fp8", backend="torch", kl_mean=0.001), judged("fp8_head")], [], "fp8_head", {"fp8": "or a larger KL"}),
+    "and then the lowest KL counts": ([judged("fp8", kl_mean=0.001), judged("fp8_head")], [], "fp8", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_recommended_policy_has_the_most_live_tokens_of_those_whose_evidence_covers_the_use(name: str) -> None:
+    evidence, overrides, expected, reasons = CASES[name]
     found = recommended(*evidence, overrides=tuple(overrides))
     assert chosen(found) == expected
     assert all(text in reason(found, name) for name, text in reasons.items())
@@ -160,17 +151,14 @@ EXERCISED = Exercised(
     samples=1, rows=1, longest_context=1000, longest_decode=200, batch_sizes={16: 1}, missing_page_offsets=[], page_borders=1,
     shared_prefixes=0, forks=0, chunk_borders=0, quantized_rows=1, beyond_window_rows=0,
 )  # fmt: skip
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+SIZES = {
     "num_hidden_layers": 4,
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "vocab_size": 1000,
-    "max_position_embeddings": 1024,
 }
+CONFIG = LLAMA_8B | SIZES | {"vocab_size": 1000, "max_position_embeddings": 1024}
 
 
 @pytest.fixture

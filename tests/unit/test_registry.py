@@ -11,8 +11,7 @@ from judged_candidates import MemoryRegistry, decide_pass, judged_candidate, pro
 
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.registry import promotion
-from pipeline.registry.promotion import Move, Prove, choose
-from pipeline.registry.proof import Finding, Replay, ReplayedEvidence
+from pipeline.registry.promotion import Finding, Move, Prove, Replay, ReplayedEvidence, choose
 from pipeline.registry.summary import Candidate, Cited, Registration, evidence_digest
 from pipeline.registry.tracking import Version
 from pipeline.trust.movelog import MoveLog

@@ -40,30 +40,21 @@ def fp8(**changes: Any) -> Candidate:
     return FP8.model_copy(update=changes)
 
 
-def test_the_same_sweep_merges_by_name_and_another_starts_afresh(tmp_path: Path) -> None:
+def test_the_same_sweep_merges_by_model_and_name_and_another_starts_afresh(tmp_path: Path) -> None:
     record(tmp_path, "one", FP8)
     record(tmp_path, "one", fp8(name="int8", policy="int8"))
     record(tmp_path, "one", fp8(verdict="FAIL"))
+    record(tmp_path, "one", fp8(model="another"))
     note(tmp_path, None, champion="int8")
-    assert [(c.name, c.policy, c.verdict) for c in load(tmp_path).candidates] == [
-        ("fp8", "fp8", "FAIL"),
-        ("int8", "int8", "PASS"),
+    assert [(c.model, c.name, c.verdict) for c in load(tmp_path).candidates] == [
+        ("", "fp8", "FAIL"),
+        ("", "int8", "PASS"),
+        ("another", "fp8", "PASS"),
     ]
     assert load(tmp_path).champion == "int8"
     summary = record(tmp_path, "two", FP8)
     assert [c.name for c in summary.candidates] == ["fp8"]
     assert summary.champion is None
-
-
-def test_candidates_of_one_policy_that_differ_in_something_else_are_both_kept(tmp_path: Path) -> None:
-    record(tmp_path, "one", FP8)
-    record(tmp_path, "one", fp8(name="fp8 weights=fp8", verdict="FAIL"))
-    record(tmp_path, "one", fp8(model="another"))
-    assert [(c.model, c.name) for c in load(tmp_path).candidates] == [
-        ("", "fp8"),
-        ("", "fp8 weights=fp8"),
-        ("another", "fp8"),
-    ]
 
 
 def test_a_candidate_survives_the_file_with_every_check_of_its_verdict(tmp_path: Path) -> None:

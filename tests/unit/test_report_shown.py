@@ -2,19 +2,17 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gate_reports import GATES
-from judged_engine import config_of, judged_engine
+from judged_engine import candidate_of, config_of, judged_engine
 
 from pipeline.config.config import Config
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import read_evidence
-from pipeline.registry.summary import Candidate, Cited, Registration
+from pipeline.registry.summary import Candidate
 from pipeline.run import showing
 from pipeline.verdict.gates import decide
-from pipeline.verdict.report import REPORT_FILE
 
 OWN = {"id": "mine-1", "prompt": "our secret recipe: how much salt?", "reference": "two spoons", "workload": "copy"}
 
@@ -30,25 +28,11 @@ class Runs:
 
 
 def candidate(directory: Path, **changes: object) -> Candidate:
-    """The candidate whose evidence lies in a directory, with a lost answer to the user's own question."""
+    """The candidate whose evidence lies in a directory, decided anew: a test may have altered its samples."""
     evidence = read_evidence(directory)
     assert evidence.report is not None
-    assert evidence.engine is not None
-    values: dict[str, Any] = {
-        "name": "int8",
-        "policy": "int8",
-        "model": "some-llm",
-        "backend": "onnxruntime",
-        **Candidate.decided(decide(evidence.report, evidence.rows, GATES)),
-        "metrics": {},
-        "engine": Cited(path=evidence.engine, digest="e"),
-        "baseline": Cited(path=evidence.engine, digest="b"),
-        "report": Cited(path=directory / REPORT_FILE, digest="r"),
-        "identity": Cited(path=directory / IDENTITY_FILE, digest="i"),
-        "registration": Registration(run_id="run-1", model_version="1"),
-        **changes,
-    }
-    return Candidate(**values)
+    decided = Candidate.decided(decide(evidence.report, evidence.rows, GATES))
+    return candidate_of(directory).model_copy(update={**decided, **changes})
 
 
 @pytest.fixture
@@ -71,7 +55,7 @@ def test_the_page_in_the_work_directory_is_the_one_that_is_attached(work: Path) 
     store, directory = Runs(), judged_engine(work / "artifacts", copy=3)
     show(work, candidate(directory), store)
     page = (work / showing.PAGE).read_text(encoding="utf-8")
-    assert store.attached == {"run-1": page}
+    assert store.attached == {"run": page}
     assert "stage=verify bundle=" in page
     assert read_evidence(directory).identity.binds["gates"] in page
 
@@ -88,8 +72,8 @@ def test_prompts_of_the_users_own_file_stay_in_the_work_directory(work: Path) ->
     show(work, candidate(directory), store)
     page = (work / showing.PAGE).read_text(encoding="utf-8")
     assert "our secret recipe" in page
-    assert "our secret recipe" not in store.attached["run-1"]
-    assert "two spoons" in store.attached["run-1"], "answers are MLflow's anyway, in samples.jsonl"
+    assert "our secret recipe" not in store.attached["run"]
+    assert "two spoons" in store.attached["run"], "answers are MLflow's anyway, in samples.jsonl"
 
 
 def test_no_store_is_opened_without_a_registered_candidate(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +99,7 @@ def test_a_page_that_cannot_be_written_is_a_warning(
     if fault == "a directory":
         (work / showing.PAGE).mkdir()
     elif fault == "a library":
-        monkeypatch.setitem(__import__("sys").modules, "stages.report", None)
+        monkeypatch.setitem(__import__("sys").modules, "stages.report.page", None)
     else:
         monkeypatch.setattr(store, "attach", lambda *_: (_ for _ in ()).throw(OSError("postgresql://me:hunter2@host is away")))
     show(work, shown, store)

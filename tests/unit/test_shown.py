@@ -56,14 +56,6 @@ def test_the_forced_tokens_own_figures_are_exact_however_unlikely_it_is() -> Non
     assert (top1, greedy) == (float(one.argmax() == two.argmax()), two.argmax())
 
 
-def test_a_server_beside_itself_is_no_distance_away() -> None:
-    exact, _ = rows(3, 0.0)
-    values, _ = compare_shown(head_of_shown(shown(exact, 20, 4), 4), shown(exact, 20, 4), 4)
-    assert values[0] == pytest.approx(0.0, abs=1e-6)
-    assert values[3:5] == (1.0, 1.0)
-    assert values[5] == pytest.approx(0.0, abs=1e-6)
-
-
 def test_what_is_not_finite_is_no_number() -> None:
     exact, _ = rows(4, 0.0)
     broken = Shown({1: float("nan"), 2: -1.0}, 10, None)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from evaluations import brief_workloads, evaluate, measure_baseline
 from fake_engine import CharTokenizer, FakeEngine, fake_engine
-from gate_reports import GATES, answered, every_class, gates, report, together, verdict
+from gate_reports import GATES, answered, every_class, gates, prose, report, together, verdict
 from pydantic import ValidationError
 from test_evaluate_measure import SAMPLES
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
@@ -84,13 +84,8 @@ def test_one_forced_pass_of_a_draft_counts_what_its_own_continuations_do(tokens:
         assert draft_passes(greedy, said, tokens) == speculate(prompt, said, propose), (prompt, said)
 
 
-def test_an_answer_takes_a_pass_a_token_at_most_and_one_for_all_proposed_and_one_more_at_least() -> None:
-    said = [5, 6, 7, 8, 9, 5]
-    assert draft_passes([], said, 5) == 6
-    assert draft_passes(said, said, 5) == 1
-    assert draft_passes(said, said, 2) == 2
-    assert lookup_passes([1, 2], [3], 10, 3) == 1
-    assert lookup_passes([5, 6, 7, 8, 1, 5, 6], [7, 8, 1, 5], 10, 3) == 1
+def test_an_answer_that_nothing_was_drafted_of_takes_a_pass_a_token() -> None:
+    assert draft_passes([], [5, 6, 7, 8, 9, 5], 5) == 6
 
 
 def test_drafts_end_where_the_draft_has_no_embedding_for_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,61 +182,38 @@ def test_answers_that_the_baseline_gave_too_are_not_drafted_again(tmp_path: Path
 # Judged.
 
 
-def drafted(rows: list[SampleRow], candidate_passes: Callable[[int], int], baseline_passes: int = 25) -> list[SampleRow]:
-    """Rows with answers of 100 tokens that were drafted by lookup."""
-    return [
-        row.model_copy(
-            update={
-                "acceptance": {
-                    "lookup": Acceptance(
-                        baseline_tokens=100,
-                        baseline_passes=baseline_passes,
-                        candidate_tokens=100,
-                        candidate_passes=candidate_passes(i),
-                    )
-                }
-            }
-        )
-        for i, row in enumerate(rows)
-    ]
+def drafted(rows: list[SampleRow], candidate_passes: int) -> list[SampleRow]:
+    """Rows with answers of 100 tokens that were drafted by lookup, of the baseline in 25 passes."""
+    counts = Acceptance(baseline_tokens=100, baseline_passes=25, candidate_tokens=100, candidate_passes=candidate_passes)
+    return [row.model_copy(update={"acceptance": {"lookup": counts}}) for row in rows]
 
 
 def acceptance_lines(result: Verdict) -> list[Check]:
     return [check for check in result.checks if check.gate == "max_acceptance_loss"]
 
 
-def test_an_engine_that_accepts_as_much_as_the_baseline_passes() -> None:
-    result = verdict(drafted(every_class(), lambda _: 25), drafters=["lookup"])
-    assert result.status == "PASS"
-    lines = acceptance_lines(result)
-    assert len(lines) == 4
-    assert all(line.value == 0 and line.bound is not None and line.bound <= line.threshold for line in lines if line.threshold)
-
-
 def test_a_cache_that_ruins_drafts_fails_although_its_answers_are_right() -> None:
-    result = verdict(drafted(every_class(), lambda _: 34), drafters=["lookup"])
+    result = verdict(drafted(every_class(), 34), drafters=["lookup"])
     assert result.status == "FAIL"
     assert "loss of acceptance length 0.2647" in result.reasons[0]
     assert "outside max_acceptance_loss (at most 0.1)" in result.reasons[0]
-    assert verdict(drafted(every_class(), lambda _: 34), gates(max_acceptance_loss=0.4), drafters=["lookup"]).status == "PASS"
+    assert verdict(drafted(every_class(), 34), gates(max_acceptance_loss=0.4), drafters=["lookup"]).status == "PASS"
 
 
 def test_few_answers_leave_the_loss_open() -> None:
-    result = verdict(drafted(answered("copy", 8), lambda _: 25), drafters=["lookup"])
+    result = verdict(drafted(answered("copy", 8), 25), drafters=["lookup"])
     assert [line.status for line in acceptance_lines(result)] == ["INCONCLUSIVE"]
 
 
 def test_an_answer_that_was_not_drafted_fails() -> None:
-    rows = drafted(every_class(), lambda _: 25)
+    rows = drafted(every_class(), 25)
     rows[0] = rows[0].model_copy(update={"acceptance": {}})
     failed = [line for line in acceptance_lines(verdict(rows, drafters=["lookup"])) if line.status == "FAIL"]
     assert [line.where for line in failed] == ["retrieval, drafts by lookup"]
 
 
 def test_drafters_that_met_no_answers_are_said_to_be_unmeasured() -> None:
-    unanswered = {"judged": False, "baseline_correct": None, "candidate_correct": None}
-    rows = [row.model_copy(update=unanswered) for row in answered("prose", 64)]
-    result = verdict(rows, drafters=["lookup", "draft"])
+    result = verdict(prose(64), drafters=["lookup", "draft"])
     assert [line.status for line in acceptance_lines(result)] == ["WARNING", "WARNING"]
     assert "was not measured: no sample has an answer" in result.warnings[0]
 

@@ -2,19 +2,16 @@
 
 import sys
 from contextlib import nullcontext
-from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
 from shipped import SHIPPED
-from test_import_rules import importers
 
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, LayerOverride, Window
 from stages.engines.tensorrt import library as library_module
-from stages.engines.tensorrt.backend import TensorRTBackend, refuse_caches
-from stages.engines.tensorrt.config import TensorRTConfig
+from stages.engines.tensorrt.backend import refuse_caches
 from stages.engines.tensorrt.library import load
 from stages.engines.tensorrt.plugin import check_gpu
 from stages.engines.tensorrt.shapes import Limits
@@ -28,17 +25,11 @@ LAYERED = KVPolicy(
     window=Window(tokens=128, key=FP16),
     overrides=(LayerOverride(layers=(2,), value=FP16),),
 )
-LIBRARY = SimpleNamespace(title="TensorRT for RTX", version="1.7")
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     load.cache_clear()
-
-
-def test_tensorrt_has_one_door_in_the_stages_and_one_in_the_plugins() -> None:
-    assert importers("tensorrt_rtx") == ["stages/engines/tensorrt/library.py"]
-    assert set(importers("tensorrt")) <= {"plugins/kv_attention/tensorrt_plugin.py", "stages/engines/tensorrt/library.py"}
 
 
 @pytest.mark.parametrize(("name", "how"), [("tensorrt", "pypi.nvidia.com"), ("tensorrt_rtx", r"pip install 'kvgate\[rtx\]'")])
@@ -89,20 +80,6 @@ def test_no_sequence_has_more_window_pages_than_its_plan(tokens: int) -> None:
 def test_a_type_that_tensorrt_has_not_is_named_by_its_key_before_any_work(policy: KVPolicy, key: str) -> None:
     with pytest.raises(UserError, match=rf"^{key}\.dtype=fp8_e5m2: TensorRT has no type FLOAT8E5M2; .* backend=onnxruntime"):
         refuse_caches(SimpleNamespace(policy=policy))  # type: ignore[arg-type]
-
-
-def test_plans_for_the_gpu_here_have_it_in_their_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TensorRTConfig(name="tensorrt", compute_dtype="float16", max_batch=2, max_tokens=128, cuda_graphs=True)
-    monkeypatch.setattr("stages.engines.tensorrt.backend.load", lambda _: LIBRARY)
-    monkeypatch.setattr("stages.engines.tensorrt.backend.gpus", list)
-    backend = TensorRTBackend(config)
-    with pytest.raises(MissingRequirement, match=r"none with a driver \(nvidia-smi\); backend=tensorrt_rtx builds without one"):
-        backend.build_parts()
-    gpu = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "580.1"}
-    monkeypatch.setattr("stages.engines.tensorrt.backend.gpus", lambda: [gpu])
-    parts = backend.build_parts()
-    assert parts.pop("versions") == {"tensorrt": LIBRARY.version, "triton": metadata.version("triton")}
-    assert parts == {"library": "tensorrt", "max_batch": 2, "max_tokens": 128, "gpu": gpu}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from pipeline.core.redaction import (
     PARAM_CHARS,
     clip,
     finite_metrics,
-    flat_params,
     redact,
     redact_text,
     safe_name,
@@ -31,12 +30,6 @@ def test_names_of_secrets_are_recognised(name: str) -> None:
 )  # fmt: skip
 def test_names_of_the_domain_are_not_taken_for_secrets(name: str) -> None:
     assert not secret_name(name)
-
-
-def test_attention_key_settings_reach_the_parameters_unchanged() -> None:
-    params = flat_params({"kv": {"key": {"dtype": "fp8_e4m3", "group_size": 32}, "sink_tokens": 4}})
-    assert flat_params({}) == {}
-    assert params == {"kv.key.dtype": "fp8_e4m3", "kv.key.group_size": "32", "kv.sink_tokens": "4"}
 
 
 @pytest.mark.parametrize(
