@@ -15,8 +15,16 @@ from pipeline.core.kv import KVPolicy
 from stages.engines.interpreter.process import Interpreter, WorkerError, probe
 from stages.engines.vllm import build
 from stages.engines.vllm.engine import VllmEngine
-from stages.engines.vllm.library import PROGRAM, Description
-from stages.engines.vllm.targets import cache_dtype, check_boundaries, check_judging, check_split, refuse_dtype, skipped_layers
+from stages.engines.vllm.library import (
+    PROGRAM,
+    Description,
+    cache_dtype,
+    check_boundaries,
+    check_judging,
+    check_split,
+    refuse_dtype,
+    skipped_layers,
+)
 
 EXACT = {"key": {"dtype": "fp16"}, "value": {"dtype": "fp16"}}
 
