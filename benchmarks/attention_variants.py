@@ -28,8 +28,7 @@ REDUCES = tuple(product(((4, 16), (2, 8), (1, 16), (1, 8), (1, 4)), (False, True
 
 def measure(device: torch.device) -> Iterator[Row]:
     """Yield a row of every variant: its case, what varies, and microseconds."""
-    from benchmarks.attention_step import Step
-    from benchmarks.attention_timing import GpuTimer
+    from benchmarks.attention_timing import GpuTimer, Step
     from plugins.kv_attention import launch
     from plugins.kv_attention.kernels.variants import reduce_variant as shipped
 

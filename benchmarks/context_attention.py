@@ -23,10 +23,9 @@ TOLERANCE = 5e-3
 
 def measure(device: torch.device) -> Iterator[Row]:
     """Yield a row of each storage, and one of SDPA."""
-    from benchmarks.attention_step import Step
-    from benchmarks.attention_timing import GpuTimer
+    from benchmarks.attention_timing import GpuTimer, Step
     from plugins.kv_attention import reference
-    from plugins.kv_attention.context import context_attention
+    from plugins.kv_attention.launch import context_attention
 
     timer = GpuTimer(device)
     for case, new in CASES:

@@ -21,12 +21,7 @@ from stages.workloads.bfcl import VERSION, bfcl_samples, read_calls, write_calls
 
 ROOT = Path(__file__).resolve().parents[2]
 
-try:
-    metadata.version("bfcl-eval")
-except metadata.PackageNotFoundError:
-    INSTALLED = False
-else:
-    INSTALLED = True
+INSTALLED = any(True for _ in metadata.distributions(name="bfcl-eval"))
 needs_bfcl = pytest.mark.skipif(not INSTALLED, reason=f"bfcl-eval is not installed: pip install --no-deps bfcl-eval=={VERSION}")
 
 

@@ -61,7 +61,7 @@ def test_shards_come_from_the_index(tmp_path: Path) -> None:
     assert INDEX in info.other_files
 
 
-MISTRAL = {"architectures": ["MistralForCausalLM"]}
+MISTRAL: dict[str, Any] = {"architectures": ["MistralForCausalLM"]}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
 QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"]}
 SLIDES: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}

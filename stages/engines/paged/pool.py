@@ -13,10 +13,9 @@ import numpy.typing as npt
 
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
 from pipeline.formats.spec import FLOAT16, MAX_FLOAT16
-from stages.engines.paged.allocator import PageAllocator
 from stages.engines.paged.layout import StoredSide
 from stages.engines.paged.places import Indices, Places, Spans, exact_places, lookup, table
-from stages.engines.paged.sequences import PagedSequence, PoolFull, SequencePages
+from stages.engines.paged.sequences import PageAllocator, PagedSequence, PoolFull, SequencePages
 
 Array = npt.NDArray[np.generic]
 Factor = float | npt.NDArray[np.float32]
