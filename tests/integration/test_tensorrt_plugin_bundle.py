@@ -13,9 +13,9 @@ from pipeline.core.kv import KVPolicy
 from pipeline.core.records import no_progress
 from stages.engines.bundle import open_bundle
 from stages.engines.tensorrt import build as build_module
+from stages.engines.tensorrt.build import Parsed
 from stages.engines.tensorrt.bundle import PlanRecord, Tensor
 from stages.engines.tensorrt.library import Library
-from stages.engines.tensorrt.plan import Parsed
 from stages.engines.tensorrt.plugin import with_plugin
 
 BATCH, TOKENS = 5, 320

@@ -18,8 +18,7 @@ from pipeline.core.workloads import BFCL_CATEGORIES, BFCL_REFUSED, BfclConfig
 from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.samples import load_samples, read_jsonl
 from stages.workloads import bfcl
-from stages.workloads.bfcl import VERSION, bfcl_samples
-from stages.workloads.calls import read_calls, write_calls
+from stages.workloads.bfcl import VERSION, bfcl_samples, read_calls, write_calls
 
 ROOT = Path(__file__).resolve().parents[2]
 
