@@ -8,24 +8,23 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+from attention_cases import FLOATS, AttentionCase, Heads
 from format_cases import add_int2
 from onnx import helper
 from shipped import SHIPPED
 
 from pipeline.core.formats import Format, Granularity
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
+from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.scales import KVScales, SideScales
-from pipeline.formats.body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET
+from pipeline.formats.body import DOMAIN, FLOAT_TYPES, OPSET
 from pipeline.formats.graph import onnx_type
-from stages.engines.base import Mode
 from stages.engines.onnx.formats import SideCodec
-from stages.engines.onnx.functions import AttentionSpec, attention_function, quantize_function
+from stages.engines.onnx.functions import quantize_function
 from stages.engines.oracle import formats as oracle
 
 UNIT = SideScales(scale=(1.0,))
 FLOAT = onnx.TensorProto.FLOAT
 Compute = Literal["float32", "float16", "bfloat16"]
-FLOATS = {**NUMPY_FLOATS, "bfloat16": ml_dtypes.bfloat16}
 
 
 def quantize(x: np.ndarray, form: Format, static: SideScales | None = None, compute: Compute = "float32") -> list[np.ndarray]:
@@ -122,8 +121,8 @@ def test_what_is_stored_of_bfloat16_numbers_is_rounded_once_from_float32(form: F
     assert_stores_what_the_oracle_stores(form, "bfloat16")
 
 
-@pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_attention_of_bfloat16_activations_is_the_one_in_float32_rounded_once(mode: Mode) -> None:
+@pytest.mark.parametrize("tokens", [3, 1], ids=["prefill", "decode"])
+def test_attention_of_bfloat16_activations_is_the_one_in_float32_rounded_once(tokens: int) -> None:
     """ONNX Runtime runs the function whole: of bfloat16 it has casts, and nothing else here is of that type."""
     policy = KVPolicy(
         name="aged",
@@ -132,41 +131,13 @@ def test_attention_of_bfloat16_activations_is_the_one_in_float32_rounded_once(mo
         sink_tokens=4,
         recent_tokens=8,
     )
-    attended, rounded = (attend(policy, mode, compute) for compute in ("float32", "bfloat16"))
+    rounded = AttentionCase(policy, Heads(4, 2, 64), (100, 70), "bfloat16", tokens)
+    exact = AttentionCase(policy, Heads(4, 2, 64), (100, 70), "float32", tokens)
+    exact.inputs |= {name: rounded.inputs[name].astype(np.float32) for name in ("query", "key", "value")}
+    attended = exact.session(native=False).run()
     assert attended.any()
-    np.testing.assert_array_equal(rounded.astype(np.float32), attended.astype(ml_dtypes.bfloat16).astype(np.float32))
-
-
-def attend(policy: KVPolicy, mode: Mode, compute: Compute) -> np.ndarray:
-    """Attention of numbers that bfloat16 holds, two sequences of two pages, over random codes."""
-    rng, shape = np.random.default_rng(5), KVShape(1, 2, 64)
-    spec = AttentionSpec(policy, shape, 0, 4, 0.125, compute, mode)
-    tokens = 1 if mode == "decode" else 3
-    feeds: dict[str, tuple[int, np.ndarray]] = {}
-    for name, heads in (("query", 4), ("key", 2), ("value", 2)):
-        activation = rng.standard_normal((2, heads, tokens, 64)).astype(ml_dtypes.bfloat16)
-        feeds[name] = FLOAT_TYPES[compute], activation.astype(FLOATS[compute])
-    tables = {"page_table": [[0, 2], [1, 3]], "lengths": [100, 70], "exact_slots": [1, 0]}
-    feeds |= {name: (onnx.TensorProto.INT32, np.array(tables[name], np.int32)) for name in spec.tables}
-    for codec in spec.sides.values():
-        for name, (storage, width) in codec.arrays.items():
-            dims = (4, 2, PAGE_TOKENS, width)
-            codes = rng.integers(-128, 128, dims).astype(np.int8)
-            array = codes if storage.numpy == "int8" else rng.uniform(0.01, 0.1, dims).astype(storage.numpy)
-            feeds[name] = onnx_type(storage), array
-    for name in ("key_exact", "value_exact"):
-        exact = rng.standard_normal((2, 2, policy.exact_tokens, 64)).astype(np.float16)
-        feeds[name] = onnx.TensorProto.FLOAT16, exact
-    inputs = [helper.make_tensor_value_info(name, kind, array.shape) for name, (kind, array) in feeds.items()]
-    out = np.zeros((2, tokens, 4, 64), FLOATS[compute])
-    outputs = [helper.make_tensor_value_info("attended", FLOAT_TYPES[compute], out.shape)]
-    session = session_of(attention_function(spec), inputs, outputs)
-    binding = session.io_binding()
-    for name, (kind, array) in feeds.items():
-        binding.bind_input(name, "cpu", 0, kind, array.shape, array.ctypes.data)
-    binding.bind_output("attended", "cpu", 0, FLOAT_TYPES[compute], out.shape, out.ctypes.data)
-    session.run_with_iobinding(binding)
-    return out
+    found = rounded.session(native=False).run()
+    np.testing.assert_array_equal(found.astype(np.float32), attended.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
 @pytest.mark.parametrize("form", NVFP4S[::2], ids=names)
