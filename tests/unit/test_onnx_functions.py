@@ -1,11 +1,11 @@
 """Quantize functions alone, as ONNX Runtime runs them: equal to the oracle's formulas, which are written independently."""
 
+from pathlib import Path
 from typing import Literal
 
 import ml_dtypes
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 import torch
 from attention_cases import FLOATS, AttentionCase, Heads
@@ -20,6 +20,8 @@ from pipeline.formats.body import DOMAIN, FLOAT_TYPES, OPSET
 from pipeline.formats.graph import onnx_type
 from stages.engines.onnx.formats import SideCodec
 from stages.engines.onnx.functions import quantize_function
+from stages.engines.onnx.session import GraphSession
+from stages.engines.onnx.surgery import IR_VERSION
 from stages.engines.oracle import formats as oracle
 
 UNIT = SideScales(scale=(1.0,))
@@ -35,31 +37,19 @@ def quantize(x: np.ndarray, form: Format, static: SideScales | None = None, comp
     inputs += [helper.make_tensor_value_info(name, FLOAT, shape) for name, shape in codec.constants.items()]
     outputs = [helper.make_tensor_value_info(name, onnx_type(storage), [*x.shape[:3], width])
                for name, (storage, width) in codec.arrays.items()]  # fmt: skip
-    session = session_of(function, inputs, outputs)
-    binding = session.io_binding()
-    x = np.ascontiguousarray(x.astype(FLOATS[compute]))
-    binding.bind_input("x", "cpu", 0, FLOAT_TYPES[compute], x.shape, x.ctypes.data)
-    if static is not None:
-        for name, values in codec.constant_values(KVScales(layers=({Side.KEY: static},)), 0).items():
-            binding.bind_cpu_input(name, values)
-    stored = [np.zeros((*x.shape[:3], width), storage.numpy) for storage, width in codec.arrays.values()]
-    for (name, (storage, _)), array in zip(codec.arrays.items(), stored, strict=True):
-        binding.bind_output(name, "cpu", 0, onnx_type(storage), array.shape, array.ctypes.data)
-    session.run_with_iobinding(binding)
-    return stored
-
-
-def session_of(
-    function: onnx.FunctionProto, inputs: list[onnx.ValueInfoProto], outputs: list[onnx.ValueInfoProto]
-) -> ort.InferenceSession:
-    """A graph of one call of the function."""
-    node = helper.make_node(function.name, [i.name for i in inputs], [o.name for o in outputs], domain=DOMAIN)
+    node = helper.make_node(function.name, ["x", *codec.constants], [*codec.arrays], domain=DOMAIN)
     imports = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
-    model = helper.make_model(
-        helper.make_graph([node], "g", inputs, outputs), functions=[function], opset_imports=imports, ir_version=10
-    )
+    graph = helper.make_graph([node], "g", inputs, outputs)
+    model = helper.make_model(graph, functions=[function], opset_imports=imports, ir_version=IR_VERSION)
     onnx.checker.check_model(model)
-    return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    constants = {} if static is None else codec.constant_values(KVScales(layers=({Side.KEY: static},)), 0)
+    bound = {"x": np.ascontiguousarray(x.astype(FLOATS[compute])), **constants}
+    session = GraphSession(Path("quantize.onnx"), 1, model=model)
+    for name, values in bound.items():
+        session.bind_input(name, values)
+    stored = [session.output(name, (*x.shape[:3], width), storage.numpy) for name, (storage, width) in codec.arrays.items()]
+    session.run()
+    return stored
 
 
 def scales_of(form: Format, heads: int, head_dim: int) -> SideScales | None:
