@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.benchlib import CHECKPOINT, load_model, load_policy
+from benchmarks.benchlib import CHECKPOINT, cached_states, kv_scales, load_model, load_policy
 from benchmarks.documentation import CALIBRATION_TOKENS, GEMMA3, MODEL, all_tokens, converted, starts
 from benchmarks.recording import log
-from benchmarks.scales import cached_states, kv_scales
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.core.formats import Format, Granularity, Rotation
 from pipeline.core.kv import FP16_POLICY, KVPolicy

@@ -25,7 +25,7 @@ from pipeline.core.kv import KVShape
 from pipeline.gguf.model import inspect_gguf
 from pipeline.loading import open_loader, required_libraries
 from pipeline.planning.shapes import read_model
-from pipeline.registry.proof import PASS
+from pipeline.registry.promotion import PASS
 from pipeline.registry.reaching import check_reachable
 from pipeline.registry.summary import not_passed
 from pipeline.registry.tracking import locate
@@ -35,7 +35,7 @@ from pipeline.run.served import ServedChain
 from pipeline.run.tuning import search
 from pipeline.terminal import console
 from pipeline.terminal.grids import Column, Grid, Row
-from pipeline.terminal.planning_tables import verdict_lines
+from pipeline.terminal.tables import verdict_lines
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import load_report, load_rows
 from pipeline.verdict.thresholds import Verdict

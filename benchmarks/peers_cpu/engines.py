@@ -32,7 +32,7 @@ class Kvgate(Peer):
     @classmethod
     def prepare(cls, setting: Setting) -> None:
         from benchmarks import benchlib
-        from benchmarks.scales import cached_states, kv_scales
+        from benchmarks.benchlib import cached_states, kv_scales
 
         # Built of this checkout's code in every run.
         shutil.rmtree(setting.models, ignore_errors=True)

@@ -16,7 +16,7 @@ from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import read_evidence, registered_candidate
 from pipeline.evidence.verify import replay
 from pipeline.registry import summary
-from pipeline.registry.proof import require_same
+from pipeline.registry.promotion import require_same
 from pipeline.registry.tracking import locate
 from pipeline.run.inputs import check_file, check_inputs
 from pipeline.run.runner import run

@@ -25,8 +25,7 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import POLICY_FILE
 from pipeline.core.scales import SCALES_FILE
 from pipeline.core.strict import StrictModel, Unreadable, parse_json, read_file
-from pipeline.trust.keys import Keys
-from pipeline.trust.statement import SIGNATURE_FILE, sign_files
+from pipeline.trust.keys import SIGNATURE_FILE, Keys, sign_files
 from pipeline.verdict.gates import Gates
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
 from pipeline.verdict.thresholds import RULES, Verdict

@@ -25,11 +25,11 @@ from pipeline.evidence.identity import (
     read_identity,
     round_input,
 )
-from pipeline.registry.proof import Finding
+from pipeline.registry.promotion import Finding
 from pipeline.registry.summary import Candidate, Cited, Registration
 from pipeline.registry.tracking import Version
 from pipeline.routing.engines import Engine
-from pipeline.trust.statement import SIGNATURE_FILE
+from pipeline.trust.keys import SIGNATURE_FILE
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.tracked import flat_metrics
 

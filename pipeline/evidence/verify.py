@@ -27,10 +27,9 @@ from pipeline.core.workloads import WorkloadsConfig
 from pipeline.evidence.identity import IDENTITY_FILE, bindings, by_other_rules, read_bundle, signed_files
 from pipeline.evidence.reading import Evidence, lineage, read_evidence
 from pipeline.loading import required_libraries
-from pipeline.registry.proof import Finding, ReplayedEvidence
+from pipeline.registry.promotion import Finding, ReplayedEvidence
 from pipeline.registry.summary import Candidate
-from pipeline.trust.keys import Keys
-from pipeline.trust.statement import SIGNATURE_FILE, problem_of
+from pipeline.trust.keys import SIGNATURE_FILE, Keys, problem_of
 from pipeline.verdict.coverage import Limits
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport

@@ -7,7 +7,7 @@ from typing import get_args
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.workloads import Workload
-from pipeline.registry.proof import Proof, Replay, verify
+from pipeline.registry.promotion import Proof, Replay, verify
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import Version
 from pipeline.routing.files import DEFAULT

@@ -11,7 +11,7 @@ from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.evidence.reading import Evidence
 from pipeline.evidence.verify import decoded_again, replay_candidate
 from pipeline.loading import open_backend
-from pipeline.registry.proof import Finding, Replay
+from pipeline.registry.promotion import Finding, Replay
 from pipeline.registry.tracking import Tracking, locate
 from pipeline.run.chain import Chain
 from pipeline.run.served import open_chain

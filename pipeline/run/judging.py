@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from pipeline.core.errors import CannotBeJudged, GateRefusal
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.registry import summary
-from pipeline.registry.proof import PASS
+from pipeline.registry.promotion import PASS
 from pipeline.registry.summary import Candidate, Cited
 from pipeline.run.job import Run, open_store
 from pipeline.run.serving import promote_from

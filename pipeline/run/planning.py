@@ -26,8 +26,7 @@ from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
 from pipeline.registry.tracking import locate
 from pipeline.run.chain import Chain
-from pipeline.terminal import console, next_steps
-from pipeline.terminal import planning_tables as tables
+from pipeline.terminal import console, next_steps, tables
 from pipeline.terminal.commands import typed
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE

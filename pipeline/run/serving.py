@@ -14,8 +14,8 @@ from pipeline.evidence.reading import find_evidence, read_evidence, registered_c
 from pipeline.evidence.verify import replay
 from pipeline.loading import open_loader
 from pipeline.registry import promotion, summary
-from pipeline.registry.proof import require_same
-from pipeline.registry.proof import verify as verify_candidate
+from pipeline.registry.promotion import require_same
+from pipeline.registry.promotion import verify as verify_candidate
 from pipeline.registry.tracking import Version
 from pipeline.routing import stages as routes
 from pipeline.routing.engines import Engines

@@ -23,7 +23,7 @@ from pipeline.terminal import console
 
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
-    from stages.report import Exhibit
+    from stages.report.exhibit import Exhibit
 
 PAGE = "report.html"
 """In the work directory: what the last evaluation, sweep or promotion looked at."""
@@ -51,7 +51,8 @@ def show(config: Config, candidates: Sequence[Candidate], *, sweep: str, **occas
     It decides nothing, and a failure is a warning. `occasion` are fields of `stages.report.Occasion`.
     """
     with warned(f"{PAGE} is not complete"), required_libraries(), TemporaryDirectory() as scratch:
-        from stages.report import Occasion, write_page
+        from stages.report.exhibit import Occasion
+        from stages.report.page import write_page
 
         about = Occasion(model=config.model.label, workdir=config.work, sweep=sweep, version=__version__, **occasion)
         exhibits = [_exhibit(candidate) for candidate in candidates]
@@ -80,7 +81,7 @@ def compare_in_mlflow(config: Config, candidates: Sequence[Candidate], sweep: st
 def _exhibit(candidate: Candidate) -> "Exhibit":
     """Return a candidate with its evidence, as far as that can be read."""
     from stages.evaluate.inputs.samples import load_samples
-    from stages.report import Exhibit
+    from stages.report.exhibit import Exhibit
 
     try:
         evidence = read_evidence(candidate.identity.path.parent, candidate.engine.path, candidate.baseline.path)

@@ -14,7 +14,7 @@ from pipeline.config.workers import SLURM, end_workers, finish, lost_worker, sta
 from pipeline.core.errors import EXIT_CODES, INTERRUPTED, SEVERITY, GateRefusal, MissingRequirement, describe, exit_code
 from pipeline.core.redaction import redact_output, redact_text
 from pipeline.registry import summary
-from pipeline.registry.proof import PASS
+from pipeline.registry.promotion import PASS
 from pipeline.registry.summary import new_sweep
 from pipeline.run.inputs import UNRECORDED
 from pipeline.run.runner import holding, run
@@ -89,7 +89,8 @@ def _sweep(planned: Plan, sweep: str) -> int:
         console.LOGGER.info("jobs write what they print below %s", first.work / output)
     try:
         if launcher == BASIC:
-            ended = _one_by_one(planned, sweep)
+            jobs = enumerate(zip(planned.jobs, planned.names, strict=True), start=1)
+            ended = [_attempt(one, sweep, console.Job(one.stage, name, n, len(planned.jobs))) for n, (one, name) in jobs]
         else:
             ended = launch(planned, more, Task(sweep, planned.names))
             finish(launcher)
@@ -107,13 +108,6 @@ def _sweep(planned: Plan, sweep: str) -> int:
     if output is not None:
         _repeat(planned, ended)
     return _conclude(planned, sweep, step=next((one.step for one in ended if one.step is not None), None))
-
-
-def _one_by_one(planned: Plan, sweep: str) -> list[Ended]:
-    jobs = enumerate(zip(planned.jobs, planned.names, strict=True), start=1)
-    return [
-        _attempt(config, sweep, console.Job(config.stage, name, number, len(planned.jobs))) for number, (config, name) in jobs
-    ]
 
 
 def _repeat(planned: Plan, ended: Sequence[Ended]) -> None:

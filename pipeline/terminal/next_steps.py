@@ -16,7 +16,7 @@ from pipeline.core.kv import KVShape
 from pipeline.core.overrides import differing, written
 from pipeline.core.strict import StrictModel
 from pipeline.core.workloads import GSM8K_PROBLEMS, TRAINED, Workload
-from pipeline.registry.proof import PASS
+from pipeline.registry.promotion import PASS
 from pipeline.registry.summary import Candidate
 from pipeline.terminal import console
 from pipeline.terminal.commands import begun, carried, command_line, defaults, judging, promoting, standing, typed

@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 
 from pipeline.config.config import Config
-from pipeline.registry.proof import PASS
+from pipeline.registry.promotion import PASS
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import Version
 from pipeline.terminal import console, next_steps

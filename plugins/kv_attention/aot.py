@@ -15,15 +15,15 @@ from triton.compiler import ASTSource
 
 from plugins.kv_attention.kernels.append import append
 from plugins.kv_attention.kernels.context import context_partial, context_reduce
-from plugins.kv_attention.kernels.context_variants import context_variant, join_variant
-from plugins.kv_attention.kernels.decode import decode_partial
+from plugins.kv_attention.kernels.decode import decode_partial, decode_reduce
 from plugins.kv_attention.kernels.plan import plan_work
-from plugins.kv_attention.kernels.reduce import decode_reduce
 from plugins.kv_attention.kernels.variants import (
     Setting,
     Variant,
     append_variant,
+    context_variant,
     decode_variant,
+    join_variant,
     partial_dtype,
     plan_variant,
     reduce_variant,

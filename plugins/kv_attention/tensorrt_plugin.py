@@ -21,10 +21,8 @@ import tensorrt as trt
 import tensorrt.plugin as trtp
 
 from plugins.kv_attention import aot
-from plugins.kv_attention.kernels.context_variants import context_splits, context_variant
-from plugins.kv_attention.kernels.variants import plan_grid, work_rows
-from plugins.kv_attention.tensorrt_call import Call
-from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, PARTIAL_TYPES, Node, all_nodes
+from plugins.kv_attention.kernels.variants import context_splits, context_variant, plan_grid, work_rows
+from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, PARTIAL_TYPES, Call, Node, all_nodes
 
 POINTERS = {"FLOAT": "*fp32", "HALF": "*fp16", "BF16": "*bf16", "FP8": "*u8", "INT8": "*i8", "INT32": "*i32"}
 """Triton's pointer type for each trt.DataType. Kernels read float8 as bytes."""

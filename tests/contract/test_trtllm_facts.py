@@ -17,8 +17,7 @@ from stages.engines.interpreter.process import Interpreter
 from stages.engines.interpreter.protocol import Description, Device
 from stages.engines.trtllm import checkpoint, settings
 from stages.engines.trtllm.config import Serving, Speculation, TrtllmConfig
-from stages.engines.trtllm.library import PROGRAM
-from stages.engines.trtllm.targets import refuse_integers
+from stages.engines.trtllm.library import PROGRAM, refuse_integers
 from stages.quantize.validate import ALGORITHMS
 
 FACTS = Path(__file__).resolve().parent / "facts"

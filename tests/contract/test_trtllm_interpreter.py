@@ -17,8 +17,7 @@ from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter.process import CHANNEL, Interpreter, probe
 from stages.engines.trtllm.config import TrtllmConfig
-from stages.engines.trtllm.library import PROGRAM
-from stages.engines.trtllm.targets import TargetName, refuse, refuse_unread, resolve
+from stages.engines.trtllm.library import PROGRAM, TargetName, refuse, refuse_unread, resolve
 
 
 @pytest.fixture(scope="module")

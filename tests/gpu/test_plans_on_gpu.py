@@ -25,8 +25,7 @@ from stages.engines.oracle.engine import load_engine as load_oracle
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord
 from stages.engines.tensorrt.engine import PlanEngine, load_engine
 from stages.engines.tensorrt.library import Library, load
-from stages.engines.tensorrt.plugin import register
-from stages.engines.tensorrt.surgery import PLUGIN_VERSION
+from stages.engines.tensorrt.plugin import PLUGIN_VERSION, register
 from stages.evaluate.distances.distance import log_softmax
 
 pytestmark = pytest.mark.gpu

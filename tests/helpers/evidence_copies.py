@@ -12,7 +12,7 @@ from pipeline.core.errors import exit_code
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import replay
-from pipeline.registry.proof import Finding
+from pipeline.registry.promotion import Finding
 from pipeline.run.job import Run
 from pipeline.run.serving import verify
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from benchmarks.scales import calibrated_scales
+from benchmarks.benchlib import calibrated_scales
 from pipeline.core.formats import BlockScale, Format, Granularity, Rotation, ScaleSource
 from pipeline.formats.oracle import Static, Stored
 from pipeline.formats.spec import GROUP_SIZES

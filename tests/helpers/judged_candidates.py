@@ -8,7 +8,7 @@ from gate_reports import report as make_report
 from gate_reports import row
 
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
-from pipeline.registry.proof import ReplayedEvidence
+from pipeline.registry.promotion import ReplayedEvidence
 from pipeline.registry.summary import Candidate, Cited, Registration, evidence_digest
 from pipeline.registry.tracking import Version
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks import benchlib
 from pipeline.core.kv import KVPolicy, KVShape, LayerOverride
-from plugins.kv_attention import context, launch, reference
+from plugins.kv_attention import launch, reference
 from plugins.kv_attention.layout import CacheLayout
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64)
@@ -59,14 +59,14 @@ def append_by_reference(
 
 
 def attend_by_reference(layout: CacheLayout, query: Tensor, *args: Any, plan: Any = None, **options: Any) -> Tensor:  # noqa: ARG001
-    """launch.decode_attention and context.context_attention in plain torch."""
+    """launch.decode_attention and launch.context_attention in plain torch."""
     return reference.attend(layout, query, *args, **options).to(query.dtype)
 
 
 def prefill_by_reference(patch: pytest.MonkeyPatch) -> None:
     """Let prompts be stored and attended to in plain torch, which the interpreter takes much longer for."""
     patch.setattr(launch, "append", append_by_reference)
-    patch.setattr(context, "context_attention", attend_by_reference)
+    patch.setattr(launch, "context_attention", attend_by_reference)
 
 
 def decode_by_reference(patch: pytest.MonkeyPatch) -> None:

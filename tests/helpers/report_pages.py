@@ -18,7 +18,7 @@ from pipeline.verdict.tracked import flat_metrics
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.distances.metrics import slices
 from stages.evaluate.joining import TOKENS
-from stages.report import Exhibit, Occasion
+from stages.report.exhibit import Exhibit, Occasion
 
 EDGES = [0, 256]
 STEPS = 8

@@ -7,7 +7,7 @@ from typing import Any
 from judged_candidates import MemoryRegistry, judged_candidate, replay_without_findings
 
 from pipeline.config.policies import shipped_policies
-from pipeline.registry.proof import ReplayedEvidence
+from pipeline.registry.promotion import ReplayedEvidence
 from pipeline.registry.summary import Candidate, Registration
 from pipeline.registry.tracking import Version
 from pipeline.routing.engines import Engine, Engines

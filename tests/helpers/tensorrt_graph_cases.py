@@ -19,8 +19,8 @@ from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
 from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.onnx.export import ComputeDType
 from stages.engines.paged.kernel_layout import KernelLayers
+from stages.engines.tensorrt.plugin import use_plugin
 from stages.engines.tensorrt.shapes import Limits
-from stages.engines.tensorrt.surgery import use_plugin
 
 PROGRAMS, SPLITS, SM = 3, 3, 89
 

@@ -17,9 +17,9 @@ from pipeline.core.records import Sample, no_progress
 from pipeline.verdict.coverage import Deviation, Pressure
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.paged import waiting
-from stages.engines.paged.allocator import PageAllocator
 from stages.engines.paged.pool import PagedPool
 from stages.engines.paged.prefixes import PrefixCache
+from stages.engines.paged.sequences import PageAllocator
 from stages.evaluate.decoding.pressure import pressure
 from stages.evaluate.inputs.tokens import EncodedSample
 

@@ -15,7 +15,7 @@ from amount import STRIDE
 from kernel_cases import DEVICE, DTYPES, KEYS, VALUES, Case, case_of, on_device, planned, side
 from torch import Tensor
 
-from plugins.kv_attention import context, launch, reference
+from plugins.kv_attention import launch, reference
 from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS, CacheLayout
 
 torch.set_num_threads(1)
@@ -60,7 +60,7 @@ class Chunk:
         """Run both kernels, and compare their output with the reference's."""
         layout = self.case.layout
         scaling = layout.head_dim**-0.5 if scaling is None else scaling
-        partial_acc, partial_ml = context.context_partials(layout, **self.arguments, scaling=scaling, splits=splits)
+        partial_acc, partial_ml = launch.context_partials(layout, **self.arguments, scaling=scaling, splits=splits)
         assert partial_acc.shape == (*self.query.shape[:2], splits + 1, layout.head_dim)
         assert partial_acc.dtype == (torch.float32 if self.case.dtype == torch.float32 else torch.float16)
         assert partial_ml.dtype == torch.float32
@@ -72,7 +72,7 @@ class Chunk:
         assert not empty[..., -1].any(), "the split of the new tokens is never empty"
         assert partial_acc[~empty].isfinite().all()
         assert partial_acc[empty].isnan().all(), "sums of empty splits are written, though nobody reads them"
-        out = context.join_partials(layout, partial_acc, partial_ml, self.case.dtype)
+        out = launch.join_partials(layout, partial_acc, partial_ml, self.case.dtype)
         assert out.dtype == self.case.dtype
         expected = self.expected(scaling)
         # A bfloat16 output has been rounded to 8 bits, as the query has.
@@ -122,7 +122,7 @@ def test_one_token_of_each_sequence_is_a_decode_step() -> None:
     chunk = chunk_of("fp8_e4m3 token", "int4 64", 2, 64, [70, 5], [1, 1], sink=2, recent=3, dtype=torch.float32)
     case, arguments = chunk.case, chunk.arguments
     del arguments["query_starts"]
-    out = context.context_attention(case.layout, **arguments, scaling=0.1)
+    out = launch.context_attention(case.layout, **arguments, scaling=0.1)
     plan = planned(case.layout, arguments["lengths"], programs=1)
     step = launch.decode_attention(case.layout, **arguments, plan=plan, scaling=0.1)
     assert (out - step).norm() < 1e-3 * step.norm()
@@ -139,7 +139,7 @@ def test_new_tokens_are_as_exact_as_their_type() -> None:
     """Without a history a float32 result has the error of three products of bfloat16, not of a rounding to float16."""
     chunk = chunk_of("fp16", "fp16", 1, 64, [0], [9], dtype=torch.float32)
     chunk.value_new *= 1e-7
-    out = context.context_attention(chunk.case.layout, **chunk.arguments, scaling=0.125)
+    out = launch.context_attention(chunk.case.layout, **chunk.arguments, scaling=0.125)
     expected = chunk.expected(0.125)
     assert (out.cpu() - expected).norm() < 1e-4 * expected.norm()
 
@@ -157,7 +157,7 @@ def test_pages_beyond_2_31_elements_are_read_where_they_lie() -> None:
         pool[last] = cache[name][small.case.page_table[0, 0]]
         cache[name] = pool
     far = arguments | {"cache": cache, "page_table": torch.full_like(arguments["page_table"], last)}
-    near, out = (context.context_attention(layout, **one, scaling=0.1) for one in (arguments, far))
+    near, out = (launch.context_attention(layout, **one, scaling=0.1) for one in (arguments, far))
     assert torch.equal(near, out)
 
 
@@ -182,4 +182,4 @@ def test_a_launch_that_no_kernel_serves_is_refused(changed: dict[str, object], m
     placed = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in changed.items()}
     arguments: dict[str, Any] = chunk.arguments | {"splits": 1, "scaling": 1.0} | placed
     with pytest.raises(ValueError, match=message):
-        context.context_attention(chunk.case.layout, **arguments)
+        launch.context_attention(chunk.case.layout, **arguments)

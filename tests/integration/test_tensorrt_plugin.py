@@ -17,8 +17,7 @@ from tensorrt_stubs_builder import Plan, Run, Tensor, Triple
 
 from pipeline.core.kv import KVShape
 from pipeline.formats.graph import onnx_type
-from plugins.kv_attention.kernels.context_variants import WIDEST, context_splits, context_variant
-from plugins.kv_attention.kernels.variants import Setting, plan_grid
+from plugins.kv_attention.kernels.variants import WIDEST, Setting, context_splits, context_variant, plan_grid
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 from plugins.kv_attention.tensorrt_nodes import (
     CONTEXT_REDUCE,

@@ -11,9 +11,9 @@ from tensorrt_graph_cases import AGED, INT4_KEYS
 
 from stages.engines.bundle import open_bundle
 from stages.engines.tensorrt import build as build_module
+from stages.engines.tensorrt.build import Parsed
 from stages.engines.tensorrt.bundle import PlanRecord, Tensor
 from stages.engines.tensorrt.library import Library
-from stages.engines.tensorrt.plan import Parsed
 from stages.engines.tensorrt.plugin import with_plugin
 
 GPU = {"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580"}

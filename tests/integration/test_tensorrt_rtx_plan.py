@@ -27,10 +27,10 @@ from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
 from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.onnx.export import ComputeDType
 from stages.engines.tensorrt import engine as engine_module
+from stages.engines.tensorrt.build import GraphRefusal, build, parse
 from stages.engines.tensorrt.bundle import PlanRecord, load_weights
 from stages.engines.tensorrt.engine import load_engine
 from stages.engines.tensorrt.library import load
-from stages.engines.tensorrt.plan import GraphRefusal, build, parse
 from stages.engines.tensorrt.shapes import Limits
 
 E5M2 = [policy.name for policy in SHIPPED if any(form.dtype == "fp8_e5m2" for _, form in policy.formats)]

@@ -10,7 +10,7 @@ import pytest
 from browser import chromium_path
 from report_pages import exhibit, exhibits, occasion, rows
 
-from stages.report import write_page
+from stages.report.page import write_page
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

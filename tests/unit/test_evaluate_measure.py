@@ -36,6 +36,7 @@ def samples(per_class: int = 80) -> list[Sample]:
 
 SAMPLES = samples()
 GATES = Gates()
+Judged = tuple[EvaluationReport, list[SampleRow], Verdict]
 
 
 def told(label: str, done: int, total: int) -> None:
@@ -52,16 +53,11 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def candidate(
-    baseline: Path, out: Path, wrong: tuple[str, ...] = ("find-0", "copy-0"), **options: Any
-) -> tuple[EvaluationReport, list[SampleRow], Verdict]:
+def candidate(baseline: Path, out: Path, wrong: tuple[str, ...] = ("find-0", "copy-0"), **options: Any) -> Judged:
     options = {"batch_noise": 1e-3, **options}
     evaluate(lambda: fake_engine(SAMPLES, wrong=wrong, **options), SAMPLES, baseline, out, progress=told)
     report, rows = load_report(out), load_rows(out)
     return report, rows, decide(report, rows, GATES)
-
-
-Judged = tuple[EvaluationReport, list[SampleRow], Verdict]
 
 
 @pytest.fixture(scope="module")

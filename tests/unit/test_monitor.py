@@ -11,10 +11,9 @@ from routed_engines import Fleet
 from pipeline.artifacts.digest import file_digest
 from pipeline.config.compose import plan
 from pipeline.core.errors import GateRefusal, UserError
-from pipeline.routing.downshift import step
 from pipeline.routing.files import ClassSnapshot, MonitorConfig, read_snapshot
 from pipeline.routing.moves import Aliases, read_aliases
-from pipeline.routing.stages import Reading, monitor, quality_holds, read_monitors
+from pipeline.routing.stages import Reading, monitor, quality_holds, read_monitors, step
 
 LIMITS = plan(["stage=monitor", "monitor.snapshot=s"], multirun=False).jobs[0].monitor
 WELL: dict[str, Any] = {
@@ -39,6 +38,13 @@ def int8_then_fp8(fleet: Fleet) -> None:
     for policy in ("int8", "fp8"):
         fleet.add(policy)
         fleet.routed(f"routes: {{copy: {{policy: {policy}}}}}")
+
+
+def fp8_beside(fleet: Fleet, **others: int) -> None:
+    """Route copy to fp8, version 1, which holds 1,000 tokens; the next versions are these policies, which hold so many."""
+    for policy, live_tokens in {"fp8": 1000, **others}.items():
+        fleet.add(policy, live_tokens)
+    fleet.routed("routes: {copy: {policy: fp8}}")
 
 
 def limits(fleet: Fleet, snapshot: object) -> MonitorConfig:
@@ -87,8 +93,7 @@ def test_a_class_without_json_or_canaries_has_no_such_monitor_and_its_quality_is
 
 
 def test_where_nothing_broke_nothing_moves(fleet: Fleet) -> None:
-    fleet.add("fp8")
-    fleet.routed("routes: {copy: {policy: fp8}}")
+    fp8_beside(fleet)
     assert monitored(fleet)[-1] == "route-copy: stays at version 1"
     assert monitored(fleet, json_validity={"good": 1, "of": 3})[-1] == "route-copy: stays at version 1"
     assert len(fleet.records) == 1
@@ -133,11 +138,7 @@ def pressed(fleet: Fleet, version: str = "1", **changes: object) -> tuple[str | 
 
 
 def test_memory_pressure_takes_old_values_first_then_values_and_keys_last(fleet: Fleet) -> None:
-    fleet.add("fp8", 1000)
-    fleet.add("int4", 1900)
-    fleet.add("fp8k_int4v", 1300)
-    fleet.add("fp8k_int4v_aged", 1200)
-    fleet.routed("routes: {copy: {policy: fp8}}")
+    fp8_beside(fleet, int4=1900, fp8k_int4v=1300, fp8k_int4v_aged=1200)
     taken = ["1"]
     for _ in range(3):
         version, said = pressed(fleet, taken[-1])
@@ -151,16 +152,12 @@ def test_memory_pressure_takes_old_values_first_then_values_and_keys_last(fleet:
 
 
 def test_slow_requests_under_memory_pressure_are_no_reason_to_take_an_engine_that_holds_less(fleet: Fleet) -> None:
-    fleet.add("fp8", 1000)
-    fleet.add("fp8k_int4v", 1300)
-    fleet.routed("routes: {copy: {policy: fp8}}")
+    fp8_beside(fleet, fp8k_int4v=1300)
     assert pressed(fleet, latency=SLOW["latency"])[0] == "2"
 
 
 def test_keys_stay_as_they_are_unless_every_monitor_of_quality_holds(fleet: Fleet) -> None:
-    fleet.add("fp8", 1000)
-    fleet.add("int4", 1900)
-    fleet.routed("routes: {copy: {policy: fp8}}")
+    fp8_beside(fleet, int4=1900)
     version, said = pressed(fleet, canaries={"good": 9, "of": 10})
     assert version == "1"
     assert "copy: not version 2 (int4): its keys lose too, and not every monitor of quality is shown to hold" in said
@@ -168,10 +165,9 @@ def test_keys_stay_as_they_are_unless_every_monitor_of_quality_holds(fleet: Flee
 
 
 def test_no_engine_is_taken_without_evidence_for_the_class(fleet: Fleet) -> None:
-    fleet.add("fp8", 1000)
+    fp8_beside(fleet)
     fleet.add("fp8k_int4v", 1200, copy="INCONCLUSIVE")
     fleet.add("fp8k_int4v_aged", 1200, "FAIL")
-    fleet.routed("routes: {copy: {policy: fp8}}")
     version, said = pressed(fleet)
     assert version == "1"
     assert "copy: not version 2 (fp8k_int4v): copy is INCONCLUSIVE: copy: a reason" in said
@@ -179,18 +175,13 @@ def test_no_engine_is_taken_without_evidence_for_the_class(fleet: Fleet) -> None
 
 
 def test_an_engine_over_another_baseline_or_that_holds_no_more_is_not_taken(fleet: Fleet) -> None:
-    fleet.add("fp8", 1000)
-    fleet.add("fp8k_int4v", 1300)
+    fp8_beside(fleet, fp8k_int4v=1300, fp8k_int4v_aged=900)
     fleet.registry.versions["2"]["baseline_digest"] = "of other weights"
-    fleet.add("fp8k_int4v_aged", 900)
-    fleet.routed("routes: {copy: {policy: fp8}}")
     assert pressed(fleet)[0] == "1"
 
 
 def test_an_engine_that_was_rolled_back_is_taken_again_only_once_a_routing_file_names_it(fleet: Fleet) -> None:
-    fleet.add("fp8", 1000)
-    fleet.add("fp8k_int4v", 1300)
-    fleet.routed("routes: {copy: {policy: fp8}}")
+    fp8_beside(fleet, fp8k_int4v=1300)
     assert pressed(fleet)[0] == "2"
     with pytest.raises(GateRefusal):
         monitored(fleet, "2", **NO_JSON)

@@ -18,7 +18,7 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import Side
 from stages.checkpoints import expected_tensors, load_causal_lm
 from stages.engines.oracle.model import round_inputs
-from stages.engines.trtllm.targets import refuse
+from stages.engines.trtllm.library import refuse
 from stages.quantize.dequantize import copy_without_scales, own_scales, write_plain
 from stages.quantize.export import as_given
 

@@ -13,9 +13,10 @@ import pytest
 import vl_convert
 from report_pages import STEPS, asked, exhibit, exhibits, occasion, rows
 
-from stages.report import Exhibit, numbers
+from stages.report import numbers
 from stages.report.answers import changed_answers
 from stages.report.content import MOST_POLICIES, make_page
+from stages.report.exhibit import Exhibit
 from stages.report.page import library, render, write_page
 from stages.report.text import differences, shown
 

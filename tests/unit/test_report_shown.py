@@ -99,7 +99,7 @@ def test_a_page_that_cannot_be_written_is_a_warning(
     if fault == "a directory":
         (work / showing.PAGE).mkdir()
     elif fault == "a library":
-        monkeypatch.setitem(__import__("sys").modules, "stages.report", None)
+        monkeypatch.setitem(__import__("sys").modules, "stages.report.page", None)
     else:
         monkeypatch.setattr(store, "attach", lambda *_: (_ for _ in ()).throw(OSError("postgresql://me:hunter2@host is away")))
     show(work, shown, store)

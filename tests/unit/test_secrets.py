@@ -84,13 +84,9 @@ def test_a_tracking_uri_with_a_password_is_refused_before_any_file_is_written(
         ("+hydra.job.env_set.X=hf_0123456789abcdefghij", "hydra.job.env_set.X"),
     ],
 )
+@pytest.mark.usefixtures("planted")
 def test_a_secret_in_another_key_is_refused_by_the_key_alone(
-    override: str,
-    key: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    planted: None,  # noqa: ARG001
+    override: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["pipeline", override])
@@ -108,7 +104,8 @@ def test_ordinary_values_are_no_secrets(value: str) -> None:
     assert not holds_secret(value)
 
 
-def test_what_the_environment_holds_is_masked_wherever_it_stands(planted: None) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("planted")
+def test_what_the_environment_holds_is_masked_wherever_it_stands() -> None:
     for secret in NEVER:
         assert redact_text(f"it failed ({secret}).") == f"it failed ({MASK})."
 
@@ -119,7 +116,8 @@ def test_a_file_that_a_variable_names_is_no_secret(tmp_path: Path) -> None:
     assert redact_text(f"{tmp_path}/credentials.json ab", environ) == f"{tmp_path}/credentials.json ab"
 
 
-def test_a_traceback_and_a_table_show_no_secret(planted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("planted")
+def test_a_traceback_and_a_table_show_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed = io.StringIO()
     stream = RedactedStream(printed)
     try:
@@ -135,7 +133,8 @@ def test_a_traceback_and_a_table_show_no_secret(planted: None, tmp_path: Path, m
     assert shown(printed.getvalue() + written) == []
 
 
-def test_an_interpreter_of_its_own_sees_no_secret(planted: None, tmp_path: Path) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("planted")
+def test_an_interpreter_of_its_own_sees_no_secret(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(f"import os\nopen({str(tmp_path / 'seen')!r}, 'w').write(str(dict(os.environ)))\ninput()\n")
 
@@ -146,11 +145,8 @@ def test_an_interpreter_of_its_own_sees_no_secret(planted: None, tmp_path: Path)
     assert shown(seen) == []
 
 
-def test_neither_compiler_nor_driver_tool_sees_a_secret(
-    planted: None,  # noqa: ARG001
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("planted")
+def test_neither_compiler_nor_driver_tool_sees_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("cc", "nvidia-smi"):
         (tmp_path / name).write_text(f"#!/bin/sh\nenv >> {tmp_path}/seen\necho {name} 1, 9.0, 580\n")
         (tmp_path / name).chmod(0o755)
@@ -169,7 +165,8 @@ def test_neither_compiler_nor_driver_tool_sees_a_secret(
     assert shown(seen) == []
 
 
-def test_a_job_in_a_process_of_its_own_prints_no_secret(planted: None) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("planted")
+def test_a_job_in_a_process_of_its_own_prints_no_secret() -> None:
     redacting = "from pipeline.core.redaction import redact_output; redact_output(); redact_output()"
     program = f"import os; {redacting}; raise SystemExit(str(os.environ))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -22,9 +22,8 @@ from pipeline.evidence.reading import find_evidence, read_evidence
 from pipeline.evidence.verify import replay
 from pipeline.run.job import Run
 from pipeline.run.serving import verify as verify_stage
-from pipeline.trust.keys import Keys, key_id
+from pipeline.trust.keys import SIGNATURE_FILE, Keys, key_id
 from pipeline.trust.movelog import MoveLog
-from pipeline.trust.statement import SIGNATURE_FILE
 
 
 @pytest.fixture(scope="module")

@@ -84,13 +84,8 @@ def test_one_forced_pass_of_a_draft_counts_what_its_own_continuations_do(tokens:
         assert draft_passes(greedy, said, tokens) == speculate(prompt, said, propose), (prompt, said)
 
 
-def test_an_answer_takes_a_pass_a_token_at_most_and_one_for_all_proposed_and_one_more_at_least() -> None:
-    said = [5, 6, 7, 8, 9, 5]
-    assert draft_passes([], said, 5) == 6
-    assert draft_passes(said, said, 5) == 1
-    assert draft_passes(said, said, 2) == 2
-    assert lookup_passes([1, 2], [3], 10, 3) == 1
-    assert lookup_passes([5, 6, 7, 8, 1, 5, 6], [7, 8, 1, 5], 10, 3) == 1
+def test_an_answer_that_nothing_was_drafted_of_takes_a_pass_a_token() -> None:
+    assert draft_passes([], [5, 6, 7, 8, 9, 5], 5) == 6
 
 
 def test_drafts_end_where_the_draft_has_no_embedding_for_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from fake_interpreter import make_interpreter
@@ -14,8 +15,9 @@ from pipeline.core.kv import KVPolicy
 from stages.engines.interpreter.process import Interpreter, WorkerError, probe
 from stages.engines.vllm import build
 from stages.engines.vllm.engine import VllmEngine
-from stages.engines.vllm.library import PROGRAM, Description
-from stages.engines.vllm.targets import (
+from stages.engines.vllm.library import (
+    PROGRAM,
+    Description,
     cache_dtype,
     check_boundaries,
     check_judging,
@@ -119,22 +121,11 @@ def test_workers_that_cannot_share_heads_or_have_no_gpus_are_refused() -> None:
 def test_engine_arguments_that_vllm_refuses_or_changes_are_told(
     answer: Any, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Worker:
-        def __init__(self, *_: object) -> None:
-            self.refusal = UserError
-
-        def __enter__(self) -> "Worker":
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            """Nothing runs."""
-
-        def call(self, *_: object, **__: object) -> Any:
-            if isinstance(answer, Exception):
-                raise answer
-            return SimpleNamespace(arguments=answer)
-
-    monkeypatch.setattr(build, "Worker", Worker)
+    worker = MagicMock()
+    started = worker.return_value.__enter__.return_value
+    started.refusal = UserError
+    started.call.side_effect = [answer if isinstance(answer, Exception) else SimpleNamespace(arguments=answer)]
+    monkeypatch.setattr(build, "Worker", worker)
     with pytest.raises(UserError, match=expected):
         build._resolve(interpreter(), Path("checkpoint"), {"block_size": 64, "dtype": "auto"}, 5)
 

@@ -19,8 +19,7 @@ from pipeline.core.records import StoredCopy
 from pipeline.core.scales import KVScales
 from plugins.kv_attention import launch
 from plugins.kv_attention.layout import CacheLayout, SideLayout
-from stages.engines.paged.allocator import PageAllocator
-from stages.engines.paged.sequences import SequencePages
+from stages.engines.paged.sequences import PageAllocator, SequencePages
 from stages.engines.staging import scaled
 
 FIRST_COLUMNS = 16

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from pipeline.core.kv import PAGE_TOKENS, KVShape
-from plugins.kv_attention import context, launch
+from plugins.kv_attention import launch
 from plugins.kv_attention.layout import CacheLayout
 from stages.engines.base import Logits, not_finite
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.oracle.model import head, hidden_states, refuse_options
-from stages.engines.paged.places import append_rows
+from stages.engines.paged.pool import append_rows
 from stages.engines.staging import StagedInputs, StepResults
 
 ATTENTION = "kvgate_kernels"
@@ -216,7 +216,7 @@ class PrefillPass:
         row, tensors = group.first + i, self.inputs.tensors
         self.keys[row].copy_(key[0].transpose(0, 1))
         self.values[row].copy_(value[0].transpose(0, 1))
-        return context.context_attention(
+        return launch.context_attention(
             group.layout,
             query[0].transpose(0, 1),
             self.keys[row],

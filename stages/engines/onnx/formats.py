@@ -1,14 +1,20 @@
-"""The nodes of a cache format in a graph: the formats' own arithmetics (pipeline/formats), and the rotation before them.
+"""The nodes of a cache format in a graph: new tokens to codes, and attention's scores and weighted sums over pages of codes.
 
-Shapes: B sequences, H KV heads, S new tokens, D head_dim.
+The arithmetics are the formats' own (pipeline/formats), after a rotation. Scales and offsets are folded into the queries, the
+scores or the sums where that is possible; only elsewhere there is a dequantized copy.
+
+Shapes: B sequences, H KV heads, S new tokens, R query rows of a KV head, P pages, T = P * 64 positions, D head_dim, n code
+streams, g scales of a token.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from pipeline.core.kv import PAGE_TOKENS
 from pipeline.formats.body import Body
-from pipeline.formats.graph import KINDS, Graph, Options
+from pipeline.formats.graph import KINDS, Gather, Graph, Options, Stream
 from pipeline.formats.nvfp4.graph import GRAPH as NVFP4
 from pipeline.formats.vllm_turboquant.graph import GRAPH as VLLM_TURBOQUANT
 from stages.engines.paged.layout import StoredSide
@@ -43,3 +49,132 @@ class SideCodec(StoredSide):
         from scipy.linalg import hadamard  # here: most policies do without
 
         return body.op("MatMul", x, body.real(hadamard(self.head_dim) / np.sqrt(self.head_dim)))
+
+
+def read_scores(body: Body, codec: SideCodec, q: str, index: str) -> str:
+    """Write the products of q (B, H, R, D) with the keys of every position of the pages `index` (B, H, P): (B, H, R, T)."""
+    q = codec.rotated(body, q)
+    pieces = [body.op("Mul", q, body.to_compute(f"{codec.side}_scale")) if codec.form.static else q]
+    parts, rows = _scaled(body, codec, index)
+    mixing = _mixing(codec, parts)
+    if mixing is not None:
+        pieces = [body.op("MatMul", pieces[0], body.real(mixing))]
+    sizes = [codec.head_dim // len(parts)] * len(parts) + [1 for part in parts if part.offset]
+    if len(sizes) > 1:
+        pieces = body.ops("Split", len(sizes), *pieces, body.ints(sizes), axis=-1)
+    biases = iter(pieces[len(parts) :])
+    total = ""
+    for i, part in enumerate(parts):
+        product = body.op("MatMul", pieces[i], body.op("Transpose", part.x, perm=[0, 1, 3, 2]))
+        if part.offset:
+            product = body.op("Add", product, next(biases))
+        if len(rows) > 1:
+            product = body.op("Mul", product, rows[i])
+        total = body.op("Add", total, product) if total else product
+    total = body.op("Mul", total, rows[0]) if len(rows) == 1 else total
+    if codec.form.symmetric:
+        return total
+    if codec.form.static:
+        bias = body.op("ReduceSum", body.op("Mul", q, body.to_compute(f"{codec.side}_zero")), body.ints([-1]), keepdims=1)
+    else:
+        sums = body.op("MatMul", q, body.op("Transpose", _spread(body, codec), perm=[1, 0]))
+        bias = body.op("MatMul", sums, body.op("Transpose", _stored(body, codec, "zero", index), perm=[0, 1, 3, 2]))
+    return body.op("Add", total, bias)
+
+
+def read_values(body: Body, codec: SideCodec, p: str, index: str) -> str:
+    """Write the sum of the values of every position of the pages `index`, weighted by p (B, H, R, T): (B, H, R, D)."""
+    parts, rows = _scaled(body, codec, index)
+    mixing = _mixing(codec, parts)
+    weights = [body.op("Mul", p, row) for row in rows] or [p]
+    weights = weights if len(weights) > 1 else weights * len(parts)
+    outs = [body.op("MatMul", weight, part.x) for weight, part in zip(weights, parts, strict=True)]
+    for weight, part in zip(weights, parts, strict=True):
+        if part.offset:
+            outs.append(body.op("ReduceSum", weight, body.ints([-1]), keepdims=1))
+    out = outs[0] if len(outs) == 1 else body.op("Concat", *outs, axis=-1)
+    if mixing is not None:
+        out = body.op("MatMul", out, body.real(mixing.T))
+    if codec.form.static:
+        out = body.op("Mul", out, body.to_compute(f"{codec.side}_scale"))
+    if not codec.form.symmetric:
+        if codec.form.static:
+            mass = body.op("ReduceSum", p, body.ints([-1]), keepdims=1)
+            bias = body.op("Mul", mass, body.to_compute(f"{codec.side}_zero"))
+        else:
+            bias = body.op("MatMul", body.op("MatMul", p, _stored(body, codec, "zero", index)), _spread(body, codec))
+        out = body.op("Add", out, bias)
+    return codec.rotated(body, out)
+
+
+def _mixing(codec: SideCodec, parts: list[Stream]) -> npt.NDArray[np.float64] | None:
+    """The linear map M from streams to codes, (D, D + one column for each part with an offset); None when they are equal.
+
+    codes = (streams, a 1 for each offset) @ M.T. Scores therefore take q @ M, whose last columns are biases, and values
+    multiply (weighted sums of the streams, a sum of the weights for each offset) by M.T.
+    """
+    if all((part.gain, part.offset, part.nested) == (1.0, 0.0, False) for part in parts):
+        return None
+    channels = np.eye(codec.head_dim // len(parts))
+    nested = np.eye(len(parts), k=1) * [[part.nested] for part in parts]
+    gains = np.diag([part.gain for part in parts]) - 2.0**codec.form.code.bits * nested
+    ones = np.kron(np.eye(len(parts)), np.ones((len(channels), 1)))
+    biases = [ones[:, [i]] * part.offset for i, part in enumerate(parts) if part.offset]
+    return np.hstack([np.kron(gains, channels), *biases])
+
+
+def _scaled(body: Body, codec: SideCodec, index: str) -> tuple[list[Stream], list[str]]:
+    """Streams, and the stored scales as rows (B, H, 1, T) to fold into scores or weights: none, one for all, or one a part.
+
+    Scales that vary within a part cannot be folded; the streams are multiplied by them.
+    """
+    groups = codec.groups
+    # Nesting saves a pass over the codes, but its sums are of numbers 2 ** bits as large: too large for float16, which has
+    # 11 bits, and for more than two parts.
+    nested = groups <= 1 and codec.form.code.packed == 2 and body.compute == "float32"
+    parts = codec.graph.streams(body, f"{codec.side}_pool", _pages(body, codec, index), codec.options, nested=nested)
+    if not groups:
+        return parts, []
+    if groups == 1:
+        return parts, [_stored(body, codec, "scale", index, rows=True)]
+    scales = _stored(body, codec, "scale", index)
+    if groups == len(parts):
+        rows = body.op("Transpose", scales, perm=[0, 1, 3, 2])
+        return parts, body.ops("Split", groups, rows, axis=2, num_outputs=groups)
+    if groups % len(parts):
+        # A group may have channels in two parts: count every group as several.
+        scales = body.op("Gather", scales, body.ints([i // len(parts) for i in range(len(parts) * groups)]), axis=-1)
+        groups *= len(parts)
+    pieces = [scales] if len(parts) == 1 else body.ops("Split", len(parts), scales, axis=-1, num_outputs=len(parts))
+    out = []
+    for part, piece in zip(parts, pieces, strict=True):
+        x = body.reshape(part.x, 0, 0, 0, groups // len(parts), -1)
+        if part.gain != 1:
+            x = body.op("Mul", x, body.real(part.gain))
+        if part.offset:
+            x = body.op("Add", x, body.real(part.offset))
+        x = body.op("Mul", x, body.reshape(piece, 0, 0, 0, -1, 1))
+        out.append(Stream(body.reshape(x, 0, 0, 0, -1)))
+    return out, []
+
+
+def _stored(body: Body, codec: SideCodec, parameter: str, index: str, rows: bool = False) -> str:
+    """Stored scales or zeros of the pages: (B, H, T, g), or of one group a token as rows (B, H, 1, T)."""
+    pool = f"{codec.side}_{parameter}_pool"
+    blocks = codec.graph.scales(body, pool, _pages(body, codec, index), codec.options)
+    return body.to_compute(body.reshape(blocks, 0, 0, 1, -1) if rows else blocks)
+
+
+def _spread(body: Body, codec: SideCodec) -> str:
+    """The membership matrix M (g, D) of channels in groups: x @ M.T sums each group's channels, x @ M repeats per channel."""
+    return body.real(np.eye(codec.groups).repeat(codec.head_dim // codec.groups, axis=1))
+
+
+def _pages(body: Body, codec: SideCodec, index: str) -> Gather:
+    """What gathers the pages `index` (B, H, P) of a pool (N, H, 64, width): (B, H, P * 64, width), without a transpose."""
+
+    def gather(pool: str, width: int) -> str:
+        blocks = body.reshape(pool, -1, PAGE_TOKENS * width)
+        return body.reshape(body.op("Gather", blocks, index, axis=0), 0, codec.kv_heads, -1, width)
+
+    return gather

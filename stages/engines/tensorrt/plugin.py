@@ -1,24 +1,41 @@
-"""backend=tensorrt: plans with the attention plugin.
+"""backend=tensorrt: plans with the attention plugin, from graphs in which kv.PagedAttention_N becomes two plugin nodes.
 
 TensorRT does not compile the plugin's kernels: they are Triton's PTX, compiled here ahead of time, and become part of the
 plan, which needs neither Python nor a plugin library to run.
+
+The attention of parts of sequences and the reduction of these are two plugins, because an ahead-of-time plugin launches one
+kernel; the partial sums between them are ordinary tensors. So is the work list of both, which one more plugin makes of the
+lengths, once for all layers of the decode graph. In the prefill graph pages are read where they lie, while the function's body
+gathers all and, of FP8, first widens the whole pool. Layers whose formats the kernels do not hold keep their function body.
 """
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import onnx
+from onnx import helper
 
 from pipeline.core.errors import MissingRequirement
-from plugins.kv_attention.kernels.context_variants import WIDEST, context_blocks, context_variant
-from plugins.kv_attention.kernels.variants import Setting, decode_variant
+from pipeline.core.kv import KVPolicy
+from pipeline.formats.body import DOMAIN, NUMPY_FLOATS, cache_arithmetic, layer_function
+from plugins.kv_attention.kernels.variants import NEW, WIDEST, Setting, context_blocks, context_variant, decode_variant
 from plugins.kv_attention.layout import CacheLayout
+from plugins.kv_attention.tensorrt_nodes import (
+    CONTEXT_REDUCE,
+    NAMESPACE,
+    PLAN,
+    REDUCE,
+    Node,
+    attributes_of,
+    node_of,
+)
 from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
-from stages.engines.paged.kernel_layout import choose_layers
+from stages.engines.onnx.functions import AttentionSpec
+from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
 from stages.engines.tensorrt.shapes import Limits
-from stages.engines.tensorrt.surgery import use_plugin
 
 
 def check_gpu(gpu: Mapping[str, str]) -> None:
@@ -83,17 +100,89 @@ def default_splits(info: ModelInfo, limits: Limits, sm: int) -> int:
     """Return the splits over a sequence's pages with which a whole chunk fills this GPU, in every layer of the kernels."""
     import torch
 
-    from plugins.kv_attention import context, launch
+    from plugins.kv_attention import launch
 
     splits = []
     for layout in choose_layers(limits.policy, info.shape, info.q_heads).layouts.values():
         variant = context_variant(_setting(layout, info, sm))
         programs = launch.sm_count(torch.device("cuda")) * variant.resident
         blocks = context_blocks(limits.chunk, 1, variant, ragged=False)
-        splits.append(context.choose_splits(blocks, info.kv_heads, limits.sequence_pages, programs))
+        splits.append(launch.choose_splits(blocks, info.kv_heads, limits.sequence_pages, programs))
     return min(splits)
 
 
 def _setting(layout: CacheLayout, info: ModelInfo, sm: int) -> Setting:
     """What the kernels of a layer are compiled for: of several new tokens, for a chunk of a prompt."""
     return Setting(layout, info.compute_dtype, sm, info.q_heads // info.kv_heads, rows=WIDEST)
+
+
+PLUGIN_VERSION = "1"
+"""Version of every quickly deployable plugin."""
+
+
+def use_plugin(
+    model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, mode: Mode, *, programs: int, sm: int
+) -> KernelLayers:
+    """Replace the attention of every layer that the kernels hold, in place.
+
+    The plugin of a chunk takes new tokens as they lie in memory for the decoder's linear layers, heads of a token together, and
+    the graph has them by head: Transposes are put before it, which cancel out with those that the decoder has there.
+
+    Returns:
+        The layers that were replaced, and why the others were not.
+    """
+    layers, decode = choose_layers(policy, info.shape, info.q_heads), mode == "decode"
+    # The function body multiplies queries with the factor of the scores in its own arithmetic, and so do the kernels.
+    scaling = float(NUMPY_FLOATS[cache_arithmetic(info.compute_dtype)](info.scaling))
+    options: dict[str, Any] = {"scaling": scaling, "out": NEW[info.compute_dtype], "sm": sm}
+    options["programs" if decode else "splits"] = programs
+    plan = {name: f"{name}.plan" for name in PLAN.outputs} if decode else {}
+    for layer, layout in layers.layouts.items():
+        node, names = _attention(model, info, policy, layer, mode)
+        names |= plan
+        if decode and not any(made.name == PLAN.operation for made in model.graph.node):
+            # The exact tokens are the policy's, and with them the work list is the same in every layer.
+            attributes = attributes_of(PLAN, layout, **options)
+            model.graph.node.insert(0, plugin_node(PLAN, [names["lengths"]], list(plan.values()), attributes))
+        turned = []
+        for role in () if decode else ("query", "key", "value"):
+            by_token = f"{role}.by_token.{layer}"
+            turned.append(helper.make_node("Transpose", [names[role]], [by_token], name=by_token, perm=[0, 2, 1, 3]))
+            names[role] = by_token
+        partial, join = node_of("decode_partial" if decode else "context_partial", layout), REDUCE if decode else CONTEXT_REDUCE
+        sums = {name: f"{name}.{layer}" for name in partial.outputs}
+        taken = [names[name] for name in partial.inputs]
+        attend = plugin_node(partial, taken, list(sums.values()), attributes_of(partial, layout, **options), layer)
+        parts = [(names | sums)[name] for name in join.inputs]
+        joined = plugin_node(join, parts, list(node.output), attributes_of(join, layout, **options), layer)
+        _replace(model, node, [*turned, attend, joined])
+    return layers
+
+
+def _attention(
+    model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, layer: int, mode: Mode
+) -> tuple[onnx.NodeProto, dict[str, str]]:
+    """A layer's attention node, and the tensors that it takes by their names in its function."""
+    function = layer_function("PagedAttention", layer)
+    (node,) = (node for node in model.graph.node if (node.domain, node.op_type) == (DOMAIN, function))
+    spec = AttentionSpec.of(info, policy, layer, mode)
+    return node, dict(zip(["query", "key", "value", *spec.tables, *spec.cache], node.input, strict=True))
+
+
+def _replace(model: onnx.ModelProto, node: onnx.NodeProto, nodes: list[onnx.NodeProto]) -> None:
+    """Put nodes in the place of one, and remove the function that it called."""
+    position = list(model.graph.node).index(node)
+    (body,) = (body for body in model.functions if (body.domain, body.name) == (node.domain, node.op_type))
+    model.graph.node.remove(node)
+    for new in reversed(nodes):
+        model.graph.node.insert(position, new)
+    model.functions.remove(body)
+
+
+def plugin_node(
+    node: Node, inputs: list[str], outputs: list[str], attributes: dict[str, int], part: int | str | None = None
+) -> onnx.NodeProto:
+    """Return the ONNX node of a plugin, whose name, version and namespace TensorRT's parser looks for in its registry."""
+    name = node.operation if part is None else f"{node.operation}.{part}"
+    fields: dict[str, Any] = {"plugin_namespace": NAMESPACE, "plugin_version": PLUGIN_VERSION, **attributes}
+    return helper.make_node(node.name, inputs, outputs, name=name, domain=NAMESPACE, **fields)

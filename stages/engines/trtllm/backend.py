@@ -5,8 +5,7 @@ from pipeline.core.kv import KVPolicy
 from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.process import probe
 from stages.engines.trtllm.config import TrtllmConfig
-from stages.engines.trtllm.library import PROGRAM, rank_capabilities
-from stages.engines.trtllm.targets import check_inputs, resolve
+from stages.engines.trtllm.library import PROGRAM, check_inputs, rank_capabilities, resolve
 
 
 class TrtllmBackend(InterpreterBackend):

@@ -16,8 +16,7 @@ from stages.engines.interpreter.protocol import EmptyAnswer, Pinned
 from stages.engines.trtllm import checkpoint as checkpoints
 from stages.engines.trtllm import settings
 from stages.engines.trtllm.config import TrtllmConfig
-from stages.engines.trtllm.library import PROGRAM, rank_capabilities, rank_environment
-from stages.engines.trtllm.targets import TARGETS, resolve
+from stages.engines.trtllm.library import PROGRAM, TARGETS, rank_capabilities, rank_environment, resolve
 
 STEPS = 3
 ENGINE = "engine"

@@ -1,10 +1,21 @@
-"""TensorRT-LLM's interpreter and its GPUs."""
+"""TensorRT-LLM's interpreter and GPUs, and the limits of its two targets: everything that can be refused before any work."""
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
+from pipeline.artifacts.backend import Job
+from pipeline.checkpoint.description import CheckpointInfo, refuse_other_attention
+from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, export_refusal, tensorrt_llm_refusal
 from pipeline.core.errors import MissingRequirement, UserError
-from stages.engines.interpreter.process import Interpreter, Program
+from pipeline.core.formats import WeightsFormat
+from pipeline.core.kv import KVPolicy
+from stages.engines.interpreter.bundle import cannot_hold
+from stages.engines.interpreter.process import Interpreter, Program, probe
 from stages.engines.trtllm import worker
+from stages.engines.trtllm.config import TrtllmConfig
 
 PROGRAM = Program(
     "trtllm",
@@ -50,3 +61,183 @@ def require_gpus(interpreter: Interpreter, count: int, purpose: str) -> None:
             f"GPU(s), {interpreter.python} sees {len(interpreter.devices)}; run it where nvidia-smi lists them (a container "
             "needs --gpus all)"
         )
+
+
+TargetName = Literal["engine", "pytorch"]
+NO_INTEGERS_SM = range(100, 120)
+"""TensorRT-LLM 1.2 builds neither INT8 caches nor INT8 or INT4 weights for SM 10.0 to 11.9 (tensorrt_llm/builder.py)."""
+INTEGER_WEIGHTS: tuple[WeightsFormat, ...] = ("int8_sq", "int4_awq")
+
+READ_BY: dict[TargetName, dict[str, Any]] = {
+    "engine": {"paged_context_fmha": "auto", "fp8_context_fmha": "auto", "gather_context_logits": False},
+    "pytorch": {
+        "serving.enable_block_reuse": True,
+        "serving.host_cache_gib": 0.0,
+        "serving.attention_windows": None,
+        "serving.speculation": None,
+    },
+}
+"""Keys of `backend` that one target alone reads, with their values when they are not set (conf/backend/trtllm.yaml)."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One way to deploy with TensorRT-LLM."""
+
+    export: str
+    """The folder of the quantized checkpoint that it is made from."""
+    releases: str
+    caches: tuple[str, ...]
+    """Algorithms of a quantized cache; each has one scale a layer."""
+    weights: tuple[WeightsFormat, ...]
+    sharded_weights: tuple[WeightsFormat, ...]
+    """Weights that are split over several GPUs."""
+    choices: str
+    """The policies that it can hold, as text for a message."""
+
+
+TARGETS: dict[TargetName, Target] = {
+    "engine": Target(
+        export="tensorrt_llm",
+        releases="1.2 (1.2.1 is the last that builds engines)",
+        caches=TENSORRT_LLM_KV,
+        weights=("none", "fp8", "int8_sq", "int4_awq"),
+        sharded_weights=("none", "fp8"),
+        choices="kv=fp16, fp8 or int8_tensor",
+    ),
+    "pytorch": Target(
+        export="unified_hf",
+        releases="1.3 or later",
+        caches=UNIFIED_HF_KV,
+        weights=("none", "fp8", "int4_awq"),
+        sharded_weights=("none", "fp8", "int4_awq"),
+        choices="kv=fp16 or fp8",
+    ),
+}
+
+
+def check_inputs(config: TrtllmConfig, job: Job) -> None:
+    """Refuse a configuration that TensorRT-LLM cannot build or run, before any artifact is made.
+
+    Raises:
+        UserError: naming the key that neither target, or the installed one, can hold.
+        MissingRequirement: naming the interpreter or the GPU that is not here.
+    """
+    refuse_other_attention(job.checkpoint, "backend=trtllm was not shown to keep to that")
+    candidates: tuple[TargetName, ...] = ("engine", "pytorch") if config.target == "auto" else (config.target,)
+    refusals = [_refuse_all(name, config, job) for name in candidates]
+    if all(refusals):  # no target holds it, so that the interpreter need not be asked
+        raise UserError(str(refusals[0]))
+    interpreter = probe(PROGRAM, config.python)
+    name = resolve(config.target, interpreter)
+    refusal = _refuse_all(name, config, job)
+    if refusal is not None:
+        raise UserError(refusal)
+    if name == "engine":
+        require_gpus(interpreter, 1, "building an engine")
+        rank_capabilities(interpreter, config.tensor_parallel_size)  # refuses GPUs that differ
+        refuse_integers(job.policy, job.weights, interpreter, config.tensor_parallel_size)
+    if job.judges:
+        check_judging(name, config, job.policy, interpreter)
+
+
+def check_judging(name: TargetName, config: TrtllmConfig, policy: KVPolicy, interpreter: Interpreter) -> None:
+    """Refuse what can be built and not evaluated here. Raises UserError and MissingRequirement as check_inputs."""
+    require_gpus(interpreter, config.tensor_parallel_size, "running an engine")
+    if not policy.quantized:
+        raise UserError(
+            f"kv={policy.name}: its cache has no scale, so backend=trtllm has no must-fail control to prove that an evaluation "
+            f"reads it; judge kv=fp8, whose baseline it is, or build it with stage=build"
+        )
+    if name == "pytorch" and config.tensor_parallel_size > 1:
+        raise UserError(
+            f"backend.tensor_parallel_size={config.tensor_parallel_size}: target=pytorch is evaluated in one process, where "
+            "the must-fail control reaches its layers: evaluate with 1, build with stage=build"
+        )
+
+
+def resolve(target: str, installed: Interpreter) -> TargetName:
+    """Return the target of the installed release. Raises MissingRequirement when the release lacks the configured one."""
+    available: TargetName | None = None
+    if installed.number == (1, 2):
+        available = "engine"
+    elif installed.number >= (1, 3):
+        available = "pytorch"
+    if available is None or target not in ("auto", available):
+        releases = TARGETS[target].releases if target in TARGETS else "1.2 or later"
+        raise MissingRequirement(
+            f"backend.python={installed.python}: has TensorRT-LLM {installed.release}, backend.target={target} needs "
+            f"{releases}; {PROGRAM.hint}"
+        )
+    return available
+
+
+def refuse(name: TargetName, policy: KVPolicy, weights: WeightsFormat, info: CheckpointInfo, ranks: int) -> str | None:
+    """Return why the target cannot hold this, with key, value and fix; None when it can."""
+    target = TARGETS[name]
+    reason = export_refusal(policy, target.caches)
+    if reason is not None:
+        engine = TARGETS["engine"]
+        older = "" if export_refusal(policy, engine.caches) else f", backend.target=engine with TensorRT-LLM {engine.releases}"
+        return cannot_hold(policy, f"trtllm, target {name},", reason, f"{target.choices}{older}")
+    if weights not in target.weights:
+        return f"weights={weights}: backend.target={name} takes {', '.join(target.weights)}; choose one of them"
+    if info.quantized is not None:
+        reason = "weights that are quantized already" if name == "engine" else info.quantized.other_than_modelopt
+        if reason is not None:
+            return f"model.path={info.path}: backend.target={name}: {reason}; use backend=vllm"
+    reason = tensorrt_llm_refusal(info) if name == "engine" else None
+    if reason is not None:
+        return f"model.path={info.path}: {reason}; use backend.target=pytorch with TensorRT-LLM 1.3"
+    return _refuse_split(target, weights, info, ranks) if ranks > 1 else None
+
+
+def _refuse_split(target: Target, weights: WeightsFormat, info: CheckpointInfo, ranks: int) -> str | None:
+    if weights not in target.sharded_weights:
+        return (
+            f"backend.tensor_parallel_size={ranks}: weights={weights} are not split over GPUs here; use 1, or weights="
+            f"{' or '.join(target.sharded_weights)}"
+        )
+    inner = info.mlp_columns
+    if type(inner) is not int:
+        return f"model.path={info.path}: config.json: intermediate_size={inner}: give the number that {ranks} GPUs split"
+    parts = {"KV heads": info.shape.kv_heads, "tokens in the vocabulary": info.vocab_size, "columns of the MLP": inner}
+    for what, count in parts.items():
+        if count % ranks:
+            return f"backend.tensor_parallel_size={ranks}: does not divide the model's {count} {what}; use a divisor"
+    return None
+
+
+def refuse_unread(name: TargetName, backend: TrtllmConfig) -> str | None:
+    """Return why a key that only the other target reads cannot be set; None when none is."""
+    other: TargetName = "pytorch" if name == "engine" else "engine"
+    settings = backend.model_dump(mode="json")
+    for key, unset in READ_BY[other].items():
+        value: Any = settings
+        for part in key.split("."):
+            value = value[part] if isinstance(value, Mapping) else None
+        if value != unset:
+            return (
+                f"backend.{key}={json.dumps(value)}: only backend.target={other} reads it, this is {name}; leave it at "
+                f"{json.dumps(unset)}"
+            )
+    return None
+
+
+def refuse_integers(policy: KVPolicy, weights: WeightsFormat, interpreter: Interpreter, ranks: int) -> None:
+    """Raise UserError for an integer cache or weights on a GPU for which TensorRT-LLM builds none."""
+    for device in interpreter.devices[:ranks]:
+        gpu, capability = device.name, device.compute_cap
+        if int(capability.replace(".", "")) not in NO_INTEGERS_SM:
+            continue
+        if policy.key.dtype == "int8":
+            raise UserError(f"kv={policy.name}: TensorRT-LLM builds no INT8 cache for {gpu}, SM {capability}; choose kv=fp8")
+        if weights in INTEGER_WEIGHTS:
+            raise UserError(
+                f"weights={weights}: TensorRT-LLM builds no integer weights for {gpu}, SM {capability}; choose weights=fp8"
+            )
+
+
+def _refuse_all(name: TargetName, config: TrtllmConfig, job: Job) -> str | None:
+    refusal = refuse(name, job.policy, job.weights, job.checkpoint, config.tensor_parallel_size)
+    return refusal or refuse_unread(name, config)

@@ -6,13 +6,14 @@ from pipeline.artifacts.backend import Audit, Job
 from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.process import probe
 from stages.engines.vllm.config import VllmConfig
-from stages.engines.vllm.library import PROGRAM, on_cpu
-from stages.engines.vllm.targets import (
+from stages.engines.vllm.library import (
+    PROGRAM,
     cache_dtype,
     check_boundaries,
     check_judging,
     check_own_scales,
     check_split,
+    on_cpu,
     refuse_dtype,
 )
 

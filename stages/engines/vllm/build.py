@@ -15,8 +15,7 @@ from stages.engines.interpreter.process import Interpreter, Worker, WorkerError
 from stages.engines.interpreter.protocol import Resolved
 from stages.engines.vllm.checkpoint import delivers_scales, write_checkpoint
 from stages.engines.vllm.config import VllmConfig
-from stages.engines.vllm.library import PROGRAM
-from stages.engines.vllm.targets import cache_dtype, skipped_layers
+from stages.engines.vllm.library import PROGRAM, cache_dtype, skipped_layers
 
 STEPS = 2
 NOT_VLLMS = ("threads", "kv_cache_gib")

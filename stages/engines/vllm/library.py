@@ -1,14 +1,23 @@
-"""vLLM's interpreter, and what its worker answers besides what every worker does."""
+"""vLLM's interpreter, and which policies its cache can hold, and as what: everything that can be refused before any work."""
 
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
+from pipeline.artifacts.backend import Audit
+from pipeline.checkpoint.exports import beyond_one_format, describe_format
+from pipeline.checkpoint.quantized import Quantized
+from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.kv import KVPolicy
 from pipeline.core.strict import StrictModel
+from pipeline.verdict.delivery import scale_findings
 from stages.engines.interpreter import protocol
+from stages.engines.interpreter.bundle import cannot_hold
 from stages.engines.interpreter.process import Interpreter, Program
 from stages.engines.vllm import worker
+from stages.engines.vllm.audit import PAIRED, SEPARATE
+from stages.engines.vllm.config import VllmConfig
 
 
 class Description(protocol.Description):
@@ -79,3 +88,115 @@ PROGRAM = Program(
 
 def on_cpu(interpreter: Interpreter) -> bool:
     return bool(interpreter.description.platform == "cpu")
+
+
+CHOICES = "kv=fp16, bf16, fp8, fp8_uncalibrated, fp8_head or fp8_e5m2; of GPUs also nvfp4, vllm_int8, vllm_fp8 and vllm_int4"
+OTHERWISE = {
+    "fp8_e4m3 per_token": "fp8_per_token_head keeps float32 scales where this policy rounds them to float16; see kv=vllm_fp8",
+    "int8 per_token": "int8_per_token_head keeps float32 scales where this policy rounds them to float16; see kv=vllm_int8",
+    "int4 per_token": "int4_per_token_head rotates, and keeps its zero point in the scale's low bits; see kv=vllm_int4",
+}
+"""Formats that vLLM has something like -> how that differs."""
+
+
+def cache_dtype(policy: KVPolicy, config: VllmConfig) -> str:
+    """Return the type of vLLM's cache that holds a policy, but for the layers that are skipped.
+
+    Raises:
+        UserError: None does.
+    """
+    skips = skipped_layers(policy)
+    everywhere = policy.model_copy(update={"overrides": ()}) if skips is not None else policy
+    form, kind = describe_format(policy.key), policy.key.block_scale if policy.key.code.block else policy.key.granularity
+    plain = policy.key.arithmetic != "kvgate" or (policy.key.symmetric and policy.key.rotation == "none")
+    held = "auto" if policy.key.exact else policy.key.code.vllm.get(kind) if plain else None
+    beside = policy.value.code.vllm_beside.get(form) if policy.key.scale != "calibrated" else None
+    if beside is not None:
+        everywhere, held = everywhere.model_copy(update={"key": policy.value}), beside
+    reason = beyond_one_format(everywhere)
+    if reason is None and skips and policy.key.exact:
+        reason = "layers that are skipped are of the type of all others then"
+    if reason is None and policy.key.dtype == "fp8_e5m2" and policy.key.scale != "uncalibrated":
+        reason = "it reads E5M2 at scale 1.0 alone"
+    if reason is None and not held:
+        reason = f"{form} has no equal there" + (f": {OTHERWISE[form]}" if form in OTHERWISE else "")
+    if reason is None and policy.key.dtype == "bf16" and config.dtype != "bfloat16":
+        reason = f"without a quantized cache it is of backend.dtype={config.dtype}"
+    if reason is not None or held is None:
+        raise UserError(cannot_hold(policy, "vllm", str(reason), CHOICES))
+    return held
+
+
+def skipped_layers(policy: KVPolicy) -> list[str] | None:
+    """Return the layers whose keys and values stay at 16 bits, as `kv_cache_dtype_skip_layers` names them.
+
+    None where an override is anything else, which vLLM has nothing for.
+    """
+    if not all(one.key and one.key.exact and one.value == one.key for one in policy.overrides):
+        return None
+    return sorted(str(layer) for one in policy.overrides for layer in one.layers)
+
+
+def check_boundaries(policy: KVPolicy, dtype: str, layers: int) -> None:
+    """Refuse a policy of a type beside which vLLM itself skips the first and the last two layers, unless it says so."""
+    most = min(2, layers // 2)
+    own = {*range(most), *range(layers - most, layers)}
+    if policy.value.code.vllm_beside and not own <= set(map(int, skipped_layers(policy) or ())):
+        raise UserError(
+            f"kv={policy.name}: vLLM leaves layers {', '.join(map(str, sorted(own)))} at 16 bits beside {dtype}: set "
+            f"'kv.overrides=[{{layers: {sorted(own)}, key: {{dtype: fp16}}, value: {{dtype: fp16}}}}]'"
+        )
+
+
+def check_own_scales(policy: KVPolicy, quantized: Quantized, found: Audit) -> None:
+    """Refuse a policy whose scales vLLM does not read beside such weights, and scales that vLLM would leave out."""
+    scaled = policy.key.has_static_scales and policy.key.dtype != "fp8_e5m2"
+    if scaled and quantized.method not in (*SEPARATE, *PAIRED):
+        raise UserError(f"kv={policy.name}: vLLM reads no scales of a cache beside {quantized.title}; choose kv=fp8_e5m2")
+    if policy.key.dtype == "fp8_e5m2" and quantized.method in PAIRED:
+        raise UserError(f"kv={policy.name}: vLLM takes no E5M2 beside {quantized.title}; choose kv=fp8")
+    findings = [*scale_findings(found.layers), *found.problems] if any(layer.carried for layer in found.layers) else []
+    if scaled and findings:
+        raise UserError(
+            f"model.path: vLLM would not use the cache's scales of this checkpoint: {findings[0]}; correct or remove "
+            "them; stage=audit lists all"
+        )
+
+
+def check_split(ranks: int, q_heads: int, kv_heads: int) -> None:
+    """Refuse workers that vLLM cannot share the heads among; of fewer KV heads than workers, several hold the same."""
+    for heads, title, repeats in ((q_heads, "query", False), (kv_heads, "KV", True)):
+        if heads % ranks and not (repeats and ranks % heads == 0):
+            raise UserError(
+                f"backend.tensor_parallel_size={ranks}: does not divide the model's {heads} {title} heads; use a divisor"
+            )
+
+
+def refuse_dtype(config: VllmConfig, policy: KVPolicy, dtype: str, interpreter: Interpreter) -> None:
+    """Refuse a type of the cache that the installed release or this machine cannot hold."""
+    described = interpreter.description
+    if dtype not in described.cache_dtypes:
+        listed = ", ".join(described.cache_dtypes)
+        raise UserError(f"kv={policy.name}: vLLM {described.release} has no cache of type {dtype}; it knows {listed}")
+    reason = described.refused.get(dtype)
+    if reason is not None:
+        raise UserError(
+            f"kv={policy.name}: a cache of type {dtype} cannot run here ({reason}); choose kv=fp16, or another machine"
+        )
+    if on_cpu(interpreter) and config.block_size % 32:
+        raise UserError(f"backend.block_size={config.block_size}: vLLM's attention on a CPU takes multiples of 32; set 64")
+
+
+def check_judging(config: VllmConfig, interpreter: Interpreter) -> None:
+    """Refuse what can be built and not evaluated here."""
+    if interpreter.description.platform not in ("cpu", "cuda"):
+        raise MissingRequirement(
+            f"backend.python={config.python}: vLLM runs on {interpreter.description.platform} there, which was not tried: give "
+            "a Python whose vLLM runs on a CPU or on CUDA"
+        )
+    ranks, gpus = config.tensor_parallel_size, len(interpreter.devices)
+    if gpus < ranks and not on_cpu(interpreter):
+        raise MissingRequirement(
+            f"backend.tensor_parallel_size={ranks}: an evaluation runs on as many GPUs, this machine shows {gpus}; build here "
+            "with stage=build, or evaluate on a larger machine"
+        )

@@ -4,16 +4,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from pipeline.core.engine import Engine
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
 from pipeline.verdict.coverage import Cell, Coverage, Exercised
 from stages.evaluate.distances.metrics import context_bin
 from stages.evaluate.inputs.tokens import EncodedSample
-
-Arrays = dict[str, npt.NDArray[np.generic]]
 
 
 @dataclass
@@ -33,17 +28,6 @@ class Trace:
     def prefilled(self, engine: Engine, tokens: int) -> None:
         """Note a prefill, or a later part of one."""
         self.chunk_borders += max(0, tokens - 1) // engine.prefill_chunk
-
-    def arrays(self) -> Arrays:
-        """Return it as it is saved."""
-        counts = [self.forks, self.shared, self.chunk_borders, self.one_pass]
-        return {"steps": np.array(self.steps, np.int32).reshape(-1, 2), "counts": np.array(counts, np.int64)}
-
-    @staticmethod
-    def of(arrays: Arrays) -> "Trace":
-        """Return what was saved."""
-        steps = [(int(length), int(batch)) for length, batch in arrays["steps"].tolist()]
-        return Trace(steps, *(int(count) for count in arrays["counts"].tolist()))
 
     def joined(self, other: "Trace") -> "Trace":
         """Return what both passes of a sample took an engine through."""

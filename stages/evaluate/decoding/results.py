@@ -16,8 +16,6 @@ from stages.evaluate.decoding.coverage import Trace
 from stages.evaluate.distances.distance import Array, StepStatistics
 from stages.evaluate.distances.scores import HEAD_ARRAYS, SampleHeads
 
-TRACE_ARRAYS = tuple(Trace().arrays())
-
 UNFINISHED = "unfinished"
 
 FILE = re.compile(r"(\d+)-([0-9a-f]{64})\.safetensors")
@@ -71,12 +69,13 @@ class ResultFolder:
 
     def save(self, sample: int, result: SampleResult, heads: SampleHeads | None) -> None:
         """Save what came of a sample; `heads` are the baseline's."""
+        steps, *counts = (getattr(result.trace, item.name) for item in fields(Trace))
         arrays: dict[str, npt.NDArray[np.generic]] = {
-            f"statistics/{item.name}": getattr(result.statistics, item.name) for item in fields(StepStatistics)
+            **{f"statistics/{item.name}": getattr(result.statistics, item.name) for item in fields(StepStatistics)},
+            "counts": np.array([result.prefilled, result.decoded, *counts], np.int64),
+            "steps": np.array(steps, np.int32).reshape(-1, 2),
+            "checks": result.checks,
         }
-        arrays["counts"] = np.array([result.prefilled, result.decoded], np.int64)
-        arrays["checks"] = result.checks
-        arrays |= {f"trace/{name}": array for name, array in result.trace.arrays().items()}
         if result.answer is not None:
             arrays["answer"] = np.array(result.answer, np.int64)
         if result.seen is not None:
@@ -123,13 +122,13 @@ def unfinished(out: Path, digest: str) -> Iterator[ResultFolder]:
 
 
 def _result(arrays: Mapping[str, npt.NDArray[np.generic]]) -> SampleResult:
-    prefilled, decoded = arrays["counts"].tolist()
+    prefilled, decoded, *counts = arrays["counts"].tolist()
     return SampleResult(
         statistics=StepStatistics(*(arrays[f"statistics/{item.name}"] for item in fields(StepStatistics))),  # type: ignore[arg-type]
         answer=tuple(arrays["answer"].tolist()) if "answer" in arrays else None,
         prefilled=prefilled,
         decoded=decoded,
         checks=arrays["checks"],  # type: ignore[arg-type]
-        trace=Trace.of({name: arrays[f"trace/{name}"] for name in TRACE_ARRAYS}),
+        trace=Trace([(length, batch) for length, batch in arrays["steps"].tolist()], *counts),
         seen=arrays.get("seen"),  # type: ignore[arg-type]
     )
