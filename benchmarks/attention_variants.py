@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.attention_cases import Case, Row
-from benchmarks.gpu_rows import measured_rows
+from benchmarks.attention_timing import GpuTimer, Step, measured_rows
 
 CASES = (Case(32, 8192, 8), Case(32, 2048, 4), Case(8, 8192, 8))
 STORAGES = ("fp8k_int4v", "fp8", "bf16")
@@ -28,7 +28,6 @@ REDUCES = tuple(product(((4, 16), (2, 8), (1, 16), (1, 8), (1, 4)), (False, True
 
 def measure(device: torch.device) -> Iterator[Row]:
     """Yield a row of every variant: its case, what varies, and microseconds."""
-    from benchmarks.attention_timing import GpuTimer, Step
     from plugins.kv_attention import launch
     from plugins.kv_attention.kernels.variants import reduce_variant as shipped
 

@@ -14,7 +14,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.attention_cases import STORAGES, Case, Row
-from benchmarks.gpu_rows import measured_rows
+from benchmarks.attention_timing import GpuTimer, Step, measured_rows
+from plugins.kv_attention import reference
 
 CASES = ((Case(1, 8192, 8), 512), (Case(4, 8192, 8), 512), (Case(1, 512, 8), 512), (Case(8, 8192, 8), 4))
 """Sequences with their history, and new tokens of each."""
@@ -23,8 +24,6 @@ TOLERANCE = 5e-3
 
 def measure(device: torch.device) -> Iterator[Row]:
     """Yield a row of each storage, and one of SDPA."""
-    from benchmarks.attention_timing import GpuTimer, Step
-    from plugins.kv_attention import reference
     from plugins.kv_attention.launch import context_attention
 
     timer = GpuTimer(device)

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from benchmarks import attention_cases
 from benchmarks.attention_cases import BATCHES, GROUPS, RAGGED, TOKENS, Row
-from benchmarks.gpu_rows import gpu, lacks_gpu
+from benchmarks.attention_timing import GpuTimer, copy_rate, gpu, lacks_gpu, run_case
 from benchmarks.recording import log, results_record, write_json
 
 LIBRARIES = ("torch", "triton", "flashinfer-python", "numpy")
@@ -68,7 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if lacks_gpu("decode_attention"):
         return 4
     from benchmarks.attention_peers import KERNELS
-    from benchmarks.attention_timing import GpuTimer, copy_rate, run_case
 
     by_name = {kernel.name: kernel for kernel in KERNELS}
     requested = list(by_name) if arguments.kernels is None else arguments.kernels

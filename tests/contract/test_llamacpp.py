@@ -23,6 +23,7 @@ from pipeline.gguf.header import read_header
 from pipeline.gguf.model import inspect_gguf
 from pipeline.run.inputs import check_inputs
 from stages.checkpoints import load_tokenizer
+from stages.engines.interpreter.process import CHANNEL
 from stages.engines.llamacpp import worker
 from stages.engines.llamacpp.library import cache_types, rotates
 from stages.gguf.convert import convert_gguf
@@ -129,8 +130,8 @@ def state_bytes(tokens: int, *, transposed: bool) -> tuple[bytes, np.ndarray, np
 def test_a_state_is_read_and_its_keys_are_multiplied_in_their_scales_alone(
     transposed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "path", [str(Path(worker.__file__).parent), *sys.path])
-    from kvgate_llamacpp_state import State
+    monkeypatch.setattr(sys, "path", [str(Path(worker.__file__).parent), str(CHANNEL), *sys.path])
+    from kvgate_llamacpp_worker import State
 
     given, keys, values = state_bytes(5, transposed=transposed)
     state = State(np.frombuffer(given, np.uint8).copy())

@@ -92,7 +92,7 @@ def test_a_call_with_another_argument_would_not_fit() -> None:
 @pytest.mark.parametrize(("library", "version"), RELEASES)
 def test_methods_that_tensorrt_calls_take_what_it_passes(library: Name, version: str) -> None:
     written: dict[str, str] = {}
-    for file in ("plan", "library"):
+    for file in ("build", "library"):
         for node in ast.walk(ast.parse((ROOT / f"stages/engines/tensorrt/{file}.py").read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and node.args.args and node.args.args[0].arg == "self":
                 written.setdefault(node.name, ", ".join(each.arg for each in node.args.args[1:]))

@@ -36,7 +36,7 @@ RECEIVERS = {
 
 SOURCES: dict[str, dict[str, str]] = {
     "stages/engines/tensorrt/library.py": {},
-    "stages/engines/tensorrt/plan.py": {"config": "IBuilderConfig"},
+    "stages/engines/tensorrt/build.py": {"config": "IBuilderConfig"},
     "stages/engines/tensorrt/session.py": {"config": "IRuntimeConfig"},
     "stages/engines/tensorrt/engine.py": {"runtime": "Runtime", "engine": "", "plan": "ICudaEngine"},
     "plugins/kv_attention/tensorrt_plugin.py": {},
@@ -145,7 +145,7 @@ def main(library: str) -> None:
 def named() -> list[str]:
     """Return the names that the code takes of TensorRT, those included that it takes from tables of names."""
     from plugins.kv_attention.tensorrt_nodes import DATA_TYPES
-    from stages.engines.tensorrt.plan import CLEARED_FLAGS, NETWORK_FLAGS, SET_FLAGS
+    from stages.engines.tensorrt.build import CLEARED_FLAGS, NETWORK_FLAGS, SET_FLAGS
     from stages.engines.tensorrt.session import DTYPES
 
     tables = {

@@ -10,6 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from judged_candidates import judged_candidate
 from judged_engine import config_of
 from omegaconf import OmegaConf
+from refusals import refused
 
 from pipeline.api import Evaluation, KVPolicy, UserError, champion, comparison, engines, evaluate, load, promote
 from pipeline.api.engines import LoadedEngine
@@ -90,9 +91,8 @@ def test_a_champion_is_found_by_a_path_as_well(tmp_path: Path) -> None:
 )
 def test_a_prompt_or_a_length_that_is_none_is_named(prompt: Any, most: Any, said: str) -> None:
     engine = LoadedEngine.__new__(LoadedEngine)  # nothing of an engine is asked
-    with pytest.raises(UserError) as caught:
+    with refused(UserError, said):
         engine.generate(prompt, most)
-    assert str(caught.value) == said
 
 
 def test_a_policy_that_is_none_is_said_a_line_a_problem() -> None:

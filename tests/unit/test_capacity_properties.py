@@ -81,12 +81,7 @@ class Allocator:
     kib=st.integers(0, 3000),
 )
 def test_requests_are_admitted_as_an_allocator_would_page_by_page(
-    policy: KVPolicy,
-    shape: KVShape,
-    layers: list[int | None],
-    cycle: list[int],
-    shared: int,
-    kib: int,
+    policy: KVPolicy, shape: KVShape, layers: list[int | None], cycle: list[int], shared: int, kib: int
 ) -> None:
     prefix, budget = min(shared, min(cycle) - 1), kib * 1024
     cost = SequenceCost(policy, shape, layers, shared_prefix=prefix)

@@ -116,17 +116,11 @@ def test_the_window_of_each_layer_is_the_one_that_transformers_applies(
         (QWEN3 | SLIDES | {"layer_types": ["sliding_attention"]}, "layer_types must name each of the 3 layers"),
         (QWEN3 | SLIDES | {"layer_types": "sliding_attention"}, "layer_types must name each of the 3 layers"),
         (QWEN3 | SLIDES | {"layer_types": [[], {}, None]}, r"layer_types holds \[\], which is not read here"),
-        (
-            QWEN3 | SLIDES | {"layer_types": ["chunked_attention"] * 3},
-            "layer_types holds 'chunked_attention', which",
-        ),
+        (QWEN3 | SLIDES | {"layer_types": ["chunked_attention"] * 3}, "layer_types holds 'chunked_attention', which"),
         (QWEN3 | {"layer_types": ["sliding_attention"] * 3}, "as use_sliding_window is None; make them agree"),
         (MISTRAL | {"layer_types": ["full_attention"] * 3}, "layer_types holds full_attention, .* as sliding_window is 4096"),
         (MISTRAL | {"sliding_window": None, "layer_types": ["sliding_attention"] * 3}, "as sliding_window is None"),
-        (
-            {"layer_types": ["sliding_attention"] * 3, "sliding_window": 32},
-            "layer_types holds sliding_attention, .* llama",
-        ),
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 32}, "layer_types holds sliding_attention, .* llama"),
     ],
 )
 def test_windows_that_are_not_known_to_be_applied_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -6,15 +6,7 @@ from typing import Any
 import pytest
 from gate_reports import every_class, lines, report, verdict
 
-from pipeline.verdict.conformance import (
-    ALLOWED,
-    ComparedRequest,
-    Conformance,
-    Deviation,
-    Distance,
-    EngineConformance,
-    allowed,
-)
+from pipeline.verdict.conformance import ALLOWED, ComparedRequest, Conformance, Deviation, Distance, EngineConformance, allowed
 from pipeline.verdict.report import EvaluationReport
 from pipeline.verdict.tracked import flat_metrics
 

@@ -25,7 +25,6 @@ ELSEWHERE = {
     "kvgate_vllm_forcing": "beside stages/engines/vllm/worker/kvgate_vllm_worker.py, which runs in that interpreter",
     "kvgate_vllm_cache": "likewise",
     "llama_cpp": "an interpreter of its own: backend.python",
-    "kvgate_llamacpp_state": "beside stages/engines/llamacpp/worker/kvgate_llamacpp_worker.py, which runs in that interpreter",
     "sglang": "runs in an interpreter of its own: stages/engines/sglang/worker/",
     "kvgate_sglang_forcing": "beside stages/engines/sglang/worker/kvgate_sglang_worker.py, which runs in that interpreter",
     "kvgate_channel": "stages/engines/interpreter/worker, which every such interpreter has on its path",

@@ -77,10 +77,7 @@ def test_a_verdict_without_checks_is_never_green_by_itself(tmp_path: Path) -> No
 def test_a_job_without_a_verdict_is_an_error(tmp_path: Path) -> None:
     root = written(tmp_path, candidate(tmp_path, "int8"), jobs=3, exit_code=4)
     (error,) = root.iter("error")
-    assert error.attrib == {
-        "type": "exit code 4",
-        "message": "2 of 3 jobs gave no verdict; the sweep's exit code is 4",
-    }
+    assert error.attrib == {"type": "exit code 4", "message": "2 of 3 jobs gave no verdict; the sweep's exit code is 4"}
     assert len(list(written(tmp_path, jobs=1, exit_code=2).iter("error"))) == 1
 
 

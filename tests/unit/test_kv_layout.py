@@ -12,14 +12,7 @@ from pipeline.formats import spec
 from pipeline.formats.nvfp4 import spec as nvfp4
 from pipeline.formats.table import CODES
 from plugins.kv_attention import layout as page_format
-from plugins.kv_attention.layout import (
-    HEAD_DIMS,
-    KEY_DTYPES,
-    PAGE_TOKENS,
-    CacheLayout,
-    Dtype,
-    SideLayout,
-)
+from plugins.kv_attention.layout import HEAD_DIMS, KEY_DTYPES, PAGE_TOKENS, CacheLayout, Dtype, SideLayout
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "float32": 4}
 SIDES = [
@@ -72,10 +65,7 @@ def test_constants_and_bytes_are_those_of_the_policies() -> None:
     assert PAGE_TOKENS == POLICY_PAGE_TOKENS
     assert (page_format.MIN_SCALE, page_format.MAX_SCALE) == (spec.MIN_SCALE, spec.MAX_FLOAT16)
     assert CODES["nvfp4"].block == page_format.NVFP4_GROUP
-    assert (page_format.SMALLEST_BLOCK_SCALE, page_format.LARGEST_BLOCK_SCALE) == (
-        nvfp4.SMALLEST_SCALE,
-        nvfp4.LARGEST_SCALE,
-    )
+    assert (page_format.SMALLEST_BLOCK_SCALE, page_format.LARGEST_BLOCK_SCALE) == (nvfp4.SMALLEST_SCALE, nvfp4.LARGEST_SCALE)
     for side in SIDES:
         form = policy_format(side)
         for dim in HEAD_DIMS:

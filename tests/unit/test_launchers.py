@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import submitit
+from refusals import refused
 
 from pipeline.config import compose, launchers, workers
 from pipeline.config.compose import plan
@@ -88,10 +89,8 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_launcher_of_ours_or_no_resource_is_refused(name: str) -> None:
     asked, said = REFUSED[name]
-    with pytest.raises(UserError) as caught:
+    with refused(UserError, said):
         plan(["kv=fp8,int8", *asked], multirun=True)
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +131,8 @@ def test_files_of_config_dir_bring_no_code_in_a_launchers_place(file: str, text:
     (tmp_path / file).parent.mkdir(parents=True)
     group, option = str(Path(file).parent), Path(file).stem
     (tmp_path / file).write_text(text if group != "experiment" else f"# @package _global_\nhydra: {{{text}}}\n")
-    with pytest.raises(UserError) as caught:
+    with refused(UserError, said):
         plan([f"{group}={option}", "kv=fp8,int8", f"hydra.searchpath=[file://{tmp_path}]"], multirun=True)
-    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "library"), [("joblib", "joblib"), ("submitit_slurm", "submitit"), ("ray", "ray")])
@@ -148,9 +146,8 @@ def test_a_launcher_that_is_not_installed_is_named_with_its_package(
         return None if (asked == library) == (missing == "library") else object()
 
     monkeypatch.setattr(launchers, "find_spec", find)
-    with pytest.raises(MissingRequirement) as caught:
+    with refused(MissingRequirement, f"hydra/launcher={name}: not installed; pip install 'kvgate[{library}]'"):
         plan(["kv=fp8,int8", f"hydra/launcher={name}"], multirun=True)
-    assert str(caught.value).startswith(f"hydra/launcher={name}: not installed; pip install 'kvgate[{library}]'")
 
 
 class TerminatedWorkerError(RuntimeError):
@@ -261,10 +258,8 @@ def test_a_ray_cluster_keeps_its_own_settings(place: str, ray: Ray, monkeypatch:
 
 def test_a_ray_that_does_not_start_is_the_machines_doing(ray: Ray) -> None:
     ray.fails = Exception("The current node timed out during startup. This could happen because\nmore")
-    with pytest.raises(MissingRequirement) as caught:
+    with refused(MissingRequirement, "hydra/launcher=ray: Ray did not start (Exception: The current node timed out during"):
         workers.start("ray", {})
-    assert "hydra/launcher=ray: Ray did not start (Exception: The current node timed out during startup." in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_the_examples_of_the_module_hold() -> None:

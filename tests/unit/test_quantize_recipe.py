@@ -11,9 +11,7 @@ from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride, Side, Window
 from stages.quantize.calibration import tokenize
-from stages.quantize.recipe import (
-    check_enabled,
-)
+from stages.quantize.recipe import check_enabled
 from stages.quantize.run import resolve_device
 from stages.quantize.scales import Extremes, Measured, static_scales
 

@@ -6,18 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.core.errors import UserError
-from pipeline.registry.summary import (
-    Candidate,
-    Cited,
-    Registration,
-    begin,
-    check_writable,
-    finish,
-    forget,
-    load,
-    note,
-    record,
-)
+from pipeline.registry.summary import Candidate, Cited, Registration, begin, check_writable, finish, forget, load, note, record
 from pipeline.verdict.thresholds import Check, Verdict
 
 FP8 = Candidate(
@@ -60,11 +49,7 @@ def test_the_same_sweep_merges_by_model_and_name_and_another_starts_afresh(tmp_p
 def test_a_candidate_survives_the_file_with_every_check_of_its_verdict(tmp_path: Path) -> None:
     check = Check(gate="max_mean_kl", where="copy", value=0.1, bound=None, threshold=0.02, status="FAIL", reason="too far")
     verdict = Verdict(
-        status="FAIL",
-        reasons=["far"],
-        checks=[check],
-        warnings=["no fork was exercised"],
-        samples_needed={"copy": 900},
+        status="FAIL", reasons=["far"], checks=[check], warnings=["no fork was exercised"], samples_needed={"copy": 900}
     )
     for candidate in (fp8(reasons=("a", "b")), fp8(registration=None), fp8(**Candidate.decided(verdict))):
         record(tmp_path, "one", candidate)

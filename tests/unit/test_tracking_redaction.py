@@ -2,16 +2,7 @@ import math
 
 import pytest
 
-from pipeline.core.redaction import (
-    MASK,
-    PARAM_CHARS,
-    clip,
-    finite_metrics,
-    redact,
-    redact_text,
-    safe_name,
-    secret_name,
-)
+from pipeline.core.redaction import MASK, PARAM_CHARS, clip, finite_metrics, redact, redact_text, safe_name, secret_name
 
 
 @pytest.mark.parametrize(

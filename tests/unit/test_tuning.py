@@ -10,15 +10,7 @@ from pipeline.checkpoint.exports import layer_algorithms
 from pipeline.config.policies import load_policies, policy_yaml
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride, Side
 from pipeline.core.scales import KVScales, SideScales
-from pipeline.planning.tuning import (
-    SIDES,
-    MeasuredPolicy,
-    beaten,
-    choose,
-    is_on_front,
-    mixed_policy,
-    mixed_scales,
-)
+from pipeline.planning.tuning import SIDES, MeasuredPolicy, beaten, choose, is_on_front, mixed_policy, mixed_scales
 from stages.tune.run import Option, fewest_bytes
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=64)

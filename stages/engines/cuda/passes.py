@@ -18,7 +18,7 @@ from plugins.kv_attention.layout import CacheLayout
 from stages.engines.base import Logits, not_finite
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.oracle.model import head, hidden_states, refuse_options
-from stages.engines.paged.places import append_rows
+from stages.engines.paged.pool import append_rows
 from stages.engines.staging import StagedInputs, StepResults
 
 ATTENTION = "kvgate_kernels"

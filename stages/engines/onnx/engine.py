@@ -26,8 +26,7 @@ from stages.engines.onnx.refusals import refuse_bfloat16
 from stages.engines.onnx.session import GraphSession
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.onnx.weights import widen_rows
-from stages.engines.paged.places import Spans
-from stages.engines.paged.pool import Array, PagedPool, scaled
+from stages.engines.paged.pool import Array, PagedPool, Spans, scaled
 from stages.engines.paged.prefixes import PrefixCache
 
 

@@ -3,15 +3,18 @@
 plugin.py changes the graphs for backend=tensorrt: plans for TensorRT for RTX do not depend on the plugin's code.
 """
 
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import onnx
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.artifacts.files import link_or_copy
+from pipeline.core.errors import UserError
 from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress
 from pipeline.core.scales import SCALES_FILE
@@ -19,10 +22,150 @@ from stages.engines.base import Mode
 from stages.engines.bundle import BuiltFor, begin_bundle, write_bundle
 from stages.engines.onnx.bundle import WEIGHTS_FILE, ModelInfo
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
-from stages.engines.tensorrt.bundle import PLANS, PlanRecord, Weight, as_inputs
-from stages.engines.tensorrt.library import Name, load
-from stages.engines.tensorrt.plan import GraphRefusal, Parsed, build, parse, refusal
-from stages.engines.tensorrt.shapes import Limits, prefill_rows
+from stages.engines.tensorrt.bundle import PLANS, PlanRecord, Tensor, Weight, as_inputs
+from stages.engines.tensorrt.library import Library, Name, load
+from stages.engines.tensorrt.shapes import Limits, Range, prefill_rows
+
+Steps = Callable[[int, int], None]
+"""Called with the steps of the build that are done, and with all steps."""
+
+NETWORK_FLAGS: dict[Name, tuple[str, ...]] = {
+    "tensorrt_rtx": ("STRONGLY_TYPED",),
+    "tensorrt": ("STRONGLY_TYPED", "PREFER_AOT_PYTHON_PLUGINS"),
+}
+
+CLEARED_FLAGS = ("TF32",)
+"""A float32 graph is computed in float32, as ONNX Runtime does."""
+
+SET_FLAGS: dict[Name, tuple[str, ...]] = {
+    "tensorrt_rtx": ("STRICT_NANS", "REQUIRE_USER_ALLOCATION"),
+    "tensorrt": ("STRICT_NANS",),
+}
+"""STRICT_NANS: without it 0 * x may become 0, and with it the graphs' check for keys and values that are not finite.
+REQUIRE_USER_ALLOCATION: the build fails where a plan would allocate while it runs, which no CUDA graph can capture."""
+
+TARGETS = re.compile(r"Cannot compile for target\(s\) (?P<targets>(?:sm\d+[, ]*)+)")
+"""How TensorRT says which GPUs lack a type."""
+
+
+class GraphRefusal(Exception):
+    """TensorRT does not take the graph; the text is its own message."""
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A graph as TensorRT read it."""
+
+    library: Library
+    builder: Any
+    network: Any
+    parser: Any
+    """Kept as long as the network, which refers to the weights that the parser read."""
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+def parse(library: Library, graph: Path) -> Parsed:
+    """Return the strongly typed network of `graph`, whose external weights lie beside it. Raises GraphRefusal."""
+    trt = library.trt
+    library.take_errors()
+    builder = trt.Builder(library.log)
+    kinds = trt.NetworkDefinitionCreationFlag
+    flags = NETWORK_FLAGS[library.name]
+    network = builder.create_network(sum(1 << int(getattr(kinds, flag)) for flag in flags))
+    parser = trt.OnnxParser(network, library.log)
+    if not parser.parse_from_file(str(graph)):
+        reasons = [_reason(parser.get_error(i)) for i in range(parser.num_errors)]
+        raise GraphRefusal(reasons[0] if reasons else _last(library.take_errors()))
+    model = onnx.load(graph, load_external_data=False).graph
+    dims = {
+        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in [*model.input, *model.output]
+    }
+    inputs = [_tensor(network.get_input(i), dims) for i in range(network.num_inputs)]
+    outputs = [_tensor(network.get_output(i), dims) for i in range(network.num_outputs)]
+    return Parsed(library, builder, network, parser, inputs, outputs)
+
+
+def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], steps: Steps) -> bytes | memoryview:
+    """Return a plan, a serialized engine.
+
+    TensorRT for RTX measures no times: the plan has the same kernels wherever it is built, and two builds differ in a few
+    generated names only.
+    """
+    library, trt = parsed.library, parsed.library.trt
+    config = parsed.builder.create_builder_config()
+    for name in SET_FLAGS[library.name]:
+        config.set_flag(getattr(trt.BuilderFlag, name))
+    for name in CLEARED_FLAGS:
+        config.clear_flag(getattr(trt.BuilderFlag, name))
+    if targets:
+        config.num_compute_capabilities = len(targets)
+    for index, target in enumerate(targets):
+        if not config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{target}"), index):
+            raise GraphRefusal(f"it has no target SM{target}: {_last(library.take_errors())}")
+    profile = parsed.builder.create_optimization_profile()
+    for tensor in parsed.inputs:
+        sizes = [ranges[d] if isinstance(d, str) else Range(d, d) for d in tensor.shape]
+        smallest, largest = [size.smallest for size in sizes], [size.largest for size in sizes]
+        profile.set_shape(tensor.name, smallest, largest, largest)
+    config.add_optimization_profile(profile)
+    config.progress_monitor = _monitor(trt, steps)
+    data = parsed.builder.build_serialized_network(parsed.network, config)
+    if data is None:
+        raise GraphRefusal(_last(library.take_errors()))
+    return memoryview(data)
+
+
+def refusal(library: Library, policy: KVPolicy, refused: GraphRefusal, targets: Sequence[int]) -> UserError:
+    """Return the error for a graph that was refused: the key and its value, TensorRT's reason, what to do."""
+    title = f"{library.title} {library.version}"
+    lacking = re.findall(r"sm(\d+)", match["targets"]) if (match := TARGETS.search(str(refused))) else []
+    without = [target for target in targets if str(target) not in lacking]
+    if lacking and without:
+        return UserError(
+            f"backend.compute_capabilities={list(targets)}: {title} refuses the graph of kv={policy.name}: {refused}; "
+            f"leave the others out: backend.compute_capabilities={str(without).replace(' ', '')}"
+        )
+    return UserError(
+        f"kv={policy.name}: {title} refuses its graph: {refused}; choose other formats, or backend=onnxruntime, which runs it"
+    )
+
+
+def _tensor(tensor: Any, dims: Mapping[str, list[int | str]]) -> Tensor:
+    return Tensor(name=tensor.name, dtype=tensor.dtype.name, shape=dims[tensor.name])
+
+
+def _reason(error: Any) -> str:
+    where = f" ({error.node_operator()} {error.node_name()})" if error.node_name() else ""
+    return f"{error.desc()}{where}"
+
+
+def _last(lines: list[str]) -> str:
+    return lines[-1] if lines else "no reason given"
+
+
+def _monitor(trt: Any, steps: Steps) -> Any:
+    """TensorRT's progress interface; it is called from several threads, and never ends a build early."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.total = 0
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:  # noqa: ARG002
+            if parent_phase is None:
+                self.total = num_steps
+
+        def phase_finish(self, phase_name: str) -> None: ...
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            if phase_name == "Building engine":
+                steps(step + 1, self.total)
+            return True
+
+    return Monitor()
+
 
 GraphAdapter = Callable[[Mapping[Mode, Path], Path, ModelInfo, Limits], tuple[Mapping[Mode, Path], dict[int, str]]]
 """Returns the graphs that replace those of a bundle, whose files it writes to a folder, and the reason of each layer that keeps

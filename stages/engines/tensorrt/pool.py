@@ -17,8 +17,7 @@ import torch
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVShape
 from stages.engines.onnx.surgery import NOT_FINITE
-from stages.engines.paged.places import Indices
-from stages.engines.paged.pool import Factor, PagedPool
+from stages.engines.paged.pool import Factor, Indices, PagedPool
 from stages.engines.paged.sequences import PageAllocator
 from stages.engines.staging import Section, scaled, stacked
 from stages.engines.tensorrt.session import Step
