@@ -243,7 +243,6 @@ def recorded(bench: Bench, url: str, out: Path, kv: str = "int8", **changes: Any
     ("given", "error", "expected"),
     [
         ("html", UserError, r"^backend\.url=URL: answers GET /v1/models with text/html, no JSON object; give the root"),
-        ("redirects", UserError, r"^backend\.url=URL: answers GET /v1/models with 302; give its own url"),
         ("wrong tokenizer", UserError, r"^model\.path=.*: its tokenizer is not that of toy, which backend\.url=URL serves"),
         ("no logprobs", MissingRequirement, r"^backend\.url=URL: gives no log-probabilities; serve with"),
         ("five logprobs", MissingRequirement, r"^backend\.top_logprobs=20: backend\.url=URL shows 5 tokens; start it"),

@@ -1,4 +1,4 @@
-"""A server in this process that gives the answers that a test has for it."""
+"""Servers in this process, and one that gives the answers that a test has for it."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -7,12 +7,34 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
+class Silent(BaseHTTPRequestHandler):
+    """Answers, and prints nothing."""
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@contextmanager
+def served(handler: type[Silent]) -> Iterator[str]:
+    """Serve while the block runs; gives the url."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # connections may break
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 @contextmanager
 def answering(*answers: tuple[int, bytes] | Callable[[BaseHTTPRequestHandler], None]) -> Iterator[tuple[str, list[Any]]]:
     """Serve the answers one after the other, the last one for ever; gives the url, and the headers that came."""
     left, seen = list(answers), list[Any]()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Silent):
         def do_GET(self) -> None:
             seen.append(dict(self.headers))
             answer = left.pop(0) if len(left) > 1 else left[0]
@@ -26,16 +48,5 @@ def answering(*answers: tuple[int, bytes] | Callable[[BaseHTTPRequestHandler], N
 
         do_POST = do_GET
 
-        def log_message(self, *_: object) -> None:
-            """Print nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.handle_error = lambda *_: None  # type: ignore[method-assign]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", seen
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with served(Handler) as url:
+        yield url, seen

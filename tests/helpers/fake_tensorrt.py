@@ -20,8 +20,10 @@ import tensorrt_rtx
 import torch
 
 from pipeline.core.kv import KVPolicy
+from pipeline.core.records import no_progress
 from stages.engines.base import Mode
 from stages.engines.onnx.weights import makers
+from stages.engines.tensorrt.build import build_bundle
 from stages.engines.tensorrt.bundle import PlanRecord, Tensor
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.session import Device
@@ -35,6 +37,15 @@ LIBRARY = Library("tensorrt_rtx", trt, SimpleNamespace(lines=[]))
 STREAM = 0x5EED
 NUMPY = {"FLOAT": "f4", "HALF": "f2", "INT8": "i1", "INT32": "i4", "INT64": "i8", "FP8": "u1"}
 """numpy's type of the same bytes, by the name of a trt.DataType."""
+
+
+def make_plans(onnx_bundle: Path, out: Path, policy: KVPolicy, **changes: Any) -> Path:
+    """Build the plans of a bundle of onnx_fixtures, for SM 8.9 unless `changes` say otherwise."""
+    out.mkdir()
+    scales = onnx_bundle.with_name(f"{onnx_bundle.name}_scales.json")
+    options: dict[str, Any] = {"library": "tensorrt_rtx", "max_batch": 4, "max_tokens": 512, "targets": [89], **changes}
+    build_bundle(onnx_bundle, out, policy=policy, scales=scales, progress=no_progress, **options)
+    return out
 
 
 class FakeDevice(Device):

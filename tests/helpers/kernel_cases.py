@@ -108,6 +108,12 @@ class Case:
         return reference.attend(self.layout, *step, self.cache, scaling=scaling, **self.tables)
 
 
+def case_of(key: str, value: str, heads: int, dim: int, lengths: list[int], **more: Any) -> Case:
+    """Return a case. `more`: `sink` and `recent` tokens, and fields of Case."""
+    layout = CacheLayout(heads, dim, side(key), side(value), more.pop("sink", 0), more.pop("recent", 0))
+    return Case(layout, lengths, **more)
+
+
 def on_device(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
     """Return copies on the GPU, or the tensors themselves where kernels are interpreted."""
     return {name: None if tensor is None else tensor.to(DEVICE) for name, tensor in tensors.items()}

@@ -11,7 +11,7 @@ from shipped import SHIPPED
 
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.formats import Format, Rotation, WeightsFormat
-from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.kv import KVPolicy, KVShape, Side
 from pipeline.core.records import no_progress
 from pipeline.core.scales import SCALES_FILE, KVScales, SideScales
 from stages.quantize import modelopt_adapter as adapter
@@ -113,6 +113,19 @@ def round_cache(quantizer: Any, form: Format, static: SideScales | None, shape: 
         quantizer.amax = amax.reshape(() if axis is None else tuple(n if dim in axis else 1 for dim, n in enumerate(sizes)))
     if form.rotation != "none":
         adapter._rotate_around(quantizer)
+
+
+def cache_states(model: Any, checkpoint: Path) -> list[dict[Side, torch.Tensor]]:
+    """Keys (after the rotary embedding) and values of TEXTS by layer and side, (heads, tokens of all texts, channels)."""
+    with torch.no_grad():
+        caches = [model(input_ids=ids, use_cache=True).past_key_values for ids in token_ids(checkpoint)]
+    return [
+        {
+            side: torch.cat([getattr(cache.layers[layer], f"{side}s")[0] for cache in caches], dim=1)
+            for side in (Side.KEY, Side.VALUE)
+        }
+        for layer in range(len(caches[0].layers))
+    ]
 
 
 def token_ids(checkpoint: Path) -> list[torch.Tensor]:

@@ -5,10 +5,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
+from answering import Silent, served
 
 from pipeline.core.engine import Engine
 
@@ -93,7 +93,7 @@ class Toy:
         return self.tokenizer.decode([token]) if self.mode == "texts" else f"token_id:{token}"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Silent):
     protocol_version = "HTTP/1.1"
     wbufsize = 1 << 16  # head and body in one packet, which otherwise wait 40 ms for each other
     toy: Toy
@@ -102,8 +102,6 @@ class _Handler(BaseHTTPRequestHandler):
         toy = self.toy
         if toy.mode == "html":
             self._send(200, b"<html><body>It works!</body></html>", "text/html")
-        elif toy.mode == "redirects":
-            self._send(302, b"", "text/html", {"Location": "http://127.0.0.1:1/v1/models"})
         elif self._refused():
             pass
         elif self.path == "/v1/models":
@@ -154,36 +152,19 @@ class _Handler(BaseHTTPRequestHandler):
     def _json(self, code: int, content: dict[str, Any]) -> None:
         self._send(code, json.dumps(content).encode(), "application/json")
 
-    def _send(self, code: int, content: bytes, kind: str, headers: dict[str, str] | None = None) -> None:
+    def _send(self, code: int, content: bytes, kind: str) -> None:
         try:
             self.send_response(code)
-            for name, value in {"Content-Type": kind, "Content-Length": str(len(content)), **(headers or {})}.items():
+            for name, value in {"Content-Type": kind, "Content-Length": str(len(content))}.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(content)
         except (BrokenPipeError, ConnectionResetError):  # the client did not wait
             self.close_connection = True
 
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-
-class _Quiet(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, *_: object) -> None:
-        """Print nothing of connections that broke."""
-
 
 @contextmanager
 def serving(toy: Toy) -> Iterator[str]:
     """Serve while the block runs; gives the server's url."""
-    server = _Quiet(("127.0.0.1", 0), type("Handler", (_Handler,), {"toy": toy}))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with served(type("Handler", (_Handler,), {"toy": toy})) as url:
+        yield url

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from amount import STRIDE
-from kernel_cases import DEVICE, DTYPES, KEYS, VALUES, Case, on_device, planned, side
+from kernel_cases import DEVICE, DTYPES, KEYS, VALUES, Case, case_of, on_device, planned, side
 from torch import Tensor
 
 from plugins.kv_attention import launch, reference
@@ -82,8 +82,7 @@ class Chunk:
 
 def chunk_of(key: str, value: str, heads: int, dim: int, lengths: list[int], counts: list[int], **more: Any) -> Chunk:
     """Return a chunk. `more`: `sink` and `recent` tokens, and fields of Case."""
-    layout = CacheLayout(heads, dim, side(key), side(value), more.pop("sink", 0), more.pop("recent", 0))
-    return Chunk(Case(layout, lengths, **more), counts)
+    return Chunk(case_of(key, value, heads, dim, lengths, **more), counts)
 
 
 GROUPS = (1, 3, 4, 8, 16)

@@ -13,12 +13,12 @@ import torch
 from amount import STRIDE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import DEVICE, DTYPES, KEYS, VALUES, Case, on_device, planned, side
+from kernel_cases import DEVICE, DTYPES, KEYS, VALUES, Case, case_of, on_device, planned
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from plugins.kv_attention import launch, reference
-from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS, CacheLayout
+from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS
 
 torch.set_num_threads(1)
 pytestmark = [
@@ -56,12 +56,6 @@ def check(case: Case, programs: int, scaling: float | None = None) -> None:
     for length, actual, expected in zip(case.lengths, out.float().cpu(), case.expected(scaling), strict=True):
         error = (actual - expected).norm() / expected.norm()
         assert error < TOLERANCE, f"length {length}: relative L2 {error:.1e}"
-
-
-def case_of(key: str, value: str, heads: int, dim: int, lengths: list[int], **more: Any) -> Case:
-    """Return a case. `more`: `sink` and `recent` tokens, and fields of Case."""
-    layout = CacheLayout(heads, dim, side(key), side(value), more.pop("sink", 0), more.pop("recent", 0))
-    return Case(layout, lengths, **more)
 
 
 GROUPS = (1, 3, 4, 8, 16)

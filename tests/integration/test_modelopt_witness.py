@@ -19,7 +19,7 @@ import torch
 from modelopt.torch.export.quant_utils import postprocess_state_dict
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 from onnx_fixtures import FP8, fmt
-from quantize_fixtures import FP8_UNCALIBRATED, quantized_model, token_ids
+from quantize_fixtures import FP8_UNCALIBRATED, cache_states, quantized_model, token_ids
 from shipped import SHIPPED
 from torch import Tensor
 
@@ -94,15 +94,7 @@ def model(tiny_checkpoint: Path) -> Any:
 @pytest.fixture(scope="module")
 def states(model: Any, tiny_checkpoint: Path) -> list[dict[Side, Tensor]]:
     """By layer and side, (heads, tokens, channels)."""
-    with torch.no_grad():
-        caches = [model(input_ids=ids, use_cache=True).past_key_values for ids in token_ids(tiny_checkpoint)]
-    return [
-        {
-            Side.KEY: 1.2 * torch.cat([cache.layers[layer].keys[0] for cache in caches], dim=1),
-            Side.VALUE: 1.2 * torch.cat([cache.layers[layer].values[0] for cache in caches], dim=1),
-        }
-        for layer in range(4)
-    ]
+    return [{side: 1.2 * x for side, x in layer.items()} for layer in cache_states(model, tiny_checkpoint)]
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from amount import STRIDE
 from faults.library import BY_NAME as FAULTS
 from onnx_fixtures import (
     BY_NAME,
@@ -148,10 +149,13 @@ WHERE_SAMPLES_DO_NOT_LEAD = [
     ("after_330_decoded", FAR, "far: 9 tokens and far, 320 or more decoded tokens"),
     ("a_breath_of_another", FAR, "isolation: "),
 ]
-"""Faults of the library and the breath of another, and what is said of each."""
+"""Faults of the library and the breath of another, and what is said of each; the far ones take long."""
 
 
-@pytest.mark.parametrize(("name", "config", "expected"), WHERE_SAMPLES_DO_NOT_LEAD)
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("name", "config", "expected"), [one for one in WHERE_SAMPLES_DO_NOT_LEAD if STRIDE == 1 or one[1] is WIDE]
+)
 def test_a_fault_where_samples_do_not_lead_is_named(
     name: str, config: ProbeConfig, expected: str, int8: Path, twin: Twin
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from onnx_fixtures import FP8, fmt
-from quantize_fixtures import POLICIES, stage, token_ids
+from quantize_fixtures import POLICIES, cache_states, stage
 from torch import Tensor
 
 from pipeline.core.formats import Format, WeightsFormat
@@ -26,15 +26,7 @@ States = list[dict[str, Tensor]]
 def states_of(checkpoint: Path) -> States:
     """Keys (after the rotary embedding) and values of all calibration texts."""
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    with torch.no_grad():
-        caches = [model(input_ids=ids, use_cache=True).past_key_values for ids in token_ids(checkpoint)]
-    return [
-        {
-            "key": torch.cat([cache.layers[layer].keys[0].transpose(0, 1) for cache in caches]),
-            "value": torch.cat([cache.layers[layer].values[0].transpose(0, 1) for cache in caches]),
-        }
-        for layer in range(4)
-    ]
+    return [{side: x_HTD.transpose(0, 1) for side, x_HTD in layer.items()} for layer in cache_states(model, checkpoint)]
 
 
 @pytest.fixture(scope="module")

@@ -5,18 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fake_tensorrt import LIBRARY, FakeDevice, FakeEngine
+from fake_tensorrt import LIBRARY, FakeDevice, FakeEngine, make_plans
 from onnx_fixtures import BY_NAME, make_bundle
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Side
-from pipeline.core.records import no_progress
 from stages.engines.base import Mode
 from stages.engines.bundle import open_bundle
 from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.onnx.surgery import NOT_FINITE
-from stages.engines.tensorrt.build import build_bundle
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord
 from stages.engines.tensorrt.engine import PlanEngine
 from stages.engines.tensorrt.pool import TorchPool
@@ -48,15 +46,11 @@ class Pair:
 def pairs(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     root, pairs = tmp_path_factory.mktemp("plans"), {}
     for name in POLICIES:
-        onnx_bundle, out = make_bundle(decoder, root / name, BY_NAME[name]), root / f"{name}_plans"
-        out.mkdir()
+        onnx_bundle = make_bundle(decoder, root / name, BY_NAME[name])
         with pytest.MonkeyPatch.context() as patch:
             # what TensorRT reads of the graphs is real; test_tensorrt_rtx_plan.py builds them
             patch.setattr("stages.engines.tensorrt.build.build", lambda *_: b"plan")
-            build_bundle(
-                onnx_bundle, out, policy=BY_NAME[name], scales=root / f"{name}_scales.json", library="tensorrt_rtx",
-                targets=[89], max_batch=BATCH, max_tokens=TOKENS, progress=no_progress,
-            )  # fmt: skip
+            out = make_plans(onnx_bundle, root / f"{name}_plans", BY_NAME[name], max_batch=BATCH, max_tokens=TOKENS)
         pairs[name] = Pair(onnx_bundle, out)
     return pairs
 

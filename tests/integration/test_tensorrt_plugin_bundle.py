@@ -5,12 +5,10 @@ from pathlib import Path
 
 import onnx
 import pytest
-from fake_tensorrt import LIBRARY
+from fake_tensorrt import LIBRARY, make_plans
 from onnx_fixtures import make_bundle
 from tensorrt_graph_cases import AGED, INT4_KEYS
 
-from pipeline.core.kv import KVPolicy
-from pipeline.core.records import no_progress
 from stages.engines.bundle import open_bundle
 from stages.engines.tensorrt import build as build_module
 from stages.engines.tensorrt.build import Parsed
@@ -18,7 +16,6 @@ from stages.engines.tensorrt.bundle import PlanRecord, Tensor
 from stages.engines.tensorrt.library import Library
 from stages.engines.tensorrt.plugin import with_plugin
 
-BATCH, TOKENS = 5, 320
 GPU = {"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580"}
 TENSORRT = Library("tensorrt", LIBRARY.trt, LIBRARY.log)
 TYPES = {"FLOAT16": "HALF", "BFLOAT16": "BF16", "FLOAT8E4M3FN": "FP8"}
@@ -37,17 +34,8 @@ def stand_in_for_tensorrt(patch: pytest.MonkeyPatch) -> list[onnx.ModelProto]:
     patch.setattr(build_module, "parse", parse)
     patch.setattr(build_module, "build", lambda *_: b"plan")
     patch.setattr(f"{plugin}.register", lambda *_: None)
-    for name in ("default_programs", "default_splits"):
-        patch.setattr(f"{plugin}.{name}", lambda *_: 3)
+    patch.setattr(f"{plugin}.default_counts", lambda *_: {"decode": 3, "prefill": 3})
     return parsed
-
-
-def build_with_plugin(onnx_bundle: Path, out: Path, policy: KVPolicy) -> None:
-    scales = onnx_bundle.with_name(f"{onnx_bundle.name}_scales.json")
-    build_module.build_bundle(
-        onnx_bundle, out, policy=policy, scales=scales, library="tensorrt",
-        max_batch=BATCH, max_tokens=TOKENS, progress=no_progress, gpu=GPU, adapt=partial(with_plugin, sm=89),
-    )  # fmt: skip
 
 
 def parse_as_tensorrt(library: Library, path: Path) -> Parsed:
@@ -65,10 +53,10 @@ def parse_as_tensorrt(library: Library, path: Path) -> Parsed:
 def test_the_bundle_says_which_layers_have_not_the_plugin_and_why(
     decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parsed, out = stand_in_for_tensorrt(monkeypatch), tmp_path / "plans"
+    parsed = stand_in_for_tensorrt(monkeypatch)
     onnx_bundle = make_bundle(decoder, tmp_path / "onnx_bundle", AGED)
-    out.mkdir()
-    build_with_plugin(onnx_bundle, out, AGED)
+    with_the_plugin = {"library": "tensorrt", "targets": (), "gpu": GPU, "adapt": partial(with_plugin, sm=89)}
+    out = make_plans(onnx_bundle, tmp_path / "plans", AGED, **with_the_plugin)
     record, _, _ = open_bundle(out, PlanRecord, "tensorrt")
     assert record.native == {"1": INT4_KEYS}
     assert record.built_for.compute_capabilities == ["8.9"]

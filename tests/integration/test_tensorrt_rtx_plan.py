@@ -8,7 +8,7 @@ import onnx
 import pytest
 import torch
 from amount import STRIDE
-from fake_tensorrt import computed_with
+from fake_tensorrt import computed_with, make_plans
 from onnx import external_data_helper
 from onnx_fixtures import (
     BY_NAME,
@@ -21,14 +21,13 @@ from pipeline.artifacts import hardware
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, LayerOverride, Side
-from pipeline.core.records import no_progress
 from stages.engines.base import Mode
 from stages.engines.bundle import open_bundle
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
 from stages.engines.onnx.engine import load_engine as load_onnx
 from stages.engines.onnx.export import ComputeDType
 from stages.engines.tensorrt import engine as engine_module
-from stages.engines.tensorrt.build import GraphRefusal, build, build_bundle, parse
+from stages.engines.tensorrt.build import GraphRefusal, build, parse
 from stages.engines.tensorrt.bundle import PlanRecord, load_weights
 from stages.engines.tensorrt.engine import load_engine
 from stages.engines.tensorrt.library import load
@@ -65,22 +64,12 @@ BFLOAT16 = [BY_NAME["fp8k_int4v_aged"], *(PAIRS[::4] if STRIDE == 1 else [])]
 """What is built in bfloat16."""
 
 
-def make_plans(onnx_bundle: Path, out: Path, policy: KVPolicy, targets: tuple[int, ...] = (89, 120)) -> Path:
-    out.mkdir()
-    scales = onnx_bundle.with_name(f"{onnx_bundle.name}_scales.json")
-    build_bundle(
-        onnx_bundle, out, policy=policy, scales=scales, library="tensorrt_rtx", targets=list(targets),
-        max_batch=4, max_tokens=512, progress=no_progress,
-    )  # fmt: skip
-    return out
-
-
 @pytest.fixture(scope="module")
 def plans(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Both plans of fp8k_int4v, beside the ONNX bundle that they came from."""
     root, policy = tmp_path_factory.mktemp("rtx"), BY_NAME["fp8k_int4v"]
     onnx_bundle = make_bundle(decoder, root / "onnx_bundle", policy)
-    return onnx_bundle, make_plans(onnx_bundle, root / "plans", policy)
+    return onnx_bundle, make_plans(onnx_bundle, root / "plans", policy, targets=[89, 120])
 
 
 @pytest.mark.every
@@ -113,7 +102,7 @@ def test_a_decoder_in_bfloat16_builds_into_plans(
     policy: KVPolicy, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     onnx_bundle = make_bundle(shared_decoder(tmp_path_factory, "bfloat16"), tmp_path / "bundle", policy)
-    out = make_plans(onnx_bundle, tmp_path / "plans", policy, targets=(89,))
+    out = make_plans(onnx_bundle, tmp_path / "plans", policy)
     record, _, _ = open_bundle(out, PlanRecord, "tensorrt_rtx")
     assert record.model.compute_dtype == "bfloat16"
     assert {weight.dtype for weight in record.weights} == {weight.stored for weight in record.weights} == {"BFLOAT16"}
@@ -159,7 +148,7 @@ def test_the_plans_hold_no_weights_which_are_inputs_of_both(plans: tuple[Path, P
 def test_a_gpu_that_lacks_a_type_is_named_with_the_targets_that_remain(decoder: Path, tmp_path: Path) -> None:
     onnx_bundle = make_bundle(decoder, tmp_path / "onnx_bundle", BY_NAME["fp8"])
     with pytest.raises(UserError, match=r"^backend\.compute_capabilities=\[80, 89\].*kv=fp8: .*sm80.*=\[89\]$"):
-        make_plans(onnx_bundle, tmp_path / "plans", BY_NAME["fp8"], targets=(80, 89))
+        make_plans(onnx_bundle, tmp_path / "plans", BY_NAME["fp8"], targets=[80, 89])
 
 
 def test_a_machine_without_a_gpu_is_told_which_one_is_missing(
