@@ -43,8 +43,7 @@ MOST_KEY, MOST_VALUE, MOST_SHOWN = 200, 1 << 15, 400
 ALONE = {
     **dict.fromkeys(PLANNING, "looks at every policy in one run; leave -m and experiment= out"),
     **dict.fromkeys(
-        ({*MOVING} - {*JUDGING}) | {"status", "prune"},
-        "is of a whole work directory, and jobs may run at once; leave -m out",
+        ({*MOVING} - {*JUDGING}) | {"status", "prune"}, "is of a whole work directory, and jobs may run at once; leave -m out"
     ),
 }
 """Stages that are no job of a sweep, and why."""

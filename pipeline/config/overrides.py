@@ -45,10 +45,7 @@ def _problem(override: Override, options_of: Callable[[str], Sequence[str]], lau
         (not key, "has no key; write KEY=VALUE"),
         (override.package is not None, f"a group has one place; write {key}=OPTION"),
         (override.is_interval_sweep(), f"an interval has no values to try; give them, as in {key}=1,2"),
-        (
-            key == "workdir" and override.is_sweep_override(),
-            "a sweep compares candidates of one work directory; give one",
-        ),
+        (key == "workdir" and override.is_sweep_override(), "a sweep compares candidates of one work directory; give one"),
         (key == "log" and override.is_sweep_override(), "a command speaks in one way; give one"),
     ):
         if wrong:

@@ -126,11 +126,7 @@ class Engine(ABC):
         return [one.tokens[one.prompt_tokens :] for one in continuations]
 
     def _answer(
-        self,
-        continuations: Sequence[Continuation],
-        stop_token: int | None,
-        max_sequences: int,
-        on_end: Callable[[int], None],
+        self, continuations: Sequence[Continuation], stop_token: int | None, max_sequences: int, on_end: Callable[[int], None]
     ) -> None:
         """Continue every one to its end, at most `max_sequences` of them at once."""
         import numpy as np  # here: the command line starts without it

@@ -9,16 +9,7 @@ from pydantic import Field, model_validator
 from pipeline.core.strict import PathText, StrictModel
 
 Workload = Literal[
-    "prose",
-    "retrieval",
-    "tool_call",
-    "copy",
-    "multi_turn",
-    "documentation",
-    "lookup",
-    "extraction",
-    "quotation",
-    "recall",
+    "prose", "retrieval", "tool_call", "copy", "multi_turn", "documentation", "lookup", "extraction", "quotation", "recall"
 ]
 """The built-in workloads, those of `stages.workloads.WORKLOADS`: first what the tiny model was trained on, then what any chat
 model can be asked."""

@@ -36,10 +36,7 @@ from pipeline.verdict.tracked import flat_metrics
 USER_INPUTS = ("gguf", "checkpoint", "jsonl", "draft", "tokenizer")
 """Inputs that no artifact of the chain provides: the user's files. The checkpoint of a GGUF is an artifact, though."""
 
-INPUT_ROLES: dict[Role, tuple[Role, ...]] = {
-    "quantized": ("calibration",),
-    "evaluation": ("engine", "baseline", "answers"),
-}
+INPUT_ROLES: dict[Role, tuple[Role, ...]] = {"quantized": ("calibration",), "evaluation": ("engine", "baseline", "answers")}
 """Role -> its inputs that must be the artifacts with the roles of the same names."""
 
 

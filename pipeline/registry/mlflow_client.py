@@ -28,16 +28,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from pipeline.registry.reaching import check_reachable, reached
 from pipeline.registry.tracking import ENVIRONMENT, Location, Version
 
-__all__ = [
-    "Client",
-    "LoggedModelOutput",
-    "Metric",
-    "MlflowException",
-    "Param",
-    "RunTag",
-    "process_wide",
-    "version_of",
-]
+__all__ = ["Client", "LoggedModelOutput", "Metric", "MlflowException", "Param", "RunTag", "process_wide", "version_of"]
 
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store")

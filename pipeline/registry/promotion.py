@@ -130,12 +130,7 @@ Find = Callable[[Version], tuple[Candidate, Any]]
 
 
 def judged_again(
-    listed: Sequence[Candidate],
-    registered: Sequence[Version],
-    find: Find,
-    decide: Decide,
-    model: str,
-    name: str | None = None,
+    listed: Sequence[Candidate], registered: Sequence[Version], find: Find, decide: Decide, model: str, name: str | None = None
 ) -> list[Candidate]:
     """Return the candidates that a summary lists, as their artifacts say they are, decided again.
 
@@ -160,11 +155,7 @@ def judged_again(
 
 
 def incumbent(
-    version: str | None,
-    registered: Sequence[Version],
-    find: Find,
-    decide: Decide,
-    candidates: Sequence[Candidate],
+    version: str | None, registered: Sequence[Version], find: Find, decide: Decide, candidates: Sequence[Candidate]
 ) -> Candidate | None:
     """Return the champion as a candidate beside others, where it is a rival of theirs.
 

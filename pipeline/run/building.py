@@ -101,7 +101,7 @@ class BuildChain:
 
     def calibration(self) -> Artifact:
         options, seed = self.config.calibration, self.config.seed
-        config: dict[str, object] = options.model_dump(include={"samples", "workloads", "jsonl"}) | {"seed": seed}
+        config: dict[str, Any] = options.model_dump(include={"samples", "workloads", "jsonl"}) | {"seed": seed}
         inputs = {"checkpoint": self.checkpoint_digest}
         if options.file is not None:
             inputs["jsonl"] = self.digest_of(options.file)
@@ -110,15 +110,7 @@ class BuildChain:
         def fill(out: Path, progress: Progress) -> None:
             from stages.quantize.calibration import calibration_texts
 
-            calibration_texts(
-                self.checkpoint,
-                out,
-                samples=options.samples,
-                workloads=options.workloads,
-                jsonl=options.file,
-                seed=seed,
-                progress=progress,
-            )
+            calibration_texts(self.checkpoint, out, **config | {"jsonl": options.file}, progress=progress)
 
         return self.make(recipe, fill)
 
@@ -131,32 +123,22 @@ class BuildChain:
             from stages.quantize.run import quantize_weights
 
             call = quantize_weights if self.config.weights.format == "none" else partial(in_child, quantize_weights)
-            options, device = self._options(), self.config.quantize.device
-            call(self.checkpoint, out, **options, calibration_texts=self._texts(), device=device, progress=progress)
+            call(self.checkpoint, out, **self._recipe_config(), calibration_texts=self._texts(), progress=progress)
 
         return self.make(recipe, fill)
 
     def extremes(self, rotation: Rotation) -> Artifact:
         """Return the extremes of keys and values that are rotated so, over the calibration texts."""
-        weights, max_length, device = self.weights(), self.config.calibration.max_length, self.config.quantize.device
-        config: dict[str, object] = {"rotation": rotation, "max_length": max_length, "device": device}
+        weights, max_length = self.weights(), self.config.calibration.max_length
+        config: dict[str, Any] = {"rotation": rotation, "max_length": max_length, "device": self.config.quantize.device}
         inputs = {"weights": weights.digest, "calibration": self.calibration().digest}
         recipe = Recipe("extremes", ("stages.quantize.run",), config, inputs, MODELOPT)
 
         def fill(out: Path, progress: Progress) -> None:
             from stages.quantize.run import measure_cache
 
-            in_child(
-                measure_cache,
-                self.checkpoint,
-                weights.path,
-                out,
-                rotation=rotation,
-                calibration_texts=self._texts(),
-                max_length=max_length,
-                device=device,
-                progress=progress,
-            )
+            paths, texts = (self.checkpoint, weights.path, out), self._texts()
+            in_child(measure_cache, *paths, **config, calibration_texts=texts, progress=progress)
 
         return self.make(recipe, fill)
 
@@ -183,7 +165,7 @@ class BuildChain:
         info = inspect_checkpoint(self.checkpoint)
         if info.quantized is None:
             return False
-        from stages.quantize.dequantize import own_scales
+        from stages.quantize.materialize import own_scales
 
         return own_scales(info.path, policy, info.shape) is not None
 
@@ -201,16 +183,8 @@ class BuildChain:
         def fill(out: Path, progress: Progress) -> None:
             from stages.quantize.export import export
 
-            export(
-                self.checkpoint,
-                weights.path,
-                scales.path / SCALES_FILE,
-                out,
-                **self._options(),
-                policy=policy,
-                calibration_texts=self._texts(),
-                progress=progress,
-            )
+            paths, texts = (self.checkpoint, weights.path, scales.path / SCALES_FILE, out), self._texts()
+            export(*paths, **self._options(), policy=policy, calibration_texts=texts, progress=progress)
 
         return self.make(recipe, fill, policy)
 
@@ -219,7 +193,7 @@ class BuildChain:
         max_length, seed = self.config.calibration.max_length, self.config.seed
         return {"weights": self.config.weights.format, "max_length": max_length, "seed": seed}
 
-    def _recipe_config(self, policy: KVPolicy | None = None) -> dict[str, object]:
+    def _recipe_config(self, policy: KVPolicy | None = None) -> dict[str, Any]:
         kv = {} if policy is None else {"kv": policy.model_dump()}
         return {**self._options(), **kv, "device": self.config.quantize.device}
 

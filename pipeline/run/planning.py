@@ -135,13 +135,7 @@ def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
 
 
 def _judged(
-    config: Config,
-    model: KVShape,
-    binds: dict[str, str],
-    directory: Path,
-    source: str,
-    made: float,
-    problem: str | None = None,
+    config: Config, model: KVShape, binds: dict[str, str], directory: Path, source: str, made: float, problem: str | None = None
 ) -> Iterator[Judged]:
     """Check evidence as a replay does, as far as that needs no engine, and let the present gates decide it again."""
     try:

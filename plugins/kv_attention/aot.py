@@ -15,8 +15,7 @@ from triton.compiler import ASTSource
 
 from plugins.kv_attention.kernels.append import append
 from plugins.kv_attention.kernels.context import context_partial, context_reduce
-from plugins.kv_attention.kernels.decode import decode_partial, decode_reduce
-from plugins.kv_attention.kernels.plan import plan_work
+from plugins.kv_attention.kernels.decode import decode_partial, decode_reduce, plan_work
 from plugins.kv_attention.kernels.variants import (
     Setting,
     Variant,

@@ -18,8 +18,7 @@ from torch import Tensor
 from plugins.kv_attention.checks import check_attended, check_cache, check_index, check_inputs, check_shape, check_tables
 from plugins.kv_attention.kernels.append import append as append_kernel
 from plugins.kv_attention.kernels.context import SPLIT_TOKENS, context_partial, context_reduce
-from plugins.kv_attention.kernels.decode import decode_partial, decode_reduce
-from plugins.kv_attention.kernels.plan import plan_work
+from plugins.kv_attention.kernels.decode import decode_partial, decode_reduce, plan_work
 from plugins.kv_attention.kernels.variants import (
     Setting,
     Variant,
@@ -42,7 +41,7 @@ INTERPRETED_PROGRAMS = 4
 
 
 class Plan(NamedTuple):
-    """The work list of a decode step, which all layers with the same exact tokens share (kernels/plan.py)."""
+    """The work list of a decode step, which all layers with the same exact tokens share (kernels/decode.py)."""
 
     work: Tensor
     """(Y, 5) int32: sequences and pages of each program."""

@@ -12,15 +12,7 @@ from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import Conformance
 from pipeline.verdict.coverage import Coverage, EngineProbes
 from pipeline.verdict.delivery import Served, ServerSeen
-from pipeline.verdict.report import (
-    REPORT_FILE,
-    SAMPLES_FILE,
-    SCHEMA_VERSION,
-    EvaluationReport,
-    NoiseFloor,
-    SampleRow,
-    Work,
-)
+from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, SCHEMA_VERSION, EvaluationReport, NoiseFloor, SampleRow, Work
 from stages.evaluate.decoding.rows import make_rows
 from stages.evaluate.decoding.stored import Measured, Once, Round, arrays
 from stages.evaluate.distances import metrics

@@ -228,12 +228,7 @@ class Local:
         }
 
     def _comparison(
-        self,
-        twin: Twin,
-        encoded: Sequence[EncodedSample],
-        heads: Heads | None,
-        baseline: Round | None,
-        progress: Progress,
+        self, twin: Twin, encoded: Sequence[EncodedSample], heads: Heads | None, baseline: Round | None, progress: Progress
     ) -> Comparison:
         """Prepare the comparison; a candidate may be as far from its twin as its baseline makes usual."""
         own = baseline.record.conformance if baseline is not None else None

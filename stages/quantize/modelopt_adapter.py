@@ -60,11 +60,7 @@ def quantize_model(model: torch.nn.Module, recipe: Recipe, forward_loop: Forward
 
 
 def measure(
-    model: torch.nn.Module,
-    layers: int,
-    rotation: Rotation,
-    forward_loop: ForwardLoop,
-    checkpoint: Path,
+    model: torch.nn.Module, layers: int, rotation: Rotation, forward_loop: ForwardLoop, checkpoint: Path
 ) -> dict[Place, Extremes]:
     """Measure the extremes of every channel of keys and values. Every quantizer of the cache is off afterwards.
 

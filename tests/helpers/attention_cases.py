@@ -25,7 +25,8 @@ from stages.engines.onnx.surgery import IR_VERSION
 from stages.engines.paged.pool import PagedPool
 
 Array = npt.NDArray[Any]
-ComputeDType = Literal["float32", "float16"]
+ComputeDType = Literal["float32", "float16", "bfloat16"]
+FLOATS = {**NUMPY_FLOATS, "bfloat16": ml_dtypes.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class AttentionCase:
             for handle, length in zip(handles, self.lengths, strict=True):
                 if length > first:
                     _grow(pool, handle, min(PAGE_TOKENS, length - first))
-        kind = NUMPY_FLOATS[self.compute]
+        kind = FLOATS[self.compute]
         counts = {"query": self.heads.query, "key": self.heads.kv, "value": self.heads.kv}
         self.inputs = {
             name: rng.standard_normal((len(handles), count, self.tokens, self.heads.dim)).astype(kind)
@@ -142,7 +143,7 @@ class AttentionSession:
         """Kept alive: they are bound by address."""
         for name, values in case.inputs.items():
             session.bind_input(name, values)
-        dtype = NUMPY_FLOATS[case.compute]
+        dtype = FLOATS[case.compute]
         self._out = session.output("attended", (len(case.lengths), case.tokens, heads.query, heads.dim), dtype)
 
     def run(self) -> Array:

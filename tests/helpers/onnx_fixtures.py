@@ -194,10 +194,3 @@ def make_oracle(model: AutoModelForCausalLM, policy: KVPolicy, shape: KVShape, *
 
 def load_model(checkpoint: Path) -> AutoModelForCausalLM:
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-
-
-def pages(engine: OnnxEngine, handle: int) -> list[int]:
-    """Pages of a sequence that hold tokens, in order: with a window, those before it and those in it."""
-    tables = engine.pool.tables([handle])
-    before = tables["page_table"][0].tolist()
-    return before if "window_base_table" not in tables else [*before, *tables["window_base_table"][0].tolist()]

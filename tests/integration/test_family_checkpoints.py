@@ -17,8 +17,6 @@ from pipeline.checkpoint.weights import check_weights
 from pipeline.core.errors import UserError
 from stages.checkpoints import expected_tensors
 
-LINEAR = {"rope_type": "linear", "factor": 4.0}
-
 
 def described(path: Path, config: dict[str, Any]) -> CheckpointInfo:
     path.mkdir(exist_ok=True)

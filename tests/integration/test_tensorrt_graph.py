@@ -15,7 +15,7 @@ from plugins.kv_attention import launch, reference
 from plugins.kv_attention.kernels.variants import Setting, decode_variant
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import PLAN, bits_float, node_of
-from stages.engines.tensorrt.plugin import default_programs
+from stages.engines.tensorrt.plugin import default_counts
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +70,13 @@ def test_the_work_is_divided_for_what_runs_at_once_on_the_gpu_that_builds(
     monkeypatch.setattr(launch, "sm_count", lambda _: 132)
     surgery = graphs["fp8k_int4v"]
     info = surgery.bundle.model
-    programs = default_programs(info, replace(surgery.limits, max_tokens=1 << 17), sm=90)
+    layouts = list(surgery.layers.layouts.values())
+    programs = default_counts(layouts, info, replace(surgery.limits, max_tokens=1 << 17), sm=90)["decode"]
     (resident,) = {
-        decode_variant(Setting(layout, info.compute_dtype, 90, info.q_heads // info.kv_heads)).resident
-        for layout in surgery.layers.layouts.values()
+        decode_variant(Setting(layout, info.compute_dtype, 90, info.q_heads // info.kv_heads)).resident for layout in layouts
     }
     assert programs == 132 * resident // info.kv_heads
-    assert default_programs(info, surgery.limits, sm=90) == surgery.limits.pages
+    assert default_counts(layouts, info, surgery.limits, sm=90)["decode"] == surgery.limits.pages
 
 
 @pytest.mark.parametrize("tokens", [1, 7], ids=["step", "chunk"])

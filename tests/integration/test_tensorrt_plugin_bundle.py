@@ -34,8 +34,7 @@ def stand_in_for_tensorrt(patch: pytest.MonkeyPatch) -> list[onnx.ModelProto]:
     patch.setattr(build_module, "parse", parse)
     patch.setattr(build_module, "build", lambda *_: b"plan")
     patch.setattr(f"{plugin}.register", lambda *_: None)
-    for name in ("default_programs", "default_splits"):
-        patch.setattr(f"{plugin}.{name}", lambda *_: 3)
+    patch.setattr(f"{plugin}.default_counts", lambda *_: {"decode": 3, "prefill": 3})
     return parsed
 
 

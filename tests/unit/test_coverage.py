@@ -28,9 +28,9 @@ SAMPLES = [
 ]
 
 
-def exercised(batch_size: int = 2) -> Coverage:
+def exercised() -> Coverage:
     items = encode(SAMPLES, CharTokenizer(), 9)
-    events = decode(sharing_engine(SAMPLES, wrong=["wrong"]), items, batch_size, Greedy(EOS, 4))
+    events = decode(sharing_engine(SAMPLES, wrong=["wrong"]), items, 2, Greedy(EOS, 4))
     traced = [(items[event.sample], event.trace) for event in events if isinstance(event, Finished)]
     return coverage(traced, FP16_POLICY, KVShape(layers=2, kv_heads=1, head_dim=16), [0, 32])
 
@@ -112,11 +112,11 @@ def a_probe(**changes: object) -> Probe:
     return Probe.model_validate({**values, **changes})
 
 
-def probes(candidate: Probe | None = None, baseline: Probe | None = None, free: list[str] | None = None) -> EngineProbes:
+def probes(candidate: Probe | None = None, free: list[str] | None = None) -> EngineProbes:
     agree = FreeAnswers(samples=2, tokens=9, contradictions=[])
     return EngineProbes(
         candidate=candidate or a_probe(),
-        baseline=baseline or a_probe(),
+        baseline=a_probe(),
         free_candidate=agree.model_copy(update={"contradictions": free or []}),
         free_baseline=agree,
     )

@@ -50,8 +50,8 @@ def assert_same(one: Rows, other: Rows) -> None:
         np.testing.assert_array_equal(row, other[key])
 
 
-def answers_of(engine: FakeEngine, items: list[EncodedSample], batch_size: int, extra: int = 4) -> dict[int, Finished]:
-    events = decode(engine, items, batch_size, Greedy(EOS, extra))
+def answers_of(engine: FakeEngine, items: list[EncodedSample], batch_size: int) -> dict[int, Finished]:
+    events = decode(engine, items, batch_size, Greedy(EOS, 4))
     return {event.sample: event for event in events if isinstance(event, Finished)}
 
 

@@ -26,9 +26,9 @@ def random_logits(rows: int, vocab: int, spread: float, seed: int) -> Logits:
     return (np.random.default_rng(seed).normal(size=(rows, vocab)) * spread).astype(np.float32)
 
 
-def heads_of(logits: Logits, token: int = 0, check: bool = True) -> list[Head]:
+def heads_of(logits: Logits, token: int = 0) -> list[Head]:
     distributions = Distributions(logits)
-    return [head_of(distributions, row, token, check=check) for row in range(len(logits))]
+    return [head_of(distributions, row, token, check=True) for row in range(len(logits))]
 
 
 def both(baseline: Logits, candidate: Logits, token: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -25,11 +25,6 @@ EVERY_FLOAT16 = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
 MANTISSA_BITS = {"fp16": 10, "bf16": 7, "fp8_e4m3": 3, "fp8_e5m2": 2, "nvfp4": 1}
 SMALLEST_EXPONENT = {"fp16": -14, "bf16": -126, "fp8_e4m3": -6, "fp8_e5m2": -14, "nvfp4": 0}
 FLOAT8 = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
-PER_TOKEN = {"granularity": "per_token", "scale": "dynamic"}
-
-
-def per_token(dtype: str, symmetric: bool = True) -> Format:
-    return Format.model_validate({"dtype": dtype, "symmetric": symmetric} | PER_TOKEN)
 
 
 def half_ulp(x: Tensor, dtype: str) -> Tensor:

@@ -18,7 +18,7 @@ from pipeline.core.errors import UserError
 from pipeline.statistics.bets import OUTLIER
 from pipeline.verdict.conformance import Conformance, EngineConformance
 from pipeline.verdict.report import Canary, Compaction, NoiseFloor, Rung, SampleRow
-from pipeline.verdict.thresholds import MOST_SAMPLES, Check
+from pipeline.verdict.thresholds import MOST_SAMPLES, Check, Verdict
 
 Rows = list[SampleRow]
 
@@ -195,9 +195,8 @@ def test_a_verdict_is_what_its_samples_show_and_names_the_gates_that_stop_it(nam
     assert status == "INCONCLUSIVE" or outcome.samples_needed == {}
 
 
-def line(outcome: Any, gate: str, where: str | None = None) -> Check:
-    found: Check = next(check for check in outcome.checks if check.gate == gate and where in (None, check.where))
-    return found
+def line(outcome: Verdict, gate: str) -> Check:
+    return next(check for check in outcome.checks if check.gate == gate)
 
 
 @pytest.mark.parametrize("name", ["retreival", "prose"])

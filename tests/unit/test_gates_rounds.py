@@ -27,18 +27,18 @@ PLAN = [0.1, 0.25, 0.5, 0.75, 1.0]
 SPENDING = [obrien_fleming_spending, square_root_spending]
 
 
-def up_to(rows: list[SampleRow], last: int, shares: list[float] = PLAN, **changes: object) -> Verdict:
+def up_to(rows: list[SampleRow], last: int, **changes: object) -> Verdict:
     """The verdict on the rounds up to `last` of an evaluation in rounds."""
-    rows = [r for r in in_rounds(rows, shares) if r.round <= last]
-    return verdict(rows, gates(**changes), planned_rounds=shares)
+    rows = [r for r in in_rounds(rows, PLAN) if r.round <= last]
+    return verdict(rows, gates(**changes), planned_rounds=PLAN)
 
 
-def stops(rows: list[SampleRow], shares: list[float] = PLAN) -> tuple[str, int]:
+def stops(rows: list[SampleRow]) -> tuple[str, int]:
     """The verdict of an evaluation that stops once it is decided, and the rounds that it took."""
-    numbered = in_rounds(rows, shares)
-    for last in range(1, len(shares) + 1):
+    numbered = in_rounds(rows, PLAN)
+    for last in range(1, len(PLAN) + 1):
         seen = [r for r in numbered if r.round <= last]
-        judged = report(seen, planned_rounds=shares)
+        judged = report(seen, planned_rounds=PLAN)
         outcome = decide(judged, seen, GATES)
         if is_final(outcome, judged, GATES):
             return outcome.status, last

@@ -141,17 +141,3 @@ def test_attention_is_torchs_own_over_what_was_appended(layout: CacheLayout) -> 
             query[b, :, None][None], key[None], value[None], scale=0.2, enable_gqa=True
         )
         torch.testing.assert_close(out[b], expected[0, :, 0], rtol=1e-5, atol=1e-5)
-
-
-def test_nothing_past_a_length_is_read() -> None:
-    layout = CacheLayout(1, 64, SideLayout("fp8_e4m3", "per_token"), SideLayout("int4", "per_token"), 2, 3)
-    history = History(layout, [65], seed=0)
-    query, new = history.random((1, 2, 64)), history.random((1, 1, 64))
-    expected = reference.attend(layout, query, new, new, history.cache, scaling=0.1, **history.tables)
-    second = history.tables["page_table"][0, 1]
-    for name in ("key_pool", "value_pool", "key_scale_pool", "value_scale_pool"):
-        history.cache[name].view(torch.uint8)[second, :, 1:] = 0xFF
-    wide = torch.cat([history.tables["page_table"], torch.full((1, 2), 2**31 - 1, dtype=torch.int32)], 1)
-    out = reference.attend(layout, query, new, new, history.cache, scaling=0.1, **history.tables | {"page_table": wide})
-    assert out.isfinite().all()
-    assert torch.equal(out, expected)

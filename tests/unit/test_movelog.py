@@ -42,8 +42,8 @@ def candidate(registry: MemoryRegistry, folder: Path, policy: str, tokens: float
     return registry.add(judged_candidate(folder, policy, metrics={"memory/max_live_tokens": tokens}))
 
 
-def put_forward(registry: MemoryRegistry, *candidates: Candidate, log: MoveLog | None = None, name: str | None = None) -> None:
-    promote(candidates, log or MoveLog(registry), replay_without_findings, decide_pass, sweep="s", name=name)
+def put_forward(registry: MemoryRegistry, *candidates: Candidate, log: MoveLog | None = None) -> None:
+    promote(candidates, log or MoveLog(registry), replay_without_findings, decide_pass, sweep="s")
 
 
 def killed_at_every_write(registry: Dying, act: Callable[[], object]) -> list[tuple[dict[str, str], dict[str, str]]]:

@@ -1,31 +1,32 @@
 """Quantize functions alone, as ONNX Runtime runs them: equal to the oracle's formulas, which are written independently."""
 
+from pathlib import Path
 from typing import Literal
 
 import ml_dtypes
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 import torch
+from attention_cases import FLOATS, AttentionCase, Heads
 from format_cases import add_int2
 from onnx import helper
 from shipped import SHIPPED
 
 from pipeline.core.formats import Format, Granularity
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
+from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.scales import KVScales, SideScales
-from pipeline.formats.body import DOMAIN, FLOAT_TYPES, NUMPY_FLOATS, OPSET
+from pipeline.formats.body import DOMAIN, FLOAT_TYPES, OPSET
 from pipeline.formats.graph import onnx_type
-from stages.engines.base import Mode
 from stages.engines.onnx.formats import SideCodec
-from stages.engines.onnx.functions import AttentionSpec, attention_function, quantize_function
+from stages.engines.onnx.functions import quantize_function
+from stages.engines.onnx.session import GraphSession
+from stages.engines.onnx.surgery import IR_VERSION
 from stages.engines.oracle import formats as oracle
 
 UNIT = SideScales(scale=(1.0,))
 FLOAT = onnx.TensorProto.FLOAT
 Compute = Literal["float32", "float16", "bfloat16"]
-FLOATS = {**NUMPY_FLOATS, "bfloat16": ml_dtypes.bfloat16}
 
 
 def quantize(x: np.ndarray, form: Format, static: SideScales | None = None, compute: Compute = "float32") -> list[np.ndarray]:
@@ -36,31 +37,19 @@ def quantize(x: np.ndarray, form: Format, static: SideScales | None = None, comp
     inputs += [helper.make_tensor_value_info(name, FLOAT, shape) for name, shape in codec.constants.items()]
     outputs = [helper.make_tensor_value_info(name, onnx_type(storage), [*x.shape[:3], width])
                for name, (storage, width) in codec.arrays.items()]  # fmt: skip
-    session = session_of(function, inputs, outputs)
-    binding = session.io_binding()
-    x = np.ascontiguousarray(x.astype(FLOATS[compute]))
-    binding.bind_input("x", "cpu", 0, FLOAT_TYPES[compute], x.shape, x.ctypes.data)
-    if static is not None:
-        for name, values in codec.constant_values(KVScales(layers=({Side.KEY: static},)), 0).items():
-            binding.bind_cpu_input(name, values)
-    stored = [np.zeros((*x.shape[:3], width), storage.numpy) for storage, width in codec.arrays.values()]
-    for (name, (storage, _)), array in zip(codec.arrays.items(), stored, strict=True):
-        binding.bind_output(name, "cpu", 0, onnx_type(storage), array.shape, array.ctypes.data)
-    session.run_with_iobinding(binding)
-    return stored
-
-
-def session_of(
-    function: onnx.FunctionProto, inputs: list[onnx.ValueInfoProto], outputs: list[onnx.ValueInfoProto]
-) -> ort.InferenceSession:
-    """A graph of one call of the function."""
-    node = helper.make_node(function.name, [i.name for i in inputs], [o.name for o in outputs], domain=DOMAIN)
+    node = helper.make_node(function.name, ["x", *codec.constants], [*codec.arrays], domain=DOMAIN)
     imports = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
-    model = helper.make_model(
-        helper.make_graph([node], "g", inputs, outputs), functions=[function], opset_imports=imports, ir_version=10
-    )
+    graph = helper.make_graph([node], "g", inputs, outputs)
+    model = helper.make_model(graph, functions=[function], opset_imports=imports, ir_version=IR_VERSION)
     onnx.checker.check_model(model)
-    return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    constants = {} if static is None else codec.constant_values(KVScales(layers=({Side.KEY: static},)), 0)
+    bound = {"x": np.ascontiguousarray(x.astype(FLOATS[compute])), **constants}
+    session = GraphSession(Path("quantize.onnx"), 1, model=model)
+    for name, values in bound.items():
+        session.bind_input(name, values)
+    stored = [session.output(name, (*x.shape[:3], width), storage.numpy) for name, (storage, width) in codec.arrays.items()]
+    session.run()
+    return stored
 
 
 def scales_of(form: Format, heads: int, head_dim: int) -> SideScales | None:
@@ -122,8 +111,8 @@ def test_what_is_stored_of_bfloat16_numbers_is_rounded_once_from_float32(form: F
     assert_stores_what_the_oracle_stores(form, "bfloat16")
 
 
-@pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_attention_of_bfloat16_activations_is_the_one_in_float32_rounded_once(mode: Mode) -> None:
+@pytest.mark.parametrize("tokens", [3, 1], ids=["prefill", "decode"])
+def test_attention_of_bfloat16_activations_is_the_one_in_float32_rounded_once(tokens: int) -> None:
     """ONNX Runtime runs the function whole: of bfloat16 it has casts, and nothing else here is of that type."""
     policy = KVPolicy(
         name="aged",
@@ -132,41 +121,13 @@ def test_attention_of_bfloat16_activations_is_the_one_in_float32_rounded_once(mo
         sink_tokens=4,
         recent_tokens=8,
     )
-    attended, rounded = (attend(policy, mode, compute) for compute in ("float32", "bfloat16"))
+    rounded = AttentionCase(policy, Heads(4, 2, 64), (100, 70), "bfloat16", tokens)
+    exact = AttentionCase(policy, Heads(4, 2, 64), (100, 70), "float32", tokens)
+    exact.inputs |= {name: rounded.inputs[name].astype(np.float32) for name in ("query", "key", "value")}
+    attended = exact.session(native=False).run()
     assert attended.any()
-    np.testing.assert_array_equal(rounded.astype(np.float32), attended.astype(ml_dtypes.bfloat16).astype(np.float32))
-
-
-def attend(policy: KVPolicy, mode: Mode, compute: Compute) -> np.ndarray:
-    """Attention of numbers that bfloat16 holds, two sequences of two pages, over random codes."""
-    rng, shape = np.random.default_rng(5), KVShape(1, 2, 64)
-    spec = AttentionSpec(policy, shape, 0, 4, 0.125, compute, mode)
-    tokens = 1 if mode == "decode" else 3
-    feeds: dict[str, tuple[int, np.ndarray]] = {}
-    for name, heads in (("query", 4), ("key", 2), ("value", 2)):
-        activation = rng.standard_normal((2, heads, tokens, 64)).astype(ml_dtypes.bfloat16)
-        feeds[name] = FLOAT_TYPES[compute], activation.astype(FLOATS[compute])
-    tables = {"page_table": [[0, 2], [1, 3]], "lengths": [100, 70], "exact_slots": [1, 0]}
-    feeds |= {name: (onnx.TensorProto.INT32, np.array(tables[name], np.int32)) for name in spec.tables}
-    for codec in spec.sides.values():
-        for name, (storage, width) in codec.arrays.items():
-            dims = (4, 2, PAGE_TOKENS, width)
-            codes = rng.integers(-128, 128, dims).astype(np.int8)
-            array = codes if storage.numpy == "int8" else rng.uniform(0.01, 0.1, dims).astype(storage.numpy)
-            feeds[name] = onnx_type(storage), array
-    for name in ("key_exact", "value_exact"):
-        exact = rng.standard_normal((2, 2, policy.exact_tokens, 64)).astype(np.float16)
-        feeds[name] = onnx.TensorProto.FLOAT16, exact
-    inputs = [helper.make_tensor_value_info(name, kind, array.shape) for name, (kind, array) in feeds.items()]
-    out = np.zeros((2, tokens, 4, 64), FLOATS[compute])
-    outputs = [helper.make_tensor_value_info("attended", FLOAT_TYPES[compute], out.shape)]
-    session = session_of(attention_function(spec), inputs, outputs)
-    binding = session.io_binding()
-    for name, (kind, array) in feeds.items():
-        binding.bind_input(name, "cpu", 0, kind, array.shape, array.ctypes.data)
-    binding.bind_output("attended", "cpu", 0, FLOAT_TYPES[compute], out.shape, out.ctypes.data)
-    session.run_with_iobinding(binding)
-    return out
+    found = rounded.session(native=False).run()
+    np.testing.assert_array_equal(found.astype(np.float32), attended.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
 @pytest.mark.parametrize("form", NVFP4S[::2], ids=names)

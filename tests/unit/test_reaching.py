@@ -5,7 +5,7 @@ import socket
 import sqlite3
 import threading
 import time
-from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -73,31 +73,23 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     assert "cannot be made (" in refusal(f"sqlite:///{tmp_path}/file/below/mlflow.db", tmp_path, UserError)
 
 
-@pytest.mark.parametrize("part", [b"HTTP/1.1 200 OK\r\n", b"x: y\r\n", b"1"])
-def test_an_answer_that_never_ends_is_given_up(part: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "part"), [(b"", b"HTTP/1.1 200 OK"), (b"HTTP/1.1 200 OK\r\n", b"x: y"), (b"HTTP/1.1 200 OK\r\n\r\n", b"1")]
+)
+def test_an_answer_that_never_ends_is_given_up(before: bytes, part: bytes, tmp_path: Path) -> None:
     """A byte now and then, in the status line, a header or the body."""
     stop = threading.Event()
 
-    def drip(server: socket.socket) -> None:
-        with suppress(OSError):
-            while True:
-                peer, _ = server.accept()
-                threading.Thread(target=dripped, args=(peer,), daemon=True).start()
+    def drip(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(before)
+        for byte in itertools.cycle(part):
+            handler.wfile.write(bytes([byte]))
+            if stop.wait(0.1):
+                return
 
-    def dripped(peer: socket.socket) -> None:
-        with suppress(OSError), peer:
-            peer.recv(65536)
-            peer.sendall(b"" if part.startswith(b"HTTP") else b"HTTP/1.1 200 OK\r\n")
-            peer.sendall(b"\r\n" if part == b"1" else b"")
-            for byte in itertools.cycle(part.rstrip()):
-                peer.sendall(bytes([byte]))
-                if stop.wait(0.1):
-                    return
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=drip, args=(server,), daemon=True).start()
+    with answering(drip) as (url, _):
         began = time.monotonic()
-        text = refusal(f"http://127.0.0.1:{server.getsockname()[1]}", tmp_path, MissingRequirement)
+        text = refusal(url, tmp_path, MissingRequirement)
         stop.set()
     assert "did not answer within tracking.timeout_s=1" in text
     assert time.monotonic() - began < 10

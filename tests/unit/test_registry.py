@@ -83,9 +83,9 @@ def test_the_champion_stays_where_nothing_better_passed_unless_a_name_is_given(
         evidence = SimpleNamespace(report=None, rows=[])
         return promotion.incumbent("1", registered, lambda *_: (champion, evidence), decide, judged)
 
-    def moved(*judged: Candidate, name: str | None = None, replay: Replay = replay_without_findings) -> Move:
-        log = MoveLog(registry)
-        return promotion.promote(judged, log, replay, decide_pass, sweep="s", name=name, rival=rival(*judged))
+    def moved(*judged: Candidate, name: str | None = None) -> Move:
+        options: dict[str, Any] = {"sweep": "s", "name": name, "rival": rival(*judged)}
+        return promotion.promote(judged, MoveLog(registry), replay_without_findings, decide_pass, **options)
 
     stays = moved(large)
     assert (stays.champion, "(version 1) stays the champion" in stays.message) == ("fp8k_int4v", True)

@@ -11,12 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.formats.oracle import Arithmetic, Float, Integer, Options, Scaled, Static, Stored, pack, unpack
-from pipeline.formats.vllm_token_head.spec import (
-    SMALLEST_SCALE,
-    VLLM_TOKEN_HEAD,
-    VLLM_TOKEN_HEAD_FP8,
-    VLLM_TOKEN_HEAD_INT8,
-)
+from pipeline.formats.vllm_token_head.spec import SMALLEST_SCALE, VLLM_TOKEN_HEAD, VLLM_TOKEN_HEAD_FP8, VLLM_TOKEN_HEAD_INT8
 
 SEED = 0x9E3779B9
 """Of the signs that vectors are multiplied with before they are rotated."""

@@ -7,6 +7,7 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,17 +202,14 @@ def build_bundle(
         rows = prefill_rows(limits, described.model.q_heads, native=adapt is None or bool(native))
         limits = replace(limits, prefill_rows=rows)
         for mode, graph in graphs.items():
-
-            def steps(done: int, total: int, mode: str = mode) -> None:
-                progress(f"{mode} plan", done, total)
-
             open_graph = Path(scratch, f"{mode}.onnx")
             found = _without_weights(graph, open_graph)
             assert weights in ([], found), "both graphs have the decoder's weights"
             weights = found
             try:
                 plans[mode] = parse(trt, open_graph)
-                (out / PLANS[mode]).write_bytes(build(plans[mode], limits.ranges(mode), targets, steps))
+                plan = build(plans[mode], limits.ranges(mode), targets, partial(progress, f"{mode} plan"))
+                (out / PLANS[mode]).write_bytes(plan)
             except GraphRefusal as refused:
                 raise refusal(trt, policy, refused, targets) from refused
     link_or_copy(onnx_bundle / WEIGHTS_FILE, out / WEIGHTS_FILE)

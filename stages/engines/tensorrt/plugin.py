@@ -10,7 +10,7 @@ gathers all and, of FP8, first widens the whole pool. Layers whose formats the k
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.functions import AttentionSpec
 from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
 from stages.engines.tensorrt.shapes import Limits
+
+PLUGIN_VERSION = "1"
+"""Version of every quickly deployable plugin."""
 
 
 def check_gpu(gpu: Mapping[str, str]) -> None:
@@ -70,7 +73,7 @@ def with_plugin(
     if not layers.layouts:
         return graphs, native
     register()
-    counts = {"decode": default_programs(info, limits, sm), "prefill": default_splits(info, limits, sm)}
+    counts = default_counts(list(layers.layouts.values()), info, limits, sm)
     written = {mode: folder / graph.name for mode, graph in graphs.items()}
     for mode, graph in graphs.items():
         model = onnx.load(graph, load_external_data=False)
@@ -84,40 +87,23 @@ def register() -> None:
     import plugins.kv_attention.tensorrt_plugin  # noqa: F401
 
 
-def default_programs(info: ModelInfo, limits: Limits, sm: int) -> int:
-    """Return the programs over the pages of a KV head that fill this GPU, in every layer that the kernels hold."""
+def default_counts(layouts: Sequence[CacheLayout], info: ModelInfo, limits: Limits, sm: int) -> dict[Mode, int]:
+    """Return with how many programs over the pages of a KV head a decode step fills this GPU in layers of all layouts, and with
+    how many splits over a sequence's pages a whole chunk of a prompt does."""
     import torch
 
     from plugins.kv_attention import launch
 
-    layouts = choose_layers(limits.policy, info.shape, info.q_heads).layouts.values()
-    resident = min(decode_variant(_setting(layout, info, sm)).resident for layout in layouts)
-    batch, pages, sm_count = limits.max_batch, limits.sequence_pages, launch.sm_count(torch.device("cuda"))
-    return launch.choose_programs(batch, info.kv_heads, pages, sm_count=sm_count, resident=resident)
-
-
-def default_splits(info: ModelInfo, limits: Limits, sm: int) -> int:
-    """Return the splits over a sequence's pages with which a whole chunk fills this GPU, in every layer of the kernels."""
-    import torch
-
-    from plugins.kv_attention import launch
-
+    pages, sm_count = limits.sequence_pages, launch.sm_count(torch.device("cuda"))
+    # Of several new tokens, the kernels are compiled for a chunk.
+    settings = [Setting(layout, info.compute_dtype, sm, info.q_heads // info.kv_heads, rows=WIDEST) for layout in layouts]
+    resident = min(decode_variant(setting).resident for setting in settings)
     splits = []
-    for layout in choose_layers(limits.policy, info.shape, info.q_heads).layouts.values():
-        variant = context_variant(_setting(layout, info, sm))
-        programs = launch.sm_count(torch.device("cuda")) * variant.resident
+    for variant in map(context_variant, settings):
         blocks = context_blocks(limits.chunk, 1, variant, ragged=False)
-        splits.append(launch.choose_splits(blocks, info.kv_heads, limits.sequence_pages, programs))
-    return min(splits)
-
-
-def _setting(layout: CacheLayout, info: ModelInfo, sm: int) -> Setting:
-    """What the kernels of a layer are compiled for: of several new tokens, for a chunk of a prompt."""
-    return Setting(layout, info.compute_dtype, sm, info.q_heads // info.kv_heads, rows=WIDEST)
-
-
-PLUGIN_VERSION = "1"
-"""Version of every quickly deployable plugin."""
+        splits.append(launch.choose_splits(blocks, info.kv_heads, pages, sm_count * variant.resident))
+    programs = launch.choose_programs(limits.max_batch, info.kv_heads, pages, sm_count=sm_count, resident=resident)
+    return {"decode": programs, "prefill": min(splits)}
 
 
 def use_plugin(

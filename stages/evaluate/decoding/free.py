@@ -143,8 +143,5 @@ def reused_prefixes(engine: Engine, encoded: Sequence[EncodedSample]) -> ReusedP
                 "likely (logits) without it"
             )
     return ReusedPrefixes(
-        samples=len(encoded),
-        tokens=sum(map(len, alone)),
-        kl_max=finite(largest),
-        contradictions=contradictions,
+        samples=len(encoded), tokens=sum(map(len, alone)), kl_max=finite(largest), contradictions=contradictions
     )

@@ -37,8 +37,7 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
     Returns:
         The metrics. The time to the first token is the median over the prompts; warm-up steps are not timed.
     """
-    rng = random.Random(SEED)
-    prompts = [[rng.randrange(engine.vocab_size) for _ in range(load.context_tokens)] for _ in range(load.batch)]
+    prompts = random_prompts(load, engine.vocab_size)
     steps = load.warmup_steps + load.new_tokens
     progress("system metrics", 0, 1)
     times = engine.timed(prompts, steps) if engine.can(Engine.timed) else _timed(engine, prompts, steps, progress)
@@ -68,6 +67,12 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
         attention=engine.attention,
         max_live_tokens=live_tokens(engine.policy, engine.shape, budget, load.sequence_tokens),
     )
+
+
+def random_prompts(load: LoadConfig, vocab_size: int) -> list[list[int]]:
+    """Return the prompts of a load, the same at every call."""
+    rng = random.Random(SEED)
+    return [[rng.randrange(vocab_size) for _ in range(load.context_tokens)] for _ in range(load.batch)]
 
 
 def _timed(engine: Engine, prompts: Sequence[Sequence[int]], steps: int, progress: Progress) -> LoadTimes:

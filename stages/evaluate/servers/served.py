@@ -5,7 +5,6 @@ likely tokens alone: two are coarsened to the same outcomes, each token that bot
 map raises the KL (the data processing inequality), so that the KL here is a lower bound of that over the vocabulary.
 """
 
-import random
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -29,12 +28,11 @@ from stages.evaluate.decoding.noise import canary_samples, noise_floor, repeated
 from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.decoding.rows import Done, Interruption, greedy_of, labelled, unjudged_rows
 from stages.evaluate.decoding.stored import LOGPROBS, Once, Round, read_round
+from stages.evaluate.decoding.system import random_prompts
 from stages.evaluate.distances.distance import TOP_K, Array, Head, StepStatistics
 from stages.evaluate.distances.scores import Heads, SampleHeads, StoredHeads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 
-SEED = 0
-"""Seed of the prompts of the timed load, which are random tokens."""
 TIE = 0.5
 """Nats by which a free token may be less likely over a reused prefix: two last places of bfloat16 logits near 32."""
 
@@ -213,9 +211,7 @@ def _canary(
 def _system(engine: OpenAIEngine, load: LoadConfig, progress: Progress) -> SystemMetrics:
     """Time the fixed load as a client sees it. Of the server's memory nothing is known."""
     progress("system metrics", 0, 1)
-    rng = random.Random(SEED)
-    prompts = [[rng.randrange(engine.vocab_size) for _ in range(load.context_tokens)] for _ in range(load.batch)]
-    times = engine.timed(prompts, load.new_tokens)
+    times = engine.timed(random_prompts(load, engine.vocab_size), load.new_tokens)
     known = {
         "batch": load.batch,
         "context_tokens": load.context_tokens,
