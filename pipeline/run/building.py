@@ -165,7 +165,7 @@ class BuildChain:
         info = inspect_checkpoint(self.checkpoint)
         if info.quantized is None:
             return False
-        from stages.quantize.dequantize import own_scales
+        from stages.quantize.materialize import own_scales
 
         return own_scales(info.path, policy, info.shape) is not None
 

@@ -23,8 +23,14 @@ from pipeline.core.records import Progress
 from pipeline.core.scales import SCALES_FILE
 from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.quantize.calibration import tokenize
-from stages.quantize.dequantize import copy_without_scales, own_scales, write_plain
-from stages.quantize.materialize import copy_checkpoint, source_dtype, write_dequantized
+from stages.quantize.materialize import (
+    copy_checkpoint,
+    copy_without_scales,
+    own_scales,
+    source_dtype,
+    write_dequantized,
+    write_plain,
+)
 from stages.quantize.recipe import weight_recipe
 from stages.quantize.scales import EXTREMES_FILE, read_extremes, static_scales, write_extremes
 

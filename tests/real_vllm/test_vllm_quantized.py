@@ -16,7 +16,7 @@ from stages.checkpoints import load_causal_lm
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.model import round_inputs
-from stages.quantize.dequantize import write_plain
+from stages.quantize.materialize import write_plain
 
 FIRST = 60
 

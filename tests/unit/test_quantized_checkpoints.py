@@ -19,8 +19,8 @@ from pipeline.core.kv import Side
 from stages.checkpoints import expected_tensors, load_causal_lm
 from stages.engines.oracle.model import round_inputs
 from stages.engines.trtllm.library import refuse
-from stages.quantize.dequantize import copy_without_scales, own_scales, write_plain
 from stages.quantize.export import as_given
+from stages.quantize.materialize import copy_without_scales, own_scales, write_plain
 
 TITLES = {
     "W8A8 INT8": ("compressed-tensors int-quantized", "int8_token"),
