@@ -164,15 +164,19 @@ def sparse(size: int) -> Callable[[Path], None]:
     return make
 
 
-def text(name: str, content: str | bytes) -> Prepare:
-    """Make a file of the directory."""
+def place(name: str, make: Callable[[Path], object]) -> Prepare:
+    """Make something at a path below the directory."""
 
     def prepare(directory: Path) -> None:
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        make(directory / name)
 
     return prepare
+
+
+def text(name: str, content: str | bytes) -> Prepare:
+    """Make a file of the directory."""
+    return place(name, lambda path: path.write_bytes(content.encode() if isinstance(content, str) else content))
 
 
 def both(*parts: Prepare) -> Prepare:

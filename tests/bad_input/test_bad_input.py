@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from amount import STRIDE
 
+from bad_input import configuration, models, work
 from bad_input.case import Case, Commands, broken_promises
-from bad_input.tables import CASES
+
+CASES = [*configuration.CASES, *models.CASES, *work.CASES]
 
 
 @pytest.mark.every

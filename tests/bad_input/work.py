@@ -2,25 +2,14 @@
 
 import json
 import struct
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from bad_input.case import Case
-from bad_input.makers import Prepare, both, checkpoint, fifo, sparse, text, with_config, with_file, with_weights
+from bad_input.makers import Prepare, both, checkpoint, fifo, place, sparse, text, with_config, with_file, with_weights
 
 NESTED = "[" * 100_000 + "]" * 100_000
-
-
-def place(name: str, make: Callable[[Path], object]) -> Prepare:
-    """Make something at a path below the directory."""
-
-    def prepare(directory: Path) -> None:
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        make(directory / name)
-
-    return prepare
 
 
 def read_only(path: Path) -> None:

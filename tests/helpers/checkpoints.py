@@ -1,9 +1,6 @@
-"""Random models as checkpoints, and a config.json by itself."""
+"""A config.json by itself."""
 
-from pathlib import Path
 from typing import Any
-
-from transformers import PreTrainedModel
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -16,8 +13,3 @@ LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128256,
     "max_position_embeddings": 131072,
 }
-
-
-def save_checkpoint(model: PreTrainedModel, directory: Path, max_shard_size: str = "5GB") -> None:
-    """Write config.json and the weights; no tokenizer."""
-    model.save_pretrained(directory, max_shard_size=max_shard_size)

@@ -1,6 +1,5 @@
 """Small GGUF files, written with llama.cpp's own package as its converter would write them."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,18 +158,8 @@ def sentencepiece_metadata() -> dict[str, Any]:
 
 
 def _put(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if value is None or key == "rope_freqs":
-        if value is not None:
-            writer.add_tensor("rope_freqs.weight", np.asarray(value, np.float32))
-        return
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        assert isinstance(value, Sequence)
-        writer.add_array(key, value)
+    if key == "rope_freqs":
+        writer.add_tensor("rope_freqs.weight", np.asarray(value, np.float32))
+    elif value is not None:
+        kind = gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(key, value, gguf.GGUFValueType.UINT32 if kind is gguf.GGUFValueType.INT32 else kind)

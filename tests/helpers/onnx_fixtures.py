@@ -13,7 +13,6 @@ import pytest
 import shipped
 import torch
 from amount import STRIDE
-from checkpoints import save_checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipeline.core.engine import Engine
@@ -102,7 +101,7 @@ BY_NAME = {policy.name: policy for policy in EVERY_POLICY}
 
 def save_model(config: object, path: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     torch.manual_seed(seed)
-    save_checkpoint(AutoModelForCausalLM.from_config(config).to(dtype), path)
+    AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(path)
     (path / "tokenizer.json").write_text("{}")  # required of a checkpoint, and never read here
     return path
 

@@ -68,6 +68,19 @@ def postgres() -> Iterator[str]:
         shutil.rmtree(home, ignore_errors=True)
 
 
+def await_up(address: str, server: subprocess.Popen[bytes], log: Path, seconds: float = 300) -> None:
+    """Wait until a server says that it is well."""
+    deadline = time.monotonic() + seconds
+    while True:
+        assert server.poll() is None, log.read_text(errors="replace")[-2000:]
+        assert time.monotonic() < deadline, log.read_text(errors="replace")[-2000:]
+        try:
+            urllib.request.urlopen(f"{address}/health", timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.2)
+
+
 @contextmanager
 def mlflow_server(database: str, artifacts: Path) -> Iterator[str]:
     """The address of MLflow's server on a database."""
@@ -79,15 +92,7 @@ def mlflow_server(database: str, artifacts: Path) -> Iterator[str]:
         server = subprocess.Popen(command, stdout=stream, stderr=stream, env=environment, start_new_session=True)
     try:
         address = f"http://127.0.0.1:{port}"
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=5).close()
-                break
-            except OSError:
-                assert server.poll() is None, log.read_text()
-                time.sleep(0.2)
-        else:
-            raise AssertionError(log.read_text())
+        await_up(address, server, log)
         yield address
     finally:
         server.terminate()

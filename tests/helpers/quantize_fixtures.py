@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from checkpoints import save_checkpoint
+from family_models import family_model
 from shipped import SHIPPED
 
 from pipeline.checkpoint.description import inspect_checkpoint
@@ -53,22 +53,11 @@ def rotations(policy: KVPolicy) -> set[Rotation]:
     return {form.rotation for _, form in policy.formats if form.scale == "calibrated"}
 
 
-def random_checkpoint(name: str, tokenizer_from: Path, directory: Path) -> Path:
-    """Save a two-layer model of family `name` with random bfloat16 weights and the tokenizer of `tokenizer_from`."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=json.loads((tokenizer_from / "config.json").read_text())["vocab_size"],
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        **({"head_dim": 64} if name != "Qwen2" else {}),
-        **({"sliding_window": None} if name == "Mistral" else {}),
-    )
-    save_checkpoint(getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16), directory)
+def random_checkpoint(family: str, tokenizer_from: Path, directory: Path) -> Path:
+    """Save a two-layer model of a family with random bfloat16 weights and the tokenizer of `tokenizer_from`."""
+    plain = {"num_hidden_layers": 2, "rope_scaling": None, "sliding_window": None, "use_sliding_window": False}
+    vocabulary = json.loads((tokenizer_from / "config.json").read_text())["vocab_size"]
+    family_model(family, vocab_size=vocabulary, **plain).to(torch.bfloat16).save_pretrained(directory)
     for file in tokenizer_from.glob("*token*.json"):
         (directory / file.name).write_bytes(file.read_bytes())
     return directory

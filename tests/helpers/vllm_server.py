@@ -3,16 +3,11 @@
 import os
 import signal
 import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from postgres import free_port
-
-START_SECONDS = 300
+from postgres import await_up, free_port
 
 
 @contextmanager
@@ -35,22 +30,9 @@ def vllm_server(python: str, checkpoint: Path, log: Path, *arguments: str) -> It
             command, stdout=output, stderr=output, env={**inherited, **quiet, **alone}, start_new_session=True
         )  # fmt: skip
     try:
-        _await(process, f"http://127.0.0.1:{port}", log)
+        await_up(f"http://127.0.0.1:{port}", process, log)
         yield f"http://127.0.0.1:{port}", process
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _await(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        assert process.poll() is None, log.read_text(errors="replace")[-2000:]
-        assert time.monotonic() < deadline, log.read_text(errors="replace")[-2000:]
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
-                if answer.status == 200:
-                    return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)

@@ -6,8 +6,7 @@ import shlex
 import shutil
 from pathlib import Path
 
-from main_path import FEW, SECRETS, Swept, summary
-from warm import command
+from main_path import FEW, SECRETS, Swept, command, summary
 
 from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.artifacts.sbom import SBOM_FILE

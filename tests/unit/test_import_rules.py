@@ -177,14 +177,6 @@ def test_the_arithmetics_of_formats_are_imported_by_stages_alone_and_the_two_do_
             assert not used or not name.startswith(("pipeline", "plugins")), name
 
 
-def test_plugins_stand_alone() -> None:
-    assert not [name for name in MODULES if name.startswith("plugins") and _imports_package(name, "pipeline", "stages")]
-
-
-def _imports_package(module: str, *packages: str) -> bool:
-    return any(name.split(".")[0] in packages for name in imported_names(MODULES[module]))
-
-
 @pytest.mark.parametrize(
     "library", ["modelopt", "mlflow", "onnxruntime", "tensorrt_llm", "tensorrt_rtx", "gguf", "cryptography"]
 )
