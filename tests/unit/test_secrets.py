@@ -134,7 +134,10 @@ def test_a_traceback_and_a_table_show_no_secret(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("planted")
-def test_an_interpreter_of_its_own_sees_no_secret(tmp_path: Path) -> None:
+def test_an_interpreter_of_its_own_sees_no_secret_and_nothing_of_a_cloud(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "staging")
     script = tmp_path / "worker.py"
     script.write_text(f"import os\nopen({str(tmp_path / 'seen')!r}, 'w').write(str(dict(os.environ)))\ninput()\n")
 
@@ -142,6 +145,7 @@ def test_an_interpreter_of_its_own_sees_no_secret(tmp_path: Path) -> None:
         pass
     seen = (tmp_path / "seen").read_text()
     assert "OMP_NUM_THREADS" in seen
+    assert "AWS_" not in seen
     assert shown(seen) == []
 
 
