@@ -46,7 +46,7 @@ def logits(policy: KVPolicy, config: LlamaCppConfig, work: Path, chunks: Sequenc
         layers = inspect_checkpoint(work / "checkpoint").shape.layers
         scales.write_text(KVScales(layers=tuple({} for _ in range(layers))).model_dump_json())
         gguf = locate_checkpoint(MODEL)
-        build_bundle(work / "checkpoint", gguf, bundle, config, policy=policy, scales=scales, progress=no_progress)
+        build_bundle(work / "checkpoint", bundle, config, gguf=gguf, policy=policy, scales=scales, progress=no_progress)
     engine = LlamaCppEngine(bundle, config)
     rows = engine.forced_together([(chunk, CHUNK // 2) for chunk in chunks])
     engine.close()

@@ -7,6 +7,7 @@ cheap: methods import the libraries that they need themselves. One that builds n
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -146,7 +147,7 @@ FLOAT16_WEIGHTS = "float32, attention weights in float16"
 
 class Backend(Loader):
     build_module: ClassVar[str]
-    """Module that builds bundles: its source, with all that it can import, is part of a bundle's key."""
+    """Module whose `build_bundle` builds bundles: its source, with all that it can import, is part of a bundle's key."""
 
     @property
     def compute_dtype(self) -> str | None:
@@ -169,13 +170,18 @@ class Backend(Loader):
         """Return what decides a bundle's bytes besides its policy, source, code and libraries, as JSON."""
         return {}
 
-    @abstractmethod
+    def build_arguments(self) -> dict[str, Any]:
+        """Return what `build_bundle` takes besides the arguments of `build`."""
+        return {}
+
     def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
         """Fill the empty directory `out` with a bundle; `scales` is a kv_scales.json.
 
         Raises UserError when policy, scales and model do not fit together, or the backend's library refuses them;
         MissingRequirement for something that is not here.
         """
+        build_bundle = import_module(self.build_module).build_bundle
+        build_bundle(source, out, policy=policy, scales=scales, progress=progress, **self.build_arguments())
 
     @abstractmethod
     def load(self, bundle: Path) -> Engine:

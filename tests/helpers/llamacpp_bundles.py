@@ -29,5 +29,6 @@ def make_engine(checkpoint: Path, out: Path, policy: KVPolicy, python: str, **ch
     scales = out.with_suffix(".json")
     scales.write_text(KVScales(layers=tuple({} for _ in range(LAYERS))).model_dump_json(), encoding="utf-8")
     config = config_of(python, **changes)
-    build_bundle(checkpoint, out.with_suffix(".gguf"), out, config, policy=policy, scales=scales, progress=no_progress)
+    gguf = out.with_suffix(".gguf")
+    build_bundle(checkpoint, out, config, gguf=gguf, policy=policy, scales=scales, progress=no_progress)
     return LlamaCppEngine(out, config)

@@ -159,7 +159,7 @@ def test_a_gguf_that_the_release_does_not_read_is_refused_in_a_line(
     scales = q8_q4._bundle / "kv_scales.json"
     with pytest.raises(UserError, match=r"^backend\.python=.*llama-cpp-python 0\.3\.\d+ cannot load .*block_count") as refused:
         build_bundle(
-            tiny_checkpoint, gguf, tmp_path / "out", config_of(llamacpp_python),
-            policy=q8_q4.policy, scales=scales, progress=lambda *_: None,
+            tiny_checkpoint, tmp_path / "out", config_of(llamacpp_python),
+            gguf=gguf, policy=q8_q4.policy, scales=scales, progress=lambda *_: None,
         )  # fmt: skip
     assert "\n" not in str(refused.value)

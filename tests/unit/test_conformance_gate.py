@@ -7,7 +7,6 @@ import pytest
 from gate_reports import every_class, lines, report, verdict
 
 from pipeline.verdict.conformance import ALLOWED, ComparedRequest, Conformance, Deviation, Distance, EngineConformance, allowed
-from pipeline.verdict.report import EvaluationReport
 from pipeline.verdict.tracked import flat_metrics
 
 
@@ -94,9 +93,7 @@ def test_a_candidate_is_allowed_what_its_baseline_makes_usual_up_to_a_limit() ->
     assert allowed([request(kl=None)]) == ALLOWED**2
 
 
-def test_the_record_survives_a_report_and_is_tracked() -> None:
-    whole = report(every_class(), conformance=record(SOUND))
-    assert EvaluationReport.model_validate_json(whole.model_dump_json()) == whole
-    metrics = flat_metrics(whole)
+def test_the_record_is_tracked() -> None:
+    metrics = flat_metrics(report(every_class(), conformance=record(SOUND)))
     assert metrics["conformance/candidate_requests"] == 6
     assert math.isclose(metrics["conformance/candidate_kl_max"], 1e-12)

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from test_gates_distances import at_most
 
 from benchmarks.gate_clusters import HARMLESS, KINDS, Kind, drawn, judged
 from pipeline.statistics.bounds import EVENT_CORRELATION
@@ -11,11 +12,6 @@ from pipeline.statistics.paired import Pairs, effective_pairs, inferiority_p, no
 
 RUNS = 600
 PLAN = [0.1, 0.25, 0.5, 0.75, 1.0]
-
-
-def at_most(rate: float) -> float:
-    """The most that a true rate gives, but for one time in a thousand."""
-    return rate + 3.1 * math.sqrt(rate * (1 - rate) / RUNS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -32,8 +28,8 @@ def test_flips_have_the_rates_and_the_correlation_that_were_asked_for(kind: Kind
 @pytest.mark.parametrize("shares", [[1.0], PLAN])
 def test_documents_whose_flips_correlate_pass_and_fail_wrongly_in_at_most_5_percent(kind: Kind, shares: list[float]) -> None:
     passes, fails = judged(drawn((RUNS, 40, 4), (0.055, 0.005), EVENT_CORRELATION, kind), shares)
-    assert passes <= at_most(0.05)
-    assert fails <= at_most(0.05)
+    assert passes <= at_most(0.05, RUNS)
+    assert fails <= at_most(0.05, RUNS)
 
 
 @pytest.mark.parametrize("shares", [[1.0], PLAN])

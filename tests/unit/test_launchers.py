@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import submitit
+from joblib.externals.loky.process_executor import TerminatedWorkerError
 from refusals import refused
+from submitit.core.utils import FailedJobError, UncompletedJobError
 
 from pipeline.config import compose, launchers, workers
 from pipeline.config.compose import plan
@@ -150,18 +151,6 @@ def test_a_launcher_that_is_not_installed_is_named_with_its_package(
         plan(["kv=fp8,int8", f"hydra/launcher={name}"], multirun=True)
 
 
-class TerminatedWorkerError(RuntimeError):
-    """As joblib's is called."""
-
-
-class UncompletedJobError(RuntimeError):
-    """As submitit's is called."""
-
-
-class FailedJobError(UncompletedJobError):
-    """As submitit's is called."""
-
-
 def test_a_worker_that_died_is_the_machines_doing_and_other_errors_are_not() -> None:
     lost = workers.lost_worker("joblib", TerminatedWorkerError("long text of a library"))
     assert str(lost).startswith("hydra/launcher=joblib: the process of a job died: out of memory, or killed; free some memory")
@@ -184,7 +173,7 @@ def test_what_sbatch_refuses_is_no_worker_that_died() -> None:
 
 
 def test_a_job_that_the_cluster_ended_is_no_defect() -> None:
-    ended = submitit.core.utils.UncompletedJobError("Job not requeued because: timed-out too many times.")
+    ended = UncompletedJobError("Job not requeued because: timed-out too many times.")
     assert exit_code(ended) == 4
     assert (
         "the cluster ended this job (Job not requeued because: timed-out too many times.); raise hydra.launcher.timeout_min"

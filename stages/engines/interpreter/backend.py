@@ -2,7 +2,7 @@
 
 from importlib import import_module
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pipeline.artifacts.backend import Artifacts, Backend, Job, Source
 from pipeline.checkpoint.description import refuse_other_attention
@@ -10,13 +10,12 @@ from pipeline.checkpoint.quantized import SERVED
 from pipeline.core.engine import Engine
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Progress
 from stages.engines.interpreter.config import InterpreterConfig
 from stages.engines.interpreter.process import Program, probe
 
 
 class InterpreterBackend(Backend):
-    """Builds with `build_bundle` of `build_module`, and runs with `load_engine` of `engine_module`: both take the config."""
+    """`build_bundle` of `build_module` and `load_engine` of `engine_module` take the config."""
 
     config: InterpreterConfig
     program: ClassVar[Program]
@@ -53,9 +52,8 @@ class InterpreterBackend(Backend):
         options = self.config.model_dump(mode="json", exclude={"name", *self.running_keys})
         return {**options, "release": probe(self.program, self.config.python).release}
 
-    def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
-        build_bundle = import_module(self.build_module).build_bundle
-        build_bundle(source, out, self.config, policy=policy, scales=scales, progress=progress)
+    def build_arguments(self) -> dict[str, Any]:
+        return {"config": self.config}
 
     def run_parts(self) -> dict[str, object]:
         return {"python": self.config.python, **{key: getattr(self.config, key) for key in self.running_keys}}

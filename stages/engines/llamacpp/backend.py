@@ -1,6 +1,7 @@
 """backend=llamacpp: llama.cpp, by llama-cpp-python in an interpreter of its own."""
 
 from pathlib import Path
+from typing import Any
 
 from pipeline.artifacts.backend import Artifacts, Job, Source
 from pipeline.artifacts.store import Recipe
@@ -67,10 +68,8 @@ class LlamaCppBackend(InterpreterBackend):
         self._gguf = made.path / GGUF
         return Source(base.path, made.digest)
 
-    def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
-        from stages.engines.llamacpp.build import build_bundle
-
-        build_bundle(source, self._gguf, out, self.config, policy=policy, scales=scales, progress=progress)
+    def build_arguments(self) -> dict[str, Any]:
+        return {**super().build_arguments(), "gguf": self._gguf}
 
 
 open_backend = LlamaCppBackend

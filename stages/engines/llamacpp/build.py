@@ -27,7 +27,7 @@ class LlamaCppBundle(ServedBundle):
 
 
 def build_bundle(
-    checkpoint: Path, gguf: Path, out: Path, config: LlamaCppConfig, *, policy: KVPolicy, scales: Path, progress: Progress
+    checkpoint: Path, out: Path, config: LlamaCppConfig, *, gguf: Path, policy: KVPolicy, scales: Path, progress: Progress
 ) -> None:
     """Write a bundle to the empty directory `out`. Raises UserError for a GGUF that the release does not read."""
     interpreter, info, _ = begin_bundle(PROGRAM, config, checkpoint, out, policy, scales, progress)

@@ -51,11 +51,6 @@ class OnnxBackend(Backend):
         decoder = artifacts.make(recipe, fill)
         return Source(decoder.path, decoder.digest)
 
-    def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
-        from stages.engines.onnx.build import build_bundle
-
-        build_bundle(source, out, policy=policy, scales=scales, progress=progress)
-
     def run_parts(self) -> dict[str, object]:
         return {"threads": self.config.threads, "attention": self._attention()}
 

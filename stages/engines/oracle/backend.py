@@ -5,7 +5,6 @@ from pathlib import Path
 from pipeline.artifacts.backend import TORCH, Artifacts, Backend, Job, Source
 from pipeline.core.engine import Engine
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Progress
 from stages.engines.oracle.config import TorchConfig
 
 
@@ -25,11 +24,6 @@ class OracleBackend(Backend):
         """Return the checkpoint with the weights as the engine sees them."""
         weights = artifacts.weights()
         return Source(weights.path / "checkpoint", weights.digest_under("checkpoint"))
-
-    def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
-        from stages.engines.oracle.build import build_bundle
-
-        build_bundle(source, out, policy=policy, scales=scales, progress=progress)
 
     def run_parts(self) -> dict[str, object]:
         return {"threads": self.config.threads, "device": "cpu"}

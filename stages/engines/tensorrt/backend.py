@@ -1,8 +1,6 @@
 """backend=tensorrt_rtx and backend=tensorrt: plans of the ONNX engine's own graphs."""
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from pipeline.checkpoint.exports import holder
 from pipeline.core.engine import Engine
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import FP16_POLICY, KVPolicy
-from pipeline.core.records import Progress
 from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.engines.onnx.refusals import refuse_oracles_own
 from stages.engines.tensorrt.config import PlanConfig, TensorRTRTXConfig
@@ -64,15 +61,8 @@ class PlanBackend(Backend):
         plans = {path.name: path.stat().st_size / 2**20 for path in sorted(bundle.glob("*.plan"))}
         return ["  ".join(f"{name} {size:.1f} MiB" for name, size in plans.items())]
 
-    def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
-        from stages.engines.tensorrt.build import build_bundle
-
-        given = {**self._sizes(), **self._target()}
-        build_bundle(source, out, policy=policy, scales=scales, library=self.library, progress=progress, **given)
-
-    @abstractmethod
-    def _target(self) -> dict[str, Any]:
-        """Return the arguments of build_bundle that say what the plans are for."""
+    def build_arguments(self) -> dict[str, Any]:
+        return {"library": self.library, **self._sizes()}
 
     def _sizes(self) -> dict[str, int]:
         return {"max_batch": self.config.max_batch, "max_tokens": self.config.max_tokens}
@@ -116,8 +106,8 @@ class RTXBackend(PlanBackend):
         versions = {self.library: load(self.library).version}
         return {"library": self.library, **self._sizes(), "targets": self.targets, "versions": versions}
 
-    def _target(self) -> dict[str, Any]:
-        return {"targets": self.targets}
+    def build_arguments(self) -> dict[str, Any]:
+        return {**super().build_arguments(), "targets": self.targets}
 
 
 class TensorRTBackend(PlanBackend):
@@ -150,11 +140,8 @@ class TensorRTBackend(PlanBackend):
         versions = {self.library: load(self.library).version, "triton": triton_version()}
         return {"library": self.library, **self._sizes(), "gpu": first_gpu(), "versions": versions}
 
-    def _target(self) -> dict[str, Any]:
-        from stages.engines.tensorrt.plugin import with_plugin
-
-        gpu = first_gpu()
-        return {"gpu": gpu, "adapt": partial(with_plugin, sm=int(gpu["compute_cap"].replace(".", "")))}
+    def build_arguments(self) -> dict[str, Any]:
+        return {**super().build_arguments(), "gpu": first_gpu()}
 
 
 def built_policies(job: Job) -> list[KVPolicy]:

@@ -11,6 +11,7 @@ gathers all and, of FP8, first widens the whole pool. Layers whose formats the k
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,17 @@ from stages.engines.base import Mode
 from stages.engines.onnx.bundle import ModelInfo
 from stages.engines.onnx.functions import AttentionSpec
 from stages.engines.paged.kernel_layout import KernelLayers, choose_layers
+from stages.engines.tensorrt import build
 from stages.engines.tensorrt.shapes import Limits
 
 PLUGIN_VERSION = "1"
 """Version of every quickly deployable plugin."""
+
+
+def build_bundle(onnx_bundle: Path, out: Path, *, gpu: Mapping[str, str], **given: Any) -> None:
+    """Write a bundle of plans for a GPU, with the plugin in them. Takes what `build_bundle` of build.py takes."""
+    adapt = partial(with_plugin, sm=int(gpu["compute_cap"].replace(".", "")))
+    build.build_bundle(onnx_bundle, out, gpu=gpu, adapt=adapt, **given)
 
 
 def check_gpu(gpu: Mapping[str, str]) -> None:
