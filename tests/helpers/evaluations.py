@@ -38,28 +38,15 @@ def brief_workloads(**changes: Any) -> WorkloadsConfig:
 BRIEF, CHARACTERS = brief_workloads(), CharTokenizer()
 
 
-def measure_baseline(
-    open_engine: Callable[[], Engine],
-    samples: Sequence[Sample],
-    out: Path,
-    *,
-    tokenizer: Any = CHARACTERS,
-    config: WorkloadsConfig = BRIEF,
-    progress: Progress = no_progress,
-    open_twin: Callable[[], Twin] | None = None,
-) -> None:
+def measure_baseline(open_engine: Callable[[], Engine], samples: Sequence[Sample], out: Path, **options: Any) -> None:
     """Measure the baseline on samples that are one round, and a single time."""
-    out.mkdir(parents=True, exist_ok=True)
-    engine, twin = open_engine(), None if open_twin is None else open_twin()
-    encoded = encode(samples, tokenizer, config.max_scored_tokens)
-    measure(Local(engine, config, twin), encoded, tokenizer, out, config=config, progress=progress)
-    once(engine, encoded, tokenizer, out, config=config, progress=progress, twin=twin).write(out)
+    measure_candidate(open_engine, samples, None, out, **options)
 
 
 def measure_candidate(
     open_engine: Callable[[], Engine],
     samples: Sequence[Sample],
-    baseline: Path,
+    baseline: Path | None,
     out: Path,
     *,
     tokenizer: Any = CHARACTERS,

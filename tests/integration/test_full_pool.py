@@ -105,16 +105,14 @@ def recomputed_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
         (recomputed_a_token_late, lambda one: one.preempted),
     ],
 )
-@pytest.mark.parametrize("name", ["fp8", "int4"])
 def test_a_planted_fault_of_a_full_pool_is_refused_and_the_requests_that_it_met_are_named(
     plant: Callable[[pytest.MonkeyPatch], None],
     says: Callable[[Deviation], bool],
-    name: str,
     decoder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name])
+    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["fp8"])
     plant(monkeypatch)
     found = pressure(engine, samples(), REQUESTS, no_progress)
     assert found is not None

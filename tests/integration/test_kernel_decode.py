@@ -64,9 +64,14 @@ RAGGED = [[64, 1, 129], [0, 127], [200, 65, 63], [128, 5], [0, 191, 2]]
 
 
 def matrix() -> list[tuple[str, str, int]]:
-    """Return every value format, with a number that varies the rest; in `make test-long` twice, no pair twice."""
+    """Return every value format twice, no pair twice, with a number that varies the rest.
+
+    `make test` takes the value formats that test_kernel_context.py leaves out there.
+    """
     pairs = [(KEYS[(5 * i + j) % len(KEYS)], value) for j in (0, 3) for i, value in enumerate(VALUES)]
-    return [(key, value, number) for number, (key, value) in enumerate(pairs)][: None if STRIDE == 1 else len(VALUES)]
+    return [(key, value, number) for number, (key, value) in enumerate(pairs)][
+        slice(None) if STRIDE == 1 else slice(1, len(VALUES), 2)
+    ]
 
 
 @pytest.mark.every
