@@ -182,9 +182,7 @@ def test_code_digest_covers_what_a_module_imports_also_inside_functions() -> Non
 @pytest.mark.parametrize("backend", ["llamacpp", "sglang", "trtllm", "vllm"])
 def test_the_digest_of_an_engine_covers_the_scripts_that_its_library_s_interpreter_runs(backend: str) -> None:
     engine = digest.reachable_modules(f"stages.engines.{backend}.engine")
-    scripts = [
-        script for owner in (backend, "interpreter") for script in (ENGINES / owner / "worker").glob("kvgate_*.py")
-    ]
+    scripts = [script for owner in (backend, "interpreter") for script in (ENGINES / owner / "worker").glob("kvgate_*.py")]
     assert len(scripts) >= 3
     assert {script.resolve() for script in scripts} <= {source.resolve() for source in engine.values()}
 
