@@ -31,7 +31,8 @@ Array = npt.NDArray[np.float64]
 SHARES_FOR_PASS = (0.4, 0.9)
 """Mixture of the shares f that are bet on a mean below the limit: sound engines are far below it and vary little."""
 SHARES_OF_WHOLE = (0.5, 1.0)
-"""The same where outliers count whole. One document as bad as the worst that is allowed for leaves only the half."""
+"""The same where outliers count whole. One document as bad as the worst that is allowed for ends the bet of everything; the bet
+of half goes on."""
 SHARES_FOR_FAIL = (0.05, 0.3, 0.9)
 """Those bet on a mean above the limit, where a few documents may have nearly all of it."""
 EVENT_CORRELATION = 0.15

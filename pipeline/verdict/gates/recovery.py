@@ -29,8 +29,8 @@ RECOVERY = "min_recovery"
 ALL = "all"
 ASSUMED = 2 / 3
 """Share of a PASS's level that the bet takes. The rest is for documents that lose more than is assumed of those not seen: where
-one question in eight is broken and the others are perfect, candidates at the limit pass in half as many runs again as the bet
-says (`python -m benchmarks.gate_recovery`)."""
+one question in eight is broken and the others are perfect, candidates at the limit pass one and a half times as often as the
+bet's level says (`python -m benchmarks.gate_recovery`)."""
 _Kept = Annotated[float, Field(gt=0, lt=1), Looser.SMALLER]
 
 
