@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from gate_reports import GATES, lines, report, row
 
-from benchmarks.gate_recovery import RUNS, SOUND, STUDENT, at_limit, passing, shown
+from benchmarks.gate_recovery import RUNS, SOUND, at_limit, passing, shown
 from benchmarks.recovery import load
 from pipeline.statistics.bounds import Array
 from pipeline.verdict.gates.answers import DOUBTFUL
+from pipeline.verdict.gates.recovery import STUDENT
 
 ANSWERS = load()
 LOOKS = (15, 36, 72, 108, 144)
