@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.attention_bench import Candidate, Kernel, Step
 from benchmarks.attention_cases import STORAGES
-from benchmarks.attention_timing import Candidate, Kernel, Step
 from plugins.kv_attention import launch
 from plugins.kv_attention.layout import PAGE_TOKENS
 

@@ -16,8 +16,8 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks.attention_bench import GpuTimer, Step, measured_rows
 from benchmarks.attention_cases import Case, Row
-from benchmarks.attention_timing import GpuTimer, Step, measured_rows
 
 CASES = (Case(32, 8192, 8), Case(32, 2048, 4), Case(8, 8192, 8))
 STORAGES = ("fp8k_int4v", "fp8", "bf16")

@@ -13,8 +13,8 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.attention_bench import GpuTimer, Step, measured_rows
 from benchmarks.attention_cases import STORAGES, Case, Row
-from benchmarks.attention_timing import GpuTimer, Step, measured_rows
 from plugins.kv_attention import reference
 
 CASES = ((Case(1, 8192, 8), 512), (Case(4, 8192, 8), 512), (Case(1, 512, 8), 512), (Case(8, 8192, 8), 4))

@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 
 from benchmarks import attention_cases
+from benchmarks.attention_bench import GpuTimer, copy_rate, gpu, lacks_gpu, run_case
 from benchmarks.attention_cases import BATCHES, GROUPS, RAGGED, TOKENS, Row
-from benchmarks.attention_timing import GpuTimer, copy_rate, gpu, lacks_gpu, run_case
 from benchmarks.recording import log, results_record, write_json
 
 LIBRARIES = ("torch", "triton", "flashinfer-python", "numpy")

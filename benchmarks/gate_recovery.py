@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from benchmarks.recovery import Answers, load
-from pipeline.statistics.bets import OUTLIER
-from pipeline.statistics.bounds import SHARES_OF_WHOLE, Array, log_steps
+from pipeline.statistics.bets import MANY, OUTLIER
+from pipeline.statistics.bounds import SHARES_OF_WHOLE, Array, log_steps, skewed_upper_bound
+from pipeline.statistics.looks import planned_looks
 from pipeline.verdict.gates import Gates
-from pipeline.verdict.gates.recovery import ASSUMED
+from pipeline.verdict.gates.recovery import BET, STUDENT
 
 GATES = Gates()
-LEVEL = ASSUMED * GATES.pass_alpha
 RUNS, SEED = 2000, 20_261_125
 MIXTURES = 10
 """How often each candidate at the limit is made: which questions are broken changes what passes."""
@@ -30,14 +30,17 @@ SOUND = ("int8", "fp8")
 Shapes = Iterator[tuple[str, Array, Array]]
 
 
-def bet(base: Array, kept: Array, limit: float, alpha: float) -> Array:
-    """Return in which runs (runs, pages) the gate's bet shows that recovery is above the limit: a page seen counts whole."""
+def shown(base: Array, kept: Array, limit: float, t_level: float) -> Array:
+    """Return in which runs (runs, pages) the gate shows that recovery is above the limit: a page seen counts whole."""
     mean = base.mean(axis=1, keepdims=True)
     loss, most = base - kept - (1 - limit) * (base - mean), (1 - limit) * mean
     worst = np.maximum(OUTLIER * most, loss.max(axis=1, keepdims=True))
     gains = (most - np.clip(loss, -OUTLIER * most, worst)) / (worst - most)
     logs = [log_steps(gains, share).sum(axis=1) for share in SHARES_OF_WHOLE]
-    return np.asarray(np.logaddexp.reduce(logs) - math.log(len(logs)) >= -math.log(alpha))
+    passes = np.logaddexp.reduce(logs) - math.log(len(logs)) >= -math.log(BET * GATES.pass_alpha)
+    if base.shape[1] >= MANY:
+        passes |= skewed_upper_bound(loss, t_level) <= most[:, 0]
+    return np.asarray(passes)
 
 
 def _mixed(base: Array, kept: Array, broken: Array, limit: float, rng: np.random.Generator, *, pages: bool) -> Array:
@@ -70,7 +73,9 @@ def passing(base: Array, kept: Array, limit: float, looks: Sequence[int], rng: n
     """Return the share of runs that pass at any look, each after so many pages."""
     drawn = rng.integers(len(base), size=(RUNS, looks[-1]))
     before, after = base.mean(axis=1)[drawn], kept.mean(axis=1)[drawn]
-    passed = [bet(before[:, :pages], after[:, :pages], limit, LEVEL) for pages in looks]
+    planned = planned_looks([pages / looks[-1] for pages in looks], len(looks))
+    levels = [look.pass_level(STUDENT * GATES.pass_alpha) for look in planned]
+    passed = [shown(before[:, :pages], after[:, :pages], limit, level) for pages, level in zip(looks, levels, strict=True)]
     return float(np.logical_or.reduce(passed).mean())
 
 

@@ -1,5 +1,7 @@
 """`dry=true`: what each job of a command line would make or reuse, and what it would fail on. Nothing is written.
 
+The chain of artifacts runs over a store that makes nothing: what is there is found, what is not is stood in for (`StandIn`).
+
 The key of an artifact holds the digests of its inputs, which nobody knows before the inputs are made. A stand-in's digests are
 words in their place, the same words wherever the same recipe is met again: the second job of a sweep reuses artifacts of the
 first one.

@@ -32,16 +32,15 @@ class Kvgate(Peer):
     @classmethod
     def prepare(cls, setting: Setting) -> None:
         from benchmarks import benchlib
-        from benchmarks.benchlib import cached_states, kv_scales
 
         # Built of this checkout's code in every run.
         shutil.rmtree(setting.models, ignore_errors=True)
         setting.models.mkdir(parents=True)
         model = benchlib.load_model(setting.checkpoint)
-        states = cached_states(model, [setting.calibration])
+        states = benchlib.cached_states(model, [setting.calibration])
         for name in cls.formats:
             policy = benchlib.load_policy(name)
-            benchlib.make_bundle(policy, kv_scales(policy, states), setting.models, setting.checkpoint)
+            benchlib.make_bundle(policy, benchlib.kv_scales(policy, states), setting.models, setting.checkpoint)
 
     def prefill(self, tokens: Sequence[int]) -> Logits:
         self.engine.release(self.handles)

@@ -98,7 +98,10 @@ def _first_party_imports(path: Path) -> set[str]:
 
 
 def reachable_modules(entry: str) -> dict[str, Path]:
-    """Return every module of ours that `entry` can import, directly or not, by reading import statements."""
+    """Return every module of ours that `entry` can import, directly or not, by reading import statements.
+
+    Scripts that a library's own interpreter runs for one of them are among these.
+    """
     modules: dict[str, Path] = {}
     todo = [entry]
     while todo:
@@ -108,7 +111,9 @@ def reachable_modules(entry: str) -> dict[str, Path]:
             continue
         modules[name] = source
         parents = {name.rsplit(".", 1)[0]} if "." in name else set()
-        todo += sorted(_first_party_imports(source) | parents)
+        # Nothing imports the scripts that another interpreter runs: they lie in a package `worker`.
+        scripts = {f"{name}.{path.stem}" for path in source.parent.glob("kvgate_*.py")} if name.endswith(".worker") else set()
+        todo += sorted(_first_party_imports(source) | parents | scripts)
     return modules
 
 

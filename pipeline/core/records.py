@@ -85,7 +85,7 @@ class StoredCopy:
     """One copy of consecutive tokens of one side of one layer, as it lies in an engine's memory.
 
     H KV heads, n tokens, W bytes and g scales of a token. The order of codes within a byte is that of
-    `stages.engines.paged.layout.PACKED`.
+    `pipeline.formats.spec.PACKED`.
     """
 
     first: int

@@ -1,4 +1,5 @@
-"""Every number format, by the name that a configuration gives it, and those that have the arithmetic of their kind."""
+"""Every number format by the name that a configuration gives it. Formats with the arithmetic of their kind are written here,
+the others in their folders."""
 
 from pipeline.formats.ggml.spec import TYPES as GGML
 from pipeline.formats.nvfp4.spec import NVFP4

@@ -1,7 +1,8 @@
 """Promotion decides which engine serves: it chooses a candidate, verifies its evidence again and moves aliases.
 
 The aliases are `candidate` (the version that was registered last, unless it failed), `champion` (the one that serves) and
-`previous` (the one that the champion replaced). This module does not know MLflow; `pipeline.registry.mlflow_store`
+`previous` (the one that the champion replaced). A promotion asks of a candidate that its evidence is replayed, its gates decide
+again, and the registry cites the same (`verify`). This module does not know MLflow; `pipeline.registry.mlflow_store`
 implements `Registry`.
 
 A move is decided by one record of the log (`pipeline.trust.movelog`), which the aliases follow. A rollback makes `previous`

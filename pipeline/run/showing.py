@@ -48,7 +48,7 @@ def _store_of(config: Config, candidates: Sequence[Candidate]) -> "MlflowStore |
 def show(config: Config, candidates: Sequence[Candidate], *, sweep: str, **occasion: Any) -> None:
     """Write the page about candidates and attach it to their runs.
 
-    It decides nothing, and a failure is a warning. `occasion` are fields of `stages.report.Occasion`.
+    It decides nothing, and a failure is a warning. `occasion` are fields of `stages.report.exhibit.Occasion`.
     """
     with warned(f"{PAGE} is not complete"), required_libraries(), TemporaryDirectory() as scratch:
         from stages.report.exhibit import Occasion

@@ -16,6 +16,9 @@ OUTLIER = 3.0
 ruined, whatever its KL: how many are has a gate of its own. No mean of so heavy tails can be bounded otherwise. With 4, 15
 documents would not show that a top-10 overlap as good as that of FP8 is within its limit."""
 
+MANY = 36
+"""Documents from which on Student's t of skewed values is trusted: fewer may not show what makes them skewed."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -57,8 +60,11 @@ class Mean:
         raw = np.maximum(self.values, self.best)
         return bounds.log_wealth_above(raw, self.limit, self.best) >= -math.log(level)
 
-    def test(self, fail_level: float, pass_level: float) -> Result:
-        """Return FAIL where the mean is clearly above the limit, PASS where it is clearly below with outliers cut."""
+    def test(self, fail_level: float, pass_level: float, t_level: float = 0.0) -> Result:
+        """Return FAIL where the mean is clearly above the limit, PASS where it is clearly below with outliers cut.
+
+        With a `t_level`, MANY documents also PASS where Student's t shows at that level what the bet leaves open.
+        """
         if not np.isfinite(self.values).all():
             return Result("FAIL", math.nan, math.nan, fail_level)
         if self.fails(fail_level):
@@ -67,9 +73,12 @@ class Mean:
         cut = np.clip(self.values, self.best, self.worst)
         passes = bounds.log_wealth_below(cut, self.limit, self.worst, self.shares) >= -math.log(pass_level)
         bound = bounds.upper_bound(cut, pass_level, self.worst, self.shares)
-        return Result("PASS" if passes else None, float(cut.mean()), bound, pass_level)
+        if t_level and not passes and len(cut) >= MANY:
+            by_t = float(bounds.skewed_upper_bound(self.values, t_level))
+            passes, bound = by_t <= self.limit, min(bound, by_t)
+        return Result("PASS" if passes else None, float(cut.mean()), bound, pass_level + t_level)
 
-    def needed(self, level: float, power: float, most: int) -> int:
+    def needed(self, level: float, power: float, most: int, t_level: float = 0.0) -> int:
         """Return about how many documents like these decide with `power`, `most` where more would not either."""
         cut = np.clip(self.values, self.best, self.worst)
         below = bounds.gains(self.limit - cut, self.worst - self.limit)
@@ -79,6 +88,8 @@ class Mean:
             for won, shares in ((below, self.shares), (above, bounds.SHARES_FOR_FAIL))
             for share in shares
         ]
+        if t_level:
+            counts.append(max(MANY, math.ceil(min(most, bounds.documents_for_t(self.values, self.limit, t_level, power)))))
         return int(min(most, *counts))
 
 

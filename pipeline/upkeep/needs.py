@@ -1,5 +1,7 @@
 """What of a store is needed, and by whom: by engines that serve or may serve again, and by the candidates of the last sweeps.
 
+`walk` lists what lies in a store: artifacts and unfinished work, with their bytes. Artifacts share files by hard links.
+
 A need is held against the identity that a version or a candidate cites. The identity names every artifact of its chain:
 
 | who | what stays of the chain |

@@ -4,7 +4,7 @@ Kernels compute addresses from shapes, and the append writes there, so every ten
 launch. The checks look at shapes, types, strides and addresses only, never at contents, so that a CUDA graph can capture them.
 
 Shapes: L layers, B sequences, H KV heads, Hq query heads, D head_dim, N pages, M exact buffers, P columns of the page table,
-W programs over the pages of a KV head, Y all its programs, R parts, E exact slots, X new tokens of all sequences, S splits.
+K programs over the pages of a KV head, Y all its programs, R parts, E exact slots, X new tokens of all sequences, S splits.
 """
 
 import functools
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
 
 
 def choose_programs(batch: int, kv_heads: int, max_pages: int, sm_count: int, resident: int) -> int:
-    """Return W, as many programs over the pages of a KV head as run at once for all heads.
+    """Return K, as many programs over the pages of a KV head as run at once for all heads.
 
     The number is rounded down, because a few programs more than run at once would double the time. It depends on shapes only,
     so that a CUDA graph can capture the launch. `resident`: programs that one SM runs at once.
@@ -296,7 +296,7 @@ def context_partials(
         query: (X, Hq, D) float32, float16 or bfloat16, the new tokens of one sequence after another.
         key_new: (X, H, D), keys of the new tokens, of the query's type.
         value_new: (X, H, D), values of the new tokens, of the query's type.
-        cache: As in launch.decode_partials.
+        cache: As in decode_partials.
         page_table: (B, P) int32.
         lengths: (B) int32, tokens before the new ones.
         query_starts: (B + 1) int32, ascending from 0: the first new token of each sequence, and X. None: each has X / B.

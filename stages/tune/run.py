@@ -47,6 +47,7 @@ MARGINS = (0.9, 0.5)
 """What share of a uniform policy's KL a policy that is to beat it may have where it is checked: elsewhere it may have more."""
 
 Unit = tuple[Place, ...]
+"""What gets a format of its own: a layer's keys, its values, or both."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class Option:
 
 
 def fewest_bytes(units: Sequence[Sequence[Option]], budget: float) -> tuple[int, ...] | None:
-    """Return the number of every unit's option, None when no choice stays within the budget."""
+    """Return the number of every unit's option, so that the bytes are fewest and the sum of KL stays within `budget`; None
+    where no choice does."""
     owner = np.array([number for number, options in enumerate(units) for _ in options])
     flat = [option for options in units for option in options]
     kl = np.array([option.kl / budget for option in flat])

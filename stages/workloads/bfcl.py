@@ -1,9 +1,9 @@
 """Function calling from BFCL v4, the Berkeley Function Calling Leaderboard: its data, its prompt, its checker.
 
 All three are read from the distribution bfcl-eval, which must be installed without the dozens of libraries that it declares:
-they drive hosted models. Nothing of a data set and nothing that a model answers is executed: the package's own reader of calls,
-`[f(x=1), g(y="a")]`, runs `eval` on the arithmetic in a model's text, which is code from the outside. The reader here reads the
-same calls from the syntax tree: it computes `+ - * /` between written numbers and knows no other operator.
+they drive hosted models. Nothing of a data set and nothing that a model answers is executed. The package's own reader of calls,
+`[f(x=1), g(y="a")]`, would run `eval` on the arithmetic in a model's text, which is code from the outside; the reader here
+reads the same calls from the syntax tree: it computes `+ - * /` between written numbers and knows no other operator.
 
 Source: https://github.com/ShishirPatil/gorilla/tree/main/berkeley-function-call-leaderboard (Apache-2.0)
 """

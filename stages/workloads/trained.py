@@ -1,4 +1,4 @@
-"""The workloads that the tiny model was trained on, five: prose, retrieval, tool calls, copies and dialogues.
+"""The five workloads that the tiny model was trained on: prose, retrieval, tool calls, copies and dialogues.
 
 **Prose**: small generated stories in which names, places and things recur.
 **Retrieval**: many similar records, and a question about one field of one of them. Records are written flat, one field per line

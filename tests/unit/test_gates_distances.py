@@ -7,6 +7,7 @@ import pytest
 from gate_reports import GATES, lines, report, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.special import stdtrit
 
 from benchmarks.gate_distances import SOUND, betting, scaled
 from benchmarks.gate_shapes import load
@@ -145,6 +146,17 @@ def test_bounds_lie_on_their_sides_and_the_order_of_documents_decides_nothing(va
     upper, lower = bounds.upper_bound(x, 0.05, 1.0), bounds.lower_bound(x, 0.05, 0.0)
     assert lower <= x.mean() <= upper
     assert bounds.upper_bound(x[::-1], 0.05, 1.0) == pytest.approx(upper, abs=1e-3)
+
+
+def test_student_s_t_allows_for_skewed_values_and_is_plain_where_there_is_no_skew() -> None:
+    even = np.array([-1.0, 1.0] * 20)
+    plain = float(even.std(ddof=1)) / math.sqrt(40) * float(-stdtrit(39, 0.01))
+    assert bounds.skewed_upper_bound(even, 0.01) == pytest.approx(plain)
+    losses = np.random.default_rng(0).exponential(size=(4000, 40))
+    wrong = (bounds.skewed_upper_bound(losses, 0.01) < 1).mean()
+    means, errors = losses.mean(axis=1), losses.std(axis=1, ddof=1) / math.sqrt(40)
+    assert wrong < 0.02 < (means - stdtrit(39, 0.01) * errors < 1).mean()
+    assert bounds.skewed_upper_bound(np.full(40, 0.3), 0.01) == pytest.approx(0.3)
 
 
 def test_the_slopes_error_is_that_of_documents() -> None:

@@ -4,7 +4,20 @@ import math
 
 import numpy as np
 import pytest
-from gate_reports import CANARY_ROWS, CLASSES, GATES, answered, every_class, gates, in_rounds, prose, report, row, verdict
+from gate_reports import (
+    CANARY_ROWS,
+    CLASSES,
+    GATES,
+    answered,
+    every_class,
+    gates,
+    in_rounds,
+    lines,
+    prose,
+    report,
+    row,
+    verdict,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -49,9 +62,13 @@ def flipping(workload: str, count: int, lost: set[int]) -> list[SampleRow]:
     return [row(workload, i, after=i not in lost) for i in range(count)]
 
 
-def keeping(share: float, rows: list[SampleRow]) -> list[SampleRow]:
-    """The rows, of whose probability of right answers the candidate keeps a share."""
-    return [r.model_copy(update={"candidate_probability": share * (r.baseline_probability or 0.0)}) for r in rows]
+def keeping(share: float, rows: list[SampleRow], spread: float = 0.0) -> list[SampleRow]:
+    """The rows, of whose probability of right answers the candidate keeps a share, `spread` more and less by turns."""
+    shares = [share + (-spread if i % 2 else spread) for i in range(len(rows))]
+    return [
+        r.model_copy(update={"candidate_probability": kept * (r.baseline_probability or 0.0)})
+        for kept, r in zip(shares, rows, strict=True)
+    ]
 
 
 def crossing_probability(shares: tuple[float, ...], levels: tuple[float, ...]) -> float:
@@ -150,9 +167,18 @@ def test_what_failed_at_an_earlier_look_has_failed_whatever_came_later() -> None
 
 
 def test_a_plan_that_is_used_up_without_a_decision_is_inconclusive_and_final() -> None:
-    rows = keeping(0.953, answered("copy", 120))
+    rows = keeping(0.953, answered("copy", 120), spread=0.1)
     assert stops(rows) == ("INCONCLUSIVE", 5)
     assert up_to(rows, 5).samples_needed["copy"] > 120
+
+
+@pytest.mark.parametrize(
+    ("documents", "spread", "status"), [(36, 0.015, "PASS"), (35, 0.015, "INCONCLUSIVE"), (36, 0.1, "INCONCLUSIVE")]
+)
+def test_many_documents_show_by_student_s_t_what_a_bet_leaves_open(documents: int, spread: float, status: str) -> None:
+    (check,) = lines("min_recovery", report(rows := keeping(0.96, answered("copy", documents), spread)), rows)[:1]
+    assert check.status == status
+    assert (check.bound or 0.0) < 0.96
 
 
 @pytest.mark.parametrize("doubled", [False, True])
@@ -218,7 +244,7 @@ def test_following_the_advice_spends_what_the_first_evaluation_left() -> None:
     attempts = [gates(attempt=number).pass_alpha for number in range(1, 21)]
     assert sum(attempts) <= GATES.alpha
     assert attempts[0] == pytest.approx(0.9 * GATES.alpha)
-    text = verdict(keeping(0.953, answered("copy", 120))).reasons[0]
+    text = verdict(keeping(0.953, answered("copy", 120), spread=0.1)).reasons[0]
     assert text.endswith("samples would decide with gates.attempt=2")
 
 

@@ -63,7 +63,9 @@ def test_without_a_corrupted_server_the_canary_is_open_and_with_a_blind_one_it_f
 
 @pytest.mark.parametrize(("kept", "final"), [(1.0, True), (0.953, False)])
 def test_no_round_is_run_for_what_no_round_would_show(kept: float, final: bool) -> None:
-    rows = [r.model_copy(update={"candidate_probability": 0.25 * kept}) for r in answered("copy", 120)]
+    shares = [kept + (0.1 if i % 2 else -0.1) * (kept < 1) for i in range(120)]
+    found = zip(shares, answered("copy", 120), strict=True)
+    rows = [r.model_copy(update={"candidate_probability": 0.25 * share}) for share, r in found]
     judged = report(rows, served=served(canary_url=None), canary=Canary(factor=None, rows=[]), planned_rounds=[0.95, 1.0])
     assert is_final(decide(judged, rows, GATES), judged, GATES) is final
 

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+import stages
 from pipeline.artifacts import digest
 from pipeline.artifacts.files import STORE_FILE
 from pipeline.artifacts.locks import locked_at_once
 from pipeline.artifacts.store import MANIFEST, Recipe, Store
 from pipeline.core.errors import MissingRequirement, UserError
+
+ENGINES = Path(stages.__file__).parent / "engines"
 
 
 def recipe(**config: object) -> Recipe:
@@ -174,6 +177,14 @@ def test_code_digest_covers_what_a_module_imports_also_inside_functions() -> Non
     modules = digest.reachable_modules("stages.quantize.run")
     assert {"stages", "stages.quantize.run", "stages.quantize.modelopt_adapter", "pipeline.core.kv"} <= set(modules)
     assert "pipeline.artifacts.store" not in digest.reachable_modules("pipeline.core.kv")
+
+
+@pytest.mark.parametrize("backend", ["llamacpp", "sglang", "trtllm", "vllm"])
+def test_the_digest_of_an_engine_covers_the_scripts_that_its_library_s_interpreter_runs(backend: str) -> None:
+    engine = digest.reachable_modules(f"stages.engines.{backend}.engine")
+    scripts = [script for owner in (backend, "interpreter") for script in (ENGINES / owner / "worker").glob("kvgate_*.py")]
+    assert len(scripts) >= 3
+    assert {script.resolve() for script in scripts} <= {source.resolve() for source in engine.values()}
 
 
 def test_nan_has_no_digest() -> None:

@@ -3,7 +3,7 @@
 Forced decode gives the probability of a question's right answer under both engines, and recovery is the sum of the candidate's
 over the sum of the baseline's. A PASS needs it: one number a question says more than whether a greedy answer flipped (Miller
 2024, arXiv 2411.00640). Documents are what is tested, by a bet (`pipeline.statistics.bounds`): a document that was seen counts
-whole, one that was not is taken to lose at most OUTLIER times the limit.
+whole, one that was not is taken to lose at most OUTLIER times the limit. Of many documents Student's t shows more.
 
 `python -m benchmarks.gate_recovery` shows how often the bet passes wrongly on rows that were measured.
 """
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 RECOVERY = "min_recovery"
 ALL = "all"
-ASSUMED = 2 / 3
-"""Share of a PASS's level that the bet takes. The rest is for documents that lose more than is assumed of those not seen: where
-one question in eight is broken and the others are perfect, candidates at the limit pass in half as many runs again as the bet
+BET, STUDENT = 0.4, 1 / 15
+"""Shares of a PASS's level that the bet takes, and Student's t over all looks. The rest is for what the bet assumes: where one
+question in eight is broken and the others are perfect, candidates at the limit pass more than twice as often as the bet's level
 says (`python -m benchmarks.gate_recovery`)."""
 _Kept = Annotated[float, Field(gt=0, lt=1), Looser.SMALLER]
 
@@ -122,11 +122,11 @@ def _needed(evidence: Evidence, limits: Limits, still_open: Collection[str]) -> 
     kinds = _kinds(evidence, limits) if still_open else []
     if not kinds or not kinds[0].baseline >= limits.min_baseline_probability:
         return {}
-    level, times = ASSUMED * limits.next_attempt.pass_alpha, dict.fromkeys((kind.place for kind in kinds), 1.0)
+    level, times = limits.next_attempt.pass_alpha, dict.fromkeys((kind.place for kind in kinds), 1.0)
     for kind in kinds:
         if kind.baseline >= limits.min_baseline_probability:
             seen = len(kind.loss.values)
-            more = kind.loss.needed(level, limits.power, MOST_SAMPLES)
+            more = kind.loss.needed(BET * level, limits.power, MOST_SAMPLES, STUDENT * level)
             times[kind.place] = max(limits.min_samples, seen + (kind.place in still_open), more) / seen
     counts = {kind.place: len(kind.rows) for kind in kinds if kind.place != ALL}
     needed = {name: math.ceil(count * max(times[ALL], times[name])) for name, count in counts.items()}
@@ -144,5 +144,6 @@ def _needed(evidence: Evidence, limits: Limits, still_open: Collection[str]) -> 
 def recovery(evidence: Evidence, limits: Limits) -> Iterator[Check]:
     """Test all questions together and each kind of work. A wrong FAIL of any has `gates.alpha` (Bonferroni)."""
     kinds = _kinds(evidence, limits)
+    levels = BET * limits.pass_alpha, evidence.look.pass_level(STUDENT * limits.pass_alpha)
     for kind in kinds:
-        yield kind.check(limits, kind.loss.test(limits.alpha / len(kinds), ASSUMED * limits.pass_alpha))
+        yield kind.check(limits, kind.loss.test(limits.alpha / len(kinds), *levels))

@@ -2,8 +2,8 @@
 
 Shapes: B sequences, H KV heads, G query heads of each, Hq = H * G, D head_dim, N = max(8, G rounded up to a power of two)
 columns, T tokens of a tile, which is a page of 64 or a half or a quarter of one, W stored elements of a value row, C channels
-of a chunk of it, E exact slots, W programs of a KV head that run at once, Y = W programs and with exact tokens one more of each
-sequence, R parts, which are what programs compute of a sequence each.
+of a chunk of it, E exact slots, K programs of a KV head that run at once, Y = K, with exact tokens one more of each sequence,
+R parts, which are what programs compute of a sequence each.
 
 The work list is made on the GPU from the real lengths. The pages of all sequences, one after the other, are cut into shares of
 equal length, one a program. A share may end within a sequence and begin the next one. Every sequence counts a page at least, so
@@ -56,12 +56,12 @@ def plan_work(
     lengths, batch, programs, work, sequences,
     SINK: tl.constexpr, RECENT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the work list. Grid (ceil(W / ROWS)).
+    """Write the work list. Grid (ceil(K / ROWS)).
 
     Args:
         lengths: (B) int32, tokens before the current one.
         batch: B.
-        programs: W.
+        programs: K.
         work: Output (Y, 5) int32, a row of each program: its first sequence, the one after its last, its first page, the one
             after its last, and the number of its first part. Where there is no work, the second is below the first. With
             exact tokens, first come rows for those of each sequence, whose second is the first, with pages from 0 to 0.

@@ -18,9 +18,10 @@ from plugins.kv_attention.layout import CacheLayout
 from stages.engines.base import Logits, not_finite
 from stages.engines.cuda.cache import KernelCache
 from stages.engines.oracle.model import head, hidden_states, refuse_options
-from stages.engines.paged.pool import append_rows
+from stages.engines.paged.sequences import PagedSequence
 from stages.engines.staging import StagedInputs, StepResults
 
+Indices = npt.NDArray[np.int64]
 ATTENTION = "kvgate_kernels"
 
 WARM_UP = 2
@@ -178,7 +179,7 @@ class PrefillPass:
             begin = int(arrays["starts"][b])
             rows = slice(begin, begin + len(chunk))
             arrays["ids"][rows] = chunk
-            arrays["positions"][rows], arrays["pages"][rows, 0], arrays["row_slots"][rows] = append_rows(
+            arrays["positions"][rows], arrays["pages"][rows, 0], arrays["row_slots"][rows] = _append_rows(
                 sequence, len(chunk), cache.recent_tokens
             )
             arrays["starts"][b + 1], arrays["last"][b] = rows.stop, rows.stop - 1
@@ -228,6 +229,19 @@ class PrefillPass:
             scaling=scaling,
             exact_slots=tensors["exact_slots"],
         )[None]
+
+
+def _append_rows(row: PagedSequence, tokens: int, recent_tokens: int) -> tuple[Indices, Indices, Indices]:
+    """Positions of a sequence's next tokens, the page of each, and its row slot, as the kernels' append takes them.
+
+    Several tokens of a chunk may share a slot of the ring, in which the last one must stay. So only the newest `recent_tokens`
+    have the sequence's buffer as their slot, and those before it -1 - buffer, by which only sinks are kept exactly.
+    """
+    end = row.length + tokens
+    positions = np.arange(row.length, end)
+    first = row.length // PAGE_TOKENS
+    pages = np.array(row.pages[first : -(-end // PAGE_TOKENS)])[positions // PAGE_TOKENS - first]
+    return positions, pages, np.where(positions >= end - recent_tokens, row.buffer, -1 - row.buffer)
 
 
 def _attention(

@@ -15,7 +15,8 @@ from stages.engines.interpreter.process import Program, probe
 
 
 class InterpreterBackend(Backend):
-    """`build_bundle` of `build_module` and `load_engine` of `engine_module` take the config."""
+    """A backend whose library runs in an interpreter of its own. `build_bundle` of `build_module` and `load_engine` of
+    `engine_module` take its config."""
 
     config: InterpreterConfig
     program: ClassVar[Program]

@@ -18,7 +18,7 @@ class OnnxBackend(Backend):
 
     build_module = "stages.engines.onnx.build"
     engine_module = "stages.engines.onnx.engine"
-    libraries = ("onnx", "onnxscript", "onnxruntime", "numpy")
+    libraries = ("onnx", "onnxscript", "onnxruntime", "numpy", "scipy")
 
     config: OnnxRuntimeConfig
 

@@ -144,7 +144,7 @@ def asked_of(module: torch.nn.Module, kv_heads: int, options: Mapping[str, Any])
 
 
 def no_mask(*_: Any, **__: Any) -> None:
-    """transformers' mask interface: no mask, since an attention masks by itself."""
+    """transformers' mask interface: no mask, since the attention that is registered beside it masks by itself."""
 
 
 def refuse_options(module: torch.nn.Module, kv_heads: int, options: Mapping[str, Any]) -> None:

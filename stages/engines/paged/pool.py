@@ -46,19 +46,6 @@ def exact_places(policy: KVPolicy, rows: Sequence[PagedSequence], positions: Ind
     return [(tokens, buffers[tokens], slot) for tokens, slot in zip(chosen, slots, strict=True)]
 
 
-def append_rows(row: PagedSequence, tokens: int, recent_tokens: int) -> tuple[Indices, Indices, Indices]:
-    """Positions of a sequence's next tokens, the page of each, and its row slot, as the kernels' append takes them.
-
-    Several tokens of a chunk may share a slot of the ring, in which the last one must stay. So only the newest `recent_tokens`
-    have the sequence's buffer as their slot, and those before it -1 - buffer, by which only sinks are kept exactly.
-    """
-    end = row.length + tokens
-    positions = np.arange(row.length, end)
-    first = row.length // PAGE_TOKENS
-    pages = np.array(row.pages[first : -(-end // PAGE_TOKENS)])[positions // PAGE_TOKENS - first]
-    return positions, pages, np.where(positions >= end - recent_tokens, row.buffer, -1 - row.buffer)
-
-
 def table(rows: list[list[int]], fill: int) -> npt.NDArray[np.int32]:
     """Rows of unequal lengths, filled up; at least one column, because a graph must have something to gather."""
     filled = np.full((len(rows), max(1, *map(len, rows))), fill, np.int32)

@@ -96,8 +96,8 @@ def register() -> None:
 
 
 def default_counts(layouts: Sequence[CacheLayout], info: ModelInfo, limits: Limits, sm: int) -> dict[Mode, int]:
-    """Return with how many programs over the pages of a KV head a decode step fills this GPU in layers of all layouts, and with
-    how many splits over a sequence's pages a whole chunk of a prompt does."""
+    """Return the programs or splits that fill this GPU, the least over all layouts: of a decode step the programs over a KV
+    head's pages, of a whole chunk of a prompt the splits over a sequence's pages."""
     import torch
 
     from plugins.kv_attention import launch
@@ -143,10 +143,11 @@ def use_plugin(
             by_token = f"{role}.by_token.{layer}"
             turned.append(helper.make_node("Transpose", [names[role]], [by_token], name=by_token, perm=[0, 2, 1, 3]))
             names[role] = by_token
-        partial, join = node_of("decode_partial" if decode else "context_partial", layout), REDUCE if decode else CONTEXT_REDUCE
-        sums = {name: f"{name}.{layer}" for name in partial.outputs}
-        taken = [names[name] for name in partial.inputs]
-        attend = plugin_node(partial, taken, list(sums.values()), attributes_of(partial, layout, **options), layer)
+        attending = node_of("decode_partial" if decode else "context_partial", layout)
+        join = REDUCE if decode else CONTEXT_REDUCE
+        sums = {name: f"{name}.{layer}" for name in attending.outputs}
+        taken = [names[name] for name in attending.inputs]
+        attend = plugin_node(attending, taken, list(sums.values()), attributes_of(attending, layout, **options), layer)
         parts = [(names | sums)[name] for name in join.inputs]
         joined = plugin_node(join, parts, list(node.output), attributes_of(join, layout, **options), layer)
         _replace(model, node, [*turned, attend, joined])

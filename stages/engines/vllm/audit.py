@@ -36,7 +36,7 @@ OUTPUT = re.compile(r"self_attn\.[kv]_proj\.output_scale")
 SEPARATE, PAIRED = ("compressed-tensors",), ("modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed", "fp8", "quark")
 """Quantization methods by the value of a missing scale: 1.0; or the other scale of the layer's pair."""
 MOST_NUMBERS = 1 << 18
-"""Of a tensor of scales."""
+"""A tensor of scales has at most so many numbers."""
 Scales = dict[Side, tuple[float, ...]]
 
 

@@ -1,4 +1,7 @@
-"""Runs samples through an engine, forced decode and answers, and writes what came of them into rows."""
+"""Runs samples through an engine, forced decode and answers, and writes what came of them into rows.
+
+Ctrl-C: the first lets samples in flight finish, the second stops at once (`interruption`).
+"""
 
 import signal
 import threading

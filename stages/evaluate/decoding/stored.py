@@ -1,7 +1,8 @@
 """What was measured of an engine, baseline or candidate: the samples of a round, and what is measured a single time.
 
 A round's directory holds `round.json` (`Measured`), `answers.jsonl`, `statistics.safetensors` and `logprobs.safetensors` (see
-`scores`): of the baseline all samples, of a candidate those that it repeats.
+`scores`): of the baseline all samples, of a candidate those that it repeats. `require_able` refuses kinds of work whose right
+answers the baseline hardly gives: no candidate could lose any.
 """
 
 from collections.abc import Mapping, Sequence

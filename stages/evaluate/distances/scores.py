@@ -133,7 +133,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 def packed(arrays: Arrays, longest: int) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of a sample's heads (`scores.SampleHeads`) as they are stored.
+    """Return the arrays of a sample's heads (`SampleHeads`) as they are stored.
 
     Args:
         arrays: The arrays by name.

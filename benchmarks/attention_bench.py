@@ -1,6 +1,7 @@
-"""What the benchmarks of the attention kernels share: the GPU that they need, and timing over fresh random inputs.
+"""What the benchmarks of the attention kernels share: random caches, kernels and candidates, timing on a GPU, rows of results.
 
-decode_attention.py takes the fastest candidate of each kernel, whose output is checked in the same run.
+Beside the rows a results file describes the GPU, its driver and CUDA (`gpu`). decode_attention.py takes the fastest candidate
+of each kernel, whose output is checked in the same run.
 
 Shapes: B sequences, N pages, P pages of the longest sequence, H KV heads in groups of G query heads, Hq = H * G, D head_dim.
 """
