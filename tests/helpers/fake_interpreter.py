@@ -36,7 +36,7 @@ def _python(folder: Path, *environment: str, says: str | None) -> str:
 
 
 def script(path: Path, text: str) -> str:
-    """Write an interpreter that is a shell script."""
+    """Write an executable shell script."""
     path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return str(path)

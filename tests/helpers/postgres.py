@@ -2,18 +2,16 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from processes import await_up, free_port
 
 HINT = "needs PostgreSQL's server (Debian: apt-get install postgresql) and psycopg2; REQUIRE_POSTGRES=1 makes this a failure"
 
@@ -34,12 +32,6 @@ def require_postgres() -> Path:
             pytest.fail(HINT)
         pytest.skip(HINT)
     return folder
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
 
 
 @contextmanager
@@ -66,19 +58,6 @@ def postgres() -> Iterator[str]:
             call("pg_ctl", "-D", "data", "-m", "immediate", "stop")
     finally:
         shutil.rmtree(home, ignore_errors=True)
-
-
-def await_up(address: str, server: subprocess.Popen[bytes], log: Path, seconds: float = 300) -> None:
-    """Wait until a server says that it is well."""
-    deadline = time.monotonic() + seconds
-    while True:
-        assert server.poll() is None, log.read_text(errors="replace")[-2000:]
-        assert time.monotonic() < deadline, log.read_text(errors="replace")[-2000:]
-        try:
-            urllib.request.urlopen(f"{address}/health", timeout=5).close()
-            return
-        except OSError:
-            time.sleep(0.2)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from postgres import await_up, free_port
+from processes import await_up, free_port
 
 
 @contextmanager

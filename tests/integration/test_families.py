@@ -38,9 +38,11 @@ CHUNK = 64
 MIXED = conf_policy("fp8k_int4v")
 AGED = KVPolicy(
     name="aged", key=MIXED.key, value=MIXED.value.model_copy(update={"group_size": 16}),
-    sink_tokens=4, recent_tokens=20, window=Window(tokens=64, value=MIXED.key),
+    sink_tokens=4, recent_tokens=20, window=Window(tokens=64, key=conf_policy("int8").key, value=MIXED.key),
 )  # fmt: skip
-"""Exact tokens and a window of finer values beside a layer's own window; groups of heads that 64 does not divide, too."""
+"""Exact tokens and a window of finer numbers beside a layer's own window; groups of heads that 64 does not divide, too.
+
+The window's keys are no float16 numbers: those would show how far the computed keys are apart, which coarser codes do not."""
 POLICIES = {policy.name: policy for policy in (FP16_POLICY, conf_policy("int8"), AGED)}
 FEW = ("llama", "qwen2")
 """Families of `make test`: with scaled rotations, and with a sliding window in some layers."""
@@ -105,14 +107,17 @@ def text() -> list[int]:
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_the_fp16_engine_equals_the_eager_model_beyond_every_window(served: Served, attention: CpuAttention) -> None:
+    """In a batch with a text that is shorter than a window."""
     config: Any = served.model.config
     assert 2 * (getattr(config, "sliding_window", None) or 0) < TOKENS - FORCED
+    texts = [text(), text()[: 17 + FORCED]]
     with torch.no_grad():
-        expected = served.model(torch.tensor([text()])).logits[0, -FORCED - 1 :].numpy()
+        logits = [served.model(torch.tensor([one])).logits[0, -FORCED - 1 :].numpy() for one in texts]
+    expected = np.stack(logits, axis=1)
     engine = served.engine(FP16_POLICY, attention)
     assert attention == "graph" or engine.attention == f"native in {engine.shape.layers} of {engine.shape.layers} layers"
     # Past keys and values are float16 (relative 2**-11); Gemma 3's scores are of 16 times larger products.
-    np.testing.assert_allclose(forced(engine, [text()], FORCED)[:, 0], expected, atol=1e-2 * expected.std())
+    np.testing.assert_allclose(forced(engine, texts, FORCED), expected, atol=1e-2 * expected.std())
 
 
 @pytest.mark.parametrize(("policy", "attention"), [("int8", "graph"), ("aged", "graph"), ("aged", "native")])

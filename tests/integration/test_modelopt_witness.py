@@ -5,7 +5,8 @@ From the same scales both must give the same numbers. What may differ:
 - ModelOpt multiplies by limit / amax where the contract divides by amax / limit. Without a crossed tie that is 2^-22 of the
   largest number of a vector, twice that through a rotation (CLOSE allows twice as much again). A tie is crossed where a
   quotient lies on it to within float32's 2^-24: for int8 about one number in 10^5 (TIES).
-- ModelOpt's own dynamic scales are float32, the cache's are rounded to float16: a few codes move by one.
+- ModelOpt's own dynamic scales are float32, the cache's are rounded to float16: logits differ by less than half of what the
+  format does to them.
 """
 
 from collections.abc import Sequence

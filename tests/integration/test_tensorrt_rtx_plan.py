@@ -29,7 +29,7 @@ from stages.engines.tensorrt import engine as engine_module
 from stages.engines.tensorrt.build import GraphRefusal, build, parse
 from stages.engines.tensorrt.bundle import PlanRecord, load_weights
 from stages.engines.tensorrt.engine import load_engine
-from stages.engines.tensorrt.library import load
+from stages.engines.tensorrt.library import Library, load
 from stages.engines.tensorrt.shapes import Limits
 
 E5M2 = [policy.name for policy in SHIPPED if any(form.dtype == "fp8_e5m2" for _, form in policy.formats)]
@@ -158,12 +158,16 @@ def test_a_machine_without_a_gpu_is_told_which_one_is_missing(
         load_engine(plans[1], library="tensorrt_rtx", cuda_graphs=True)
 
 
-def test_a_plan_for_another_gpu_is_refused_with_both_named(plans: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_for_another_gpu_or_version_is_refused_with_both_named(
+    plans: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """tests/unit/test_hardware.py has what else may differ."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    built = rf"TensorRT for RTX {load('tensorrt_rtx').version} and SM"
-    with pytest.raises(MissingRequirement, match=rf"built for {built} 8\.9, 12\.0, this machine has {built} 9\.0"):
+    ours = load("tensorrt_rtx").version
+    monkeypatch.setattr(Library, "version", property(lambda _: "1.8"))
+    both = rf"built for TensorRT for RTX {ours} and SM 8\.9, 12\.0, this machine has TensorRT for RTX 1\.8 and SM 9\.0"
+    with pytest.raises(MissingRequirement, match=both):
         load_engine(plans[1], library="tensorrt_rtx", cuda_graphs=True)
 
 

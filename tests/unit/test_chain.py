@@ -117,14 +117,16 @@ class _Made(Chain):
         return self.store.get(Recipe("build", ("pipeline.core.kv",), {}, {}), lambda _: None)
 
 
+GPU = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "580.1"}
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """TensorRT on a GPU. Its distribution is called tensorrt_cu13 here, so that none is called tensorrt."""
-    gpu = {"name": "NVIDIA H100", "compute_cap": "9.0", "driver_version": "580.1"}
     monkeypatch.setattr("stages.engines.tensorrt.backend.load", lambda _: _Library)
-    monkeypatch.setattr("stages.engines.tensorrt.backend.gpus", lambda: [gpu])
+    monkeypatch.setattr("stages.engines.tensorrt.backend.gpus", lambda: [GPU])
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: gpu["name"])
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: GPU["name"])
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     return monkeypatch
 
@@ -180,7 +182,7 @@ def test_the_key_of_plans_has_the_version_of_the_library_that_was_imported(
     made = chain.bundle(config.kv)
     parts: Any = made.parts
     assert parts["config"]["versions"] == versions
-    assert ("gpu" in parts["config"]) == (backend == "tensorrt")
+    assert parts["config"].get("gpu") == (GPU if backend == "tensorrt" else None)
     assert set(parts["libraries"]) == {"onnx", "numpy", SBOM_LIBRARY}
     assert given.keys() - {"adapt"} == {*parts["config"], "policy", "scales", "progress"} - {"kv", "versions"}
     machine.setattr(_Library, "version", "10.15")

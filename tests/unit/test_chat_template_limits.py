@@ -49,7 +49,7 @@ def test_a_template_that_takes_too_much_is_refused(template: str, problem: str, 
     if "0.3 s" in problem:
         monkeypatch.setattr(rendering, "RENDER_SECONDS", 0.3)
     began, before = time.monotonic(), psutil.Process().children()
-    with refused(UserError, problem):
+    with refused(UserError, "", problem):
         render_all(Templated(template), [SAMPLE])
     assert time.monotonic() - began < 4
     assert psutil.Process().children() == before, "nothing goes on rendering"

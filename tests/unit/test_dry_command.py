@@ -124,17 +124,33 @@ def test_weights_are_quantized_once_and_the_cache_is_measured_once_a_rotation(tm
     assert all(reused for _, title, reused in judged if title in ("weights", "export"))
 
 
-def test_a_candidate_is_asked_until_its_gates_decide_and_the_next_one_reuses_the_baselines(tmp_path: Path) -> None:
-    def rounds(kv: str) -> dict[str, bool]:
+def test_a_candidate_is_asked_until_its_gates_decide_and_the_next_one_reuses_the_baselines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Path] = []
+    load = FakeBackend.load
+
+    def noted(self: FakeBackend, bundle: Path) -> Any:
+        opened.append(bundle)
+        return load(self, bundle)
+
+    monkeypatch.setattr(FakeBackend, "load", noted)
+
+    def rounds(*overrides: str) -> dict[str, bool]:
         """Title of a round -> whether it was reused."""
-        made = run_all(planned(tmp_path, "stage=evaluate", f"kv={kv}"))
+        opened.clear()
+        made = run_all(planned(tmp_path, "stage=evaluate", *overrides))
         return {title: reused for _, title, reused in made if title.endswith("/2")}
 
-    assert rounds("fp8") == {"baseline fp16 1/2": False, "round fp8 1/2": False}
+    assert rounds("kv=fp8") == {"baseline fp16 1/2": False, "round fp8 1/2": False}
     asked = {"baseline fp16 1/2": True, "round int8 1/2": False, "baseline fp16 2/2": False, "round int8 2/2": False}
-    assert rounds("int8") == asked
-    assert rounds("int8") == dict.fromkeys(asked, True)
-    assert rounds("int4") == {"baseline fp16 1/2": True, "round int4 1/2": False}
+    assert rounds("kv=int8") == asked
+    assert rounds("kv=int8") == dict.fromkeys(asked, True)
+    assert opened == []
+    again = {"baseline fp16 1/2": True, "round int8 1/2": False, "baseline fp16 2/2": True, "round int8 2/2": False}
+    assert rounds("kv=int8", "kv.sink_tokens=4") == again
+    assert len(opened) == 3, "engine, twin, and the engine anew: the first has the must-fail control's fault"
+    assert rounds("kv=int4") == {"baseline fp16 1/2": True, "round int4 1/2": False}
 
 
 def test_times_are_the_medians_of_earlier_artifacts_of_the_stage(used: Path, capsys: pytest.CaptureFixture[str]) -> None:

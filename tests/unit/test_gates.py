@@ -199,6 +199,13 @@ def line(outcome: Verdict, gate: str) -> Check:
     return next(check for check in outcome.checks if check.gate == gate)
 
 
+def test_ten_documents_that_lose_nothing_show_recovery_and_nine_do_not() -> None:
+    """Each multiplies the bet by 1.5; the line passes at 1 / 0.018. With Student's t beside it the level is 0.021."""
+    found = {n: line(verdict(answered("copy", n), gates(min_samples=1)), "min_recovery") for n in (9, 10)}
+    assert {n: check.status for n, check in found.items()} == {9: "INCONCLUSIVE", 10: "PASS"}
+    assert "with 97.9 % certainty" in found[10].reason
+
+
 @pytest.mark.parametrize("name", ["retreival", "prose"])
 def test_a_margin_of_a_workload_without_answers_is_refused(name: str) -> None:
     could = "copy, multi_turn, retrieval, tool_call could have a margin"

@@ -54,8 +54,9 @@ def test_looks_at_growing_samples_and_samples_that_are_added_pass_in_no_more_tha
 
 
 def test_sound_engines_pass_as_they_were_measured() -> None:
-    rng = np.random.default_rng(3)
-    for shape in (shape for shape in SHAPES if shape.policy in SOUND):
+    sound, rng = [shape for shape in SHAPES if shape.policy in SOUND], np.random.default_rng(3)
+    assert {(shape.model, shape.policy) for shape in sound} == {(model, p) for model in ("tiny", "smollm2") for p in SOUND}
+    for shape in sound:
         drawn = rng.choice(shape.values["mean_kl"], (200, len(shape.flips)))
         assert betting(np.minimum(drawn, WORST), GATES.pass_alpha, WORST, LIMIT).mean() >= 0.9, shape
 

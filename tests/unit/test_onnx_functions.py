@@ -1,4 +1,5 @@
-"""Quantize functions alone, as ONNX Runtime runs them: equal to the oracle's formulas, which are written independently."""
+"""Functions alone, as ONNX Runtime runs them: quantization equals the oracle's formulas, which are written independently, and
+attention in bfloat16 equals the one in float32."""
 
 from pathlib import Path
 from typing import Literal

@@ -1,16 +1,18 @@
 """Conversations and prompts as token ids: every kind of tokenizer, and never two BOS tokens."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile import plant_code
 from refusals import refused
 
 from pipeline.config.config import CalibrationConfig
 from pipeline.core.errors import UserError
 from pipeline.core.records import Sample
-from stages.checkpoints import load_tokenizer
+from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.evaluate.inputs.tokens import BundleTokenizer
 from stages.quantize.calibration import calibration_texts, tokenize
 from stages.workloads.prompts import all_prompt_ids, render_all
@@ -37,6 +39,17 @@ def saved(tokenizer: Any, folder: Path, **changes: object) -> Path:
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     return folder
+
+
+def test_code_beside_a_model_is_not_run_where_the_model_and_its_tokenizer_are_loaded(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """tests/long/test_hostile_directory.py does the same with a whole command, which starts in the directory."""
+    checkpoint, marker = Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")), tmp_path / "it-ran"
+    plant_code(checkpoint, marker)
+    load_tokenizer(checkpoint)
+    load_causal_lm(checkpoint)
+    assert not marker.exists(), marker.read_text()
 
 
 def test_messages_are_rendered_by_the_chat_template_with_one_bos(tokenizer: Any) -> None:

@@ -30,7 +30,7 @@ def _limits_of_this_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refusal(uri: str, folder: Path, kind: type[Exception]) -> str:
     location = locate(Tracking(timeout_s=1), folder / "work", "tiny", {ENVIRONMENT: uri})
-    with refused(kind, "(tracking.uri or MLFLOW_TRACKING_URI)") as caught:
+    with refused(kind, "MLflow's store ", "(tracking.uri or MLFLOW_TRACKING_URI)") as caught:
         MlflowStore(location)
     assert "hunter2" not in str(caught.value)
     return str(caught.value)

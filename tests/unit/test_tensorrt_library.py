@@ -1,4 +1,4 @@
-"""TensorRT's doors, its versions, the shapes of plans, and what it takes no plans of."""
+"""TensorRT's versions, the shapes of plans, and what it takes no plans of."""
 
 import sys
 from contextlib import nullcontext
