@@ -15,7 +15,7 @@ from scipy.optimize import brentq
 
 from benchmarks.gate_shapes import Shape, load
 from pipeline.statistics.bets import OUTLIER
-from pipeline.statistics.bounds import SHARES_FOR_PASS, Array
+from pipeline.statistics.bounds import SHARES_FOR_PASS, Array, log_wealth
 from pipeline.verdict.gates import Gates
 
 GATES = Gates()
@@ -34,9 +34,7 @@ def scaled(values: Array, limit: float, cut: float) -> Array | None:
 
 def betting(values: Array, alpha: float, worst: float, limit: float) -> Array:
     """Return in which runs the gates' bet shows that the mean is below the limit (`pipeline.statistics.bounds`)."""
-    gains = (limit - values) / (worst - limit)
-    logs = [np.log1p(share * gains).sum(axis=1) for share in SHARES_FOR_PASS]
-    return np.asarray(np.logaddexp.reduce(logs) - math.log(len(logs)) >= -math.log(alpha))
+    return np.asarray(log_wealth((limit - values) / (worst - limit), SHARES_FOR_PASS) >= -math.log(alpha))
 
 
 def wrong_and_power(shapes: Sequence[Shape], count: int) -> tuple[float, float]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.recovery import Answers, load
 from pipeline.statistics.bets import MANY, OUTLIER
-from pipeline.statistics.bounds import SHARES_OF_WHOLE, Array, log_steps, skewed_upper_bound
+from pipeline.statistics.bounds import SHARES_OF_WHOLE, Array, log_wealth, skewed_upper_bound
 from pipeline.statistics.looks import planned_looks
 from pipeline.verdict.gates import Gates
 from pipeline.verdict.gates.recovery import BET, STUDENT
@@ -36,8 +36,7 @@ def shown(base: Array, kept: Array, limit: float, t_level: float) -> Array:
     loss, most = base - kept - (1 - limit) * (base - mean), (1 - limit) * mean
     worst = np.maximum(OUTLIER * most, loss.max(axis=1, keepdims=True))
     gains = (most - np.clip(loss, -OUTLIER * most, worst)) / (worst - most)
-    logs = [log_steps(gains, share).sum(axis=1) for share in SHARES_OF_WHOLE]
-    passes = np.logaddexp.reduce(logs) - math.log(len(logs)) >= -math.log(BET * GATES.pass_alpha)
+    passes = log_wealth(gains, SHARES_OF_WHOLE) >= -math.log(BET * GATES.pass_alpha)
     if base.shape[1] >= MANY:
         passes |= skewed_upper_bound(loss, t_level) <= most[:, 0]
     return np.asarray(passes)

@@ -73,12 +73,12 @@ def document_totals(values: Sequence[float | None], documents: Sequence[str]) ->
 
 def log_wealth_below(values: Array, limit: float, worst: float, shares: Sequence[float] = SHARES_FOR_PASS) -> float:
     """Return the log of the wealth against "the mean is `limit` or more"; neither it nor a value is above `worst`."""
-    return _log_wealth(gains(limit - values, worst - limit), shares)
+    return float(log_wealth(gains(limit - values, worst - limit), shares))
 
 
 def log_wealth_above(values: Array, limit: float, best: float) -> float:
     """Return the log of the wealth against "the mean is `limit` or less"; neither it nor a value is below `best`."""
-    return _log_wealth(gains(values - limit, limit - best), SHARES_FOR_FAIL)
+    return float(log_wealth(gains(values - limit, limit - best), SHARES_FOR_FAIL))
 
 
 def gains(won: Array, most_lost: float) -> Array:
@@ -96,10 +96,10 @@ def log_steps(won: Array, share: float) -> Array:
         return np.asarray(np.log1p(share * np.maximum(won, -1.0)))
 
 
-def _log_wealth(won: Array, shares: Sequence[float]) -> float:
-    """The log of the mean wealth over `shares`; `won` is what a bet of everything would add, at least -1."""
-    logs = [float(log_steps(won, share).sum()) for share in shares]
-    return float(np.logaddexp.reduce(logs)) - math.log(len(shares))
+def log_wealth(won: Array, shares: Sequence[float]) -> Array:
+    """Return the log of the mean wealth over `shares`: (..., n) -> (...). `won` is what a bet of everything adds."""
+    logs = [log_steps(won, share).sum(axis=-1) for share in shares]
+    return np.asarray(np.logaddexp.reduce(logs) - math.log(len(shares)))
 
 
 def documents_to_reach(steps: Array, enough: float, power: float) -> float:
