@@ -28,6 +28,7 @@ from pipeline.registry.tracking import locate
 from pipeline.run.chain import Chain
 from pipeline.terminal import console, next_steps, tables
 from pipeline.terminal.commands import typed
+from pipeline.verdict.coverage import Exercised
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
 
@@ -168,9 +169,8 @@ def _judged(
     except UserError as error:
         yield replace(judged, problem=str(error))
         return
-    exercised = report.coverage.overall if report.coverage is not None else None
     probe = report.probes.candidate if report.probes is not None else None
-    forks = exercised.forks + exercised.shared_prefixes if exercised is not None else 0
+    exercised = report.coverage or Exercised()
     kl_mean = report.overall.fidelity.kl_mean
     yield replace(
         judged,
@@ -178,8 +178,8 @@ def _judged(
         reasons=tuple(verdict.reasons),
         samples_needed=verdict.samples_needed,
         limits=report.limits,
-        longest_decode=exercised.longest_decode if exercised is not None else 0,
-        forks=forks + (probe.forks if probe is not None else 0),
+        longest_decode=exercised.longest_decode,
+        forks=exercised.forks + exercised.shared_prefixes + (probe.forks if probe is not None else 0),
         kl_mean=kl_mean if kl_mean is not None else float("inf"),
     )
 

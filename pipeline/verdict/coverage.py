@@ -1,10 +1,9 @@
 """What an evaluation exercised: the samples, the stress probe, allocated bytes, and free answers.
 
-A verdict holds as far as the engine was exercised. `Exercised` counts that where samples are decoded; `Probe` says how far
+A verdict holds as far as the engine was exercised. `Exercised` counts where samples are decoded; `Probe` says how far
 random tokens took the engine beside its twin, the oracle under the same policy.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,82 +12,26 @@ from pipeline.verdict.record import Record
 
 
 class Exercised(Record):
-    """What went through the decode path. A row is one token of one sequence in one decode step."""
+    """What sequences went through on the decode path."""
 
-    samples: int
-    rows: int
-    one_pass_rows: int = 0
-    """Scored tokens that the engine computed in one pass, beside the rows."""
-    longest_context: int
+    longest_context: int = 0
     """Most tokens of a sequence at a decode step, that step's own included."""
-    longest_decode: int
+    longest_decode: int = 0
     """Most tokens that a sequence had decoded."""
-    batch_sizes: dict[int, int]
-    """Sequences of a decode step -> rows of such steps."""
-    missing_page_offsets: list[int]
-    """Offsets within a page at which no token was decoded."""
-    page_borders: int
-    """Rows that began a page."""
-    shared_prefixes: int
-    """Samples that continued a fork of a document which was prefilled once."""
-    forks: int
+    batch: int = 0
+    """Most sequences of a decode step."""
+    forks: int = 0
     """Sequences that were forked where they left the reference."""
-    chunk_borders: int
-    """Borders between chunks of a prefill that prompts crossed."""
-    quantized_rows: int
-    """Rows whose cache held tokens besides those that the policy keeps exact."""
-    beyond_window_rows: int
-    """Rows whose cache held tokens that had left the policy's window; 0 without a window."""
-    evicted_rows: int = 0
-    """Rows whose cache had lost tokens; 0 without eviction."""
+    shared_prefixes: int = 0
+    """Times that a sample continued a fork of a document which was prefilled once."""
 
     @staticmethod
     def merged(parts: "Sequence[Exercised]") -> "Exercised":
         """Return what all of them exercised together."""
-        sizes: Counter[int] = Counter()
-        for part in parts:
-            sizes.update(part.batch_sizes)
-        missing = [set(part.missing_page_offsets) for part in parts]
-        sums = (
-            "samples", "rows", "one_pass_rows", "page_borders", "shared_prefixes", "forks", "chunk_borders", "quantized_rows",
-            "beyond_window_rows", "evicted_rows",
-        )  # fmt: skip
+        most = ("longest_context", "longest_decode", "batch")
         return Exercised(
-            longest_context=max((part.longest_context for part in parts), default=0),
-            longest_decode=max((part.longest_decode for part in parts), default=0),
-            batch_sizes=dict(sorted(sizes.items())),
-            missing_page_offsets=sorted(set.intersection(*missing) if missing else range(PAGE_TOKENS)),
-            **{name: sum(getattr(part, name) for part in parts) for name in sums},
-        )
-
-
-class Cell(Record):
-    """What the samples of a workload in a context bin [low, high) exercised."""
-
-    workload: str
-    context: tuple[int, int | None]
-    exercised: Exercised
-
-
-class Coverage(Record):
-    """What the samples of an evaluation exercised, and its repetitions for the noise floor."""
-
-    overall: Exercised
-    cells: list[Cell]
-
-    @staticmethod
-    def merged(parts: "Sequence[Coverage]") -> "Coverage":
-        """Return the coverage of several rounds."""
-        cells: dict[tuple[str, tuple[int, int | None]], list[Exercised]] = {}
-        for part in parts:
-            for cell in part.cells:
-                cells.setdefault((cell.workload, cell.context), []).append(cell.exercised)
-        return Coverage(
-            overall=Exercised.merged([part.overall for part in parts]),
-            cells=[
-                Cell(workload=workload, context=context, exercised=Exercised.merged(cells[workload, context]))
-                for workload, context in sorted(cells, key=lambda key: (key[0], key[1][0]))
-            ],
+            **{name: max((getattr(part, name) for part in parts), default=0) for name in most},
+            **{name: sum(getattr(part, name) for part in parts) for name in ("forks", "shared_prefixes")},
         )
 
 
@@ -363,16 +306,16 @@ class Limits(Record):
         return None
 
 
-def covered(coverage: Coverage | None, probes: EngineProbes | None) -> Limits | None:
+def covered(samples: Exercised | None, probes: EngineProbes | None) -> Limits | None:
     """Return how far a verdict holds; None for reports that do not say.
 
     Tokens are those of the samples: quality at a length shows on samples of that length alone. A batch changes no quality, so
     that the probe's counts as well, where several of its sequences were as long.
     """
-    if coverage is None:
+    if samples is None:
         return None
-    samples, probe = coverage.overall, probes.candidate if probes is not None else None
-    tokens, batch = samples.longest_context, max(samples.batch_sizes, default=0)
+    probe = probes.candidate if probes is not None else None
+    tokens, batch = samples.longest_context, samples.batch
     if probe is None:
         return Limits(tokens=tokens, batch=batch)
     if probe.together is None:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, field_validator
 
 from pipeline.verdict.conformance import ComparedRequest, Conformance
-from pipeline.verdict.coverage import Coverage, EngineProbes, Limits, covered
+from pipeline.verdict.coverage import EngineProbes, Exercised, Limits, covered
 from pipeline.verdict.delivery import ScaleChange, Served
 from pipeline.verdict.record import Number, Record
 
@@ -305,7 +305,7 @@ class EvaluationReport(Record):
     """Both engines against the oracle under their own policies; null in older reports."""
     candidate_noise: NoiseFloor | None = None
     """`noise` is the baseline's."""
-    coverage: Coverage | None = None
+    coverage: Exercised | None = None
     probes: EngineProbes | None = None
     scale_changes: list[ScaleChange] | None = None
     """Scales that the candidate does not use as its checkpoint carries them; null for engines that load none by themselves."""

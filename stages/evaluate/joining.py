@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import Conformance
-from pipeline.verdict.coverage import Coverage, EngineProbes
+from pipeline.verdict.coverage import EngineProbes, Exercised
 from pipeline.verdict.delivery import Served, ServerSeen
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, SCHEMA_VERSION, EvaluationReport, NoiseFloor, SampleRow, Work
 from stages.evaluate.decoding.rows import make_rows
@@ -122,10 +122,10 @@ def _planned_workloads(encoded: Encoded) -> dict[str, bool]:
     return answered
 
 
-def _coverage(parts: Sequence[Coverage | None]) -> Coverage | None:
+def _coverage(parts: Sequence[Exercised | None]) -> Exercised | None:
     """Return the coverage of all rounds and of the repeated samples; None of a server, of whose steps nothing is seen."""
     known = [part for part in parts if part is not None]
-    return Coverage.merged(known) if known else None
+    return Exercised.merged(known) if known else None
 
 
 def _served(candidates: Sequence[Measured], baselines: Sequence[Measured], once: Once) -> Served | None:

@@ -16,12 +16,12 @@ from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import MEASURED_ALLOWED, allowed
+from pipeline.verdict.coverage import Exercised
 from pipeline.verdict.delivery import audit_scales
 from pipeline.verdict.record import finite
 from pipeline.verdict.report import Work
 from pipeline.verdict.thresholds import ScaleChangeKind
 from stages.evaluate.decoding.batches import Greedy
-from stages.evaluate.decoding.coverage import coverage
 from stages.evaluate.decoding.decode import shares
 from stages.evaluate.decoding.noise import repeated_samples
 from stages.evaluate.decoding.results import ResultFolder, SampleResult, unfinished
@@ -218,10 +218,9 @@ class Local:
             self.comparison.decode_missing()
             progress("conformance", 0, 1)
             conformance = self.comparison.result()
-        traced = [(item, result.trace) for item, result in zip(encoded, results, strict=True)]
         return {
             "work": work(encoded, results, shared=shares(engine, config.batch_size)),
-            "coverage": coverage(traced, engine.policy, engine.shape, config.context_bins),
+            "coverage": Exercised.merged([result.trace.exercised for result in results]),
             "conformance": conformance,
             "compute_dtype": None if self.twin is None else self.twin.compute_dtype,
             "scale_changes": self.changes,

@@ -8,8 +8,8 @@ from pipeline.core.engine import Engine
 from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import allowed
+from pipeline.verdict.coverage import Exercised
 from stages.evaluate.canary import canary
-from stages.evaluate.decoding.coverage import coverage
 from stages.evaluate.decoding.free import free_answers, reused_prefixes
 from stages.evaluate.decoding.noise import noise_floor, repeated_samples
 from stages.evaluate.decoding.pressure import pressure
@@ -77,8 +77,7 @@ def once(
         return found
     asked = engine.pressed_requests if config.pressure is None else config.pressure
     crowded = pressure(engine, encoded, asked, named)
-    traced = [(item, result.trace) for item, result in zip(subset, second, strict=True)]
-    repeated = coverage(traced, engine.policy, engine.shape, config.context_bins, counted=False)
+    repeated = Exercised.merged([result.trace.exercised for result in second])
     heads = StoredHeads(baseline / LOGPROBS).sample
     compared = first_round.record.conformance
     usual = allowed(compared.requests if compared is not None else [])

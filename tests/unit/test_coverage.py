@@ -9,15 +9,13 @@ import pytest
 from fake_engine import EOS, CharTokenizer, fake_engine, sharing_engine
 from gate_reports import GATES, every_class, lines, report
 
-from pipeline.core.kv import FP16_POLICY, KVShape
 from pipeline.core.records import Sample
-from pipeline.verdict.coverage import Allocation, Coverage, EngineProbes, FreeAnswers, Limits, Probe, ProbePart, ProcessMemory
+from pipeline.verdict.coverage import Allocation, EngineProbes, Exercised, FreeAnswers, Limits, Probe, ProbePart, ProcessMemory
 from pipeline.verdict.gates import decide
 from stages.evaluate.decoding.batches import Finished, Greedy
-from stages.evaluate.decoding.coverage import Trace, coverage
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.free import free_answers
-from stages.evaluate.decoding.results import ResultFolder, SampleResult
+from stages.evaluate.decoding.results import ResultFolder, SampleResult, Trace
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import encode
 
@@ -28,45 +26,27 @@ SAMPLES = [
 ]
 
 
-def exercised() -> Coverage:
+def exercised() -> Exercised:
     items = encode(SAMPLES, CharTokenizer(), 9)
     events = decode(sharing_engine(SAMPLES, wrong=["wrong"]), items, 2, Greedy(EOS, 4))
-    traced = [(items[event.sample], event.trace) for event in events if isinstance(event, Finished)]
-    return coverage(traced, FP16_POLICY, KVShape(layers=2, kv_heads=1, head_dim=16), [0, 32])
+    return Exercised.merged([event.trace.exercised for event in events if isinstance(event, Finished)])
 
 
 def test_steps_are_counted_where_they_are_taken() -> None:
-    whole = exercised().overall
-    assert whole.samples == 3
+    whole = exercised()
     assert whole.longest_context == 62 + len("answer")
     assert whole.longest_decode == len("abcdef") + 1 + 4  # it says something else, and goes on as far as it may
-    assert set(whole.batch_sizes) == {1, 2}
-    assert sum(whole.batch_sizes.values()) == whole.rows
+    assert whole.batch == 2
     assert whole.forks == 1
-    assert whole.page_borders == 1
-    assert 0 not in whole.missing_page_offsets
-    assert 40 in whole.missing_page_offsets
-    assert whole.quantized_rows == whole.rows
-
-
-def test_cells_are_workloads_by_context() -> None:
-    cells = {(cell.workload, cell.context): cell.exercised for cell in exercised().cells}
-    assert set(cells) == {("a", (0, 32)), ("b", (0, 32)), ("b", (32, None))}
-    assert cells["a", (0, 32)].longest_context == 5
-    assert cells["b", (0, 32)].forks == 1
 
 
 def test_rounds_are_merged() -> None:
-    one = exercised()
-    both = Coverage.merged([one, one])
-    assert both.overall.rows == 2 * one.overall.rows
-    assert both.overall.longest_context == one.overall.longest_context
-    assert both.overall.missing_page_offsets == one.overall.missing_page_offsets
-    assert len(both.cells) == len(one.cells)
+    one, other = Exercised(longest_context=9, longest_decode=2, batch=4, forks=1), Exercised(longest_context=7, forks=2)
+    assert Exercised.merged([one, other]) == Exercised(longest_context=9, longest_decode=2, batch=4, forks=3)
 
 
 def test_a_trace_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
-    trace = Trace([(5, 2), (6, 1)], forks=1, shared=3, chunk_borders=2, one_pass=4)
+    trace = Trace(longest_context=6, longest_decode=2, batch=2, forks=1, shared_prefixes=1)
     folder = ResultFolder(tmp_path)
     folder.save(0, SampleResult(StepStatistics.empty(1), None, 7, 1, np.zeros((0, 2)), trace), None)
     assert folder.load()[0].trace == trace

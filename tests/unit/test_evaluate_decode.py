@@ -168,11 +168,11 @@ def test_an_engine_that_serves_requests_has_a_batch_of_them_in_flight() -> None:
     events = list(decode(engine, encoded(), 3))
     assert engine.together == [3, 1]
     finished = [event for event in events if isinstance(event, Finished)]
-    assert [{batch for _, batch in event.trace.steps} for event in finished] == [{3}, {3}, {3}, {1}]
+    assert [event.trace.batch for event in finished] == [3, 3, 3, 1]
     (shortest,) = [event for event in finished if event.sample == 2]
-    assert shortest.trace.steps[0] == (len("zz"), 3)
+    assert shortest.trace.longest_context == len("zz") + shortest.decoded - 1
     whole = [event for event in decode(alone, encoded(), 3) if isinstance(event, Finished)]
-    assert [event.trace.one_pass for event in whole] == [len(item.reference) for item in encoded()]
+    assert {event.trace.batch for event in whole} == {0}, "no decode step was taken"
     by_sample = sorted((event for event in events if isinstance(event, Step)), key=lambda step: step.samples[0])
     for one, other in zip(by_sample, steps_of(alone, encoded(), 3), strict=True):
         np.testing.assert_array_equal(one.logits_BV, other.logits_BV)

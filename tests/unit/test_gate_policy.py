@@ -15,7 +15,7 @@ from pipeline.registry.promotion import promote
 from pipeline.run.inputs import check_inputs
 from pipeline.trust.movelog import MoveLog
 from pipeline.trust.policy import GatePolicy, kept, read_policy, settle, standing_policy
-from pipeline.verdict.coverage import Coverage, Exercised
+from pipeline.verdict.coverage import Exercised
 from pipeline.verdict.gates import Gates, decide
 from pipeline.verdict.thresholds import Verdict
 
@@ -75,8 +75,7 @@ def test_four_samples_and_a_margin_of_ninety_points_pass_the_gates_and_not_the_p
 def test_a_policy_wants_a_verdict_that_holds_far_enough(tmp_path: Path) -> None:
     policy = given(tmp_path, "covered: {tokens: 1000, batch: 16}")
     for tokens, batch, status in ((1000, 16, "PASS"), (999, 16, "INCONCLUSIVE"), (1000, 15, "INCONCLUSIVE")):
-        exercised = Exercised.merged([]).model_copy(update={"longest_context": tokens, "batch_sizes": {batch: 1}})
-        coverage = Coverage(overall=exercised, cells=[])
+        coverage = Exercised(longest_context=tokens, batch=batch)
         assert decided(policy, GATES, every_class(), coverage=coverage).status == status
 
 

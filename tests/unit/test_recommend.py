@@ -21,7 +21,7 @@ from pipeline.planning.recommend import Judged, Recommendation, recommend
 from pipeline.planning.shapes import ModelShape
 from pipeline.run.planning import recommend_policy
 from pipeline.terminal.tables import recommendation_lines
-from pipeline.verdict.coverage import Coverage, Exercised, Limits
+from pipeline.verdict.coverage import Exercised, Limits
 from pipeline.verdict.report import SAMPLES_FILE
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64)
@@ -143,10 +143,7 @@ def test_what_would_hold_more_is_named_and_the_rest_of_the_unjudged_only_counted
 
 # The stage on evidence as a run leaves it
 
-EXERCISED = Exercised(
-    samples=1, rows=1, longest_context=1000, longest_decode=200, batch_sizes={16: 1}, missing_page_offsets=[], page_borders=1,
-    shared_prefixes=0, forks=0, chunk_borders=0, quantized_rows=1, beyond_window_rows=0,
-)  # fmt: skip
+EXERCISED = Exercised(longest_context=1000, longest_decode=200, batch=16)
 SIZES = {
     "num_hidden_layers": 4,
     "hidden_size": 256,
@@ -161,7 +158,7 @@ CONFIG = LLAMA_8B | SIZES | {"vocab_size": 1000, "max_position_embeddings": 1024
 def asked(tmp_path: Path) -> list[str]:
     """A command line for a model of which there is a config.json, in a work directory with the evidence of one engine."""
     system = make_report([]).system.model_copy(update={"kib_per_token": SHIPPED["int8"].bytes_per_token(SHAPE) / 1024})
-    measured = {"coverage": Coverage(overall=EXERCISED, cells=[]), "system": system}
+    measured = {"coverage": EXERCISED, "system": system}
     judged_engine(tmp_path / "work" / "artifacts", measured=measured)
     (tmp_path / "some-llm").mkdir()
     (tmp_path / "some-llm" / "config.json").write_text(json.dumps(CONFIG))

@@ -16,7 +16,7 @@ from pipeline.registry.promotion import Finding, Move, Prove, Replay, ReplayedEv
 from pipeline.registry.summary import Candidate, Cited, Registration, evidence_digest
 from pipeline.registry.tracking import Version
 from pipeline.trust.movelog import MoveLog
-from pipeline.verdict.coverage import Coverage, Exercised, Limits
+from pipeline.verdict.coverage import Exercised, Limits
 from pipeline.verdict.gates import Decide
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Status, Verdict
@@ -149,8 +149,7 @@ def replay_that_gives(*findings: Finding, built_for: Limits | None = None) -> Re
     def replay(candidate: Candidate) -> ReplayedEvidence:
         evidence = replay_without_findings(candidate)
         assert evidence.report is not None
-        exercised = Exercised.merged([]).model_copy(update={"longest_context": 1003, "batch_sizes": {16: 9}})
-        covered = evidence.report.model_copy(update={"coverage": Coverage(overall=exercised, cells=[])})
+        covered = evidence.report.model_copy(update={"coverage": Exercised(longest_context=1003, batch=16)})
         report = covered if built_for else evidence.report
         return replace(evidence, findings=findings, report=report, built_for=built_for or Limits())
 

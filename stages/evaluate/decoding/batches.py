@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.engine import Engine
-from stages.evaluate.decoding.coverage import Trace
+from stages.evaluate.decoding.results import Trace
 from stages.evaluate.inputs.tokens import EncodedSample
 
 Logits = npt.NDArray[np.float32]
@@ -145,7 +145,7 @@ class Batch:
             logits_BV = self.engine.decode([s.handle for s in self.live], [s.input_token for s in self.live])
             self.decoded.update(s.sample for s in self.live)
             for s in self.live:
-                self.traces[s.sample].steps.append((len(self.encoded[s.sample].prompt) + s.position, len(self.live)))
+                self.traces[s.sample].step(len(self.encoded[s.sample].prompt), s.position, len(self.live))
             tokens = most_likely(logits_BV)
             forced = [row for row, s in enumerate(self.live) if s.answer is None]
             if forced:
@@ -179,7 +179,6 @@ class Batch:
         prompts = [self.encoded[i].prompt[:-1] for i in admitted]
         for i, prompt in zip(admitted, prompts, strict=True):
             self.prefilled[i] += len(prompt)
-            self.traces[i].prefilled(self.engine, len(prompt))
         return self.engine.begin(prompts)
 
     def _sequence(self, sample: int, handle: int) -> _Sequence:
@@ -262,9 +261,7 @@ class SharingBatch(Batch):
         if rest:
             self.engine.extend(handle, rest)
         self.prefilled[sample] = len(rest)
-        self.traces[sample].shared = item.shared
-        self.traces[sample].prefilled(self.engine, item.shared)
-        self.traces[sample].chunk_borders += bool(rest)
+        self.traces[sample].shared_prefixes = 1
         return handle
 
     def _feed_reference(self, sequence: _Sequence, token: int) -> bool:

@@ -23,7 +23,7 @@ from stages.evaluate.decoding.batches import (
     in_order,
     most_likely,
 )
-from stages.evaluate.decoding.coverage import Trace
+from stages.evaluate.decoding.results import Trace
 from stages.evaluate.inputs.tokens import EncodedSample
 
 STEP_ROWS = 64
@@ -101,10 +101,10 @@ def _whole_samples(
         answers = engine.forced_together(whole) if in_requests else [engine.forced(*whole[0])]
         for number, ((i, item), logits_BV) in enumerate(zip(group, answers, strict=True)):
             if not in_requests:
-                yield from _scored(i, item, logits_BV, Trace(one_pass=len(item.reference)))
+                yield from _scored(i, item, logits_BV, Trace())
                 continue
-            trace = Trace([(len(item.prompt) + position, len(group)) for position in range(len(item.reference))])
-            trace.prefilled(engine, len(item.prompt) - 1)
+            trace = Trace()
+            trace.step(len(item.prompt), len(item.reference) - 1, len(group))
             yield from _scored(i, item, logits_BV, trace, number)
 
 

@@ -5,20 +5,45 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load, save
 
-from stages.evaluate.decoding.coverage import Trace
+from pipeline.verdict.coverage import Exercised
 from stages.evaluate.distances.distance import Array, StepStatistics
 from stages.evaluate.distances.scores import HEAD_ARRAYS, SampleHeads
 
 UNFINISHED = "unfinished"
 
 FILE = re.compile(r"(\d+)-([0-9a-f]{64})\.safetensors")
+
+
+@dataclass
+class Trace:
+    """What one sample takes an engine through: `Exercised`, counted step by step."""
+
+    longest_context: int = 0
+    longest_decode: int = 0
+    batch: int = 0
+    forks: int = 0
+    shared_prefixes: int = 0
+
+    def step(self, prompt: int, position: int, batch: int) -> None:
+        """Count a decode step, whose input is the token before `position` of the answer: the first is the prompt's last."""
+        self.longest_context = max(self.longest_context, prompt + position)
+        self.longest_decode = max(self.longest_decode, position + 1)
+        self.batch = max(self.batch, batch)
+
+    @property
+    def exercised(self) -> Exercised:
+        return Exercised(**asdict(self))
+
+    def joined(self, other: "Trace") -> "Trace":
+        """Return what both passes of a sample took an engine through."""
+        return Trace(**Exercised.merged([self.exercised, other.exercised]).model_dump())
 
 
 @dataclass(frozen=True)
@@ -69,11 +94,9 @@ class ResultFolder:
 
     def save(self, sample: int, result: SampleResult, heads: SampleHeads | None) -> None:
         """Save what came of a sample; `heads` are the baseline's."""
-        steps, *counts = (getattr(result.trace, item.name) for item in fields(Trace))
         arrays: dict[str, npt.NDArray[np.generic]] = {
             **{f"statistics/{item.name}": getattr(result.statistics, item.name) for item in fields(StepStatistics)},
-            "counts": np.array([result.prefilled, result.decoded, *counts], np.int64),
-            "steps": np.array(steps, np.int32).reshape(-1, 2),
+            "counts": np.array([result.prefilled, result.decoded, *astuple(result.trace)], np.int64),
             "checks": result.checks,
         }
         if result.answer is not None:
@@ -122,13 +145,13 @@ def unfinished(out: Path, digest: str) -> Iterator[ResultFolder]:
 
 
 def _result(arrays: Mapping[str, npt.NDArray[np.generic]]) -> SampleResult:
-    prefilled, decoded, *counts = arrays["counts"].tolist()
+    prefilled, decoded, *traced = arrays["counts"].tolist()
     return SampleResult(
         statistics=StepStatistics(*(arrays[f"statistics/{item.name}"] for item in fields(StepStatistics))),  # type: ignore[arg-type]
         answer=tuple(arrays["answer"].tolist()) if "answer" in arrays else None,
         prefilled=prefilled,
         decoded=decoded,
         checks=arrays["checks"],  # type: ignore[arg-type]
-        trace=Trace([(length, batch) for length, batch in arrays["steps"].tolist()], *counts),
+        trace=Trace(*traced),
         seen=arrays.get("seen"),  # type: ignore[arg-type]
     )

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from pipeline.core.errors import CannotBeJudged
 from pipeline.verdict.conformance import EngineConformance
-from pipeline.verdict.coverage import Coverage, FreeAnswers, Pressure, Probe, ReusedPrefixes, Speculated
+from pipeline.verdict.coverage import Exercised, FreeAnswers, Pressure, Probe, ReusedPrefixes, Speculated
 from pipeline.verdict.delivery import ScaleChange, ServerSeen
 from pipeline.verdict.report import Canary, NoiseFloor, SystemMetrics, Work, jsonl_lines
 from stages.evaluate.decoding.rows import Answer, probability
@@ -43,7 +43,7 @@ class Measured(BaseModel):
     work: Work
     checks: list[tuple[float | None, float | None]]
     """The KL over the vocabulary and that over the head, of the tokens whose whole distribution is known."""
-    coverage: Coverage | None = None
+    coverage: Exercised | None = None
     conformance: EngineConformance | None = None
     """Of the first round, where the engine has a twin."""
     compute_dtype: str | None = None
@@ -61,7 +61,7 @@ class Once(BaseModel):
     free_answers: FreeAnswers
     noise: NoiseFloor | None = None
     """None where no sample is repeated."""
-    coverage: Coverage | None = None
+    coverage: Exercised | None = None
     """Of the repeated samples; a candidate's."""
     canary: Canary | None = None
     """A candidate's."""

@@ -23,9 +23,8 @@ from pipeline.verdict.record import finite
 from pipeline.verdict.report import Canary, SystemMetrics, Work
 from stages.engines.openai.engine import OpenAIEngine, Shown
 from stages.evaluate.decoding.batches import Greedy
-from stages.evaluate.decoding.coverage import Trace
 from stages.evaluate.decoding.noise import canary_samples, noise_floor, repeated_samples
-from stages.evaluate.decoding.results import SampleResult
+from stages.evaluate.decoding.results import SampleResult, Trace
 from stages.evaluate.decoding.rows import Done, Interruption, greedy_of, labelled, unjudged_rows
 from stages.evaluate.decoding.stored import LOGPROBS, Once, Round, read_round
 from stages.evaluate.decoding.system import random_prompts
