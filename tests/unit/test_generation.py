@@ -136,6 +136,6 @@ def test_what_makes_no_sense_is_refused_before_anything_is_computed(changes: dic
 @pytest.mark.parametrize("prompt", [[], [1, VOCAB], [-1]])
 def test_a_prompt_of_impossible_tokens_starts_no_sequence(prompt: list[int]) -> None:
     engine = HistoryEngine()
-    with pytest.raises(UserError, match="at least one token|token ids must be"):
+    with pytest.raises(UserError, match=r"at least one token|token ids must be"):
         engine.prefill([[1], prompt])
     assert engine.steps == []
