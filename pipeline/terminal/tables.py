@@ -103,7 +103,7 @@ def _baselines(candidates: Sequence[Candidate]) -> list[tuple[str, Candidate]]:
     return [("" if len(found) == 1 else f" of {judged.name}", judged) for judged in reversed(found.values())]
 
 
-def measured(metrics: Mapping[str, float | None], name: str | tuple[str, str]) -> Value:
+def measured(metrics: Mapping[str, float], name: str | tuple[str, str]) -> Value:
     """Return a metric, a range of two of them, or what is no metric's name as it is; None for what was not measured."""
     if isinstance(name, tuple):
         low, high = (metrics.get(one) for one in name)
