@@ -120,16 +120,15 @@ def _samples(rows: Sequence[SampleRow]) -> list[dict[str, Any]]:
 
 def of_baseline(candidate: Candidate) -> dict[str, float]:
     """Return the metrics of the FP16 engine's run, which is a bar beside its candidates."""
-    found = {name: candidate.metrics.get(source) for name, source in OF_BASELINE.items()}
-    known = {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+    known = {name: candidate.metrics[source] for name, source in OF_BASELINE.items() if source in candidate.metrics}
     return {"quality/recovery": 1.0, **known, **_logarithm(known.get(KL))} if known else {}
 
 
 def _logarithm(kl: float | None) -> dict[str, float]:
-    return {} if kl is None or not math.isfinite(kl) else {LOG_KL: math.log10(max(kl, LEAST_KL))}
+    return {} if kl is None else {LOG_KL: math.log10(max(kl, LEAST_KL))}
 
 
-def chosen(candidate: Candidate) -> dict[str, float | None]:
+def chosen(candidate: Candidate) -> dict[str, float]:
     """Return the metrics of a candidate's run, in the order in which they are logged.
 
     The accuracy lost, as a fraction (below 0 it was gained), stands beside each pair of accuracies.
@@ -138,7 +137,7 @@ def chosen(candidate: Candidate) -> dict[str, float | None]:
     for name, before in candidate.metrics.items():
         prefix, ending, rest = name.partition("accuracy_baseline")
         after = found.get(f"{prefix}accuracy_candidate")
-        if ending and not rest and before is not None and after is not None:
+        if ending and not rest and after is not None:
             found[f"{prefix}accuracy_loss"] = before - after
     parts = (name.split("/") for name in found)
     workloads = sorted({part[1] for part in parts if len(part) == 3 and part[0] == "quality" and part[2] == "kl_mean"})

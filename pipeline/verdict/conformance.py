@@ -14,7 +14,7 @@ from pipeline.verdict.record import Number, Record
 ALLOWED = 64.0
 """Most roundings that the logits of a request may be off, 4,096 times the KL of one.
 Sound engines show 0.1 to 7, and INT4 in the graphs' functions, whose sums are sixteen times as large as what they sum, above
-20: docs/verdict.md."""
+20."""
 
 MEASURED_ALLOWED = 4.0
 """The same where a rounding is not assumed but measured, on the 16-bit engine beside its own twin: what is one there may be

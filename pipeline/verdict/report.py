@@ -267,15 +267,6 @@ class Compaction(Record):
     """kl_full - kl_head."""
 
 
-class Work(Record):
-    """Tokens of forced decode and answers, as they went through the candidate."""
-
-    prefilled_tokens: int
-    shared_tokens: int
-    """Tokens of prompts that were not prefilled, because another sample of the document had been."""
-    decoded_tokens: int
-
-
 class EvaluationReport(Record):
     """Everything that was measured of one engine against one baseline."""
 
@@ -300,7 +291,6 @@ class EvaluationReport(Record):
     baseline_system: SystemMetrics
     """The same load on the baseline, timed when the baseline was measured."""
     compaction: Compaction | None = None
-    work: Work | None = None
     conformance: Conformance | None = None
     """Both engines against the oracle under their own policies; null in older reports."""
     candidate_noise: NoiseFloor | None = None
