@@ -216,7 +216,7 @@ KIB, MIB = 1024, 1024**2
 MEASURED = "SmolLM2-135M-Instruct on two cores (`make real`)"
 MEASURED_PARAMETERS = 134_515_008
 FIRST_ROUND_S, ALL_ROUNDS_S = 136.0, 444.0
-"""Seconds of one policy and its baseline there (README.md): one that the first round decides, and one that all five decide."""
+"""Seconds of one policy and its baseline there: one that the first round decides, and one that all five decide."""
 BYTES_PER_PARAMETER, BESIDE_GIB = 8, 1.5
 """The engine and the oracle beside it compute in float32; libraries, pages and distributions took the rest of 2.6 GiB there."""
 
