@@ -10,6 +10,7 @@ the reference. Engines that cannot fork generate deviating answers in a second p
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from pipeline.core.engine import Engine
 from stages.evaluate.decoding.batches import (
@@ -117,7 +118,7 @@ def _scored(
         rows = range(first, min(first + STEP_ROWS, count))
         part = logits_BV[first : rows.stop]
         yield Step([i] * len(rows), list(rows), most_likely(part), part, request=request)
-    yield Finished(i, None, len(item.prompt) - 1, count, trace)
+    yield Finished(i, None, trace)
 
 
 def _then_answers(
@@ -136,12 +137,8 @@ def _then_answers(
         elif event.sample in deviating:
             deviating[event.sample] = event
         else:
-            answer = greedy.followed(encoded[event.sample])
-            yield Finished(event.sample, answer, event.prefilled, event.decoded, event.trace)
+            yield replace(event, answer=greedy.followed(encoded[event.sample]))
     forced = {i: event for i, event in deviating.items() if event is not None}
     for event in FreeBatch(engine, encoded, batch_size, greedy).run(list(forced)):
         if isinstance(event, Finished):
-            first = forced[event.sample]
-            trace = first.trace.joined(event.trace)
-            prefilled, decoded = first.prefilled + event.prefilled, first.decoded + event.decoded
-            yield Finished(event.sample, event.answer, prefilled, decoded, trace)
+            yield replace(event, trace=forced[event.sample].trace.joined(event.trace))

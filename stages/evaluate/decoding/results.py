@@ -54,9 +54,6 @@ class SampleResult:
     """Of its reference tokens."""
     answer: tuple[int, ...] | None
     """The greedy answer without the stop token; None for a sample that is not judged."""
-    prefilled: int
-    """Tokens that were prefilled for this sample alone."""
-    decoded: int
     checks: Array
     """(M, 2): the KL over the vocabulary and that over the head, of the tokens whose whole distribution is known."""
     trace: Trace
@@ -68,14 +65,7 @@ class SampleResult:
     def scored_anew(self, again: "SampleResult") -> "SampleResult":
         """Return what came of a sample whose answer was forced after its reference: the same answer, scored by that pass."""
         seen = None if self.seen is None or again.seen is None else np.concatenate([self.seen, again.seen])
-        return replace(
-            again,
-            answer=self.answer,
-            prefilled=self.prefilled + again.prefilled,
-            decoded=self.decoded + again.decoded,
-            trace=self.trace.joined(again.trace),
-            seen=seen,
-        )
+        return replace(again, answer=self.answer, trace=self.trace.joined(again.trace), seen=seen)
 
 
 class ResultFolder:
@@ -96,7 +86,7 @@ class ResultFolder:
         """Save what came of a sample; `heads` are the baseline's."""
         arrays: dict[str, npt.NDArray[np.generic]] = {
             **{f"statistics/{item.name}": getattr(result.statistics, item.name) for item in fields(StepStatistics)},
-            "counts": np.array([result.prefilled, result.decoded, *astuple(result.trace)], np.int64),
+            "trace": np.array(astuple(result.trace), np.int64),
             "checks": result.checks,
         }
         if result.answer is not None:
@@ -145,13 +135,10 @@ def unfinished(out: Path, digest: str) -> Iterator[ResultFolder]:
 
 
 def _result(arrays: Mapping[str, npt.NDArray[np.generic]]) -> SampleResult:
-    prefilled, decoded, *traced = arrays["counts"].tolist()
     return SampleResult(
         statistics=StepStatistics(*(arrays[f"statistics/{item.name}"] for item in fields(StepStatistics))),  # type: ignore[arg-type]
         answer=tuple(arrays["answer"].tolist()) if "answer" in arrays else None,
-        prefilled=prefilled,
-        decoded=decoded,
         checks=arrays["checks"],  # type: ignore[arg-type]
-        trace=Trace(*traced),
+        trace=Trace(*arrays["trace"].tolist()),
         seen=arrays.get("seen"),  # type: ignore[arg-type]
     )

@@ -144,7 +144,7 @@ class Scorer:
         """Return what came of a sample, and the engine's own heads where they were made."""
         sample = self.in_flight.pop(event.sample)
         checks: Array = np.array(sample.checks, np.float64).reshape(-1, 2)
-        result = SampleResult(sample.statistics, event.answer, event.prefilled, event.decoded, checks, event.trace)
+        result = SampleResult(sample.statistics, event.answer, checks, event.trace)
         if sample.own is None:
             return result, None
         ordered = [sample.own[position] for position in range(len(sample.own))]

@@ -20,7 +20,7 @@ from pipeline.core.workloads import LoadConfig, WorkloadsConfig
 from pipeline.verdict.coverage import FreeAnswers, Pressure
 from pipeline.verdict.delivery import ServerSeen
 from pipeline.verdict.record import finite
-from pipeline.verdict.report import Canary, SystemMetrics, Work
+from pipeline.verdict.report import Canary, SystemMetrics
 from stages.engines.openai.engine import OpenAIEngine, Shown
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.noise import canary_samples, noise_floor, repeated_samples
@@ -85,7 +85,7 @@ class Remote:
         return [results[i] for i in range(len(encoded))]
 
     def seen(self, encoded: Sequence[EncodedSample], results: Sequence[SampleResult], _: Progress) -> dict[str, Any]:
-        """Return the tokens that were sent, and what the server showed."""
+        """Return what the server showed."""
         engine = self.engine
         shown = np.concatenate([result.seen for result in results if result.seen is not None])
         mass, prompts, cached = shown.T
@@ -102,8 +102,7 @@ class Remote:
             longest_context=max(len(item.prompt) + len(item.reference) for item in encoded),
             together=min(self.together, len(encoded)),
         )
-        prefilled, decoded = sum(result.prefilled for result in results), sum(result.decoded for result in results)
-        return {"work": Work(prefilled_tokens=prefilled, shared_tokens=0, decoded_tokens=decoded), "served": served}
+        return {"served": served}
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ def ask(
                 )
             agrees = said == token and contradiction is None
     kept = None if answer is None else tuple(answer)
-    result = SampleResult(statistics, kept, len(item.prompt), count, np.zeros((0, 2)), Trace(), seen)
+    result = SampleResult(statistics, kept, np.zeros((0, 2)), Trace(), seen)
     return Asked(result, own, contradiction)
 
 
