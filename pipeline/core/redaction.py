@@ -1,8 +1,7 @@
 """What leaves this process: secrets masked on the terminal and in the tracking store, and kept from children.
 
 A secret is known by its place (userinfo of a URI, an assigned password), by its shape, or because a variable of this
-process's environment that is named like one holds it. For the store names also become ones that MLflow accepts, texts are
-clipped and numbers finite.
+process's environment that is named like one holds it. For the store texts are also clipped.
 """
 
 import hashlib
@@ -20,7 +19,6 @@ from urllib.parse import quote, unquote
 
 MASK = "***"
 PARAM_CHARS = 6000
-NAME_CHARS = 250
 
 _SECRET_WORDS = {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "pwd", "credential", "credentials"}
 _SPECIAL_TOKENS = {"bos", "eos", "pad", "unk", "sep", "cls", "mask", "stop", "image", "per"}
@@ -200,35 +198,13 @@ def clip(text: str, limit: int = PARAM_CHARS) -> str:
     return text[: limit - len(note)] + note
 
 
-def safe_name(name: str) -> str:
-    """Return a metric or parameter name that MLflow accepts on every platform: `p50@1k` -> `p50_at_1k`, `win%` -> `win_pct`."""
-    name = re.sub(r"\s*%", "_pct", name).replace("@", "_at_")
-    name = re.sub(r"[^/\w.\- ]", "_", name, flags=re.ASCII)
-    parts = [part for part in name.split("/") if part not in ("", ".", "..")]
-    return "/".join(parts)[:NAME_CHARS]
-
-
 def flat_params(config: Mapping[str, object]) -> dict[str, str]:
     """Return `config` as MLflow parameters: dotted names, text values, redacted and clipped."""
     params: dict[str, str] = {}
     for path, leaf in leaves(redact(config)):
         text = leaf if isinstance(leaf, str) else json.dumps(leaf, ensure_ascii=False, default=str)
-        params[safe_name(path)] = clip(text)
+        params[path] = clip(text)
     return params
-
-
-def finite_metrics(metrics: Mapping[str, float | None]) -> tuple[dict[str, float], list[str]]:
-    """Return (metrics that are numbers, names of those that are not), all names safe. MLflow would store inf as 1.8e308."""
-    finite: dict[str, float] = {}
-    nonfinite: list[str] = []
-    for raw, value in metrics.items():
-        name = safe_name(raw)
-        assert name not in finite, f"two metrics are both called {name}"
-        if value is None or not math.isfinite(value):
-            nonfinite.append(name)
-        else:
-            finite[name] = float(value)
-    return finite, sorted(nonfinite)
 
 
 def copy_redacted(source: Path, target: Path) -> None:

@@ -281,7 +281,7 @@ class Limits(Record):
 
     @classmethod
     def of_bundle(cls, record: Mapping[str, Any]) -> "Limits":
-        """Return what an engine was built for, from its bundle.json: plans of TensorRT, and TensorRT-LLM, have limits."""
+        """Return what an engine was built for, from its bundle.json: plans, and bundles of engines in other interpreters."""
         return cls(tokens=record.get("max_tokens"), batch=record.get("max_batch"))
 
     def __str__(self) -> str:

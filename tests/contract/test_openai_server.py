@@ -228,6 +228,13 @@ def test_a_server_that_dies_is_told_in_a_line_and_the_same_command_goes_on(bench
     assert later.count(of_dead) == 2
 
 
+def test_a_baseline_that_does_not_answer_is_named_by_its_own_key(bench: Bench, tmp_path: Path) -> None:
+    with serving(bench.toy("int8")) as url:
+        job = asked(tmp_path / "work", url, "http://127.0.0.1:9")
+        with pytest.raises(MissingRequirement, match=r"^backend\.baseline_url=http://127\.0\.0\.1:9: no server answers GET"):
+            check_inputs(job)
+
+
 def recorded(bench: Bench, url: str, out: Path, kv: str = "int8", **changes: Any) -> Any:
     """Record a server as the chain does, and connect to it."""
     given = {"url": url, "api_key_env": "TOY_SERVER_KEY", "retries": 1, **changes}

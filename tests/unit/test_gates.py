@@ -295,7 +295,7 @@ def test_ruined_requests_are_counted_by_raw_values_and_bounded_by_the_rule_of_th
 
 
 def rung(fault: str, kl: float, roundings: float) -> Rung:
-    near = {"kl_mean": 1e-12, "kl_max": 1e-12, "logit_difference": 1e-6, "stored_error": 0.0, "stored_mean": 0.0}
+    near = {"kl_mean": 1e-12, "kl_max": 1e-12, "stored_error": 0.0, "stored_mean": 0.0}
     far = {**near, "kl_mean": 1e-12 * roundings**2}
     beside = {"sample": "a", "prompt_tokens": 9, "decoded_tokens": 4, "engine": far, "rounding": near}
     rows = [r.model_copy(update={"mean_kl": kl}) for r in answered("retrieval", 2)]
