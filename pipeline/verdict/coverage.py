@@ -213,7 +213,6 @@ class Pressure(Record):
     """Requests of a play."""
     requests: int = 0
     """Requests that were compared, of all plays; 0 for an engine that cannot be put under pressure."""
-    tokens: int = 0
     pages: int = 0
     """Of the pool."""
     wanted_pages: int = 0
@@ -222,11 +221,8 @@ class Pressure(Record):
     """How often requests gave way and were computed again."""
     reused: int = 0
     """Tokens of prompts that were taken from the cache."""
-    noise_kl: float | None = None
-    """Largest mean KL of a request from itself, both times with room."""
     limit_kl: float | None = None
-    kl_max: float | None = None
-    """Largest mean KL of a request from itself with room."""
+    """Largest mean KL of a request from itself with room that is taken for noise, nats."""
     deviations: tuple[Deviation, ...] = ()
     """The worst first."""
 
