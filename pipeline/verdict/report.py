@@ -181,14 +181,6 @@ class Slice(Record):
         }
 
 
-class Slope(Record):
-    """Growth of the mean KL per 1,000 tokens of context, within workloads, with one-sided 95 % bounds by document."""
-
-    per_1k_tokens: Number
-    low: Number
-    high: Number
-
-
 class NoiseFloor(Record):
     """An engine against itself, sequence by sequence instead of batched."""
 
@@ -284,7 +276,6 @@ class EvaluationReport(Record):
     planned_workloads: dict[str, bool] = Field(default={})
     """Every workload that was planned, run so far or not -> whether its samples have answers; empty in older reports."""
     slices: list[Slice]
-    kl_slope: Slope
     noise: NoiseFloor
     canary: Canary
     system: SystemMetrics

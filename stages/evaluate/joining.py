@@ -87,7 +87,6 @@ def join(
         planned_rounds=planned_shares(encoded.numbers),
         planned_workloads=_planned_workloads(encoded),
         slices=metrics.slices(rows, parts, config.context_bins),
-        kl_slope=metrics.slope(rows),
         noise=base.noise or NoiseFloor(samples=0, fidelity=None, answer_flips=0),
         canary=own.canary,
         system=own.system,

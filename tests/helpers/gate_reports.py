@@ -17,7 +17,6 @@ from pipeline.verdict.report import (
     NoiseFloor,
     SampleRow,
     Slice,
-    Slope,
     SystemMetrics,
 )
 from pipeline.verdict.thresholds import Check, Verdict
@@ -101,7 +100,6 @@ def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
         "workloads_digest": "w",
         "samples": len(rows),
         "slices": [whole, low],
-        "kl_slope": Slope(per_1k_tokens=0.0, low=0.0, high=0.0),
         "noise": NoiseFloor(samples=4, fidelity=fidelity(), answer_flips=0),
         "canary": Canary(factor=0.1, rows=CANARY_ROWS),
         "system": SystemMetrics.model_validate(system),

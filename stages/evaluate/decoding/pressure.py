@@ -15,7 +15,7 @@ from pipeline.core.records import Pressed, Progress
 from pipeline.verdict.coverage import Deviation, Pressure
 from pipeline.verdict.record import finite
 from stages.evaluate.decoding.noise import answered
-from stages.evaluate.distances.distance import kl_of_rows
+from stages.evaluate.distances.distance import Array, kl_of_logits
 from stages.evaluate.inputs.tokens import EncodedSample
 
 ROWS = 32
@@ -108,11 +108,10 @@ def requests(encoded: Sequence[EncodedSample], count: int, most: int | None) -> 
         yield name, (tokens, first)
 
 
-def _distances(calm: Pressed, pressed: Pressed) -> list[float]:
+def _distances(calm: Pressed, pressed: Pressed) -> Array:
     """Return the KL of each of the last tokens; infinite where a logit is not finite."""
     rows = min(len(calm.logits), len(pressed.logits))
-    pairs = zip(calm.logits[-rows:], pressed.logits[-rows:], strict=True)
-    return [float(kl_of_rows(one, other[None])[0]) for one, other in pairs]
+    return kl_of_logits(calm.logits[-rows:], pressed.logits[-rows:])
 
 
 def _beside(named: Named, play: int, calm: Pressed, pressed: Pressed) -> Deviation:
