@@ -71,19 +71,19 @@ def pressure(engine: Engine, encoded: Sequence[EncodedSample], count: int, progr
     orders = [np.random.default_rng(play).permutation(count).tolist() for play in range(PLAYS)]
     plays = engine.press([[asked[i] for i in order] for order in orders], ROWS, pages)
     served(total)
-    under = [(play, i, one) for play in range(PLAYS) for i, one in zip(orders[play], plays[play], strict=True)]
-    found = [_beside(named[i], play + 1, calm[i], one) for play, i, one in under]
+    found = [
+        _beside(named[i], play, calm[i], one)
+        for play, (order, pressed) in enumerate(zip(orders, plays, strict=True), start=1)
+        for i, one in zip(order, pressed, strict=True)
+    ]
     return Pressure(
         asked=count,
         requests=len(found),
-        tokens=sum(len(one.logits) for *_, one in under),
         pages=pages,
         wanted_pages=sum(sizes),
         preempted=sum(one.preempted for one in found),
         reused=sum(one.reused for one in found),
-        noise_kl=finite(max(noise)),
         limit_kl=limit,
-        kl_max=finite(max(map(_size, found))),
         deviations=tuple(sorted((one for one in found if _size(one) > limit), key=_size, reverse=True)),
     )
 

@@ -84,7 +84,7 @@ class Remote:
             raise KeyboardInterrupt
         return [results[i] for i in range(len(encoded))]
 
-    def seen(self, encoded: Sequence[EncodedSample], results: Sequence[SampleResult], _: Progress) -> dict[str, Any]:
+    def seen(self, results: Sequence[SampleResult], _: Progress) -> dict[str, Any]:
         """Return what the server showed."""
         engine = self.engine
         shown = np.concatenate([result.seen for result in results if result.seen is not None])
@@ -96,11 +96,8 @@ class Remote:
             says=engine.says,
             tokens=len(shown),
             shown_mass=finite(float(mass.mean())),
-            least_shown_mass=finite(float(mass.min())),
             prompt_tokens=int(prompts.sum()),
             cached_tokens=int(cached.sum()) if np.isfinite(cached).all() else None,
-            longest_context=max(len(item.prompt) + len(item.reference) for item in encoded),
-            together=min(self.together, len(encoded)),
         )
         return {"served": served}
 
