@@ -28,7 +28,7 @@ from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.engines.openai.backend import OpenAIServer
 from stages.engines.openai.config import OpenAIConfig
 from stages.engines.oracle.engine import OracleEngine
-from stages.evaluate.distances.distance import kl_of_rows
+from stages.evaluate.distances.distance import kl_of_logits
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 
@@ -129,7 +129,7 @@ def test_its_distances_are_those_of_the_engine_behind_it(judged: Judged, bench: 
     for item in encode(load_samples(job.workloads), BundleTokenizer(bench.checkpoint), job.workloads.max_scored_tokens):
         asked_for = ([*item.prompt, *item.reference[:-1]], len(item.prompt) - 1)
         one, two = exact.forced(*asked_for), other.forced(*asked_for)
-        whole += [kl_of_rows(row, again[None])[0] for row, again in zip(one, two, strict=True)]
+        whole += kl_of_logits(one, two).tolist()
         rows = two.astype(np.float64)
         logp = rows - np.log(np.exp(rows).sum(-1, keepdims=True))
         nll += [-float(logp[i, token]) for i, token in enumerate(item.reference)]

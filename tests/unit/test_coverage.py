@@ -10,7 +10,7 @@ from fake_engine import EOS, CharTokenizer, fake_engine, sharing_engine
 from gate_reports import GATES, every_class, lines, report
 
 from pipeline.core.records import Sample
-from pipeline.verdict.coverage import Allocation, EngineProbes, Exercised, FreeAnswers, Limits, Probe, ProbePart, ProcessMemory
+from pipeline.verdict.coverage import Allocation, EngineProbes, Exercised, FreeAnswers, Limits, Probe, ProcessMemory
 from pipeline.verdict.gates import decide
 from stages.evaluate.decoding.batches import Finished, Greedy
 from stages.evaluate.decoding.decode import decode
@@ -82,12 +82,10 @@ def test_only_free_answers_that_decode_steps_did_not_give_are_forced() -> None:
 
 
 def a_probe(**changes: object) -> Probe:
-    part = ProbePart(name="context", rows=9, kl_median=1e-9, kl_max=1e-8, largest_difference=1e-4)
     sizes: dict[str, Any] = {"pages": 2, "pool_bytes": 64, "claimed_pool_bytes": 64, "exact_bytes": 0, "exact_unit_bytes": 0}
     values: dict[str, object] = {
-        "tokens": 2048, "decoded": 320, "batch": 32, "page_offsets": 64, "forks": 9, "requests": 400, "engine_tokens": None,
-        "engine_batch": None, "runs": 1, "limit_kl": 1e-6, "limit_single_kl": 0.1, "parts": [part], "failures": [],
-        "allocation": Allocation(**sizes, window_bytes=0, window_pages=1, window_unit_bytes=0), "seconds": 1.0,
+        "tokens": 2048, "decoded": 320, "batch": 32, "page_offsets": 64, "forks": 9, "requests": 400, "rows": 9, "failures": [],
+        "allocation": Allocation(**sizes, window_bytes=0, window_pages=1, window_unit_bytes=0),
     }  # fmt: skip
     return Probe.model_validate({**values, **changes})
 

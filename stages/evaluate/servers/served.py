@@ -84,7 +84,7 @@ class Remote:
             raise KeyboardInterrupt
         return [results[i] for i in range(len(encoded))]
 
-    def seen(self, encoded: Sequence[EncodedSample], results: Sequence[SampleResult], _: Progress) -> dict[str, Any]:
+    def seen(self, results: Sequence[SampleResult], _: Progress) -> dict[str, Any]:
         """Return what the server showed."""
         engine = self.engine
         shown = np.concatenate([result.seen for result in results if result.seen is not None])
@@ -96,11 +96,8 @@ class Remote:
             says=engine.says,
             tokens=len(shown),
             shown_mass=finite(float(mass.mean())),
-            least_shown_mass=finite(float(mass.min())),
             prompt_tokens=int(prompts.sum()),
             cached_tokens=int(cached.sum()) if np.isfinite(cached).all() else None,
-            longest_context=max(len(item.prompt) + len(item.reference) for item in encoded),
-            together=min(self.together, len(encoded)),
         )
         return {"served": served}
 
@@ -169,8 +166,7 @@ def once_served(
 
     `corrupted` is the server with a corrupted scale; None where there is none.
     """
-    answers = read_round(measured)
-    encoded = (answers if baseline is None else read_round(baseline)).scored(encoded)
+    encoded = read_round(measured if baseline is None else baseline).scored(encoded)
     subset, greedy = repeated_samples(encoded, config), greedy_of(tokenizer, config)
     named = progress if baseline is not None else labelled(progress, "baseline: ")
     own, again = StoredHeads(measured / LOGPROBS).sample, []
@@ -180,7 +176,7 @@ def once_served(
     results = [one.result for one in again]
     free = [result.answer for result in results if result.answer is not None]
     return Once(
-        noise=noise_floor(subset, results, answers.answers_to(subset), tokenizer),
+        noise=noise_floor(results),
         free_answers=FreeAnswers(
             samples=len(free),
             tokens=sum(map(len, free)),
