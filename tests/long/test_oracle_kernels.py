@@ -172,14 +172,14 @@ def state(cache: KernelCache) -> Any:
 
 
 class LittleMemory:
-    """torch.zeros that has room for a number of tensors, or for small ones only."""
+    """torch.zeros that has room for a number of tensors."""
 
-    def __init__(self, tensors: int = 1 << 30, size: int = 1 << 30) -> None:
-        self.tensors, self.size, self.real = tensors, size, torch.zeros
+    def __init__(self, tensors: int) -> None:
+        self.tensors, self.real = tensors, torch.zeros
 
     def __call__(self, *shape: Any, **options: Any) -> Tensor:
         self.tensors -= 1
-        if self.tensors < 0 or (len(shape) > 1 and shape[1] > self.size):
+        if self.tensors < 0:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return self.real(*shape, **options)
 

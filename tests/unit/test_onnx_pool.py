@@ -18,10 +18,10 @@ STREAMING = KVPolicy(name="streaming", key=FP16, value=FP16, eviction=Eviction(w
 SLIDING = KVPolicy(name="sliding", key=FP16, value=FP16, eviction=Eviction(window_tokens=128))
 
 
-def tokens(first: int, count: int, batch: int = 1) -> np.ndarray:
-    """Values (B, H, S, D) whose number is the token's position."""
+def tokens(first: int, count: int) -> np.ndarray:
+    """Values (1, H, S, D) whose number is the token's position."""
     values = np.arange(first, first + count, dtype=np.float16)[:, None]
-    return np.broadcast_to(values, (batch, 3, count, 4))
+    return np.broadcast_to(values, (1, 3, count, 4))
 
 
 def fill(pool: PagedPool, handle: int, count: int) -> None:

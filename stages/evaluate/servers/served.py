@@ -166,8 +166,7 @@ def once_served(
 
     `corrupted` is the server with a corrupted scale; None where there is none.
     """
-    answers = read_round(measured)
-    encoded = (answers if baseline is None else read_round(baseline)).scored(encoded)
+    encoded = read_round(measured if baseline is None else baseline).scored(encoded)
     subset, greedy = repeated_samples(encoded, config), greedy_of(tokenizer, config)
     named = progress if baseline is not None else labelled(progress, "baseline: ")
     own, again = StoredHeads(measured / LOGPROBS).sample, []
@@ -177,7 +176,7 @@ def once_served(
     results = [one.result for one in again]
     free = [result.answer for result in results if result.answer is not None]
     return Once(
-        noise=noise_floor(subset, results, answers.answers_to(subset), tokenizer),
+        noise=noise_floor(results),
         free_answers=FreeAnswers(
             samples=len(free),
             tokens=sum(map(len, free)),
