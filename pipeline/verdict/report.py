@@ -254,8 +254,6 @@ class EvaluationReport(Record):
     schema_version: int
     policy: str
     engine_digest: str
-    graph_digest: str | None = None
-    """sha256 of the decode graph that the engine runs or its plan was built from; null for engines without a graph."""
     baseline_digest: str
     workloads_digest: str
     """sha256 of every encoded sample: prompts, references, checks and documents."""
