@@ -80,5 +80,5 @@ def make_bundle(quantized: Path, out: Path, kv: str, python: str, **changes: Any
     return out
 
 
-def open_engine(bundle: Path, python: str, timeout_s: int = 60) -> TrtllmEngine:
-    return TrtllmEngine(bundle, config_of(python, request_timeout_s=timeout_s, build_timeout_s=60))
+def open_engine(bundle: Path, python: str) -> TrtllmEngine:
+    return TrtllmEngine(bundle, config_of(python, request_timeout_s=60, build_timeout_s=60))
