@@ -6,7 +6,6 @@ process's environment that is named like one holds it. For the store texts are a
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -178,15 +177,13 @@ def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def redact(value: object, path: str = "") -> object:
-    """Return a copy of a JSON-like value: secrets masked by name (strings only) and by shape, non-finite numbers as None."""
+    """Return a copy of a JSON-like value: secrets masked by name (strings only) and by shape."""
     if isinstance(value, Mapping):
         return {str(name): redact(inner, f"{path}.{name}" if path else str(name)) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [redact(inner, path) for inner in value]
     if isinstance(value, str):
         return MASK if value and path and secret_name(path) else redact_text(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
     return value
 
 
@@ -216,6 +213,6 @@ def copy_redacted(source: Path, target: Path) -> None:
 
 
 def table_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows, which have the same keys, as the JSON that MLflow shows as a table; non-finite values are null."""
+    """Return rows, which have the same keys, as the JSON that MLflow shows as a table."""
     data = [[redact(value) for value in row.values()] for row in rows]
     return json.dumps({"columns": list(rows[0]), "data": data}, ensure_ascii=False)

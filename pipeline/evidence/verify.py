@@ -192,7 +192,7 @@ def decoded_again(evidence: Evidence, load: Callable[[Path], Engine], count: int
     if engine is None or baseline is None or report is None or not count:
         return []
     rows = SystemRandom().sample(evidence.rows, min(count, len(evidence.rows)))
-    floor = (report.candidate_noise or report.noise).fidelity
+    floor = report.candidate_noise or report.noise
     noise = floor.kl_mean if floor is not None and floor.kl_mean is not None else 0.0
     config, names = requested_workloads(evidence), {row.id for row in rows}
     with required_libraries():

@@ -69,7 +69,7 @@ class Subject(Protocol):
         """
         ...
 
-    def seen(self, encoded: Sequence[EncodedSample], results: Sequence[SampleResult], progress: Progress) -> dict[str, Any]:
+    def seen(self, results: Sequence[SampleResult], progress: Progress) -> dict[str, Any]:
         """Return what `Measured` says of the run beside samples, policy and vocabulary."""
         ...
 
@@ -165,7 +165,7 @@ def measure(
             policy=subject.policy.name,
             checks=checks,
             right_answers={item.sample.id: list(item.reference) for item in scored if item.replaced and heads is None},
-            **subject.seen(scored, results, named),
+            **subject.seen(results, named),
         )
         Round(record, answers, StepStatistics.joined([result.statistics for result in results])).write(out)
 
@@ -208,7 +208,7 @@ class Local:
             observe = {"observe": self.comparison.take}
         return run_samples(self.engine, encoded, heads, self.config.batch_size, **options, **observe)
 
-    def seen(self, _: Sequence[EncodedSample], results: Sequence[SampleResult], progress: Progress) -> dict[str, Any]:
+    def seen(self, results: Sequence[SampleResult], progress: Progress) -> dict[str, Any]:
         """Return coverage, scales, and how far the engine is from its twin."""
         conformance = None
         if self.comparison is not None:  # requests that had finished before an interruption are decoded again for it
@@ -216,7 +216,7 @@ class Local:
             progress("conformance", 0, 1)
             conformance = self.comparison.result()
         return {
-            "coverage": Exercised.merged([result.trace.exercised for result in results]),
+            "coverage": Exercised.merged([result.trace for result in results]),
             "conformance": conformance,
             "compute_dtype": None if self.twin is None else self.twin.compute_dtype,
             "scale_changes": self.changes,

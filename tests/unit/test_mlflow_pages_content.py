@@ -13,9 +13,9 @@ from pipeline.verdict.thresholds import Check
 from pipeline.verdict.tracked import flat_metrics
 
 
-def judged(folder: Path, rows: list[SampleRow], name: str = "fp8") -> Candidate:
+def judged(folder: Path, rows: list[SampleRow]) -> Candidate:
     """A candidate with the metrics and the verdict of these samples."""
-    candidate = judged_candidate(folder, name, metrics=flat_metrics(sliced(rows)) | {"memory/kib_per_token": 1.0})
+    candidate = judged_candidate(folder, "fp8", metrics=flat_metrics(sliced(rows)) | {"memory/kib_per_token": 1.0})
     return candidate.model_copy(update=Candidate.decided(verdict(rows)))
 
 

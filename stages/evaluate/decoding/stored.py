@@ -20,7 +20,7 @@ from pipeline.core.errors import CannotBeJudged
 from pipeline.verdict.conformance import EngineConformance
 from pipeline.verdict.coverage import Exercised, FreeAnswers, Pressure, Probe, ReusedPrefixes, Speculated
 from pipeline.verdict.delivery import ScaleChange, ServerSeen
-from pipeline.verdict.report import Canary, NoiseFloor, SystemMetrics, jsonl_lines
+from pipeline.verdict.report import Canary, Fidelity, SystemMetrics, jsonl_lines
 from stages.evaluate.decoding.rows import Answer, probability
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import EncodedSample
@@ -58,7 +58,7 @@ class Once(BaseModel):
 
     system: SystemMetrics
     free_answers: FreeAnswers
-    noise: NoiseFloor | None = None
+    noise: Fidelity | None = None
     """None where no sample is repeated."""
     coverage: Exercised | None = None
     """Of the repeated samples; a candidate's."""

@@ -29,11 +29,11 @@ from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.replay import Replay
 from stages.evaluate.decoding.batches import Logits, Step
 from stages.evaluate.decoding.decode import decode, shares
-from stages.evaluate.distances.distance import Array, Distributions, compare_head
+from stages.evaluate.distances.distance import Array, Distributions, compare_head, kl_of_logits
 from stages.evaluate.distances.scores import SampleHeads
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.evaluate.twins.deviation import Compared, Request, first_deviation
-from stages.evaluate.twins.explanation import FAR, explained, explained_by_codes, kl_of_logits
+from stages.evaluate.twins.explanation import FAR, explained, explained_by_codes
 from stages.evaluate.twins.twin import Twin
 
 
