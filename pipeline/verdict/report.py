@@ -226,9 +226,6 @@ class SystemMetrics(Record):
     kib_per_token_allocated: Annotated[Number, MEMORY]
     """Measured: bytes of the pool that the engine allocated, over the tokens that its pages hold."""
     pool_bytes: Annotated[int | None, MEMORY]
-    exact_bytes: Annotated[int | None, MEMORY]
-    window_bytes: Annotated[int | None, MEMORY]
-    static_scale_bytes: Annotated[int | None, MEMORY]
     budget_gib: Annotated[float, MEMORY]
     sequence_tokens: Annotated[int, MEMORY]
     max_live_tokens: Annotated[int | None, MEMORY]

@@ -58,7 +58,7 @@ class HistoryEngine(Engine):
         del self.sequences[sequence]
 
     def memory(self) -> MemoryReport:
-        return MemoryReport(0, 0, 0, 0, 0, sum(map(len, self.sequences.values())))
+        return MemoryReport(0, 0, 0, 0, sum(map(len, self.sequences.values())))
 
 
 def one_by_one(stop: int | None = None) -> list[list[int]]:
