@@ -3,24 +3,28 @@
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from engine_rows import mean_kl, two_stories
 from ggml_cases import NAMES, form_of, raw
-from llamacpp_bundles import config_of, make_engine
+from interpreter_bundles import config_of, write_scales
 from shipped import SHIPPED
 
+from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, Side
+from pipeline.core.records import no_progress
 from pipeline.formats.oracle import Stored
 from stages.checkpoints import load_causal_lm
 from stages.engines.llamacpp.build import build_bundle
 from stages.engines.llamacpp.engine import LlamaCppEngine
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.replay import Replay
+from stages.gguf.write import write_gguf
 
 FIRST = 60
 """Tokens of a prompt; the others are forced."""
@@ -35,6 +39,16 @@ def texts(tiny_checkpoint: Path) -> list[list[int]]:
 
 def policy_of(key: Format, value: Format) -> KVPolicy:
     return KVPolicy(name="cache", key=key, value=value)
+
+
+def make_engine(checkpoint: Path, out: Path, policy: KVPolicy, python: str, **changes: Any) -> LlamaCppEngine:
+    """An engine over a bundle in `out`, as the chain builds it."""
+    out.mkdir(parents=True)
+    gguf, config = out.with_suffix(".gguf"), config_of("llamacpp", python, **changes)
+    write_gguf(inspect_checkpoint(checkpoint), gguf, no_progress)
+    scales = write_scales(out.with_suffix(".json"), policy)
+    build_bundle(checkpoint, out, config, gguf=gguf, policy=policy, scales=scales, progress=no_progress)
+    return LlamaCppEngine(out, config)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +173,7 @@ def test_a_gguf_that_the_release_does_not_read_is_refused_in_a_line(
     scales = q8_q4._bundle / "kv_scales.json"
     with pytest.raises(UserError, match=r"^backend\.python=.*llama-cpp-python 0\.3\.\d+ cannot load .*block_count") as refused:
         build_bundle(
-            tiny_checkpoint, tmp_path / "out", config_of(llamacpp_python),
+            tiny_checkpoint, tmp_path / "out", config_of("llamacpp", llamacpp_python),
             gguf=gguf, policy=q8_q4.policy, scales=scales, progress=lambda *_: None,
         )  # fmt: skip
     assert "\n" not in str(refused.value)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_rows import mean_kl, two_stories
+from engine_rows import KNOWN_LAYOUT, mean_kl, two_stories
 from gate_reports import pressure_line
+from interpreter_bundles import KEY_SCALE, VALUE_SCALE, make_bundle, open_engine
 from safetensors.torch import load_file, save_file
 from shipped import SHIPPED, conf
 from torch import Tensor
-from vllm_bundles import KEY_SCALE, KNOWN_LAYOUT, VALUE_SCALE, make_vllm_bundle, open_vllm
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.checkpoint.files import INDEX
@@ -54,13 +54,13 @@ def texts(tiny_checkpoint: Path) -> list[list[int]]:
 def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, vllm_python: str) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("vllm")
     return {
-        kv: make_vllm_bundle(tiny_checkpoint, folder / kv, kv, vllm_python) for kv in ("fp16", "fp8", "fp8_head", "fp8_e5m2")
+        kv: make_bundle("vllm", tiny_checkpoint, folder / kv, kv, vllm_python) for kv in ("fp16", "fp8", "fp8_head", "fp8_e5m2")
     }
 
 
 @pytest.fixture(scope="module")
 def fp8(bundles: dict[str, Path], vllm_python: str) -> Iterator[VllmEngine]:
-    engine = open_vllm(bundles["fp8"], vllm_python)
+    engine = open_engine(bundles["fp8"], vllm_python)
     yield engine
     engine.close()
 
@@ -99,7 +99,7 @@ def test_a_bundle_is_what_vllm_serve_takes(bundles: dict[str, Path], vllm_python
 def test_a_16_bit_cache_is_the_oracles_but_for_rounding(
     bundles: dict[str, Path], texts: list[list[int]], tiny_checkpoint: Path, vllm_python: str
 ) -> None:
-    engine = open_vllm(bundles["fp16"], vllm_python)
+    engine = open_engine(bundles["fp16"], vllm_python)
     rows = engine.forced_together([(text, FIRST) for text in texts])
     oracle = oracle_of(bundles["fp16"], tiny_checkpoint, "fp16")
     for number, text in enumerate(texts):
@@ -130,9 +130,9 @@ def test_layers_that_the_policy_leaves_at_16_bits_are_skipped(
 ) -> None:
     exact = {"layers": [0, 3], "key": {"dtype": "fp16"}, "value": {"dtype": "fp16"}}
     policy = KVPolicy.model_validate({**conf("kv", "fp8"), "name": "fp8_between", "overrides": [exact]})
-    bundle = make_vllm_bundle(tiny_checkpoint, tmp_path / "bundle", policy, vllm_python)
+    bundle = make_bundle("vllm", tiny_checkpoint, tmp_path / "bundle", policy, vllm_python)
     assert "kv-cache-dtype-skip-layers:\n- '0'\n- '3'\n" in (bundle / "engine_args.yaml").read_text()
-    engine = open_vllm(bundle, vllm_python)
+    engine = open_engine(bundle, vllm_python)
     (rows,) = engine.forced_together([(texts[0], FIRST)])
     assert audit_scales(engine, ()) == []
     stored = engine.stored_request(0)
@@ -193,7 +193,7 @@ def test_the_loaded_engine_reads_the_scales_of_its_checkpoint(fp8: VllmEngine) -
 def test_the_canarys_scale_arrives_and_changes_what_is_read(
     bundles: dict[str, Path], texts: list[list[int]], vllm_python: str
 ) -> None:
-    engine = open_vllm(bundles["fp8"], vllm_python)
+    engine = open_engine(bundles["fp8"], vllm_python)
     before = engine.forced(texts[0], FIRST)
     engine.corrupt_key_scale(0.1)
     assert mean_kl(before, engine.forced(texts[0], FIRST)) > 0.05
@@ -237,7 +237,7 @@ def test_a_checkpoint_whose_scales_vllm_ignores_is_named_before_it_is_judged(
             for name in tensors:
                 del places[name]
 
-    engine = open_vllm(altered(bundles["fp8"], tmp_path / "bundle", lose), vllm_python)
+    engine = open_engine(altered(bundles["fp8"], tmp_path / "bundle", lose), vllm_python)
     with pytest.raises(GateRefusal, match=f"the engine does not use the scales of its checkpoint: {expected}"):
         audit_scales(engine, ())
     engine.close()
@@ -258,7 +258,7 @@ def test_modelopts_form_is_read_where_it_names_an_algorithm_and_its_scales_are_r
             tensors[theirs], places[theirs] = tensors.pop(name), places.pop(name)
 
     bundle = altered(bundles["fp8"], tmp_path / "bundle", modelopt)
-    found, engine = audit(bundle / CHECKPOINT), open_vllm(bundle, vllm_python)
+    found, engine = audit(bundle / CHECKPOINT), open_engine(bundle, vllm_python)
     if algorithm is None:
         assert found.problems == ["quant_algo is missing, without which it refuses the checkpoint"]
         with pytest.raises(UserError, match="Missing 'quant_algo' in quantization config"):
@@ -275,7 +275,7 @@ def test_modelopts_form_is_read_where_it_names_an_algorithm_and_its_scales_are_r
 
 def test_a_cpu_merges_the_scales_of_heads(bundles: dict[str, Path], vllm_python: str) -> None:
     """Its kernels take one number a layer: the largest of its heads."""
-    engine = open_vllm(bundles["fp8_head"], vllm_python)
+    engine = open_engine(bundles["fp8_head"], vllm_python)
     merged = r"8 merged \(layer 0 keys: \[0\.04, 0\.06\] was merged with others to the largest, 0\.06"
     with pytest.raises(GateRefusal, match=merged):
         audit_scales(engine, ())
@@ -283,7 +283,7 @@ def test_a_cpu_merges_the_scales_of_heads(bundles: dict[str, Path], vllm_python:
 
 
 def test_e5m2_runs_without_scales(bundles: dict[str, Path], texts: list[list[int]], vllm_python: str) -> None:
-    engine = open_vllm(bundles["fp8_e5m2"], vllm_python)
+    engine = open_engine(bundles["fp8_e5m2"], vllm_python)
     assert audit_scales(engine, ()) == []
     assert np.isfinite(engine.forced(texts[0], FIRST)).all()
     engine.close()

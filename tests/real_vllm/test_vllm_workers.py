@@ -10,9 +10,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from engine_rows import mean_kl
+from engine_rows import KNOWN_LAYOUT, mean_kl
+from interpreter_bundles import KEY_SCALE, VALUE_SCALE, make_bundle, open_engine
 from shipped import SHIPPED
-from vllm_bundles import KEY_SCALE, KNOWN_LAYOUT, VALUE_SCALE, make_vllm_bundle, open_vllm
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Side
@@ -52,9 +52,9 @@ def test_each_worker_reads_the_scales_of_its_heads_and_both_compute_the_policy(
     tmp_path: Path, tiny_checkpoint: Path, vllm_python: str
 ) -> None:
     """One worker merges the two heads' scales on a CPU; two workers hold a head each."""
-    bundle = make_vllm_bundle(tiny_checkpoint, tmp_path / "two", "fp8_head", vllm_python, tensor_parallel_size=2)
+    bundle = make_bundle("vllm", tiny_checkpoint, tmp_path / "two", "fp8_head", vllm_python, tensor_parallel_size=2)
     policy = SHIPPED["fp8_head"]
-    engine = open_vllm(bundle, vllm_python)
+    engine = open_engine(bundle, vllm_python)
     (rows,) = engine.forced_together([(TEXT, FIRST)])
     assert audit_scales(engine, ()) == []
     assert engine.delivery()[0].used == {
