@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_rows import mean_kl, two_stories
+from engine_rows import FIRST, assert_batches_steps_and_answers_agree, mean_kl, replayed, two_stories
 from ggml_cases import NAMES, form_of, raw
 from interpreter_bundles import config_of, write_scales
 from shipped import SHIPPED
@@ -23,11 +23,8 @@ from stages.checkpoints import load_causal_lm
 from stages.engines.llamacpp.build import build_bundle
 from stages.engines.llamacpp.engine import LlamaCppEngine
 from stages.engines.oracle.engine import OracleEngine
-from stages.engines.oracle.replay import Replay
 from stages.gguf.write import write_gguf
 
-FIRST = 60
-"""Tokens of a prompt; the others are forced."""
 ROUNDING = 2.0**-11
 """What a rounding of a float16 activation is."""
 
@@ -59,17 +56,11 @@ def q8_q4(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, llama
     engine.close()
 
 
-def replayed(engine: LlamaCppEngine, checkpoint: Path, text: list[int], number: int) -> Replay:
-    oracle = OracleEngine.from_model(load_causal_lm(checkpoint, dtype=torch.float32), engine.policy)
-    return oracle.replay(text, [FIRST], engine.stored_request(number), rounding=ROUNDING, reads_itself=True)
-
-
 def check(engine: LlamaCppEngine, checkpoint: Path, texts: list[list[int]]) -> None:
     """Logits over its own cache are the oracle's, and the cache holds what the oracle stores, but for rounding."""
     rows = engine.forced_together([(text, FIRST) for text in texts])
     for number, text in enumerate(texts):
-        replay = replayed(engine, checkpoint, text, number)
-        assert mean_kl(replay.logits, rows[number]) < 10 * mean_kl(replay.logits, replay.disturbed) + 1e-8
+        replay = replayed(engine, checkpoint, text, number, rows[number], rounding=ROUNDING, floor=1e-8)
         for errors in (copy for layer in replay.errors for copy in layer.values()):
             assert float(errors.engine.max()) < 3e-2
             assert float(errors.engine.mean()) < 1e-3
@@ -112,18 +103,7 @@ def test_the_state_of_the_first_layer_is_byte_for_byte_what_the_format_makes_of_
 
 def test_batches_steps_and_answers_agree(q8_q4: LlamaCppEngine, texts: list[list[int]]) -> None:
     five = [*texts, *texts, texts[0]]  # more than the engine has memory for at once
-    together = q8_q4.forced_together([(text, FIRST) for text in five])
-    for rows, text in zip(together, five, strict=True):
-        assert mean_kl(rows, q8_q4.forced(text, FIRST)) < 1e-4
-    (handle,), _ = q8_q4.prefill([texts[0][:FIRST]])
-    stepped = np.stack([q8_q4.decode([handle], [token])[0] for token in texts[0][FIRST : FIRST + 3]])
-    assert mean_kl(together[0][:3], stepped) < 1e-4
-    q8_q4.release([handle])
-    ((said),) = q8_q4.generate([texts[1][:FIRST]], 12, None)
-    assert q8_q4.forced([*texts[1][:FIRST], *said], FIRST).argmax(1).tolist()[:-1] == said[1:]
-    times = q8_q4.timed([text[:FIRST] for text in texts], 6)
-    assert (len(times.first_token_ms), len(times.step_ms)) == (2, 6)
-    assert times.memory.pool_bytes == q8_q4.policy.pool_bytes(q8_q4.shape, 4)
+    assert_batches_steps_and_answers_agree(q8_q4, five, 1e-4)
 
 
 def test_forced_decode_is_what_steps_compute_also_of_many_tokens_and_shared_beginnings(

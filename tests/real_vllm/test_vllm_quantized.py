@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_rows import mean_kl, two_stories
+from engine_rows import FIRST, mean_kl, two_stories
 from interpreter_bundles import KEY_SCALE, make_bundle, open_engine
 from quantized_checkpoints import quantize_checkpoint
 from safetensors import safe_open
@@ -17,8 +17,6 @@ from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.model import round_inputs
 from stages.quantize.materialize import write_plain
-
-FIRST = 60
 
 
 @pytest.mark.parametrize(
