@@ -23,7 +23,7 @@ from benchmarks.documentation import GEMMA3, converted
 from benchmarks.recording import log, results_record, write_json
 from pipeline.checkpoint.places import locate_checkpoint
 from stages.checkpoints import load_tokenizer
-from stages.evaluate.distances.distance import log_softmax
+from stages.evaluate.distances.distance import kl_of_logits, log_softmax
 
 TOKENS, EVERY = 768, 24
 """Of Python's documentation, and how many lie between two positions that are compared; the windows are of 512."""
@@ -81,8 +81,7 @@ def as_float32(gguf: Path, out: Path) -> Path:
 
 def distance(logits: Logits, reference: Logits) -> dict[str, float]:
     """Return how far logits are from a reference's: KL in nats, and the largest difference over the standard deviation."""
-    p, q = log_softmax(reference), log_softmax(logits)
-    kl = (np.exp(p) * (p - q)).sum(-1)
+    kl = kl_of_logits(reference, logits)
     largest = np.abs(logits - reference).max(-1) / reference.std(-1)
     return {"mean_kl": float(kl.mean()), "max_kl": float(kl.max()), "max_difference": float(largest.max())}
 

@@ -25,8 +25,7 @@ from stages.engines.base import Logits
 from stages.engines.llamacpp.build import build_bundle
 from stages.engines.llamacpp.config import LlamaCppConfig
 from stages.engines.llamacpp.engine import LlamaCppEngine
-from stages.evaluate.distances import distance
-from stages.evaluate.distances.distance import StepStatistics, log_softmax
+from stages.evaluate.distances.distance import kl_of_logits, log_softmax
 
 CHUNK = 512
 """The tool's context; its second half is scored."""
@@ -55,18 +54,21 @@ def logits(policy: KVPolicy, config: LlamaCppConfig, work: Path, chunks: Sequenc
 
 def compare(bases: Sequence[Logits], others: Sequence[Logits], chunks: Sequence[list[int]]) -> dict[str, float]:
     """Return the tool's figures: the KL, the likeliest tokens that agree, and the change of the known token's probability."""
-    known = [chunk[CHUNK // 2 + 1 :] for chunk in chunks]
-    parts = zip(bases, others, known, strict=True)
-    steps = StepStatistics.joined([distance.compare(log_softmax(p), log_softmax(q), tokens) for p, q, tokens in parts])
+    parts = []
+    for base, other, chunk in zip(bases, others, chunks, strict=True):
+        known = np.arange(len(base)), chunk[CHUNK // 2 + 1 :]
+        before, after = log_softmax(base)[known], log_softmax(other)[known]
+        parts.append((kl_of_logits(base, other), before, after, base.argmax(-1) == other.argmax(-1)))
+    kl, before, after, same = map(np.concatenate, zip(*parts, strict=True))
     return {
-        "tokens": steps.kl.size,
-        "mean_kl": float(steps.kl.mean()),
-        "median_kl": float(np.median(steps.kl)),
-        "p99_kl": float(np.quantile(steps.kl, 0.99)),
-        "max_kl": float(steps.kl.max()),
-        "same_top": float(steps.top1.mean()),
-        "rms_change_of_probability": float(np.sqrt((steps.delta_p**2).mean())),
-        "perplexity_ratio": float(np.exp((steps.candidate_nll - steps.baseline_nll).mean())),
+        "tokens": kl.size,
+        "mean_kl": float(kl.mean()),
+        "median_kl": float(np.median(kl)),
+        "p99_kl": float(np.quantile(kl, 0.99)),
+        "max_kl": float(kl.max()),
+        "same_top": float(same.mean()),
+        "rms_change_of_probability": float(np.sqrt(((np.exp(after) - np.exp(before)) ** 2).mean())),
+        "perplexity_ratio": float(np.exp((before - after).mean())),
     }
 
 

@@ -26,7 +26,7 @@ from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.statistics.bootstrap import resampled_sums
 from pipeline.statistics.bounds import Array
 from stages.engines.oracle.engine import OracleEngine
-from stages.evaluate.distances.distance import StepStatistics, compare, log_softmax
+from stages.evaluate.distances.distance import kl_of_logits, log_softmax
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 from stages.workloads import generate
 
@@ -42,8 +42,6 @@ GEMMA_PAGES, GEMMA_TOKENS, LAST = 4, 192, 32
 """Pages that Gemma 3 reads, tokens of each, and how many at its end are scored: a row of its logits is 262,144 numbers."""
 LENGTHS = (256, 480, 544, 1024, 2048, 4096, 8192)
 """Lengths of the longer texts that Gemma 3 reads, of which LAST tokens are scored, too; its windows are of 512."""
-ROWS = 128
-"""Rows of logits that are compared at a time: a comparison makes several copies of them in float64."""
 
 EXACT = Format(dtype="fp16")
 NVFP4 = load_policy("nvfp4").key
@@ -237,18 +235,18 @@ def measure(
     exact = OracleEngine.from_model(model, FP16_POLICY)
     sums = {name: np.zeros((len(texts), 3)) for name in policies}
     for number, text in enumerate(texts):
-        baseline = log_softmax(exact.forced(text.tokens, text.first))
+        baseline = exact.forced(text.tokens, text.first)
+        before = _log_likelihood(baseline, text.targets)
         for name, engine in engines.items():
-            steps = _compared(baseline, engine.forced(text.tokens, text.first), text.targets)
-            rise = (steps.candidate_nll - steps.baseline_nll).sum()
-            sums[name][number] = steps.kl.sum(), rise, len(text.targets)
+            logits = engine.forced(text.tokens, text.first)
+            rise = before - _log_likelihood(logits, text.targets)
+            sums[name][number] = kl_of_logits(baseline, logits).sum(), rise, len(text.targets)
         log(f"text {number + 1} of {len(texts)}")
     return {name: Measured(kv.bytes_per_token(exact.shape), sums[name]) for name, kv in policies.items()}
 
 
-def _compared(baseline: npt.NDArray[Any], logits: npt.NDArray[Any], targets: Sequence[int]) -> StepStatistics:
-    parts = [slice(first, first + ROWS) for first in range(0, len(logits), ROWS)]
-    return StepStatistics.joined([compare(baseline[rows], log_softmax(logits[rows]), list(targets[rows])) for rows in parts])
+def _log_likelihood(logits: npt.NDArray[np.float32], targets: Sequence[int]) -> float:
+    return float(log_softmax(logits)[np.arange(len(targets)), targets].sum())
 
 
 def verdict(better: Measured, worse: Measured, documents: Sequence[str]) -> str:

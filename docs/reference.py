@@ -44,7 +44,7 @@ RECORDS = {
         "pipeline.artifacts.sbom.SBOM_FILE": "files, libraries and inputs with their digests, as CycloneDX",
         "stages.engines.vllm.build.ENGINE_ARGS_FILE": "arguments for `vllm serve`, as judged",
         "stages.engines.trtllm.build.LLM_ARGS_FILE": "arguments for `trtllm-serve`, as judged",
-        "stages.engines.sglang.build.COMMAND_FILE": "the command of SGLang's server, as judged",
+        "stages.engines.sglang.build.COMMAND_FILE": "the command of the server of SGLang or llama.cpp, as judged",
     },
     "of the evidence": {
         "pipeline.evidence.identity.IDENTITY_FILE": "the digests of all that the verdict rests on",

@@ -1,4 +1,5 @@
-"""kvgate's light half: command line, typed config, artifact store, gates and tracking. Nothing here imports torch."""
+"""kvgate's light half: command line, typed config, artifact store, gates and tracking. Of what is here only the
+arithmetics of number formats import torch."""
 
 import sys
 from pathlib import Path

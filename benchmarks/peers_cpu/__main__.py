@@ -26,7 +26,7 @@ from benchmarks.recording import ROOT, checkout, log, machine, results_record, w
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.places import GGUF_SUFFIX, locate_checkpoint
 from pipeline.core.errors import REFUSALS, UserError, exit_code
-from stages.evaluate.distances.distance import compare, log_softmax
+from stages.evaluate.distances.distance import kl_of_logits, log_softmax
 
 BATCH = 8
 WIDTHS = ("float", "8 bit", "4 bit")
@@ -144,8 +144,8 @@ def distance(
     """
     if not (np.isfinite(logits).all() and np.isfinite(baseline).all()):
         raise ValueError("a logit is not finite")
-    steps = compare(log_softmax(baseline), log_softmax(logits), targets.tolist())
-    return {"mean_kl": float(steps.kl.mean()), "ppl_ratio": float(np.exp((steps.candidate_nll - steps.baseline_nll).mean()))}
+    before, after = (log_softmax(x)[np.arange(len(targets)), targets] for x in (baseline, logits))
+    return {"mean_kl": float(kl_of_logits(baseline, logits).mean()), "ppl_ratio": float(np.exp((before - after).mean()))}
 
 
 def tables(cells: Sequence[Cell]) -> str:

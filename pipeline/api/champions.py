@@ -116,16 +116,16 @@ def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -
     found = aliased(location, names, ALIAS)
     if found is None:
         raise UserError(f"model={model}: {' and '.join(names)} of the registry have no champion; promote one, or give another")
-    champion_name = f"version {found.number}, the champion of {model}"
+    champion_name, why = f"version {found.number}, the champion of {model}", ""
     try:
         _, evidence = registered_candidate(config.work / "artifacts", found)
-    except GateRefusal:  # another work directory judged it
-        evidence = None
+    except GateRefusal as error:  # another work directory judged it, or an older kvgate
+        evidence, why = None, f" ({error})"
     if evidence is None or evidence.engine is None:
         copy = download_engine(location, found, scratch)
         if not (copy / "engine").is_dir():
             raise MissingRequirement(
-                f"{champion_name}, has no engine in the registry and none in {config.work}: register it with "
+                f"{champion_name}, has no engine in the registry and none in {config.work}{why}: register it with "
                 "tracking.log_bundle=true, or give the workdir that judged it"
             )
         if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != found.identity_digest:

@@ -32,6 +32,9 @@ class BackendConfig(StrictModel):
     finer: ClassVar[tuple[str, ...]] = ("fp8",)
     """Policies to try in place of one that failed, from few bytes to many."""
 
+    length_key: ClassVar[str | None] = None
+    """Its key that bounds a sequence, prompt and answer together; None where only the model does."""
+
     @property
     def folder(self) -> str:
         return type(self).__module__.split(".")[-2]
@@ -39,7 +42,7 @@ class BackendConfig(StrictModel):
     @property
     def context_limit(self) -> int | None:
         """Most tokens of a sequence that its engines are made for; None where only the model limits them."""
-        return None
+        return None if self.length_key is None else int(getattr(self, self.length_key))
 
 
 class InProcessConfig(BackendConfig):

@@ -71,7 +71,6 @@ class MemoryReport:
     pool_bytes: int
     exact_bytes: int
     window_bytes: int
-    static_scale_bytes: int
     pages: int
     live_tokens: int
     held_pages: int = 0

@@ -1,13 +1,11 @@
 """What leaves this process: secrets masked on the terminal and in the tracking store, and kept from children.
 
 A secret is known by its place (userinfo of a URI, an assigned password), by its shape, or because a variable of this
-process's environment that is named like one holds it. For the store names also become ones that MLflow accepts, texts are
-clipped and numbers finite.
+process's environment that is named like one holds it. For the store texts are also clipped.
 """
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -20,7 +18,6 @@ from urllib.parse import quote, unquote
 
 MASK = "***"
 PARAM_CHARS = 6000
-NAME_CHARS = 250
 
 _SECRET_WORDS = {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "pwd", "credential", "credentials"}
 _SPECIAL_TOKENS = {"bos", "eos", "pad", "unk", "sep", "cls", "mask", "stop", "image", "per"}
@@ -180,15 +177,13 @@ def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def redact(value: object, path: str = "") -> object:
-    """Return a copy of a JSON-like value: secrets masked by name (strings only) and by shape, non-finite numbers as None."""
+    """Return a copy of a JSON-like value: secrets masked by name (strings only) and by shape."""
     if isinstance(value, Mapping):
         return {str(name): redact(inner, f"{path}.{name}" if path else str(name)) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [redact(inner, path) for inner in value]
     if isinstance(value, str):
         return MASK if value and path and secret_name(path) else redact_text(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
     return value
 
 
@@ -200,35 +195,13 @@ def clip(text: str, limit: int = PARAM_CHARS) -> str:
     return text[: limit - len(note)] + note
 
 
-def safe_name(name: str) -> str:
-    """Return a metric or parameter name that MLflow accepts on every platform: `p50@1k` -> `p50_at_1k`, `win%` -> `win_pct`."""
-    name = re.sub(r"\s*%", "_pct", name).replace("@", "_at_")
-    name = re.sub(r"[^/\w.\- ]", "_", name, flags=re.ASCII)
-    parts = [part for part in name.split("/") if part not in ("", ".", "..")]
-    return "/".join(parts)[:NAME_CHARS]
-
-
 def flat_params(config: Mapping[str, object]) -> dict[str, str]:
     """Return `config` as MLflow parameters: dotted names, text values, redacted and clipped."""
     params: dict[str, str] = {}
     for path, leaf in leaves(redact(config)):
         text = leaf if isinstance(leaf, str) else json.dumps(leaf, ensure_ascii=False, default=str)
-        params[safe_name(path)] = clip(text)
+        params[path] = clip(text)
     return params
-
-
-def finite_metrics(metrics: Mapping[str, float | None]) -> tuple[dict[str, float], list[str]]:
-    """Return (metrics that are numbers, names of those that are not), all names safe. MLflow would store inf as 1.8e308."""
-    finite: dict[str, float] = {}
-    nonfinite: list[str] = []
-    for raw, value in metrics.items():
-        name = safe_name(raw)
-        assert name not in finite, f"two metrics are both called {name}"
-        if value is None or not math.isfinite(value):
-            nonfinite.append(name)
-        else:
-            finite[name] = float(value)
-    return finite, sorted(nonfinite)
 
 
 def copy_redacted(source: Path, target: Path) -> None:
@@ -240,6 +213,6 @@ def copy_redacted(source: Path, target: Path) -> None:
 
 
 def table_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows, which have the same keys, as the JSON that MLflow shows as a table; non-finite values are null."""
+    """Return rows, which have the same keys, as the JSON that MLflow shows as a table."""
     data = [[redact(value) for value in row.values()] for row in rows]
     return json.dumps({"columns": list(rows[0]), "data": data}, ensure_ascii=False)

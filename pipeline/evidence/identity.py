@@ -149,6 +149,12 @@ class Identity(StrictModel):
         return next(link for link in self.chain if link.key == self.roles[role])
 
     @property
+    def other_rules(self) -> str | None:
+        """Say by which other rules of the gates the engine was judged; None for the rules of this kvgate."""
+        rules = self.verdict.rules
+        return by_other_rules(self.verdict.status, rules, self.kvgate) if rules != RULES else None
+
+    @property
     def digests(self) -> dict[str, str]:
         """Of the engine, its baseline and their report, by the names under which a model version cites them."""
         evaluation = self.link("evaluation").files

@@ -47,7 +47,8 @@ class Evidence:
     directory: Path
     identity: Identity
     report: EvaluationReport | None
-    """None when it or its samples are missing or cannot be read."""
+    """None when it or its samples are missing or cannot be read, and for a verdict by other rules, whose report has other
+    fields."""
     rows: list[SampleRow]
     problem: str | None
     """Why the report or its samples cannot be read; None when they can, or are missing."""
@@ -98,7 +99,8 @@ def read_evidence(directory: Path, engine: Path | None = None, baseline: Path | 
     identity = read_identity(directory / IDENTITY_FILE)
     report, rows, problem = None, list[SampleRow](), None
     paths = directory / REPORT_FILE, directory / SAMPLES_FILE
-    if all(path.is_file() and kind_of(path) == "file" for path in paths):  # a link may lead anywhere
+    whole = all(path.is_file() and kind_of(path) == "file" for path in paths)  # a link may lead anywhere
+    if whole and identity.other_rules is None:
         try:
             report, rows = load_report(directory), load_rows(directory)
         except ValueError as error:  # not UTF-8, not JSON, or not a report
@@ -140,7 +142,7 @@ def registered_candidate(store: Path, version: Version) -> tuple[Candidate, Evid
         raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
     identity, report = evidence.identity, evidence.report
     if report is None:
-        raise GateRefusal(f"{version}: its report is missing, or cannot be read")
+        raise GateRefusal(f"{version}: {identity.other_rules or 'its report is missing, or cannot be read'}")
     candidate = Candidate(
         name=tags.get("kv", identity.policy),
         policy=identity.policy,

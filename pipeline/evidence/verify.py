@@ -24,7 +24,7 @@ from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.engine import Engine
 from pipeline.core.errors import REFUSALS, MissingRequirement, UserError
 from pipeline.core.workloads import WorkloadsConfig
-from pipeline.evidence.identity import IDENTITY_FILE, bindings, by_other_rules, read_bundle, signed_files
+from pipeline.evidence.identity import IDENTITY_FILE, bindings, read_bundle, signed_files
 from pipeline.evidence.reading import Evidence, lineage, read_evidence
 from pipeline.loading import required_libraries
 from pipeline.registry.promotion import Finding, ReplayedEvidence
@@ -33,7 +33,6 @@ from pipeline.trust.keys import SIGNATURE_FILE, Keys, problem_of
 from pipeline.verdict.coverage import Limits
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
-from pipeline.verdict.thresholds import RULES
 
 BOUND_TOLERANCE = 1e-9
 """Relative tolerance between recorded and recomputed bounds, because SciPy versions may sum in different orders."""
@@ -76,11 +75,16 @@ def replay(evidence: Evidence, trusted: Sequence[Keys] = ()) -> list[Finding]:
 
 
 def replay_record(evidence: Evidence) -> list[Finding]:
-    """Check what needs neither the engine nor its libraries: seal, chain, the report's files and what it cites."""
+    """Check what needs neither the engine nor its libraries: seal, chain, the report's files and what it cites.
+
+    What other rules decided is not decided again, because the same rows may give another verdict by these: rules are missing.
+    """
     identity, report = evidence.identity, evidence.report
     report_files = {name: identity.link("evaluation").files.get(name, "nothing") for name in (REPORT_FILE, SAMPLES_FILE)}
     findings = [*_seal(evidence.directory), *lineage(identity)]
     findings += _files("report", evidence.directory, report_files, only=True)
+    if identity.other_rules is not None:
+        findings.append(Finding(VERDICT_CHECK, "missing", identity.other_rules))
     if evidence.problem is not None:
         findings.append(Finding("report", "differs", f"cannot be read: {evidence.problem}"))
     if report is not None:
@@ -188,7 +192,7 @@ def decoded_again(evidence: Evidence, load: Callable[[Path], Engine], count: int
     if engine is None or baseline is None or report is None or not count:
         return []
     rows = SystemRandom().sample(evidence.rows, min(count, len(evidence.rows)))
-    floor = (report.candidate_noise or report.noise).fidelity
+    floor = report.candidate_noise or report.noise
     noise = floor.kl_mean if floor is not None and floor.kl_mean is not None else 0.0
     config, names = requested_workloads(evidence), {row.id for row in rows}
     with required_libraries():
@@ -242,14 +246,8 @@ def requested_workloads(evidence: Evidence) -> WorkloadsConfig:
 
 
 def _verdict(evidence: Evidence, report: EvaluationReport) -> Finding:
-    """Decide with the recorded gates again: they are pure, so that the same rows must give the same verdict by every check.
-
-    What other rules decided is not compared, because the same rows may give another verdict by these: the rules are missing.
-    """
+    """Decide with the recorded gates again: they are pure, so that the same rows must give the same verdict by every check."""
     recorded = evidence.identity.verdict
-    if recorded.rules != RULES:
-        detail = by_other_rules(recorded.status, recorded.rules, evidence.identity.kvgate)
-        return Finding(VERDICT_CHECK, "missing", detail)
     try:
         verdict = decide(report, evidence.rows, evidence.identity.gates)
     except UserError as error:

@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 from pipeline.artifacts.locks import locked, locked_at_once
 from pipeline.core.errors import UserError
-from pipeline.core.redaction import clip, copy_redacted, finite_metrics, flat_params, redact_text, table_text
+from pipeline.core.redaction import clip, copy_redacted, flat_params, redact_text, table_text
 from pipeline.registry.mlflow_client import (
     Client,
     LoggedModelOutput,
@@ -164,7 +164,6 @@ class MlflowStore:
     def conclude(self, run_id: str, candidate: Candidate, rows: Sequence[SampleRow] = ()) -> Candidate:
         """Register an engine, and log its verdict, numbers, answers and checks; return the candidate with its registration."""
         version, model_id = self._register(candidate, run_id)
-        finite, nonfinite = finite_metrics(chosen(candidate))
         tables = {name: table for name, table in run_tables(candidate, rows).items() if table}
         tags = {
             "verdict": candidate.verdict,
@@ -176,9 +175,8 @@ class MlflowStore:
             "mlflow.note.content": f"{description(candidate)}\n\n{registered_as(self.location.model_name, version)}",
             # MLflow's own `log_table` asks the store eight times for each of them
             "mlflow.loggedArtifacts": json.dumps([{"path": name, "type": "table"} for name in tables]),
-            **({"nonfinite": ", ".join(nonfinite)} if nonfinite else {}),
         }
-        self._log(run_id, metrics=finite, tags=tags, model_id=model_id)
+        self._log(run_id, metrics=chosen(candidate), tags=tags, model_id=model_id)
         with tempfile.TemporaryDirectory() as scratch:
             for name, table in tables.items():
                 (Path(scratch) / name).write_text(table_text(table), encoding="utf-8")

@@ -15,6 +15,7 @@ from pipeline.core.redaction import copy_redacted, redact, redact_text
 from pipeline.core.scales import SCALES_FILE
 from pipeline.registry.summary import DECIDED, Candidate
 from pipeline.trust.keys import SIGNATURE_FILE
+from pipeline.verdict.gates import slope
 from pipeline.verdict.report import SampleRow
 
 COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#bf8700"}
@@ -28,6 +29,8 @@ REASONS = 5
 LIMIT = 40
 KL, LOG_KL, LEAST_KL = "quality/kl_mean", "quality/kl_mean_log10", 1e-9
 """MLflow's bars have no logarithmic axis: the logarithm is a metric of its own, of LEAST_KL where the distance is smaller."""
+SLOPE = "quality/kl_slope_per_1k_tokens"
+"""Of the kind of work whose distance grows fastest with the context."""
 FIRST = ("quality/recovery", "memory/kib_per_token", LOG_KL)
 """What the comparison opens on: the share of the probability of right answers that is kept, memory, distance."""
 OF_BASELINE = {
@@ -49,7 +52,7 @@ THEN = (
     "quality/rms_delta_p",
     "quality/kl_p999",
     "quality/kl_max",
-    "quality/kl_slope_per_1k_tokens",
+    SLOPE,
     "noise/kl_mean",
     "quality/samples",
     "quality/covered_tokens",
@@ -120,16 +123,15 @@ def _samples(rows: Sequence[SampleRow]) -> list[dict[str, Any]]:
 
 def of_baseline(candidate: Candidate) -> dict[str, float]:
     """Return the metrics of the FP16 engine's run, which is a bar beside its candidates."""
-    found = {name: candidate.metrics.get(source) for name, source in OF_BASELINE.items()}
-    known = {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+    known = {name: candidate.metrics[source] for name, source in OF_BASELINE.items() if source in candidate.metrics}
     return {"quality/recovery": 1.0, **known, **_logarithm(known.get(KL))} if known else {}
 
 
 def _logarithm(kl: float | None) -> dict[str, float]:
-    return {} if kl is None or not math.isfinite(kl) else {LOG_KL: math.log10(max(kl, LEAST_KL))}
+    return {} if kl is None else {LOG_KL: math.log10(max(kl, LEAST_KL))}
 
 
-def chosen(candidate: Candidate) -> dict[str, float | None]:
+def chosen(candidate: Candidate) -> dict[str, float]:
     """Return the metrics of a candidate's run, in the order in which they are logged.
 
     The accuracy lost, as a fraction (below 0 it was gained), stands beside each pair of accuracies.
@@ -138,8 +140,10 @@ def chosen(candidate: Candidate) -> dict[str, float | None]:
     for name, before in candidate.metrics.items():
         prefix, ending, rest = name.partition("accuracy_baseline")
         after = found.get(f"{prefix}accuracy_candidate")
-        if ending and not rest and before is not None and after is not None:
+        if ending and not rest and after is not None:
             found[f"{prefix}accuracy_loss"] = before - after
+    slopes = [check.value for check in candidate.checks if check.gate == slope.KEY and check.value is not None]
+    found |= {SLOPE: max(slopes)} if slopes else {}
     parts = (name.split("/") for name in found)
     workloads = sorted({part[1] for part in parts if len(part) == 3 and part[0] == "quality" and part[2] == "kl_mean"})
     order = [*FIRST, *THEN, *(f"quality/{workload}/{name}" for workload in workloads for name in BY_WORKLOAD)]

@@ -122,8 +122,7 @@ class Move:
 
 def live_tokens(candidate: Candidate) -> float:
     """Return the objective: the live tokens that fit the memory budget (`workloads.load`). Servers admit requests by it."""
-    tokens = candidate.metrics.get("memory/max_live_tokens")
-    return -math.inf if tokens is None else tokens
+    return candidate.metrics.get("memory/max_live_tokens", -math.inf)
 
 
 Find = Callable[[Version], tuple[Candidate, Any]]

@@ -14,7 +14,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final, Literal
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from pipeline.artifacts.digest import file_digest, files_digest
 from pipeline.artifacts.files import write_whole
@@ -57,8 +57,6 @@ class Registration(StrictModel):
 class Candidate(StrictModel):
     """An engine that was judged, and the evidence that its promotion cites."""
 
-    model_config = ConfigDict(allow_inf_nan=True)  # of metrics; JSON has null for them
-
     name: str
     """Display name, unique within a sweep: the policy, and what else the command line changed."""
     policy: str
@@ -74,8 +72,8 @@ class Candidate(StrictModel):
     """What was not shown and keeps no candidate from passing."""
     samples_needed: Mapping[str, int] = {}
     """Inconclusive workload, or "all" -> samples that would decide it if its rates stay the same."""
-    metrics: Mapping[str, float | None]
-    """By name, grouped by prefix: quality/, noise/, perf/, memory/, baseline/. A value that was not finite is null in JSON."""
+    metrics: Mapping[str, float]
+    """By name, grouped by prefix: quality/, noise/, perf/, memory/, baseline/. A number that was not finite is not there."""
     engine: Cited
     baseline: Cited
     report: Cited
@@ -156,9 +154,8 @@ class Candidate(StrictModel):
         return cited if self.signed_by is None else cited | {"signed_by": self.signed_by}
 
     def metric(self, name: str) -> float:
-        """Return a metric for comparisons: inf when it is missing or not finite, so that it never wins."""
-        value = self.metrics.get(name)
-        return math.inf if value is None or not math.isfinite(value) else value
+        """Return a metric for comparisons: inf when it is missing, so that it never wins."""
+        return self.metrics.get(name, math.inf)
 
 
 def _is_blind(checks: Sequence[Check]) -> bool:

@@ -14,7 +14,7 @@ from pipeline.artifacts.store import Artifact, Recipe
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.core.engine import Engine
-from pipeline.core.kv import FP16_POLICY, KVPolicy
+from pipeline.core.kv import FP16_POLICY, PAGE_TOKENS, KVPolicy
 from pipeline.core.records import Progress, Sample, give_back
 from pipeline.evidence.identity import Link, Role, answers_input, make_identity, read_bundle, round_input, write_identity
 from pipeline.loading import open_backend
@@ -168,6 +168,7 @@ class Chain(BuildChain):
 
     def _evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
         made = {"baseline": self.engine(FP16_POLICY), "encoded": self.encoded_samples}
+        self._note_length()
         answers = made[answers_input(1)] = self.baseline(1)
         self._require_able(answers)
         made["baseline_once"] = self.once(FP16_POLICY, answers)
@@ -185,6 +186,18 @@ class Chain(BuildChain):
             self._joined(made).write(out)
 
         return self.make(self._recipe("evaluate", "joining", made), fill, policy), made["engine"], made["baseline"]
+
+    def _note_length(self) -> None:
+        """Say before anything is asked that a promotion will refuse an engine which allows longer sequences than are asked."""
+        backend, room = self.config.backend, self.config.workloads.extra_new_tokens
+        longest = max(len(item.prompt) + len(item.reference) for item in self._encoded.items) + room
+        judged = -(-longest // PAGE_TOKENS) * PAGE_TOKENS
+        key, limit = f"backend.{backend.length_key}", backend.context_limit
+        if limit is not None and limit > judged:
+            console.say(
+                f"[yellow]note:[/] {key}={limit}: a promotion will refuse the engine, since the samples have at most {longest} "
+                f"tokens; give {key}={judged}, or ask longer samples"
+            )
 
     def _require_able(self, answers: Artifact) -> None:
         from stages.evaluate.decoding.stored import read_round, require_able

@@ -87,7 +87,8 @@ def _exhibit(candidate: Candidate) -> "Exhibit":
         evidence = read_evidence(candidate.identity.path.parent, candidate.engine.path, candidate.baseline.path)
     except UserError as error:
         return Exhibit(candidate, problem=str(error))
-    identity, problem, own = evidence.identity, evidence.problem, set[str]()
+    identity, own = evidence.identity, set[str]()
+    problem = identity.other_rules or evidence.problem
     samples = list[Sample]()
     try:
         workloads = requested_workloads(evidence)

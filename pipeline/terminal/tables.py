@@ -103,7 +103,7 @@ def _baselines(candidates: Sequence[Candidate]) -> list[tuple[str, Candidate]]:
     return [("" if len(found) == 1 else f" of {judged.name}", judged) for judged in reversed(found.values())]
 
 
-def measured(metrics: Mapping[str, float | None], name: str | tuple[str, str]) -> Value:
+def measured(metrics: Mapping[str, float], name: str | tuple[str, str]) -> Value:
     """Return a metric, a range of two of them, or what is no metric's name as it is; None for what was not measured."""
     if isinstance(name, tuple):
         low, high = (metrics.get(one) for one in name)
@@ -216,7 +216,7 @@ KIB, MIB = 1024, 1024**2
 MEASURED = "SmolLM2-135M-Instruct on two cores (`make real`)"
 MEASURED_PARAMETERS = 134_515_008
 FIRST_ROUND_S, ALL_ROUNDS_S = 136.0, 444.0
-"""Seconds of one policy and its baseline there (README.md): one that the first round decides, and one that all five decide."""
+"""Seconds of one policy and its baseline there: one that the first round decides, and one that all five decide."""
 BYTES_PER_PARAMETER, BESIDE_GIB = 8, 1.5
 """The engine and the oracle beside it compute in float32; libraries, pages and distributions took the rest of 2.6 GiB there."""
 

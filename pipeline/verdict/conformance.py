@@ -6,7 +6,7 @@ its twin; real faults are thousands.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from pipeline.verdict.record import Number, Record
@@ -14,7 +14,7 @@ from pipeline.verdict.record import Number, Record
 ALLOWED = 64.0
 """Most roundings that the logits of a request may be off, 4,096 times the KL of one.
 Sound engines show 0.1 to 7, and INT4 in the graphs' functions, whose sums are sixteen times as large as what they sum, above
-20: docs/verdict.md."""
+20."""
 
 MEASURED_ALLOWED = 4.0
 """The same where a rounding is not assumed but measured, on the 16-bit engine beside its own twin: what is one there may be
@@ -42,8 +42,6 @@ class Distance(Record):
     kl_mean: Number
     """KL(twin || engine) over the request's decoded tokens, nats."""
     kl_max: Number
-    logit_difference: Number
-    """Largest difference of a logit."""
     stored_error: Number
     """How much farther the worst stored vector is from the computed one than its nearest codes, relative to its length. 0 where
     the engine does not show what it stores."""
@@ -153,12 +151,8 @@ class EngineConformance(Record):
     """Mean KL(FP16 baseline || twin) of that request: what the policy itself costs; null for the baseline."""
     explanation: Explanation | None = None
     """What the engine seems to compute instead; null where nothing that was tried fits."""
-    seconds: float = 0.0
-    """What the comparison took."""
     limit: Number = None
     """Roundings that were allowed, where the rounding is a measured one; null by the rule of assumed ones."""
-    rounding: Number = None
-    """The rounding: by how much the output of a layer is off, relative to its root mean square. Older reports lack it."""
 
     def ranked(self, limit: float) -> list[float]:
         """Return how many times as far from its twin each request is as `limit` roundings allow, the worst first."""
@@ -189,20 +183,6 @@ def limits(record: Conformance) -> dict[str, float]:
     usual = {"baseline": ALLOWED, "candidate": allowed(record.baseline.requests)}
     engines = {"baseline": record.baseline, "candidate": record.candidate}
     return {name: usual[name] if engine.limit is None else engine.limit for name, engine in engines.items()}
-
-
-def conformance_numbers(record: Conformance) -> Iterator[tuple[str, float]]:
-    """Yield the finite numbers by the names under which they are tracked."""
-    for name, engine in (("candidate", record.candidate), ("baseline", record.baseline)):
-        yield f"conformance/{name}_requests", float(len(engine.requests))
-        yield f"conformance/{name}_seconds", engine.seconds
-        figures = {
-            "roundings": [request.roundings for request in engine.requests],
-            "kl_max": [math.inf if request.engine.kl_max is None else request.engine.kl_max for request in engine.requests],
-        }
-        for figure, values in figures.items():
-            if values and math.isfinite(max(values)):
-                yield f"conformance/{name}_{figure}", max(values)
 
 
 def bounded(count: int, fault: str) -> str:

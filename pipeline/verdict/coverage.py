@@ -7,12 +7,16 @@ random tokens took the engine beside its twin, the oracle under the same policy.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
+
 from pipeline.core.kv import PAGE_TOKENS
 from pipeline.verdict.record import Record
 
 
-class Exercised(Record):
-    """What sequences went through on the decode path."""
+@dataclass(config=ConfigDict(extra="forbid"))
+class Exercised:
+    """What sequences went through on the decode path, counted step by step."""
 
     longest_context: int = 0
     """Most tokens of a sequence at a decode step, that step's own included."""
@@ -24,6 +28,12 @@ class Exercised(Record):
     """Sequences that were forked where they left the reference."""
     shared_prefixes: int = 0
     """Times that a sample continued a fork of a document which was prefilled once."""
+
+    def step(self, prompt: int, position: int, batch: int) -> None:
+        """Count a decode step, whose input is the token before `position` of the answer: the first is the prompt's last."""
+        self.longest_context = max(self.longest_context, prompt + position)
+        self.longest_decode = max(self.longest_decode, position + 1)
+        self.batch = max(self.batch, batch)
 
     @staticmethod
     def merged(parts: "Sequence[Exercised]") -> "Exercised":
@@ -106,18 +116,6 @@ class ProcessMemory(Record):
         return f"{self.tokens:,} tokens, of which a float16 copy takes {self.copy_bytes / (1 << 20):.1f} MiB"
 
 
-class ProbePart(Record):
-    """One part of a probe."""
-
-    name: str
-    rows: int
-    """Decoded tokens that were compared with the twin."""
-    kl_median: float | None
-    kl_max: float | None
-    largest_difference: float | None
-    """Of any logit."""
-
-
 class Probe(Record):
     """An engine beside its twin on random tokens. `failures` name the places at which it deviates."""
 
@@ -132,17 +130,10 @@ class Probe(Record):
     forks: int
     requests: int
     """Sequences that were started and released."""
-    engine_tokens: int | None
-    """Tokens of a sequence that the engine itself allows; null where nothing of its own limits it."""
-    engine_batch: int | None
-    runs: int
-    """Runs with other tokens: a place fails that deviates in each of them."""
-    limit_kl: float
-    limit_single_kl: float
-    parts: list[ProbePart]
+    rows: int
+    """Decoded tokens and prompts that were compared with the twin."""
     failures: list[str]
     allocation: Allocation
-    seconds: float
     together: int | None = None
     """Tokens that several sequences of its largest batch held at once; null in older reports."""
     prompts: int = 0
@@ -157,8 +148,7 @@ class Probe(Record):
         also = "".join(f", {count} {name}" for name, count in counts if count)
         prompts = f", {self.prompts} of prompts" if self.prompts else ""
         return (
-            f"{sum(part.rows for part in self.parts)} tokens{prompts} as the oracle computes them, "
-            f"up to {self.tokens:,} tokens, "
+            f"{self.rows} tokens{prompts} as the oracle computes them, up to {self.tokens:,} tokens, "
             f"{self.decoded} of them decoded, batch {self.batch}, {self.page_offsets} of {PAGE_TOKENS} page offsets{also}, "
             f"{self.requests:,} requests"
         )
@@ -233,7 +223,6 @@ class Pressure(Record):
     """Requests of a play."""
     requests: int = 0
     """Requests that were compared, of all plays; 0 for an engine that cannot be put under pressure."""
-    tokens: int = 0
     pages: int = 0
     """Of the pool."""
     wanted_pages: int = 0
@@ -242,11 +231,8 @@ class Pressure(Record):
     """How often requests gave way and were computed again."""
     reused: int = 0
     """Tokens of prompts that were taken from the cache."""
-    noise_kl: float | None = None
-    """Largest mean KL of a request from itself, both times with room."""
     limit_kl: float | None = None
-    kl_max: float | None = None
-    """Largest mean KL of a request from itself with room."""
+    """Largest mean KL of a request from itself with room that is taken for noise, nats."""
     deviations: tuple[Deviation, ...] = ()
     """The worst first."""
 
@@ -281,7 +267,7 @@ class Limits(Record):
 
     @classmethod
     def of_bundle(cls, record: Mapping[str, Any]) -> "Limits":
-        """Return what an engine was built for, from its bundle.json: plans of TensorRT, and TensorRT-LLM, have limits."""
+        """Return what an engine was built for, from its bundle.json: plans, and bundles of engines in other interpreters."""
         return cls(tokens=record.get("max_tokens"), batch=record.get("max_batch"))
 
     def __str__(self) -> str:

@@ -145,30 +145,23 @@ class ServerSeen(Record):
     """Scored tokens, each forced in a request of its own."""
     shown_mass: Number
     """Mean probability, by the baseline, of the tokens that both servers showed; of the baseline, of those that it showed."""
-    least_shown_mass: Number
     prompt_tokens: int
     """Of all these requests."""
     cached_tokens: int | None
     """Those of them that came from its prefix cache, by its own count; null where it does not count."""
-    longest_context: int
-    together: int
-    """Requests that were in flight at once."""
 
     @staticmethod
     def merged(parts: "Sequence[ServerSeen]") -> "ServerSeen":
         """Return what was seen in several rounds."""
         tokens = sum(part.tokens for part in parts)
         masses = [None if part.shown_mass is None else part.shown_mass * part.tokens for part in parts]
-        least = [part.least_shown_mass for part in parts]
         cached = [part.cached_tokens for part in parts]
         return parts[0].model_copy(
             update={
                 "tokens": tokens,
                 "shown_mass": None if None in masses else sum(m for m in masses if m is not None) / tokens,
-                "least_shown_mass": None if None in least else min(mass for mass in least if mass is not None),
                 "prompt_tokens": sum(part.prompt_tokens for part in parts),
                 "cached_tokens": None if None in cached else sum(count for count in cached if count is not None),
-                "longest_context": max(part.longest_context for part in parts),
             }
         )
 

@@ -181,22 +181,6 @@ class Slice(Record):
         }
 
 
-class Slope(Record):
-    """Growth of the mean KL per 1,000 tokens of context, within workloads, with one-sided 95 % bounds by document."""
-
-    per_1k_tokens: Number
-    low: Number
-    high: Number
-
-
-class NoiseFloor(Record):
-    """An engine against itself, sequence by sequence instead of batched."""
-
-    samples: int
-    fidelity: Fidelity | None
-    answer_flips: int
-
-
 class Rung(Record):
     """The candidate with one small fault, planted after the prefill, on a few samples."""
 
@@ -242,9 +226,6 @@ class SystemMetrics(Record):
     kib_per_token_allocated: Annotated[Number, MEMORY]
     """Measured: bytes of the pool that the engine allocated, over the tokens that its pages hold."""
     pool_bytes: Annotated[int | None, MEMORY]
-    exact_bytes: Annotated[int | None, MEMORY]
-    window_bytes: Annotated[int | None, MEMORY]
-    static_scale_bytes: Annotated[int | None, MEMORY]
     budget_gib: Annotated[float, MEMORY]
     sequence_tokens: Annotated[int, MEMORY]
     max_live_tokens: Annotated[int | None, MEMORY]
@@ -267,15 +248,6 @@ class Compaction(Record):
     """kl_full - kl_head."""
 
 
-class Work(Record):
-    """Tokens of forced decode and answers, as they went through the candidate."""
-
-    prefilled_tokens: int
-    shared_tokens: int
-    """Tokens of prompts that were not prefilled, because another sample of the document had been."""
-    decoded_tokens: int
-
-
 class EvaluationReport(Record):
     """Everything that was measured of one engine against one baseline."""
 
@@ -293,18 +265,17 @@ class EvaluationReport(Record):
     planned_workloads: dict[str, bool] = Field(default={})
     """Every workload that was planned, run so far or not -> whether its samples have answers; empty in older reports."""
     slices: list[Slice]
-    kl_slope: Slope
-    noise: NoiseFloor
+    noise: Fidelity | None
+    """The baseline against itself, sequence by sequence instead of batched; null where no sample is repeated."""
     canary: Canary
     system: SystemMetrics
     baseline_system: SystemMetrics
     """The same load on the baseline, timed when the baseline was measured."""
     compaction: Compaction | None = None
-    work: Work | None = None
     conformance: Conformance | None = None
     """Both engines against the oracle under their own policies; null in older reports."""
-    candidate_noise: NoiseFloor | None = None
-    """`noise` is the baseline's."""
+    candidate_noise: Fidelity | None = None
+    """The candidate against itself."""
     coverage: Exercised | None = None
     probes: EngineProbes | None = None
     scale_changes: list[ScaleChange] | None = None

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel
 
-from pipeline.verdict.conformance import conformance_numbers
 from pipeline.verdict.report import MEMORY, EvaluationReport, SystemMetrics
 
 
@@ -36,11 +35,7 @@ def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
             yield f"quality/acceptance_engine_{side}", seen.tokens / seen.passes
     yield "quality/samples", float(report.samples)
     yield from _numbers("quality/compaction_", report.compaction)
-    yield from _numbers("quality/kl_slope_", report.kl_slope)
-    yield from _numbers("perf/", report.work)
-    yield from _numbers("noise/", report.noise.fidelity)
-    if report.conformance is not None:
-        yield from conformance_numbers(report.conformance)
+    yield from _numbers("noise/", report.noise)
     for name, value in _numbers("covered_", report.limits):
         yield "quality/" + name, value
     for name, value in _numbers("", report.system):

@@ -12,7 +12,7 @@ from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import Conformance
 from pipeline.verdict.coverage import EngineProbes, Exercised
 from pipeline.verdict.delivery import Served, ServerSeen
-from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, SCHEMA_VERSION, EvaluationReport, NoiseFloor, SampleRow, Work
+from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, SCHEMA_VERSION, EvaluationReport, SampleRow
 from stages.evaluate.decoding.rows import make_rows
 from stages.evaluate.decoding.stored import Measured, Once, Round, arrays
 from stages.evaluate.distances import metrics
@@ -87,13 +87,11 @@ def join(
         planned_rounds=planned_shares(encoded.numbers),
         planned_workloads=_planned_workloads(encoded),
         slices=metrics.slices(rows, parts, config.context_bins),
-        kl_slope=metrics.slope(rows),
-        noise=base.noise or NoiseFloor(samples=0, fidelity=None, answer_flips=0),
+        noise=base.noise,
         canary=own.canary,
         system=own.system,
         baseline_system=base.system,
         compaction=metrics.compaction([pair for record in records for pair in record.checks]),
-        work=Work(**{name: sum(getattr(one.work, name) for one in records) for name in Work.model_fields}),
         conformance=conformance,
         candidate_noise=own.noise,
         coverage=_coverage([*(record.coverage for record in records), own.coverage]),

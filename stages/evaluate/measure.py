@@ -3,7 +3,6 @@
 While a round runs, `unfinished/` in its directory holds the results of the samples that have finished.
 """
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,10 +18,8 @@ from pipeline.verdict.conformance import MEASURED_ALLOWED, allowed
 from pipeline.verdict.coverage import Exercised
 from pipeline.verdict.delivery import audit_scales
 from pipeline.verdict.record import finite
-from pipeline.verdict.report import Work
 from pipeline.verdict.thresholds import ScaleChangeKind
 from stages.evaluate.decoding.batches import Greedy
-from stages.evaluate.decoding.decode import shares
 from stages.evaluate.decoding.noise import repeated_samples
 from stages.evaluate.decoding.results import ResultFolder, SampleResult, unfinished
 from stages.evaluate.decoding.rows import (
@@ -72,7 +69,7 @@ class Subject(Protocol):
         """
         ...
 
-    def seen(self, encoded: Sequence[EncodedSample], results: Sequence[SampleResult], progress: Progress) -> dict[str, Any]:
+    def seen(self, results: Sequence[SampleResult], progress: Progress) -> dict[str, Any]:
         """Return what `Measured` says of the run beside samples, policy and vocabulary."""
         ...
 
@@ -168,7 +165,7 @@ def measure(
             policy=subject.policy.name,
             checks=checks,
             right_answers={item.sample.id: list(item.reference) for item in scored if item.replaced and heads is None},
-            **subject.seen(scored, results, named),
+            **subject.seen(results, named),
         )
         Round(record, answers, StepStatistics.joined([result.statistics for result in results])).write(out)
 
@@ -211,16 +208,15 @@ class Local:
             observe = {"observe": self.comparison.take}
         return run_samples(self.engine, encoded, heads, self.config.batch_size, **options, **observe)
 
-    def seen(self, encoded: Sequence[EncodedSample], results: Sequence[SampleResult], progress: Progress) -> dict[str, Any]:
-        """Return work, coverage, scales, and how far the engine is from its twin."""
-        engine, config, conformance = self.engine, self.config, None
+    def seen(self, results: Sequence[SampleResult], progress: Progress) -> dict[str, Any]:
+        """Return coverage, scales, and how far the engine is from its twin."""
+        conformance = None
         if self.comparison is not None:  # requests that had finished before an interruption are decoded again for it
             self.comparison.decode_missing()
             progress("conformance", 0, 1)
             conformance = self.comparison.result()
         return {
-            "work": work(encoded, results, shared=shares(engine, config.batch_size)),
-            "coverage": Exercised.merged([result.trace.exercised for result in results]),
+            "coverage": Exercised.merged([result.trace for result in results]),
             "conformance": conformance,
             "compute_dtype": None if self.twin is None else self.twin.compute_dtype,
             "scale_changes": self.changes,
@@ -244,16 +240,6 @@ class Local:
             layers=tuple(map(max, zip(*stored, strict=True))),
             progress=progress,
         )
-
-
-def work(encoded: Sequence[EncodedSample], results: Sequence[SampleResult], *, shared: bool) -> Work:
-    """Count tokens; a prefix counts as prefilled once, however often an interruption made that happen."""
-    users = Counter(item.prefix for item in encoded if shared and item.shared)
-    return Work(
-        prefilled_tokens=sum(result.prefilled for result in results) + sum(len(tokens) for _, tokens in users),
-        shared_tokens=sum(len(tokens) * (count - 1) for (_, tokens), count in users.items()),
-        decoded_tokens=sum(result.decoded for result in results),
-    )
 
 
 UNLIKELY = 0.1

@@ -66,7 +66,7 @@ def once(
     second = run_samples(engine, subset, own, size, floor, greedy=greedy, one_pass=in_requests)
     longest = max(map(greedy.longest, [*planned, *encoded]))
     found = Once(
-        noise=noise_floor(subset, second, answers.answers_to(subset), tokenizer),
+        noise=noise_floor(second),
         free_answers=free_answers(engine, subset, batch, greedy, named, [result.answer for result in second]),
         reused=reused_prefixes(engine, subset),
         speculated=speculated_by(engine, answers.answers_to(subset), subset, config.speculation, greedy),
@@ -77,7 +77,7 @@ def once(
         return found
     asked = engine.pressed_requests if config.pressure is None else config.pressure
     crowded = pressure(engine, encoded, asked, named)
-    repeated = Exercised.merged([result.trace.exercised for result in second])
+    repeated = Exercised.merged([result.trace for result in second])
     heads = StoredHeads(baseline / LOGPROBS).sample
     compared = first_round.record.conformance
     usual = allowed(compared.requests if compared is not None else [])

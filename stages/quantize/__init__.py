@@ -1,1 +1,2 @@
-"""Quantization: calibration texts, and ModelOpt's quantization of a checkpoint for one weights format and one KV policy."""
+"""Quantization: calibration texts, ModelOpt's quantization of a checkpoint's weights, the extremes of its cache, and the
+scales of a policy."""

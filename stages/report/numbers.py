@@ -116,7 +116,7 @@ def quality(exhibits: Sequence[Exhibit]) -> list[Datum]:
 def _at_floor(report: EvaluationReport, workloads: Sequence[str]) -> Iterator[Datum]:
     """Yield a baseline at its A/A floor, the distance that it has from itself."""
     for field, key in MEASURES.items():
-        floor = report.noise.fidelity
+        floor = report.noise
         exact = distance(key, getattr(floor, field)) if floor is not None else None
         for workload in workloads:
             yield (

@@ -39,12 +39,12 @@ Header = dict[str, Any]
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I8": 1, "I64": 8, "F8_E4M3": 1, "U8": 1}
 
 
-def shapes(config: Mapping[str, Any] = CONFIG) -> dict[str, tuple[int, ...]]:
+def shapes() -> dict[str, tuple[int, ...]]:
     """Return the tensors of a small Llama."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    queries, keys = (config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value"))
-    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
-    for layer in range(config["num_hidden_layers"]):
+    hidden, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    queries, keys = (CONFIG[f"num_{name}_heads"] * CONFIG["head_dim"] for name in ("attention", "key_value"))
+    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (CONFIG["vocab_size"], hidden)}
+    for layer in range(CONFIG["num_hidden_layers"]):
         parts = {
             "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
             "self_attn.o_proj": (hidden, queries), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
@@ -70,10 +70,10 @@ def safetensors(
     path.write_bytes(struct.pack("<Q", len(text)) + text + data(bytes(offset)))
 
 
-def checkpoint(directory: Path, config: Mapping[str, Any] | None = None) -> Path:
-    """Write a sound small checkpoint with the tiny model's tokenizer; `config` overrides keys of config.json."""
+def checkpoint(directory: Path) -> Path:
+    """Write a sound small checkpoint with the tiny model's tokenizer."""
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(CONFIG | dict(config or {})))
+    (directory / "config.json").write_text(json.dumps(CONFIG))
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
         shutil.copyfile(TINY / name, directory / name)
     safetensors(directory / "model.safetensors", shapes())
@@ -113,14 +113,14 @@ def with_json(name: str, change: Callable[[dict[str, Any]], Any]) -> Prepare:
 
 def with_weights(
     change: Callable[[dict[str, tuple[int, ...]]], object] = lambda _: None, dtypes: Mapping[str, str] | None = None,
-    config: Mapping[str, Any] | None = None, **how: Any,
+    **how: Any,
 ) -> Prepare:  # fmt: skip
     """Make `model` with other tensors."""
 
     def prepare(directory: Path) -> None:
         tensors = shapes()
         change(tensors)
-        safetensors(checkpoint(directory / "model", config) / "model.safetensors", tensors, dtypes, **how)
+        safetensors(checkpoint(directory / "model") / "model.safetensors", tensors, dtypes, **how)
 
     return prepare
 

@@ -176,13 +176,14 @@ def put(name: str, shape: tuple[int, ...]) -> Callable[[Tensors], object]:
     return lambda tensors: tensors.update({name: shape})
 
 
-def entry(name: str, **values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda header: header | {name: header[name] | values}
-
-
 NORM, UP, EMBED = "model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
 FILE = "model.safetensors"
 ZEROS = b"\0" * 8
+
+
+def entry(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda header: header | {NORM: header[NORM] | values}
+
 
 WEIGHTS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("truncated weights", with_file(FILE, lambda old: old[:-100]), (FILE, "download")),
@@ -210,15 +211,15 @@ WEIGHTS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("whole numbers", with_weights(dtypes={NORM: "I8"}), (NORM, "I8")),
     ("64-bit whole numbers", with_weights(dtypes={UP: "I64"}), (UP, "I64")),
     ("FP8 weights", with_weights(dtypes={UP: "F8_E4M3"}), (UP, "F8_E4M3")),
-    ("an unknown type", with_weights(header=entry(NORM, dtype="F7")), (FILE,)),
-    ("a type that is a number", with_weights(header=entry(NORM, dtype=32)), (FILE,)),
-    ("offsets beyond the end", with_weights(header=entry(NORM, data_offsets=[0, 10**12])), (FILE,)),
-    ("offsets that overlap", with_weights(header=entry(NORM, data_offsets=[0, 64])), (FILE,)),
-    ("offsets backwards", with_weights(header=entry(NORM, data_offsets=[64, 0])), (FILE,)),
-    ("negative offsets", with_weights(header=entry(NORM, data_offsets=[-64, 0])), (FILE,)),
-    ("a shape that overflows", with_weights(header=entry(NORM, shape=[2**40, 2**40])), (FILE,)),
-    ("a negative shape", with_weights(header=entry(NORM, shape=[-16])), (FILE,)),
-    ("a shape as text", with_weights(header=entry(NORM, shape="16")), (FILE,)),
+    ("an unknown type", with_weights(header=entry(dtype="F7")), (FILE,)),
+    ("a type that is a number", with_weights(header=entry(dtype=32)), (FILE,)),
+    ("offsets beyond the end", with_weights(header=entry(data_offsets=[0, 10**12])), (FILE,)),
+    ("offsets that overlap", with_weights(header=entry(data_offsets=[0, 64])), (FILE,)),
+    ("offsets backwards", with_weights(header=entry(data_offsets=[64, 0])), (FILE,)),
+    ("negative offsets", with_weights(header=entry(data_offsets=[-64, 0])), (FILE,)),
+    ("a shape that overflows", with_weights(header=entry(shape=[2**40, 2**40])), (FILE,)),
+    ("a negative shape", with_weights(header=entry(shape=[-16])), (FILE,)),
+    ("a shape as text", with_weights(header=entry(shape="16")), (FILE,)),
     ("NaN in the last weight", with_weights(data=lambda zeros: zeros[:-4] + b"\0\0\xc0\x7f"), (FILE, NORM, "NaN")),
     ("infinity in the first weight", with_weights(dtypes={EMBED: "F64"}, data=lambda old: old[:6] + b"\xf0\xff" + old[8:]),
      (FILE, EMBED, "infinity")),

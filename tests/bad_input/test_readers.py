@@ -17,7 +17,6 @@ from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.weights import check_tokenizer, check_weights
 from pipeline.core.errors import REFUSALS
 from pipeline.evidence.identity import read_bundle, read_identity
-from pipeline.gguf.model import inspect_gguf
 from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
 from pipeline.routing.files import MonitorConfig, RoutingConfig, read_routing_file, read_snapshot
@@ -93,15 +92,6 @@ def test_headers_of_safetensors(length: int | None, entry: dict[str, Any], cut: 
     content = path.read_bytes()[: None if cut == 0 else -cut]
     path.write_bytes(content if length is None else struct.pack("<Q", length) + content[8:])
     refuses_or_reads(lambda: check_weights(inspect_checkpoint(model), expected_tensors))
-
-
-@FUZZED
-@given(counts=st.tuples(*[st.integers(0, 2**64 - 1)] * 2), rest=st.binary(max_size=200))
-def test_headers_of_gguf(counts: tuple[int, int], rest: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    for header in (struct.pack("<IQQ", 3, *counts), struct.pack("<IQQ", 3, 0, 1)):
-        path.write_bytes(b"GGUF" + header + rest)
-        refuses_or_reads(lambda: inspect_gguf(path))
 
 
 MONITOR = {

@@ -28,7 +28,7 @@ from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.engines.openai.backend import OpenAIServer
 from stages.engines.openai.config import OpenAIConfig
 from stages.engines.oracle.engine import OracleEngine
-from stages.evaluate.distances.distance import kl_of_rows
+from stages.evaluate.distances.distance import kl_of_logits
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 
@@ -129,7 +129,7 @@ def test_its_distances_are_those_of_the_engine_behind_it(judged: Judged, bench: 
     for item in encode(load_samples(job.workloads), BundleTokenizer(bench.checkpoint), job.workloads.max_scored_tokens):
         asked_for = ([*item.prompt, *item.reference[:-1]], len(item.prompt) - 1)
         one, two = exact.forced(*asked_for), other.forced(*asked_for)
-        whole += [kl_of_rows(row, again[None])[0] for row, again in zip(one, two, strict=True)]
+        whole += kl_of_logits(one, two).tolist()
         rows = two.astype(np.float64)
         logp = rows - np.log(np.exp(rows).sum(-1, keepdims=True))
         nll += [-float(logp[i, token]) for i, token in enumerate(item.reference)]
@@ -226,6 +226,13 @@ def test_a_server_that_dies_is_told_in_a_line_and_the_same_command_goes_on(bench
     of_finished, of_dead = dying.seen[24]["prompt"], dying.seen[began - 1]["prompt"]  # samples with answers
     assert later.count(of_finished) == 1, "once for the noise floor, but not again for the comparison"
     assert later.count(of_dead) == 2
+
+
+def test_a_baseline_that_does_not_answer_is_named_by_its_own_key(bench: Bench, tmp_path: Path) -> None:
+    with serving(bench.toy("int8")) as url:
+        job = asked(tmp_path / "work", url, "http://127.0.0.1:9")
+        with pytest.raises(MissingRequirement, match=r"^backend\.baseline_url=http://127\.0\.0\.1:9: no server answers GET"):
+            check_inputs(job)
 
 
 def recorded(bench: Bench, url: str, out: Path, kv: str = "int8", **changes: Any) -> Any:

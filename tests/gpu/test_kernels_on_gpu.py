@@ -1,6 +1,6 @@
 """The kernels on a real GPU: in CUDA graphs, without waiting for the host; and the benchmark, briefly.
 
-Needs torch, Triton and rich, nothing else of kvgate's. What the kernels compute is checked by the same tests as in Triton's
+What the kernels compute is checked by the same tests as in Triton's
 interpreter, which run on the GPU where there is one: tests/integration/test_kernel_{append,context,decode,launch}.py.
 """
 

@@ -10,7 +10,7 @@ from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.engines.interpreter.requests import RequestEngine
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.replay import Replay
-from stages.evaluate.distances.distance import kl_of_rows
+from stages.evaluate.distances.distance import kl_of_logits
 from stages.workloads import generate
 
 FIRST = 60
@@ -32,7 +32,7 @@ def two_stories(checkpoint: Path) -> list[list[int]]:
 
 
 def mean_kl(expected: np.ndarray, rows: np.ndarray) -> float:
-    return float(np.mean([kl_of_rows(a, b[None])[0] for a, b in zip(expected, rows, strict=True)]))
+    return float(kl_of_logits(expected, rows).mean())
 
 
 def replayed(

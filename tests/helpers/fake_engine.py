@@ -120,7 +120,7 @@ class FakeEngine(Engine):
     def memory(self) -> MemoryReport:
         live = sum(len(tokens) for tokens in self._live.values())
         pages = max(1, sum(-(-len(tokens) // PAGE_TOKENS) for tokens in self._live.values()))
-        return MemoryReport(self.policy.pool_bytes(self.shape, pages), 0, 0, 0, pages, live)
+        return MemoryReport(self.policy.pool_bytes(self.shape, pages), 0, 0, pages, live)
 
     def corrupt_key_scale(self, factor: float) -> None:
         if not self.blind:

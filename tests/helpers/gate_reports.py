@@ -15,10 +15,8 @@ from pipeline.verdict.report import (
     Canary,
     EvaluationReport,
     Fidelity,
-    NoiseFloor,
     SampleRow,
     Slice,
-    Slope,
     SystemMetrics,
 )
 from pipeline.verdict.thresholds import Check, Verdict
@@ -108,8 +106,7 @@ def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
         "workloads_digest": "w",
         "samples": len(rows),
         "slices": [whole, low],
-        "kl_slope": Slope(per_1k_tokens=0.0, low=0.0, high=0.0),
-        "noise": NoiseFloor(samples=4, fidelity=fidelity(), answer_flips=0),
+        "noise": fidelity(),
         "canary": Canary(factor=0.1, rows=CANARY_ROWS),
         "system": SystemMetrics.model_validate(system),
         "baseline_system": SystemMetrics.model_validate(system),

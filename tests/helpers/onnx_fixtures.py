@@ -101,8 +101,8 @@ POLICIES = EVERY_POLICY[::STRIDE]
 BY_NAME = {policy.name: policy for policy in EVERY_POLICY}
 
 
-def save_model(config: object, path: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    torch.manual_seed(seed)
+def save_model(config: object, path: Path, dtype: torch.dtype = torch.float32) -> Path:
+    torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(path)
     (path / "tokenizer.json").write_text("{}")  # required of a checkpoint, and never read here
     return path

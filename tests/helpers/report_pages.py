@@ -69,7 +69,7 @@ def exhibit(
             "slices": slices(of, parts, EDGES),
             "system": system,
             "baseline_system": made.system.model_copy(update={"kib_per_token": 2.0}),
-            "noise": made.noise.model_copy(update={"fidelity": fidelity(kl_mean=1e-5, top10_overlap=1.0, ppl_ratio=1.0)}),
+            "noise": fidelity(kl_mean=1e-5, top10_overlap=1.0, ppl_ratio=1.0),
             "planned_workloads": dict.fromkeys((one.workload for one in of), True),
         }
     )

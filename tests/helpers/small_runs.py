@@ -16,7 +16,6 @@ from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
 from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
-from pipeline.verdict.thresholds import Status
 
 CODE = ("pipeline.core.errors",)
 PARTS = 3
@@ -64,7 +63,7 @@ def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | N
     return ended
 
 
-def judge(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None = None, verdict: Status = "PASS") -> Ended:
+def judge(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None) -> Ended:
     """Judge and register one policy."""
     opened = open_tracking(work, uri)
     with opened.candidate(sweep, policy, "onnxruntime", {"kv": {"name": policy}}) as run:
@@ -87,7 +86,7 @@ def judge(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None
 
         judged = Store(work / "artifacts").get(Recipe("evaluate", CODE, {"kv": policy}, {"round": measured.digest}), report)
         tokens = float(len(engine.digest) + int(engine.digest[:4], 16))
-        candidate = candidate_in(judged.path, policy, verdict, {**FIGURES, "memory/max_live_tokens": tokens})
+        candidate = candidate_in(judged.path, policy, "PASS", {**FIGURES, "memory/max_live_tokens": tokens})
         done = opened.conclude(run, candidate)
     summary.record(work, sweep, done)
     assert done.registration is not None

@@ -136,14 +136,9 @@ def expressions(trt: Any) -> Expressions:
     kinds = trt.DimensionOperation
     return Expressions({
         kinds.SUM: lambda a, b: a + b,
-        kinds.SUB: lambda a, b: a - b,
         kinds.PROD: lambda a, b: a * b,
-        kinds.MAX: max,
-        kinds.MIN: min,
         kinds.FLOOR_DIV: lambda a, b: a // b,
         kinds.CEIL_DIV: lambda a, b: -(-a // b),
-        kinds.EQUAL: lambda a, b: int(a == b),
-        kinds.LESS: lambda a, b: int(a < b),
     })  # fmt: skip
 
 

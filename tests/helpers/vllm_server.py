@@ -11,8 +11,8 @@ from processes import await_up, free_port
 
 
 @contextmanager
-def vllm_server(python: str, checkpoint: Path, log: Path, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Serve a checkpoint; gives the url and the process.
+def vllm_server(python: str, checkpoint: Path, log: Path, *arguments: str) -> Iterator[str]:
+    """Serve a checkpoint; gives the url.
 
     The console script `vllm` asks for a distribution of that name, which the CPU build does not have; its module does not.
     """
@@ -31,7 +31,7 @@ def vllm_server(python: str, checkpoint: Path, log: Path, *arguments: str) -> It
         )  # fmt: skip
     try:
         await_up(f"http://127.0.0.1:{port}", process, log)
-        yield f"http://127.0.0.1:{port}", process
+        yield f"http://127.0.0.1:{port}"
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -46,15 +46,6 @@ def test_a_sweep_may_name_its_policies_by_a_pattern(run: Callable[[list[str]], O
     assert "model.path=/nowhere" in result.stderr
 
 
-def test_promote_without_candidates_says_what_to_run_and_writes_nothing(
-    run: Callable[[list[str]], Outcome], tmp_path: Path
-) -> None:
-    result = run(["stage=promote"])
-    assert (result.code, result.stderr.count("pipeline: error: ")) == (2, 1)
-    assert "run stage=evaluate first" in result.stderr
-    assert not list(tmp_path.iterdir())
-
-
 def test_sigterm_is_a_control_c(tmp_path: Path) -> None:
     stopped = (
         "import os, signal; import pipeline.__main__ as command; "

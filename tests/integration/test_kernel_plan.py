@@ -26,13 +26,11 @@ PLAIN = CacheLayout(1, 64, side("fp16"), side("fp16"))
 KIB = 1024
 
 
-def plan_of(lengths: Sequence[int], max_tokens: int, exact: tuple[int, int] = (0, 0)) -> launch.Plan:
+def plan_of(lengths: Sequence[int], max_tokens: int) -> launch.Plan:
     """The plan on the device above, whose page table is as wide as the longest sequence may become."""
     max_pages = -(-max_tokens // PAGE_TOKENS)
     programs = launch.choose_programs(len(lengths), HEADS, max_pages, sm_count=SMS, resident=RESIDENT)
-    return launch.Plan(
-        *(x.cpu() for x in planned(CacheLayout(1, 64, side("fp16"), side("fp16"), *exact), tensor(lengths), programs))
-    )
+    return launch.Plan(*(x.cpu() for x in planned(PLAIN, tensor(lengths), programs)))
 
 
 def tensor(lengths: Sequence[int]) -> Tensor:

@@ -16,12 +16,9 @@ from onnx_fixtures import (
 )
 from transformers import LlamaConfig
 
-from pipeline.core.errors import UserError
 from pipeline.core.kv import FP16_POLICY
-from pipeline.core.records import no_progress
 from stages.engines.onnx import weights
 from stages.engines.onnx.engine import load_engine
-from stages.engines.onnx.export import export_decoder
 
 SIZE = {
     "vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -35,15 +32,6 @@ def test_no_weight_stays_in_memory_after_an_export(tmp_path: Path) -> None:
     gc.collect()
     tensors = [found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)]
     assert [found.shape for found in tensors if sorted(found.shape) == [48, 64]] == []
-
-
-def test_a_checkpoint_that_the_graph_cannot_express_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    rope = {"rope_type": "dynamic", "factor": 2.0}
-    checkpoint = save_model(LlamaConfig(**SIZE, head_dim=16, rope_scaling=rope), tmp_path / "checkpoint")
-    (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="rope_type=dynamic is not supported"):
-        export_decoder(checkpoint, tmp_path / "out", compute_dtype="float32", progress=no_progress)
-    assert not any((tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)

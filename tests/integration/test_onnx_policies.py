@@ -158,9 +158,6 @@ def test_memory_is_the_policys_arithmetic(pair: tuple[OnnxEngine, OracleEngine],
     pages = max((len(array) for array in window.values()), default=0)
     assert report.window_bytes == pages * policy.window_page_bytes(shape) == sum(array.nbytes for array in window.values())
     assert report.pool_bytes + report.exact_bytes + report.window_bytes == sum(array.nbytes for array in arrays.values())
-    static = [(form.static_scales(shape.kv_heads, shape.head_dim), 1 if form.symmetric else 2)
-              for layer in range(shape.layers) for form in policy.sides(layer).values()]  # fmt: skip
-    assert report.static_scale_bytes == 4 * sum(count * parameters for count, parameters in static)
     assert report.live_tokens == sum(len(text) - 64 * len(policy.evicted_pages(len(text), shape)) for text in texts)
 
 

@@ -27,7 +27,7 @@ FEW = (THREE, "tracking=none", "gates.min_baseline_probability=0", "workloads.ro
     ],
 )
 def test_an_engine_in_an_interpreter_of_its_own_is_judged_like_any_other(
-    backend: str, make: Callable[[Path], str], kv: str, options: list[str], tmp_path: Path
+    backend: str, make: Callable[[Path], str], kv: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = (*FEW, f"kv={kv}", f"backend={backend}", f"backend.python={make(tmp_path / 'bin')}", *options)
     directory, _ = judge(job_of(tmp_path / "work", *given), f"{kv} is not decided: INCONCLUSIVE")
@@ -35,9 +35,10 @@ def test_an_engine_in_an_interpreter_of_its_own_is_judged_like_any_other(
     assert report.overall.fidelity.kl_mean is not None
     assert 1e-6 < report.overall.fidelity.kl_mean < 0.1, "an FP8 cache of the toy is close to its FP16 one"
     assert report.overall.fidelity.non_finite_steps == 0
-    assert report.noise.fidelity is not None
-    assert report.noise.fidelity.kl_max == pytest.approx(0.0, abs=1e-6), "stepping and one pass are the same logits"
+    assert report.noise is not None
+    assert report.noise.kl_max == pytest.approx(0.0, abs=1e-6), "stepping and one pass are the same logits"
     assert lines("canary", report)[0].status == "PASS"
+    assert "a promotion will refuse the engine, since the samples have at most" in " ".join(capsys.readouterr().out.split())
 
 
 def test_scales_that_tensorrt_llm_does_not_carry_are_refused_by_the_key_that_allows_them(tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ def test_what_is_no_path_and_no_model_is_named(given: Any) -> None:
 
 def test_a_champion_is_found_by_a_path_as_well(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no such file; give the store that a promotion wrote to"):
-        champion(Path("models/Qwen3"), workdir=tmp_path, tracking_uri=f"sqlite:///{tmp_path}/none.db")
+        champion(Path("models/Qwen3"), workdir=tmp_path / "empty")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from fake_engine import EOS, CharTokenizer, fake_engine, sharing_engine
 from gate_reports import GATES, every_class, lines, report
 
 from pipeline.core.records import Sample
-from pipeline.verdict.coverage import Allocation, EngineProbes, Exercised, FreeAnswers, Limits, Probe, ProbePart, ProcessMemory
+from pipeline.verdict.coverage import Allocation, EngineProbes, Exercised, FreeAnswers, Limits, Probe, ProcessMemory
 from pipeline.verdict.gates import decide
 from stages.evaluate.decoding.batches import Finished, Greedy
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.free import free_answers
-from stages.evaluate.decoding.results import ResultFolder, SampleResult, Trace
+from stages.evaluate.decoding.results import ResultFolder, SampleResult
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import encode
 
@@ -29,7 +29,7 @@ SAMPLES = [
 def exercised() -> Exercised:
     items = encode(SAMPLES, CharTokenizer(), 9)
     events = decode(sharing_engine(SAMPLES, wrong=["wrong"]), items, 2, Greedy(EOS, 4))
-    return Exercised.merged([event.trace.exercised for event in events if isinstance(event, Finished)])
+    return Exercised.merged([event.trace for event in events if isinstance(event, Finished)])
 
 
 def test_steps_are_counted_where_they_are_taken() -> None:
@@ -46,9 +46,9 @@ def test_rounds_are_merged() -> None:
 
 
 def test_a_trace_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
-    trace = Trace(longest_context=6, longest_decode=2, batch=2, forks=1, shared_prefixes=1)
+    trace = Exercised(longest_context=6, longest_decode=2, batch=2, forks=1, shared_prefixes=1)
     folder = ResultFolder(tmp_path)
-    folder.save(0, SampleResult(StepStatistics.empty(1), None, 7, 1, np.zeros((0, 2)), trace), None)
+    folder.save(0, SampleResult(StepStatistics.empty(1), None, np.zeros((0, 2)), trace), None)
     assert folder.load()[0].trace == trace
 
 
@@ -82,12 +82,10 @@ def test_only_free_answers_that_decode_steps_did_not_give_are_forced() -> None:
 
 
 def a_probe(**changes: object) -> Probe:
-    part = ProbePart(name="context", rows=9, kl_median=1e-9, kl_max=1e-8, largest_difference=1e-4)
     sizes: dict[str, Any] = {"pages": 2, "pool_bytes": 64, "claimed_pool_bytes": 64, "exact_bytes": 0, "exact_unit_bytes": 0}
     values: dict[str, object] = {
-        "tokens": 2048, "decoded": 320, "batch": 32, "page_offsets": 64, "forks": 9, "requests": 400, "engine_tokens": None,
-        "engine_batch": None, "runs": 1, "limit_kl": 1e-6, "limit_single_kl": 0.1, "parts": [part], "failures": [],
-        "allocation": Allocation(**sizes, window_bytes=0, window_pages=1, window_unit_bytes=0), "seconds": 1.0,
+        "tokens": 2048, "decoded": 320, "batch": 32, "page_offsets": 64, "forks": 9, "requests": 400, "rows": 9, "failures": [],
+        "allocation": Allocation(**sizes, window_bytes=0, window_pages=1, window_unit_bytes=0),
     }  # fmt: skip
     return Probe.model_validate({**values, **changes})
 

@@ -63,7 +63,7 @@ def test_the_gate_fails_what_is_not_allowed_and_warns_of_what_is(
 
 
 def distance(kl: float, layers: tuple[float, ...] = ()) -> Distance:
-    return Distance(kl_mean=kl, kl_max=kl, logit_difference=0.1, stored_error=0.0, stored_by_layer=layers)
+    return Distance(kl_mean=kl, kl_max=kl, stored_error=0.0, stored_by_layer=layers)
 
 
 def request(engine: Distance, rounding: Distance) -> ComparedRequest:

@@ -170,7 +170,7 @@ def test_an_engine_that_serves_requests_has_a_batch_of_them_in_flight() -> None:
     finished = [event for event in events if isinstance(event, Finished)]
     assert [event.trace.batch for event in finished] == [3, 3, 3, 1]
     (shortest,) = [event for event in finished if event.sample == 2]
-    assert shortest.trace.longest_context == len("zz") + shortest.decoded - 1
+    assert shortest.trace.longest_context == len("zz") + len(encoded()[2].reference) - 1
     whole = [event for event in decode(alone, encoded(), 3) if isinstance(event, Finished)]
     assert {event.trace.batch for event in whole} == {0}, "no decode step was taken"
     by_sample = sorted((event for event in events if isinstance(event, Step)), key=lambda step: step.samples[0])
@@ -211,12 +211,11 @@ def test_answers_are_what_greedy_decode_from_the_prompt_gives(make: Any, batch_s
 
 def test_an_engine_that_forks_prefills_no_prompt_twice_and_decodes_no_token_of_the_reference_twice() -> None:
     plain, sharing = fake_engine(SAMPLES, wrong=WRONG), sharing_engine(SAMPLES, wrong=WRONG)
-    twice, once = (answers_of(engine, encoded(), 2) for engine in (plain, sharing))
+    for engine in (plain, sharing):
+        answers_of(engine, encoded(), 2)
     assert len(plain.prefilled) == len(SAMPLES) + len(WRONG)
     assert (len(sharing.prefilled) - sharing.forks, sharing.forks) == (len(SAMPLES), len(WRONG))
-    for engine, finished in ((plain, twice), (sharing, once)):
-        assert sum(event.decoded for event in finished.values()) == sum(engine.widths)
-        assert sum(event.prefilled for event in finished.values()) == sum(map(len, engine.prefilled))
+    assert sum(sharing.widths) == sum(plain.widths) - len(WRONG), "the first token of both wrong answers is decoded once"
 
 
 def test_the_logits_of_forced_decode_are_the_same_whether_answers_run_beside_it() -> None:
@@ -262,7 +261,6 @@ def test_a_document_is_prefilled_once_and_released_with_its_last_question(batch_
     assert engine.most_live <= 2 * batch_size + 1
     right = {i: tuple(item.reference[:-1]) for i, item in enumerate(items) if item.sample.id != "one1"}
     assert {i: finished[i].answer for i in right} == right
-    assert sum(event.prefilled for event in finished.values()) == sum(map(len, engine.extended))
 
 
 def test_an_engine_without_room_for_forks_shares_nothing() -> None:

@@ -13,8 +13,8 @@ from stages.evaluate.distances.distance import (
     TOP_K,
     Distributions,
     Head,
-    compare,
     compare_head,
+    kl_of_logits,
     log_softmax,
 )
 from stages.evaluate.distances.scores import EXACT, STEP, SampleHeads, StoredHeads, head_of
@@ -38,8 +38,11 @@ def both(baseline: Logits, candidate: Logits, token: int = 0) -> tuple[np.ndarra
         compare_head(head, distributions, row, token, int(candidate[row].argmax())) for row, head in enumerate(heads)
     ])  # fmt: skip
     full = np.stack([head.full for head in heads if head.full is not None])
-    whole = compare(full, log_softmax(candidate), [token] * len(candidate))
-    columns = (whole.kl, whole.baseline_nll, whole.candidate_nll, whole.top1, whole.top10, whole.delta_p, whole.greedy)
+    p, q = log_softmax(full), log_softmax(candidate)
+    tens = [[set(np.argsort(-row)[:TOP_K].tolist()) for row in logp] for logp in (p, q)]
+    overlap = [len(one & other) / len(one) for one, other in zip(*tens, strict=True)]
+    chance, first = np.exp(q[:, token]) - np.exp(p[:, token]), q.argmax(axis=1)
+    columns = (kl_of_logits(full, candidate), -p[:, token], -q[:, token], p.argmax(axis=1) == first, overlap, chance, first)
     return np.stack(columns, axis=1), rows
 
 

@@ -18,7 +18,7 @@ from test_gates_served import served
 from pipeline.core.errors import UserError
 from pipeline.statistics.bets import OUTLIER
 from pipeline.verdict.conformance import Conformance, EngineConformance
-from pipeline.verdict.report import Canary, Compaction, NoiseFloor, Rung, SampleRow
+from pipeline.verdict.report import Canary, Compaction, Rung, SampleRow
 from pipeline.verdict.thresholds import MOST_SAMPLES, Check, Verdict
 
 Rows = list[SampleRow]
@@ -63,10 +63,6 @@ def losing(count: int, rows: Rows) -> Rows:
     return [r.model_copy(update={"candidate_correct": i >= count}) for i, r in enumerate(rows)]
 
 
-def noise(**changes: Any) -> NoiseFloor:
-    return NoiseFloor(samples=4, fidelity=fidelity(**changes), answer_flips=0)
-
-
 def missing(difference: float | None) -> Compaction:
     return Compaction(tokens=100, kl_full=0.02, kl_head=0.02, difference=difference)
 
@@ -81,7 +77,6 @@ WITHIN_A_BIN = [
 OPEN_MEANS = {"max_mean_kl", "min_top10_overlap", "max_ppl_ratio", "max_rms_delta_p"}
 FAR_APART = [*prose(1), prose(2, context_tokens=1100, mean_kl=0.04)[1]]
 BLIND, ABSENT = (Canary(factor=0.1, rows=rows) for rows in (answered("retrieval", 8), []))
-UNMEASURED = NoiseFloor(samples=0, fidelity=None, answer_flips=0)
 UNDRAFTED = [r if i else r.model_copy(update={"acceptance": {}}) for i, r in enumerate(drafted(every_class(), 25))]
 STORED_WRONG = record(engine(*SOUND.requests, request(stored=3e-3)))
 
@@ -163,11 +158,12 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
         every_class(), {"canary": BLIND}, "FAIL", {"canary"}, "the evaluation does not see the cache"),
     "a must-fail control that did not run": (every_class(), {"canary": ABSENT}, "FAIL", {"canary"}, "it did not run"),
     "noise of the baseline itself": (
-        every_class(), {"noise": noise(kl_mean=0.06)}, "INCONCLUSIVE", {"max_mean_kl"},
+        every_class(), {"noise": fidelity(kl_mean=0.06)}, "INCONCLUSIVE", {"max_mean_kl"},
         "max_mean_kl=0.05 is finer than the baseline's own noise"),
     "noise of the candidate itself": (
-        every_class(), {"candidate_noise": noise(kl_mean=1.0)}, "INCONCLUSIVE", {"max_mean_kl"}, "the candidate's own noise"),
-    "noise that nobody measured": (every_class(), {"noise": UNMEASURED}, "INCONCLUSIVE", {"noise_floor"}, ""),
+        every_class(), {"candidate_noise": fidelity(kl_mean=1.0)}, "INCONCLUSIVE", {"max_mean_kl"},
+        "the candidate's own noise"),
+    "noise that nobody measured": (every_class(), {"noise": None}, "INCONCLUSIVE", {"noise_floor"}, ""),
     "a baseline that is stored well enough": (every_class(), {"compaction": missing(4e-4)}, "PASS", set(), ""),
     "a baseline that is stored too coarsely": (
         every_class(), {"compaction": missing(6e-4)}, "INCONCLUSIVE", {"compaction"},
@@ -315,7 +311,7 @@ def test_ruined_requests_are_counted_by_raw_values_and_bounded_by_the_rule_of_th
 
 
 def rung(fault: str, kl: float, roundings: float) -> Rung:
-    near = {"kl_mean": 1e-12, "kl_max": 1e-12, "logit_difference": 1e-6, "stored_error": 0.0, "stored_mean": 0.0}
+    near = {"kl_mean": 1e-12, "kl_max": 1e-12, "stored_error": 0.0, "stored_mean": 0.0}
     far = {**near, "kl_mean": 1e-12 * roundings**2}
     beside = {"sample": "a", "prompt_tokens": 9, "decoded_tokens": 4, "engine": far, "rounding": near}
     rows = [r.model_copy(update={"mean_kl": kl}) for r in answered("retrieval", 2)]

@@ -16,11 +16,8 @@ def seen(**changes: object) -> ServerSeen:
         "says": {},
         "tokens": 100,
         "shown_mass": 0.98,
-        "least_shown_mass": 0.5,
         "prompt_tokens": 1000,
         "cached_tokens": 900,
-        "longest_context": 64,
-        "together": 4,
     }
     return ServerSeen.model_validate({**values, **changes})
 
@@ -55,8 +52,8 @@ def test_no_round_is_run_for_what_no_round_would_show(kept: float, final: bool) 
 
 
 def test_rounds_are_joined_by_their_tokens() -> None:
-    joined = ServerSeen.merged([seen(), seen(tokens=300, shown_mass=0.9, least_shown_mass=0.4, longest_context=80)])
-    assert (joined.tokens, joined.longest_context, joined.least_shown_mass) == (400, 80, 0.4)
+    joined = ServerSeen.merged([seen(), seen(tokens=300, shown_mass=0.9)])
+    assert joined.tokens == 400
     assert joined.shown_mass == pytest.approx(0.92)
     assert (joined.prompt_tokens, joined.cached_tokens) == (2000, 1800)
     assert ServerSeen.merged([seen(), seen(cached_tokens=None)]).cached_tokens is None

@@ -58,7 +58,7 @@ class HistoryEngine(Engine):
         del self.sequences[sequence]
 
     def memory(self) -> MemoryReport:
-        return MemoryReport(0, 0, 0, 0, 0, sum(map(len, self.sequences.values())))
+        return MemoryReport(0, 0, 0, 0, sum(map(len, self.sequences.values())))
 
 
 def one_by_one(stop: int | None = None) -> list[list[int]]:
@@ -119,7 +119,8 @@ def test_logits_that_are_not_finite_are_refused_by_sequence_and_length(fails_at:
     [
         ({"max_sequences": 0}, "max_sequences must be at least 1, got 0"),
         ({"prompts": [*PROMPTS[:6], []]}, "a prompt must hold at least one token"),
-        ({"prompts": [*PROMPTS[:6], [VOCAB]]}, rf"token ids must be in \[0, {VOCAB}\)"),
+        ({"prompts": [*PROMPTS[:6], [1, VOCAB]]}, rf"token ids must be in \[0, {VOCAB}\), got 1 to {VOCAB}"),
+        ({"prompts": [*PROMPTS[:6], [-1]]}, rf"token ids must be in \[0, {VOCAB}\), got -1"),
         ({"max_new_tokens": [1] * 6}, "max_new_tokens must be at least 1 for each of 7 prompts"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1 for each of 7 prompts"),
     ],
@@ -129,4 +130,12 @@ def test_what_makes_no_sense_is_refused_before_anything_is_computed(changes: dic
     asked: dict[str, Any] = {"prompts": PROMPTS, "max_new_tokens": LIMITS, "stop_token": None, "max_sequences": 2}
     with pytest.raises(UserError, match=message):
         engine.generate(**asked | changes)
+    assert engine.steps == []
+
+
+@pytest.mark.parametrize("prompt", [[], [1, VOCAB], [-1]])
+def test_a_prompt_of_impossible_tokens_starts_no_sequence(prompt: list[int]) -> None:
+    engine = HistoryEngine()
+    with pytest.raises(UserError, match=r"at least one token|token ids must be"):
+        engine.prefill([[1], prompt])
     assert engine.steps == []

@@ -7,8 +7,9 @@ import pytest
 from scipy.special import log_softmax as scipy_log_softmax
 
 from pipeline.core.records import Check, Sample
-from stages.evaluate.distances.distance import StepStatistics, compare, log_softmax
+from stages.evaluate.distances.distance import Distributions, StepStatistics, compare_head, log_softmax
 from stages.evaluate.distances.metrics import context_bin, depth_name, fidelity
+from stages.evaluate.distances.scores import head_of
 from stages.evaluate.inputs.checks import Judgement, judge, strict_json, words_of
 
 
@@ -17,10 +18,17 @@ def test_log_softmax_agrees_with_scipy_and_survives_large_logits() -> None:
     assert log_softmax(logits) == pytest.approx(scipy_log_softmax(logits.astype(np.float64), axis=1), abs=1e-12)
 
 
+def compared(baseline: np.ndarray, candidate: np.ndarray) -> StepStatistics:
+    """The statistics of a token, 0, by its logits."""
+    head = head_of(Distributions(baseline[None]), 0, 0, check=False)
+    values = compare_head(head, Distributions(candidate[None]), 0, 0, int(candidate.argmax()))
+    steps = StepStatistics.empty(1)
+    steps.put_token(0, values)
+    return steps
+
+
 def test_kl_by_hand() -> None:
-    baseline = np.log(np.array([[0.5, 0.25, 0.25]], dtype=np.float32))
-    candidate = np.log(np.array([[0.25, 0.5, 0.25]]))
-    steps = compare(baseline, candidate, [0])
+    steps = compared(np.log(np.array([0.5, 0.25, 0.25], np.float32)), np.log(np.array([0.25, 0.5, 0.25], np.float32)))
     assert steps.kl[0] == pytest.approx(0.5 * math.log(2) - 0.25 * math.log(2), abs=1e-7)
     assert steps.delta_p[0] == pytest.approx(-0.25, abs=1e-7)
     assert steps.candidate_nll[0] == pytest.approx(math.log(4))
@@ -28,10 +36,10 @@ def test_kl_by_hand() -> None:
 
 
 def test_top10_overlap_counts_shared_tokens_whatever_their_order() -> None:
-    baseline = log_softmax(np.arange(20, 0, -1, dtype=np.float32)[None])  # top ten: 0 to 9
-    logits = np.zeros((1, 20), dtype=np.float32)
-    logits[0, [9, 8, 7, 6, 15, 16, 17, 18, 19, 14]] = np.arange(10, 20)
-    assert compare(baseline.astype(np.float32), log_softmax(logits), [0]).top10[0] == pytest.approx(0.4)
+    baseline = np.arange(20, 0, -1, dtype=np.float32)  # top ten: 0 to 9
+    logits = np.zeros(20, dtype=np.float32)
+    logits[[9, 8, 7, 6, 15, 16, 17, 18, 19, 14]] = np.arange(10, 20)
+    assert compared(baseline, logits).top10[0] == pytest.approx(0.4)
 
 
 def statistics(kl: list[float], **changes: list[float]) -> StepStatistics:

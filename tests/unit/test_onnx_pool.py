@@ -18,10 +18,10 @@ STREAMING = KVPolicy(name="streaming", key=FP16, value=FP16, eviction=Eviction(w
 SLIDING = KVPolicy(name="sliding", key=FP16, value=FP16, eviction=Eviction(window_tokens=128))
 
 
-def tokens(first: int, count: int, batch: int = 1) -> np.ndarray:
-    """Values (B, H, S, D) whose number is the token's position."""
+def tokens(first: int, count: int) -> np.ndarray:
+    """Values (1, H, S, D) whose number is the token's position."""
     values = np.arange(first, first + count, dtype=np.float16)[:, None]
-    return np.broadcast_to(values, (batch, 3, count, 4))
+    return np.broadcast_to(values, (1, 3, count, 4))
 
 
 def fill(pool: PagedPool, handle: int, count: int) -> None:
@@ -66,12 +66,12 @@ def test_growth_keeps_what_is_stored_and_stays_within_the_limit() -> None:
     sizes = []
     for _ in range(5):
         fill(pool, handle, 64)
-        sizes.append(pool.memory(0).pages)
+        sizes.append(pool.memory().pages)
     assert sizes == [1, 2, 4, 4, 5]
     assert stored(pool, handle) == list(range(320))
     with pytest.raises(UserError, match="max_pages=5 is too small: 6 pages of 64 tokens"):
         pool.reserve([handle], 1)
-    assert pool.memory(0).pool_bytes == FP16_POLICY.pool_bytes(SHAPE, 5)
+    assert pool.memory().pool_bytes == FP16_POLICY.pool_bytes(SHAPE, 5)
 
 
 def test_a_batch_that_does_not_fit_gets_no_page_at_all() -> None:
@@ -119,8 +119,8 @@ def test_a_step_of_a_batch_stores_what_single_appends_store(policy: KVPolicy) ->
             fill(other, handle, 1)
     for name in pool.arrays:
         np.testing.assert_array_equal(pool.arrays[name], other.arrays[name])
-    assert pool.memory(0) == other.memory(0)
-    assert pool.memory(0).exact_bytes == policy.exact_bytes(SHAPE, 2)
+    assert pool.memory() == other.memory()
+    assert pool.memory().exact_bytes == policy.exact_bytes(SHAPE, 2)
 
 
 @pytest.mark.parametrize("chunks", [[1] * 300, [300], [63, 1, 65, 128, 43], [260, 40]])
@@ -146,7 +146,7 @@ def test_pages_that_leave_the_window_are_used_again() -> None:
     handle = pool.start()
     for _ in range(1000):
         fill(pool, handle, 1)
-    assert pool.memory(0).window_bytes == 2 * WINDOW.window_page_bytes(SHAPE)
+    assert pool.memory().window_bytes == 2 * WINDOW.window_page_bytes(SHAPE)
 
 
 @pytest.mark.parametrize("policy", [EXACT, WINDOW], ids=lambda policy: policy.name)
@@ -198,7 +198,7 @@ def test_a_page_table_lists_the_pages_that_are_kept_and_lengths_count_their_toke
         assert tables["lengths"].tolist() == [len(kept)]
         assert stored(pool, handle)[: len(kept)] == kept
         assert pool.in_use == (-(-len(kept) // 64), 0)
-        assert pool.memory(0).live_tokens == len(kept)
+        assert pool.memory().live_tokens == len(kept)
         first, codes = pool.stored(handle)["value_pool.1"]
         shown = codes.view(np.float16)[2, :, 3]
         assert (first, len(shown)) == (0, pool.length(handle))
@@ -214,7 +214,7 @@ def test_an_evicting_sequence_takes_no_more_pages_however_long_it_gets_and_token
     fill(pool, handle, 5000)
     for _ in range(200):
         fill(pool, handle, 1)
-    assert pool.memory(0).pool_bytes == 4 * 64 * STREAMING.bytes_per_token(SHAPE) == STREAMING.sequence_bytes(SHAPE, 5001)
+    assert pool.memory().pool_bytes == 4 * 64 * STREAMING.bytes_per_token(SHAPE) == STREAMING.sequence_bytes(SHAPE, 5001)
 
 
 @pytest.mark.parametrize("length", [128, 130, 320, 330])

@@ -104,7 +104,8 @@ def test_the_champion_stays_where_nothing_better_passed_unless_a_name_is_given(
 def test_live_tokens_decide_then_the_lower_mean_kl_and_what_is_unknown_loses(fp8: Candidate) -> None:
     # exact sink and recent tokens cost memory per sequence, which KiB per token does not show
     def one(name: str, tokens: float | None, kl: float | None, **changes: Any) -> Candidate:
-        return changed(fp8, name=name, metrics={"memory/max_live_tokens": tokens, "quality/kl_mean": kl}, **changes)
+        known = {"memory/max_live_tokens": tokens, "quality/kl_mean": kl}
+        return changed(fp8, name=name, metrics={key: value for key, value in known.items() if value is not None}, **changes)
 
     assert choose([one("a", 10.0, 0.1), one("b", 12.0, 0.2), one("c", None, 0.0)]).name == "b"
     assert choose([one("z", 9.0, 0.02), one("zz", 9.0, None), one("a", 9.0, 0.01)]).name == "a"

@@ -1,5 +1,4 @@
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +61,6 @@ def test_the_exit_code_of_a_sweep_is_its_worst_until_promotion_decides(tmp_path:
     assert finish(tmp_path, "one", 1, job=3).exit_code == 1
     assert finish(tmp_path, None, 0).exit_code == 0
     assert finish(tmp_path, "two", 0).exit_code == 0
-
-
-def test_numbers_that_are_not_finite_are_null_in_the_file(tmp_path: Path) -> None:
-    record(tmp_path, "one", fp8(metrics={"a": math.inf, "b": 1.0, "memory/kib_per_token": math.nan}))
-
-    def refuse(name: str) -> None:
-        raise AssertionError(f"{name} is not JSON")
-
-    raw = json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse)
-    assert raw["candidates"][0]["metrics"] == {"a": None, "b": 1.0, "memory/kib_per_token": None}
-    (candidate,) = load(tmp_path).candidates
-    assert candidate.metrics["memory/kib_per_token"] is None
-    assert candidate.metric("memory/kib_per_token") == math.inf
 
 
 def test_the_file_has_the_fields_that_ci_relies_on(tmp_path: Path) -> None:

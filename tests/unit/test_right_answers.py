@@ -54,11 +54,9 @@ def test_own_words_are_scored_where_they_are_right_and_likelier_than_the_referen
         assert row.max_kl == pytest.approx(0, abs=1e-9)
     assert (rows["s2"].baseline_probability or 0) < 1e-9
     report = load_report(tmp_path / "report")
-    assert report.noise.fidelity is not None
-    assert report.candidate_noise is not None
-    assert report.noise.answer_flips == report.candidate_noise.answer_flips == 0
-    assert report.noise.fidelity.kl_max == pytest.approx(0, abs=1e-9)
-    assert report.noise.fidelity.tokens == sum(rows[f"s{i}"].scored_tokens for i in range(4))  # what was scored is repeated
+    assert report.noise is not None
+    assert report.noise.kl_max == pytest.approx(0, abs=1e-9)
+    assert report.noise.tokens == sum(rows[f"s{i}"].scored_tokens for i in range(4))  # what was scored is repeated
     assert report.overall.fidelity.tokens == sum(row.scored_tokens for row in rows.values())
 
 

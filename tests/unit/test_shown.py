@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.engines.openai.engine import Shown
-from stages.evaluate.distances.distance import kl_of_rows, log_softmax
+from stages.evaluate.distances.distance import kl_of_logits, log_softmax
 from stages.evaluate.servers.served import LEAST_REST, compare_shown, head_of_shown
 
 VOCAB = 200
@@ -29,7 +29,7 @@ def shown(row: np.ndarray, top: int, token: int) -> Shown:
 def test_the_kl_of_what_is_shown_never_exceeds_that_of_the_vocabulary(seed: int, distance: float, top: int, token: int) -> None:
     exact, other = rows(seed, distance)
     values, mass = compare_shown(head_of_shown(shown(exact, top, token), token), shown(other, top, token), token)
-    whole = kl_of_rows(exact, other[None])[0]
+    (whole,) = kl_of_logits(exact[None], other[None])
     assert 0 <= values[0] <= whole + 10 * LEAST_REST
     assert 0 < mass <= 1
 
@@ -38,7 +38,7 @@ def test_the_bound_is_tight_where_all_of_the_mass_is_shown() -> None:
     exact, other = rows(1, 0.3, spread=8.0)
     values, mass = compare_shown(head_of_shown(shown(exact, 40, 7), 7), shown(other, 40, 7), 7)
     assert mass > 0.999
-    assert values[0] == pytest.approx(kl_of_rows(exact, other[None])[0], rel=0.02)
+    assert values[0] == pytest.approx(kl_of_logits(exact[None], other[None])[0], rel=0.02)
 
 
 def test_the_forced_tokens_own_figures_are_exact_however_unlikely_it_is() -> None:

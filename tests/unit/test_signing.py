@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from evidence_copies import edit
 from judged_candidates import MemoryRegistry
-from judged_engine import config_of, exported, judged_engine
+from judged_engine import candidate_of, config_of, exported, judged_engine
 from signing_keys import key_pair, keys
 
 from pipeline.config.compose import plan
@@ -128,8 +128,11 @@ def test_evidence_that_was_rewritten_as_a_whole_is_refused(signed: Path, tmp_pat
     assert signature_finding(forged, trusted) == "differs, it is not signed"
     shutil.copyfile(signed / SIGNATURE_FILE, forged / SIGNATURE_FILE)
     assert signature_finding(forged, trusted) == "differs, identity.sig was signed for other files"
+    run = stage_verify(forged, ours[1])
+    before_a_promotion = run.replay_under(None)(candidate_of(forged)).findings
+    assert [finding.name for finding in before_a_promotion if finding.status == "differs"] == ["signature"]
     with pytest.raises(GateRefusal, match=r"is not what was judged: signature$"):
-        verify_stage(stage_verify(forged, ours[1]))
+        verify_stage(run)
 
 
 def of_envelope(change: Callable[[Any], object]) -> Callable[[Path], object]:

@@ -1,8 +1,6 @@
-import math
-
 import pytest
 
-from pipeline.core.redaction import MASK, PARAM_CHARS, clip, finite_metrics, redact, redact_text, safe_name, secret_name
+from pipeline.core.redaction import MASK, PARAM_CHARS, clip, redact, redact_text, secret_name
 
 
 @pytest.mark.parametrize(
@@ -61,17 +59,3 @@ def test_a_long_parameter_is_cut_and_still_differs_from_its_neighbour() -> None:
     assert len(one) <= PARAM_CHARS
     assert one != other
     assert "7001 characters, sha256" in one
-
-
-@pytest.mark.parametrize(
-    ("raw", "safe"),
-    [("perf/p50@1k", "perf/p50_at_1k"), ("win %", "win_pct"), ("../a//b/", "a/b"), ("kl:p99", "kl_p99"), ("é", "_")],
-)
-def test_names_become_ones_that_mlflow_accepts(raw: str, safe: str) -> None:
-    assert safe_name(raw) == safe
-
-
-def test_metrics_that_are_not_numbers_are_listed_and_never_logged() -> None:
-    finite, nonfinite = finite_metrics({"a": 1, "b": math.inf, "c": math.nan, "d": None, "e@": -0.5})
-    assert finite == {"a": 1.0, "e_at_": -0.5}
-    assert nonfinite == ["b", "c", "d"]

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,10 @@ from typing import Any
 
 import pytest
 from evidence_copies import ALL, code, edit, member, replayed, resealed, wrong
-from judged_engine import exported, judged_engine
+from judged_engine import candidate_of, exported, judged_engine
 
 from pipeline.artifacts.digest import file_digest, files_digest, json_digest
-from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.evidence.reading import find_evidence
 from pipeline.verdict.thresholds import RULES
@@ -152,6 +153,22 @@ def test_a_verdict_by_older_rules_is_not_compared_and_says_what_to_do(copy: Path
     assert finding.detail.startswith(f"PASS by rules 1 of the gates, this kvgate has rules {RULES}, by which the same samples")
     assert "judge it again with stage=evaluate" in finding.detail
     assert code(copy) == 4
+
+
+def test_a_report_that_other_rules_wrote_is_not_read_and_its_rules_are_named(evidence: Path, tmp_path: Path) -> None:
+    """What a report holds changes with the rules: this one lacks a field, and has one that is gone."""
+    copy = exported(evidence, tmp_path / "identity" / "older", *ALL)
+    edit(copy / "report.json", lambda report: (report.pop("canary"), report.update(cells={})))
+    written = {"report.json": file_digest(copy / "report.json")}
+    resealed(copy, "evaluation", lambda link: link["files"].update(written))
+    edit(copy / IDENTITY_FILE, lambda identity: identity["verdict"].update(rules=RULES - 1))
+    said = f"PASS by rules {RULES - 1} of the gates, this kvgate has rules {RULES}, .*judge it again with stage=evaluate"
+    (finding,) = (finding for finding in replayed(copy) if finding.status != "same")
+    assert (finding.name, finding.status) == ("verdict, decided again", "missing")
+    assert re.match(said, finding.detail)
+    assert code(copy) == 4
+    with pytest.raises(GateRefusal, match=rf"^version 1 \(int8\): {said}"):
+        candidate_of(copy)
 
 
 def test_an_identity_with_thresholds_of_older_rules_is_refused_for_its_rules(copy: Path) -> None:

@@ -69,14 +69,6 @@ def test_files_that_cannot_be_read_are_named_and_never_a_defect(copy: Path) -> N
     assert code(copy) == 0
 
 
-def test_a_directory_that_is_no_engine_and_an_identity_that_cannot_be_read_are_users_errors(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds neither identity\.json nor bundle\.json"):
-        find_evidence(tmp_path)
-    (tmp_path / IDENTITY_FILE).write_text("{}")
-    with pytest.raises(UserError, match=r"identity\.json: schema_version: Field required"):
-        replayed(tmp_path)
-
-
 def test_another_engines_broken_identity_is_passed_over_unless_it_may_be_the_one(tmp_path: Path) -> None:
     evidence = judged_engine(tmp_path)
     engine = tmp_path / read_identity(evidence / IDENTITY_FILE).link("engine").place

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 class Limits(thresholds.Limits):
     """The defaults are four times what sound caches of a real model show: SmolLM2 at FP8 has a mean KL of 0.006, with INT4
-    values 0.012, while INT4 keys and values in groups of 32, which lose answers, have 0.08 (README)."""
+    values 0.012, while INT4 keys and values in groups of 32, which lose answers, have 0.08 (`make real`)."""
 
     max_mean_kl: Annotated[Positive, Looser.LARGER] = 0.05
     """Mean KL(baseline || candidate) per workload, nats per token; a request counts as three times this at most."""

@@ -59,16 +59,16 @@ def planned_workloads(evidence: Evidence, _: thresholds.Limits) -> Iterator[Chec
 @gate(Limits, {"noise_floor": Line("A/A noise", "distance of an engine from itself", per="engine")}, rank=31)
 def noise_floor(evidence: Evidence, limits: Limits) -> Iterator[Check]:
     """INCONCLUSIVE where a KL threshold is not above an engine's KL to itself, or where that is unknown."""
-    for engine, noise in (("baseline", evidence.report.noise), ("candidate", evidence.report.candidate_noise)):
+    report = evidence.report
+    if report.noise is None:
+        reason = "all: no A/A noise floor was measured; set workloads.noise_samples to 1 or more"
+        yield Check(gate="noise_floor", where="A/A noise", value=None, status="INCONCLUSIVE", reason=reason)
+    for engine, noise in (("baseline", report.noise), ("candidate", report.candidate_noise)):
         if noise is None:
             continue
-        if noise.fidelity is None:
-            reason = "all: no A/A noise floor was measured; set workloads.noise_samples to 1 or more"
-            yield Check(gate="noise_floor", where="A/A noise", value=None, status="INCONCLUSIVE", reason=reason)
-            continue
         for key, label, value, limit in (
-            ("max_mean_kl", "mean KL", noise.fidelity.kl_mean, limits.max_mean_kl),
-            ("max_p999_kl", "99.9th percentile of KL", noise.fidelity.kl_p999, limits.max_p999_kl),
+            ("max_mean_kl", "mean KL", noise.kl_mean, limits.max_mean_kl),
+            ("max_p999_kl", "99.9th percentile of KL", noise.kl_p999, limits.max_p999_kl),
         ):
             if value is None or value >= limit:
                 reason = f"all: {key}={limit:g} is finer than the {engine}'s own noise ({label} {_rounded(value)})"

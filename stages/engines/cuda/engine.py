@@ -132,7 +132,7 @@ class KernelEngine(Engine):
         self.cache.release(sequence)
 
     def memory(self) -> MemoryReport:
-        return self.cache.memory(sum(scales.nbytes for group in self.cache.groups for scales in group.scales.values()))
+        return self.cache.memory()
 
     def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:
         """Return what a sequence's pages hold, and the static scales that attention reads it with."""

@@ -36,9 +36,10 @@ class InterpreterBackend(Backend):
             raise UserError(
                 f"weights={job.weights}: backend={self.config.name} is given 16-bit weights; set weights=none{instead}"
             )
-        if self.config.context_limit > job.checkpoint.max_positions:
+        limit = self.config.context_limit
+        if limit is not None and limit > job.checkpoint.max_positions:
             raise UserError(
-                f"backend.{self.config.length_key}={self.config.context_limit}: the model was made for "
+                f"backend.{self.config.length_key}={limit}: the model was made for "
                 f"{job.checkpoint.max_positions} tokens; set at most that"
             )
 

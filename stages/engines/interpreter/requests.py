@@ -63,8 +63,6 @@ class RequestEngine(Engine):
     """Of its `bundle.json`."""
     max_tokens: int
     max_batch: int
-    _static_scale_bytes = 0
-    """Of all layers, as the library stores them."""
     _running: ClassVar["weakref.ref[RequestEngine] | None"] = None
 
     def __init__(self, bundle: Path, config: InterpreterConfig) -> None:
@@ -192,7 +190,6 @@ class RequestEngine(Engine):
             pool_bytes=self.policy.pool_bytes(self.shape, pages),
             exact_bytes=0,
             window_bytes=0,
-            static_scale_bytes=self._static_scale_bytes,
             pages=pages,
             live_tokens=sum(lengths),
         )

@@ -60,7 +60,7 @@ class LlamaCppEngine(ShowingEngine):
             self._token_bytes = self._call("facts", Facts).token_bytes
         claimed = super()._memory_of(lengths, blocks)
         pool = claimed.pages * PAGE_TOKENS * self._token_bytes
-        return MemoryReport(pool, 0, 0, 0, claimed.pages, claimed.live_tokens)
+        return MemoryReport(pool, 0, 0, claimed.pages, claimed.live_tokens)
 
     def _copy(self, stored: Bytes, layer: int, side: Side, form: Format) -> StoredCopy:  # noqa: ARG002  (vLLM's scales are by layer)
         """Split the bytes (n, H, W) into codes, scales and minima: each block's scales come first."""

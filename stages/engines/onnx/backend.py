@@ -23,8 +23,8 @@ class OnnxBackend(Backend):
     config: OnnxRuntimeConfig
 
     def check_inputs(self, job: Job) -> None:
-        """Accept all policies but those with H2O's eviction or zeros in scales, and every checkpoint, but not attention=native
-        without a compiler, and not bfloat16."""
+        """Accept every checkpoint, and all policies but those with H2O's eviction or a format that the oracle alone computes;
+        but not attention=native without a compiler, and not bfloat16."""
         refuse_bfloat16(self.config.compute_dtype)
         refuse_heavy_tokens(job.policy)
         refuse_oracles_own(job.policy)

@@ -127,7 +127,7 @@ class PagedEngine(ChunkedEngine, PooledEngine):
         return np.array(constant)
 
     def memory(self) -> MemoryReport:
-        return self.pool.memory(sum(values.nbytes for values in self._constants.values()))
+        return self.pool.memory()
 
     def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
         by_head = np.ones((1, self.shape.kv_heads, 1, 1), np.float32)

@@ -243,12 +243,10 @@ class OracleEngine(ChunkedEngine):
     def memory(self) -> MemoryReport:
         """Return the bytes of the tensors that hold the cache: pages are allocated one by one, so none is spare."""
         caches = [cache for sequence in self.sequences.values() for cache in sequence]
-        static = [s.static for layer in self.storages for s in layer.values() if s.static is not None]
         return MemoryReport(
             pool_bytes=sum(cache.pool_bytes for cache in caches),
             exact_bytes=sum(cache.exact_bytes for cache in caches),
             window_bytes=sum(cache.window_bytes for cache in caches),
-            static_scale_bytes=sum(t.nbytes for s in static for t in (s.scale, s.zero) if t is not None),
             pages=sum(sequence[0].page_count for sequence in self.sequences.values()),
             live_tokens=sum(sequence[0].kept_tokens for sequence in self.sequences.values()),
             window_pages=sum(self.policy.window_pages(sequence[0].length) for sequence in self.sequences.values()),

@@ -141,12 +141,12 @@ class SequencePages(ABC):
         """Pages and window pages that some sequence holds."""
         return self.pages.used_count, self.window_pages.used_count
 
-    def memory(self, static_scale_bytes: int) -> MemoryReport:
+    def memory(self) -> MemoryReport:
         """Return the bytes of the arrays as allocated: pools and exact buffers may grow by doubling."""
         allocators = (self.pages, self.buffers, self.window_pages)
         pool, exact, window = (sum(array.nbytes for array in self._numbered_by(allocator)) for allocator in allocators)
         pages, finer = self.pages.capacity, self.window_pages.capacity
-        return MemoryReport(pool, exact, window, static_scale_bytes, pages, self.live_tokens, sum(self.in_use), finer)
+        return MemoryReport(pool, exact, window, pages, self.live_tokens, sum(self.in_use), finer)
 
     def repeat_page(self) -> None:
         """Plant a fault: copy the first page of every sequence over its second page. Sequences of one page stay unchanged."""

@@ -12,6 +12,7 @@ from stages.engines.onnx.config import GraphConfig
 class PlanConfig(GraphConfig):
     """TensorRT plans of the ONNX engine's own graphs."""
 
+    length_key = "max_tokens"
     name: str
     max_batch: Annotated[int, Field(ge=1, le=1024)]
     """Most sequences of a decode step."""
@@ -19,10 +20,6 @@ class PlanConfig(GraphConfig):
     """Most tokens of one sequence. Loading the engine allocates a pool for max_batch sequences of this length."""
     cuda_graphs: bool
     """Whether decode steps are captured once per shape and replayed."""
-
-    @property
-    def context_limit(self) -> int:
-        return self.max_tokens
 
 
 class TensorRTConfig(PlanConfig):

@@ -23,10 +23,6 @@ class TrtllmEngine(RequestEngine):
     _described: TrtllmBundle
     _config: TrtllmConfig
 
-    def __init__(self, bundle: Path, config: TrtllmConfig) -> None:
-        super().__init__(bundle, config)
-        self._static_scale_bytes = 2 * 4 * len(self._described.kv_scales)  # a float32 and its reciprocal
-
     def _check_machine(self, bundle: Path) -> None:
         ranks, built_for = self._described.tensor_parallel_size, self._described.built_for
         if self._described.target == "engine":

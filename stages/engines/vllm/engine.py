@@ -147,14 +147,13 @@ class VllmEngine(ShowingEngine):
     def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:
         """As vLLM allocated the blocks."""
         if not lengths:
-            return MemoryReport(0, 0, 0, 0, 0, 0)
+            return MemoryReport(0, 0, 0, 0, 0)
         facts = self._loaded()
         blocks = sum(-(-length // facts.block_tokens) for length in lengths) if blocks is None else blocks
         return MemoryReport(
             pool_bytes=blocks * facts.block_bytes,
             exact_bytes=0,
             window_bytes=0,
-            static_scale_bytes=2 * 4 * len(facts.scales) if self._described.kv_scales_in_checkpoint else 0,
             pages=-(-blocks * facts.block_tokens // PAGE_TOKENS),
             live_tokens=sum(lengths),
         )

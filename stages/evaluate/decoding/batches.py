@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.engine import Engine
-from stages.evaluate.decoding.results import Trace
+from pipeline.verdict.coverage import Exercised
 from stages.evaluate.inputs.tokens import EncodedSample
 
 Logits = npt.NDArray[np.float32]
@@ -48,11 +48,7 @@ class Finished:
     sample: int
     answer: tuple[int, ...] | None
     """The greedy answer without the stop token; None when no answer was asked for."""
-    prefilled: int
-    """Tokens that were prefilled for this sample alone."""
-    decoded: int
-    """Tokens that went through decode for it."""
-    trace: Trace
+    trace: Exercised
     """What it took the engine through."""
 
 
@@ -130,9 +126,7 @@ class Batch:
         """Answers that deviate from the reference, by sample in flight."""
         self.running: Counter[int] = Counter()
         """Sequences of each sample in flight."""
-        self.prefilled: Counter[int] = Counter()
-        self.decoded: Counter[int] = Counter()
-        self.traces: defaultdict[int, Trace] = defaultdict(Trace)
+        self.traces: defaultdict[int, Exercised] = defaultdict(Exercised)
 
     def run(self, indices: Sequence[int]) -> Iterator[Step | Finished]:
         self.queue = deque(in_order(self.encoded, indices))
@@ -143,7 +137,6 @@ class Batch:
             if not self.live:
                 return
             logits_BV = self.engine.decode([s.handle for s in self.live], [s.input_token for s in self.live])
-            self.decoded.update(s.sample for s in self.live)
             for s in self.live:
                 self.traces[s.sample].step(len(self.encoded[s.sample].prompt), s.position, len(self.live))
             tokens = most_likely(logits_BV)
@@ -176,10 +169,7 @@ class Batch:
 
     def _prefill(self, admitted: Sequence[int]) -> list[int]:
         """Prefill all but the last token of each sample's prompt; return the sequences."""
-        prompts = [self.encoded[i].prompt[:-1] for i in admitted]
-        for i, prompt in zip(admitted, prompts, strict=True):
-            self.prefilled[i] += len(prompt)
-        return self.engine.begin(prompts)
+        return self.engine.begin([self.encoded[i].prompt[:-1] for i in admitted])
 
     def _sequence(self, sample: int, handle: int) -> _Sequence:
         """Return a sample's first sequence."""
@@ -220,7 +210,7 @@ class Batch:
         if self.greedy is not None and item.judged:
             own = self.answers.pop(sample, None)
             answer = self.greedy.followed(item) if own is None else tuple(own)
-        return Finished(sample, answer, self.prefilled.pop(sample), self.decoded.pop(sample), self.traces.pop(sample))
+        return Finished(sample, answer, self.traces.pop(sample))
 
 
 class FreeBatch(Batch):
@@ -260,7 +250,6 @@ class SharingBatch(Batch):
         rest = item.prompt[item.shared : -1]
         if rest:
             self.engine.extend(handle, rest)
-        self.prefilled[sample] = len(rest)
         self.traces[sample].shared_prefixes = 1
         return handle
 

@@ -15,7 +15,7 @@ from pipeline.verdict.coverage import FreeAnswers, ReusedPrefixes
 from pipeline.verdict.record import finite
 from stages.engines.base import Logits
 from stages.evaluate.decoding.batches import Greedy
-from stages.evaluate.distances.distance import kl_of_rows
+from stages.evaluate.distances.distance import kl_of_logits
 from stages.evaluate.inputs.tokens import EncodedSample
 
 TIE = 1e-2
@@ -133,7 +133,7 @@ def reused_prefixes(engine: Engine, encoded: Sequence[EncodedSample]) -> ReusedP
     alone, reused = engine.forced_together(requests), engine.forced_reusing(requests)
     contradictions, largest = [], 0.0
     for item, exact, again in zip(encoded, alone, reused, strict=True):
-        largest = max(largest, *(kl_of_rows(row, other[None])[0] for row, other in zip(exact, again, strict=True)))
+        largest = max(largest, float(kl_of_logits(exact, again).max()))
         chosen = again.argmax(axis=1).tolist()
         found = contradiction(engine, exact, chosen)
         if found is not None:

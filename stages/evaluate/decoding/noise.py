@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 
 from pipeline.core.workloads import WorkloadsConfig
-from pipeline.verdict.report import NoiseFloor
+from pipeline.verdict.report import Fidelity
 from stages.evaluate.decoding.results import SampleResult
-from stages.evaluate.decoding.rows import Answer, judged_answers
 from stages.evaluate.distances import metrics
 from stages.evaluate.distances.distance import StepStatistics
-from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
+from stages.evaluate.inputs.tokens import EncodedSample
 
 
 def first_of_each_workload(encoded: Sequence[EncodedSample], count: int) -> list[int]:
@@ -48,23 +47,6 @@ def repeated_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig) 
     return [able[i] for i in sorted({*first_of_each_workload(able, config.noise_samples), longest})]
 
 
-def noise_floor(
-    encoded: Sequence[EncodedSample],
-    again: Sequence[SampleResult],
-    answers: Sequence[Answer | None],
-    tokenizer: BundleTokenizer,
-) -> NoiseFloor | None:
-    """Return the A/A noise; None without samples.
-
-    Args:
-        encoded: The repeated samples.
-        again: What their repetition gave beside the engine's own distributions.
-        answers: The engine's answers to them before.
-        tokenizer: The tokenizer of the engine bundle.
-    """
-    if not encoded:
-        return None
-    judged = zip(answers, judged_answers(encoded, again, tokenizer), strict=True)
-    flips = sum(one is not None and other is not None and one.judgement != other.judgement for one, other in judged)
-    statistics = StepStatistics.joined([result.statistics for result in again])
-    return NoiseFloor(samples=len(encoded), fidelity=metrics.fidelity(statistics), answer_flips=flips)
+def noise_floor(again: Sequence[SampleResult]) -> Fidelity | None:
+    """Return the A/A noise: what repeated samples gave beside the engine's own distributions; None without samples."""
+    return metrics.fidelity(StepStatistics.joined([result.statistics for result in again])) if again else None

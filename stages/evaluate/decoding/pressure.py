@@ -15,7 +15,7 @@ from pipeline.core.records import Pressed, Progress
 from pipeline.verdict.coverage import Deviation, Pressure
 from pipeline.verdict.record import finite
 from stages.evaluate.decoding.noise import answered
-from stages.evaluate.distances.distance import kl_of_rows
+from stages.evaluate.distances.distance import Array, kl_of_logits
 from stages.evaluate.inputs.tokens import EncodedSample
 
 ROWS = 32
@@ -71,19 +71,19 @@ def pressure(engine: Engine, encoded: Sequence[EncodedSample], count: int, progr
     orders = [np.random.default_rng(play).permutation(count).tolist() for play in range(PLAYS)]
     plays = engine.press([[asked[i] for i in order] for order in orders], ROWS, pages)
     served(total)
-    under = [(play, i, one) for play in range(PLAYS) for i, one in zip(orders[play], plays[play], strict=True)]
-    found = [_beside(named[i], play + 1, calm[i], one) for play, i, one in under]
+    found = [
+        _beside(named[i], play, calm[i], one)
+        for play, (order, pressed) in enumerate(zip(orders, plays, strict=True), start=1)
+        for i, one in zip(order, pressed, strict=True)
+    ]
     return Pressure(
         asked=count,
         requests=len(found),
-        tokens=sum(len(one.logits) for *_, one in under),
         pages=pages,
         wanted_pages=sum(sizes),
         preempted=sum(one.preempted for one in found),
         reused=sum(one.reused for one in found),
-        noise_kl=finite(max(noise)),
         limit_kl=limit,
-        kl_max=finite(max(map(_size, found))),
         deviations=tuple(sorted((one for one in found if _size(one) > limit), key=_size, reverse=True)),
     )
 
@@ -108,11 +108,10 @@ def requests(encoded: Sequence[EncodedSample], count: int, most: int | None) -> 
         yield name, (tokens, first)
 
 
-def _distances(calm: Pressed, pressed: Pressed) -> list[float]:
+def _distances(calm: Pressed, pressed: Pressed) -> Array:
     """Return the KL of each of the last tokens; infinite where a logit is not finite."""
     rows = min(len(calm.logits), len(pressed.logits))
-    pairs = zip(calm.logits[-rows:], pressed.logits[-rows:], strict=True)
-    return [float(kl_of_rows(one, other[None])[0]) for one, other in pairs]
+    return kl_of_logits(calm.logits[-rows:], pressed.logits[-rows:])
 
 
 def _beside(named: Named, play: int, calm: Pressed, pressed: Pressed) -> Deviation:

@@ -20,7 +20,7 @@ from pipeline.verdict.report import Acceptance, SampleRow
 from stages.evaluate.decoding.batches import Finished, Greedy, Step
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.results import SampleResult
-from stages.evaluate.distances.distance import Array, Distributions, Head, StepStatistics, compare, compare_head, log_softmax
+from stages.evaluate.distances.distance import Array, Distributions, Head, StepStatistics, compare_head, kl_of_logits
 from stages.evaluate.distances.scores import CHECK_EVERY, Heads, SampleHeads, head_of
 from stages.evaluate.inputs.checks import Judgement, judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
@@ -137,14 +137,13 @@ class Scorer:
             values = compare_head(head, distributions, row, token, step.greedy[row])
             sample.statistics.put_token(position, values)
             if sample.heads is not None and head.full is not None:
-                whole = compare(head.full[None], log_softmax(step.logits_BV[row : row + 1]), [token])
-                sample.checks.append((float(whole.kl[0]), values[0]))
+                sample.checks.append((kl_of_logits(head.full[None], step.logits_BV[row : row + 1]).item(), values[0]))
 
     def finish(self, event: Finished) -> tuple[SampleResult, SampleHeads | None]:
         """Return what came of a sample, and the engine's own heads where they were made."""
         sample = self.in_flight.pop(event.sample)
         checks: Array = np.array(sample.checks, np.float64).reshape(-1, 2)
-        result = SampleResult(sample.statistics, event.answer, event.prefilled, event.decoded, checks, event.trace)
+        result = SampleResult(sample.statistics, event.answer, checks, event.trace)
         if sample.own is None:
             return result, None
         ordered = [sample.own[position] for position in range(len(sample.own))]

@@ -20,7 +20,7 @@ from pipeline.core.errors import CannotBeJudged
 from pipeline.verdict.conformance import EngineConformance
 from pipeline.verdict.coverage import Exercised, FreeAnswers, Pressure, Probe, ReusedPrefixes, Speculated
 from pipeline.verdict.delivery import ScaleChange, ServerSeen
-from pipeline.verdict.report import Canary, NoiseFloor, SystemMetrics, Work, jsonl_lines
+from pipeline.verdict.report import Canary, Fidelity, SystemMetrics, jsonl_lines
 from stages.evaluate.decoding.rows import Answer, probability
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import EncodedSample
@@ -40,7 +40,6 @@ class Measured(BaseModel):
     samples_digest: str
     vocab_size: int
     policy: str
-    work: Work
     checks: list[tuple[float | None, float | None]]
     """The KL over the vocabulary and that over the head, of the tokens whose whole distribution is known."""
     coverage: Exercised | None = None
@@ -59,7 +58,7 @@ class Once(BaseModel):
 
     system: SystemMetrics
     free_answers: FreeAnswers
-    noise: NoiseFloor | None = None
+    noise: Fidelity | None = None
     """None where no sample is repeated."""
     coverage: Exercised | None = None
     """Of the repeated samples; a candidate's."""

@@ -2,7 +2,7 @@
 
 An evaluation compares heads: the baseline's most likely tokens one by one, and all other tokens as one more outcome, the
 rest. By the data processing inequality that KL never exceeds the KL over the vocabulary; what is missing is the rest's mass
-times the KL within the rest. `compare` computes the whole sum, which the heads are checked against.
+times the KL within the rest. `kl_of_logits` computes the whole sum, which the heads are checked against.
 
 Legend: B = rows, V = vocab_size, K = tokens of a head. Sums are in float64, because a KL of 1e-7 is a difference of terms
 near 1. Exponentials over the vocabulary are in float32: they decide the mass of the rest alone.
@@ -24,6 +24,9 @@ REST_MASS = 1e-4
 
 LEAST_CAP = 1024
 """Heads may always be this long: small vocabularies are kept whole where they must be."""
+
+ROWS_AT_ONCE = 16
+"""Rows of a KL over the whole vocabulary, which is computed in float64."""
 
 ROUNDING = 1e-15
 """Mass below which a rest, the difference of two sums near 1, is rounding."""
@@ -195,48 +198,11 @@ def log_softmax(logits_BV: npt.NDArray[np.float32]) -> Array:
     return np.asarray(logp)
 
 
-def _top_mask(logp_BV: Array, k: int) -> npt.NDArray[np.bool_]:
-    mask = np.zeros(logp_BV.shape, dtype=bool)
-    np.put_along_axis(mask, np.argpartition(logp_BV, -k, axis=1)[:, -k:], True, axis=1)
-    return mask
-
-
-def compare(baseline_BV: npt.NDArray[np.floating], candidate_BV: Array, tokens: list[int]) -> StepStatistics:
-    """Compare the candidate's log-probabilities with the baseline's.
-
-    Args:
-        baseline_BV: The baseline's log-probabilities as they are stored.
-        candidate_BV: The candidate's, as `log_softmax` returns them.
-        tokens: The reference token of each row (B).
-
-    Returns:
-        Statistics of B tokens.
-    """
-    baseline = baseline_BV.astype(np.float64)
-    # In float32 the stored probabilities sum to 1 within a few 1e-8 only, which alone could make a KL negative.
-    baseline -= np.log(np.exp(baseline).sum(axis=1, keepdims=True))
-    kl = (np.exp(baseline) * (baseline - candidate_BV)).sum(axis=1)
-    k = min(TOP_K, baseline.shape[1])
-    overlap = (_top_mask(baseline, k) & _top_mask(candidate_BV, k)).sum(axis=1) / k
-    rows = np.arange(len(tokens))
-    baseline_token, candidate_token = baseline[rows, tokens], candidate_BV[rows, tokens]
-    non_finite = np.isnan(candidate_token)
-    greedy = candidate_BV.argmax(axis=1)
-    return StepStatistics(
-        kl=np.maximum(kl, 0.0),  # propagates NaN
-        baseline_nll=-baseline_token,
-        candidate_nll=-candidate_token,
-        top1=np.where(non_finite, np.nan, baseline.argmax(axis=1) == greedy),
-        top10=np.where(non_finite, np.nan, overlap),
-        delta_p=np.exp(candidate_token) - np.exp(baseline_token),
-        greedy=np.where(non_finite, -1, greedy),
-    )
-
-
-def kl_of_rows(exact_V: npt.NDArray[np.float32], others_BV: npt.NDArray[np.float32]) -> list[float]:
-    """Return the KL of each other row of logits from an exact one, over the vocabulary; infinite where it is not finite."""
-    exact = log_softmax(exact_V[None])[0]
-    with np.errstate(invalid="ignore"):
-        kl = (np.exp(exact) * (exact - log_softmax(others_BV))).sum(-1)
-    values: list[float] = np.where(np.isfinite(kl), kl, np.inf).tolist()
-    return values
+def kl_of_logits(exact_BV: npt.NDArray[np.float32], other_BV: npt.NDArray[np.float32]) -> Array:
+    """Return the KL of each row from the exact one over the vocabulary (B), infinite where a logit of either is not finite."""
+    rows = []
+    for first in range(0, len(exact_BV), ROWS_AT_ONCE):
+        logp, logq = (log_softmax(x[first : first + ROWS_AT_ONCE]) for x in (exact_BV, other_BV))
+        rows.append((np.exp(logp) * (logp - logq)).sum(axis=1))
+    kl: Array = np.nan_to_num(np.maximum(np.concatenate(rows), 0.0), nan=np.inf)
+    return kl

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipeline.statistics.bootstrap import pooled_slope
 from pipeline.verdict.record import Number, finite
-from pipeline.verdict.report import STEP_FLAG_KL, Acceptance, Accuracy, Compaction, Fidelity, SampleRow, Slice, Slope
+from pipeline.verdict.report import STEP_FLAG_KL, Acceptance, Accuracy, Compaction, Fidelity, SampleRow, Slice
 from stages.evaluate.distances.distance import Array, StepStatistics
 
 DEPTHS = ("early", "middle", "late")
@@ -167,22 +166,6 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
             )
         )
     return summaries
-
-
-def slope(rows: Sequence[SampleRow]) -> Slope:
-    """Return the growth of the mean KL (nats per 1,000 tokens of context) and its one-sided 95 % bounds."""
-    value, replicates = pooled_slope(
-        np.array([row.context_tokens / 1000 for row in rows]),
-        np.array([row.mean_kl for row in rows], np.float64),  # NaN where one is missing
-        np.array([row.scored_tokens for row in rows], dtype=np.float64),
-        [row.workload for row in rows],
-        [row.document for row in rows],
-    )
-    replicates = replicates[np.isfinite(replicates)]
-    if not math.isfinite(value) or not len(replicates):
-        return Slope(per_1k_tokens=None, low=None, high=None)
-    low, high = np.quantile(replicates, [0.05, 0.95]).tolist()
-    return Slope(per_1k_tokens=value, low=low, high=high)
 
 
 def compaction(checks: Sequence[tuple[float | None, float | None]]) -> Compaction | None:

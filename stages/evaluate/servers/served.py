@@ -17,14 +17,14 @@ import numpy as np
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.records import Progress
 from pipeline.core.workloads import LoadConfig, WorkloadsConfig
-from pipeline.verdict.coverage import FreeAnswers, Pressure
+from pipeline.verdict.coverage import Exercised, FreeAnswers, Pressure
 from pipeline.verdict.delivery import ServerSeen
 from pipeline.verdict.record import finite
-from pipeline.verdict.report import Canary, SystemMetrics, Work
+from pipeline.verdict.report import Canary, SystemMetrics
 from stages.engines.openai.engine import OpenAIEngine, Shown
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.noise import canary_samples, noise_floor, repeated_samples
-from stages.evaluate.decoding.results import SampleResult, Trace
+from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.decoding.rows import Done, Interruption, greedy_of, labelled, unjudged_rows
 from stages.evaluate.decoding.stored import LOGPROBS, Once, Round, read_round
 from stages.evaluate.decoding.system import random_prompts
@@ -84,8 +84,8 @@ class Remote:
             raise KeyboardInterrupt
         return [results[i] for i in range(len(encoded))]
 
-    def seen(self, encoded: Sequence[EncodedSample], results: Sequence[SampleResult], _: Progress) -> dict[str, Any]:
-        """Return the tokens that were sent, and what the server showed."""
+    def seen(self, results: Sequence[SampleResult], _: Progress) -> dict[str, Any]:
+        """Return what the server showed."""
         engine = self.engine
         shown = np.concatenate([result.seen for result in results if result.seen is not None])
         mass, prompts, cached = shown.T
@@ -96,14 +96,10 @@ class Remote:
             says=engine.says,
             tokens=len(shown),
             shown_mass=finite(float(mass.mean())),
-            least_shown_mass=finite(float(mass.min())),
             prompt_tokens=int(prompts.sum()),
             cached_tokens=int(cached.sum()) if np.isfinite(cached).all() else None,
-            longest_context=max(len(item.prompt) + len(item.reference) for item in encoded),
-            together=min(self.together, len(encoded)),
         )
-        prefilled, decoded = sum(result.prefilled for result in results), sum(result.decoded for result in results)
-        return {"work": Work(prefilled_tokens=prefilled, shared_tokens=0, decoded_tokens=decoded), "served": served}
+        return {"served": served}
 
 
 @dataclass(frozen=True)
@@ -151,7 +147,7 @@ def ask(
                 )
             agrees = said == token and contradiction is None
     kept = None if answer is None else tuple(answer)
-    result = SampleResult(statistics, kept, len(item.prompt), count, np.zeros((0, 2)), Trace(), seen)
+    result = SampleResult(statistics, kept, np.zeros((0, 2)), Exercised(), seen)
     return Asked(result, own, contradiction)
 
 
@@ -170,8 +166,7 @@ def once_served(
 
     `corrupted` is the server with a corrupted scale; None where there is none.
     """
-    answers = read_round(measured)
-    encoded = (answers if baseline is None else read_round(baseline)).scored(encoded)
+    encoded = read_round(measured if baseline is None else baseline).scored(encoded)
     subset, greedy = repeated_samples(encoded, config), greedy_of(tokenizer, config)
     named = progress if baseline is not None else labelled(progress, "baseline: ")
     own, again = StoredHeads(measured / LOGPROBS).sample, []
@@ -181,7 +176,7 @@ def once_served(
     results = [one.result for one in again]
     free = [result.answer for result in results if result.answer is not None]
     return Once(
-        noise=noise_floor(subset, results, answers.answers_to(subset), tokenizer),
+        noise=noise_floor(results),
         free_answers=FreeAnswers(
             samples=len(free),
             tokens=sum(map(len, free)),

@@ -6,9 +6,7 @@ replays each request over that (`stages.engines.oracle.replay`); where it does n
 Legend: R = decoded tokens of a request, V = vocab_size, H = KV heads.
 """
 
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,11 +29,11 @@ from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.replay import Replay
 from stages.evaluate.decoding.batches import Logits, Step
 from stages.evaluate.decoding.decode import decode, shares
-from stages.evaluate.distances.distance import Array, Distributions, compare_head
+from stages.evaluate.distances.distance import Array, Distributions, compare_head, kl_of_logits
 from stages.evaluate.distances.scores import SampleHeads
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.evaluate.twins.deviation import Compared, Request, first_deviation
-from stages.evaluate.twins.explanation import FAR, explained, explained_by_codes, kl_of_logits
+from stages.evaluate.twins.explanation import FAR, explained, explained_by_codes
 from stages.evaluate.twins.twin import Twin
 
 
@@ -77,7 +75,6 @@ class Comparison:
         self.deviation: Deviation | None = None
         self._worst: tuple[int, Logits, list[dict[Side, StoredCopy]]] | None = None
         """Its index, the engine's logits (R, V), and what it shows of its cache."""
-        self.seconds = 0.0
         self._requests: dict[int, Request] = {}
 
     def take(self, step: Step) -> None:
@@ -85,19 +82,18 @@ class Comparison:
         for row, (i, position) in enumerate(zip(step.samples, step.positions, strict=True)):
             if i not in self.chosen:
                 continue
-            with self._timed():
-                request = self._requests.setdefault(i, Request())
-                request.logits.append(step.logits_BV[row].copy())
-                request.places.append(None if step.rows is None else (step.rows[row], step.size))
-                last = position + 1 == len(self.encoded[i].reference)
-                looked = last or self._frees_a_page(i, position)
-                if looked and step.sequences is not None and self.engine.can(Engine.stored):
-                    _merge(request.layers, self.engine.stored(step.sequences[row]))
-                elif last and step.request is not None and self.engine.can(Engine.stored_request):
-                    request.layers += [dict(layer) for layer in self.engine.stored_request(step.request)]
-                if last:
-                    self.progress("compared with the twin [requests]", len(self.records), len(self.chosen))
-                    self._compare(i, self._requests.pop(i))
+            request = self._requests.setdefault(i, Request())
+            request.logits.append(step.logits_BV[row].copy())
+            request.places.append(None if step.rows is None else (step.rows[row], step.size))
+            last = position + 1 == len(self.encoded[i].reference)
+            looked = last or self._frees_a_page(i, position)
+            if looked and step.sequences is not None and self.engine.can(Engine.stored):
+                _merge(request.layers, self.engine.stored(step.sequences[row]))
+            elif last and step.request is not None and self.engine.can(Engine.stored_request):
+                request.layers += [dict(layer) for layer in self.engine.stored_request(step.request)]
+            if last:
+                self.progress("compared with the twin [requests]", len(self.records), len(self.chosen))
+                self._compare(i, self._requests.pop(i))
 
     def decode_missing(self) -> None:
         """Decode the chosen samples that were not compared: all, or those that had finished before an interruption."""
@@ -113,15 +109,12 @@ class Comparison:
 
     def result(self) -> EngineConformance:
         """Return what came of it, with what the worst request says of an engine that deviates."""
-        with self._timed():
-            worst = {} if self._worst is None else self._described(*self._worst)
+        worst = {} if self._worst is None else self._described(*self._worst)
         return EngineConformance(
             policy=self.engine.policy.name,
             requests=self.requests,
             deviation=self.deviation,
-            seconds=self.seconds,
             limit=self.limit if self.twin.measures else None,
-            rounding=self.twin.rounding,
             **worst,
         )
 
@@ -163,12 +156,6 @@ class Comparison:
         shared = item.shared if shares(self.engine, self.batch_size) else 0
         pieces = [piece for piece in (shared, len(item.prompt) - 1 - shared) if piece]
         return self.twin.replay([*item.prompt, *item.reference[:-1]], pieces, layers, oracle)
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.seconds += time.perf_counter() - started
 
 
 def spread(encoded: Sequence[EncodedSample], count: int) -> list[int]:
@@ -246,11 +233,10 @@ def _distances(item: EncodedSample, logits_RV: Logits, replay: Replay, problem: 
     kl, rounding_kl = kl_of_logits(replay.logits, logits_RV), kl_of_logits(replay.logits, replay.disturbed)
     errors = [copy for layer in replay.errors for copy in layer.values() if copy.engine.numel()]
 
-    def distance(kl_R: Array, others_RV: Logits, stored: Sequence[Tensor]) -> Distance:
+    def distance(kl_R: Array, stored: Sequence[Tensor]) -> Distance:
         return Distance(
             kl_mean=finite(kl_R.mean()),
             kl_max=finite(kl_R.max()),
-            logit_difference=finite(float(np.abs(others_RV - replay.logits).max())),
             stored_error=finite(max((float(part.max()) for part in stored), default=0.0)),
             stored_mean=finite(float(torch.cat([part.flatten() for part in stored]).mean())) if stored else 0.0,
         )
@@ -259,8 +245,8 @@ def _distances(item: EncodedSample, logits_RV: Logits, replay: Replay, problem: 
         sample=item.sample.id,
         prompt_tokens=len(item.prompt),
         decoded_tokens=len(item.reference),
-        engine=distance(kl, logits_RV, [copy.engine for copy in errors]),
-        rounding=distance(rounding_kl, replay.disturbed, [copy.disturbed for copy in errors]),
+        engine=distance(kl, [copy.engine for copy in errors]),
+        rounding=distance(rounding_kl, [copy.disturbed for copy in errors]),
         problem=problem,
     )
     return Compared(record, kl, replay.errors)

@@ -5,7 +5,6 @@ Legend: R = decoded tokens of a request, V = vocab_size.
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from pipeline.verdict.conformance import Explanation
@@ -14,7 +13,7 @@ from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.relatives import relatives
 from stages.engines.oracle.replay import Replay
 from stages.evaluate.decoding.batches import Logits
-from stages.evaluate.distances.distance import Array, log_softmax
+from stages.evaluate.distances.distance import kl_of_logits
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.evaluate.twins.twin import Twin
 
@@ -23,9 +22,6 @@ CLOSER = 4.0
 
 FAR = 1e6
 """The error of stored vectors that are not finite."""
-
-ROWS_AT_ONCE = 16
-"""Rows of a KL over the whole vocabulary, which is computed in float64."""
 
 
 def explained(twin: Twin, item: EncodedSample, logits_RV: Logits, twin_kl: float | None) -> Explanation | None:
@@ -74,13 +70,3 @@ def _stored(replay: Replay) -> float:
     """Return how far what an engine stores is from what an oracle stores of the same numbers, in the mean, either way."""
     errors = [copy.engine.flatten() for layer in replay.errors for copy in layer.values()]
     return abs(float(torch.cat(errors).mean().nan_to_num(nan=FAR, posinf=FAR)))
-
-
-def kl_of_logits(twin_RV: Logits, engine_RV: Logits) -> Array:
-    """KL(twin || engine) of every row in nats (R), infinite where a logit of either is not finite."""
-    rows = []
-    for first in range(0, len(twin_RV), ROWS_AT_ONCE):
-        logp, logq = (log_softmax(x[first : first + ROWS_AT_ONCE]) for x in (twin_RV, engine_RV))
-        rows.append((np.exp(logp) * (logp - logq)).sum(axis=1))
-    kl: Array = np.nan_to_num(np.maximum(np.concatenate(rows), 0.0), nan=np.inf)
-    return kl

@@ -6,7 +6,6 @@ place with one run's tokens may be a number between two codes that rounded to th
 with any tokens is the engine.
 """
 
-import time
 from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
@@ -16,8 +15,7 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS
 from pipeline.core.records import Progress
 from pipeline.core.workloads import ProbeConfig
-from pipeline.verdict.coverage import Probe, ProbePart
-from pipeline.verdict.record import finite
+from pipeline.verdict.coverage import Probe
 from stages.evaluate.decoding.system import allocation, process_memory
 from stages.evaluate.twins.scenes import SCENES
 from stages.evaluate.twins.stage import Row, Stage
@@ -54,11 +52,9 @@ def probe(
         claimed: Tokens of the longest sample, which several rows of the largest batch have.
         progress: Called with how many of its scenes have ended.
     """
-    started = time.perf_counter()
-    own_tokens, own_batch = engine.max_tokens, engine.max_batch
-    max_tokens = min(limit for limit in (config.max_tokens, own_tokens, twin.model_tokens) if limit is not None)
-    largest = max(batch_size, config.max_batch) if own_batch is None else min(own_batch, max(batch_size, config.max_batch))
-    largest = min(largest, engine.max_sequences or largest)
+    max_tokens = min(limit for limit in (config.max_tokens, engine.max_tokens, twin.model_tokens) if limit is not None)
+    largest = max(batch_size, config.max_batch)
+    largest = min(largest, engine.max_batch or largest, engine.max_sequences or largest)
     failures: dict[str, str] = {}
     first: Stage | None = None
     runs, suspects, limits = 0, set[str](), (LEAST_KL, SINGLE_KL)
@@ -93,15 +89,9 @@ def probe(
         page_offsets=len({(row.shown.length - 1) % PAGE_TOKENS for row in decoded}),
         forks=first.forks,
         requests=first.started,
-        engine_tokens=own_tokens,
-        engine_batch=own_batch,
-        runs=runs,
-        limit_kl=limits[0],
-        limit_single_kl=limits[1],
-        parts=_parts(rows),
+        rows=len(rows),
         failures=said,
         allocation=(first.allocation or allocation(engine)).model_copy(update={"process": held}),
-        seconds=time.perf_counter() - started,
         together=first.together,
         prompts=len(rows) - len(decoded),
         turns=first.turns,
@@ -171,12 +161,3 @@ def _scenes_of(stage: Stage, failures: Collection[str], limits: tuple[float, flo
         if (not row.kl <= limit and any(place in failures for place in row.places))
         or ("single" in failures and not row.kl <= single)
     }
-
-
-def _parts(rows: Sequence[Row]) -> list[ProbePart]:
-    parts = []
-    for name in dict.fromkeys(row.part for row in rows):
-        kl, differences = np.array([(row.kl, row.difference) for row in rows if row.part == name]).T
-        medians = {"kl_median": finite(float(np.median(kl))), "kl_max": finite(float(kl.max()))}
-        parts.append(ProbePart(name=name, rows=len(kl), largest_difference=finite(float(differences.max())), **medians))
-    return parts

@@ -18,7 +18,7 @@ from stages.engines.base import Logits
 from stages.engines.oracle.attention import Fed
 from stages.evaluate.decoding.free import behind
 from stages.evaluate.decoding.system import allocation
-from stages.evaluate.distances.distance import kl_of_rows
+from stages.evaluate.distances.distance import kl_of_logits
 from stages.evaluate.twins.twin import Twin
 
 NOT_KEPT: Logits = np.zeros(0, np.float32)
@@ -273,14 +273,14 @@ class Stage:
             self.rounding = max(self.rounding, float(np.abs(disturbed - exact).max()))
         first = len(exact) - len(actor.shown)
         for i, shown in enumerate(actor.shown, start=first):
-            others = [shown.logits_V] if disturbed is None else [shown.logits_V, disturbed[i]]
-            kls = kl_of_rows(exact[i], np.stack(others))
-            rounding = None if disturbed is None else kls[1]
+            row = exact[i][None]
+            kl = kl_of_logits(row, shown.logits_V[None]).item()
+            rounding = None if disturbed is None else kl_of_logits(row, disturbed[i][None]).item()
             difference = float(np.abs(shown.logits_V - exact[i]).max())
-            if not np.isfinite(kls[0]):
+            if not np.isfinite(kl):
                 self.failures.append(f"{part}: {actor.role}: logits are not finite at position {shown.length - 1}")
             kept = replace(shown, logits_V=NOT_KEPT)
-            self.rows.append(Row(actor.part or part, actor.role, kept, kls[0], difference, rounding, part))
+            self.rows.append(Row(actor.part or part, actor.role, kept, kl, difference, rounding, part))
         if actor.said and self.twin.compute_dtype is not None:
             gaps = behind(exact[: len(actor.said)], actor.said)
             wrong = np.flatnonzero(~(gaps <= 4 * self.rounding + 1e-3))

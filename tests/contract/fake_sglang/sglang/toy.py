@@ -1,9 +1,6 @@
 """A toy engine: its logits are of the last tokens, louder with the checkpoint's keys. Only recorded arguments are taken."""
 
 import json
-import os
-import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,12 +21,6 @@ class Engine:
         unknown = kwargs.keys() - set(FACTS["server_args"])
         if unknown:
             raise TypeError(f"Unexpected keyword argument '{min(unknown)}'")
-        if sglang.MODE == "crash while loading":
-            os.kill(os.getpid(), signal.SIGABRT)
-        if sglang.MODE == "hang while loading":
-            time.sleep(600)
-        if sglang.MODE == "no memory":
-            raise RuntimeError("Not enough memory. Please try to increase --mem-fraction-static.\n")
         assert kwargs["kv_cache_dtype"] in FACTS["kv_cache_dtype"]
         self.args = kwargs
         with safe_open(Path(kwargs["model_path"]) / "model.safetensors", "np") as weights:
@@ -51,8 +42,6 @@ class Engine:
     ) -> Any:
         assert prompt is None
         assert not others
-        if sglang.MODE == "dies while generating":
-            os.kill(os.getpid(), signal.SIGKILL)
         for params in sampling_params:
             assert params.keys() <= set(FACTS["SamplingParams"])
         if custom_logit_processor is not None and not self.args.get("enable_custom_logit_processor"):
