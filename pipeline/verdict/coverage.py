@@ -7,12 +7,16 @@ random tokens took the engine beside its twin, the oracle under the same policy.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
+
 from pipeline.core.kv import PAGE_TOKENS
 from pipeline.verdict.record import Record
 
 
-class Exercised(Record):
-    """What sequences went through on the decode path."""
+@dataclass(config=ConfigDict(extra="forbid"))
+class Exercised:
+    """What sequences went through on the decode path, counted step by step."""
 
     longest_context: int = 0
     """Most tokens of a sequence at a decode step, that step's own included."""
@@ -24,6 +28,12 @@ class Exercised(Record):
     """Sequences that were forked where they left the reference."""
     shared_prefixes: int = 0
     """Times that a sample continued a fork of a document which was prefilled once."""
+
+    def step(self, prompt: int, position: int, batch: int) -> None:
+        """Count a decode step, whose input is the token before `position` of the answer: the first is the prompt's last."""
+        self.longest_context = max(self.longest_context, prompt + position)
+        self.longest_decode = max(self.longest_decode, position + 1)
+        self.batch = max(self.batch, batch)
 
     @staticmethod
     def merged(parts: "Sequence[Exercised]") -> "Exercised":

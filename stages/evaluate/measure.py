@@ -216,7 +216,7 @@ class Local:
             progress("conformance", 0, 1)
             conformance = self.comparison.result()
         return {
-            "coverage": Exercised.merged([result.trace.exercised for result in results]),
+            "coverage": Exercised.merged([result.trace for result in results]),
             "conformance": conformance,
             "compute_dtype": None if self.twin is None else self.twin.compute_dtype,
             "scale_changes": self.changes,

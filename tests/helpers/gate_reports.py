@@ -10,6 +10,7 @@ from pipeline.verdict import registry
 from pipeline.verdict.coverage import EngineProbes, FreeAnswers, Pressure
 from pipeline.verdict.gates import Gates, decide
 from pipeline.verdict.report import (
+    Acceptance,
     Accuracy,
     Canary,
     EvaluationReport,
@@ -73,6 +74,12 @@ def prose(count: int, **changes: object) -> list[SampleRow]:
 
 def every_class(**lost: int) -> list[SampleRow]:
     return [r for name, count in CLASSES.items() for r in answered(name, count, lost.get(name, 0))]
+
+
+def drafted(rows: list[SampleRow], candidate_passes: int) -> list[SampleRow]:
+    """Rows with answers of 100 tokens that were drafted by lookup, of the baseline in 25 passes."""
+    counts = Acceptance(baseline_tokens=100, baseline_passes=25, candidate_tokens=100, candidate_passes=candidate_passes)
+    return [r.model_copy(update={"acceptance": {"lookup": counts}}) for r in rows]
 
 
 NO_ANSWERS = FreeAnswers(samples=0, tokens=0, contradictions=[])

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from engine_rows import KNOWN_LAYOUT
 from gate_reports import lines
 from short_evaluations import job_of, judge
-from vllm_bundles import KNOWN_LAYOUT
 
 from pipeline.core.errors import UserError
 from pipeline.run.inputs import check_inputs

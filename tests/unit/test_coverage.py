@@ -15,7 +15,7 @@ from pipeline.verdict.gates import decide
 from stages.evaluate.decoding.batches import Finished, Greedy
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.free import free_answers
-from stages.evaluate.decoding.results import ResultFolder, SampleResult, Trace
+from stages.evaluate.decoding.results import ResultFolder, SampleResult
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import encode
 
@@ -29,7 +29,7 @@ SAMPLES = [
 def exercised() -> Exercised:
     items = encode(SAMPLES, CharTokenizer(), 9)
     events = decode(sharing_engine(SAMPLES, wrong=["wrong"]), items, 2, Greedy(EOS, 4))
-    return Exercised.merged([event.trace.exercised for event in events if isinstance(event, Finished)])
+    return Exercised.merged([event.trace for event in events if isinstance(event, Finished)])
 
 
 def test_steps_are_counted_where_they_are_taken() -> None:
@@ -46,7 +46,7 @@ def test_rounds_are_merged() -> None:
 
 
 def test_a_trace_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
-    trace = Trace(longest_context=6, longest_decode=2, batch=2, forks=1, shared_prefixes=1)
+    trace = Exercised(longest_context=6, longest_decode=2, batch=2, forks=1, shared_prefixes=1)
     folder = ResultFolder(tmp_path)
     folder.save(0, SampleResult(StepStatistics.empty(1), None, np.zeros((0, 2)), trace), None)
     assert folder.load()[0].trace == trace

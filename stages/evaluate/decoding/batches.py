@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.engine import Engine
-from stages.evaluate.decoding.results import Trace
+from pipeline.verdict.coverage import Exercised
 from stages.evaluate.inputs.tokens import EncodedSample
 
 Logits = npt.NDArray[np.float32]
@@ -48,7 +48,7 @@ class Finished:
     sample: int
     answer: tuple[int, ...] | None
     """The greedy answer without the stop token; None when no answer was asked for."""
-    trace: Trace
+    trace: Exercised
     """What it took the engine through."""
 
 
@@ -126,7 +126,7 @@ class Batch:
         """Answers that deviate from the reference, by sample in flight."""
         self.running: Counter[int] = Counter()
         """Sequences of each sample in flight."""
-        self.traces: defaultdict[int, Trace] = defaultdict(Trace)
+        self.traces: defaultdict[int, Exercised] = defaultdict(Exercised)
 
     def run(self, indices: Sequence[int]) -> Iterator[Step | Finished]:
         self.queue = deque(in_order(self.encoded, indices))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from pipeline.core.engine import Engine
+from pipeline.verdict.coverage import Exercised
 from stages.evaluate.decoding.batches import (
     Batch,
     Finished,
@@ -24,7 +25,6 @@ from stages.evaluate.decoding.batches import (
     in_order,
     most_likely,
 )
-from stages.evaluate.decoding.results import Trace
 from stages.evaluate.inputs.tokens import EncodedSample
 
 STEP_ROWS = 64
@@ -102,15 +102,15 @@ def _whole_samples(
         answers = engine.forced_together(whole) if in_requests else [engine.forced(*whole[0])]
         for number, ((i, item), logits_BV) in enumerate(zip(group, answers, strict=True)):
             if not in_requests:
-                yield from _scored(i, item, logits_BV, Trace())
+                yield from _scored(i, item, logits_BV, Exercised())
                 continue
-            trace = Trace()
+            trace = Exercised()
             trace.step(len(item.prompt), len(item.reference) - 1, len(group))
             yield from _scored(i, item, logits_BV, trace, number)
 
 
 def _scored(
-    i: int, item: EncodedSample, logits_BV: Logits, trace: Trace, request: int | None = None
+    i: int, item: EncodedSample, logits_BV: Logits, trace: Exercised, request: int | None = None
 ) -> Iterator[Step | Finished]:
     """Yield the logits (reference tokens, V) of a whole sample in steps of STEP_ROWS, and the end of the sample."""
     count = len(item.reference)
@@ -141,4 +141,4 @@ def _then_answers(
     forced = {i: event for i, event in deviating.items() if event is not None}
     for event in FreeBatch(engine, encoded, batch_size, greedy).run(list(forced)):
         if isinstance(event, Finished):
-            yield replace(event, trace=forced[event.sample].trace.joined(event.trace))
+            yield replace(event, trace=Exercised.merged([forced[event.sample].trace, event.trace]))

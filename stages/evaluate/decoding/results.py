@@ -5,7 +5,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,31 +21,6 @@ UNFINISHED = "unfinished"
 FILE = re.compile(r"(\d+)-([0-9a-f]{64})\.safetensors")
 
 
-@dataclass
-class Trace:
-    """What one sample takes an engine through: `Exercised`, counted step by step."""
-
-    longest_context: int = 0
-    longest_decode: int = 0
-    batch: int = 0
-    forks: int = 0
-    shared_prefixes: int = 0
-
-    def step(self, prompt: int, position: int, batch: int) -> None:
-        """Count a decode step, whose input is the token before `position` of the answer: the first is the prompt's last."""
-        self.longest_context = max(self.longest_context, prompt + position)
-        self.longest_decode = max(self.longest_decode, position + 1)
-        self.batch = max(self.batch, batch)
-
-    @property
-    def exercised(self) -> Exercised:
-        return Exercised(**asdict(self))
-
-    def joined(self, other: "Trace") -> "Trace":
-        """Return what both passes of a sample took an engine through."""
-        return Trace(**Exercised.merged([self.exercised, other.exercised]).model_dump())
-
-
 @dataclass(frozen=True)
 class SampleResult:
     """What came of one sample."""
@@ -56,7 +31,7 @@ class SampleResult:
     """The greedy answer without the stop token; None for a sample that is not judged."""
     checks: Array
     """(M, 2): the KL over the vocabulary and that over the head, of the tokens whose whole distribution is known."""
-    trace: Trace
+    trace: Exercised
     """What it took the engine through."""
     seen: Array | None = None
     """(reference tokens, 3), of a server: probability, by the baseline, of the tokens that both showed; tokens of the prompt;
@@ -65,7 +40,7 @@ class SampleResult:
     def scored_anew(self, again: "SampleResult") -> "SampleResult":
         """Return what came of a sample whose answer was forced after its reference: the same answer, scored by that pass."""
         seen = None if self.seen is None or again.seen is None else np.concatenate([self.seen, again.seen])
-        return replace(again, answer=self.answer, trace=self.trace.joined(again.trace), seen=seen)
+        return replace(again, answer=self.answer, trace=Exercised.merged([self.trace, again.trace]), seen=seen)
 
 
 class ResultFolder:
@@ -139,6 +114,6 @@ def _result(arrays: Mapping[str, npt.NDArray[np.generic]]) -> SampleResult:
         statistics=StepStatistics(*(arrays[f"statistics/{item.name}"] for item in fields(StepStatistics))),  # type: ignore[arg-type]
         answer=tuple(arrays["answer"].tolist()) if "answer" in arrays else None,
         checks=arrays["checks"],  # type: ignore[arg-type]
-        trace=Trace(*arrays["trace"].tolist()),
+        trace=Exercised(*arrays["trace"].tolist()),
         seen=arrays.get("seen"),  # type: ignore[arg-type]
     )

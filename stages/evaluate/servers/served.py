@@ -17,14 +17,14 @@ import numpy as np
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.records import Progress
 from pipeline.core.workloads import LoadConfig, WorkloadsConfig
-from pipeline.verdict.coverage import FreeAnswers, Pressure
+from pipeline.verdict.coverage import Exercised, FreeAnswers, Pressure
 from pipeline.verdict.delivery import ServerSeen
 from pipeline.verdict.record import finite
 from pipeline.verdict.report import Canary, SystemMetrics
 from stages.engines.openai.engine import OpenAIEngine, Shown
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.noise import canary_samples, noise_floor, repeated_samples
-from stages.evaluate.decoding.results import SampleResult, Trace
+from stages.evaluate.decoding.results import SampleResult
 from stages.evaluate.decoding.rows import Done, Interruption, greedy_of, labelled, unjudged_rows
 from stages.evaluate.decoding.stored import LOGPROBS, Once, Round, read_round
 from stages.evaluate.decoding.system import random_prompts
@@ -147,7 +147,7 @@ def ask(
                 )
             agrees = said == token and contradiction is None
     kept = None if answer is None else tuple(answer)
-    result = SampleResult(statistics, kept, np.zeros((0, 2)), Trace(), seen)
+    result = SampleResult(statistics, kept, np.zeros((0, 2)), Exercised(), seen)
     return Asked(result, own, contradiction)
 
 
