@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fake_interpreter import make_interpreter, make_sglang_interpreter
+from interpreter_bundles import make_bundle, open_engine
 from refusals import refused
-from sglang_bundles import make_sglang_bundle, open_sglang
 from shipped import conf
-from trtllm_exports import make_bundle, make_exports, open_engine
+from trtllm_exports import make_exports
 
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.workloads import LoadConfig
@@ -26,7 +27,7 @@ VOCABULARY = 1344
 
 
 def trtllm_bundle(checkpoint: Path, out: Path, kv: str, python: str) -> Path:
-    return make_bundle(make_exports(checkpoint, out.with_name("quantized"), kv), out, kv, python)
+    return make_bundle("trtllm", make_exports(checkpoint, out.with_name("quantized"), kv), out, kv, python)
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,6 @@ class Library:
     make: Callable[..., str]
     """Makes an interpreter."""
     build: Callable[[Path, Path, str, str], Path]
-    open: Callable[..., RequestEngine]
     release: str
     limit: str
     """What bounds a sequence."""
@@ -48,15 +48,15 @@ class Library:
 
 LIBRARIES = {
     "trtllm engine": Library(
-        TRTLLM, make_interpreter, trtllm_bundle, open_engine, "1.2.1", "max_seq_len",
+        TRTLLM, make_interpreter, trtllm_bundle, "1.2.1", "max_seq_len",
         ("nvcr.io/nvidia/tensorrt-llm/release:1.2.1", "https://pypi.nvidia.com", "Python 3.10 or 3.12", "==1.2.1"),
         r"libth_common\.so",
     ),
     "trtllm pytorch": Library(
-        TRTLLM, make_interpreter, trtllm_bundle, open_engine, "1.3.0rc20", "max_seq_len", (), r"libth_common\.so"
+        TRTLLM, make_interpreter, trtllm_bundle, "1.3.0rc20", "max_seq_len", (), r"libth_common\.so"
     ),
     "sglang": Library(
-        SGLANG, make_sglang_interpreter, make_sglang_bundle, open_sglang, "0.5.23", "context_length",
+        SGLANG, make_sglang_interpreter, partial(make_bundle, "sglang"), "0.5.23", "context_length",
         ("pip install sglang==0.5.23",), "libcudart", kv="fp8_uncalibrated",
     ),
 }  # fmt: skip
@@ -78,8 +78,8 @@ def bundle(library: Library, python: str, tiny_checkpoint: Path, tmp_path_factor
 
 
 @pytest.fixture(scope="module")
-def engine(library: Library, bundle: Path, python: str) -> Iterator[RequestEngine]:
-    opened = library.open(bundle, python)
+def engine(bundle: Path, python: str) -> Iterator[RequestEngine]:
+    opened = open_engine(bundle, python)
     yield opened
     opened.close()
 
@@ -121,7 +121,7 @@ def test_times_are_the_librarys_own(engine: RequestEngine) -> None:
 def test_a_prompt_that_does_not_fit_is_refused_by_its_key_before_anything_starts(
     library: Library, bundle: Path, python: str
 ) -> None:
-    engine = library.open(bundle, python)
+    engine = open_engine(bundle, python)
     with pytest.raises(UserError, match=rf"backend\.{library.limit}=512: a prompt of 400 tokens with 113 more does not fit"):
         engine.forced([1] * 512, 400)
     assert engine._worker is None
@@ -131,7 +131,7 @@ def test_a_bundle_of_another_release_is_refused_with_both(library: Library, bund
     newer = library.make(tmp_path / "bin", release="99.1.0")
     built = library.release.replace(".", r"\.")
     with pytest.raises(MissingRequirement, match=rf"{library.program.library} {built}.* 99\.1\.0"):
-        library.open(bundle, newer)
+        open_engine(bundle, newer)
     assert f"{library.program.library} 99.1.0 was not read" in str(probe(library.program, newer).unread)
     assert probe(library.program, library.make(tmp_path / "same", release=library.release)).unread is None
 

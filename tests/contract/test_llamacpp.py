@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ggml_cases import form_of
-from llamacpp_bundles import config_of
+from interpreter_bundles import config_of
 from safetensors.torch import load_file, save_file
 
 from pipeline.checkpoint.description import inspect_checkpoint
@@ -57,7 +57,7 @@ def test_what_llama_cpps_cache_cannot_hold_is_refused(
     policy: KVPolicy, head_dim: int, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        cache_types(policy, config_of(None, **changes), head_dim)
+        cache_types(policy, config_of("llamacpp", None, **changes), head_dim)
 
 
 @pytest.mark.parametrize(("head_dim", "key"), [(64, "hadamard"), (64, "hadamard_64"), (128, "hadamard"), (192, "hadamard_64")])
@@ -65,7 +65,7 @@ def test_its_own_rotation_is_taken(head_dim: int, key: str) -> None:
     policy = policy_of(form_of("q8_0", key), form_of("q4_0", "hadamard_64"))
     assert rotates(policy, head_dim)
     assert not rotates(policy_of(form_of("q8_0"), FP16), head_dim)
-    assert list(cache_types(policy, config_of(None), head_dim).values()) == ["q8_0", "q4_0"]
+    assert list(cache_types(policy, config_of("llamacpp", None), head_dim).values()) == ["q8_0", "q4_0"]
 
 
 @pytest.mark.parametrize("python", ["null", "/no/such/python"])

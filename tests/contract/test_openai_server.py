@@ -56,7 +56,7 @@ class Bench:
 
     def toy(self, kv: str, key_fault: float = 1.0, **options: Any) -> Toy:
         computed = self.computed.setdefault((kv, key_fault), {})
-        return Toy(self.engine(kv, key_fault), self.tokenizer, **{"key": KEY, "computed": computed, **options})
+        return Toy(self.engine(kv, key_fault), self.tokenizer, KEY, computed=computed, **options)
 
 
 @pytest.fixture(scope="module")

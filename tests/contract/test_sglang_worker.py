@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from fake_interpreter import make_sglang_interpreter
-from sglang_bundles import config_of, make_sglang_bundle, open_sglang
+from interpreter_bundles import config_of, make_bundle, open_engine
 from shipped import SHIPPED
 
 from pipeline.artifacts.backend import Job
@@ -27,11 +27,11 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, python: str) -> Path:
-    return make_sglang_bundle(tiny_checkpoint, tmp_path_factory.mktemp("bundle") / "bundle", "fp8_uncalibrated", python)
+    return make_bundle("sglang", tiny_checkpoint, tmp_path_factory.mktemp("bundle") / "bundle", "fp8_uncalibrated", python)
 
 
 def test_every_argument_that_is_given_is_one_of_the_release() -> None:
-    config = config_of("python3", attention_backend="flashinfer")
+    config = config_of("sglang", "python3", attention_backend="flashinfer")
     for kv in ("fp16", "fp8_uncalibrated", "fp8_e5m2"):
         cache = cache_dtype(SHIPPED[kv], config)
         assert cache in FACTS["kv_cache_dtype"]
@@ -48,24 +48,24 @@ def test_a_bundle_is_a_checkpoint_and_the_command_that_serves_it(bundle: Path) -
 
 
 def test_a_step_whose_logits_were_not_seen_is_noticed(bundle: Path, tmp_path: Path) -> None:
-    engine = open_sglang(bundle, make_sglang_interpreter(tmp_path / "bin", mode="skips a step"))
+    engine = open_engine(bundle, make_sglang_interpreter(tmp_path / "bin", mode="skips a step"))
     with pytest.raises(RuntimeError, match=r"SGLang: run: RuntimeError: (step 2|.* forced)"):
         engine.forced(TOKENS, 4)
     engine.close()
 
 
 def test_an_engine_that_makes_another_cache_is_refused(bundle: Path, tmp_path: Path) -> None:
-    engine = open_sglang(bundle, make_sglang_interpreter(tmp_path / "bin", mode="other cache"))
+    engine = open_engine(bundle, make_sglang_interpreter(tmp_path / "bin", mode="other cache"))
     with pytest.raises(UserError, match="SGLang made auto of a cache of type fp8_e4m3"):
         engine.forced(TOKENS, 4)
 
 
 def test_a_machine_without_a_gpu_builds_and_does_not_judge(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    without = config_of(make_sglang_interpreter(tmp_path / "cpu", gpu=False))
+    without = config_of("sglang", make_sglang_interpreter(tmp_path / "cpu", gpu=False))
     job = Job("evaluate", SHIPPED["fp8_uncalibrated"], "none", inspect_checkpoint(tiny_checkpoint))
     with pytest.raises(MissingRequirement, match="SGLang finds no GPU there"):
         SglangBackend(without).check_inputs(job)
-    SglangBackend(config_of(make_sglang_interpreter(tmp_path / "gpu"))).check_inputs(job)
+    SglangBackend(config_of("sglang", make_sglang_interpreter(tmp_path / "gpu"))).check_inputs(job)
 
 
 @pytest.mark.parametrize(
@@ -78,4 +78,4 @@ def test_a_machine_without_a_gpu_builds_and_does_not_judge(tiny_checkpoint: Path
 )
 def test_a_policy_that_its_cache_cannot_hold_is_refused(kv: str, expected: str) -> None:
     with pytest.raises(UserError, match=rf"^kv={kv}: backend=sglang cannot hold it \({expected}.*choose kv=fp16, bf16"):
-        cache_dtype(SHIPPED[kv], config_of("python3"))
+        cache_dtype(SHIPPED[kv], config_of("sglang", "python3"))

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from fake_interpreter import make_interpreter
+from interpreter_bundles import make_bundle, open_engine
 from safetensors.torch import load_file
-from trtllm_exports import HEAD_DIM, HEADS, KV_HEADS, make_bundle, make_exports, open_engine
+from trtllm_exports import HEAD_DIM, HEADS, KV_HEADS, make_exports
 
 from pipeline.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter.protocol import RunAnswer
@@ -33,7 +34,7 @@ def bundles(work: Path, tiny_checkpoint: Path, python: str) -> dict[str, Path]:
     bundles = {}
     for kv in ("fp16", "fp8", "int8_tensor"):
         quantized = make_exports(tiny_checkpoint, work / f"quantized-{kv}", kv)
-        bundles[kv] = make_bundle(quantized, work / kv, kv, python)
+        bundles[kv] = make_bundle("trtllm", quantized, work / kv, kv, python)
     return bundles
 
 
@@ -92,7 +93,7 @@ def test_an_engine_for_another_gpu_is_refused_with_both_named(work: Path, bundle
     with pytest.raises(MissingRequirement, match=r"1\.2\.1 and SM 9\.0.*1\.2\.1 and SM 8\.9"):
         open_engine(bundles["fp8"], mixed)  # it would run on the first
     newer = make_interpreter(work / "newer", release="1.3.0rc20")
-    served = make_bundle(work / "quantized-fp8", work / "pytorch", "fp8", newer)
+    served = make_bundle("trtllm", work / "quantized-fp8", work / "pytorch", "fp8", newer)
     without = make_interpreter(work / "without", release="1.3.0rc20", gpus=())
     with pytest.raises(MissingRequirement, match="needs 1 NVIDIA GPU"):
         open_engine(served, without)
@@ -101,7 +102,7 @@ def test_an_engine_for_another_gpu_is_refused_with_both_named(work: Path, bundle
 def test_two_ranks_hold_what_one_held(work: Path, tiny_checkpoint: Path, python: str) -> None:
     quantized = make_exports(tiny_checkpoint, work / "quantized-tp", "fp8")
     wide = make_interpreter(work / "wide", gpus=("9.0", "9.0"))
-    bundle = make_bundle(quantized, work / "tp", "fp8", wide, tensor_parallel_size=2)
+    bundle = make_bundle("trtllm", quantized, work / "tp", "fp8", wide, tensor_parallel_size=2)
     whole = load_file(quantized / "tensorrt_llm" / "rank0.safetensors")
     parts = [load_file(bundle / "checkpoint" / f"rank{rank}.safetensors") for rank in range(2)]
     for name, tensor in whole.items():
@@ -119,7 +120,7 @@ def test_two_ranks_hold_what_one_held(work: Path, tiny_checkpoint: Path, python:
             joined = pair[0]
         assert torch.equal(joined, tensor), name
     engine = open_engine(bundle, wide)
-    one = open_engine(make_bundle(quantized, work / "one", "fp8", python), python)
+    one = open_engine(make_bundle("trtllm", quantized, work / "one", "fp8", python), python)
     tokens = [*PROMPT, *ANSWER]
     np.testing.assert_array_equal(engine.forced(tokens, len(PROMPT)), one.forced(tokens, len(PROMPT)))
     assert len(json.loads((bundle / "bundle.json").read_text())["gpus"]) == 2

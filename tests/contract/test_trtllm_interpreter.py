@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 from fake_interpreter import make_interpreter
+from interpreter_bundles import make_bundle
 from shipped import SHIPPED, conf
-from trtllm_exports import make_bundle, make_exports
+from trtllm_exports import make_exports
 
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.errors import MissingRequirement, UserError
@@ -30,9 +31,8 @@ def gpus(here: Interpreter) -> list[tuple[str, str, str]]:
 
 
 def build(quantized: Path, tmp_path: Path, interpreter: dict[str, Any] | None = None, **changes: Any) -> Path:
-    return make_bundle(
-        quantized, tmp_path / "bundle", "fp8", make_interpreter(tmp_path / "bin", **(interpreter or {})), **changes
-    )
+    python = make_interpreter(tmp_path / "bin", **(interpreter or {}))
+    return make_bundle("trtllm", quantized, tmp_path / "bundle", "fp8", python, **changes)
 
 
 @pytest.mark.parametrize(
@@ -191,4 +191,4 @@ def test_llm_arguments_that_the_release_refuses_are_told_with_its_reason(quantiz
     (tmp_path / "old").mkdir()
     python = make_interpreter(tmp_path / "old" / "bin", release="1.3.0", mode="no speculation")
     with pytest.raises(UserError, match=r"backend\.serving: TensorRT-LLM 1\.3\.0 refuses these .*: ValueError: specul"):
-        make_bundle(quantized, tmp_path / "old" / "bundle", "fp8", python, serving=draft)
+        make_bundle("trtllm", quantized, tmp_path / "old" / "bundle", "fp8", python, serving=draft)

@@ -11,8 +11,9 @@ from typing import NoReturn
 
 import pytest
 from fake_interpreter import make_interpreter, script
+from interpreter_bundles import make_bundle, open_engine
 from processes import await_none_with, processes_with
-from trtllm_exports import make_bundle, make_exports, open_engine
+from trtllm_exports import make_exports
 
 from pipeline.core.errors import UserError
 from stages.engines.interpreter.process import CHANNEL, Worker, probe
@@ -30,7 +31,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -
 
 @pytest.fixture(scope="module")
 def bundle(quantized: Path) -> Path:
-    return make_bundle(quantized, quantized.parent / "bundle", "fp8", make_interpreter(quantized.parent / "bin"))
+    return make_bundle("trtllm", quantized, quantized.parent / "bundle", "fp8", make_interpreter(quantized.parent / "bin"))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_a_hang_ends_at_the_timeout_and_leaves_no_process(quantized: Path, tmp_p
     python = make_interpreter(tmp_path / "bin", mode="hang while building")
     started = time.monotonic()
     with pytest.raises(UserError, match=r"backend\.build_timeout_s=2: TensorRT-LLM did not answer build in time"):
-        make_bundle(quantized, tmp_path / "bundle", "fp8", python, build_timeout_s=2)
+        make_bundle("trtllm", quantized, tmp_path / "bundle", "fp8", python, build_timeout_s=2)
     assert time.monotonic() - started < 30
     await_none_with(tmp_path / "bin")
 

@@ -16,20 +16,19 @@ import numpy as np
 import pytest
 import torch
 from kernel_cases import no_waiting
-from kernel_engine_cases import GUARDED, SHAPE, distance
-from onnx_fixtures import static_scales
+from kernel_engine_cases import GUARDED, distance
+from onnx_fixtures import make_oracle_bundle
 
 from benchmarks import benchlib
 from benchmarks.recording import ROOT
 from pipeline.core.engine import Engine
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Sample, no_progress
+from pipeline.core.records import Sample
 from pipeline.loading import open_backend
 from plugins.kv_attention import launch
 from stages.engines.cuda.engine import KernelEngine
 from stages.engines.cuda.engine import load_engine as load_on_gpu
 from stages.engines.cuda.passes import DecodePass
-from stages.engines.oracle.build import build_bundle
 from stages.engines.oracle.config import TorchConfig
 from stages.engines.oracle.engine import OracleEngine, load_engine
 from stages.evaluate.decoding.batches import Greedy
@@ -53,15 +52,8 @@ SAME = 1e-6
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> dict[str, Path]:
     """Bundles of the tiny model by policy name."""
-    out = {}
-    for policy in (FP8K_INT4V, GUARDED):
-        directory = tmp_path_factory.mktemp(policy.name)
-        scales = directory / "scales.json"
-        scales.write_text(static_scales(policy, SHAPE).model_dump_json())
-        out[policy.name] = directory / "bundle"
-        out[policy.name].mkdir()
-        build_bundle(tiny_checkpoint, out[policy.name], policy=policy, scales=scales, progress=no_progress)
-    return out
+    folder = tmp_path_factory.mktemp("torch")
+    return {one.name: make_oracle_bundle(tiny_checkpoint, folder / one.name, one) for one in (FP8K_INT4V, GUARDED)}
 
 
 def decoded(engine: Any, texts: np.ndarray) -> list[np.ndarray]:

@@ -1,12 +1,26 @@
-"""Texts that real libraries are asked, and how far their rows of logits are from the oracle's."""
+"""Texts that real libraries are asked, and what their rows of logits are held to, of the oracle and among themselves."""
 
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
 
-from stages.checkpoints import load_tokenizer
+from stages.checkpoints import load_causal_lm, load_tokenizer
+from stages.engines.interpreter.requests import RequestEngine
+from stages.engines.oracle.engine import OracleEngine
+from stages.engines.oracle.replay import Replay
 from stages.evaluate.distances.distance import kl_of_logits
 from stages.workloads import generate
+
+FIRST = 60
+"""Tokens of a prompt; the others are forced."""
+BFLOAT16 = 2.0**-8
+"""What a rounding of an activation is."""
+KNOWN_LAYOUT = pytest.mark.skipif(
+    "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="utf-8"),
+    reason="vLLM takes its AMX kernels on this processor, and only the layout of its `vec` kernels is known",
+)
 
 
 def two_stories(checkpoint: Path) -> list[list[int]]:
@@ -19,3 +33,34 @@ def two_stories(checkpoint: Path) -> list[list[int]]:
 
 def mean_kl(expected: np.ndarray, rows: np.ndarray) -> float:
     return float(kl_of_logits(expected, rows).mean())
+
+
+def replayed(
+    engine: RequestEngine, checkpoint: Path, text: list[int], number: int, rows: np.ndarray, *, first: int = FIRST,
+    rounding: float = BFLOAT16, floor: float = 1e-6,
+) -> Replay:  # fmt: skip
+    """The oracle over what the engine stored of a request: its logits are the engine's `rows` but for rounding."""
+    model = load_causal_lm(checkpoint, dtype=torch.float32)
+    oracle = OracleEngine.from_model(model, engine.policy, engine._scales)
+    replay = oracle.replay(text, [first], engine.stored_request(number), rounding=rounding, reads_itself=True)
+    assert mean_kl(replay.logits, rows) < 10 * mean_kl(replay.logits, replay.disturbed) + floor, "it reads what it stored"
+    return replay
+
+
+def assert_batches_steps_and_answers_agree(engine: RequestEngine, texts: list[list[int]], most: float) -> list[np.ndarray]:
+    """No mean KL between ways to compute the same is above `most`; return the rows of the texts together."""
+    together = engine.forced_together([(text, FIRST) for text in texts])
+    for rows, text in zip(together, texts, strict=True):
+        assert mean_kl(rows, engine.forced(text, FIRST)) < most
+    (handle,), _ = engine.prefill([texts[0][:FIRST]])
+    stepped = np.stack([engine.decode([handle], [token])[0] for token in texts[0][FIRST : FIRST + 3]])
+    assert mean_kl(together[0][:3], stepped) < most
+    memory = engine.memory()
+    assert memory.pool_bytes == engine.policy.pool_bytes(engine.shape, memory.pages) > 0
+    engine.release([handle])
+    ((said),) = engine.generate([texts[1][:FIRST]], 12, None)
+    assert engine.forced([*texts[1][:FIRST], *said], FIRST).argmax(1).tolist()[:-1] == said[1:]
+    times = engine.timed([text[:FIRST] for text in texts[:2]], 6)
+    assert (len(times.first_token_ms), len(times.step_ms)) == (2, 6)
+    assert times.memory.pool_bytes == engine.policy.pool_bytes(engine.shape, 4)
+    return together

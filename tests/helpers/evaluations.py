@@ -63,18 +63,12 @@ def measure_candidate(
     once(engine, encoded, tokenizer, out, twin=twin, **options).write(out)
 
 
-def joined(
-    encoded: Encoded,
-    rounds: Sequence[tuple[Path, Path]],
-    config: WorkloadsConfig = BRIEF,
-    engine: str = "engine",
-    baseline_once: Path | None = None,
-) -> Evaluation:
+def joined(encoded: Encoded, rounds: Sequence[tuple[Path, Path]], config: WorkloadsConfig) -> Evaluation:
     """Join rounds (baseline, candidate), of which the first holds what is measured a single time as well."""
     baseline, candidate = rounds[0]
     measured = [(read_round(base), read_round(own)) for base, own in rounds]
-    alone = Once.read(baseline_once or baseline), Once.read(candidate)
-    return join(encoded, measured, alone, config, engine=engine, baseline="base")
+    alone = Once.read(baseline), Once.read(candidate)
+    return join(encoded, measured, alone, config, engine="engine", baseline="base")
 
 
 def evaluate(
@@ -86,14 +80,12 @@ def evaluate(
     tokenizer: Any = CHARACTERS,
     config: WorkloadsConfig = BRIEF,
     progress: Progress = no_progress,
-    engine_digest: str = "engine",
     open_twin: Callable[[], Twin] | None = None,
-    baseline_once: Path | None = None,
 ) -> EvaluationReport:
     """Run a candidate on samples that are one round, and write its report into `out`."""
     round_dir, options = out / "round", {"config": config, "progress": progress, "open_twin": open_twin}
     measure_candidate(open_engine, samples, baseline, round_dir, tokenizer=tokenizer, **options)  # type: ignore[arg-type]
     encoded = encode_rounds(samples, tokenizer, config)
-    evaluation = joined(encoded, [(baseline, round_dir)], config, engine_digest, baseline_once)
+    evaluation = joined(encoded, [(baseline, round_dir)], config)
     evaluation.write(out)
     return evaluation.report

@@ -33,8 +33,8 @@ FEW = [
 SECRETS = {"HF_TOKEN": "hunter2-token", "AWS_SECRET_ACCESS_KEY": "hunter2/key", "PGPASSWORD": "hunter2-password"}
 
 
-def pipeline(work: Path, *arguments: str) -> Ended:
-    command = [sys.executable, "-m", "pipeline", f"workdir={work}", *FEW, *arguments]
+def pipeline(work: Path, *arguments: str, few: Sequence[str] = FEW) -> Ended:
+    command = [sys.executable, "-m", "pipeline", f"workdir={work}", *few, *arguments]
     environment = {**os.environ, **SECRETS}
     return subprocess.run(command, check=False, capture_output=True, text=True, cwd=work.parent, timeout=400, env=environment)
 

@@ -15,6 +15,7 @@ import torch
 from amount import STRIDE
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.engine import Engine
 from pipeline.core.formats import Format, Granularity, ScaleSource
 from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy, KVShape, LayerOverride, Window
@@ -23,6 +24,7 @@ from pipeline.core.scales import KVScales, SideScales
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.onnx.export import ComputeDType, export_decoder
+from stages.engines.oracle.build import build_bundle as build_oracle_bundle
 from stages.engines.oracle.engine import OracleEngine
 
 AMAX = 3.0
@@ -166,14 +168,23 @@ def static_scales(policy: KVPolicy, shape: KVShape) -> KVScales:
     return KVScales(layers=tuple(layers))
 
 
-def make_bundle(decoder: Path, out: Path, policy: KVPolicy) -> Path:
+def _build(build: Callable[..., None], source: Path, out: Path, policy: KVPolicy, shape: KVShape) -> Path:
     out.mkdir(parents=True)
-    described = json.loads((decoder / "model.json").read_text())
-    shape = KVShape(described["layers"], described["kv_heads"], described["head_dim"])
     scales = out.parent / f"{out.name}_scales.json"
     scales.write_text(static_scales(policy, shape).model_dump_json())
-    build_bundle(decoder, out, policy=policy, scales=scales, progress=no_progress)
+    build(source, out, policy=policy, scales=scales, progress=no_progress)
     return out
+
+
+def make_bundle(decoder: Path, out: Path, policy: KVPolicy) -> Path:
+    described = json.loads((decoder / "model.json").read_text())
+    shape = KVShape(described["layers"], described["kv_heads"], described["head_dim"])
+    return _build(build_bundle, decoder, out, policy, shape)
+
+
+def make_oracle_bundle(checkpoint: Path, out: Path, policy: KVPolicy) -> Path:
+    """A bundle of backend=torch."""
+    return _build(build_oracle_bundle, checkpoint, out, policy, inspect_checkpoint(checkpoint).shape)
 
 
 def make_engine(decoder: Path, out: Path, policy: KVPolicy, **options: Any) -> OnnxEngine:

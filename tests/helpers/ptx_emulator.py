@@ -57,8 +57,6 @@ OPERATIONS: dict[str, Callable[..., Register]] = {
     "prmt.b32": _prmt,
     "lop3.b32": _lop3,
     "add.f16x2": _halves(lambda a, b: a + b),
-    "add.rn.f16x2": _halves(lambda a, b: a + b),
-    "sub.f16x2": _halves(lambda a, b: a - b),
     "mul.f16x2": _halves(lambda a, b: a * b),
     "fma.rn.f16x2": _halves(lambda a, b, c: a * b + c),
     "cvt.rn.f16x2.e4m3x2": lambda a: a.view(ml_dtypes.float8_e4m3fn).astype(np.float16).view(np.uint32),

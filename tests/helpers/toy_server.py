@@ -15,6 +15,7 @@ from pipeline.core.engine import Engine
 MODEL = "toy"
 BLOCK = 16
 """Tokens of a block of its prefix cache."""
+MOST_LOGPROBS = 20
 
 
 @dataclass
@@ -23,16 +24,15 @@ class Toy:
 
     engine: Engine
     tokenizer: Any
-    mode: str = "sound"
-    key: str | None = None
+    key: str
     """What it asks for as a bearer token."""
+    mode: str = "sound"
     cache_dtype: str = ""
     """What /metrics say; nothing where it is empty."""
     counts_cached: bool = True
-    most_logprobs: int = 20
-    fails_after: int | None = None
+    fails_after: int = 0
     """Completions that are answered before the connection breaks for good, where the mode is `dies`."""
-    fingerprint: str | None = "toy-1"
+    fingerprint: str = "toy-1"
     asked: int = 0
     seen: list[dict[str, Any]] = field(default_factory=list)
     """Bodies of the completions that were asked for."""
@@ -44,8 +44,8 @@ class Toy:
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to a completion. Raises ValueError for what vLLM refuses."""
         top = body.get("logprobs")
-        if top is not None and top > self.most_logprobs:
-            raise ValueError(f"Requested sample logprobs of {top}, which is greater than max allowed: {self.most_logprobs}")
+        if top is not None and top > MOST_LOGPROBS:
+            raise ValueError(f"Requested sample logprobs of {top}, which is greater than max allowed: {MOST_LOGPROBS}")
         prompt = body["prompt"]
         tokens: list[int] = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
         cached = max((n for n in range(BLOCK, len(tokens), BLOCK) if tuple(tokens[:n]) in self.cached), default=0)
@@ -130,8 +130,7 @@ class _Handler(Silent):
         with toy.lock:
             toy.asked += 1
             toy.seen.append(body)
-            over = toy.fails_after is not None and toy.asked > toy.fails_after
-            if over and toy.mode == "dies":
+            if toy.mode == "dies" and toy.asked > toy.fails_after:
                 self.close_connection = True
                 self.connection.close()
                 return
@@ -144,7 +143,7 @@ class _Handler(Silent):
 
     def _refused(self) -> bool:
         given = self.headers.get("Authorization", "")
-        if self.toy.key is None or given == f"Bearer {self.toy.key}":
+        if given == f"Bearer {self.toy.key}":
             return False
         self._json(401, {"error": {"message": f"Incorrect API key provided: {given}"}})
         return True

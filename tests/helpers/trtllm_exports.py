@@ -2,17 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from shipped import SHIPPED, conf
 
 from pipeline.core.scales import SCALES_FILE
-from stages.engines.trtllm.backend import TrtllmBackend
-from stages.engines.trtllm.config import TrtllmConfig
-from stages.engines.trtllm.engine import TrtllmEngine
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCABULARY = 4, 128, 4, 2, 64, 384, 1344
 ALGORITHMS = {"fp16": None, "fp8": "FP8", "int8_tensor": "INT8"}
@@ -62,23 +57,3 @@ def make_exports(checkpoint: Path, folder: Path, kv: str) -> Path:
     sides = {"key": {"scale": [key]}, "value": {"scale": [value]}} if ALGORITHMS[kv] else {}
     (folder / SCALES_FILE).write_text(json.dumps({"layers": [sides] * LAYERS}), encoding="utf-8")
     return folder
-
-
-def config_of(python: str, **changes: Any) -> TrtllmConfig:
-    return TrtllmConfig.model_validate(
-        {**conf("backend", "trtllm"), "python": python, "max_seq_len": 512, "max_input_len": 500, **changes}
-    )
-
-
-def make_bundle(quantized: Path, out: Path, kv: str, python: str, **changes: Any) -> Path:
-    """A bundle of the exports, as the chain builds it."""
-    out.mkdir()
-    policy = SHIPPED[kv]
-    TrtllmBackend(config_of(python, **changes)).build(
-        quantized, out, policy=policy, scales=quantized / SCALES_FILE, progress=lambda *_: None
-    )
-    return out
-
-
-def open_engine(bundle: Path, python: str, timeout_s: int = 60) -> TrtllmEngine:
-    return TrtllmEngine(bundle, config_of(python, request_timeout_s=timeout_s, build_timeout_s=60))

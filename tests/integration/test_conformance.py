@@ -12,7 +12,7 @@ from faults.hooks import Plant, times, write, zero
 from faults.library import BY_NAME as FAULTS
 from gate_reports import lines, report
 
-from pipeline.core.kv import FP16_POLICY, Eviction
+from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy
 from pipeline.core.workloads import ProbeConfig
 from pipeline.verdict.conformance import ALLOWED, Conformance, Deviation, EngineConformance
 from pipeline.verdict.thresholds import Check
@@ -48,9 +48,14 @@ def gate(baseline: EngineConformance, candidate: EngineConformance) -> dict[str,
     return {check.where: check.status for check in judged(baseline, candidate)}
 
 
-def found(deviation: Deviation | None) -> Deviation:
-    assert deviation is not None
-    return deviation
+def failed(
+    bench: Conformity, baseline: EngineConformance, policy: KVPolicy, engine: OnnxEngine
+) -> tuple[EngineConformance, Deviation]:
+    """What is seen of an engine that is wrong, and where the deviation is."""
+    result = bench.compared(policy, engine)
+    assert gate(baseline, result)["candidate"] == "FAIL"
+    assert result.deviation is not None
+    return result, result.deviation
 
 
 @pytest.mark.every
@@ -69,41 +74,34 @@ def test_a_sound_engine_is_within_rounding_of_its_twin(
     assert result.ranked(ALLOWED)[0] < 1
 
 
-def test_a_wrong_key_scale_of_one_head_is_located(bench: Conformity, baseline: EngineConformance) -> None:
-    policy = POLICIES["int8"]
-    fault = write("key_scale", times(2), layers=[2], heads=[1])
-    result = bench.compared(policy, bench.engine(policy, fault=fault))
-    assert gate(baseline, result)["candidate"] == "FAIL"
-    where = found(result.deviation)
-    assert (where.act, where.layer, where.side, where.head, where.position) == ("stored", 2, "key", 1, 0)
-    assert result.kl is not None
-    assert result.kl > 1e-6
-
-
 @pytest.mark.parametrize(
-    ("name", "fault", "side"),
+    ("name", "fault", "named"),
     [
-        ("int8", write("value_scale", times(1.1)), "value"),
-        ("int8", FAULTS["truncated"].plant, "key"),
-        ("int4_g32", FAULTS["groups_swapped"].plant, "value"),
+        (
+            "int8", write("key_scale", times(2), layers=[2], heads=[1]),
+            {"act": "stored", "layer": 2, "side": "key", "head": 1, "position": 0},
+        ),
+        ("int8", write("value_scale", times(1.1)), {"act": "stored", "side": "value"}),
+        ("int8", FAULTS["truncated"].plant, {"act": "stored", "side": "key"}),
+        ("int4_g32", FAULTS["groups_swapped"].plant, {"act": "stored", "side": "value"}),
     ],
-)
-def test_small_wrongs_in_what_is_stored_are_found(
-    name: str, fault: Plant, side: str, bench: Conformity, baseline: EngineConformance
+    ids=["a wrong key scale of one head", "larger value scales", "truncated codes", "swapped groups"],
+)  # fmt: skip
+def test_wrongs_in_what_is_stored_are_located(
+    name: str, fault: Plant, named: dict[str, object], bench: Conformity, baseline: EngineConformance
 ) -> None:
     policy = POLICIES[name]
-    result = bench.compared(policy, bench.engine(policy, fault=fault))
-    assert gate(baseline, result)["candidate"] == "FAIL"
-    assert (found(result.deviation).act, found(result.deviation).side) == ("stored", side)
+    result, where = failed(bench, baseline, policy, bench.engine(policy, fault=fault))
+    assert where.model_dump().items() >= named.items()
     assert min(result.ranked(ALLOWED)) > 1
+    assert result.kl is not None
+    assert result.kl > 1e-6
 
 
 def test_sinks_that_are_zero_are_read_wrong_by_the_first_decoded_tokens(bench: Conformity, baseline: EngineConformance) -> None:
     policy = POLICIES["int4_sinks"]
     fault = write("key_exact", zero, lambda step: step.positions < policy.sink_tokens)
-    result = bench.compared(policy, bench.engine(policy, fault=fault))
-    assert gate(baseline, result)["candidate"] == "FAIL"
-    where = found(result.deviation)
+    _, where = failed(bench, baseline, policy, bench.engine(policy, fault=fault))
     assert where.act == "read"
     (item,) = (item for item in bench.encoded if item.sample.id == where.sample)
     assert 0 <= where.position - (len(item.prompt) - 1) < 3
@@ -111,9 +109,7 @@ def test_sinks_that_are_zero_are_read_wrong_by_the_first_decoded_tokens(bench: C
 
 def test_a_stale_page_in_one_step_of_ten_is_found_at_its_step(bench: Conformity, baseline: EngineConformance) -> None:
     policy = POLICIES["int8"]
-    result = bench.compared(policy, bench.engine(policy, fault=FAULTS["stale_page_one_step_in_ten"].plant))
-    assert gate(baseline, result)["candidate"] == "FAIL"
-    where = found(result.deviation)
+    _, where = failed(bench, baseline, policy, bench.engine(policy, fault=FAULTS["stale_page_one_step_in_ten"].plant))
     assert (where.act, where.side) == ("read", None)
     assert where.layer is not None
     assert where.layer < 3
@@ -136,8 +132,7 @@ def test_an_engine_that_evicts_other_tokens_than_the_policy_says_is_found(
 ) -> None:
     engine = bench.engine(POLICIES[name])
     engine.pool.policy = engine.policy.model_copy(update={"eviction": keeps})
-    result = bench.compared(POLICIES[name], engine)
-    assert gate(baseline, result)["candidate"] == "FAIL"
+    result, _ = failed(bench, baseline, POLICIES[name], engine)
     if keeps is None:
         assert result.explanation is not None
         assert result.explanation.what == "nothing is evicted"
@@ -152,9 +147,7 @@ def test_what_is_wrong_in_a_page_is_found_though_it_was_evicted_before_the_end(
         "value", lambda x, _: -x, lambda step: (step.mode == "prefill") & (step.positions // 64 == 1), layers=[1]
     )
     engine = bench.engine(policy, fault=in_second_page)
-    result = bench.compared(policy, engine)
-    assert gate(baseline, result)["candidate"] == "FAIL"
-    where = found(result.deviation)
+    result, where = failed(bench, baseline, policy, engine)
     assert (where.act, where.side, where.layer, where.position) == ("stored", "value", 1, 64)
     assert [times > 1 for times in result.ranked(ALLOWED)].count(True) == 1
     (item,) = (item for item in bench.encoded if item.sample.id == where.sample)
@@ -170,7 +163,8 @@ def test_what_both_engines_lack_fails_the_baseline(bench: Conformity) -> None:
         for name, policy in (("fp16", FP16_POLICY), ("fp8", POLICIES["fp8_token"]))
     }
     assert gate(results["fp16"], results["fp8"])["baseline"] == "FAIL"
-    where = found(results["fp16"].deviation)
+    where = results["fp16"].deviation
+    assert where is not None
     assert (where.act, where.position, where.page_offset) == ("stored", 63, 63)
     assert "does not compute fp16" in judged(results["fp16"], results["fp8"])[0].reason
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from format_cases import name
 from modelopt.torch.export.quant_utils import postprocess_state_dict
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 from onnx_fixtures import FP8, fmt
@@ -55,10 +56,6 @@ DYNAMIC = [
     fmt("int4", "per_token"),
     fmt("int4", "per_token", rotation="hadamard"),
 ]
-
-
-def name(form: Format) -> str:
-    return f"{form.dtype}_{form.granularity}_{form.group_size}_{form.symmetric}_{form.rotation}"
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from onnx_fixtures import BY_NAME, load_model, make_oracle, shared_checkpoint, static_scales
+from onnx_fixtures import BY_NAME, load_model, make_oracle, make_oracle_bundle, shared_checkpoint
 
 from pipeline.core.kv import KVShape
-from pipeline.core.records import no_progress
-from stages.engines.oracle.build import build_bundle
 from stages.engines.oracle.engine import load_engine
 
 torch.set_num_threads(1)
@@ -27,12 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bundle(checkpoint: Path, tmp_path: Path) -> Path:
-    scales = tmp_path / "scales.json"
-    scales.write_text(static_scales(POLICY, SHAPE).model_dump_json())
-    out = tmp_path / "bundle"
-    out.mkdir()
-    build_bundle(checkpoint, out, policy=POLICY, scales=scales, progress=no_progress)
-    return out
+    return make_oracle_bundle(checkpoint, tmp_path / "bundle", POLICY)
 
 
 def test_a_bundle_is_all_that_the_engine_needs_but_nothing_that_its_owner_overwrites(checkpoint: Path, bundle: Path) -> None:

@@ -62,6 +62,14 @@ def check(scales: SideScales, states_THD: Tensor, form: Format) -> None:
         torch.testing.assert_close(torch.tensor(scales.zero), zero, rtol=tolerance, atol=1e-5)
 
 
+def check_all(scales: KVScales, states: States, policy: KVPolicy) -> None:
+    """Every static format of the policy; a window's copy is measured of the same states."""
+    for layer, sides in enumerate(states):
+        for side, form in policy.sides(layer).items():
+            if form.static:
+                check(scales.layers[layer][side], sides[side.removeprefix("window_")], form)
+
+
 def scales_of(checkpoint: Path, out: Path, policy: KVPolicy, weights: WeightsFormat = "none") -> KVScales:
     out.mkdir(exist_ok=True)
     stage(checkpoint, out, policy, weights)
@@ -84,18 +92,14 @@ STATIC_FORMATS = [
 def test_every_static_format_has_the_extremes_of_what_shares_a_scale(
     form: Format, states: States, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    scales = scales_of(tiny_checkpoint, tmp_path, KVPolicy(name="test", key=form, value=form))
-    for layer, sides in enumerate(states):
-        for side in (Side.KEY, Side.VALUE):
-            check(scales.layers[layer][side], sides[side], form)
+    policy = KVPolicy(name="test", key=form, value=form)
+    check_all(scales_of(tiny_checkpoint, tmp_path, policy), states, policy)
 
 
 @pytest.mark.parametrize("weights", ["fp8", "int4_awq"])
 def test_scales_belong_to_the_quantized_weights(weights: WeightsFormat, tiny_checkpoint: Path, tmp_path: Path) -> None:
     scales = scales_of(tiny_checkpoint, tmp_path, POLICIES["fp8_head"], weights)
-    for layer, sides in enumerate(states_of(tmp_path / "checkpoint")):
-        check(scales.layers[layer][Side.KEY], sides["key"], POLICIES["fp8_head"].key)
-        check(scales.layers[layer][Side.VALUE], sides["value"], POLICIES["fp8_head"].value)
+    check_all(scales, states_of(tmp_path / "checkpoint"), POLICIES["fp8_head"])
 
 
 def test_an_override_has_scales_in_its_layers_alone(states: States, tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -119,18 +123,12 @@ def test_a_window_shares_the_measurement_of_the_base_copy(states: States, tiny_c
     override = LayerOverride(layers=(2,), key=fmt("int4", "per_token"))
     base = fmt("int4", "per_tensor")
     policy = KVPolicy(name="test", key=base, value=base, window=window, overrides=(override,))
-    scales = scales_of(tiny_checkpoint, tmp_path, policy)
-    for layer in range(4):
-        for side, form in policy.sides(layer).items():
-            if form.static:
-                check(scales.layers[layer][side], states[layer][side.removeprefix("window_")], form)
+    check_all(scales_of(tiny_checkpoint, tmp_path, policy), states, policy)
 
 
 def test_a_window_is_measured_over_a_base_that_is_not(states: States, tiny_checkpoint: Path, tmp_path: Path) -> None:
     window = Window(tokens=64, key=fmt("int8", "per_head"), value=FP8)
     policy = KVPolicy(name="test", key=Format(dtype="fp16"), value=fmt("int4", "per_token"), window=window)
     scales = scales_of(tiny_checkpoint, tmp_path, policy)
-    for layer in range(4):
-        assert scales.layers[layer].keys() == {"window_key", "window_value"}
-        check(scales.layers[layer][Side.WINDOW_KEY], states[layer]["key"], fmt("int8", "per_head"))
-        check(scales.layers[layer][Side.WINDOW_VALUE], states[layer]["value"], FP8)
+    assert [sorted(layer) for layer in scales.layers] == [["window_key", "window_value"]] * 4
+    check_all(scales, states, policy)

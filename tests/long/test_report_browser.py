@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from browser import chromium_path
+from browser import complaints, launched
 from report_pages import exhibit, exhibits, occasion, rows
 
 from stages.report.page import write_page
@@ -19,25 +18,10 @@ HOSTILE = "<img src=x onerror=document.title='hit'></script><script>document.tit
 READY = "html[data-ready]"
 
 
-@dataclass
-class Opened:
-    """A page, and all that it did besides showing itself."""
-
-    page: "Page"
-    requests: list[str] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
-    """Warnings and errors on the console, and exceptions."""
-
-
 @pytest.fixture(scope="module")
 def browser() -> Iterator["Browser"]:
-    path = chromium_path()
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield launched
-        launched.close()
+    with launched() as browser:
+        yield browser
 
 
 @pytest.fixture(scope="module")
@@ -48,21 +32,20 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def opened(browser: "Browser", path: Path, *, wait: bool = True, **options: Any) -> Iterator[Opened]:
-    context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-    noted = Opened(context.new_page())
-    url = path.as_uri()
-    context.on("request", lambda request: noted.requests.append(request.url))
-    context.route("**/*", lambda route: route.continue_() if route.request.url == url else route.abort())
-    noted.page.on("console", lambda message: noted.said.append(message.text) if message.type in ("error", "warning") else None)
-    noted.page.on("pageerror", lambda error: noted.said.append(str(error)))
-    noted.page.goto(url)
-    if wait:
-        noted.page.wait_for_selector(READY, state="attached", timeout=60_000)
-    yield noted
-    assert noted.requests == [url], "the page requested something"
-    assert noted.said == []
-    context.close()
+def opened(browser: "Browser", path: Path, *, wait: bool = True, **options: Any) -> Iterator["Page"]:
+    """Open the page; besides showing itself it must request nothing and say nothing."""
+    requests: list[str] = []
+    with browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options}) as context:
+        page, url = context.new_page(), path.as_uri()
+        said = complaints(page, "error", "warning")
+        context.on("request", lambda request: requests.append(request.url))
+        context.route("**/*", lambda route: route.continue_() if route.request.url == url else route.abort())
+        page.goto(url)
+        if wait:
+            page.wait_for_selector(READY, state="attached", timeout=60_000)
+        yield page
+        assert requests == [url], "the page requested something"
+        assert said == []
 
 
 def visible(page: "Page", selector: str) -> int:
@@ -70,8 +53,7 @@ def visible(page: "Page", selector: str) -> int:
 
 
 def test_filters_change_charts_checks_and_answers(browser: "Browser", report: Path) -> None:
-    with opened(browser, report) as one:
-        page = one.page
+    with opened(browser, report) as page:
         before = page.locator("#count").inner_text()
         lines = page.locator("[data-chart=position] .mark-line path").count()
         page.select_option("#policy", "int4")
@@ -91,11 +73,11 @@ def test_filters_change_charts_checks_and_answers(browser: "Browser", report: Pa
 
 
 def test_the_keyboard_alone_reaches_filters_checks_and_reasons(browser: "Browser", report: Path) -> None:
-    with opened(browser, report) as one:
-        press = one.page.keyboard.press
+    with opened(browser, report) as page:
+        press = page.keyboard.press
 
         def focused(attribute: str) -> str:
-            return str(one.page.evaluate(f"document.activeElement.{attribute} ?? ''"))
+            return str(page.evaluate(f"document.activeElement.{attribute} ?? ''"))
 
         def tab_to(attribute: str, wanted: str) -> None:
             for _ in range(120):
@@ -108,33 +90,33 @@ def test_the_keyboard_alone_reaches_filters_checks_and_reasons(browser: "Browser
         assert focused("className") == "skip"
         tab_to("id", "policy")
         press("ArrowDown")
-        assert one.page.locator("#policy").input_value() == "fp8"
+        assert page.locator("#policy").input_value() == "fp8"
         tab_to("className", "toggle")
-        assert visible(one.page, ".matrix .place") == 0
+        assert visible(page, ".matrix .place") == 0
         press("Enter")
         assert focused("ariaExpanded") == "true"
-        assert visible(one.page, ".matrix tbody:first-of-type .place") > 0
+        assert visible(page, ".matrix tbody:first-of-type .place") > 0
         press("Tab")
         assert focused("tagName") == "SUMMARY"
         press("Enter")
-        assert visible(one.page, ".matrix details[open] p") == 1
-        outline = one.page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert visible(page, ".matrix details[open] p") == 1
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert outline == "solid", "the focus is seen"
 
 
 @pytest.mark.parametrize("width", [360, 390])
 def test_nothing_is_wider_than_a_phone(browser: "Browser", report: Path, width: int) -> None:
-    with opened(browser, report, viewport={"width": width, "height": 800}) as one:
-        one.page.locator("#expand").click()
-        for details in one.page.locator("details:not(.matrix details)").all():
+    with opened(browser, report, viewport={"width": width, "height": 800}) as page:
+        page.locator("#expand").click()
+        for details in page.locator("details:not(.matrix details)").all():
             details.evaluate("element => element.open = true")
-        assert one.page.evaluate("document.documentElement.scrollWidth") <= width
-        cut = one.page.evaluate(
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        cut = page.evaluate(
             """[...document.querySelectorAll('tbody th')].filter((e) => e.scrollWidth > e.clientWidth + 1)
                .map((e) => e.innerText)"""
         )
         assert cut == [], "the column that stays while a table scrolls covers no other"
-        outside = one.page.evaluate(
+        outside = page.evaluate(
             """[...document.querySelectorAll("main *")].filter((e) => !e.closest(".scroll, svg") && e.checkVisibility()
                && e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.outerHTML.slice(0, 80))"""
         )
@@ -142,22 +124,22 @@ def test_nothing_is_wider_than_a_phone(browser: "Browser", report: Path, width: 
 
 
 def test_without_scripts_all_tables_are_there(browser: "Browser", report: Path) -> None:
-    with opened(browser, report, wait=False, java_script_enabled=False) as one:
-        assert visible(one.page, ".matrix .place") > 0
-        assert visible(one.page, ".cards .flip") > 12
-        assert visible(one.page, ".filters") == 0
-        assert one.page.get_by_text("Without scripts there are no charts").is_visible()
+    with opened(browser, report, wait=False, java_script_enabled=False) as page:
+        assert visible(page, ".matrix .place") > 0
+        assert visible(page, ".cards .flip") > 12
+        assert visible(page, ".filters") == 0
+        assert page.get_by_text("Without scripts there are no charts").is_visible()
 
 
 def test_texts_from_outside_do_nothing_in_a_browser_either(browser: "Browser", tmp_path: Path) -> None:
     of = rows(3, (HOSTILE, "copy"), reference=HOSTILE, baseline_generation=f"a {HOSTILE}", candidate_generation=f"b {HOSTILE}")
     path = write_page(tmp_path / "report.html", [exhibit(tmp_path, f"kv {HOSTILE}", of, prompt=HOSTILE)], occasion(tmp_path))
-    with opened(browser, path) as one:
-        point = one.page.locator("[data-chart=quality] .mark-symbol path").first
+    with opened(browser, path) as page:
+        point = page.locator("[data-chart=quality] .mark-symbol path").first
         point.hover()
-        one.page.wait_for_selector("#vg-tooltip-element.visible")
-        assert "{{7*7}}" in one.page.locator("#vg-tooltip-element").inner_text()
-        one.page.select_option("#workload", HOSTILE)
-        assert one.page.locator("img").count() == 0
-        assert "hit" not in one.page.title()
-        assert one.page.locator(".cards article >> visible=true").count() > 0
+        page.wait_for_selector("#vg-tooltip-element.visible")
+        assert "{{7*7}}" in page.locator("#vg-tooltip-element").inner_text()
+        page.select_option("#workload", HOSTILE)
+        assert page.locator("img").count() == 0
+        assert "hit" not in page.title()
+        assert page.locator(".cards article >> visible=true").count() > 0

@@ -1,11 +1,10 @@
 """`stage=tune` on the trained tiny model, through the command line: what it finds, what it leaves, and that it goes on."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from main_path import pipeline
 
 from pipeline.config.policies import load_policies
 from pipeline.core.kv import KVPolicy, KVShape
@@ -26,16 +25,11 @@ SHORT = [
 ]
 
 
-def pipeline(work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pipeline", f"workdir={work}", *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=work.parent, timeout=400)
-
-
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A work directory after a search, and what the search said."""
     work = tmp_path_factory.mktemp("tune") / "work"
-    result = pipeline(work, "stage=tune", *SHORT)
+    result = pipeline(work, "stage=tune", few=SHORT)
     assert result.returncode == 0, result.stderr
     return work, result.stdout
 
@@ -70,13 +64,13 @@ def test_what_was_chosen_is_measured_together_and_within_the_budget(tuned: tuple
 def test_a_found_policy_builds_like_any_other(tuned: tuple[Path, str]) -> None:
     work = tuned[0]
     name = next(one.policy.name for one in read(work).measured if one.origin == "tuned" and one.on_front)
-    built = pipeline(work, "--config-dir", str(work / "tuned"), "stage=build", f"kv={name}", "calibration.samples=8")
+    built = pipeline(work, "--config-dir", str(work / "tuned"), "stage=build", f"kv={name}", few=SHORT)
     assert built.returncode == 0, built.stderr
     assert "engine bundle" in built.stdout
 
 
 def test_a_budget_that_no_policy_meets_moves_nothing(tuned: tuple[Path, str]) -> None:
-    result = pipeline(tuned[0], "stage=tune", "tune.max_kl=1e-12", *SHORT)
+    result = pipeline(tuned[0], "stage=tune", "tune.max_kl=1e-12", few=SHORT)
     assert result.returncode == 3, result.stderr
     assert "tune.max_kl=1e-12: no policy with fewer bytes than fp16" in result.stderr
     assert result.stderr.count("pipeline: error") == 1

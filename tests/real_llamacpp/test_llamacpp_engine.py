@@ -3,27 +3,28 @@
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from engine_rows import mean_kl, two_stories
+from engine_rows import FIRST, assert_batches_steps_and_answers_agree, mean_kl, replayed, two_stories
 from ggml_cases import NAMES, form_of, raw
-from llamacpp_bundles import config_of, make_engine
+from interpreter_bundles import config_of, write_scales
 from shipped import SHIPPED
 
+from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, Side
+from pipeline.core.records import no_progress
 from pipeline.formats.oracle import Stored
 from stages.checkpoints import load_causal_lm
 from stages.engines.llamacpp.build import build_bundle
 from stages.engines.llamacpp.engine import LlamaCppEngine
 from stages.engines.oracle.engine import OracleEngine
-from stages.engines.oracle.replay import Replay
+from stages.gguf.write import write_gguf
 
-FIRST = 60
-"""Tokens of a prompt; the others are forced."""
 ROUNDING = 2.0**-11
 """What a rounding of a float16 activation is."""
 
@@ -37,6 +38,16 @@ def policy_of(key: Format, value: Format) -> KVPolicy:
     return KVPolicy(name="cache", key=key, value=value)
 
 
+def make_engine(checkpoint: Path, out: Path, policy: KVPolicy, python: str, **changes: Any) -> LlamaCppEngine:
+    """An engine over a bundle in `out`, as the chain builds it."""
+    out.mkdir(parents=True)
+    gguf, config = out.with_suffix(".gguf"), config_of("llamacpp", python, **changes)
+    write_gguf(inspect_checkpoint(checkpoint), gguf, no_progress)
+    scales = write_scales(out.with_suffix(".json"), policy)
+    build_bundle(checkpoint, out, config, gguf=gguf, policy=policy, scales=scales, progress=no_progress)
+    return LlamaCppEngine(out, config)
+
+
 @pytest.fixture(scope="module")
 def q8_q4(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, llamacpp_python: str) -> Iterator[LlamaCppEngine]:
     policy = SHIPPED["llamacpp_q8k_q4v"]
@@ -45,17 +56,11 @@ def q8_q4(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, llama
     engine.close()
 
 
-def replayed(engine: LlamaCppEngine, checkpoint: Path, text: list[int], number: int) -> Replay:
-    oracle = OracleEngine.from_model(load_causal_lm(checkpoint, dtype=torch.float32), engine.policy)
-    return oracle.replay(text, [FIRST], engine.stored_request(number), rounding=ROUNDING, reads_itself=True)
-
-
 def check(engine: LlamaCppEngine, checkpoint: Path, texts: list[list[int]]) -> None:
     """Logits over its own cache are the oracle's, and the cache holds what the oracle stores, but for rounding."""
     rows = engine.forced_together([(text, FIRST) for text in texts])
     for number, text in enumerate(texts):
-        replay = replayed(engine, checkpoint, text, number)
-        assert mean_kl(replay.logits, rows[number]) < 10 * mean_kl(replay.logits, replay.disturbed) + 1e-8
+        replay = replayed(engine, checkpoint, text, number, rows[number], rounding=ROUNDING, floor=1e-8)
         for errors in (copy for layer in replay.errors for copy in layer.values()):
             assert float(errors.engine.max()) < 3e-2
             assert float(errors.engine.mean()) < 1e-3
@@ -98,18 +103,7 @@ def test_the_state_of_the_first_layer_is_byte_for_byte_what_the_format_makes_of_
 
 def test_batches_steps_and_answers_agree(q8_q4: LlamaCppEngine, texts: list[list[int]]) -> None:
     five = [*texts, *texts, texts[0]]  # more than the engine has memory for at once
-    together = q8_q4.forced_together([(text, FIRST) for text in five])
-    for rows, text in zip(together, five, strict=True):
-        assert mean_kl(rows, q8_q4.forced(text, FIRST)) < 1e-4
-    (handle,), _ = q8_q4.prefill([texts[0][:FIRST]])
-    stepped = np.stack([q8_q4.decode([handle], [token])[0] for token in texts[0][FIRST : FIRST + 3]])
-    assert mean_kl(together[0][:3], stepped) < 1e-4
-    q8_q4.release([handle])
-    ((said),) = q8_q4.generate([texts[1][:FIRST]], 12, None)
-    assert q8_q4.forced([*texts[1][:FIRST], *said], FIRST).argmax(1).tolist()[:-1] == said[1:]
-    times = q8_q4.timed([text[:FIRST] for text in texts], 6)
-    assert (len(times.first_token_ms), len(times.step_ms)) == (2, 6)
-    assert times.memory.pool_bytes == q8_q4.policy.pool_bytes(q8_q4.shape, 4)
+    assert_batches_steps_and_answers_agree(q8_q4, five, 1e-4)
 
 
 def test_forced_decode_is_what_steps_compute_also_of_many_tokens_and_shared_beginnings(
@@ -159,7 +153,7 @@ def test_a_gguf_that_the_release_does_not_read_is_refused_in_a_line(
     scales = q8_q4._bundle / "kv_scales.json"
     with pytest.raises(UserError, match=r"^backend\.python=.*llama-cpp-python 0\.3\.\d+ cannot load .*block_count") as refused:
         build_bundle(
-            tiny_checkpoint, tmp_path / "out", config_of(llamacpp_python),
+            tiny_checkpoint, tmp_path / "out", config_of("llamacpp", llamacpp_python),
             gguf=gguf, policy=q8_q4.policy, scales=scales, progress=lambda *_: None,
         )  # fmt: skip
     assert "\n" not in str(refused.value)

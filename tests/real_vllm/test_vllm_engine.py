@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_rows import mean_kl, two_stories
+from engine_rows import FIRST, KNOWN_LAYOUT, assert_batches_steps_and_answers_agree, mean_kl, replayed, two_stories
 from gate_reports import pressure_line
+from interpreter_bundles import KEY_SCALE, VALUE_SCALE, make_bundle, open_engine
 from safetensors.torch import load_file, save_file
-from shipped import SHIPPED, conf
+from shipped import conf
 from torch import Tensor
-from vllm_bundles import KEY_SCALE, KNOWN_LAYOUT, VALUE_SCALE, make_vllm_bundle, open_vllm
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.checkpoint.files import INDEX
@@ -24,12 +24,9 @@ from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.records import LayerDelivery, no_progress
 from pipeline.verdict.delivery import audit_scales, scale_findings
-from stages.checkpoints import load_causal_lm
-from stages.engines.bundle import read_scales
 from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.interpreter.process import probe
 from stages.engines.interpreter.requests import Request
-from stages.engines.oracle.engine import OracleEngine
 from stages.engines.vllm.audit import audit
 from stages.engines.vllm.checkpoint import SCALES
 from stages.engines.vllm.engine import VllmEngine
@@ -38,11 +35,6 @@ from stages.evaluate.decoding.pressure import pressure
 from stages.evaluate.decoding.speculation import lookup_passes
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode
 from stages.workloads import generate
-
-FIRST = 60
-"""Tokens of a prompt; the others are forced."""
-BFLOAT16 = 2.0**-8
-"""What a rounding of an activation is."""
 
 
 @pytest.fixture(scope="module")
@@ -54,22 +46,15 @@ def texts(tiny_checkpoint: Path) -> list[list[int]]:
 def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, vllm_python: str) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("vllm")
     return {
-        kv: make_vllm_bundle(tiny_checkpoint, folder / kv, kv, vllm_python) for kv in ("fp16", "fp8", "fp8_head", "fp8_e5m2")
+        kv: make_bundle("vllm", tiny_checkpoint, folder / kv, kv, vllm_python) for kv in ("fp16", "fp8", "fp8_head", "fp8_e5m2")
     }
 
 
 @pytest.fixture(scope="module")
 def fp8(bundles: dict[str, Path], vllm_python: str) -> Iterator[VllmEngine]:
-    engine = open_vllm(bundles["fp8"], vllm_python)
+    engine = open_engine(bundles["fp8"], vllm_python)
     yield engine
     engine.close()
-
-
-def oracle_of(bundle: Path, checkpoint: Path, kv: str | KVPolicy) -> OracleEngine:
-    policy = SHIPPED[kv] if isinstance(kv, str) else kv
-    model = load_causal_lm(checkpoint, dtype=torch.float32)
-    bare = OracleEngine.from_model(model, SHIPPED["fp16"])
-    return OracleEngine.from_model(model, policy, read_scales(bundle / "kv_scales.json", policy, bare.shape))
 
 
 def test_the_interpreter_says_what_this_machine_holds(vllm_python: str) -> None:
@@ -99,27 +84,21 @@ def test_a_bundle_is_what_vllm_serve_takes(bundles: dict[str, Path], vllm_python
 def test_a_16_bit_cache_is_the_oracles_but_for_rounding(
     bundles: dict[str, Path], texts: list[list[int]], tiny_checkpoint: Path, vllm_python: str
 ) -> None:
-    engine = open_vllm(bundles["fp16"], vllm_python)
+    engine = open_engine(bundles["fp16"], vllm_python)
     rows = engine.forced_together([(text, FIRST) for text in texts])
-    oracle = oracle_of(bundles["fp16"], tiny_checkpoint, "fp16")
     for number, text in enumerate(texts):
-        replay = oracle.replay(text, [FIRST], engine.stored_request(number), rounding=BFLOAT16, reads_itself=True)
-        assert mean_kl(replay.logits, rows[number]) < 10 * mean_kl(replay.logits, replay.disturbed) + 1e-6
+        replay = replayed(engine, tiny_checkpoint, text, number, rows[number])
         assert max(float(copy.engine.max()) for layer in replay.errors for copy in layer.values()) < 0.1
     engine.close()
 
 
 @KNOWN_LAYOUT
 def test_fp8_codes_of_this_build_are_rounded_towards_zero_and_read_right(
-    fp8: VllmEngine, bundles: dict[str, Path], texts: list[list[int]], tiny_checkpoint: Path
+    fp8: VllmEngine, texts: list[list[int]], tiny_checkpoint: Path
 ) -> None:
     """docs/backends.md#what-kvgate-found-in-vllm: truncated codes are 1/40 of a vector farther away than the nearest codes."""
     rows = fp8.forced_together([(text, FIRST) for text in texts])
-    oracle = oracle_of(bundles["fp8"], tiny_checkpoint, "fp8")
-    replay = oracle.replay(texts[0], [FIRST], fp8.stored_request(0), rounding=BFLOAT16, reads_itself=True)
-    rounding = mean_kl(replay.logits, replay.disturbed)
-    assert mean_kl(replay.logits, rows[0]) < 10 * rounding + 1e-6, "what it reads is what it stored"
-    for copy in replay.errors[0].values():
+    for copy in replayed(fp8, tiny_checkpoint, texts[0], 0, rows[0]).errors[0].values():
         assert 0.015 < float(copy.engine.mean()) < 0.04
     assert fp8._loaded().kernel == "vec"
 
@@ -130,16 +109,13 @@ def test_layers_that_the_policy_leaves_at_16_bits_are_skipped(
 ) -> None:
     exact = {"layers": [0, 3], "key": {"dtype": "fp16"}, "value": {"dtype": "fp16"}}
     policy = KVPolicy.model_validate({**conf("kv", "fp8"), "name": "fp8_between", "overrides": [exact]})
-    bundle = make_vllm_bundle(tiny_checkpoint, tmp_path / "bundle", policy, vllm_python)
+    bundle = make_bundle("vllm", tiny_checkpoint, tmp_path / "bundle", policy, vllm_python)
     assert "kv-cache-dtype-skip-layers:\n- '0'\n- '3'\n" in (bundle / "engine_args.yaml").read_text()
-    engine = open_vllm(bundle, vllm_python)
+    engine = open_engine(bundle, vllm_python)
     (rows,) = engine.forced_together([(texts[0], FIRST)])
     assert audit_scales(engine, ()) == []
-    stored = engine.stored_request(0)
-    assert [layer[Side.KEY].codes.shape[-1] for layer in stored] == [128, 64, 64, 128]
-    oracle = oracle_of(bundle, tiny_checkpoint, policy)
-    replay = oracle.replay(texts[0], [FIRST], stored, rounding=BFLOAT16, reads_itself=True)
-    assert mean_kl(replay.logits, rows) < 10 * mean_kl(replay.logits, replay.disturbed) + 1e-6
+    assert [layer[Side.KEY].codes.shape[-1] for layer in engine.stored_request(0)] == [128, 64, 64, 128]
+    replay = replayed(engine, tiny_checkpoint, texts[0], 0, rows)
     off = [float(max(copy.engine.mean() for copy in layer.values())) for layer in replay.errors]
     assert max(off[0], off[3]) < 0.01
     assert min(off[1:3]) > 0.015, "codes of the other layers are truncated"
@@ -148,20 +124,7 @@ def test_layers_that_the_policy_leaves_at_16_bits_are_skipped(
 
 
 def test_batches_steps_and_reused_prefixes_agree(fp8: VllmEngine, texts: list[list[int]]) -> None:
-    together = fp8.forced_together([(text, FIRST) for text in texts])
-    for rows, text in zip(together, texts, strict=True):
-        assert mean_kl(rows, fp8.forced(text, FIRST)) < 1e-3
-    (handle,), _ = fp8.prefill([texts[0][:FIRST]])
-    stepped = np.stack([fp8.decode([handle], [token])[0] for token in texts[0][FIRST : FIRST + 3]])
-    assert mean_kl(together[0][:3], stepped) < 1e-3
-    memory = fp8.memory()
-    assert memory.pool_bytes == fp8.policy.pool_bytes(fp8.shape, memory.pages) > 0
-    fp8.release([handle])
-    ((said),) = fp8.generate([texts[1][:FIRST]], 12, None)
-    assert fp8.forced([*texts[1][:FIRST], *said], FIRST).argmax(1).tolist()[:-1] == said[1:]
-    times = fp8.timed([text[:FIRST] for text in texts], 6)
-    assert (len(times.first_token_ms), len(times.step_ms)) == (2, 6)
-    assert times.memory.pool_bytes == fp8.policy.pool_bytes(fp8.shape, 4)
+    together = assert_batches_steps_and_answers_agree(fp8, texts, 1e-3)
     reused = fp8.forced_reusing([(text, FIRST) for text in texts])
     assert max(mean_kl(a, b) for a, b in zip(together, reused, strict=True)) < 1e-3
 
@@ -193,7 +156,7 @@ def test_the_loaded_engine_reads_the_scales_of_its_checkpoint(fp8: VllmEngine) -
 def test_the_canarys_scale_arrives_and_changes_what_is_read(
     bundles: dict[str, Path], texts: list[list[int]], vllm_python: str
 ) -> None:
-    engine = open_vllm(bundles["fp8"], vllm_python)
+    engine = open_engine(bundles["fp8"], vllm_python)
     before = engine.forced(texts[0], FIRST)
     engine.corrupt_key_scale(0.1)
     assert mean_kl(before, engine.forced(texts[0], FIRST)) > 0.05
@@ -237,7 +200,7 @@ def test_a_checkpoint_whose_scales_vllm_ignores_is_named_before_it_is_judged(
             for name in tensors:
                 del places[name]
 
-    engine = open_vllm(altered(bundles["fp8"], tmp_path / "bundle", lose), vllm_python)
+    engine = open_engine(altered(bundles["fp8"], tmp_path / "bundle", lose), vllm_python)
     with pytest.raises(GateRefusal, match=f"the engine does not use the scales of its checkpoint: {expected}"):
         audit_scales(engine, ())
     engine.close()
@@ -258,7 +221,7 @@ def test_modelopts_form_is_read_where_it_names_an_algorithm_and_its_scales_are_r
             tensors[theirs], places[theirs] = tensors.pop(name), places.pop(name)
 
     bundle = altered(bundles["fp8"], tmp_path / "bundle", modelopt)
-    found, engine = audit(bundle / CHECKPOINT), open_vllm(bundle, vllm_python)
+    found, engine = audit(bundle / CHECKPOINT), open_engine(bundle, vllm_python)
     if algorithm is None:
         assert found.problems == ["quant_algo is missing, without which it refuses the checkpoint"]
         with pytest.raises(UserError, match="Missing 'quant_algo' in quantization config"):
@@ -275,7 +238,7 @@ def test_modelopts_form_is_read_where_it_names_an_algorithm_and_its_scales_are_r
 
 def test_a_cpu_merges_the_scales_of_heads(bundles: dict[str, Path], vllm_python: str) -> None:
     """Its kernels take one number a layer: the largest of its heads."""
-    engine = open_vllm(bundles["fp8_head"], vllm_python)
+    engine = open_engine(bundles["fp8_head"], vllm_python)
     merged = r"8 merged \(layer 0 keys: \[0\.04, 0\.06\] was merged with others to the largest, 0\.06"
     with pytest.raises(GateRefusal, match=merged):
         audit_scales(engine, ())
@@ -283,7 +246,7 @@ def test_a_cpu_merges_the_scales_of_heads(bundles: dict[str, Path], vllm_python:
 
 
 def test_e5m2_runs_without_scales(bundles: dict[str, Path], texts: list[list[int]], vllm_python: str) -> None:
-    engine = open_vllm(bundles["fp8_e5m2"], vllm_python)
+    engine = open_engine(bundles["fp8_e5m2"], vllm_python)
     assert audit_scales(engine, ()) == []
     assert np.isfinite(engine.forced(texts[0], FIRST)).all()
     engine.close()

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_rows import mean_kl, two_stories
+from engine_rows import FIRST, mean_kl, two_stories
+from interpreter_bundles import KEY_SCALE, make_bundle, open_engine
 from quantized_checkpoints import quantize_checkpoint
 from safetensors import safe_open
-from vllm_bundles import KEY_SCALE, make_vllm_bundle, open_vllm
 
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.kv import Side
@@ -17,8 +17,6 @@ from stages.engines.interpreter.bundle import CHECKPOINT
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.model import round_inputs
 from stages.quantize.materialize import write_plain
-
-FIRST = 60
 
 
 @pytest.mark.parametrize(
@@ -35,9 +33,9 @@ def test_stored_weights_are_computed_with_as_they_are(
 ) -> None:
     quantize_checkpoint(tiny_checkpoint, tmp_path / "given", form)
     write_plain(inspect_checkpoint(tmp_path / "given"), tmp_path / "plain", lambda *_: None)
-    bundle = make_vllm_bundle(tmp_path / "given", tmp_path / "bundle", kv, vllm_python)
+    bundle = make_bundle("vllm", tmp_path / "given", tmp_path / "bundle", kv, vllm_python)
     story = two_stories(tiny_checkpoint)[0]
-    engine = open_vllm(bundle, vllm_python)
+    engine = open_engine(bundle, vllm_python)
     rows = engine.forced(story, FIRST)
     assert audit_scales(engine, ()) == []
     assert engine.delivery()[0].used[Side.KEY] == pytest.approx((KEY_SCALE if kv == "fp8" else 1.0,))

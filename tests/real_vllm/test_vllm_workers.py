@@ -9,24 +9,19 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import torch
-from engine_rows import mean_kl
+from engine_rows import KNOWN_LAYOUT, mean_kl, replayed
+from interpreter_bundles import KEY_SCALE, VALUE_SCALE, make_bundle, open_engine
 from shipped import SHIPPED
-from vllm_bundles import KEY_SCALE, KNOWN_LAYOUT, VALUE_SCALE, make_vllm_bundle, open_vllm
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Side
 from pipeline.verdict.delivery import audit_scales
-from stages.checkpoints import load_causal_lm
-from stages.engines.bundle import read_scales
-from stages.engines.oracle.engine import OracleEngine
 from stages.engines.vllm.engine import VllmEngine
 
 FIRST = 40
 TEXT = [int(token) for token in np.random.default_rng(0).integers(6, 1344, 90)]
 MANY = [(TEXT * 5, 8)] * 40
 """Requests that take a while."""
-BFLOAT16 = 2.0**-8
 
 
 class Left:
@@ -52,22 +47,16 @@ def test_each_worker_reads_the_scales_of_its_heads_and_both_compute_the_policy(
     tmp_path: Path, tiny_checkpoint: Path, vllm_python: str
 ) -> None:
     """One worker merges the two heads' scales on a CPU; two workers hold a head each."""
-    bundle = make_vllm_bundle(tiny_checkpoint, tmp_path / "two", "fp8_head", vllm_python, tensor_parallel_size=2)
+    bundle = make_bundle("vllm", tiny_checkpoint, tmp_path / "two", "fp8_head", vllm_python, tensor_parallel_size=2)
     policy = SHIPPED["fp8_head"]
-    engine = open_vllm(bundle, vllm_python)
+    engine = open_engine(bundle, vllm_python)
     (rows,) = engine.forced_together([(TEXT, FIRST)])
     assert audit_scales(engine, ()) == []
     assert engine.delivery()[0].used == {
         Side.KEY: pytest.approx((KEY_SCALE, KEY_SCALE * 1.5)),
         Side.VALUE: pytest.approx((VALUE_SCALE, VALUE_SCALE * 1.5)),
     }
-    oracle = OracleEngine.from_model(
-        load_causal_lm(tiny_checkpoint, dtype=torch.float32),
-        policy,
-        read_scales(bundle / "kv_scales.json", policy, engine.shape),
-    )
-    replay = oracle.replay(TEXT, [FIRST], engine.stored_request(0), rounding=BFLOAT16, reads_itself=True)
-    assert mean_kl(replay.logits, rows) < 10 * mean_kl(replay.logits, replay.disturbed) + 1e-6
+    replay = replayed(engine, tiny_checkpoint, TEXT, 0, rows, first=FIRST)
     assert max(float(copy.engine.max()) for layer in replay.errors for copy in layer.values()) < 0.2, "codes of both heads"
     memory = engine.timed([TEXT], 2).memory
     assert memory.pool_bytes == policy.pool_bytes(engine.shape, memory.pages), "the halves of both workers"

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gate_reports import CANARY_ROWS, CLASSES, GATES, answered, every_class, fidelity, gates, prose, row, verdict
+from gate_reports import CANARY_ROWS, CLASSES, GATES, answered, drafted, every_class, fidelity, gates, prose, row, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
 from test_conformance_gate import SOUND, engine, record, request
 from test_coverage import BAD, LARGER, probes
+from test_gates_served import served
 
 from pipeline.core.errors import UserError
 from pipeline.statistics.bets import OUTLIER
@@ -76,6 +77,7 @@ WITHIN_A_BIN = [
 OPEN_MEANS = {"max_mean_kl", "min_top10_overlap", "max_ppl_ratio", "max_rms_delta_p"}
 FAR_APART = [*prose(1), prose(2, context_tokens=1100, mean_kl=0.04)[1]]
 BLIND, ABSENT = (Canary(factor=0.1, rows=rows) for rows in (answered("retrieval", 8), []))
+UNDRAFTED = [r if i else r.model_copy(update={"acceptance": {}}) for i, r in enumerate(drafted(every_class(), 25))]
 STORED_WRONG = record(engine(*SOUND.requests, request(stored=3e-3)))
 
 CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
@@ -176,6 +178,24 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
         every_class(), {"probes": probes(candidate=LARGER)}, "FAIL", {"allocation"}, ""),
     "free generation with another scale": (
         every_class(), {"probes": probes(free=["sample a: ..."])}, "FAIL", {"free_answers"}, "sample a: ..."),
+    "drafts that a cache ruins although its answers are right": (
+        drafted(every_class(), 34), {"drafters": ["lookup"]}, "FAIL", {"max_acceptance_loss"},
+        "loss of acceptance length 0.2647, 99.81 % bound 0.2359, outside max_acceptance_loss (at most 0.1)",
+    ),
+    "drafts that a wider limit allows": (
+        drafted(every_class(), 34), {"drafters": ["lookup"], "gates": {"max_acceptance_loss": 0.4}}, "PASS", set(), ""),
+    "drafts of few answers": (
+        drafted(answered("copy", 8), 25), {"drafters": ["lookup"]}, "INCONCLUSIVE",
+        {"min_recovery", "max_ruined_share", "max_acceptance_loss", *OPEN_MEANS}, "",
+    ),
+    "an answer that was not drafted": (
+        UNDRAFTED, {"drafters": ["lookup"]}, "FAIL", {"max_acceptance_loss"}, "retrieval, drafts by lookup"),
+    "a server that shows nothing wrong": (
+        every_class(), {"served": served()}, "INCONCLUSIVE", {"reuse"},
+        "98.00% of the probability, so that the KL is a lower bound; 90.0% of the prompts' tokens came",
+    ),
+    "a lower bound above a limit": (
+        every(1, mean_kl=1.0, max_kl=2.0), {"served": served()}, "FAIL", {"max_mean_kl", "max_ruined_share", "reuse"}, ""),
 }  # fmt: skip
 
 

@@ -26,26 +26,10 @@ def served(canary_url: str | None = "http://host:8002", **changes: object) -> Se
     return Served(candidate=seen(**changes), baseline=seen(), top_logprobs=20, canary_url=canary_url)
 
 
-def test_a_server_that_shows_nothing_wrong_is_inconclusive_for_reuse_alone() -> None:
-    rows = every_class()
-    assert verdict(rows).status == "PASS"
-    decided = verdict(rows, served=served())
-    assert decided.status == "INCONCLUSIVE"
-    assert [check.gate for check in decided.checks if check.status == "INCONCLUSIVE"] == ["reuse"]
-    assert "98.00% of the probability, so that the KL is a lower bound; 90.0% of the prompts' tokens came" in decided.reasons[0]
-
-
 def test_a_lower_bound_within_a_limit_warns_and_exact_figures_pass() -> None:
     checks = {check.gate: check.status for check in verdict(every_class(), served=served()).checks}
     assert {checks[gate] for gate in ("max_mean_kl", "max_ruined_share", "max_p999_kl")} == {"WARNING"}
     assert {checks[gate] for gate in ("min_top10_overlap", "max_ppl_ratio", "accuracy")} == {"PASS"}
-
-
-def test_a_lower_bound_above_a_limit_fails() -> None:
-    rows = [row.model_copy(update={"mean_kl": 1.0, "max_kl": 2.0}) for row in every_class()]
-    decided = verdict(rows, served=served())
-    assert decided.status == "FAIL"
-    assert {check.status for check in decided.checks if check.gate == "max_mean_kl"} == {"FAIL"}
 
 
 def test_without_a_corrupted_server_the_canary_is_open_and_with_a_blind_one_it_fails() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.statistics.bootstrap import pooled_slope, resampled_sums
+from pipeline.statistics.bootstrap import resampled_sums
 from pipeline.statistics.bounds import EVENT_CORRELATION
 from pipeline.statistics.paired import (
     EXACT_LIMIT,
@@ -129,29 +129,3 @@ def test_bootstrap_by_document_has_the_variance_of_documents() -> None:
     by_sample = resampled_sums(values, [str(i) for i in range(200)])[:, 0] / 200
     assert by_document.std() == pytest.approx(level.std() / math.sqrt(50), rel=0.15)
     assert by_sample.std() == pytest.approx(level.std() / math.sqrt(200), rel=0.15)
-
-
-def test_the_slope_ignores_the_levels_of_workloads() -> None:
-    x = np.array([0.1, 0.2, 0.3, 1.1, 1.2, 1.3])
-    y = np.array([5.0, 5.2, 5.4, 0.2, 0.4, 0.6])  # both rise by 2 per unit; a common line would fall
-    groups = ["a"] * 3 + ["b"] * 3
-    slope, replicates = pooled_slope(x, y, np.ones(6), groups, [str(i) for i in range(6)])
-    assert slope == pytest.approx(2.0)
-    assert np.nanmedian(replicates) == pytest.approx(2.0)
-
-
-def test_the_slope_agrees_with_scipy() -> None:
-    from scipy.stats import linregress
-
-    rng = np.random.default_rng(0)
-    x = rng.random(200)
-    y = 0.3 * x + rng.normal(size=200) * 0.1
-    slope, replicates = pooled_slope(x, y, np.ones(200), ["a"] * 200, [str(i) for i in range(200)])
-    expected = linregress(x, y)
-    assert slope == pytest.approx(expected.slope)
-    assert replicates.std() == pytest.approx(expected.stderr, rel=0.2)
-
-
-def test_one_context_length_has_no_slope() -> None:
-    slope, _ = pooled_slope(np.ones(3), np.arange(3, dtype=np.float64), np.ones(3), ["a"] * 3, ["1", "2", "3"])
-    assert math.isnan(slope)

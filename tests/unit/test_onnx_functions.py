@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 from attention_cases import FLOATS, AttentionCase, Heads
-from format_cases import add_int2
+from format_cases import add_int2, name
 from onnx import helper
 from shipped import SHIPPED
 
@@ -46,8 +46,8 @@ def quantize(x: np.ndarray, form: Format, static: SideScales | None = None, comp
     constants = {} if static is None else codec.constant_values(KVScales(layers=({Side.KEY: static},)), 0)
     bound = {"x": np.ascontiguousarray(x.astype(FLOATS[compute])), **constants}
     session = GraphSession(Path("quantize.onnx"), 1, model=model)
-    for name, values in bound.items():
-        session.bind_input(name, values)
+    for given, values in bound.items():
+        session.bind_input(given, values)
     stored = [session.output(name, (*x.shape[:3], width), storage.numpy) for name, (storage, width) in codec.arrays.items()]
     session.run()
     return stored
@@ -77,13 +77,6 @@ NVFP4S = [SHIPPED["nvfp4"].key.model_copy(update={"block_scale": choice, "rotati
           for choice in ("max", "4over6") for rotation in ("none", "hadamard")]  # fmt: skip
 
 
-def names(form: Format) -> str:
-    chosen = "" if form.block_scale == "none" else form.block_scale
-    rotated = "" if form.rotation == "none" else "rotated"
-    parts = [form.dtype, form.granularity, chosen, "" if form.symmetric else "asym", rotated]
-    return "_".join(filter(None, parts))
-
-
 def assert_stores_what_the_oracle_stores(form: Format, compute: Compute = "float32") -> None:
     """Bit for bit; a rotation is a sum of channels, whose order may move a value over the border between two codes."""
     rng = np.random.default_rng(0)
@@ -102,12 +95,12 @@ def assert_stores_what_the_oracle_stores(form: Format, compute: Compute = "float
         assert same.mean() > 0.998 if form.rotation != "none" else same.all()
 
 
-@pytest.mark.parametrize("form", [*FORMATS, *NVFP4S, TURBOQUANT], ids=names)
+@pytest.mark.parametrize("form", [*FORMATS, *NVFP4S, TURBOQUANT], ids=name)
 def test_a_format_stores_what_the_oracle_stores(form: Format) -> None:
     assert_stores_what_the_oracle_stores(form)
 
 
-@pytest.mark.parametrize("form", [*FORMATS[::3], *NVFP4S, TURBOQUANT], ids=names)
+@pytest.mark.parametrize("form", [*FORMATS[::3], *NVFP4S, TURBOQUANT], ids=name)
 def test_what_is_stored_of_bfloat16_numbers_is_rounded_once_from_float32(form: Format) -> None:
     assert_stores_what_the_oracle_stores(form, "bfloat16")
 
@@ -131,7 +124,7 @@ def test_attention_of_bfloat16_activations_is_the_one_in_float32_rounded_once(to
     np.testing.assert_array_equal(found.astype(np.float32), attended.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
-@pytest.mark.parametrize("form", NVFP4S[::2], ids=names)
+@pytest.mark.parametrize("form", NVFP4S[::2], ids=name)
 def test_nvfp4_is_rounded_in_float32_where_the_graph_computes_in_float16(form: Format) -> None:
     assert_stores_what_the_oracle_stores(form, "float16")
 

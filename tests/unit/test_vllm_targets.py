@@ -7,8 +7,8 @@ from unittest.mock import MagicMock
 
 import pytest
 from fake_interpreter import make_interpreter
+from interpreter_bundles import config_of
 from shipped import SHIPPED, conf
-from vllm_bundles import config_of
 
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
@@ -58,7 +58,7 @@ def test_a_release_that_is_too_old_is_refused_with_the_one_that_is_needed(tmp_pa
 )
 def test_a_policy_is_the_type_of_vllms_cache_that_means_it_with_layers_skipped(kv: str, dtype: str) -> None:
     policy = KVPolicy.model_validate({**conf("kv", kv), "overrides": [{"layers": [3, 10], **EXACT}]})
-    assert cache_dtype(policy, config_of("python")) == dtype
+    assert cache_dtype(policy, config_of("vllm", "python")) == dtype
     assert skipped_layers(policy) == ["10", "3"]
 
 
@@ -72,7 +72,7 @@ def test_a_policy_is_the_type_of_vllms_cache_that_means_it_with_layers_skipped(k
 def test_a_policy_that_is_none_of_its_types_is_refused(changes: dict[str, object], expected: str) -> None:
     policy = KVPolicy.model_validate({**conf("kv", "vllm_k8v4"), **changes})
     with pytest.raises(UserError, match=expected):
-        cache_dtype(policy, config_of("python"))
+        cache_dtype(policy, config_of("vllm", "python"))
 
 
 def test_layers_that_vllm_skips_by_itself_have_to_be_said() -> None:
@@ -94,7 +94,7 @@ def test_a_type_that_release_or_machine_lack_is_refused_by_its_reason() -> None:
         (refusing, r"kv=fp8: a cache of type fp8_e4m3 cannot run here \(it needs AVX-512\)"),
     ):
         with pytest.raises(UserError, match=f"^{expected}"):
-            refuse_dtype(config_of("python"), SHIPPED["fp8"], "fp8_e4m3", here)
+            refuse_dtype(config_of("vllm", "python"), SHIPPED["fp8"], "fp8_e4m3", here)
 
 
 def test_workers_that_cannot_share_heads_or_have_no_gpus_are_refused() -> None:
@@ -104,11 +104,11 @@ def test_workers_that_cannot_share_heads_or_have_no_gpus_are_refused() -> None:
         expected = f"backend.tensor_parallel_size=3: does not divide the model's {named}; use a divisor"
         with pytest.raises(UserError, match=expected):
             check_split(3, q_heads, kv_heads)
-    check_judging(config_of("python", tensor_parallel_size=2), interpreter())
+    check_judging(config_of("vllm", "python", tensor_parallel_size=2), interpreter())
     with pytest.raises(
         MissingRequirement, match=r"tensor_parallel_size=2: an evaluation runs on as many GPUs, .* shows 0; build"
     ):
-        check_judging(config_of("python", tensor_parallel_size=2), interpreter(platform="cuda"))
+        check_judging(config_of("vllm", "python", tensor_parallel_size=2), interpreter(platform="cuda"))
 
 
 @pytest.mark.parametrize(

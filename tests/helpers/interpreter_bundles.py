@@ -1,0 +1,64 @@
+"""Bundles of backends whose library runs in an interpreter of its own: of the tiny model, without ModelOpt's seconds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shipped import SHIPPED, conf
+from trtllm_exports import LAYERS
+
+from pipeline.core.backends import backend_configs
+from pipeline.core.kv import KVPolicy
+from pipeline.core.records import no_progress
+from pipeline.core.scales import SCALES_FILE
+from pipeline.loading import open_backend
+
+KEY_SCALE, VALUE_SCALE = 0.04, 0.02
+SMALL: dict[str, dict[str, Any]] = {
+    "llamacpp": {"n_ctx": 512, "n_seq_max": 3, "n_batch": 96, "threads": 1},
+    "sglang": {"context_length": 512, "request_timeout_s": 120},
+    "trtllm": {"max_seq_len": 512, "max_input_len": 500, "request_timeout_s": 60, "build_timeout_s": 60},
+    "vllm": {
+        "max_model_len": 512, "max_num_batched_tokens": 512, "kv_cache_gib": 0.05, "threads": 1, "request_timeout_s": 300
+    },
+}  # fmt: skip
+
+
+def config_of(backend: str, python: str | None, **changes: Any) -> Any:
+    """The configuration that ships, for the tiny model."""
+    return backend_configs()[backend].model_validate(
+        {**conf("backend", backend), "python": python, **SMALL[backend], **changes}
+    )
+
+
+def write_scales(path: Path, policy: KVPolicy, heads: int = 2) -> Path:
+    """A kv_scales.json for any of the policies that vLLM holds."""
+    layers = []
+    for layer in range(LAYERS):
+        sides = {}
+        for side, form in policy.sides(layer).items():
+            if form.static:
+                scale = 1.0 if form.scale == "uncalibrated" else KEY_SCALE if side.is_key else VALUE_SCALE
+                count = heads if form.granularity == "per_head" else 1
+                sides[side.value] = {"scale": [scale * (1 + 0.5 * i) for i in range(count)]}
+        layers.append(sides)
+    path.write_text(json.dumps({"layers": layers}), encoding="utf-8")
+    return path
+
+
+def make_bundle(backend: str, source: Path, out: Path, kv: str | KVPolicy, python: str, **changes: Any) -> Path:
+    """A bundle, as the chain builds it, of a checkpoint or of exports with their scales."""
+    policy = SHIPPED[kv] if isinstance(kv, str) else kv
+    out.mkdir(parents=True)
+    scales = source / SCALES_FILE
+    if not scales.is_file():
+        scales = write_scales(out.with_suffix(".scales.json"), policy)
+    config = config_of(backend, python, **changes)
+    open_backend(config).build(source, out, policy=policy, scales=scales, progress=no_progress)
+    return out
+
+
+def open_engine(bundle: Path, python: str) -> Any:
+    """The engine of a bundle that `make_bundle` made."""
+    backend = json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))["backend"]
+    return open_backend(config_of(backend, python)).load(bundle)
