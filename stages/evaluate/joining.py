@@ -88,7 +88,7 @@ def join(
         canary=own.canary,
         system=own.system,
         baseline_system=base.system,
-        compaction=metrics.compaction([pair for record in records for pair in record.checks]),
+        compaction=metrics.compaction([kl for record in records for kl in record.missed]),
         conformance=conformance,
         candidate_noise=own.noise,
         coverage=_coverage([*(record.coverage for record in records), own.coverage]),

@@ -40,8 +40,8 @@ class Measured(BaseModel):
     samples_digest: str
     vocab_size: int
     policy: str
-    checks: list[tuple[float | None, float | None]]
-    """The KL over the vocabulary and that over the head, of the tokens whose whole distribution is known."""
+    missed: list[float | None]
+    """KL over the vocabulary, less that over the head, of each token whose whole distribution is known."""
     coverage: Exercised | None = None
     conformance: EngineConformance | None = None
     """Of the first round, where the engine has a twin."""

@@ -147,7 +147,7 @@ def ask(
                 )
             agrees = said == token and contradiction is None
     kept = None if answer is None else tuple(answer)
-    result = SampleResult(statistics, kept, np.zeros((0, 2)), Exercised(), seen)
+    result = SampleResult(statistics, kept, np.zeros(0), Exercised(), seen)
     return Asked(result, own, contradiction)
 
 
