@@ -60,7 +60,7 @@ class ResultFolder:
     def save(self, sample: int, result: SampleResult, heads: SampleHeads | None) -> None:
         """Save what came of a sample; `heads` are the baseline's."""
         arrays: dict[str, npt.NDArray[np.generic]] = {
-            **{f"statistics/{item.name}": getattr(result.statistics, item.name) for item in fields(StepStatistics)},
+            **{f"statistics/{name}": array for name, array in vars(result.statistics).items()},
             "trace": np.array(astuple(result.trace), np.int64),
             "missed": result.missed,
         }
