@@ -42,7 +42,8 @@ def replayed(
     """The oracle over what the engine stored of a request: its logits are the engine's `rows` but for rounding."""
     model = load_causal_lm(checkpoint, dtype=torch.float32)
     oracle = OracleEngine.from_model(model, engine.policy, engine._scales)
-    replay = oracle.replay(text, [first], engine.stored_request(number), rounding=rounding, reads_itself=True)
+    oracle.reads_itself = True
+    replay = oracle.replay(text, [first], engine.stored_request(number), rounding=rounding)
     assert mean_kl(replay.logits, rows) < 10 * mean_kl(replay.logits, replay.disturbed) + floor, "it reads what it stored"
     return replay
 

@@ -206,8 +206,6 @@ class OracleEngine(ChunkedEngine):
         caches: Sequence[Mapping[Side, StoredCopy]],
         *,
         rounding: float,
-        prefill_chunk: int | None = None,
-        reads_itself: bool = False,
     ) -> Replay:
         """Compute a whole sequence at once over the cache that another engine stored of it; no sequence stays behind.
 
@@ -216,15 +214,13 @@ class OracleEngine(ChunkedEngine):
             pieces: Tokens of each piece of its prompt that was prefilled by itself; what follows was decoded.
             caches: What the engine shows of each layer, in this policy's formats; empty to read this engine's own codes.
             rounding: How far the output of a layer may be off, relative to its root mean square.
-            prefill_chunk: Tokens of one prefill run of that engine.
-            reads_itself: Whether that engine reads every token from its cache, the one that attends included.
 
         Returns:
             Logits of the tokens after the pieces, without and with layers that are off; and the errors of what was stored.
         """
         first = sum(pieces)
         fed = Fed(tokens, [*((piece, False) for piece in pieces), (len(tokens) - first, True)])
-        spans = fed.spans(prefill_chunk or self.prefill_chunk, itself=reads_itself)
+        spans = fed.spans(self.prefill_chunk, itself=self.reads_itself)
         tape = Tape(self.policy, self.storages, caches)
         views: list[View]
         if self._keeps_heavy:

@@ -53,7 +53,13 @@ class Shifted(Storage):
 
 
 def relatives(twin: OracleEngine) -> Iterator[tuple[str, OracleEngine]]:
-    """Yield the relatives of an oracle's policy, each with what it does instead, said of its engine."""
+    """Yield the relatives of an oracle's policy, which run prompts as the oracle does, with what is said of their engine."""
+    for what, relative in _relatives(twin):
+        relative.prefill_chunk, relative.reads_itself = twin.prefill_chunk, twin.reads_itself
+        yield what, relative
+
+
+def _relatives(twin: OracleEngine) -> Iterator[tuple[str, OracleEngine]]:
     storages = twin.storages
 
     def like(changed: list[LayerStorage]) -> OracleEngine:

@@ -28,7 +28,7 @@ def explained(twin: Twin, item: EncodedSample, logits_RV: Logits, twin_kl: float
     """Return the relative of the policy that is closest to an engine; None where none is much closer than the twin."""
     found = []
     for what, relative in relatives(twin.engine):
-        kl = finite(_kl_of_relative(twin, relative, item, logits_RV))
+        kl = finite(_kl_of_relative(relative, item, logits_RV))
         if kl is not None and (twin_kl is None or kl * CLOSER < twin_kl):
             found.append(Explanation(what=what, kl=kl))
     return min(found, key=lambda explanation: explanation.kl, default=None)
@@ -56,12 +56,11 @@ def explained_by_codes(
     if not found:
         return None
     _, what, relative = min(found, key=lambda part: part[0])
-    kl = finite(_kl_of_relative(twin, relative, item, logits_RV))
+    kl = finite(_kl_of_relative(relative, item, logits_RV))
     return None if kl is None else Explanation(what=what, kl=kl)
 
 
-def _kl_of_relative(twin: Twin, relative: OracleEngine, item: EncodedSample, logits_RV: Logits) -> float:
-    relative.reads_itself = twin.engine.reads_itself
+def _kl_of_relative(relative: OracleEngine, item: EncodedSample, logits_RV: Logits) -> float:
     rows = relative.forced([*item.prompt, *item.reference[:-1]], len(item.prompt) - 1)
     return float(kl_of_logits(rows, logits_RV).mean())
 

@@ -71,11 +71,4 @@ class Twin:
 
         Arguments: `stages.engines.oracle.engine.OracleEngine.replay`.
         """
-        return (oracle or self.engine).replay(
-            tokens,
-            pieces,
-            caches,
-            rounding=self.rounding,
-            prefill_chunk=self.engine.prefill_chunk,
-            reads_itself=self.engine.reads_itself,
-        )
+        return (oracle or self.engine).replay(tokens, pieces, caches, rounding=self.rounding)
