@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -82,18 +83,11 @@ def test_a_page_that_leaves_too_early_for_a_fork_or_is_never_free_again_is_caugh
 
 def test_the_torch_engine_steps_through_its_own_pages_and_passes(model: Any) -> None:
     engine, twin = (make_oracle(model, BY_NAME["evicted_ages"], KVShape(layers=2, kv_heads=2, head_dim=64)) for _ in range(2))
-    stepped: list[int] = []
-    decode = engine.decode
-
-    def counted(sequences: Sequence[int], tokens: Sequence[int]) -> Any:
-        stepped.append(len(sequences))
-        return decode(sequences, tokens)
-
-    engine.decode = counted  # type: ignore[method-assign]
+    engine.decode = decode = Mock(wraps=engine.decode)  # type: ignore[method-assign]
     found = probe(engine, Twin(twin, "float32"), SMALL, 4, 150, no_progress)
     assert found.failures == []
     assert found.allocation.problem is None
-    assert {1, 4, 6} <= set(stepped)
+    assert {1, 4, 6} <= {len(step.args[0]) for step in decode.call_args_list}
     assert found.forks == 0
 
 
@@ -161,15 +155,10 @@ def test_a_fault_where_samples_do_not_lead_is_named(
 def test_only_the_scenes_that_deviate_are_played_again(int8: Path, twin: Twin) -> None:
     engine: Any = load_engine(int8, threads=1)
     FAULTS["second_turn_one_early"].plant(engine)
-    generate, calls, ended = engine.generate, list[int](), list[int]()
-
-    def counted(prompts: Sequence[Any], *given: Any, **options: Any) -> Any:
-        calls.append(len(prompts))
-        return generate(prompts, *given, **options)
-
-    engine.generate = counted
+    engine.generate = Mock(wraps=engine.generate)
+    ended = list[int]()
     probe(engine, twin, SMALL, 4, 150, lambda _, scenes, __: ended.append(scenes))
-    assert (ended.count(0), len(calls)) == (4, 1), "the batch alone asks for free answers"
+    assert (ended.count(0), engine.generate.call_count) == (4, 1), "the batch alone asks for free answers"
 
 
 def test_only_what_is_influenced_is_called_isolation(int8: Path, twin: Twin) -> None:
