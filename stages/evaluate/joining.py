@@ -48,7 +48,6 @@ def join(
     *,
     engine: str,
     baseline: str,
-    graph: str | None = None,
 ) -> Evaluation:
     """Join the rounds that ran, from the first on, into the report.
 
@@ -59,7 +58,6 @@ def join(
         config: Context bins and drafters.
         engine: Digest of the candidate's bundle, which the report cites.
         baseline: Of the baseline engine's bundle.
-        graph: Of the decode graph that the candidate runs or its plan was built from; None for an engine without a graph.
     """
     asked = [base.scored(encoded.round(number)) for number, (base, _) in enumerate(rounds, start=1)]
     columns = [list(zip(asked, part, strict=True)) for part in zip(*rounds, strict=True)]
@@ -80,7 +78,6 @@ def join(
         schema_version=SCHEMA_VERSION,
         policy=first.policy,
         engine_digest=engine,
-        graph_digest=graph,
         baseline_digest=baseline,
         workloads_digest=encoded.digest,
         samples=len(rows),

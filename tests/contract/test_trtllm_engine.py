@@ -55,9 +55,7 @@ def test_prompts_beyond_the_bound_start_together_so_that_the_library_has_all_of_
     alone = [engine.generate([prompt], limit, None)[0] for prompt, limit in zip(prompts, limits, strict=True)]
     engine._call = call = Mock(wraps=engine._call)
     assert engine.generate(prompts, limits, None, max_sequences=2) == alone
-    assert call.call_count == 2 * 2 + 1, (
-        "of each two the prompts, and then what they decode; the last one needs no step"
-    )
+    assert call.call_count == 2 * 2 + 1, "of each two the prompts, and then what they decode; the last one needs no step"
     assert engine.memory().live_tokens == 0
     engine.close()
 

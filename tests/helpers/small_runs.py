@@ -58,13 +58,6 @@ def build(work: Path, checkpoint: Path, policy: str) -> tuple[Artifact, Artifact
 
 def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None = None) -> Ended:
     """Judge and register one policy, as a command of one job."""
-    ended = judge(work, checkpoint, policy, sweep, uri)
-    summary.finish(work, sweep, 0)
-    return ended
-
-
-def judge(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None) -> Ended:
-    """Judge and register one policy."""
     opened = open_tracking(work, uri)
     with opened.candidate(sweep, policy, "onnxruntime", {"kv": {"name": policy}}) as run:
         quantized, engine = build(work, checkpoint, policy)
@@ -89,6 +82,7 @@ def judge(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None
         candidate = candidate_in(judged.path, policy, "PASS", {**FIGURES, "memory/max_live_tokens": tokens})
         done = opened.conclude(run, candidate)
     summary.record(work, sweep, done)
+    summary.finish(work, sweep, 0)
     assert done.registration is not None
     digests = {artifact.stage: artifact.digest for artifact in (quantized, engine, measured, judged)}
     return Ended(digests, done.verdict, done.registration.model_version)

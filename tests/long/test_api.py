@@ -3,7 +3,6 @@
 import os
 import re
 import runpy
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -214,27 +213,6 @@ def _policy(bundle: Path) -> str:
 def test_a_prompt_and_an_answer_that_the_model_was_not_made_for_are_refused(judged: Evaluation) -> None:
     with load(judged.bundle, threads=1) as engine, pytest.raises(UserError, match="that the model was made for"):
         engine.generate(ASKED, 40_000)
-
-
-def test_what_is_no_engine_is_refused(judged: Evaluation, tmp_path: Path) -> None:
-    for place, options, expected in (
-        (tmp_path / "none", {}, "no such directory"),
-        (tmp_path, {}, "holds neither bundle.json nor identity.json"),
-        (judged.bundle, {"kv": "fp8"}, "give keys of backend.* alone"),
-        (judged.bundle, {"backend.treads": 2}, "backend.treads: unknown key, did you mean threads?"),
-        (judged.bundle, {"threads": 0}, "backend.threads: input should be greater than or equal to 1"),
-    ):
-        with pytest.raises(UserError, match=re.escape(expected)):
-            load(place, **options)
-    altered = shutil.copytree(judged.bundle, tmp_path / "altered")
-    (altered / "weights.bin").unlink()
-    (altered / "weights.bin").write_bytes(b"")
-    with pytest.raises(UserError, match="is not the file that was built"):
-        load(altered)
-    (altered / "bundle.json").unlink()
-    (altered / "bundle.json").write_text('{"backend": "openai"}')
-    with pytest.raises(UserError, match="records a server, and has no engine"):
-        load(altered)
 
 
 @pytest.mark.parametrize("name", ["tiny", "kvgate-tiny"])

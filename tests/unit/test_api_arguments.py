@@ -1,5 +1,6 @@
 """What a call from Python is given wrongly is one exception, before anything is loaded."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +73,25 @@ def test_what_is_no_path_and_no_model_is_named(given: Any) -> None:
         load(given)
     with pytest.raises(UserError, match=f"model={given}: is no model; give the registered one, or the checkpoint"):
         champion(given)
+
+
+@pytest.mark.parametrize(
+    ("place", "options", "said"),
+    [
+        ("none", {}, "no such directory"),
+        (".", {}, "holds neither bundle.json nor identity.json"),
+        ("server", {}, "backend=openai records a server, and has no engine"),
+        ("engine", {"kv": "fp8"}, "give keys of backend.* alone"),
+        ("engine", {"backend.treads": 2}, "backend.treads: unknown key, did you mean threads?"),
+        ("engine", {"threads": 0}, "backend.threads: input should be greater than or equal to 1"),
+    ],
+)
+def test_what_is_no_engine_is_refused(place: str, options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    for name, backend in (("server", "openai"), ("engine", "onnxruntime")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "bundle.json").write_text(json.dumps({"backend": backend}))
+    with refused(UserError, "", said):
+        load(tmp_path / place, **options)
 
 
 def test_a_champion_is_found_by_a_path_as_well(tmp_path: Path) -> None:

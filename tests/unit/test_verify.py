@@ -158,7 +158,7 @@ def test_a_verdict_by_older_rules_is_not_compared_and_says_what_to_do(copy: Path
 def test_a_report_that_other_rules_wrote_is_not_read_and_its_rules_are_named(evidence: Path, tmp_path: Path) -> None:
     """What a report holds changes with the rules: this one lacks a field, and has one that is gone."""
     copy = exported(evidence, tmp_path / "identity" / "older", *ALL)
-    edit(copy / "report.json", lambda report: (report.pop("canary"), report.update(cells={})))
+    edit(copy / "report.json", lambda report: (report.pop("probes"), report.update(cells={})))
     written = {"report.json": file_digest(copy / "report.json")}
     resealed(copy, "evaluation", lambda link: link["files"].update(written))
     edit(copy / IDENTITY_FILE, lambda identity: identity["verdict"].update(rules=RULES - 1))
