@@ -96,12 +96,6 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
     return Ground(work, store)
 
 
-@pytest.fixture
-def copied(ground: Ground, tmp_path: Path) -> Path:
-    """A copy of its artifacts, to do anything to."""
-    return Path(shutil.copytree(ground.artifacts, tmp_path / "artifacts", symlinks=True))
-
-
 def contents(folder: Path) -> dict[str, tuple[int, str]]:
     return {str(p.relative_to(folder)): (p.stat().st_mtime_ns, file_digest(p)) for p in folder.rglob("*") if p.is_file()}
 
@@ -184,7 +178,8 @@ def test_what_mlflow_said_of_a_sqlite_file_is_kept_until_the_file_changes(
     assert read_registered(location, set()) == [], "another question is asked"
 
 
-def test_a_prune_that_is_killed_leaves_whole_artifacts_and_the_next_one_ends_it(ground: Ground, copied: Path) -> None:
+def test_a_prune_that_is_killed_leaves_whole_artifacts_and_the_next_one_ends_it(ground: Ground, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(ground.artifacts, tmp_path / "artifacts", symlinks=True))
     whole = ground.plan("prune.keep_sweeps=1").gone
     needed = {one.place for one in walk(ground.artifacts)} - {one.place for one in whole}
 
