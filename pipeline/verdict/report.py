@@ -234,16 +234,12 @@ class SystemMetrics(Record):
 
 
 class Compaction(Record):
-    """What storing heads of the baseline's distributions instead of all of them costs: both KLs on some scored tokens."""
+    """What storing heads of the baseline's distributions instead of all of them costs, on some scored tokens."""
 
     tokens: int
     """Scored tokens whose whole distribution was kept as well."""
-    kl_full: Number
-    """Mean KL over the vocabulary."""
-    kl_head: Number
-    """Mean KL of the same tokens over head and rest, which is never more but for rounding."""
     difference: Number
-    """kl_full - kl_head."""
+    """Mean KL over the vocabulary, less that over head and rest, which is never more but for rounding."""
 
 
 class EvaluationReport(Record):
