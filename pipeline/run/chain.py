@@ -16,7 +16,7 @@ from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.core.engine import Engine
 from pipeline.core.kv import FP16_POLICY, PAGE_TOKENS, KVPolicy
 from pipeline.core.records import Progress, Sample, give_back
-from pipeline.evidence.identity import Link, Role, answers_input, make_identity, read_bundle, round_input, write_identity
+from pipeline.evidence.identity import Link, Role, answers_input, make_identity, round_input, write_identity
 from pipeline.loading import open_backend
 from pipeline.run.building import BuildChain
 from pipeline.terminal import console
@@ -213,8 +213,8 @@ class Chain(BuildChain):
         names = [(answers_input(number), round_input(number)) for number in ran]
         rounds = [(read_round(made[answers].path), read_round(made[own].path)) for answers, own in names]
         once = Once.read(made["baseline_once"].path), Once.read(made["once"].path)
-        graph, config = read_bundle(engine.path).get("graph_digest"), self.config.workloads
-        return join(self._encoded, rounds, once, config, engine=engine.digest, baseline=baseline.digest, graph=graph)
+        config = self.config.workloads
+        return join(self._encoded, rounds, once, config, engine=engine.digest, baseline=baseline.digest)
 
     def _is_decided(self, made: Mapping[str, Artifact]) -> bool:
         """Whether the gates want no round after those that ran."""

@@ -169,7 +169,7 @@ def _judged(
     except UserError as error:
         yield replace(judged, problem=str(error))
         return
-    probe = report.probes.candidate if report.probes is not None else None
+    probe = report.probes.candidate
     exercised = report.coverage or Exercised()
     kl_mean = report.overall.fidelity.kl_mean
     yield replace(

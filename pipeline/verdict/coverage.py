@@ -55,12 +55,11 @@ class Allocation(Record):
     exact_unit_bytes: int
     """What the policy claims for the exact tokens of one sequence: `exact_bytes` is a multiple of it."""
     window_bytes: int
-    window_pages: int | None = None
-    """None in older reports."""
+    window_pages: int
     window_unit_bytes: int
     """What the policy claims for the second copy of one page."""
     process: "ProcessMemory | None" = None
-    """None where the cache is not this process's, and in older reports."""
+    """None where the cache is not this process's, and where the process's memory cannot be read."""
 
     @property
     def problem(self) -> str | None:
@@ -71,7 +70,7 @@ class Allocation(Record):
         size, unit = self.exact_bytes, self.exact_unit_bytes
         if size % unit if unit else size:
             return f"{size} bytes are allocated for the exact tokens, the policy claims {unit} each"
-        if self.window_pages is not None and self.window_bytes != (claimed := self.window_pages * self.window_unit_bytes):
+        if self.window_bytes != (claimed := self.window_pages * self.window_unit_bytes):
             return f"{self.window_bytes} bytes are allocated for the window, the policy claims {claimed}"
         if self.process is not None and self.process.excess_mib and not self.process.unsure:
             return f"the process grows by {self.process.excess_mib:.1f} MiB more than the policy claims for {self.process}"
@@ -134,13 +133,13 @@ class Probe(Record):
     """Decoded tokens and prompts that were compared with the twin."""
     failures: list[str]
     allocation: Allocation
-    together: int | None = None
-    """Tokens that several sequences of its largest batch held at once; null in older reports."""
-    prompts: int = 0
+    together: int
+    """Tokens that several sequences of its largest batch held at once."""
+    prompts: int
     """Prompts, and later chunks of them, whose logits were compared."""
-    turns: int = 0
+    turns: int
     """Later chunks of sequences that had decoded."""
-    prefixes: int = 0
+    prefixes: int
     """Prompts that began like one before, on an engine that keeps beginnings."""
 
     def __str__(self) -> str:
@@ -238,7 +237,7 @@ class Pressure(Record):
 
 
 class EngineProbes(Record):
-    """What random tokens and free answers say of both engines. Reports from before it lack it."""
+    """What random tokens and free answers say of both engines."""
 
     candidate: Probe | None
     """None where no twin could be opened."""
@@ -261,7 +260,7 @@ class Limits(Record):
     tokens: int | None = None
     batch: int | None = None
     decoded: int | None = None
-    """Most tokens that a sequence decoded; null where a report does not say."""
+    """Most tokens that a sequence decoded; null without a stress probe."""
     acts: tuple[str, ...] = ()
     """What sequences did besides: turns, forks, reused prefixes."""
 
@@ -292,26 +291,24 @@ class Limits(Record):
         return None
 
 
-def covered(samples: Exercised | None, probes: EngineProbes | None) -> Limits | None:
-    """Return how far a verdict holds; None for reports that do not say.
+def covered(samples: Exercised | None, probes: EngineProbes) -> Limits | None:
+    """Return how far a verdict holds; None for a server, of whose steps nothing is seen.
 
     Tokens are those of the samples: quality at a length shows on samples of that length alone. A batch changes no quality, so
     that the probe's counts as well, where several of its sequences were as long.
     """
     if samples is None:
         return None
-    probe = probes.candidate if probes is not None else None
+    probe = probes.candidate
     tokens, batch = samples.longest_context, samples.batch
     if probe is None:
         return Limits(tokens=tokens, batch=batch)
-    if probe.together is None:
-        return Limits(tokens=tokens, batch=max(batch, probe.batch))
     as_long = -(-probe.together // PAGE_TOKENS) >= -(-tokens // PAGE_TOKENS)  # whole pages: their offsets were visited
     acts = (
         ("turns", probe.turns),
         ("forks", probe.forks + samples.forks),
         ("reused prefixes", probe.prefixes),
-        ("a full pool", probes.pressure.preempted if probes is not None and probes.pressure is not None else 0),
+        ("a full pool", probes.pressure.preempted if probes.pressure is not None else 0),
     )
     return Limits(
         tokens=tokens,

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from pipeline.verdict.conformance import ComparedRequest, Conformance
 from pipeline.verdict.coverage import EngineProbes, Exercised, Limits, covered
@@ -86,7 +86,7 @@ class SampleRow(Record):
     """By drafter, of its two answers."""
     baseline_probability: Probability = None
     """Probability of the right answer under the baseline: the product over the scored tokens. Null for samples without one,
-    where a token's is not finite, and in older reports."""
+    where a token's is not finite."""
     candidate_probability: Probability = None
     """The same under the candidate."""
     right_answer: Literal["reference", "baseline"] = "reference"
@@ -97,8 +97,6 @@ class SampleRow(Record):
 
 class Fidelity(Record):
     """How far the candidate's next-token distributions are from the baseline's."""
-
-    model_config = ConfigDict(extra="ignore")  # of older reports, which have the figures of `llama-perplexity` as well
 
     tokens: int
     baseline_nll: Number
@@ -133,7 +131,7 @@ class Accuracy(Record):
     baseline_valid: float | None
     candidate_valid: float | None
     baseline_probability: Number = None
-    """Mean probability of the right answer under the baseline; null where one of them is, and in older reports."""
+    """Mean probability of the right answer under the baseline; null where one of them is."""
     candidate_probability: Number = None
     """The same under the candidate."""
 
@@ -199,7 +197,7 @@ class Canary(Record):
     """Null for a server, which somebody else corrupted."""
     rows: list[SampleRow]
     ladder: list[Rung] = Field(default=[])
-    """Smaller faults; empty in older reports, and for engines that cannot be given any."""
+    """Smaller faults; empty for engines that cannot be given any."""
 
 
 MEMORY = "memory"
@@ -215,7 +213,7 @@ class SystemMetrics(Record):
     time_to_first_token_ms: float
     decode_tokens_per_s: Number
     decode_tokens_per_s_slow: Number = None
-    """Of the decode step than which one in twenty is slower. Null for a server, and in older reports."""
+    """Of the decode step than which one in twenty is slower. Null for a server."""
     decode_tokens_per_s_fast: Number = None
     """Of the decode step than which one in twenty is faster."""
     inter_token_p50_ms: Number
@@ -236,16 +234,12 @@ class SystemMetrics(Record):
 
 
 class Compaction(Record):
-    """What storing heads of the baseline's distributions instead of all of them costs: both KLs on some scored tokens."""
+    """What storing heads of the baseline's distributions instead of all of them costs, on some scored tokens."""
 
     tokens: int
     """Scored tokens whose whole distribution was kept as well."""
-    kl_full: Number
-    """Mean KL over the vocabulary."""
-    kl_head: Number
-    """Mean KL of the same tokens over head and rest, which is never more but for rounding."""
     difference: Number
-    """kl_full - kl_head."""
+    """Mean KL over the vocabulary, less that over head and rest, which is never more but for rounding."""
 
 
 class EvaluationReport(Record):
@@ -254,16 +248,14 @@ class EvaluationReport(Record):
     schema_version: int
     policy: str
     engine_digest: str
-    graph_digest: str | None = None
-    """sha256 of the decode graph that the engine runs or its plan was built from; null for engines without a graph."""
     baseline_digest: str
     workloads_digest: str
     """sha256 of every encoded sample: prompts, references, checks and documents."""
     samples: int
     planned_rounds: list[float] = Field(default=[1.0])
     """Cumulative share of the planned samples after each round that was planned, run or not; one round without a plan."""
-    planned_workloads: dict[str, bool] = Field(default={})
-    """Every workload that was planned, run so far or not -> whether its samples have answers; empty in older reports."""
+    planned_workloads: dict[str, bool]
+    """Every workload that was planned, run so far or not -> whether its samples have answers."""
     slices: list[Slice]
     noise: Fidelity | None
     """The baseline against itself, sequence by sequence instead of batched; null where no sample is repeated."""
@@ -273,16 +265,17 @@ class EvaluationReport(Record):
     """The same load on the baseline, timed when the baseline was measured."""
     compaction: Compaction | None = None
     conformance: Conformance | None = None
-    """Both engines against the oracle under their own policies; null in older reports."""
+    """Both engines against the oracle under their own policies; null without twins."""
     candidate_noise: Fidelity | None = None
     """The candidate against itself."""
     coverage: Exercised | None = None
-    probes: EngineProbes | None = None
+    """Null for a server, of whose steps nothing is seen."""
+    probes: EngineProbes
     scale_changes: list[ScaleChange] | None = None
     """Scales that the candidate does not use as its checkpoint carries them; null for engines that load none by themselves."""
     served: Served | None = None
     """What was seen of servers by URL; null for engines that run here."""
-    drafters: list[str] = Field(default=[])
+    drafters: list[str]
     """Those that answers were drafted with: `lookup`, `draft`. Empty where `workloads.speculation` is null."""
 
     @field_validator("planned_rounds")
@@ -306,7 +299,7 @@ class EvaluationReport(Record):
 
     @property
     def limits(self) -> Limits | None:
-        """How far a verdict on this report holds; None for reports that do not say."""
+        """How far a verdict on this report holds; None for a server, of whose steps nothing is seen."""
         return covered(self.coverage, self.probes)
 
 

@@ -14,9 +14,9 @@ from pipeline.verdict.coverage import EngineProbes, Exercised
 from pipeline.verdict.delivery import Served, ServerSeen
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, SCHEMA_VERSION, EvaluationReport, SampleRow
 from stages.evaluate.decoding.rows import make_rows
-from stages.evaluate.decoding.stored import Measured, Once, Round, arrays
+from stages.evaluate.decoding.stored import Measured, Once, Round
 from stages.evaluate.distances import metrics
-from stages.evaluate.distances.distance import StepStatistics
+from stages.evaluate.distances.distance import Array
 from stages.evaluate.inputs.rounds import planned_shares
 from stages.evaluate.inputs.tokens import Encoded
 
@@ -29,13 +29,12 @@ class Evaluation:
 
     report: EvaluationReport
     rows: list[SampleRow]
-    statistics: StepStatistics
+    kl: Array
     """Of every scored token, in the order of the rows, `scored_tokens` of them for each."""
 
     def write(self, out: Path) -> None:
         """Write `report.json`, `samples.jsonl` and `tokens.safetensors` into an empty directory."""
-        tokens = {n: a if a.dtype == np.int64 else a.astype(np.float32) for n, a in arrays(self.statistics).items()}
-        save_file(tokens, str(out / TOKENS))
+        save_file({"kl": self.kl.astype(np.float32)}, str(out / TOKENS))
         (out / SAMPLES_FILE).write_text("".join(row.model_dump_json() + "\n" for row in self.rows), encoding="utf-8")
         (out / REPORT_FILE).write_text(self.report.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
@@ -48,7 +47,6 @@ def join(
     *,
     engine: str,
     baseline: str,
-    graph: str | None = None,
 ) -> Evaluation:
     """Join the rounds that ran, from the first on, into the report.
 
@@ -59,7 +57,6 @@ def join(
         config: Context bins and drafters.
         engine: Digest of the candidate's bundle, which the report cites.
         baseline: Of the baseline engine's bundle.
-        graph: Of the decode graph that the candidate runs or its plan was built from; None for an engine without a graph.
     """
     asked = [base.scored(encoded.round(number)) for number, (base, _) in enumerate(rounds, start=1)]
     columns = [list(zip(asked, part, strict=True)) for part in zip(*rounds, strict=True)]
@@ -80,7 +77,6 @@ def join(
         schema_version=SCHEMA_VERSION,
         policy=first.policy,
         engine_digest=engine,
-        graph_digest=graph,
         baseline_digest=baseline,
         workloads_digest=encoded.digest,
         samples=len(rows),
@@ -91,7 +87,7 @@ def join(
         canary=own.canary,
         system=own.system,
         baseline_system=base.system,
-        compaction=metrics.compaction([pair for record in records for pair in record.checks]),
+        compaction=metrics.compaction([kl for record in records for kl in record.missed]),
         conformance=conformance,
         candidate_noise=own.noise,
         coverage=_coverage([*(record.coverage for record in records), own.coverage]),
@@ -110,7 +106,7 @@ def join(
         served=_served(records, bases, own),
         drafters=config.speculation.drafters if config.speculation is not None else [],
     )
-    return Evaluation(report, rows, StepStatistics.joined(parts))
+    return Evaluation(report, rows, np.concatenate([steps.kl for steps in parts]))
 
 
 def _planned_workloads(encoded: Encoded) -> dict[str, bool]:

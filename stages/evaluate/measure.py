@@ -158,12 +158,11 @@ def measure(
         beside: Sequence[Answer | None] = known.answers_to(encoded) if known is not None else ()
         said = speculated(said, scored, config.speculation, greedy, named, beside)
         answers = {item.sample.id: answer for item, answer in zip(encoded, said, strict=True) if answer is not None}
-        checks = [(finite(full), finite(head)) for result in results for full, head in result.checks.tolist()]
         record = Measured(
             samples_digest=digest,
             vocab_size=subject.vocab_size,
             policy=subject.policy.name,
-            checks=checks,
+            missed=[finite(kl) for result in results for kl in result.missed.tolist()],
             right_answers={item.sample.id: list(item.reference) for item in scored if item.replaced and heads is None},
             **subject.seen(results, named),
         )

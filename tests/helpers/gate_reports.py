@@ -82,6 +82,10 @@ def drafted(rows: list[SampleRow], candidate_passes: int) -> list[SampleRow]:
     return [r.model_copy(update={"acceptance": {"lookup": counts}}) for r in rows]
 
 
+NO_ANSWERS = FreeAnswers(samples=0, tokens=0, contradictions=[])
+PROBES = EngineProbes(candidate=None, baseline=None, free_candidate=NO_ANSWERS, free_baseline=NO_ANSWERS)
+"""Of engines without a twin, of which no answer was repeated."""
+
 CANARY_ROWS = [r.model_copy(update={"mean_kl": 3.0}) for r in answered("retrieval", 8)]
 
 
@@ -105,11 +109,14 @@ def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
         "baseline_digest": "b",
         "workloads_digest": "w",
         "samples": len(rows),
+        "planned_workloads": {},
         "slices": [whole, low],
         "noise": fidelity(),
         "canary": Canary(factor=0.1, rows=CANARY_ROWS),
         "system": SystemMetrics.model_validate(system),
         "baseline_system": SystemMetrics.model_validate(system),
+        "probes": PROBES,
+        "drafters": [],
     }
     return EvaluationReport.model_validate({**values, **changes})
 
@@ -161,9 +168,7 @@ def lines(key: str, judged: EvaluationReport, rows: Sequence[SampleRow] = (), th
 
 def pressure_line(found: Pressure) -> Check:
     """The line of an evaluation that saw this of a full pool."""
-    nothing = FreeAnswers(samples=0, tokens=0, contradictions=[])
-    seen = EngineProbes(candidate=None, baseline=None, free_candidate=nothing, free_baseline=nothing, pressure=found)
-    (line,) = lines("pressure", report([], probes=seen))
+    (line,) = lines("pressure", report([], probes=PROBES.model_copy(update={"pressure": found})))
     return line
 
 

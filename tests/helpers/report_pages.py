@@ -60,7 +60,7 @@ def exhibit(
 ) -> Exhibit:
     """A candidate judged by the default gates, with the statistics of its tokens beside its report."""
     noise = np.full(len(of) * STEPS, kl)
-    steps = StepStatistics(noise, noise, noise, noise, noise, noise, np.zeros(len(noise), np.int64))
+    steps = StepStatistics(noise, noise, noise, noise, noise, noise)
     parts = [steps.part(i * STEPS, (i + 1) * STEPS) for i in range(len(of))]
     made = report(list(of))
     system = made.system.model_copy(update={"kib_per_token": kib, "inter_token_p99_ms": 4.0, **SPREAD})

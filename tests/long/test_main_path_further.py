@@ -121,7 +121,7 @@ def forge(sound: Path, broken: Path) -> None:
     """Give a broken evaluation a sound one's rows and metrics, and a manifest that fits them."""
     report: dict[str, Any] = json.loads((sound / "report.json").read_text())
     own = json.loads((broken / "report.json").read_text())
-    kept = ("policy", "engine_digest", "graph_digest", "baseline_digest", "workloads_digest")
+    kept = ("policy", "engine_digest", "baseline_digest", "workloads_digest")
     (broken / "report.json").write_text(json.dumps(report | {name: own[name] for name in kept}))
     for name in ("samples.jsonl", "tokens.safetensors"):
         (broken / name).write_bytes((sound / name).read_bytes())

@@ -34,7 +34,6 @@ def check(work: Path, python: str, *given: str) -> None:
         assert line.status == "PASS", line.reason
         assert f"computes {policy} as the oracle does" in line.reason
     assert [line.status for line in lines("canary", report)] == ["PASS"]
-    assert report.probes is not None
     for free in (report.probes.free_candidate, report.probes.free_baseline):
         assert free.contradictions == []
     assert report.system.kib_per_token_allocated == report.system.kib_per_token

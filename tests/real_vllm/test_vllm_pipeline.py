@@ -29,7 +29,6 @@ def check(report: EvaluationReport) -> None:
     assert report.noise.kl_max is not None
     assert report.noise.kl_max < 0.02, "a request alone and among others, in bfloat16"
     probes = report.probes
-    assert probes is not None
     for free, reused in (
         (probes.free_candidate, probes.reused_candidate),
         (probes.free_baseline, probes.reused_baseline),

@@ -64,7 +64,7 @@ def losing(count: int, rows: Rows) -> Rows:
 
 
 def missing(difference: float | None) -> Compaction:
-    return Compaction(tokens=100, kl_full=0.02, kl_head=0.02, difference=difference)
+    return Compaction(tokens=100, difference=difference)
 
 
 NEVER: dict[str, Any] = {"baseline_probability": 1e-3, "candidate_probability": 1e-3}

@@ -32,7 +32,7 @@ def test_kl_by_hand() -> None:
     assert steps.kl[0] == pytest.approx(0.5 * math.log(2) - 0.25 * math.log(2), abs=1e-7)
     assert steps.delta_p[0] == pytest.approx(-0.25, abs=1e-7)
     assert steps.candidate_nll[0] == pytest.approx(math.log(4))
-    assert (steps.top1[0], steps.greedy[0]) == (0.0, 1)
+    assert steps.top1[0] == 0.0
 
 
 def test_top10_overlap_counts_shared_tokens_whatever_their_order() -> None:
@@ -46,7 +46,7 @@ def statistics(kl: list[float], **changes: list[float]) -> StepStatistics:
     n = len(kl)
     ones = np.ones(n)
     values = {name: np.array(changes[name]) if name in changes else ones for name in ("baseline_nll", "candidate_nll", "top1", "top10", "delta_p")}  # fmt: skip # noqa: E501
-    return StepStatistics(kl=np.array(kl), greedy=np.zeros(n, dtype=np.int64), **values)
+    return StepStatistics(kl=np.array(kl), **values)
 
 
 def test_fidelity_by_hand() -> None:

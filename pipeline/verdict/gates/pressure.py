@@ -17,7 +17,7 @@ SHOWN = 3
 )
 def pressure(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
     """FAIL where any request differs from itself with room by more than noise; INCONCLUSIVE where the pool was never full."""
-    found = evidence.report.probes.pressure if evidence.report.probes is not None else None
+    found = evidence.report.probes.pressure
     if found is None:
         return
     told = (

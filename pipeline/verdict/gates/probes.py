@@ -24,8 +24,6 @@ def probes(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
     """FAIL where an engine deviates from the oracle on random tokens, allocates other bytes than its policy claims, or answers
     what its forced decode contradicts."""
     found = evidence.report.probes
-    if found is None:
-        return
     for where, probe, free, reused in (
         ("candidate", found.candidate, found.free_candidate, found.reused_candidate),
         ("baseline", found.baseline, found.free_baseline, found.reused_baseline),

@@ -29,8 +29,8 @@ class SampleResult:
     """Of its reference tokens."""
     answer: tuple[int, ...] | None
     """The greedy answer without the stop token; None for a sample that is not judged."""
-    checks: Array
-    """(M, 2): the KL over the vocabulary and that over the head, of the tokens whose whole distribution is known."""
+    missed: Array
+    """KL over the vocabulary, less that over the head, of each token whose whole distribution is known."""
     trace: Exercised
     """What it took the engine through."""
     seen: Array | None = None
@@ -60,9 +60,9 @@ class ResultFolder:
     def save(self, sample: int, result: SampleResult, heads: SampleHeads | None) -> None:
         """Save what came of a sample; `heads` are the baseline's."""
         arrays: dict[str, npt.NDArray[np.generic]] = {
-            **{f"statistics/{item.name}": getattr(result.statistics, item.name) for item in fields(StepStatistics)},
+            **{f"statistics/{name}": array for name, array in vars(result.statistics).items()},
             "trace": np.array(astuple(result.trace), np.int64),
-            "checks": result.checks,
+            "missed": result.missed,
         }
         if result.answer is not None:
             arrays["answer"] = np.array(result.answer, np.int64)
@@ -113,7 +113,7 @@ def _result(arrays: Mapping[str, npt.NDArray[np.generic]]) -> SampleResult:
     return SampleResult(
         statistics=StepStatistics(*(arrays[f"statistics/{item.name}"] for item in fields(StepStatistics))),  # type: ignore[arg-type]
         answer=tuple(arrays["answer"].tolist()) if "answer" in arrays else None,
-        checks=arrays["checks"],  # type: ignore[arg-type]
+        missed=arrays["missed"],  # type: ignore[arg-type]
         trace=Exercised(*arrays["trace"].tolist()),
         seen=arrays.get("seen"),  # type: ignore[arg-type]
     )

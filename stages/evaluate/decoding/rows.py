@@ -108,7 +108,7 @@ class _InFlight:
     """The baseline's heads; None while the baseline itself is measured."""
     own: dict[int, Head] | None
     """The engine's own heads, where they are made."""
-    checks: list[tuple[float, float]] = field(default_factory=list)
+    missed: list[float] = field(default_factory=list)
 
 
 class Scorer:
@@ -137,13 +137,12 @@ class Scorer:
             values = compare_head(head, distributions, row, token, step.greedy[row])
             sample.statistics.put_token(position, values)
             if sample.heads is not None and head.full is not None:
-                sample.checks.append((kl_of_logits(head.full[None], step.logits_BV[row : row + 1]).item(), values[0]))
+                sample.missed.append(kl_of_logits(head.full[None], step.logits_BV[row : row + 1]).item() - values[0])
 
     def finish(self, event: Finished) -> tuple[SampleResult, SampleHeads | None]:
         """Return what came of a sample, and the engine's own heads where they were made."""
         sample = self.in_flight.pop(event.sample)
-        checks: Array = np.array(sample.checks, np.float64).reshape(-1, 2)
-        result = SampleResult(sample.statistics, event.answer, checks, event.trace)
+        result = SampleResult(sample.statistics, event.answer, np.array(sample.missed, np.float64), event.trace)
         if sample.own is None:
             return result, None
         ordered = [sample.own[position] for position in range(len(sample.own))]

@@ -6,13 +6,12 @@ answers the baseline hardly gives: no candidate could lose any.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, TypeAdapter
 from safetensors.numpy import load_file, save_file
 
@@ -40,8 +39,8 @@ class Measured(BaseModel):
     samples_digest: str
     vocab_size: int
     policy: str
-    checks: list[tuple[float | None, float | None]]
-    """The KL over the vocabulary and that over the head, of the tokens whose whole distribution is known."""
+    missed: list[float | None]
+    """KL over the vocabulary, less that over the head, of each token whose whole distribution is known."""
     coverage: Exercised | None = None
     conformance: EngineConformance | None = None
     """Of the first round, where the engine has a twin."""
@@ -110,7 +109,7 @@ class Round:
         """Write the files that `read_round` reads into a directory."""
         lines = (_ANSWER.dump_json((name, answer)).decode() + "\n" for name, answer in self.answers.items())
         (out / ANSWERS).write_text("".join(lines), encoding="utf-8")
-        save_file(arrays(self.statistics), str(out / STATISTICS))
+        save_file(vars(self.statistics), str(out / STATISTICS))
         (out / ROUND).write_text(self.record.model_dump_json(indent=1), encoding="utf-8")
 
 
@@ -121,11 +120,6 @@ def read_round(directory: Path) -> Round:
         dict(_ANSWER.validate_json(line) for line in jsonl_lines(directory / ANSWERS)),
         StepStatistics(**load_file(str(directory / STATISTICS))),
     )
-
-
-def arrays(steps: StepStatistics) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the statistics of tokens as they are stored, by name."""
-    return {item.name: np.ascontiguousarray(getattr(steps, item.name)) for item in fields(steps)}
 
 
 def require_able(encoded: Sequence[EncodedSample], measured: Round, least: float) -> None:

@@ -48,15 +48,11 @@ class StepStatistics:
     """Share of the baseline's TOP_K most likely tokens that are among the candidate's."""
     delta_p: Array
     """Probability of the reference token under the candidate, less that under the baseline."""
-    greedy: npt.NDArray[np.int64]
-    """The candidate's most likely token, -1 where its logits are not finite."""
 
     @classmethod
     def empty(cls, tokens: int) -> "StepStatistics":
         """Return statistics of `tokens` tokens that are all still to be written."""
-        kl, baseline_nll, candidate_nll, top1, top10, delta_p = np.full((6, tokens), np.nan)
-        greedy = np.full(tokens, -1, dtype=np.int64)
-        return cls(kl, baseline_nll, candidate_nll, top1, top10, delta_p, greedy)
+        return cls(*np.full((6, tokens), np.nan))
 
     def part(self, start: int, stop: int) -> "StepStatistics":
         """Return views of the tokens from `start` up to `stop`."""
@@ -169,7 +165,7 @@ def compare_head(head: Head, candidate: Distributions, row: int, token: int, gre
         greedy: The candidate's most likely token.
     """
     if not candidate.finite[row]:
-        return (np.nan, -head.reference, np.nan, np.nan, np.nan, np.nan, -1)
+        return (np.nan, -head.reference, np.nan, np.nan, np.nan, np.nan)
     logq, rest_q, log_sum = candidate.split(row, head.tokens)
     logits = candidate.logits_BV[row]
     k = min(TOP_K, len(logits))
@@ -183,7 +179,6 @@ def compare_head(head: Head, candidate: Distributions, row: int, token: int, gre
         float(int(head.tokens[0]) == greedy),
         float((likelier < k).sum()) / k,
         float(np.exp(candidate_token) - np.exp(head.reference)),
-        greedy,
     )
 
 

@@ -168,12 +168,11 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
     return summaries
 
 
-def compaction(checks: Sequence[tuple[float | None, float | None]]) -> Compaction | None:
-    """Summarize both KLs of the tokens whose whole distribution is known; None when there are none.
+def compaction(missed: Sequence[float | None]) -> Compaction | None:
+    """Summarize what heads miss of the KL of the tokens whose whole distribution is known; None when there are none.
 
-    A KL that is missing makes the means null: it is never left out.
+    A KL that is missing makes the mean null: it is never left out.
     """
-    if not checks:
+    if not missed:
         return None
-    full, head = np.array(checks, np.float64).mean(axis=0).tolist()
-    return Compaction(tokens=len(checks), kl_full=finite(full), kl_head=finite(head), difference=finite(full - head))
+    return Compaction(tokens=len(missed), difference=finite(float(np.array(missed, np.float64).mean())))

@@ -16,10 +16,6 @@ from stages.checkpoints import load_tokenizer
 from stages.evaluate.inputs.rounds import assign_rounds
 from stages.workloads.prompts import all_prompt_ids
 
-LATER_FIELDS = ("difficulty", "mentions", "distractors", "expected", "results")
-"""Fields of a sample that came after the first reports."""
-
-
 UNLIMITED = 1 << 62
 TEMPLATE_BYTES = 512
 """Of what a chat template writes around a message, and before the first one."""
@@ -212,9 +208,7 @@ def workloads_digest(encoded: Sequence[EncodedSample]) -> str:
     """Return the sha256 of every sample and its tokens, in order."""
     digest = hashlib.sha256()
     for item in encoded:
-        # A field that came later counts only where it is set, so that evidence on samples without it still replays.
-        sample = {name: value for name, value in asdict(item.sample).items() if value or name not in LATER_FIELDS}
-        line = json.dumps([sample, item.prompt, item.reference], sort_keys=True, separators=(",", ":"))
+        line = json.dumps([asdict(item.sample), item.prompt, item.reference], sort_keys=True, separators=(",", ":"))
         digest.update(line.encode() + b"\n")
     return digest.hexdigest()
 

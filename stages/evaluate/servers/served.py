@@ -147,7 +147,7 @@ def ask(
                 )
             agrees = said == token and contradiction is None
     kept = None if answer is None else tuple(answer)
-    result = SampleResult(statistics, kept, np.zeros((0, 2)), Exercised(), seen)
+    result = SampleResult(statistics, kept, np.zeros(0), Exercised(), seen)
     return Asked(result, own, contradiction)
 
 
@@ -221,8 +221,6 @@ def _system(engine: OpenAIEngine, load: LoadConfig, progress: Progress) -> Syste
 LEAST_REST = 1e-6
 """Probability below which what is left of shown ones is rounding: servers compute log-probabilities in float32."""
 
-NOT_FINITE = -1
-
 
 def head_of_shown(shown: Shown, token: int) -> Head:
     """Return what is stored of a distribution of the baseline; everything is NaN where a number is not finite.
@@ -252,7 +250,7 @@ def compare_shown(head: Head, shown: Shown, token: int) -> tuple[tuple[float, ..
     """
     likely = _likely(shown)
     if not np.isfinite([shown.logp[name] for name in likely]).all() or not np.isfinite(head.reference):
-        return (np.nan, -head.reference, np.nan, np.nan, np.nan, np.nan, NOT_FINITE), np.nan
+        return (np.nan, -head.reference, np.nan, np.nan, np.nan, np.nan), np.nan
     before = dict(zip(head.tokens.tolist(), head.logp.astype(np.float64).tolist(), strict=True))
     common = [name for name in before if name in shown.logp]
     p, mass = _coarse([before[name] for name in common])
@@ -267,7 +265,6 @@ def compare_shown(head: Head, shown: Shown, token: int) -> tuple[tuple[float, ..
         float(ten[0] == likely[0]),
         len({*ten} & {*likely[:TOP_K]}) / len(ten),
         float(np.exp(reference) - np.exp(head.reference)),
-        likely[0],
     )
     return values, mass
 
