@@ -18,7 +18,6 @@ from plugins.kv_attention import launch, reference
 from plugins.kv_attention.kernels import variants
 from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS, CacheLayout
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings(
     # The interpreter computes with numpy, which warns of the infinities and NaNs that these tests use on purpose.
     "ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning",
