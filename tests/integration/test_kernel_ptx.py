@@ -15,9 +15,7 @@ from plugins.kv_attention.kernels.nvfp4 import decode_blocks
 
 pytestmark = [
     pytest.mark.skipif(DEVICE == "cuda", reason="a GPU executes PTX itself: tests/integration/test_kernel_decode.py"),
-    pytest.mark.filterwarnings(
-        "ignore:invalid value encountered:RuntimeWarning", "ignore::DeprecationWarning:triton.runtime.interpreter"
-    ),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
 
 
