@@ -4,7 +4,6 @@ from itertools import cycle
 from pathlib import Path
 
 import pytest
-import torch
 from amount import STRIDE
 from conformance_cases import POLICIES, Conformity, conformance_config
 from evaluations import evaluate, measure_baseline
@@ -20,9 +19,6 @@ from stages.engines.onnx.engine import OnnxEngine
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer
 from stages.evaluate.twins.twin import Twin
-
-torch.set_num_threads(1)
-
 
 SOUND = sorted(POLICIES)[:: 1 if STRIDE == 1 else 2 * STRIDE]
 PAGE_END_UNWRITTEN = FAULTS["shared_page_end_unwritten"].plant

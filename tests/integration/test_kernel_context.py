@@ -18,11 +18,7 @@ from torch import Tensor
 from plugins.kv_attention import launch, reference
 from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS, CacheLayout
 
-torch.set_num_threads(1)
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
-    pytest.mark.usefixtures("new_memory_is_nan"),
-]
+pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
 
 TOLERANCE = 2e-3
 """Largest relative L2 error of a new token's output."""

@@ -24,7 +24,6 @@ SIZE = {
     "vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "initializer_range": 0.1, "max_position_embeddings": 128,
 }  # fmt: skip
-torch.set_num_threads(1)
 
 
 def test_no_weight_stays_in_memory_after_an_export(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch
 from amount import STRIDE
 from faults.library import BY_NAME as FAULTS
 from onnx_fixtures import (
@@ -32,8 +31,6 @@ from stages.evaluate.twins.twin import Twin
 SMALL = ProbeConfig(max_tokens=192, decode_steps=72, offset_steps=4, max_batch=6, requests=8)
 WIDE = SMALL.model_copy(update={"max_batch": 20})
 FAR = ProbeConfig(max_tokens=1152, decode_steps=400, offset_steps=8, max_batch=20, requests=40)
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

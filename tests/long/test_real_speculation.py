@@ -14,8 +14,6 @@ from stages.evaluate.decoding.speculation import Draft, draft_passes
 from stages.evaluate.inputs.tokens import BundleTokenizer
 from stages.workloads import generate
 
-torch.set_num_threads(1)
-
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "stages" / "tiny" / "checkpoint"
 MOST = 48
