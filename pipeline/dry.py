@@ -123,6 +123,10 @@ class DryChain(Chain):
 
         return len(assign_rounds(self._samples, self.config.workloads.rounds))
 
+    def _note_length(self) -> None:
+        if is_there(self.encoded_samples):
+            super()._note_length()
+
     def _require_able(self, answers: Artifact) -> None:
         if is_there(answers):
             super()._require_able(answers)

@@ -21,6 +21,8 @@ os.environ.pop("COLUMNS", None)
 # Triton decides at its first import whether kernels are interpreted: where there is no GPU, they are.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+# The tests' models are tiny, and each core has a process of tests: more threads would only wait for each other.
+torch.set_num_threads(1)
 # A shell's background job ignores Ctrl-C, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -21,13 +21,10 @@ TOKENS = [7, 300, 12, 44, 1001, 5, 5, 620, 9, 13, 700]
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_sglang_interpreter(tmp_path_factory.mktemp("sglang") / "bin")
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, python: str) -> Path:
-    return make_bundle("sglang", tiny_checkpoint, tmp_path_factory.mktemp("bundle") / "bundle", "fp8_uncalibrated", python)
+def bundle(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Path:
+    work = tmp_path_factory.mktemp("sglang")
+    python = make_sglang_interpreter(work / "bin")
+    return make_bundle("sglang", tiny_checkpoint, work / "bundle", "fp8_uncalibrated", python)
 
 
 def test_every_argument_that_is_given_is_one_of_the_release() -> None:

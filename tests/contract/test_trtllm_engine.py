@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,8 +13,6 @@ from safetensors.torch import load_file
 from trtllm_exports import HEAD_DIM, HEADS, KV_HEADS, make_exports
 
 from pipeline.core.errors import MissingRequirement, UserError
-from stages.engines.interpreter.protocol import RunAnswer
-from stages.engines.trtllm.engine import TrtllmEngine
 
 PROMPT = [7, 300, 12, 44, 1001, 5, 5, 620]
 ANSWER = [9, 13, 700, 700, 2, 1343, 0, 88, 15, 640, 3]
@@ -49,21 +48,14 @@ def test_each_cache_is_read_in_codes_of_its_own(bundles: dict[str, Path], python
 
 
 def test_prompts_beyond_the_bound_start_together_so_that_the_library_has_all_of_them_in_flight(
-    bundles: dict[str, Path], python: str, monkeypatch: pytest.MonkeyPatch
+    bundles: dict[str, Path], python: str
 ) -> None:
     engine = open_engine(bundles["fp8"], python)
     prompts, limits = [PROMPT, ANSWER, PROMPT[:3], ANSWER[:1], PROMPT[::-1]], [9, 2, 5, 12, 1]
     alone = [engine.generate([prompt], limit, None)[0] for prompt, limit in zip(prompts, limits, strict=True)]
-    requests: list[str] = []
-    call = TrtllmEngine._call
-
-    def counted(self: TrtllmEngine, op: str, answer: type[RunAnswer], **fields: object) -> RunAnswer:
-        requests.append(op)
-        return call(self, op, answer, **fields)
-
-    monkeypatch.setattr(TrtllmEngine, "_call", counted)
+    engine._call = call = Mock(wraps=engine._call)
     assert engine.generate(prompts, limits, None, max_sequences=2) == alone
-    assert len(requests) == 2 * 2 + 1, "of each two the prompts, and then what they decode; the last one needs no step"
+    assert call.call_count == 2 * 2 + 1, "of each two the prompts, and then what they decode; the last one needs no step"
     assert engine.memory().live_tokens == 0
     engine.close()
 

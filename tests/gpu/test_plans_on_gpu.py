@@ -72,11 +72,6 @@ def bundle(chain: Chain, policy: KVPolicy) -> Path:
     return chain.bundle(policy).path
 
 
-@pytest.fixture(scope="module")
-def record(bundle: Path) -> PlanRecord:
-    return open_bundle(bundle, PlanRecord, "tensorrt")[0]
-
-
 @pytest.fixture
 def engine(bundle: Path) -> Callable[..., PlanEngine]:
     return lambda cuda_graphs=True: load_engine(bundle, library="tensorrt", cuda_graphs=cuda_graphs)
@@ -94,7 +89,8 @@ def test_every_operation_is_in_tensorrts_registry_once_the_plugin_is_loaded(libr
     assert [name for name in names if registry.get_creator(name, PLUGIN_VERSION, NAMESPACE) is None] == []
 
 
-def test_a_plan_contains_its_kernels_and_loads_in_a_process_without_the_plugin(bundle: Path, record: PlanRecord) -> None:
+def test_a_plan_contains_its_kernels_and_loads_in_a_process_without_the_plugin(bundle: Path) -> None:
+    record, *_ = open_bundle(bundle, PlanRecord, "tensorrt")
     assert not record.native, "the policy's layers kept their function bodies"
     command = [sys.executable, "-c", PLUGIN_FREE_PROGRAM, str(bundle / PLANS["decode"])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

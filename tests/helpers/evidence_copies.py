@@ -48,6 +48,13 @@ def member(identity: Any, role: str) -> Any:
     return next(link for link in identity["chain"] if link["key"] == identity["roles"][role])
 
 
+def rekey(identity: Any, link: Any) -> None:
+    """Give a member of the chain the key of its parts, also where a role names the member."""
+    key = json_digest(link["parts"])
+    identity["roles"] = {name: key if old == link["key"] else old for name, old in identity["roles"].items()}
+    link["key"] = key
+
+
 def resealed(copy: Path, role: str, change: Callable[[Any], None]) -> None:
     """Alter a member of the chain and give it the keys and digests that it then has, as a forger would."""
 
@@ -55,9 +62,7 @@ def resealed(copy: Path, role: str, change: Callable[[Any], None]) -> None:
         link = member(identity, role)
         change(link)
         link["digest"] = files_digest(link["files"])
-        key = json_digest(link["parts"])
-        identity["roles"] = {name: key if old == link["key"] else old for name, old in identity["roles"].items()}
-        link["key"] = key
+        rekey(identity, link)
 
     edit(copy / IDENTITY_FILE, seal)
 

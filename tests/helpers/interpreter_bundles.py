@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shipped import SHIPPED, conf
-from trtllm_exports import LAYERS
+from trtllm_exports import KV_HEADS, LAYERS
 
 from pipeline.core.backends import backend_configs
 from pipeline.core.kv import KVPolicy
@@ -31,7 +31,7 @@ def config_of(backend: str, python: str | None, **changes: Any) -> Any:
     )
 
 
-def write_scales(path: Path, policy: KVPolicy, heads: int = 2) -> Path:
+def write_scales(path: Path, policy: KVPolicy) -> Path:
     """A kv_scales.json for any of the policies that vLLM holds."""
     layers = []
     for layer in range(LAYERS):
@@ -39,7 +39,7 @@ def write_scales(path: Path, policy: KVPolicy, heads: int = 2) -> Path:
         for side, form in policy.sides(layer).items():
             if form.static:
                 scale = 1.0 if form.scale == "uncalibrated" else KEY_SCALE if side.is_key else VALUE_SCALE
-                count = heads if form.granularity == "per_head" else 1
+                count = KV_HEADS if form.granularity == "per_head" else 1
                 sides[side.value] = {"scale": [scale * (1 + 0.5 * i) for i in range(count)]}
         layers.append(sides)
     path.write_text(json.dumps({"layers": layers}), encoding="utf-8")

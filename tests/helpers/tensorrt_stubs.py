@@ -138,7 +138,6 @@ def expressions(trt: Any) -> Expressions:
         kinds.SUM: lambda a, b: a + b,
         kinds.PROD: lambda a, b: a * b,
         kinds.FLOOR_DIV: lambda a, b: a // b,
-        kinds.CEIL_DIV: lambda a, b: -(-a // b),
     })  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from itertools import cycle
 from pathlib import Path
 
 import pytest
-import torch
 from amount import STRIDE
 from conformance_cases import POLICIES, Conformity, conformance_config
 from evaluations import evaluate, measure_baseline
@@ -20,9 +19,6 @@ from stages.engines.onnx.engine import OnnxEngine
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer
 from stages.evaluate.twins.twin import Twin
-
-torch.set_num_threads(1)
-
 
 SOUND = sorted(POLICIES)[:: 1 if STRIDE == 1 else 2 * STRIDE]
 PAGE_END_UNWRITTEN = FAULTS["shared_page_end_unwritten"].plant
@@ -95,7 +91,7 @@ def test_wrongs_in_what_is_stored_are_located(
     assert where.model_dump().items() >= named.items()
     assert min(result.ranked(ALLOWED)) > 1
     assert result.kl is not None
-    assert result.kl > 1e-6
+    assert result.kl > 1e-7, "a sound engine's is about 1e-9"
 
 
 def test_sinks_that_are_zero_are_read_wrong_by_the_first_decoded_tokens(bench: Conformity, baseline: EngineConformance) -> None:

@@ -6,13 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from onnx_fixtures import BY_NAME, make_engine
 
 from pipeline.core.engine import Continuation, Engine
 from stages.engines.base import Logits
-
-torch.set_num_threads(1)
 
 LENGTHS = (70, 1, 200, 3, 64, 129, 12)
 LIMITS = (3, 12, 2, 9, 1, 5, 7)

@@ -47,7 +47,6 @@ POLICIES = {policy.name: policy for policy in (FP16_POLICY, conf_policy("int8"),
 FEW = ("llama", "qwen2")
 """Families of `make test`: with scaled rotations, and with a sliding window in some layers."""
 ATTENTIONS: tuple[CpuAttention, ...] = ("graph", "native")
-torch.set_num_threads(1)
 pytestmark = pytest.mark.every
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from gate_reports import pressure_line
 from onnx_fixtures import BY_NAME, POLICIES, make_engine
 
@@ -22,8 +21,6 @@ from stages.engines.paged.prefixes import PrefixCache
 from stages.engines.paged.sequences import PageAllocator
 from stages.evaluate.decoding.pressure import pressure
 from stages.evaluate.inputs.tokens import EncodedSample
-
-torch.set_num_threads(1)
 
 REQUESTS = 16
 ROOM = 100

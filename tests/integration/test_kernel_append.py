@@ -18,11 +18,9 @@ from plugins.kv_attention import launch, reference
 from plugins.kv_attention.kernels import variants
 from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS, CacheLayout
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings(
     # The interpreter computes with numpy, which warns of the infinities and NaNs that these tests use on purpose.
     "ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning",
-    "ignore::DeprecationWarning:triton.runtime.interpreter",
 )
 
 EXACT = [(0, 0), (4, 64), (0, 5), (3, 0), (2, 3)]

@@ -20,11 +20,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 from plugins.kv_attention import launch, reference
 from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS
 
-torch.set_num_threads(1)
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter"),
-    pytest.mark.usefixtures("new_memory_is_nan"),
-]
+pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
 
 TOLERANCE = 2e-3
 """Largest relative L2 error of a sequence's output."""
@@ -85,9 +81,8 @@ def test_any_pair_of_formats_attends_as_the_reference(key: str, value: str, numb
     check(case, programs=1 + number % 5)
 
 
-@pytest.mark.parametrize(("sink", "recent", "programs"), [(65, 0, 7)])
-def test_every_length_around_a_page_boundary(sink: int, recent: int, programs: int) -> None:
-    check(case_of("fp8_e4m3 token", "int4 64", 1, 128, BOUNDARIES, sink=sink, recent=recent, group=8, seed=sink), programs)
+def test_every_length_around_a_page_boundary() -> None:
+    check(case_of("fp8_e4m3 token", "int4 64", 1, 128, BOUNDARIES, sink=65, group=8, seed=65), programs=7)
 
 
 @pytest.mark.parametrize(("programs", "recent"), [(3, 30), (17, 0)])

@@ -25,8 +25,6 @@ from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.free import contradiction, free_answers
 from stages.evaluate.inputs.tokens import EncodedSample
 
-torch.set_num_threads(1)
-
 CHUNK = 50
 LENGTHS = (120, 5, 60, 1, 133, 17, 64)
 LIMITS = (6, 9, 2, 5, 3, 1, 7)

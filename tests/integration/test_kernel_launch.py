@@ -11,8 +11,6 @@ from torch import Tensor
 from plugins.kv_attention import launch
 from plugins.kv_attention.layout import CacheLayout
 
-torch.set_num_threads(1)
-
 LAYERS = 2
 EVERYTHING = CacheLayout(2, 64, side("int8 tensor"), side("int4 32"), sink_tokens=1, recent_tokens=2)
 """Static and dynamic scales and exact tokens."""

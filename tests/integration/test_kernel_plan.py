@@ -18,9 +18,6 @@ from torch import Tensor
 from plugins.kv_attention import launch
 from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout
 
-torch.set_num_threads(1)
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:triton.runtime.interpreter")
-
 SMS, RESIDENT, HEADS = 132, 7, 8
 PLAIN = CacheLayout(1, 64, side("fp16"), side("fp16"))
 KIB = 1024

@@ -13,12 +13,9 @@ from triton.runtime.interpreter import InterpreterBuilder
 from plugins.kv_attention.kernels.codes import decode, decode_words
 from plugins.kv_attention.kernels.nvfp4 import decode_blocks
 
-torch.set_num_threads(1)
 pytestmark = [
     pytest.mark.skipif(DEVICE == "cuda", reason="a GPU executes PTX itself: tests/integration/test_kernel_decode.py"),
-    pytest.mark.filterwarnings(
-        "ignore:invalid value encountered:RuntimeWarning", "ignore::DeprecationWarning:triton.runtime.interpreter"
-    ),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
 
 

@@ -35,8 +35,6 @@ from stages.engines.oracle.formats import dequantize, hadamard, quantize, static
 from stages.quantize.recipe import SIDES, quantizer_name
 from stages.quantize.run import load_model
 
-torch.set_num_threads(1)
-
 NVFP4 = SHIPPED["nvfp4"].key
 
 CLOSE = 2.0**-20

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from attention_cases import AttentionCase, Heads
 from format_cases import add_int2
 from onnx_fixtures import BY_NAME, POLICIES, fmt, make_engine
@@ -27,8 +26,6 @@ ROUNDING = 1e-5
 """float32 sums in another order, relative to the largest result: measured 2e-6."""
 CHUNK_ROUNDING = 3e-5
 """The same of a chunk, which has 145 times as many results: measured 1.04e-5, of E5M2, whose random keys have large scores."""
-
-torch.set_num_threads(1)
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C compiler, or no AVX2")
 

@@ -24,7 +24,6 @@ SIZE = {
     "vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "initializer_range": 0.1, "max_position_embeddings": 128,
 }  # fmt: skip
-torch.set_num_threads(1)
 
 
 def test_no_weight_stays_in_memory_after_an_export(tmp_path: Path) -> None:
@@ -34,12 +33,11 @@ def test_no_weight_stays_in_memory_after_an_export(tmp_path: Path) -> None:
     assert [found.shape for found in tensors if sorted(found.shape) == [48, 64]] == []
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
 def test_weights_of_16_bits_stay_so_on_disk_and_no_logit_changes(
-    dtype: torch.dtype, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    narrow = make_bundle(shared_decoder(tmp_path_factory, "float32", dtype), tmp_path / "narrow_bundle", FP16_POLICY)
-    checkpoint = shared_checkpoint(tmp_path_factory, dtype)
+    narrow = make_bundle(shared_decoder(tmp_path_factory, "float32", torch.bfloat16), tmp_path / "narrow_bundle", FP16_POLICY)
+    checkpoint = shared_checkpoint(tmp_path_factory, torch.bfloat16)
     assert (narrow / "weights.bin").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
     monkeypatch.setattr(weights, "SIXTEEN_BITS", ())
     wide = make_bundle(make_decoder(checkpoint, tmp_path / "wide"), tmp_path / "wide_bundle", FP16_POLICY)

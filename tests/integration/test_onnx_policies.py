@@ -43,8 +43,6 @@ MEDIAN = 1e-4
 """Most rows meet no such value: measured at most 7e-5, for formats whose steps are fine (bfloat16, int8), where single flips
 hardly matter but are frequent. The coarser formats are below 3e-5, while INT8 as a whole moves a row by 1e-3."""
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:

@@ -12,8 +12,6 @@ from pipeline.core.kv import KVPolicy, KVShape
 from stages.engines.oracle.cache import Storage, layer_storages
 from stages.engines.oracle.engine import OracleEngine
 
-torch.set_num_threads(1)
-
 LENGTHS = [1, 63, 64, 65, 127, 128, 129, 300]
 """Prompts around the ends of pages; 300 is more than any policy keeps exact."""
 CHUNK = 80

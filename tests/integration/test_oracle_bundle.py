@@ -5,13 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from onnx_fixtures import BY_NAME, load_model, make_oracle, make_oracle_bundle, shared_checkpoint
 
 from pipeline.core.kv import KVShape
 from stages.engines.oracle.engine import load_engine
-
-torch.set_num_threads(1)
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
 POLICY = BY_NAME["window_of_keys_and_values"]

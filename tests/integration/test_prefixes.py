@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from onnx_fixtures import BY_NAME, POLICIES, make_bundle
 
 from pipeline.core.errors import UserError
@@ -15,8 +14,6 @@ from pipeline.core.scales import SCALES_FILE
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.paged.prefixes import PrefixCache
-
-torch.set_num_threads(1)
 
 CHUNK = 64
 NEW = 70

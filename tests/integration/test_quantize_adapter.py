@@ -16,8 +16,6 @@ from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.run import load_model
 from stages.quantize.validate import ExportMismatch, validate_unified_hf
 
-torch.set_num_threads(1)
-
 
 def test_a_model_without_the_quantizers_of_a_policy_is_an_error_before_any_text_runs(tiny_checkpoint: Path) -> None:
     """ModelOpt ignores a name that matches nothing, as of attention that it cannot hook, and would leave the cache exact."""

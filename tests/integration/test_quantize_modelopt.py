@@ -30,8 +30,6 @@ from pipeline.core.scales import KVScales, SideScales
 from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.run import scale_cache
 
-torch.set_num_threads(1)
-
 FACTS = json.loads((Path(__file__).parents[1] / "contract" / "facts" / "engine-1.2.1.json").read_text(encoding="utf-8"))
 """Of TensorRT-LLM's sources."""
 

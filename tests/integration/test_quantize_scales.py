@@ -16,8 +16,6 @@ from pipeline.core.formats import Format, WeightsFormat
 from pipeline.core.kv import KVPolicy, KVShape, LayerOverride, Side, Window
 from pipeline.core.scales import KVScales, SideScales
 
-torch.set_num_threads(1)
-
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64)
 States = list[dict[str, Tensor]]
 """By layer and side, (tokens of all texts, heads, channels)."""

@@ -15,8 +15,6 @@ from stages.engines.oracle.formats import dequantize, quantize
 from stages.engines.oracle.relatives import relatives
 from stages.evaluate.twins.twin import Twin
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(scope="module")
 def bench(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Conformity:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from interruptions import FORK, attempt
@@ -96,12 +96,6 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
     return Ground(work, store)
 
 
-@pytest.fixture
-def copied(ground: Ground, tmp_path: Path) -> Path:
-    """A copy of its artifacts, to do anything to."""
-    return Path(shutil.copytree(ground.artifacts, tmp_path / "artifacts", symlinks=True))
-
-
 def contents(folder: Path) -> dict[str, tuple[int, str]]:
     return {str(p.relative_to(folder)): (p.stat().st_mtime_ns, file_digest(p)) for p in folder.rglob("*") if p.is_file()}
 
@@ -171,26 +165,21 @@ def test_what_mlflow_said_of_a_sqlite_file_is_kept_until_the_file_changes(
     cited = {file_digest(path) for path in ground.artifacts.glob("identity/*/identity.json")}
     database = shutil.copy(ground.work / "mlflow.db", tmp_path)
     location = locate(Tracking(uri=f"sqlite:///{database}"), ground.work, "another-llm", {})
-    asked = []
-
-    def counted(*arguments: Any) -> list[registered.Model]:
-        asked.append(arguments)
-        return ask(*arguments)
-
-    ask = registered._ask
-    monkeypatch.setattr(registered, "_ask", counted)
+    ask = Mock(wraps=registered._ask)
+    monkeypatch.setattr(registered, "_ask", ask)
     first, again = (read_registered(location, cited) for _ in range(2))
     assert [model.name for model in first] == ["kvgate-some-llm"]
     assert again == first
-    assert len(asked) == 1
+    assert ask.call_count == 1
     MlflowStore(replace(location, model_name="kvgate-some-llm")).set_alias("canary", "1")
     (changed,) = read_registered(location, cited)
     assert changed.aliases == {**first[0].aliases, "canary": "1"}
-    assert len(asked) == 2
+    assert ask.call_count == 2
     assert read_registered(location, set()) == [], "another question is asked"
 
 
-def test_a_prune_that_is_killed_leaves_whole_artifacts_and_the_next_one_ends_it(ground: Ground, copied: Path) -> None:
+def test_a_prune_that_is_killed_leaves_whole_artifacts_and_the_next_one_ends_it(ground: Ground, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(ground.artifacts, tmp_path / "artifacts", symlinks=True))
     whole = ground.plan("prune.keep_sweeps=1").gone
     needed = {one.place for one in walk(ground.artifacts)} - {one.place for one in whole}
 

@@ -19,7 +19,6 @@ from stages.engines.oracle.model import LayerAttention
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64)
 EVICTION = Eviction(window_tokens=64, heavy_tokens=64)
 NONE: dict[Side, Any] = dict.fromkeys(SIDES)
-torch.set_num_threads(1)
 
 
 def evicting(name: str, **tokens: int) -> KVPolicy:

@@ -20,8 +20,6 @@ from stages.engines.cuda.engine import KernelEngine, plan_pass
 from stages.engines.cuda.passes import DecodePass
 from stages.engines.oracle.model import shape_for
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(scope="module")
 def model() -> Any:

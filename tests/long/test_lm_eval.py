@@ -26,8 +26,6 @@ from lm_eval.api.instance import Instance
 from stages.evaluate.distances.distance import log_softmax
 from stages.lm_eval.model import KvgateLM
 
-torch.set_num_threads(1)
-
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDING = 0.03
 """Nats of a text by which an FP16 cache may differ from a float32 one. An INT4 cache differs by more than ten times that."""

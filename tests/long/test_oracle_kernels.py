@@ -23,8 +23,6 @@ from stages.engines.cuda.engine import KernelEngine
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.model import shape_for
 
-torch.set_num_threads(1)
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POLICIES = [*map(benchlib.load_policy, ("fp16", "fp8", "int8", "fp8k_int4v", "fp8_token", "fp8k_nvfp4v")), GUARDED]
 BY_NAME = {policy.name: policy for policy in POLICIES}

@@ -14,18 +14,11 @@ from stages.evaluate.decoding.speculation import Draft, draft_passes
 from stages.evaluate.inputs.tokens import BundleTokenizer
 from stages.workloads import generate
 
-torch.set_num_threads(1)
-
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "stages" / "tiny" / "checkpoint"
 MOST = 48
 """Tokens of an answer."""
 PROPOSED = 5
-
-
-@pytest.fixture(scope="module")
-def target() -> Any:
-    return load_causal_lm(TINY, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +35,6 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     noisy.save_pretrained(directory)
     shutil.copyfile(TINY / "config.json", directory / "config.json")
     return directory
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    tokenizer = BundleTokenizer(TINY)
-    counts = {"copy": 4, "retrieval": 4, "tool_call": 4, "prose": 2}
-    samples = [sample for name, count in counts.items() for sample in generate(name, count, seed=3)]
-    return [tokenizer.prompt_ids(sample) for sample in samples]
 
 
 @contextmanager
@@ -76,16 +61,18 @@ def answered(model: Any, prompt: Sequence[int], stop: int, **options: Any) -> tu
     return text[0, len(prompt) :].tolist(), passes[0]
 
 
-def test_a_draft_checkpoint_takes_the_passes_of_assisted_generation(target: Any, draft: Path, prompts: list[list[int]]) -> None:
-    stop = BundleTokenizer(TINY).eos_token_id
-    assistant = load_causal_lm(draft, dtype=torch.float32).eval()
+def test_a_draft_checkpoint_takes_the_passes_of_assisted_generation(draft: Path) -> None:
+    tokenizer = BundleTokenizer(TINY)
+    target, assistant = (load_causal_lm(model, dtype=torch.float32).eval() for model in (TINY, draft))
     settings = assistant.generation_config
     settings.num_assistant_tokens, settings.assistant_confidence_threshold = PROPOSED, 0.0
     settings.num_assistant_tokens_schedule = "constant"
     drafter = Draft(str(draft))
     tokens = counted = 0
-    for prompt in prompts:
-        said, passes = answered(target, prompt, stop, assistant_model=assistant)
+    counts = {"copy": 4, "retrieval": 4, "tool_call": 4, "prose": 2}
+    for sample in (sample for name, count in counts.items() for sample in generate(name, count, seed=3)):
+        prompt = tokenizer.prompt_ids(sample)
+        said, passes = answered(target, prompt, tokenizer.eos_token_id, assistant_model=assistant)
         assert draft_passes(drafter.greedy(prompt, said), said, PROPOSED) == passes
         tokens, counted = tokens + len(said), counted + passes
     assert 1.3 < tokens / counted < PROPOSED + 0.7  # neither a draft that is always wrong, nor one that is always right

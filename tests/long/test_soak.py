@@ -7,13 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 import pytest
-import torch
 from onnx_fixtures import BY_NAME, make_engine, shared_decoder
 
 from pipeline.core.kv import PAGE_TOKENS
 from stages.engines.onnx.engine import OnnxEngine
-
-torch.set_num_threads(1)
 
 VOCABULARY = 256
 REQUESTS = 2_000

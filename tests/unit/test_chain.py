@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -46,21 +47,16 @@ def test_a_module_of_ours_that_is_missing_is_a_defect() -> None:
 
 
 def test_an_artifact_is_verified_once_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[Path] = []
-
-    def count(target: Path) -> dict[str, str]:
-        hashed.append(target)
-        return tree_files(target)
-
+    hashed = Mock(wraps=tree_files)
     recipe = Recipe("demo", ("pipeline.core.kv",), {}, {})
     store = Store(tmp_path)
     store.get(recipe, lambda _: None)
-    monkeypatch.setattr(store_module, "tree_files", count)
+    monkeypatch.setattr(store_module, "tree_files", hashed)
     config: Any = None  # `make` does not look at it
     chain = Chain(config, store)
     first = chain.make(recipe, lambda *_: None)
     assert chain.make(recipe, lambda *_: None) is first
-    assert len(hashed) == 1
+    assert hashed.call_count == 1
     assert len(chain.finished) == 1
 
 

@@ -18,7 +18,6 @@ from pipeline.formats.spec import MIN_SCALE
 from pipeline.formats.table import CODES
 from stages.engines.oracle.formats import dequantize, hadamard, quantize
 
-torch.set_num_threads(1)
 examples = settings(max_examples=25, derandomize=True, deadline=None)
 
 EVERY_FLOAT16 = np.arange(1 << 16, dtype=np.uint16).view(np.float16)

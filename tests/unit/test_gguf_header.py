@@ -9,7 +9,6 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-import torch
 from gguf.quants import dequantize
 from gguf_files import VOCAB_SIZE, bpe_metadata, random_model, write_gguf
 from refusals import refused
@@ -21,8 +20,6 @@ from pipeline.core.kv import KVShape
 from pipeline.gguf.header import TENSOR_TYPES, read_header
 from pipeline.gguf.model import inspect_gguf
 from pipeline.run import inputs
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout, SideLayout
 from stages.engines.oracle.formats import dequantize as oracle_dequantize
 from stages.engines.oracle.formats import quantize as oracle_quantize
 
-torch.set_num_threads(1)
 examples = settings(max_examples=40, derandomize=True, deadline=None)
 
 NAN, INF = math.nan, math.inf

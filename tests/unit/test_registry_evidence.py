@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 from gate_reports import GATES, gates
-from judged_candidates import MemoryRegistry
+from judged_candidates import MemoryRegistry, digests_on_disk
 from judged_engine import candidate_of, judged_engine
 
-from pipeline.artifacts.digest import file_digest, files_digest, tree_files
 from pipeline.core.errors import GateRefusal
 from pipeline.evidence.reading import read_evidence
 from pipeline.evidence.verify import replay, replay_candidate
 from pipeline.registry.promotion import Move, promote
-from pipeline.registry.summary import Candidate, evidence_digest
+from pipeline.registry.summary import Candidate
 from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.gates import Gates, decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow
@@ -28,13 +27,8 @@ def candidate(tmp_path: Path) -> Candidate:
 
 def cited_anew(candidate: Candidate) -> Candidate:
     """The candidate with the digests of what lies on disk now, as a forger writes them into summary.json."""
-    digests = {
-        "engine": files_digest(tree_files(candidate.engine.path)),
-        "baseline": files_digest(tree_files(candidate.baseline.path)),
-        "report": evidence_digest(candidate.report.path),
-        "identity": file_digest(candidate.identity.path),
-    }
-    cited = {name: getattr(candidate, name).model_copy(update={"digest": digest}) for name, digest in digests.items()}
+    found = digests_on_disk(candidate)
+    cited = {name: getattr(candidate, name).model_copy(update={"digest": digest}) for name, digest in found.items()}
     return candidate.model_copy(update=cited)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evidence_copies import ALL, code, edit, member, replayed, resealed, wrong
+from evidence_copies import ALL, code, edit, member, rekey, replayed, resealed, wrong
 from judged_engine import candidate_of, exported, judged_engine
 
 from pipeline.artifacts.digest import file_digest, files_digest, json_digest
@@ -245,8 +245,7 @@ def test_an_engine_from_other_weights_is_nothing_of_the_chain(copy: Path) -> Non
     def replace(identity: Any) -> None:
         link = member(identity, "engine")
         link["parts"]["inputs"]["model"] = "0" * 64
-        key = json_digest(link["parts"])
-        link["key"] = identity["roles"]["engine"] = key
+        rekey(identity, link)
 
     edit(copy / IDENTITY_FILE, replace)
     (name,) = wrong(copy)
@@ -267,9 +266,7 @@ def test_a_round_of_another_engine_or_against_another_baseline_is_named_even_whe
     def exchange(identity: Any) -> None:
         (link,) = [link for link in identity["chain"] if link["parts"]["stage"] == stage]
         link["parts"]["inputs"][name] = member(identity, other)["digest"]
-        key = json_digest(link["parts"])
-        identity["roles"] = {role: key if old == link["key"] else old for role, old in identity["roles"].items()}
-        link["key"] = key
+        rekey(identity, link)
 
     edit(copy / IDENTITY_FILE, exchange)
     assert wrong(copy) == {named: "differs"}
