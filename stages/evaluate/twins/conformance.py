@@ -29,7 +29,7 @@ from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.replay import Replay
 from stages.evaluate.decoding.batches import Logits, Step
 from stages.evaluate.decoding.decode import decode, shares
-from stages.evaluate.distances.distance import Array, Distributions, compare_head, kl_of_logits
+from stages.evaluate.distances.distance import Array, Distributions, head_kl, kl_of_logits
 from stages.evaluate.distances.scores import SampleHeads
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.evaluate.twins.deviation import Compared, Request, first_deviation
@@ -273,4 +273,4 @@ def _by_layer(compared: Compared, rounding: tuple[float, ...]) -> Compared:
 def _kl_of_heads(heads: SampleHeads, twin_RV: Logits, item: EncodedSample) -> float:
     """Mean KL(FP16 baseline || twin) of a request's decoded tokens, over the baseline's heads."""
     twins = Distributions(twin_RV)
-    return float(np.mean([compare_head(heads.head(n), twins, n, item.reference[n], 0)[0] for n in range(len(item.reference))]))
+    return float(np.mean([head_kl(heads.head(n), twins, n) for n in range(len(item.reference))]))
