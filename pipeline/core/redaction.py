@@ -215,4 +215,4 @@ def copy_redacted(source: Path, target: Path) -> None:
 def table_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return rows, which have the same keys, as the JSON that MLflow shows as a table."""
     data = [[redact(value) for value in row.values()] for row in rows]
-    return json.dumps({"columns": list(rows[0]), "data": data}, ensure_ascii=False)
+    return json.dumps({"columns": list(rows[0]), "data": data}, ensure_ascii=False, allow_nan=False)

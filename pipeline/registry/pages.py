@@ -195,4 +195,4 @@ def collect_evidence(candidate: Candidate, folder: Path) -> None:
         if path.is_file():
             copy_redacted(path, folder / path.name)
     verdict = candidate.model_dump(mode="json", include={*DECIDED, "metrics"})
-    (folder / "verdict.json").write_text(json.dumps(redact(verdict), indent=2), encoding="utf-8")
+    (folder / "verdict.json").write_text(json.dumps(redact(verdict), indent=2, allow_nan=False), encoding="utf-8")

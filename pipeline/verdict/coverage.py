@@ -24,6 +24,8 @@ class Exercised:
     """Most tokens that a sequence had decoded."""
     batch: int = 0
     """Most sequences of a decode step."""
+    room: int = 0
+    """Most tokens of a sample with the longest answer that was allowed: what an engine is built for to be asked the sample."""
     forks: int = 0
     """Sequences that were forked where they left the reference."""
     shared_prefixes: int = 0
@@ -38,7 +40,7 @@ class Exercised:
     @staticmethod
     def merged(parts: "Sequence[Exercised]") -> "Exercised":
         """Return what all of them exercised together."""
-        most = ("longest_context", "longest_decode", "batch")
+        most = ("longest_context", "longest_decode", "batch", "room")
         return Exercised(
             **{name: max((getattr(part, name) for part in parts), default=0) for name in most},
             **{name: sum(getattr(part, name) for part in parts) for name in ("forks", "shared_prefixes")},
@@ -258,6 +260,8 @@ class Limits(Record):
     """How far a verdict holds, or how far a bundle lets its engine go; null is no limit."""
 
     tokens: int | None = None
+    room: int | None = None
+    """Tokens that an engine may allow besides, since it had to, to be asked the samples."""
     batch: int | None = None
     decoded: int | None = None
     """Most tokens that a sequence decoded; null without a stress probe."""
@@ -277,7 +281,7 @@ class Limits(Record):
     def exceeded_by(self, bundle: "Limits") -> str | None:
         """Say which limit of a bundle lies beyond; None when none does. Whole pages count, since their offsets were visited."""
         if bundle.tokens is not None and self.tokens is not None:
-            covered = -(-self.tokens // PAGE_TOKENS) * PAGE_TOKENS
+            covered = -(-max(self.tokens, self.room or 0) // PAGE_TOKENS) * PAGE_TOKENS
             if bundle.tokens > covered:
                 return (
                     f"it was judged {self}, and its bundle allows {bundle.tokens:,} tokens: build it for {covered}, or ask "
@@ -302,7 +306,7 @@ def covered(samples: Exercised | None, probes: EngineProbes) -> Limits | None:
     probe = probes.candidate
     tokens, batch = samples.longest_context, samples.batch
     if probe is None:
-        return Limits(tokens=tokens, batch=batch)
+        return Limits(tokens=tokens, room=samples.room, batch=batch)
     as_long = -(-probe.together // PAGE_TOKENS) >= -(-tokens // PAGE_TOKENS)  # whole pages: their offsets were visited
     acts = (
         ("turns", probe.turns),
@@ -312,6 +316,7 @@ def covered(samples: Exercised | None, probes: EngineProbes) -> Limits | None:
     )
     return Limits(
         tokens=tokens,
+        room=samples.room,
         batch=max(batch, probe.batch) if as_long else batch,
         decoded=max(samples.longest_decode, probe.decoded),
         acts=tuple(name for name, count in acts if count),

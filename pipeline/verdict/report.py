@@ -85,8 +85,8 @@ class SampleRow(Record):
     acceptance: dict[str, Acceptance] = Field(default={})
     """By drafter, of its two answers."""
     baseline_probability: Probability = None
-    """Probability of the right answer under the baseline: the product over the scored tokens. Null for samples without one,
-    where a token's is not finite."""
+    """Probability of the right answer under the baseline: the product over the scored tokens. Null for a sample without a
+    right answer, and where a token's probability is not finite."""
     candidate_probability: Probability = None
     """The same under the candidate."""
     right_answer: Literal["reference", "baseline"] = "reference"

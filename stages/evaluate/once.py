@@ -77,7 +77,7 @@ def once(
         return found
     asked = engine.pressed_requests if config.pressure is None else config.pressure
     crowded = pressure(engine, encoded, asked, named)
-    repeated = Exercised.merged([result.trace for result in second])
+    repeated = Exercised.merged([*(result.trace for result in second), Exercised(room=longest)])
     heads = StoredHeads(baseline / LOGPROBS).sample
     compared = first_round.record.conformance
     usual = allowed(compared.requests if compared is not None else [])

@@ -17,8 +17,9 @@ FIRST = 60
 """Tokens of a prompt; the others are forced."""
 BFLOAT16 = 2.0**-8
 """What a rounding of an activation is."""
+CPU = Path("/proc/cpuinfo")
 KNOWN_LAYOUT = pytest.mark.skipif(
-    "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="utf-8"),
+    CPU.exists() and "amx_tile" in CPU.read_text(encoding="utf-8"),
     reason="vLLM takes its AMX kernels on this processor, and only the layout of its `vec` kernels is known",
 )
 
@@ -35,16 +36,16 @@ def mean_kl(expected: np.ndarray, rows: np.ndarray) -> float:
     return float(kl_of_logits(expected, rows).mean())
 
 
-def replayed(
+def assert_reads_what_it_stored(
     engine: RequestEngine, checkpoint: Path, text: list[int], number: int, rows: np.ndarray, *, first: int = FIRST,
     rounding: float = BFLOAT16, floor: float = 1e-6,
 ) -> Replay:  # fmt: skip
-    """The oracle over what the engine stored of a request: its logits are the engine's `rows` but for rounding."""
+    """The oracle's logits over what the engine stored of a request are the engine's `rows` but for rounding; give both."""
     model = load_causal_lm(checkpoint, dtype=torch.float32)
     oracle = OracleEngine.from_model(model, engine.policy, engine._scales)
     oracle.reads_itself = True
     replay = oracle.replay(text, [first], engine.stored_request(number), rounding=rounding)
-    assert mean_kl(replay.logits, rows) < 10 * mean_kl(replay.logits, replay.disturbed) + floor, "it reads what it stored"
+    assert mean_kl(replay.logits, rows) < 10 * mean_kl(replay.logits, replay.disturbed) + floor
     return replay
 
 

@@ -97,8 +97,9 @@ COMBINED = [
 ]  # fmt: skip
 
 EVERY_POLICY = [*SHIPPED, *COMBINED]
-POLICIES = EVERY_POLICY[::STRIDE]
 BY_NAME = {policy.name: policy for policy in EVERY_POLICY}
+POLICIES = [BY_NAME["fp16"], *(policy for policy in EVERY_POLICY[::STRIDE] if policy.name != "fp16")]
+"""Of FP16 what the graph itself computes is held, beside any quantization."""
 
 
 def save_model(config: object, path: Path, dtype: torch.dtype = torch.float32) -> Path:

@@ -189,6 +189,7 @@ def test_an_oracle_that_reads_itself_has_no_exact_token_and_one_replay(model: An
     rows = engine.forced(tokens, 100)
     engine.prefill_chunk = 7
     np.testing.assert_allclose(engine.forced(tokens, 100), rows, atol=ROUNDING)
+    engine.prefill_chunk = 64
     replay = engine.replay(tokens, [100], [], rounding=0.0)
     np.testing.assert_allclose(replay.logits, rows, atol=ROUNDING)
     engine.reads_itself = False

@@ -100,8 +100,8 @@ def test_the_exports_carry_the_calibrated_scales(run_stage: Callable[..., Path])
     engine = load_file(out / "exports" / "tensorrt_llm" / "rank0.safetensors")
     for layer in range(4):
         (key,), (value,) = scales[layer][Side.KEY].scale, scales[layer][Side.VALUE].scale
-        stored = unified[f"model.layers.{layer}.self_attn.k_proj.k_scale"].item()
-        assert stored == pytest.approx(key, rel=1e-6)
+        stored = [unified[f"model.layers.{layer}.self_attn.{side}_proj.{side}_scale"].item() for side in "kv"]
+        assert stored == pytest.approx([key, value], rel=1e-6)
         shared = engine[f"transformer.layers.{layer}.attention.kv_cache_scaling_factor"].item()
         assert shared == pytest.approx(max(key, value, 1.0), rel=1e-6)
     assert (out / "exports" / "unified_hf" / "tokenizer.json").is_file()
@@ -121,8 +121,11 @@ def test_int8_per_tensor_is_carried_by_the_tensorrt_llm_export_alone(run_stage: 
     out = run_stage("int8_tensor")
     config = json.loads((out / "exports" / "tensorrt_llm" / "config.json").read_text())
     assert config["quantization"]["kv_cache_quant_algo"] == "INT8"
-    for scales in scales_of(out).layers:
-        assert max(scales[Side.KEY].scale[0], scales[Side.VALUE].scale[0]) < 1
+    engine = load_file(out / "exports" / "tensorrt_llm" / "rank0.safetensors")
+    for layer, scales in enumerate(scales_of(out).layers):
+        shared = max(scales[Side.KEY].scale[0], scales[Side.VALUE].scale[0])
+        assert shared < 1
+        assert engine[f"transformer.layers.{layer}.attention.kv_cache_scaling_factor"].item() == pytest.approx(shared, rel=1e-6)
     report = json.loads((out / "exports" / "exports.json").read_text())
     assert report["tensorrt_llm"] == {"written": True, "kv_scale": "scale", "kv_scale_shared_by_keys_and_values": True}
     assert not report["unified_hf"]["written"]

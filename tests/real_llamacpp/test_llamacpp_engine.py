@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_rows import FIRST, assert_batches_steps_and_answers_agree, mean_kl, replayed, two_stories
+from engine_rows import FIRST, assert_batches_steps_and_answers_agree, assert_reads_what_it_stored, mean_kl, two_stories
 from ggml_cases import NAMES, form_of, raw
 from interpreter_bundles import config_of, write_scales
 from shipped import SHIPPED
@@ -60,7 +60,7 @@ def check(engine: LlamaCppEngine, checkpoint: Path, texts: list[list[int]]) -> N
     """Logits over its own cache are the oracle's, and the cache holds what the oracle stores, but for rounding."""
     rows = engine.forced_together([(text, FIRST) for text in texts])
     for number, text in enumerate(texts):
-        replay = replayed(engine, checkpoint, text, number, rows[number], rounding=ROUNDING, floor=1e-8)
+        replay = assert_reads_what_it_stored(engine, checkpoint, text, number, rows[number], rounding=ROUNDING, floor=1e-8)
         for errors in (copy for layer in replay.errors for copy in layer.values()):
             assert float(errors.engine.max()) < 3e-2
             assert float(errors.engine.mean()) < 1e-3

@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_rows import FIRST, KNOWN_LAYOUT, assert_batches_steps_and_answers_agree, mean_kl, replayed, two_stories
+from engine_rows import (
+    FIRST,
+    KNOWN_LAYOUT,
+    assert_batches_steps_and_answers_agree,
+    assert_reads_what_it_stored,
+    mean_kl,
+    two_stories,
+)
 from gate_reports import pressure_line
 from interpreter_bundles import KEY_SCALE, VALUE_SCALE, make_bundle, open_engine
 from safetensors.torch import load_file, save_file
@@ -87,7 +94,7 @@ def test_a_16_bit_cache_is_the_oracles_but_for_rounding(
     engine = open_engine(bundles["fp16"], vllm_python)
     rows = engine.forced_together([(text, FIRST) for text in texts])
     for number, text in enumerate(texts):
-        replay = replayed(engine, tiny_checkpoint, text, number, rows[number])
+        replay = assert_reads_what_it_stored(engine, tiny_checkpoint, text, number, rows[number])
         assert max(float(copy.engine.max()) for layer in replay.errors for copy in layer.values()) < 0.1
     engine.close()
 
@@ -98,7 +105,7 @@ def test_fp8_codes_of_this_build_are_rounded_towards_zero_and_read_right(
 ) -> None:
     """docs/backends.md#what-kvgate-found-in-vllm: truncated codes are 1/40 of a vector farther away than the nearest codes."""
     rows = fp8.forced_together([(text, FIRST) for text in texts])
-    for copy in replayed(fp8, tiny_checkpoint, texts[0], 0, rows[0]).errors[0].values():
+    for copy in assert_reads_what_it_stored(fp8, tiny_checkpoint, texts[0], 0, rows[0]).errors[0].values():
         assert 0.015 < float(copy.engine.mean()) < 0.04
     assert fp8._loaded().kernel == "vec"
 
@@ -115,7 +122,7 @@ def test_layers_that_the_policy_leaves_at_16_bits_are_skipped(
     (rows,) = engine.forced_together([(texts[0], FIRST)])
     assert audit_scales(engine, ()) == []
     assert [layer[Side.KEY].codes.shape[-1] for layer in engine.stored_request(0)] == [128, 64, 64, 128]
-    replay = replayed(engine, tiny_checkpoint, texts[0], 0, rows)
+    replay = assert_reads_what_it_stored(engine, tiny_checkpoint, texts[0], 0, rows)
     off = [float(max(copy.engine.mean() for copy in layer.values())) for layer in replay.errors]
     assert max(off[0], off[3]) < 0.01
     assert min(off[1:3]) > 0.015, "codes of the other layers are truncated"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from engine_rows import KNOWN_LAYOUT, mean_kl, replayed
+from engine_rows import KNOWN_LAYOUT, assert_reads_what_it_stored, mean_kl
 from interpreter_bundles import KEY_SCALE, VALUE_SCALE, make_bundle, open_engine
 from shipped import SHIPPED
 
@@ -56,7 +56,7 @@ def test_each_worker_reads_the_scales_of_its_heads_and_both_compute_the_policy(
         Side.KEY: pytest.approx((KEY_SCALE, KEY_SCALE * 1.5)),
         Side.VALUE: pytest.approx((VALUE_SCALE, VALUE_SCALE * 1.5)),
     }
-    replay = replayed(engine, tiny_checkpoint, TEXT, 0, rows, first=FIRST)
+    replay = assert_reads_what_it_stored(engine, tiny_checkpoint, TEXT, 0, rows, first=FIRST)
     assert max(float(copy.engine.max()) for layer in replay.errors for copy in layer.values()) < 0.2, "codes of both heads"
     memory = engine.timed([TEXT], 2).memory
     assert memory.pool_bytes == policy.pool_bytes(engine.shape, memory.pages), "the halves of both workers"

@@ -94,9 +94,10 @@ def test_what_is_no_engine_is_refused(place: str, options: dict[str, Any], said:
         load(tmp_path / place, **options)
 
 
-def test_a_champion_is_found_by_a_path_as_well(tmp_path: Path) -> None:
+@pytest.mark.parametrize("uri", [None, "sqlite:///{}/none.db"])
+def test_a_store_that_is_not_there_is_named_and_not_made(uri: str | None, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no such file; give the store that a promotion wrote to"):
-        champion(Path("models/Qwen3"), workdir=tmp_path / "empty")
+        champion(Path("models/Qwen3"), workdir=tmp_path / "empty", tracking_uri=uri and uri.format(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -22,6 +22,7 @@ from pipeline.config.config import Config
 from pipeline.core.backends import backend_configs
 from pipeline.core.errors import MissingRequirement, UserError, exit_code
 from pipeline.core.kv import KVPolicy
+from pipeline.core.records import Sample
 from pipeline.core.scales import SCALES_FILE
 from pipeline.evidence.reading import USER_INPUTS
 from pipeline.loading import open_loader, required_libraries
@@ -30,6 +31,7 @@ from pipeline.run.inputs import check_inputs
 from pipeline.run.served import open_chain
 from stages.engines.openai.backend import OpenAIServer
 from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
+from stages.evaluate.inputs.tokens import EncodedSample
 
 
 def test_a_library_that_is_not_installed_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +224,19 @@ def test_what_plans_need_is_asked_for_before_any_work(
 def test_the_default_profile_of_plans_fits_the_built_in_workloads(tmp_path: Path) -> None:
     config: Any = configured(tmp_path, "backend=tensorrt_rtx")
     assert config.backend.max_batch >= max(config.workloads.batch_size, config.workloads.load.batch)
+
+
+@pytest.mark.parametrize(("allowed", "noted"), [(704, True), (640, False)])
+def test_an_engine_that_allows_more_than_is_asked_is_noted_before_it_is_judged(
+    allowed: int, noted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chain = Chain(configured(tmp_path, "backend=tensorrt_rtx", f"backend.max_tokens={allowed}"), Store(tmp_path))
+    room = chain.config.workloads.extra_new_tokens
+    item = EncodedSample(Sample(id="a", workload="b", prompt="", reference=""), (0,) * 570, (0,) * (591 - 570 - room))
+    vars(chain).update(_tokenizer=Mock(), _encoded=Mock(items=[item]))
+    chain._note_length()
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("the samples have at most 591 tokens; give backend.max_tokens=640, or ask longer samples" in said) is noted
 
 
 def test_the_key_of_plans_for_rtx_does_not_depend_on_the_plugin() -> None:

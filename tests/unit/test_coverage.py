@@ -164,6 +164,14 @@ def test_a_copy_that_no_policy_claims_shows_in_the_process_unless_a_machine_is_n
     assert (check.status, said in check.reason) == (status, True), check.reason
 
 
+def test_an_engine_may_allow_what_it_had_to_allow_to_be_asked_the_samples() -> None:
+    """Whole pages of 64 tokens count: an answer that was allowed 16 tokens more and ended before them needs 640."""
+    judged = Limits(tokens=574, room=591, batch=16)
+    assert judged.exceeded_by(Limits(tokens=640)) is None
+    assert "allows 704 tokens: build it for 640" in str(judged.exceeded_by(Limits(tokens=704)))
+    assert "allows 640 tokens: build it for 576" in str(Limits(tokens=574, batch=16).exceeded_by(Limits(tokens=640)))
+
+
 @pytest.mark.parametrize(
     ("record", "limits"),
     [

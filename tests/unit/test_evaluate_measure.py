@@ -127,6 +127,7 @@ def test_logits_that_are_not_numbers_fail(baseline: Path, tmp_path: Path) -> Non
     report, rows, verdict = candidate(baseline, tmp_path, not_a_number=True)
     assert verdict.status == "FAIL"
     assert report.overall.fidelity.kl_mean is None
+    assert "quality/kl_mean" not in flat_metrics(report), "a metric is a number"
     assert rows[0].non_finite_steps == rows[0].scored_tokens
     assert rows[0].baseline_probability is not None
     assert rows[0].candidate_probability is None

@@ -194,8 +194,6 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
         every_class(), {"served": served()}, "INCONCLUSIVE", {"reuse"},
         "98.00% of the probability, so that the KL is a lower bound; 90.0% of the prompts' tokens came",
     ),
-    "a lower bound above a limit": (
-        every(1, mean_kl=1.0, max_kl=2.0), {"served": served()}, "FAIL", {"max_mean_kl", "max_ruined_share", "reuse"}, ""),
 }  # fmt: skip
 
 

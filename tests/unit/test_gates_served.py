@@ -32,6 +32,11 @@ def test_a_lower_bound_within_a_limit_warns_and_exact_figures_pass() -> None:
     assert {checks[gate] for gate in ("min_top10_overlap", "max_ppl_ratio", "accuracy")} == {"PASS"}
 
 
+def test_a_lower_bound_above_a_limit_fails() -> None:
+    rows = [row.model_copy(update={"mean_kl": 1.0, "max_kl": 2.0}) for row in every_class()]
+    assert {check.status for check in verdict(rows, served=served()).checks if check.gate == "max_mean_kl"} == {"FAIL"}
+
+
 def test_without_a_corrupted_server_the_canary_is_open_and_with_a_blind_one_it_fails() -> None:
     canaries = []
     for given in (served(canary_url=None), served()):

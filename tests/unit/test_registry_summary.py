@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from pipeline.core.errors import UserError
 from pipeline.registry.summary import Candidate, Cited, Registration, begin, check_writable, finish, forget, load, note, record
@@ -61,6 +62,11 @@ def test_the_exit_code_of_a_sweep_is_its_worst_until_promotion_decides(tmp_path:
     assert finish(tmp_path, "one", 1, job=3).exit_code == 1
     assert finish(tmp_path, None, 0).exit_code == 0
     assert finish(tmp_path, "two", 0).exit_code == 0
+
+
+def test_a_metric_that_is_no_number_is_no_candidates() -> None:
+    with pytest.raises(ValidationError, match="finite"):
+        Candidate.model_validate({**FP8.model_dump(), "metrics": {"quality/kl_mean": float("inf")}})
 
 
 def test_the_file_has_the_fields_that_ci_relies_on(tmp_path: Path) -> None:

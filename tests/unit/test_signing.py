@@ -128,11 +128,11 @@ def test_evidence_that_was_rewritten_as_a_whole_is_refused(signed: Path, tmp_pat
     assert signature_finding(forged, trusted) == "differs, it is not signed"
     shutil.copyfile(signed / SIGNATURE_FILE, forged / SIGNATURE_FILE)
     assert signature_finding(forged, trusted) == "differs, identity.sig was signed for other files"
-    run = stage_verify(forged, ours[1])
-    before_a_promotion = run.replay_under(None)(candidate_of(forged)).findings
+    promotion = Run(config_of("stage=promote", f"signing.key={ours[0]}", f"signing.trusted=[{ours[1]}]"))
+    before_a_promotion = promotion.replay_under(None)(candidate_of(forged)).findings
     assert [finding.name for finding in before_a_promotion if finding.status == "differs"] == ["signature"]
     with pytest.raises(GateRefusal, match=r"is not what was judged: signature$"):
-        verify_stage(run)
+        verify_stage(stage_verify(forged, ours[1]))
 
 
 def of_envelope(change: Callable[[Any], object]) -> Callable[[Path], object]:

@@ -43,10 +43,10 @@ def batch(stage: Stage) -> None:
     """A ragged batch of the largest size, two of whose rows have the claimed length, answered freely and then forced.
 
     One row after the other leaves, so that the batch has every size; those that decode far are the last. Free answers are asked
-    of the short rows alone: a long one is prefilled once, and free answers to samples are as long (`free_answers`).
+    of the short rows alone: a long one is prefilled once, and the longest sample of the first round is answered freely besides.
     """
     actors = ragged(stage)
-    more = [stage.actor("a prompt that joins", 1 + 7 * i % 41, 1 + i % 3) for i in range(stage.largest // 2 + 1)]
+    more = [stage.actor("a prompt that joins", 1 + 7 * i % 41, 1 + i % 3) for i in range(stage.largest // 2 + 2)]
     brief, far = actors[1:-2], actors[1:][-1:]  # between them is the row of the claimed length
     asked = [*brief, *far, *more]
     most = [2] * len(brief) + [LONG_ANSWER] * len([*far, *more])
