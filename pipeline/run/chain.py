@@ -15,7 +15,7 @@ from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.core.engine import Engine
 from pipeline.core.kv import FP16_POLICY, PAGE_TOKENS, KVPolicy
-from pipeline.core.records import Progress, Sample, give_back
+from pipeline.core.records import Progress, Sample, give_back, return_large_blocks
 from pipeline.evidence.identity import Link, Role, answers_input, make_identity, round_input, write_identity
 from pipeline.loading import open_backend
 from pipeline.run.building import BuildChain
@@ -156,6 +156,7 @@ class Chain(BuildChain):
         """Return the engine of `policy`; it takes the place of another one, because two may not fit beside each other."""
         if self._opened is None or self._opened.policy != policy:
             self._opened = None
+            return_large_blocks()
             give_back()
             self._opened = _Opened(self, policy)
         return self._opened
