@@ -190,10 +190,8 @@ class Chain(BuildChain):
 
     def _note_length(self) -> None:
         """Say before anything is asked that a promotion will refuse an engine which allows longer sequences than are asked."""
-        from stages.evaluate.decoding.rows import greedy_of
-
-        backend, greedy = self.config.backend, greedy_of(self._tokenizer, self.config.workloads)
-        longest = max(map(greedy.longest, self._encoded.items))
+        backend, room = self.config.backend, self.config.workloads.extra_new_tokens
+        longest = max(len(item.prompt) + len(item.reference) for item in self._encoded.items) + room
         judged = -(-longest // PAGE_TOKENS) * PAGE_TOKENS
         key, limit = f"backend.{backend.length_key}", backend.context_limit
         if limit is not None and limit > judged:

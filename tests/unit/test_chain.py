@@ -233,7 +233,7 @@ def test_an_engine_that_allows_more_than_is_asked_is_noted_before_it_is_judged(
     chain = Chain(configured(tmp_path, "backend=tensorrt_rtx", f"backend.max_tokens={allowed}"), Store(tmp_path))
     room = chain.config.workloads.extra_new_tokens
     item = EncodedSample(Sample(id="a", workload="b", prompt="", reference=""), (0,) * 570, (0,) * (591 - 570 - room))
-    vars(chain).update(_tokenizer=Mock(), _encoded=Mock(items=[item]))
+    vars(chain).update(_encoded=Mock(items=[item]))
     chain._note_length()
     said = " ".join(capsys.readouterr().out.split())
     assert ("the samples have at most 591 tokens; give backend.max_tokens=640, or ask longer samples" in said) is noted
