@@ -42,15 +42,14 @@ class Scene:
 def batch(stage: Stage) -> None:
     """A ragged batch of the largest size, two of whose rows have the claimed length, answered freely and then forced.
 
-    One row after the other leaves, so that the batch has every size; those that decode far are the last. Free answers are asked
-    of the short rows alone: a long one is prefilled once, and the longest sample of the first round is answered freely besides.
+    One row after the other leaves, so that the batch has every size; those that decode far are the last. The longest row is
+    prefilled once: no free answer to it is asked.
     """
     actors = ragged(stage)
-    more = [stage.actor("a prompt that joins", 1 + 7 * i % 41, 1 + i % 3) for i in range(stage.largest // 2 + 2)]
-    brief, far = actors[1:-2], actors[1:][-1:]  # between them is the row of the claimed length
-    asked = [*brief, *far, *more]
-    most = [2] * len(brief) + [LONG_ANSWER] * len([*far, *more])
-    limits = [min(limit, len(actor.ahead)) for actor, limit in zip(asked, most, strict=True)]
+    more = [stage.actor("a prompt that joins", 1 + 7 * i % 41, 1 + i % 3) for i in range(stage.largest // 2 + 1)]
+    asked = [*actors[1:], *more]
+    limits = [min(2, len(actor.ahead)) for actor in actors[1:]] + [len(actor.ahead) for actor in more]
+    limits[len(actors) - 2] = min(len(actors[-1].ahead), LONG_ANSWER)
     answers = stage.engine.generate([actor.prompt for actor in asked], limits, None, max_sequences=stage.largest)
     stage.started += len(asked)
     for actor, answer, limit in zip(asked, answers, limits, strict=True):
