@@ -95,7 +95,7 @@ def _timed(engine: Engine, prompts: Sequence[Sequence[int]], steps: int, progres
     return LoadTimes(first_token_ms, step_ms, memory)
 
 
-HELD_BYTES, HELD_TOKENS = 12 << 20, 256
+HELD_BYTES, HELD_TOKENS = 16 << 20, 256
 """Of a float16 copy of the sequences that the process is watched under, and tokens of each of them."""
 
 
