@@ -68,6 +68,11 @@ class KVShape:
         return max(slid) if slid and len(slid) == self.layers else None
 
 
+def whole_pages(tokens: int) -> int:
+    """Return `tokens` rounded up to the end of a page. Whole pages count as judged, since every offset of a page is visited."""
+    return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
+
+
 def first_recent_page(length: int, tokens: int) -> int:
     """Return the first page of a cache of `length` tokens that holds any of the last `tokens`."""
     return max(0, length - tokens) // PAGE_TOKENS
@@ -180,7 +185,7 @@ class KVPolicy(StrictModel):
         if self.sink_tokens > sinks:
             raise ValueError(
                 f"eviction.sink_tokens={sinks} keeps fewer than the sink_tokens={self.sink_tokens} that stay exact: set at "
-                f"least {-(-self.sink_tokens // PAGE_TOKENS) * PAGE_TOKENS}"
+                f"least {whole_pages(self.sink_tokens)}"
             )
         if self.recent_tokens and PAGE_TOKENS % self.recent_tokens:
             # An exact token's slot in its buffer follows from its place among the tokens that are kept.

@@ -157,10 +157,8 @@ def return_large_blocks() -> None:
     Left alone glibc raises that bound with the blocks that it sees, up to 32 MiB, and keeps the holes between smaller ones: a
     process that loads one engine after the other then peaks 0.3 GB higher.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, 8 << 20)
-        mallopt(M_TRIM_THRESHOLD, 64 << 20)
+    _libc("mallopt", M_MMAP_THRESHOLD, 8 << 20)
+    _libc("mallopt", M_TRIM_THRESHOLD, 64 << 20)
 
 
 def give_back() -> None:
@@ -171,6 +169,11 @@ def give_back() -> None:
 
 def give_back_freed() -> None:
     """Return to the system what the C library would keep for itself."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    _libc("malloc_trim", 0)
+
+
+def _libc(name: str, *numbers: int) -> None:
+    """Call a function of the C library, where the library has one of the name."""
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:
+        function(*numbers)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipeline.core.backends import serves_last
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy
+from pipeline.core.kv import KVPolicy, whole_pages
 from pipeline.core.strict import StrictModel
 from pipeline.planning.capacity import Capacity, PolicyCapacity
 from pipeline.planning.use import CapacityConfig
@@ -171,7 +171,7 @@ def _missing(one: Judged, use: CapacityConfig) -> list[str]:
         return ["its report does not say how far it holds: judge it again"]
     missing: list[str] = []
     tokens, batch = one.limits.tokens or 0, one.limits.batch or 0
-    if -(-tokens // PAGE_TOKENS) * PAGE_TOKENS < use.longest:
+    if whole_pages(tokens) < use.longest:
         missing.append(
             f"covered up to {tokens:,} tokens and {use.longest:,} are asked: ask samples that long (workloads=jsonl)"
         )

@@ -14,7 +14,7 @@ from pipeline.artifacts.store import Artifact, Recipe
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.core.engine import Engine
-from pipeline.core.kv import FP16_POLICY, PAGE_TOKENS, KVPolicy
+from pipeline.core.kv import FP16_POLICY, KVPolicy, whole_pages
 from pipeline.core.records import Progress, Sample, give_back, return_large_blocks
 from pipeline.evidence.identity import Link, Role, answers_input, make_identity, round_input, write_identity
 from pipeline.loading import open_backend
@@ -192,7 +192,7 @@ class Chain(BuildChain):
         """Say before anything is asked that a promotion will refuse an engine which allows longer sequences than are asked."""
         backend, room = self.config.backend, self.config.workloads.extra_new_tokens
         longest = max(len(item.prompt) + len(item.reference) for item in self._encoded.items) + room
-        judged = -(-longest // PAGE_TOKENS) * PAGE_TOKENS
+        judged = whole_pages(longest)
         key, limit = f"backend.{backend.length_key}", backend.context_limit
         if limit is not None and limit > judged:
             console.say(

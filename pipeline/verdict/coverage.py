@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from pipeline.core.kv import PAGE_TOKENS
+from pipeline.core.kv import PAGE_TOKENS, whole_pages
 from pipeline.verdict.record import Record
 
 
@@ -279,9 +279,9 @@ class Limits(Record):
         return f"up to {self.tokens or 0:,} tokens, batch {self.batch or 0}{decoded}{f', with {acts}' if acts else ''}"
 
     def exceeded_by(self, bundle: "Limits") -> str | None:
-        """Say which limit of a bundle lies beyond; None when none does. Whole pages count, since their offsets were visited."""
+        """Say which limit of a bundle lies beyond; None when none does. Whole pages count."""
         if bundle.tokens is not None and self.tokens is not None:
-            covered = -(-max(self.tokens, self.room or 0) // PAGE_TOKENS) * PAGE_TOKENS
+            covered = whole_pages(max(self.tokens, self.room or 0))
             if bundle.tokens > covered:
                 return (
                     f"it was judged {self}, and its bundle allows {bundle.tokens:,} tokens: build it for {covered}, or ask "
@@ -307,7 +307,7 @@ def covered(samples: Exercised | None, probes: EngineProbes) -> Limits | None:
     tokens, batch = samples.longest_context, samples.batch
     if probe is None:
         return Limits(tokens=tokens, room=samples.room, batch=batch)
-    as_long = -(-probe.together // PAGE_TOKENS) >= -(-tokens // PAGE_TOKENS)  # whole pages: their offsets were visited
+    as_long = whole_pages(probe.together) >= whole_pages(tokens)
     acts = (
         ("turns", probe.turns),
         ("forks", probe.forks + samples.forks),
