@@ -18,6 +18,7 @@ from test_gates_served import served
 from pipeline.core.errors import UserError
 from pipeline.statistics.bets import OUTLIER
 from pipeline.verdict.conformance import Conformance, EngineConformance
+from pipeline.verdict.coverage import ReusedPrefixes
 from pipeline.verdict.report import Canary, Compaction, Rung, SampleRow
 from pipeline.verdict.thresholds import MOST_SAMPLES, Check, Verdict
 
@@ -178,6 +179,9 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
         every_class(), {"probes": probes(candidate=LARGER)}, "FAIL", {"allocation"}, ""),
     "free generation with another scale": (
         every_class(), {"probes": probes(free=["sample a: ..."])}, "FAIL", {"free_answers"}, "sample a: ..."),
+    "logits that are not finite where a prefix is reused": (
+        every_class(), {"probes": probes(reused=ReusedPrefixes(samples=2, tokens=9, kl_max=None, contradictions=[]))},
+        "FAIL", {"reused_prefixes"}, "logits over reused prefixes are not finite"),
     "drafts that a cache ruins although its answers are right": (
         drafted(every_class(), 34), {"drafters": ["lookup"]}, "FAIL", {"max_acceptance_loss"},
         "loss of acceptance length 0.2647, 99.81 % bound 0.2359, outside max_acceptance_loss (at most 0.1)",
