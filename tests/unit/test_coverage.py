@@ -10,7 +10,7 @@ from fake_engine import EOS, CharTokenizer, fake_engine, sharing_engine
 from gate_reports import GATES, every_class, lines, report
 
 from pipeline.core.records import Sample
-from pipeline.verdict.coverage import Allocation, EngineProbes, Exercised, FreeAnswers, Limits, Probe, ProcessMemory, ReusedPrefixes
+from pipeline.verdict.coverage import Allocation, EngineProbes, Exercised, FreeAnswers, Limits, Probe, ProcessMemory
 from pipeline.verdict.gates import decide
 from stages.evaluate.decoding.batches import Finished, Greedy
 from stages.evaluate.decoding.decode import decode
@@ -91,16 +91,13 @@ def a_probe(**changes: object) -> Probe:
     return Probe.model_validate({**values, **changes})
 
 
-def probes(
-    candidate: Probe | None = None, free: list[str] | None = None, reused: ReusedPrefixes | None = None
-) -> EngineProbes:
+def probes(candidate: Probe | None = None, free: list[str] | None = None) -> EngineProbes:
     agree = FreeAnswers(samples=2, tokens=9, contradictions=[])
     return EngineProbes(
         candidate=candidate or a_probe(),
         baseline=a_probe(),
         free_candidate=agree.model_copy(update={"contradictions": free or []}),
         free_baseline=agree,
-        reused_candidate=reused,
     )
 
 

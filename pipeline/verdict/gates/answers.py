@@ -31,7 +31,7 @@ DOUBTFUL = 0.75
 """Of the margin: three of 60 answers. int8 on SmolLM2 loses as many in 2 % of 60 at most, with ten points lost besides in 90 %
 or more (`tests/long/test_gates_simulation.py`)."""
 LEAST_LEVEL = 1e-15
-"""The first looks of later attempts have smaller levels, down to 0. No bound at these says how wide a bound of more samples is."""
+"""The first looks of later attempts have smaller levels, down to 0, whose bounds say nothing of those of more samples."""
 
 
 class Limits(thresholds.Limits):
