@@ -20,7 +20,7 @@ from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import no_progress
 from pipeline.gguf.header import read_header
-from pipeline.gguf.model import inspect_gguf
+from pipeline.gguf.model import architecture_of, inspect_gguf
 from pipeline.run.inputs import check_inputs
 from stages.checkpoints import load_tokenizer
 from stages.engines.interpreter.process import CHANNEL
@@ -73,6 +73,19 @@ def test_a_missing_interpreter_is_named_with_its_command(python: str) -> None:
     (job,) = plan(["backend=llamacpp", f"backend.python={python}", "kv=llamacpp_q8_0"], multirun=False).jobs
     with pytest.raises(MissingRequirement, match=rf"^backend\.python={python}: .*make llamacpp compiles it"):
         check_inputs(job)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "gemma3_text"}, "model_type=gemma3_text is not written"),  # its norms have another form there
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias=True is not written"),
+        ({"model_type": "mistral", "hidden_act": "gelu"}, "hidden_act=gelu is not written"),
+    ],
+)
+def test_a_model_that_would_be_written_as_another_one_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=rf"^model\.path=/m: config\.json: {message} as a GGUF here; give a GGUF of the model"):
+        architecture_of(Path("/m"), config)
 
 
 @pytest.mark.parametrize("change", [{}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}])
