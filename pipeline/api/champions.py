@@ -130,10 +130,11 @@ def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -
             )
         if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != found.identity_digest:
             raise GateRefusal(f"{champion_name}: its {IDENTITY_FILE} is not the one that the registry cites")
-        if samples is not None:
-            (copy / "workloads").mkdir(exist_ok=True)
-            shutil.copyfile(samples, copy / "workloads" / samples.name)
         evidence = read_evidence(copy)
+        asked = evidence.identity.workloads_file
+        if samples is not None and asked is not None:
+            (copy / asked).parent.mkdir(exist_ok=True)
+            shutil.copyfile(samples, copy / asked)
     require_same(champion_name, replay(evidence, [keys] if keys.trusted else []))
     assert evidence.engine is not None, "a replay without the engine is missing something"
     return evidence.engine
