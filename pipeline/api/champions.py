@@ -15,10 +15,10 @@ from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import read_evidence, registered_candidate
 from pipeline.evidence.verify import replay
-from pipeline.registry import summary
 from pipeline.registry.promotion import require_same
 from pipeline.registry.tracking import locate
 from pipeline.run.inputs import check_file, check_inputs
+from pipeline.run.job import open_store
 from pipeline.run.runner import run
 from pipeline.terminal import console
 from pipeline.trust.keys import load_keys
@@ -104,7 +104,10 @@ def promote(model: str | Path = "tiny", *, name: str | None = None, **overrides:
     check_inputs(config)
     with console.silent():
         run(config, "")
-    return str(summary.load(config.work).champion)
+    store = open_store(config.tracking, config.work, config.model.label)
+    assert store is not None, "a promotion without a registry is refused"
+    serves = store.alias(ALIAS)
+    return next(version.name for version in store.registered() if version.number == serves)
 
 
 def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -> Path:
@@ -123,14 +126,16 @@ def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -
         evidence, why = None, f" ({error})"
     if evidence is None or evidence.engine is None:
         copy = download_engine(location, found, scratch)
-        if not (copy / "engine").is_dir():
+        if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != found.identity_digest:
+            raise GateRefusal(f"{champion_name}: its {IDENTITY_FILE} is not the one that the registry cites")
+        evidence = read_evidence(copy)
+        if evidence.identity.other_rules is not None:
+            raise GateRefusal(f"{champion_name}: {evidence.identity.other_rules}")
+        if evidence.engine is None:
             raise MissingRequirement(
                 f"{champion_name}, has no engine in the registry and none in {config.work}{why}: register it with "
                 "tracking.log_bundle=true, or give the workdir that judged it"
             )
-        if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != found.identity_digest:
-            raise GateRefusal(f"{champion_name}: its {IDENTITY_FILE} is not the one that the registry cites")
-        evidence = read_evidence(copy)
         asked = evidence.identity.workloads_file
         if samples is not None and asked is not None:
             (copy / asked).parent.mkdir(exist_ok=True)

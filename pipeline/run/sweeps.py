@@ -43,10 +43,13 @@ class Task:
     sweep: str
     names: tuple[str, ...]
     """Those of all jobs."""
+    typed: tuple[str, ...]
+    """The arguments of the sweep's command, which a next command repeats."""
 
     def __call__(self, composed: DictConfig) -> Ended:
         """Run the job of a composed configuration."""
         redact_output()
+        commands.remember(self.typed)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # what a cluster set stays
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         number, config = HydraConfig.get().job.num, to_config(composed)
@@ -92,7 +95,7 @@ def _sweep(planned: Plan, sweep: str) -> int:
             jobs = enumerate(zip(planned.jobs, planned.names, strict=True), start=1)
             ended = [_attempt(one, sweep, console.Job(one.stage, name, n, len(planned.jobs))) for n, (one, name) in jobs]
         else:
-            ended = launch(planned, more, Task(sweep, planned.names))
+            ended = launch(planned, more, Task(sweep, planned.names, tuple(commands.typed())))
             finish(launcher)
     except (KeyboardInterrupt, SystemExit) as error:  # Ray makes a SystemExit of SIGTERM
         end_workers(launcher)
