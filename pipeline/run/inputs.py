@@ -85,8 +85,11 @@ def _check_budget(config: Config) -> None:
 def _check_model(config: Config) -> None:
     """Refuse a model, and what cannot be done with it: the policy, the load, the questions, the backend's own refusals."""
     checkpoint = inspect_model(locate_checkpoint(config.model.path))
+    job = Job(config.stage, config.kv, config.weights.format, checkpoint)
     config.kv.check_shape(checkpoint.shape)
     _refuse_quantized(config.backend, checkpoint)
+    if job.builds:
+        _refuse_longer(config.backend, checkpoint)
     refuse_weights(checkpoint, config.weights.format)
     if config.stage == "tune":
         tuned_policies(config, checkpoint.shape)
@@ -98,7 +101,6 @@ def _check_model(config: Config) -> None:
         check_room(config.work, config.workdir, weight_bytes(checkpoint))
     with required_libraries():
         samples = _check_questions(config, checkpoint)
-        job = Job(config.stage, config.kv, config.weights.format, checkpoint)
         open_loader(config.backend).check_inputs(job)
         from stages.opening import check_opens
 
@@ -120,6 +122,15 @@ def _refuse_quantized(backend: BackendConfig, checkpoint: CheckpointInfo) -> Non
         raise UserError(
             f"model.path={checkpoint.path}: the weights are quantized ({checkpoint.quantized.title}), and backend="
             f"{backend.name} takes plain ones; use backend={others}, or give the unquantized checkpoint"
+        )
+
+
+def _refuse_longer(backend: BackendConfig, checkpoint: CheckpointInfo) -> None:
+    """Refuse an engine for longer sequences than the model was made for."""
+    limit = backend.context_limit
+    if limit is not None and limit > checkpoint.max_positions:
+        raise UserError(
+            f"backend.{backend.length_key}={limit}: the model was made for {checkpoint.max_positions} tokens; set at most that"
         )
 
 

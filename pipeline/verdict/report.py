@@ -258,7 +258,7 @@ class EvaluationReport(Record):
     """Every workload that was planned, run so far or not -> whether its samples have answers."""
     slices: list[Slice]
     noise: Fidelity | None
-    """The baseline against itself, sequence by sequence instead of batched; null where no sample is repeated."""
+    """The baseline against itself, in smaller batches; null where no sample is repeated."""
     canary: Canary
     system: SystemMetrics
     baseline_system: SystemMetrics

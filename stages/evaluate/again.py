@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from pipeline.core.engine import Engine
-from pipeline.core.records import Sample, no_progress
+from pipeline.core.records import Sample, give_back, no_progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.record import Number
 from pipeline.verdict.report import SampleRow
@@ -71,6 +71,8 @@ def decode_again(
         heads[encoded[i].sample.id] = own
 
     run_samples(baseline, encoded, None, batch_size, no_progress, done=keep)
+    del baseline  # two engines may not fit beside each other
+    give_back()
     results = run_samples(open_engine(), encoded, heads.__getitem__, batch_size, no_progress)
     return {row.id: row for row in unjudged_rows(encoded, results)}
 

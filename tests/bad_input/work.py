@@ -55,6 +55,16 @@ SUMMARIES: tuple[tuple[str, str | bytes], ...] = (
     ("nested deep", NESTED),
 )
 
+LENGTHS = (
+    ("tensorrt", "max_tokens"),
+    ("tensorrt_rtx", "max_tokens"),
+    ("trtllm", "max_seq_len"),
+    ("vllm", "max_model_len"),
+    ("sglang", "context_length"),
+    ("llamacpp", "n_ctx"),
+)
+"""Backends whose engines are made for a number of tokens, as it ships more than the model's 2,048, with its key."""
+
 LINE = {"prompt": "Copy: abc", "reference": "abc", "check": "exact"}
 
 
@@ -277,6 +287,9 @@ CASES = [
          loads_model=True),
     Case("a load longer than a small model's context", ("model.path=model",), ("workloads.load.context_tokens=512", "256"),
          with_config(max_position_embeddings=256)),
+    *(Case(f"backend={backend} for more tokens than the model", (f"backend={backend}", "model.path=model"),
+           (f"backend.{key}=", "the model was made for 2048 tokens", "set at most that"), with_config())
+      for backend, key in LENGTHS),
     Case("a disk that is full", ("stage=capacity", "workdir=work"), ("work",), text("x", ""), code=4, file_bytes=4000,
          begins=True),
 ]  # fmt: skip

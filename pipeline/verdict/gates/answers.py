@@ -30,6 +30,8 @@ ACCURACY, ALL = "accuracy", "all"
 DOUBTFUL = 0.75
 """Of the margin: three of 60 answers. int8 on SmolLM2 loses as many in 2 % of 60 at most, with ten points lost besides in 90 %
 or more (`tests/long/test_gates_simulation.py`)."""
+LEAST_LEVEL = 1e-15
+"""The first looks of later attempts have smaller levels, down to 0, whose bounds say nothing of those of more samples."""
 
 
 class Limits(thresholds.Limits):
@@ -124,11 +126,11 @@ def _needed(evidence: Evidence, limits: Limits, still_open: Collection[str]) -> 
     """
     if ALL not in still_open:
         return {}
-    every, level = _Answers.of(ALL, evidence.judged, limits), evidence.look.pass_level(limits.pass_alpha)
+    every, level = _Answers.of(ALL, evidence.judged, limits), max(evidence.look.pass_level(limits.pass_alpha), LEAST_LEVEL)
     room = every.difference + every.margin
     short = every.difference - statistics.paired.difference_bound(every.pairs, level, lower=True)
-    deviations = [NormalDist().inv_cdf(share) for share in (1 - limits.next_attempt.pass_alpha, limits.power, 1 - level)]
-    times = (short / room * (deviations[0] + deviations[1]) / deviations[2]) ** 2 if room > 0 else MOST_SAMPLES
+    below, power, below_now = map(NormalDist().inv_cdf, (limits.next_attempt.pass_alpha, limits.power, level))
+    times = (short / room * (power - below) / -below_now) ** 2 if room > 0 else MOST_SAMPLES
     counts = {name: math.ceil(times * len(rows)) for name, rows in by_workload(evidence.judged).items()}
     return {name: min(count, MOST_SAMPLES) for name, count in counts.items()}
 

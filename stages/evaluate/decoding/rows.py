@@ -75,6 +75,8 @@ class Interruption:
 def interruption() -> Iterator[Interruption]:
     """While the block runs, let the first SIGINT or SIGTERM only be noted; the second raises KeyboardInterrupt as usual.
 
+    The end of the block raises KeyboardInterrupt where one was noted, however much of the block was done.
+
     A signal that does not raise KeyboardInterrupt before (a background job ignores SIGINT, a library's user has SIGTERM end the
     process) stays as it is, and in a thread all do.
     """
@@ -97,6 +99,8 @@ def interruption() -> Iterator[Interruption]:
         yield noted
     finally:
         restore()
+    if noted.requested:
+        raise KeyboardInterrupt
 
 
 @dataclass
@@ -232,7 +236,7 @@ def run_samples(
             progress("forced decode [tokens]", decoded, total)
         else:
             progress("answers [samples]", len(results), len(encoded))
-    if noted.requested or len(results) < len(encoded):
+    if len(results) < len(encoded):
         raise KeyboardInterrupt
     return [results[i] for i in range(len(encoded))]
 
