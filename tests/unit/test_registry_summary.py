@@ -1,3 +1,5 @@
+"""summary.json of a sweep: candidates, jobs that ended, and the exit code."""
+
 import json
 from pathlib import Path
 from typing import Any
