@@ -136,9 +136,10 @@ def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -
                 f"{champion_name}, has no engine in the registry and none in {config.work}{why}: register it with "
                 "tracking.log_bundle=true, or give the workdir that judged it"
             )
-        if samples is not None:
-            (copy / "workloads").mkdir(exist_ok=True)
-            shutil.copyfile(samples, copy / "workloads" / samples.name)
+        asked = evidence.identity.workloads_file
+        if samples is not None and asked is not None:
+            (copy / asked).parent.mkdir(exist_ok=True)
+            shutil.copyfile(samples, copy / asked)
     require_same(champion_name, replay(evidence, [keys] if keys.trusted else []))
     assert evidence.engine is not None, "a replay without the engine is missing something"
     return evidence.engine

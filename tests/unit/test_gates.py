@@ -16,6 +16,7 @@ from test_gates_served import served
 from pipeline.core.errors import UserError
 from pipeline.statistics.bets import OUTLIER
 from pipeline.verdict.conformance import Conformance, EngineConformance
+from pipeline.verdict.coverage import ReusedPrefixes
 from pipeline.verdict.report import Canary, Compaction, Rung, SampleRow
 from pipeline.verdict.thresholds import MOST_SAMPLES, Check, Verdict
 
@@ -76,6 +77,7 @@ OPEN_MEANS = {"max_mean_kl", "min_top10_overlap", "max_ppl_ratio", "max_rms_delt
 FAR_APART = [*prose(1), prose(2, context_tokens=1100, mean_kl=0.04)[1]]
 BLIND, ABSENT = (Canary(factor=0.1, rows=rows) for rows in (answered("retrieval", 8), []))
 UNDRAFTED = [r if i else r.model_copy(update={"acceptance": {}}) for i, r in enumerate(drafted(every_class(), 25))]
+UNKNOWN = ReusedPrefixes(samples=2, tokens=9, kl_max=None, contradictions=[])
 STORED_WRONG = record(engine(*SOUND.requests, request(stored=3e-3)))
 
 CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
@@ -174,6 +176,9 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
         every_class(), {"probes": probes(candidate=LARGER)}, "FAIL", {"allocation"}, ""),
     "free generation with another scale": (
         every_class(), {"probes": probes(free=["sample a: ..."])}, "FAIL", {"free_answers"}, "sample a: ..."),
+    "logits that are not finite where a prefix is reused": (
+        every_class(), {"probes": probes().model_copy(update={"reused_candidate": UNKNOWN})}, "FAIL", {"reused_prefixes"},
+        "logits over reused prefixes are not finite"),
     "drafts that a cache ruins although its answers are right": (
         drafted(every_class(), 34), {"drafters": ["lookup"]}, "FAIL", {"max_acceptance_loss"},
         "loss of acceptance length 0.2647, 99.81 % bound 0.2359, outside max_acceptance_loss (at most 0.1)",

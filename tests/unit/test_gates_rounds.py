@@ -208,6 +208,14 @@ def test_following_the_advice_spends_what_the_first_evaluation_left() -> None:
     assert text.endswith("samples would decide with gates.attempt=2")
 
 
+@pytest.mark.parametrize("attempt", [2, 20])
+@pytest.mark.parametrize("last", [1, 2])
+def test_later_attempts_say_at_their_first_looks_how_many_answers_decide(attempt: int, last: int) -> None:
+    """The levels of these looks are below 1e-17, or 0."""
+    lost = flipping("copy", 1000, lost=set(range(0, 1000, 25)))
+    assert sum(up_to(lost, last, attempt=attempt).samples_needed.values()) > len(lost)
+
+
 def test_the_canarys_rows_are_no_part_of_the_looks() -> None:
     rows = in_rounds(answered("copy", 160), PLAN)
     late = Canary(factor=0.1, rows=[r.model_copy(update={"round": 9}) for r in CANARY_ROWS])
