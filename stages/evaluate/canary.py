@@ -14,7 +14,7 @@ from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import ALLOWED
 from pipeline.verdict.report import Canary, Rung, SampleRow
 from stages.evaluate.decoding.noise import canary_samples
-from stages.evaluate.decoding.rows import labelled, run_samples, unjudged_rows
+from stages.evaluate.decoding.rows import Run, labelled, run_samples, unjudged_rows
 from stages.evaluate.distances.scores import Heads
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.evaluate.twins.conformance import Comparison
@@ -127,10 +127,8 @@ def _decoded(
     """Decode samples with a fault that is planted after their prefill; return how far they are from the baseline."""
     results = run_samples(
         engine,
-        subset,
-        heads,
+        Run(subset, heads, progress),
         len(subset),  # one batch: there is one prefill, and the corruption comes after it
-        progress,
         after_prefill=corrupt,
         one_pass=one_pass,
         observe=(lambda _: None) if beside is None else beside.take,
