@@ -69,7 +69,8 @@ def default_programs(layout: CacheLayout, query: Tensor, page_table: Tensor, sca
 
 def setting_of(layout: CacheLayout, new: Tensor, scaling: float = 1.0, rows: int = 1) -> Setting:
     """Return the setting of a launch for queries (B, Hq, D), or for new keys. rows: as in Setting."""
-    group, dtype = new.shape[-2] // layout.kv_heads, str(new.dtype).removeprefix("torch.")
+    group = new.shape[-2] // layout.kv_heads
+    dtype: Any = str(new.dtype).removeprefix("torch.")
     return Setting(layout, dtype, compute_capability(new.device), group, scaling, rows)
 
 

@@ -38,10 +38,6 @@ class Codes:
     storage: str
     """Element type of the pool."""
     bits: int
-    data_type: str
-    """TensorRT's name of the pool's type."""
-    number: int
-    """Of the dtype in a plan's attributes: that of nvinfer1::DataType."""
     granularities: tuple[Granularity, ...]
     limit: float = 0.0
     """Largest magnitude of a code; 0 where there is no scale."""
@@ -56,13 +52,12 @@ class Codes:
 
 _BYTES: tuple[Granularity, ...] = ("per_tensor", "per_head", "per_token")
 CODES: dict[Dtype, Codes] = {
-    "fp16": Codes("float16", 16, "HALF", 1, ("none",)),
-    "bf16": Codes("bfloat16", 16, "BF16", 7, ("none",)),
-    "fp8_e4m3": Codes("float8_e4m3fn", 8, "FP8", 6, _BYTES, 448.0),
-    "int8": Codes("int8", 8, "INT8", 2, _BYTES, 127.0),
-    # Two to a byte, which TensorRT sees as INT8, because a plugin takes neither INT4 nor FP4.
-    "int4": Codes("int8", 4, "INT8", 9, ("per_token", "per_group"), 7.0, (32, 64, 128), keys=False),
-    "nvfp4": Codes("int8", 4, "INT8", 10, ("per_group",), 6.0, (NVFP4_GROUP,), "float8_e4m3fn", layer_scale=True, keys=False),
+    "fp16": Codes("float16", 16, ("none",)),
+    "bf16": Codes("bfloat16", 16, ("none",)),
+    "fp8_e4m3": Codes("float8_e4m3fn", 8, _BYTES, 448.0),
+    "int8": Codes("int8", 8, _BYTES, 127.0),
+    "int4": Codes("int8", 4, ("per_token", "per_group"), 7.0, (32, 64, 128), keys=False),
+    "nvfp4": Codes("int8", 4, ("per_group",), 6.0, (NVFP4_GROUP,), "float8_e4m3fn", layer_scale=True, keys=False),
 }
 KEY_DTYPES = tuple(dtype for dtype, codes in CODES.items() if codes.keys)
 HEAD_DIMS = (64, 128, 256)
