@@ -12,12 +12,13 @@ from pipeline.artifacts.digest import file_digest
 from pipeline.checkpoint.places import checkpoint_label
 from pipeline.config.config import Config
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
+from pipeline.core.strict import MOST_TEXT_BYTES, Unreadable, read_file
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import read_evidence, registered_candidate
 from pipeline.evidence.verify import replay
 from pipeline.registry.promotion import require_same
 from pipeline.registry.tracking import locate
-from pipeline.run.inputs import check_file, check_inputs
+from pipeline.run.inputs import check_inputs
 from pipeline.run.job import open_store
 from pipeline.run.runner import run
 from pipeline.terminal import console
@@ -71,7 +72,10 @@ def champion(
     )
     copied = None if samples is None else Path(samples).expanduser()
     if copied is not None:
-        check_file(copied, "samples")
+        try:
+            read_file(copied, MOST_TEXT_BYTES)
+        except Unreadable as error:
+            raise UserError(f"samples={copied}: {error}") from None
     scratch = tempfile.TemporaryDirectory(prefix="kvgate-")
     try:
         engine = _verified(config, str(model), Path(scratch.name), copied)

@@ -18,7 +18,6 @@ from pipeline.core.backends import BackendConfig, backend_configs
 from pipeline.core.errors import MissingRequirement, UserError, short
 from pipeline.core.kv import FP16_POLICY
 from pipeline.core.records import Sample
-from pipeline.core.strict import MOST_TEXT_BYTES
 from pipeline.gguf.model import inspect_gguf
 from pipeline.gguf.vocabulary import UNUSED
 from pipeline.loading import open_loader, required_libraries
@@ -179,9 +178,6 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
 
     Return the samples; none where they are generated and no model that is long enough could find them too long.
     """
-    for key, path in (("calibration.jsonl", config.calibration.file), ("workloads.jsonl", config.workloads.file)):
-        if path is not None:
-            check_file(path, key)
     if config.calibration.file is not None:
         from stages.quantize.calibration import texts_from_file
 
@@ -205,18 +201,6 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
                     f"workloads: sample {sample.id} holds {short(token)}, a token that the model has not; leave it out"
                 )
     return samples
-
-
-def check_file(path: Path, key: str) -> None:
-    """Refuse what is no regular file that can be read: a pipe would be waited for."""
-    if not os.path.lexists(path):
-        raise UserError(f"{key}={path}: no such file; give one that exists")
-    if not path.is_file():
-        raise UserError(f"{key}={path}: is no file, or a link to none; give a file")
-    if not os.access(path, os.R_OK):
-        raise UserError(f"{key}={path}: may not be read by this user; give a file that may")
-    if path.stat().st_size > MOST_TEXT_BYTES:
-        raise UserError(f"{key}={path}: has {path.stat().st_size:,} bytes; give a file of {MOST_TEXT_BYTES:,} at most")
 
 
 def inspect_model(path: Path) -> CheckpointInfo:

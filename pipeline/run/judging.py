@@ -47,14 +47,14 @@ def evaluate(run: Run) -> None:
     recorded = nullcontext("") if store is None else store.candidate(run.sweep, run.label, config.backend.name, whole)
     with recorded as run_id:
         try:
-            evaluation, engine, baseline = chain.made_by("evaluate")
+            evaluation, engine, baseline = judged = chain.evaluation(config.kv)
         except CannotBeJudged as refusal:
             refusal.next_step = next_steps.after_weak(config, refusal.weak, refusal.able, commands.typed(), sweep=run.sweeping)
             raise
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         with console.doing("deciding"):
             verdict = decide(report, rows, config.gates)
-        identity = chain.identity(config.kv, report, verdict)
+        identity = chain.identity(judged, report, verdict)
         report_path = evaluation.path / REPORT_FILE
         candidate = Candidate(
             name=run.label,

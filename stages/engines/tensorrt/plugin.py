@@ -21,7 +21,7 @@ from onnx import helper
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import KVPolicy
 from pipeline.formats.body import DOMAIN, NUMPY_FLOATS, cache_arithmetic, layer_function
-from plugins.kv_attention.kernels.variants import NEW, WIDEST, Setting, context_blocks, context_variant, decode_variant
+from plugins.kv_attention.kernels.variants import WIDEST, Setting, context_blocks, context_variant, decode_variant
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import (
     CONTEXT_REDUCE,
@@ -128,15 +128,16 @@ def use_plugin(
     layers, decode = choose_layers(policy, info.shape, info.q_heads), mode == "decode"
     # The function body multiplies queries with the factor of the scores in its own arithmetic, and so do the kernels.
     scaling = float(NUMPY_FLOATS[cache_arithmetic(info.compute_dtype)](info.scaling))
-    options: dict[str, Any] = {"scaling": scaling, "out": NEW[info.compute_dtype], "sm": sm}
-    options["programs" if decode else "splits"] = programs
+    group, splits = info.q_heads // info.kv_heads, 1 if decode else programs
     plan = {name: f"{name}.plan" for name in PLAN.outputs} if decode else {}
     for layer, layout in layers.layouts.items():
+        # Of several new tokens, the kernels are compiled for a chunk.
+        setting = Setting(layout, info.compute_dtype, sm, group, scaling, WIDEST, splits)
         node, names = _attention(model, info, policy, layer, mode)
         names |= plan
         if decode and not any(made.name == PLAN.operation for made in model.graph.node):
             # The exact tokens are the policy's, and with them the work list is the same in every layer.
-            attributes = attributes_of(PLAN, layout, **options)
+            attributes = attributes_of(PLAN, setting, programs)
             model.graph.node.insert(0, plugin_node(PLAN, [names["lengths"]], list(plan.values()), attributes))
         turned = []
         for role in () if decode else ("query", "key", "value"):
@@ -147,9 +148,9 @@ def use_plugin(
         join = REDUCE if decode else CONTEXT_REDUCE
         sums = {name: f"{name}.{layer}" for name in attending.outputs}
         taken = [names[name] for name in attending.inputs]
-        attend = plugin_node(attending, taken, list(sums.values()), attributes_of(attending, layout, **options), layer)
+        attend = plugin_node(attending, taken, list(sums.values()), attributes_of(attending, setting, programs), layer)
         parts = [(names | sums)[name] for name in join.inputs]
-        joined = plugin_node(join, parts, list(node.output), attributes_of(join, layout, **options), layer)
+        joined = plugin_node(join, parts, list(node.output), attributes_of(join, setting, programs), layer)
         _replace(model, node, [*turned, attend, joined])
     return layers
 
@@ -175,7 +176,7 @@ def _replace(model: onnx.ModelProto, node: onnx.NodeProto, nodes: list[onnx.Node
 
 
 def plugin_node(
-    node: Node, inputs: list[str], outputs: list[str], attributes: dict[str, int], part: int | str | None = None
+    node: Node, inputs: list[str], outputs: list[str], attributes: dict[str, int | float], part: int | str | None = None
 ) -> onnx.NodeProto:
     """Return the ONNX node of a plugin, whose name, version and namespace TensorRT's parser looks for in its registry."""
     name = node.operation if part is None else f"{node.operation}.{part}"
