@@ -282,8 +282,8 @@ class EvaluationReport(Record):
     workloads_digest: str
     """sha256 of every encoded sample: prompts, references, checks and documents."""
     samples: int
-    planned_rounds: list[float] = Field(default=[1.0])
-    """Cumulative share of the planned samples after each round that was planned, run or not; one round without a plan."""
+    planned_rounds: list[float]
+    """Cumulative share of the planned samples after each round that was planned, run or not."""
     planned_workloads: dict[str, bool]
     """Every workload that was planned, run so far or not -> whether its samples have answers."""
     slices: list[Slice]

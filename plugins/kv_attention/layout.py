@@ -7,6 +7,7 @@ A page holds PAGE_TOKENS tokens of every head, head-major. One (page, head) is o
 row of it begins at a 16-byte boundary. Codes and scales are separate tensors.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -26,6 +27,9 @@ Dtype = Literal["fp16", "bf16", "fp8_e4m3", "int8", "int4", "nvfp4"]
 Granularity = Literal["none", "per_tensor", "per_head", "per_token", "per_group"]
 Spec = tuple[str, tuple[int, ...]]
 """Element type and shape of a tensor. The type is named as torch and numpy with ml_dtypes name it."""
+
+Dims = tuple[int | str, ...]
+"""Dimensions of a tensor, a letter for one that may be any. Equal letters are equal dimensions."""
 
 NVFP4_GROUP = 16
 """Channels of a block of nvfp4."""
@@ -221,3 +225,24 @@ class CacheLayout:
             return {}
         spec: Spec = ("float16", (buffers, self.kv_heads, self.exact_tokens, self.head_dim))
         return {"key_exact": spec, "value_exact": spec}
+
+    def any_size(self) -> dict[str, tuple[str, Dims]]:
+        """Return all of the cache's tensors, of any number of pages N and exact buffers M."""
+        of_any: dict[str, tuple[str, Dims]] = {}
+        for letter, tensors in (("N", self.pools(1)), ("M", self.exact_buffers(1))):
+            of_any |= {name: (kind, (letter, *shape[1:])) for name, (kind, shape) in tensors.items()}
+        return {**of_any, **self.static_scales()}
+
+
+def misfit(name: str, dims: Sequence[int | None], wanted: Dims, sizes: dict[str, int]) -> str | None:
+    """Return what is wrong with a tensor's dimensions, None for those that vary; None where they are the wanted ones.
+
+    `sizes`: the size of each letter so far; the sizes of new letters are added.
+    """
+    if len(dims) == len(wanted) and all(
+        dim == size if isinstance(size, int) else dim is None or sizes.setdefault(size, dim) == dim
+        for dim, size in zip(dims, wanted, strict=True)
+    ):
+        return None
+    shape = ", ".join("varies" if dim is None else str(dim) for dim in dims)
+    return f"{name} must be ({', '.join(str(sizes.get(str(dim), dim)) for dim in wanted)}), got ({shape})"

@@ -33,7 +33,7 @@ from itertools import product
 from typing import Any, Literal, get_args
 
 from plugins.kv_attention.kernels.variants import WIDEST, Compute, Setting, context_splits, partial_dtype
-from plugins.kv_attention.layout import CacheLayout, Dtype, Granularity, SideLayout
+from plugins.kv_attention.layout import CacheLayout, Dims, Dtype, Granularity, SideLayout, misfit
 
 NAMESPACE = "kv"
 
@@ -61,7 +61,6 @@ ATTRIBUTES: dict[str, type] = {**dict.fromkeys(_INTEGERS, int), "scaling": float
 value_group is the values' group size, or 0 without one. None is a text, of which TensorRT's Python package passes the first
 letter alone where numpy is of version 2."""
 
-Dims = tuple[int | str, ...]
 Spec = tuple[str, Dims]
 """Element type, as torch names the type, and dimensions of a tensor; a dimension that may vary is its letter."""
 
@@ -143,8 +142,7 @@ def input_specs(node: Node, setting: Setting) -> dict[str, Spec]:
         return ("B", "X", heads, dim) if several else ("B", heads, 1, dim)
 
     specs: dict[str, Spec] = {
-        **{name: (kind, ("N", *shape[1:])) for name, (kind, shape) in layout.pools(1).items()},
-        **{name: (kind, ("M", *shape[1:])) for name, (kind, shape) in layout.exact_buffers(1).items()},
+        **layout.any_size(),
         **{name: (kind, (1, *shape, 1, 1)) for name, (kind, shape) in layout.static_scales().items()},
         "query": (dtype, tokens(setting.q_heads)),
         "key": (dtype, tokens(layout.kv_heads)),
@@ -245,19 +243,10 @@ class Call:
                 raise ValueError(f"{node.plugin_id}: {name} must be at least {minimum}, got {number}")
         sizes: dict[str, int] = {}
         for name, (dtype, spec) in input_specs(node, setting).items():
-            dims, tensor_type = self.dims(name), self.tensors[name].dtype.name
+            tensor_type = self.tensors[name].dtype.name
             if tensor_type != DATA_TYPES[dtype]:
                 packed = " (two codes to a byte)" if tensor_type in ("INT4", "UINT8") else ""
                 raise ValueError(f"{node.plugin_id}: {name} must be {DATA_TYPES[dtype]}{packed}, got {tensor_type}")
-            if not _fits(dims, spec, sizes):
-                shape = ", ".join("varies" if dim is None else str(dim) for dim in dims)
-                expected = ", ".join(str(sizes.get(str(dim), dim)) for dim in spec)
-                raise ValueError(f"{node.plugin_id}: {name} must be ({expected}), got ({shape})")
-
-
-def _fits(dims: list[int | None], spec: tuple[int | str, ...], sizes: dict[str, int]) -> bool:
-    """Whether dimensions match a specification. `sizes`: the size of each letter so far; the sizes of new letters are added."""
-    return len(dims) == len(spec) and all(
-        dim == size if isinstance(size, int) else dim is None or sizes.setdefault(size, dim) == dim
-        for dim, size in zip(dims, spec, strict=True)
-    )
+            wrong = misfit(name, self.dims(name), spec, sizes)
+            if wrong is not None:
+                raise ValueError(f"{node.plugin_id}: {wrong}")

@@ -174,11 +174,11 @@ class Local:
 
     def run(self, run: Run) -> list[SampleResult]:
         """Decode the samples, forced, the first time while the twin looks on."""
-        observe: dict[str, Any] = {}
+        observe = None
         if self.twin is not None and self.comparison is None:
             self.comparison = self._comparison(self.twin, run)
-            observe = {"observe": self.comparison.take}
-        return run_samples(self.engine, run, self.config.batch_size, **observe)
+            observe = self.comparison.take
+        return run_samples(self.engine, run, self.config.batch_size, observe=observe)
 
     def seen(self, results: Sequence[SampleResult], progress: Progress) -> dict[str, Any]:
         """Return coverage, scales, and how far the engine is from its twin."""

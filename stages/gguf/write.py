@@ -60,7 +60,7 @@ def _sizes(writer: Any, architecture: str, config: dict[str, Any]) -> None:
     sizes |= dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), head_dim)
     for key, size in {**sizes, "vocab_size": config["vocab_size"]}.items():
         writer.add_uint32(f"{architecture}.{key}", size)
-    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config.get("rms_norm_eps", 1e-6))
     writer.add_float32(f"{architecture}.rope.freq_base", base)
     scaling = config.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))

@@ -23,7 +23,7 @@ from scipy.stats import multivariate_normal, norm
 
 from pipeline.statistics.looks import Spending, nominal_levels, obrien_fleming_spending, planned_looks, square_root_spending
 from pipeline.verdict.gates import decide, is_final
-from pipeline.verdict.report import Canary, EvaluationReport, SampleRow
+from pipeline.verdict.report import Canary, SampleRow
 from pipeline.verdict.thresholds import RULES, Verdict
 
 PLAN = [0.1, 0.25, 0.5, 0.75, 1.0]
@@ -188,11 +188,6 @@ def test_prose_alone_follows_the_same_looks_and_a_bet_waits_where_documents_are_
 def test_a_plan_that_does_not_ascend_to_all_samples_is_no_report(shares: list[float]) -> None:
     with pytest.raises(ValidationError, match=r"planned_rounds must ascend to 1 in steps of 0\.01 or more"):
         report(answered("copy", 60), planned_rounds=shares)
-
-
-def test_a_report_from_before_there_were_rounds_is_one_round() -> None:
-    written = report(answered("copy", 60)).model_dump(exclude={"planned_rounds"})
-    assert EvaluationReport.model_validate(written).planned_rounds == [1.0]
 
 
 def test_a_verdict_names_the_rules_that_made_it() -> None:

@@ -28,6 +28,7 @@ from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 
 Done = Callable[[int, SampleResult, SampleHeads | None], None]
 """Takes a sample's place, what came of it, and the engine's own heads of it where these are made."""
+Observer = Callable[[Step], None]
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ def run_samples(
     *,
     after_prefill: Callable[[], None] | None = None,
     one_pass: bool = True,
-    observe: Callable[[Step], None] = lambda _: None,
+    observe: Observer | None = None,
 ) -> list[SampleResult]:
     """Run forced decode on every sample, compare its distributions with the baseline's, and generate the answers.
 
@@ -254,7 +255,8 @@ def run_samples(
             run.progress(f"finishing {len(scorer.in_flight)} samples in flight; Ctrl-C again stops at once", 0, 0)
         if isinstance(event, Step):
             scorer.score(event)
-            observe(event)
+            if observe is not None:
+                observe(event)
             decoded += len(event.samples)
         else:
             run.finish(event.sample, *scorer.finish(event))
