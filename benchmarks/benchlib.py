@@ -1,12 +1,7 @@
-"""The tiny checkpoint as benchmarks of engines use it: its model, tokens, policies, scales and ONNX bundles.
-
-The pipeline measures extremes with ModelOpt's quantizers. Benchmarks need the scales of dozens of policies, and of formats that
-ModelOpt does not calibrate: they come from a model's own keys and values, by the pipeline's rule (`stages/quantize/scales.py`).
-Legend: H KV heads, T tokens, D head_dim.
-"""
+"""The tiny checkpoint as benchmarks of engines use it: its model, tokens, policies, scales and ONNX bundles."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +9,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import yaml
-from torch import Tensor
-from transformers import DynamicCache, LlamaForCausalLM
 
 from benchmarks.recording import ROOT
-from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy, Side
+from pipeline.checkpoint.description import inspect_checkpoint
+from pipeline.core.formats import Rotation
+from pipeline.core.kv import KVPolicy
 from pipeline.core.records import no_progress
-from pipeline.core.scales import KVScales, SideScales
+from pipeline.core.scales import KVScales
 from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.export import export_decoder
-from stages.engines.oracle.formats import rotated
-from stages.quantize.scales import Extremes, calibrated
+from stages.quantize.scales import static_scales
 from stages.workloads.prompts import token_ids
 from stages.workloads.trained import story
 
@@ -67,43 +60,13 @@ def make_bundle(policy: KVPolicy, scales: KVScales, work: Path, checkpoint: Path
     return bundle
 
 
-CachedStates = tuple[dict[str, Tensor], ...]
-"""Keys (after RoPE) and values of every layer over some texts, each (H, T, D) float32."""
+def static_scales_on(checkpoint: Path, texts: Sequence[Sequence[int]]) -> Callable[[KVPolicy], KVScales]:
+    """Return what makes a policy's static scales, calibrated on texts of token ids, as the pipeline calibrates them."""
+    from stages.quantize import modelopt_adapter as adapter  # a GPU's benchmarks do without
+    from stages.quantize import run
 
-
-@torch.no_grad()
-def cached_states(model: LlamaForCausalLM, texts: Sequence[Sequence[int]]) -> CachedStates:
-    """Return the keys and values that the unquantized model caches for texts of token ids."""
-    layers: list[dict[str, list[Tensor]]] = [{"key": [], "value": []} for _ in range(model.config.num_hidden_layers)]
-    for text in texts:
-        cache = DynamicCache()
-        model.model(torch.tensor([list(text)]), past_key_values=cache, use_cache=True)
-        for states, layer in zip(layers, cache.layers, strict=True):
-            assert layer.keys is not None
-            assert layer.values is not None
-            states["key"].append(layer.keys[0].float())
-            states["value"].append(layer.values[0].float())
-    return tuple({side: torch.cat(parts, dim=1) for side, parts in states.items()} for states in layers)
-
-
-def calibrated_scales(x_HTD: Tensor, form: Format) -> SideScales:
-    """Return the static scales, and the zeros of an asymmetric format, with which no number of x_HTD saturates.
-
-    An uncalibrated format has a scale of 1.
-    """
-    heads, _, dim = x_HTD.shape
-    count = form.static_scales(heads, dim)
-    if form.scale == "uncalibrated":
-        return SideScales(scale=(1.0,) * count)
-    x_HTD = rotated(x_HTD, form)
-    low, high, amax = (tuple(x.flatten().tolist()) for x in (x_HTD.amin(1), x_HTD.amax(1), x_HTD.abs().amax(1)))
-    return calibrated(form, count, Extremes(low, high, amax))
-
-
-def kv_scales(policy: KVPolicy, states: CachedStates) -> KVScales:
-    """Return the scales of every static side of `policy`."""
-    layers: list[dict[Side, SideScales]] = []
-    for number, tensors in enumerate(states):
-        sides = policy.sides(number).items()
-        layers.append({side: calibrated_scales(tensors[side.base], form) for side, form in sides if form.has_static_scales})
-    return KVScales(layers=tuple(layers))
+    info = inspect_checkpoint(checkpoint)
+    model, layers, run_texts = run.load_model(info), info.shape.layers, run.forward_loop("cache", texts, no_progress)
+    rotations: tuple[Rotation, ...] = ("none", "hadamard")
+    extremes = {rotation: adapter.measure(model, layers, rotation, run_texts, checkpoint) for rotation in rotations}
+    return lambda policy: static_scales(policy, info.shape, extremes, checkpoint)

@@ -8,7 +8,7 @@ vocabulary takes longer than its layers, reads fewer and shorter ones under SHOR
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.benchlib import CHECKPOINT, cached_states, kv_scales, load_model, load_policy
+from benchmarks.benchlib import CHECKPOINT, load_model, load_policy, static_scales_on
 from benchmarks.documentation import CALIBRATION_TOKENS, GEMMA3, MODEL, all_tokens, converted, starts
 from benchmarks.recording import log
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.core.formats import Format, Granularity, Rotation
 from pipeline.core.kv import FP16_POLICY, KVPolicy
+from pipeline.core.scales import KVScales
 from pipeline.statistics.bootstrap import resampled_sums
 from pipeline.statistics.bounds import Array
 from stages.engines.oracle.engine import OracleEngine
@@ -227,11 +228,10 @@ class Measured:
 
 
 def measure(
-    model: Any, texts: Sequence[Text], calibration: Sequence[Sequence[int]], policies: Mapping[str, KVPolicy] = POLICIES
+    model: Any, texts: Sequence[Text], scales: Callable[[KVPolicy], KVScales], policies: Mapping[str, KVPolicy] = POLICIES
 ) -> dict[str, Measured]:
     """Score all texts under every policy."""
-    states = cached_states(model, calibration)
-    engines = {name: OracleEngine.from_model(model, kv, kv_scales(kv, states)) for name, kv in policies.items()}
+    engines = {name: OracleEngine.from_model(model, kv, scales(kv)) for name, kv in policies.items()}
     exact = OracleEngine.from_model(model, FP16_POLICY)
     sums = {name: np.zeros((len(texts), 3)) for name in policies}
     for number, text in enumerate(texts):
@@ -270,12 +270,12 @@ def show(measured: Mapping[str, Measured], texts: Sequence[Text]) -> None:
             print(f"| {statement} | {verdict(measured[better], measured[worse], documents)} |")
 
 
-def show_lengths(model: Any, tokens: npt.NDArray[np.int64], calibration: Sequence[Sequence[int]]) -> None:
+def show_lengths(model: Any, tokens: npt.NDArray[np.int64], scales: Callable[[KVPolicy], KVScales]) -> None:
     """Print the mean KL of the last tokens of longer and longer texts."""
     print(f"\n| tokens | {' | '.join(LONG)} |\n|---:|{'---:|' * len(LONG)}")
     for length in LENGTHS:
         texts = page_texts(tokens, 1, length, length - LAST - 1)
-        measured = measure(model, texts, calibration, {name: POLICIES[name] for name in LONG})
+        measured = measure(model, texts, scales, {name: POLICIES[name] for name in LONG})
         print(f"| {length:,} | {' | '.join(f'{one.mean_kl:.1e}' for one in measured.values())} |", flush=True)
 
 
@@ -289,19 +289,19 @@ def main(command_line: Sequence[str] | None = None) -> None:
         print(f"\n## {name}")
         if name == "tiny":
             texts = tiny_texts()
-            show(measure(load_model(), texts, tiny_calibration()), texts)
+            show(measure(load_model(), texts, static_scales_on(CHECKPOINT, tiny_calibration())), texts)
             continue
         arguments.work.mkdir(parents=True, exist_ok=True)
         checkpoint = converted(locate_checkpoint(MODEL if name == "smollm2" else GEMMA3), arguments.work / name)
         tokens, model = all_tokens(checkpoint), load_model(checkpoint)
-        calibration = tokens[-CALIBRATION_TOKENS:].reshape(-1, 512).tolist()
+        scales = static_scales_on(checkpoint, tokens[-CALIBRATION_TOKENS:].reshape(-1, 512).tolist())
         if name == "smollm2":
             texts = page_texts(tokens, PAGES, PAGE_TOKENS)
-            show(measure(model, texts, calibration), texts)
+            show(measure(model, texts, scales), texts)
         else:
             texts = page_texts(tokens, GEMMA_PAGES, GEMMA_TOKENS, GEMMA_TOKENS - LAST - 1)
-            show(measure(model, texts, calibration, {key: POLICIES[key] for key in SHORT}), texts)
-            show_lengths(model, tokens, calibration)
+            show(measure(model, texts, scales, {key: POLICIES[key] for key in SHORT}), texts)
+            show_lengths(model, tokens, scales)
 
 
 if __name__ == "__main__":

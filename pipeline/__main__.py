@@ -28,22 +28,22 @@ def _refuse_argument(message: str) -> NoReturn:
 
 
 def _check_options(arguments: Namespace) -> None:
-    """Refuse Hydra's options that would compose something else than kvgate's configuration, or do nothing here."""
-    for option, value in (
-        ("--config-name", arguments.config_name),
-        ("--config-path", arguments.config_path),
-        ("--experimental-rerun", arguments.experimental_rerun),
+    """Refuse Hydra's options that would compose something else than kvgate's configuration, or that are about Hydra."""
+    own = "kvgate has its own configuration; add files of yours with --config-dir=DIR"
+    hydras = "is an option of Hydra's; give one that --help lists"
+    for option, value, why in (
+        ("--config-name", arguments.config_name, own),
+        ("--config-path", arguments.config_path, own),
+        ("--experimental-rerun", arguments.experimental_rerun, own),
+        ("--run", arguments.run, "is what kvgate does without -m; leave it out"),
+        ("--cfg", None if arguments.cfg == "job" else arguments.cfg, "shows Hydra's configuration; give --cfg job"),
+        ("--package", arguments.package, hydras),
+        ("--resolve", arguments.resolve, hydras),
+        ("--info", arguments.info, hydras),
+        ("--hydra-help", arguments.hydra_help, hydras),
     ):
-        if value is not None:
-            raise UserError(f"{option}={value}: kvgate has its own configuration; add files of yours with --config-dir=DIR")
-    if arguments.run:
-        raise UserError("--run: is what kvgate does without -m; leave it out")
-    if arguments.cfg and arguments.cfg != "job" and (arguments.multirun or arguments.package):
-        raise UserError(f"--cfg={arguments.cfg}: shows one job as a whole; give --cfg job, or leave -m and --package out")
-    if not arguments.cfg:
-        for option, given in (("--resolve", arguments.resolve), ("--package", arguments.package)):
-            if given:
-                raise UserError(f"{option}: is about what --cfg shows; add --cfg job, or leave it out")
+        if value not in (None, False):
+            raise UserError(f"{option if value is True else f'{option}={value}'}: {why}")
     if arguments.config_dir is not None and not Path(arguments.config_dir).is_dir():
         raise UserError(f"--config-dir={arguments.config_dir}: no such directory; give the one with your own kv/")
 
@@ -88,8 +88,8 @@ def _help(folders: Sequence[Path]) -> str:
     return Template(OmegaConf.load(CONF / "config.yaml").hydra.help.template).substitute(APP_CONFIG_GROUPS=listed)
 
 
-def _shown_by_hydra(parser: ArgumentParser, arguments: Namespace) -> int:
-    """Print what Hydra prints of itself and of kvgate's configuration: information, completions."""
+def _completion(parser: ArgumentParser, arguments: Namespace) -> int:
+    """Print a shell's completions, which Hydra knows."""
     from hydra import version
     from hydra._internal.utils import _run_hydra
 
@@ -113,17 +113,16 @@ def _dispatch(argv: Sequence[str]) -> int:
     if arguments.help:
         print(_help([CONF, *([Path(arguments.config_dir)] if arguments.config_dir else [])]))
         return 0
-    if arguments.shell_completion or arguments.hydra_help or arguments.info:
-        return _shown_by_hydra(parser, arguments)
     _check_options(arguments)
+    if arguments.shell_completion:
+        return _completion(parser, arguments)
     from pipeline.config.compose import configurations, plan
+    from pipeline.config.overrides import searching
 
-    extra = [f"hydra.searchpath=[file://{Path(arguments.config_dir).resolve()}]"] if arguments.config_dir else []
+    extra = [searching(arguments.config_dir)] if arguments.config_dir else []
     planned = plan([*arguments.overrides, *extra], arguments.multirun)
-    if arguments.cfg and arguments.cfg != "job":
-        return _shown_by_hydra(parser, arguments)
     if arguments.cfg:
-        print(*configurations(planned, arguments.package, arguments.resolve), sep="", end="")
+        print(*configurations(planned), sep="", end="")
         return 0
     if as_json:
         _check_json(planned)

@@ -97,12 +97,12 @@ class DryChain(Chain):
         if self.config.stage == "tune":
             search(self)
             return
-        evaluation = self.made_by(self.config.stage)[0]
-        if self.config.stage in JUDGING and is_there(evaluation):
-            report, rows = load_report(evaluation.path), load_rows(evaluation.path)
+        made = self.made_by(self.config.stage)
+        if self.config.stage in JUDGING and is_there(made[0]):
+            report, rows = load_report(made[0].path), load_rows(made[0].path)
             self.verdict = decide(report, rows, self.config.gates)
             if is_there(*(artifact for _, artifact in self.finished)):
-                self.identity(self.config.kv, report, self.verdict)
+                self.identity(made, report, self.verdict)
 
     @cached_property
     def checkpoint_digest(self) -> str:

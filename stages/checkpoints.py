@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pipeline import __version__
 from pipeline.artifacts.files import write_whole
 from pipeline.checkpoint.description import inspect_checkpoint, read_config
 from pipeline.checkpoint.files import TOKENIZER_FILES, refusal
@@ -47,7 +48,7 @@ def expected_tensors(path: Path, config: dict[str, Any]) -> Tensors:
 
     The model is built on the meta device, which imports transformers; a user's cache keeps the answer.
     """
-    parts = importlib.metadata.version("transformers"), json.dumps(config, sort_keys=True)
+    parts = __version__, importlib.metadata.version("transformers"), json.dumps(config, sort_keys=True)
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     try:
         kept = own_cache("tensors") / f"{name}.json"

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pipeline import __version__
 from pipeline.artifacts.files import write_whole
 from pipeline.checkpoint.description import CheckpointInfo
 from pipeline.checkpoint.files import refusal
@@ -48,12 +49,12 @@ def check_opens(info: CheckpointInfo) -> None:
 
 
 def _kept(info: CheckpointInfo) -> Path | None:
-    """Return the file that says that these files were found sound; None where no cache can be trusted."""
+    """Return the file that says that this kvgate found these files sound; None where no cache can be trusted."""
     files = [info.path / name for name in (*info.other_files, *info.weight_files)] if info.path.is_dir() else [info.path]
     states = [
         (str(file.resolve()), about.st_ino, about.st_size, about.st_mtime_ns) for file in files for about in [file.stat()]
     ]
-    parts = json.dumps([importlib.metadata.version("transformers"), states])
+    parts = json.dumps([__version__, importlib.metadata.version("transformers"), states])
     try:
         return own_cache("opened") / hashlib.sha256(parts.encode()).hexdigest()[:32]
     except (ForeignFolder, OSError):

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.peers_cpu.llama import LlamaCpp
 from benchmarks.peers_cpu.peer import Logits, Peer, Setting, run_python
 
 
@@ -36,11 +35,10 @@ class Kvgate(Peer):
         # Built of this checkout's code in every run.
         shutil.rmtree(setting.models, ignore_errors=True)
         setting.models.mkdir(parents=True)
-        model = benchlib.load_model(setting.checkpoint)
-        states = benchlib.cached_states(model, [setting.calibration])
+        scales = benchlib.static_scales_on(setting.checkpoint, [setting.calibration])
         for name in cls.formats:
             policy = benchlib.load_policy(name)
-            benchlib.make_bundle(policy, benchlib.kv_scales(policy, states), setting.models, setting.checkpoint)
+            benchlib.make_bundle(policy, scales(policy), setting.models, setting.checkpoint)
 
     def prefill(self, tokens: Sequence[int]) -> Logits:
         self.engine.release(self.handles)
@@ -268,5 +266,4 @@ PEERS: dict[str, type[Peer]] = {
     "genai": Genai,
     "openvino": OpenVino,
     "openvino_float32": OpenVinoFloat32,
-    "llama_cpp": LlamaCpp,
 }

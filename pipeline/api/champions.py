@@ -12,13 +12,14 @@ from pipeline.artifacts.digest import file_digest
 from pipeline.checkpoint.places import checkpoint_label
 from pipeline.config.config import Config
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
+from pipeline.core.strict import MOST_TEXT_BYTES, Unreadable, read_file
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import read_evidence, registered_candidate
 from pipeline.evidence.verify import replay
-from pipeline.registry import summary
 from pipeline.registry.promotion import require_same
 from pipeline.registry.tracking import locate
-from pipeline.run.inputs import check_file, check_inputs
+from pipeline.run.inputs import check_inputs
+from pipeline.run.job import open_store
 from pipeline.run.runner import run
 from pipeline.terminal import console
 from pipeline.trust.keys import load_keys
@@ -71,7 +72,10 @@ def champion(
     )
     copied = None if samples is None else Path(samples).expanduser()
     if copied is not None:
-        check_file(copied, "samples")
+        try:
+            read_file(copied, MOST_TEXT_BYTES)
+        except Unreadable as error:
+            raise UserError(f"samples={copied}: {error}") from None
     scratch = tempfile.TemporaryDirectory(prefix="kvgate-")
     try:
         engine = _verified(config, str(model), Path(scratch.name), copied)
@@ -104,7 +108,10 @@ def promote(model: str | Path = "tiny", *, name: str | None = None, **overrides:
     check_inputs(config)
     with console.silent():
         run(config, "")
-    return str(summary.load(config.work).champion)
+    store = open_store(config.tracking, config.work, config.model.label)
+    assert store is not None, "a promotion without a registry is refused"
+    serves = store.alias(ALIAS)
+    return next(version.name for version in store.registered() if version.number == serves)
 
 
 def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -> Path:
@@ -123,17 +130,20 @@ def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -
         evidence, why = None, f" ({error})"
     if evidence is None or evidence.engine is None:
         copy = download_engine(location, found, scratch)
-        if not (copy / "engine").is_dir():
+        if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != found.identity_digest:
+            raise GateRefusal(f"{champion_name}: its {IDENTITY_FILE} is not the one that the registry cites")
+        evidence = read_evidence(copy)
+        if evidence.identity.other_rules is not None:
+            raise GateRefusal(f"{champion_name}: {evidence.identity.other_rules}")
+        if evidence.engine is None:
             raise MissingRequirement(
                 f"{champion_name}, has no engine in the registry and none in {config.work}{why}: register it with "
                 "tracking.log_bundle=true, or give the workdir that judged it"
             )
-        if not (copy / IDENTITY_FILE).is_file() or file_digest(copy / IDENTITY_FILE) != found.identity_digest:
-            raise GateRefusal(f"{champion_name}: its {IDENTITY_FILE} is not the one that the registry cites")
-        if samples is not None:
-            (copy / "workloads").mkdir(exist_ok=True)
-            shutil.copyfile(samples, copy / "workloads" / samples.name)
-        evidence = read_evidence(copy)
+        asked = evidence.identity.workloads_file
+        if samples is not None and asked is not None:
+            (copy / asked).parent.mkdir(exist_ok=True)
+            shutil.copyfile(samples, copy / asked)
     require_same(champion_name, replay(evidence, [keys] if keys.trusted else []))
     assert evidence.engine is not None, "a replay without the engine is missing something"
     return evidence.engine

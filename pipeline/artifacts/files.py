@@ -5,7 +5,6 @@ store may share files; with a file outside of the store they never do: its owner
 """
 
 import contextlib
-import fcntl
 import os
 import shutil
 import time
@@ -17,8 +16,6 @@ STORE_FILE = ".store.json"
 """At the root of a store: the version of its form."""
 POOL = ".files"
 """Folder of a store with files that came from outside, by their sha256: one copy, however many artifacts link to it."""
-FICLONE = 0x40049409
-"""ioctl_ficlone(2): the target gets the source's blocks, which are copied when either is written to (btrfs, XFS)."""
 UNUSED_S = 24 * 3600.0
 """Seconds after which a file of the pool that no artifact links to is removed."""
 
@@ -31,25 +28,13 @@ def link_or_copy(source: Path, target: Path) -> None:
     source = source.resolve()  # Linux would link the symlink itself
     root = store_of(target.parent.resolve() / target.name)
     if root is None:
-        clone(source, target)
+        shutil.copyfile(source, target)
         return
     shared = source if store_of(source) == root else _brought_in(root, source)
     try:
         os.link(shared, target)
     except OSError:
-        clone(shared, target)
-
-
-def clone(source: Path, target: Path) -> None:
-    """Copy a file; on a file system that can, both share their blocks until one is written to."""
-    with source.open("rb") as read, target.open("wb") as write:
-        try:
-            fcntl.ioctl(write.fileno(), FICLONE, read.fileno())
-        except OSError:
-            pass
-        else:
-            return
-    shutil.copyfile(source, target)
+        shutil.copyfile(shared, target)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -84,7 +69,7 @@ def _brought_in(root: Path, source: Path) -> Path:
     if not kept.is_file() or file_digest(kept) != kept.name:
         scratch = pool / f"{kept.name}.{os.getpid()}"
         try:
-            clone(source, scratch)
+            shutil.copyfile(source, scratch)
             # Named by what was copied: the owner may write to the source meanwhile.
             kept = pool / file_digest(scratch)
             scratch.replace(kept)

@@ -108,10 +108,11 @@ def _unlockable(path: Path, error: OSError) -> UserError:
 def holder(path: Path) -> str:
     """Return who holds a lock, in words, as far as this system tells: `process 123`. Those of other machines are not seen."""
     try:
-        inode = path.stat().st_ino
+        status = path.stat()
+        place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
         locks = [line.split() for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines()]
         # 1: FLOCK ADVISORY WRITE PID MAJOR:MINOR:INODE START END (proc(5)); waiting ones have an arrow before FLOCK
-        pid = next(int(fields[4]) for fields in locks if fields[1] == "FLOCK" and fields[5].endswith(f":{inode}"))
+        pid = next(int(fields[4]) for fields in locks if fields[1] == "FLOCK" and fields[5] == place)
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except (OSError, ValueError, IndexError, StopIteration):
         return "another process"

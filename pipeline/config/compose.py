@@ -318,23 +318,15 @@ def launch(planned: Plan, more: Sequence[str], task: Callable[[DictConfig], T]) 
         return [returned.return_value for returned in launcher.launch(jobs, initial_job_idx=0)]
 
 
-def configurations(planned: Plan, package: str | None, resolve: bool) -> Iterator[str]:
+def configurations(planned: Plan) -> Iterator[str]:
     """Yield the configuration of each job as a document of one YAML stream, for `--cfg job`.
 
-    A comment above one of a sweep says what is overridden in it. Of `package` (`gates.margins`) only that part is shown. Raises
-    UserError where a job has no such part.
+    A comment above one of a sweep says what is overridden in it.
     """
     with _hydra():
         for number, overrides in enumerate(planned.overrides, start=1):
-            composed = compose("config", overrides=overrides)
-            shown = OmegaConf.select(composed, package) if package else composed
-            if shown is None:
-                raise UserError(f"--package={package}: no such part of the configuration; give one that --cfg job shows")
-            if resolve and isinstance(shown, DictConfig):
-                OmegaConf.resolve(shown)
-            text = OmegaConf.to_yaml(shown) if OmegaConf.is_config(shown) else f"{shown}\n"
             head = f"---\n# job {number} of {len(planned.overrides)}: {' '.join(overrides)}\n" if planned.sweeping else ""
-            yield head + text
+            yield head + OmegaConf.to_yaml(compose("config", overrides=overrides))
 
 
 @contextmanager

@@ -1,7 +1,10 @@
-"""Options of groups that are no files: what they hold is declared where it is read. Importing this stores them for Hydra."""
+"""What Hydra composes that is in no file, since the code that reads it has the defaults. Importing this stores it for Hydra."""
 
 from hydra.core.config_store import ConfigStore
 
+from pipeline.core.kv import KVPolicy
 from pipeline.verdict.gates import Gates
 
-ConfigStore.instance().store("default", Gates().model_dump(mode="json"), group="gates")
+_STORE = ConfigStore.instance()
+_STORE.store("default", Gates().model_dump(mode="json"), group="gates")
+_STORE.store("policy", {name: key.default for name, key in KVPolicy.model_fields.items() if not key.is_required()})

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from pipeline.config import launchers
 from pipeline.core.errors import UserError
+from pipeline.core.overrides import written
 from pipeline.core.redaction import redact_text
 from pipeline.core.strict import Unreadable, read_file
 from pipeline.trust.files import MOST_BYTES, refuse_growth
@@ -25,6 +26,11 @@ MOST_ALIASES = 20
 OPTION = re.compile(r"[\w-]+")
 SEARCHED = "file://"
 LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
+
+
+def searching(*folders: str | Path) -> str:
+    """Return the override by which options are found in these folders as well, as `--config-dir` has it for one."""
+    return f"hydra.searchpath={written([f'{SEARCHED}{Path(folder).resolve()}' for folder in folders])}"
 
 
 def check_overrides(overrides: Sequence[Override], options_of: Callable[[str], Sequence[str]]) -> None:

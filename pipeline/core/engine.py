@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     Logits = npt.NDArray[np.float32]
 
+NOT_FINITE = "not finite: check the checkpoint for NaN or infinite weights, and whether keys or values overflow float16"
+
 
 @dataclass(eq=False)
 class Continuation:
@@ -140,10 +142,7 @@ class Engine(ABC):
                 broken = np.flatnonzero(~np.isfinite(logits).all(-1))
                 if broken.size:
                     one = advanced[int(broken[0])]
-                    raise UserError(
-                        f"logits of sequence {one.sequence} after {len(one.tokens)} tokens are not "
-                        "finite: check the checkpoint for NaN or infinite weights, and whether keys or values overflow float16"
-                    )
+                    raise UserError(f"logits of sequence {one.sequence} after {len(one.tokens)} tokens are {NOT_FINITE}")
                 ended = []
                 for one, token in zip(advanced, logits.argmax(-1).tolist(), strict=True):
                     if token != stop_token:

@@ -68,9 +68,14 @@ class KVShape:
         return max(slid) if slid and len(slid) == self.layers else None
 
 
+def page_count(tokens: int) -> int:
+    """Return the pages of so many tokens."""
+    return -(-tokens // PAGE_TOKENS)
+
+
 def whole_pages(tokens: int) -> int:
     """Return `tokens` rounded up to the end of a page. Whole pages count as judged, since every offset of a page is visited."""
-    return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
+    return page_count(tokens) * PAGE_TOKENS
 
 
 def first_recent_page(length: int, tokens: int) -> int:
@@ -263,7 +268,7 @@ class KVPolicy(StrictModel):
 
     def kept_pages(self, length: int, shape: KVShape) -> int:
         """Return the pages of the pool that a cache of `length` tokens holds."""
-        return -(-self.kept_tokens(length, shape) // PAGE_TOKENS)
+        return page_count(self.kept_tokens(length, shape))
 
     def check_shape(self, shape: KVShape) -> None:
         """Raise UserError when a format does not fit the model's heads, an override its layers, or an eviction its windows."""
@@ -311,7 +316,7 @@ class KVPolicy(StrictModel):
         """Return the pages in the window of a cache of `length` tokens, 0 without a window."""
         if self.window is None:
             return 0
-        return -(-length // PAGE_TOKENS) - self.window.first_page(length)
+        return page_count(length) - self.window.first_page(length)
 
     def exact_bytes(self, shape: KVShape, sequences: int) -> int:
         """Return the bytes of the float16 sink and recent buffers of `sequences` sequences, keys and values, all layers."""

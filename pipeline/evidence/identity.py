@@ -274,7 +274,7 @@ def bindings(identity: Identity, record: Mapping[str, Any], report: EvaluationRe
         bound["server's release"] = record["release"] or "unknown"
     else:
         quantized = identity.link("quantized")
-        # Until the weights were an artifact of their own, each policy's artifact held them.
+        # A chain that was altered may lack the weights, which `lineage` says.
         weights = next((link for link in identity.chain if link.parts["stage"] == "weights"), quantized)
         bound |= {
             "checkpoint": quantized.inputs["checkpoint"],
@@ -298,11 +298,9 @@ def bindings(identity: Identity, record: Mapping[str, Any], report: EvaluationRe
     gpus = [" ".join(f"{name}={value}" for name, value in sorted(gpu.items())) for gpu in machine["gpus"]]
     bound["gpus"] = "; ".join(gpus) or "none"
     bound |= {name.removesuffix("_digest"): digest for name, digest in identity.digests.items()}
-    # A key that the evidence of an older kvgate does not have is no part of its digest.
-    gates = identity.gates.model_dump(mode="json", exclude_unset=True)
     if report.limits is not None:
         bound["covered"] = str(report.limits)
-    return bound | {"gates": json_digest(gates), "verdict": identity.verdict.status}
+    return bound | {"gates": json_digest(identity.gates.model_dump(mode="json")), "verdict": identity.verdict.status}
 
 
 def _libraries(chain: Sequence[Link]) -> dict[str, set[str]]:

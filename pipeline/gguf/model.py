@@ -11,15 +11,19 @@ from typing import Any
 
 from pipeline.checkpoint.description import CheckpointInfo, describe_checkpoint
 from pipeline.checkpoint.families import FAMILIES
-from pipeline.checkpoint.files import SINGLE
-from pipeline.checkpoint.rope import FULL, SLIDING
+from pipeline.checkpoint.files import SINGLE, refusal
+from pipeline.checkpoint.rope import FULL, SLIDING, rope_at_top_level
 from pipeline.gguf.header import Header, read_header
 from pipeline.gguf.vocabulary import Vocabulary, read_vocabulary
 
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 """general.architecture -> the model_type of transformers that computes the same."""
-ARCHITECTURES = {"mistral": "llama", **{model_type: architecture for architecture, model_type in MODEL_TYPES.items()}}
-"""model_type -> general.architecture."""
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""model_type of a checkpoint that is written as a GGUF -> general.architecture. Gemma 3 is only read."""
+WRITTEN: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+"""Key of config.json -> its one value in a checkpoint that is written as a GGUF; a file says none of them."""
+YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+"""Keys of rope_scaling for which llama.cpp takes what transformers takes without them."""
 
 SIZES = {
     "block_count": "num_hidden_layers",
@@ -102,6 +106,23 @@ def inspect_gguf(path: Path) -> GGUFModel:
     names = _tensor_names(header, architecture, config)
     info = describe_checkpoint(path, config, (SINGLE,), ("config.json", "tokenizer.json", "tokenizer_config.json"))
     return GGUFModel(header, config, names, vocabulary, info)
+
+
+def architecture_of(path: Path, config: dict[str, Any]) -> str:
+    """Return the general.architecture with which a checkpoint is written. Raises UserError for one that is not written."""
+    model_type = config["model_type"]
+    if model_type not in ARCHITECTURES:
+        raise refusal(
+            path,
+            f"config.json: model_type={model_type} is not written as a GGUF here; give a GGUF of the model, or one of "
+            f"{', '.join(ARCHITECTURES)}",
+        )
+    scaling = rope_at_top_level(config).get("rope_scaling") or {}
+    given = {key: config[key] for key, value in WRITTEN.items() if config.get(key, value) != value}
+    given |= {f"rope_scaling.{key}": scaling[key] for key in YARN if scaling.get(key) is not None}
+    for key, value in given.items():
+        raise refusal(path, f"config.json: {key}={value} is not written as a GGUF here; give a GGUF of the model")
+    return ARCHITECTURES[model_type]
 
 
 def pairs_neighbours(model_type: str) -> bool:

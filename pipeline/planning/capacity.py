@@ -7,21 +7,15 @@ A policy may evict, and a model's layers may slide.
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
 from pipeline.core.errors import UserError
 from pipeline.core.formats import WeightsFormat
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, page_count, whole_pages
 from pipeline.core.strict import StrictModel
 from pipeline.planning.shapes import ModelShape
 from pipeline.planning.use import GIB, CapacityConfig
-
-
-def page_count(tokens: int) -> int:
-    """Return the pages of so many tokens."""
-    return -(-tokens // PAGE_TOKENS)
 
 
 def kept_pages(tokens: int, first: int, latest: int | None) -> set[int]:
@@ -81,18 +75,10 @@ class SequenceCost:
         return set(range(pages - self.policy.window_pages(tokens), pages))
 
 
-@dataclass(frozen=True)
-class Admitted:
-    """The requests of a mix that fit a budget."""
-
-    requests: int
-    live_tokens: int
-    """Of their contexts; a shared prefix counts in each."""
-    used_bytes: int
-
-
-def admit(cost: SequenceCost, cycle: Sequence[int], budget: int) -> Admitted:
+def admit(cost: SequenceCost, cycle: Sequence[int], budget: int) -> tuple[int, int]:
     """Admit requests in the order of a mix, over and over, until the next one does not fit.
+
+    Return the number of requests, and the live tokens of their contexts: a shared prefix counts in each.
 
     Args:
         cost: What each takes.
@@ -114,7 +100,7 @@ def admit(cost: SequenceCost, cycle: Sequence[int], budget: int) -> Admitted:
 
     most = budget // min(taken.values()) + 1
     requests = max(0, bisect_right(range(most + 1), budget, key=used_bytes) - 1)
-    return Admitted(requests, of(live, requests), used_bytes(requests))
+    return requests, of(live, requests)
 
 
 class PolicyCapacity(StrictModel):
@@ -124,8 +110,6 @@ class PolicyCapacity(StrictModel):
     name: str
     """The policy's name, and what differs from the one of conf/."""
     bytes_per_token: int
-    model_bytes_per_token: int
-    """Of the whole model, all GPUs together without copied heads."""
     request_bytes: int
     """Of one request beside its tokens: exact sinks and recent tokens, and second copies of a full window."""
     tokens_that_fit: int
@@ -136,7 +120,6 @@ class PolicyCapacity(StrictModel):
     """Of the mix, in whole sequences and pages, admitted to the ceiling."""
     live_tokens: int
     """Of their contexts."""
-    used_bytes: int
     mix_bytes: int
     """Of one mix, without shared pages: among policies that admit alike, fewer are better."""
 
@@ -222,7 +205,7 @@ def measure(
             fitting.append(_policy_capacity(label, policy, model, use, budget))
     if not fitting:
         raise UserError(f"kv={policies[0][0]}: does not fit {model.path}: {unfit[policies[0][0]]}")
-    slots = sum(page_count(context.tokens) * PAGE_TOKENS * context.requests for context in use.contexts)
+    slots = sum(whole_pages(context.tokens) * context.requests for context in use.contexts)
     held = sum(context.tokens * context.requests for context in use.contexts)
     notes = list(model.notes)
     if model.latent is not None:
@@ -258,18 +241,16 @@ def _fits_latent(policy: KVPolicy, head_dim: int) -> bool:
 def _policy_capacity(name: str, policy: KVPolicy, model: ModelShape, use: CapacityConfig, budget: Budget) -> PolicyCapacity:
     rank = KVShape(model.kv.layers, model.kv_heads_of_a_rank(use.tensor_parallel), model.kv.head_dim)
     cost = SequenceCost(policy, rank, model.windows, shared_prefix=use.shared_prefix_tokens)
-    admitted = admit(cost, use.cycle, use.below_ceiling(budget.cache))
+    requests, live_tokens = admit(cost, use.cycle, use.below_ceiling(budget.cache))
     fit = budget.cache // policy.bytes_per_token(rank)
     return PolicyCapacity(
         policy=policy,
         name=name,
         bytes_per_token=policy.bytes_per_token(rank),
-        model_bytes_per_token=policy.bytes_per_token(model.kv),
         request_bytes=cost.exact_bytes + policy.window_pages(use.longest) * policy.window_page_bytes(rank),
         tokens_that_fit=fit,
         tokens_at_ceiling=round(Fraction(str(use.ceiling)) * fit),
-        requests=admitted.requests,
-        live_tokens=admitted.live_tokens,
-        used_bytes=admitted.used_bytes,
+        requests=requests,
+        live_tokens=live_tokens,
         mix_bytes=sum(cost.own(context.tokens) * context.requests for context in use.contexts),
     )

@@ -38,7 +38,6 @@ class Judged:
     """When, in seconds since 1970."""
     backend: str
     engine_digest: str
-    identity_digest: str
     problem: str | None = None
     """Why it does not count: altered, or of another model, backend, weights or number of GPUs."""
     status: Status = "INCONCLUSIVE"
@@ -68,7 +67,6 @@ class Choice(StrictModel):
     backend: str
     evidence: str
     engine_digest: str
-    identity_digest: str
     reasons: list[str]
 
 
@@ -133,7 +131,6 @@ def _choice(entry: PolicyCapacity, one: Judged) -> Choice:
         backend=one.backend,
         evidence=one.source,
         engine_digest=one.engine_digest,
-        identity_digest=one.identity_digest,
         reasons=list(one.reasons),
     )
 

@@ -4,8 +4,6 @@ import io
 import logging
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import wraps
 from http.client import HTTPResponse
 from typing import Any
@@ -17,18 +15,18 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # with its default of 7 it takes minutes to report a dead server
 
 from alembic.util import CommandError
-from mlflow import MlflowClient, set_tracking_uri
+from mlflow import MlflowClient
 from mlflow.artifacts import download_artifacts
-from mlflow.entities import LoggedModelOutput, Metric, Param, RunTag
+from mlflow.entities import LoggedModel, LoggedModelOutput, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from requests import RequestException
 from sqlalchemy.exc import SQLAlchemyError
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from pipeline.registry.reaching import check_reachable, reached
-from pipeline.registry.tracking import ENVIRONMENT, Location, Version
+from pipeline.registry.tracking import Location, Version
 
-__all__ = ["Client", "LoggedModelOutput", "Metric", "MlflowException", "Param", "RunTag", "process_wide", "version_of"]
+__all__ = ["Client", "LoggedModel", "LoggedModelOutput", "Metric", "MlflowException", "Param", "RunTag", "version_of"]
 
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store")
@@ -130,21 +128,3 @@ class Client(MlflowClient):
 def version_of(found: Any) -> Version:
     """Return a version as it is known outside of MLflow."""
     return Version(str(found.version), dict(found.tags), found.run_id or "", found.creation_timestamp / 1000)
-
-
-@contextmanager
-def process_wide(uri: str) -> Iterator[None]:
-    """Make `uri` the process's store while the block runs.
-
-    create_model_version looks `models:/<id>` up in the process's store, whatever store its client has. MLflow also writes
-    that store into the environment, from where the next work directory of this process would take it.
-    """
-    before = os.environ.get(ENVIRONMENT)
-    set_tracking_uri(uri)
-    try:
-        yield
-    finally:
-        set_tracking_uri(None)  # type: ignore[arg-type]  # which forgets it
-        os.environ.pop(ENVIRONMENT, None)
-        if before is not None:
-            os.environ[ENVIRONMENT] = before

@@ -25,12 +25,12 @@ from pipeline.core.errors import UserError
 from pipeline.core.redaction import clip, copy_redacted, flat_params, redact_text, table_text
 from pipeline.registry.mlflow_client import (
     Client,
+    LoggedModel,
     LoggedModelOutput,
     Metric,
     MlflowException,
     Param,
     RunTag,
-    process_wide,
     version_of,
 )
 from pipeline.registry.pages import (
@@ -210,17 +210,16 @@ class MlflowStore:
         tags = {"kv": candidate.name, "verdict": candidate.verdict, **candidate.citations}
         query = " and ".join(f"tags.{name} = '{value}'" for name, value in tags.items())
         model_name = self.location.model_name
-        with locked(self.lock, "registering an engine"), process_wide(self.location.uri):
+        with locked(self.lock, "registering an engine"):
             versions = self.client.search_model_versions(f"name = '{model_name}' and {query}", max_results=1)
             if versions:
                 version = str(versions[0].version)
                 model_id = versions[0].tags["logged_model"]  # the field model_id of a version that a search returns is empty
             else:
-                model_id = self._log_model(candidate, run_id, tags)
+                model = self._log_model(candidate, run_id, tags)
+                model_id, place, said = model.model_id, model.artifact_location, verdict_line(candidate)
                 tags |= {"logged_model": model_id}
-                created = self.client.create_model_version(
-                    model_name, f"models:/{model_id}", run_id, tags, description=verdict_line(candidate), model_id=model_id
-                )
+                created = self.client.create_model_version(model_name, place, run_id, tags, description=said, model_id=model_id)
                 version = str(created.version)
             registered = json.dumps([{"name": model_name, "version": version}])
             self.client.set_logged_model_tags(model_id, {"mlflow.modelVersions": registered})
@@ -238,7 +237,7 @@ class MlflowStore:
         if tags.get("verdict") == "FAIL" or tags.get("engine_digest") == candidate.engine.digest:
             self.delete_alias("candidate")
 
-    def _log_model(self, candidate: Candidate, run_id: str, tags: Mapping[str, str]) -> str:
+    def _log_model(self, candidate: Candidate, run_id: str, tags: Mapping[str, str]) -> LoggedModel:
         model = self.client.create_logged_model(self.experiment_id, candidate.policy, run_id, dict(tags), model_type="engine")
         status: Literal["READY", "FAILED"] = "FAILED"
         try:
@@ -250,7 +249,7 @@ class MlflowStore:
             status = "READY"
         finally:
             self.client.finalize_logged_model(model.model_id, status)
-        return str(model.model_id)
+        return model
 
     # Versions, tags and aliases
 

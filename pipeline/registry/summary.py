@@ -315,13 +315,3 @@ def forget(workdir: Path, sweep: str) -> None:
         (workdir / FOLDER / f"{sweep}.json").unlink(missing_ok=True)
         with suppress(OSError):  # the folder of other sweeps stays
             (workdir / FOLDER).rmdir()
-
-
-def check_writable(workdir: Path, *names: str) -> None:
-    """Write the last summary as it is, and open other files of the work directory. Raises UserError where that fails."""
-    note(workdir, None)
-    for name in names:
-        try:
-            (workdir / name).open("a").close()
-        except OSError as error:
-            raise UserError(f"workdir={workdir}: {name} cannot be written ({error.strerror})") from error

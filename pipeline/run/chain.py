@@ -1,7 +1,7 @@
 """The chain of artifacts from an engine to its identity: what it and its baseline answer, round by round, and the report."""
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, takewhile
@@ -40,7 +40,6 @@ class Chain(BuildChain):
 
     _opened: "_Opened | None" = field(default=None, init=False)
     """The engine that was asked last."""
-    _judged: "dict[str, tuple[Artifact, Artifact, Artifact]]" = field(default_factory=dict, init=False)
 
     def made_by(self, stage: str) -> tuple[Artifact, ...]:
         """Return what a stage makes of the configured policy; one that judges makes an identity besides, of what it found."""
@@ -163,11 +162,6 @@ class Chain(BuildChain):
 
     def evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
         """Return the report on `policy`'s engine, that engine's bundle, and the baseline engine's bundle."""
-        if policy.name not in self._judged:
-            self._judged[policy.name] = self._evaluation(policy)
-        return self._judged[policy.name]
-
-    def _evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
         made = {"baseline": self.engine(FP16_POLICY), "encoded": self.encoded_samples}
         self._note_length()
         answers = made[answers_input(1)] = self.baseline(1)
@@ -224,9 +218,12 @@ class Chain(BuildChain):
             found = self._joined(made)
             return is_final(decide(found.report, found.rows, gates), found.report, gates)
 
-    def identity(self, policy: KVPolicy, report: EvaluationReport, verdict: Verdict) -> Artifact:
-        """Return what binds the judged engine to all that made it and to the verdict, with the evidence itself."""
-        evaluation, engine, baseline = self.evaluation(policy)
+    def identity(self, judged: Sequence[Artifact], report: EvaluationReport, verdict: Verdict) -> Artifact:
+        """Return what binds the judged engine to all that made it and to the verdict, with the evidence itself.
+
+        `judged` is what `evaluation` returned of the configured policy.
+        """
+        (evaluation, engine, baseline), policy = judged, self.config.kv
         members: dict[Role, Artifact] = {
             **self.made_from(policy),
             "engine": engine,

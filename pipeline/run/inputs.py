@@ -18,7 +18,6 @@ from pipeline.core.backends import BackendConfig, backend_configs
 from pipeline.core.errors import MissingRequirement, UserError, short
 from pipeline.core.kv import FP16_POLICY
 from pipeline.core.records import Sample
-from pipeline.core.strict import MOST_TEXT_BYTES
 from pipeline.gguf.model import inspect_gguf
 from pipeline.gguf.vocabulary import UNUSED
 from pipeline.loading import open_loader, required_libraries
@@ -85,8 +84,11 @@ def _check_budget(config: Config) -> None:
 def _check_model(config: Config) -> None:
     """Refuse a model, and what cannot be done with it: the policy, the load, the questions, the backend's own refusals."""
     checkpoint = inspect_model(locate_checkpoint(config.model.path))
+    job = Job(config.stage, config.kv, config.weights.format, checkpoint)
     config.kv.check_shape(checkpoint.shape)
     _refuse_quantized(config.backend, checkpoint)
+    if job.builds:
+        _refuse_longer(config.backend, checkpoint)
     refuse_weights(checkpoint, config.weights.format)
     if config.stage == "tune":
         tuned_policies(config, checkpoint.shape)
@@ -98,7 +100,6 @@ def _check_model(config: Config) -> None:
         check_room(config.work, config.workdir, weight_bytes(checkpoint))
     with required_libraries():
         samples = _check_questions(config, checkpoint)
-        job = Job(config.stage, config.kv, config.weights.format, checkpoint)
         open_loader(config.backend).check_inputs(job)
         from stages.opening import check_opens
 
@@ -120,6 +121,15 @@ def _refuse_quantized(backend: BackendConfig, checkpoint: CheckpointInfo) -> Non
         raise UserError(
             f"model.path={checkpoint.path}: the weights are quantized ({checkpoint.quantized.title}), and backend="
             f"{backend.name} takes plain ones; use backend={others}, or give the unquantized checkpoint"
+        )
+
+
+def _refuse_longer(backend: BackendConfig, checkpoint: CheckpointInfo) -> None:
+    """Refuse an engine for longer sequences than the model was made for."""
+    limit = backend.context_limit
+    if limit is not None and limit > checkpoint.max_positions:
+        raise UserError(
+            f"backend.{backend.length_key}={limit}: the model was made for {checkpoint.max_positions} tokens; set at most that"
         )
 
 
@@ -168,9 +178,6 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
 
     Return the samples; none where they are generated and no model that is long enough could find them too long.
     """
-    for key, path in (("calibration.jsonl", config.calibration.file), ("workloads.jsonl", config.workloads.file)):
-        if path is not None:
-            check_file(path, key)
     if config.calibration.file is not None:
         from stages.quantize.calibration import texts_from_file
 
@@ -194,18 +201,6 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
                     f"workloads: sample {sample.id} holds {short(token)}, a token that the model has not; leave it out"
                 )
     return samples
-
-
-def check_file(path: Path, key: str) -> None:
-    """Refuse what is no regular file that can be read: a pipe would be waited for."""
-    if not os.path.lexists(path):
-        raise UserError(f"{key}={path}: no such file; give one that exists")
-    if not path.is_file():
-        raise UserError(f"{key}={path}: is no file, or a link to none; give a file")
-    if not os.access(path, os.R_OK):
-        raise UserError(f"{key}={path}: may not be read by this user; give a file that may")
-    if path.stat().st_size > MOST_TEXT_BYTES:
-        raise UserError(f"{key}={path}: has {path.stat().st_size:,} bytes; give a file of {MOST_TEXT_BYTES:,} at most")
 
 
 def inspect_model(path: Path) -> CheckpointInfo:

@@ -154,7 +154,6 @@ def _judged(
         made=made,
         backend=identity.backend,
         engine_digest=identity.link("engine").digest,
-        identity_digest=file_digest(directory / IDENTITY_FILE),
         attempt=identity.gates.attempt,
     )
     altered = next((str(finding) for finding in replay_record(evidence) if finding.status != "same"), None)

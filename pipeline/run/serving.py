@@ -54,7 +54,6 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
         others = ", ".join(sorted({candidate.model for candidate in last.candidates}))
         hint = f"the last ones are of {others}: give their model.path" if others else "run stage=evaluate first"
         raise UserError(f"stage=promote: no candidates of model {model} in {config.work}/summary.json; {hint}")
-    summary.check_writable(config.work, REPORT)
     store = run.registry()
     log, find = run.log(store), partial(registered_candidate, config.work / "artifacts")
     policy = settle(log, read_policy(config.promote.policy), loosen=config.promote.loosen_policy)
@@ -108,7 +107,6 @@ def rollback(run: Run) -> None:
         candidate, evidence = registered_candidate(run.config.work / "artifacts", version)
         verify_candidate(candidate, run.replay_under(None), partial(decide, gates=evidence.identity.gates))
 
-    summary.check_writable(run.config.work)
     with _advised(lambda _: next_steps.after_move(run.config), (UserError,)):
         log = run.log(run.registry())
         with console.doing("replaying the evidence"):

@@ -11,7 +11,16 @@ from pipeline.config.compose import Plan, launch, to_config
 from pipeline.config.config import JUDGING, Config
 from pipeline.config.launchers import BASIC, LAUNCHERS
 from pipeline.config.workers import SLURM, end_workers, finish, lost_worker, start
-from pipeline.core.errors import EXIT_CODES, INTERRUPTED, SEVERITY, GateRefusal, MissingRequirement, describe, exit_code
+from pipeline.core.errors import (
+    EXIT_CODES,
+    INTERRUPTED,
+    SEVERITY,
+    CannotBeJudged,
+    GateRefusal,
+    MissingRequirement,
+    describe,
+    exit_code,
+)
 from pipeline.core.redaction import redact_output, redact_text
 from pipeline.registry import summary
 from pipeline.registry.promotion import PASS
@@ -43,10 +52,13 @@ class Task:
     sweep: str
     names: tuple[str, ...]
     """Those of all jobs."""
+    typed: tuple[str, ...]
+    """The arguments of the sweep's command, which a next command repeats."""
 
     def __call__(self, composed: DictConfig) -> Ended:
         """Run the job of a composed configuration."""
         redact_output()
+        commands.remember(self.typed)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # what a cluster set stays
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         number, config = HydraConfig.get().job.num, to_config(composed)
@@ -60,9 +72,11 @@ def _attempt(config: Config, sweep: str, job: console.Job, *, sweeping: bool = T
     try:
         run(config, sweep, job, sweeping=sweeping, as_json=as_json)
     except Exception as error:
-        step = getattr(error, "next_step", None)
-        if step is not None and not sweeping:
-            next_steps.show(step)
+        step = None
+        if isinstance(error, CannotBeJudged):
+            step = next_steps.after_weak(config, error.weak, error.able, commands.typed(), sweep=sweeping)
+            if not sweeping:
+                next_steps.show(step)
         console.ended_by(error)
         return Ended(exit_code(error), redact_text(describe(error)), step)
     finally:
@@ -92,7 +106,7 @@ def _sweep(planned: Plan, sweep: str) -> int:
             jobs = enumerate(zip(planned.jobs, planned.names, strict=True), start=1)
             ended = [_attempt(one, sweep, console.Job(one.stage, name, n, len(planned.jobs))) for n, (one, name) in jobs]
         else:
-            ended = launch(planned, more, Task(sweep, planned.names))
+            ended = launch(planned, more, Task(sweep, planned.names, tuple(commands.typed())))
             finish(launcher)
     except (KeyboardInterrupt, SystemExit) as error:  # Ray makes a SystemExit of SIGTERM
         end_workers(launcher)

@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from pipeline.config import CONF
 from pipeline.config.config import Config
+from pipeline.config.overrides import searching
 from pipeline.config.policies import load_policies
 from pipeline.core.kv import KVShape
 from pipeline.core.overrides import differing, written
@@ -104,8 +105,8 @@ def after_judging(
         why = "register what passed, without which nothing is promoted (what was made is reused)"
         return Step(why=why, command=judging(without, "stage=evaluate", sweep=bool(swept)))
     undecided = [one for one in candidates if one.verdict == "INCONCLUSIVE"]
-    finer = [one.policy for one in candidates]
-    return _ask_more(config, undecided, base, swept) if undecided else _finer(config, finer, base)
+    failed = [one.policy for one in candidates]
+    return _ask_more(config, undecided, base, swept) if undecided else _finer(config, failed, base, swept)
 
 
 def after_weak(config: Config, weak: Sequence[str], able: Sequence[str], base: Sequence[str], *, sweep: bool = False) -> Step:
@@ -150,7 +151,7 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
     asked = {name: count for name, count in config.workloads.samples.items() if count}
     counts = _generated(asked, needed, 2 * more if any(check.gate in DISTANCES for check in still_open) else more)
     if max((*counts.values(), *needed.values()), default=0) > MOST_SAMPLES:
-        finer = _finer(config, [one.policy for one in undecided], base)
+        finer = _finer(config, [one.policy for one in undecided], base, swept)
         return finer.model_copy(update={"why": f"{said}, too near the limit for any number of samples: {finer.why}"})
     changes = [f"++workloads.samples.{name}={count}" for name, count in counts.items()]
     bfcl = [count for name, count in needed.items() if name.startswith(BFCL)]
@@ -200,7 +201,7 @@ def _generated(asked: Mapping[Workload, int], needed: Mapping[str, int], more: f
     return counts
 
 
-def _finer(config: Config, failed: Sequence[str], base: Sequence[str]) -> Step:
+def _finer(config: Config, failed: Sequence[str], base: Sequence[str], swept: Sequence[str] = ()) -> Step:
     """Return the next finer policy than the largest that failed, or the search by layer where there is none."""
     known = {path.stem for path in (CONF / "kv").glob("*.yaml")}
     tried = [config.kv, *load_policies("kv", [name for name in failed if name in known])]
@@ -208,7 +209,8 @@ def _finer(config: Config, failed: Sequence[str], base: Sequence[str]) -> Step:
     ladder = load_policies("kv", config.backend.finer)
     finer = next((one for one in ladder if one.bytes_per_token(SHAPE) > least and one.name not in failed), None)
     if finer is not None:
-        return Step(why=f"judge {finer.name}, which keeps more", command=judging(base, f"kv={finer.name}"))
+        still = any(key.partition(".")[0] != "kv" for key in swept)  # `kv=` takes the place of `kv.*` as well
+        return Step(why=f"judge {finer.name}, which keeps more", command=judging(base, f"kv={finer.name}", sweep=still))
     why = "no uniform policy that keeps more is left: search formats by layer and side"
     return Step(why=why, command=standing(config, "tune"))
 
@@ -244,8 +246,10 @@ def after_tuning(config: Config, chosen: str, folder: Path | None) -> Step:
         folder: The configuration folder that it is in; None for one of conf/.
     """
     base = typed() or carried(config)
-    if folder is not None:
-        base = ["--config-dir", str(folder), *(base[2:] if base[:1] == ["--config-dir"] else base)]
+    if folder is not None and base[:1] == ["--config-dir"]:  # which may be given once
+        base = [searching(base[1], folder), *base[2:]]
+    elif folder is not None:
+        base = ["--config-dir", str(folder), *base]
     base = [part for part in base if not part.lstrip("+~").startswith("tune.")]
     return Step(why=f"judge {chosen}", command=judging(base, "stage=evaluate", f"kv={chosen}"))
 
@@ -298,7 +302,7 @@ def after_difference(*, differs: bool) -> Step:
 
 def after_prune(config: Config, *, would_free: bool) -> Step:
     """Say how what was shown is removed, or how to see what is left."""
-    keep = differing("prune.keep_sweeps", config.prune.keep_sweeps, defaults()["prune"]["keep_sweeps"])
+    keep = differing("prune.keep_sweeps", config.prune.keep_sweeps, defaults().prune.keep_sweeps)
     if would_free:
         return Step(why="remove it", command=standing(config, "prune", *keep, "prune.apply=true"))
     return Step(why="see what is left", command=standing(config, "status"))

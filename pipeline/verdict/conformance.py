@@ -90,6 +90,11 @@ def allowed_in_layer(rounding: float) -> float:
     return LAYER_ALLOWED * rounding + MEAN_STEP
 
 
+def _known(kl: Number) -> float:
+    """Return a KL, infinite where it is not finite."""
+    return math.inf if kl is None else kl
+
+
 def _times(error: Number, rounding: Number, step: float) -> float:
     return math.inf if error is None or rounding is None else error / (STORED_ALLOWED * max(rounding, 0.0) + step)
 
@@ -196,9 +201,9 @@ def describe(engine: EngineConformance, limit: float, *, judged: bool) -> str:
     if not ranked:
         return "no request was compared with the oracle (workloads.conformance_samples=0), so that nothing passes"
     count = len(ranked)
-    largest = max(request.engine.kl_max or 0.0 for request in engine.requests)
+    largest = max(_known(request.engine.kl_max) for request in engine.requests)
     if not judged:
-        mean = sum(request.engine.kl_mean or 0.0 for request in engine.requests) / count
+        mean = sum(_known(request.engine.kl_mean) for request in engine.requests) / count
         return f"{engine.policy} in an arithmetic of its own: KL {mean:.1e} from the oracle's, at most {largest:.1e}"
     deviating = sum(times > 1 for times in ranked)
     if not deviating:

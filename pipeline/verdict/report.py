@@ -4,6 +4,7 @@ Units: KL and NLL in nats per token, times in milliseconds, memory in KiB or byt
 because JSON has no NaN; the gates treat null as a failure.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
@@ -135,6 +136,35 @@ class Accuracy(Record):
     candidate_probability: Number = None
     """The same under the candidate."""
 
+    @classmethod
+    def of(cls, judged: Sequence[SampleRow]) -> "Accuracy":
+        """Count the answers to judged samples, of which there are some."""
+
+        def mean(values: list[Number]) -> Number:
+            known = [value for value in values if value is not None]
+            return sum(known) / len(values) if len(known) == len(values) else None
+
+        def share(values: list[bool | None]) -> float | None:
+            known = [value for value in values if value is not None]
+            return sum(known) / len(known) if known else None
+
+        return cls(
+            judged=len(judged),
+            baseline=sum(bool(row.baseline_correct) for row in judged) / len(judged),
+            candidate=sum(bool(row.candidate_correct) for row in judged) / len(judged),
+            lost=sum(bool(row.baseline_correct) and not row.candidate_correct for row in judged),
+            gained=sum(bool(row.candidate_correct) and not row.baseline_correct for row in judged),
+            baseline_valid=share([row.baseline_valid for row in judged]),
+            candidate_valid=share([row.candidate_valid for row in judged]),
+            baseline_probability=mean([row.baseline_probability for row in judged]),
+            candidate_probability=mean([row.candidate_probability for row in judged]),
+        )
+
+    @property
+    def difference(self) -> float:
+        """The candidate's accuracy minus the baseline's."""
+        return (self.gained - self.lost) / self.judged
+
     @property
     def recovery(self) -> float | None:
         """Share of the probability of right answers that the candidate keeps; None where one is unknown, or the first is 0."""
@@ -252,13 +282,13 @@ class EvaluationReport(Record):
     workloads_digest: str
     """sha256 of every encoded sample: prompts, references, checks and documents."""
     samples: int
-    planned_rounds: list[float] = Field(default=[1.0])
-    """Cumulative share of the planned samples after each round that was planned, run or not; one round without a plan."""
+    planned_rounds: list[float]
+    """Cumulative share of the planned samples after each round that was planned, run or not."""
     planned_workloads: dict[str, bool]
     """Every workload that was planned, run so far or not -> whether its samples have answers."""
     slices: list[Slice]
     noise: Fidelity | None
-    """The baseline against itself, sequence by sequence instead of batched; null where no sample is repeated."""
+    """The baseline against itself, in smaller batches; null where no sample is repeated."""
     canary: Canary
     system: SystemMetrics
     baseline_system: SystemMetrics

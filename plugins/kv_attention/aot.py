@@ -43,7 +43,9 @@ KERNELS: dict[Kernel, tuple[Any, Callable[[Setting], Variant]]] = {
 }
 """Each operation's kernel, and what specialises it."""
 
-POINTERS = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "int8": "*i8", "float8_e4m3fn": "*u8"}
+POINTERS = {
+    "float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "int8": "*i8", "float8_e4m3fn": "*u8", "int32": "*i32"
+}  # fmt: skip
 """Triton's pointer type for each of torch's element types. Kernels load float8 as bytes."""
 
 PORTABLE_PTX = 81

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plugins.kv_attention.checks import check_attended, check_cache, check_index, check_inputs, check_shape, check_tables
+from plugins.kv_attention.checks import INT32, check, check_launch
 from plugins.kv_attention.kernels.append import append as append_kernel
 from plugins.kv_attention.kernels.context import SPLIT_TOKENS, context_partial, context_reduce
 from plugins.kv_attention.kernels.decode import decode_partial, decode_reduce, plan_work
@@ -69,7 +69,8 @@ def default_programs(layout: CacheLayout, query: Tensor, page_table: Tensor, sca
 
 def setting_of(layout: CacheLayout, new: Tensor, scaling: float = 1.0, rows: int = 1) -> Setting:
     """Return the setting of a launch for queries (B, Hq, D), or for new keys. rows: as in Setting."""
-    group, dtype = new.shape[-2] // layout.kv_heads, str(new.dtype).removeprefix("torch.")
+    group = new.shape[-2] // layout.kv_heads
+    dtype: Any = str(new.dtype).removeprefix("torch.")
     return Setting(layout, dtype, compute_capability(new.device), group, scaling, rows)
 
 
@@ -77,10 +78,8 @@ def plan_decode(layout: CacheLayout, lengths: Tensor, *, programs: int) -> Plan:
     """Make the work list of a decode step on the device. `lengths`: (B) int32, tokens before the current one."""
     if programs < 1:
         raise ValueError(f"programs must be at least 1, got {programs}")
-    if lengths.dim() != 1:
-        raise ValueError(f"lengths must be (B), got {tuple(lengths.shape)}")
+    check({"lengths": lengths}, {"lengths": (INT32, ("B",))})
     batch = len(lengths)
-    check_index("lengths", lengths, (batch,), lengths.device)
     rows = work_rows(programs, batch, exact=layout.exact_tokens > 0)
     plan = Plan(lengths.new_empty(rows, 5), lengths.new_empty(batch, 4))
     run(plan_work, (plan_grid(programs),), plan_variant(Setting(layout)), lengths, batch, programs, *plan)
@@ -126,12 +125,10 @@ def decode_partials(
     Raises:
         ValueError: A tensor does not fit the layout.
     """
-    check_attended(layout, query, key_new, value_new, "B")
+    new = {"query": query, "key_new": key_new, "value_new": value_new}
+    tables = {"page_table": page_table, "lengths": lengths, "exact_slots": exact_slots, **plan._asdict()}
+    check_launch(layout, new | tables, cache)
     batch, rows = len(query), len(plan.work)
-    check_cache(layout, cache, (), query.device)
-    check_tables(layout, batch, page_table, lengths, exact_slots, query.device)
-    check_index("work", plan.work, (rows, 5), query.device)
-    check_index("sequences", plan.sequences, (batch, 4), query.device)
     variant, partials = decode_variant(setting_of(layout, query, scaling)), empty_partials(query, rows + batch, query.shape[1])
     run(
         decode_partial, (layout.kv_heads, rows), variant,
@@ -215,14 +212,10 @@ def append(
     Raises:
         ValueError: A tensor does not fit the layout. Nothing has been written then.
     """
-    if key_new.dim() != 4 or key_new.shape[2:] != (layout.kv_heads, layout.head_dim):
-        raise ValueError(f"key_new must be (L, B, {layout.kv_heads}, {layout.head_dim}), got {tuple(key_new.shape)}")
+    tables = {"page_table": page_table, "lengths": lengths, "exact_slots": exact_slots}
+    check_launch(layout, {"key_new": key_new, "value_new": value_new, **tables}, cache, layers=("L",))
     layers, batch, heads, _ = key_new.shape
-    check_inputs({"key_new": key_new, "value_new": value_new}, key_new.device)
-    check_shape("value_new", value_new, tuple(key_new.shape))
-    check_cache(layout, cache, (layers,), key_new.device)
     exact = layout.exact_tokens > 0
-    check_tables(layout, batch, page_table, lengths, exact_slots, key_new.device)
     variant = append_variant(setting_of(layout, key_new))
     written = ("key_pool", "key_scale_pool", "value_pool", "value_scale_pool", "key_exact", "value_exact")
     run(
@@ -310,20 +303,17 @@ def context_partials(
     Raises:
         ValueError: A tensor does not fit the layout.
     """
-    check_attended(layout, query, key_new, value_new, "X")
-    tokens, q_heads = query.shape[:2]
-    for name, tensor in (("key_new", key_new), ("value_new", value_new)):
+    new = {"query": query, "key_new": key_new, "value_new": value_new}
+    tables = {"page_table": page_table, "lengths": lengths, "exact_slots": exact_slots, "query_starts": query_starts}
+    check_launch(layout, new | tables, cache, rows="X")
+    for name, tensor in new.items():
         if tensor.dtype != query.dtype:
             raise ValueError(f"{name} must be {query.dtype}, as query is, got {tensor.dtype}")
-    sequences = len(lengths)
+    (tokens, q_heads, _), sequences = query.shape, len(lengths)
     if query_starts is None and (not sequences or tokens % sequences):
         raise ValueError(f"query_starts must be given: {tokens} tokens are not as many for each of {sequences} sequences")
     if splits is not None and splits < 1:
         raise ValueError(f"splits must be at least 1, got {splits}")
-    check_cache(layout, cache, (), query.device)
-    check_tables(layout, sequences, page_table, lengths, exact_slots, query.device)
-    if query_starts is not None:
-        check_index("query_starts", query_starts, (sequences + 1,), query.device)
     rows = -(-tokens * (q_heads // layout.kv_heads) // sequences)
     variant = context_variant(setting_of(layout, query, scaling, rows))
     blocks = context_blocks(tokens, sequences, variant, ragged=query_starts is not None)

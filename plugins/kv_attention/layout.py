@@ -7,6 +7,7 @@ A page holds PAGE_TOKENS tokens of every head, head-major. One (page, head) is o
 row of it begins at a 16-byte boundary. Codes and scales are separate tensors.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -27,6 +28,9 @@ Granularity = Literal["none", "per_tensor", "per_head", "per_token", "per_group"
 Spec = tuple[str, tuple[int, ...]]
 """Element type and shape of a tensor. The type is named as torch and numpy with ml_dtypes name it."""
 
+Dims = tuple[int | str, ...]
+"""Dimensions of a tensor, a letter for one that may be any. Equal letters are equal dimensions."""
+
 NVFP4_GROUP = 16
 """Channels of a block of nvfp4."""
 
@@ -38,10 +42,6 @@ class Codes:
     storage: str
     """Element type of the pool."""
     bits: int
-    data_type: str
-    """TensorRT's name of the pool's type."""
-    number: int
-    """Of the dtype in a plan's attributes: that of nvinfer1::DataType."""
     granularities: tuple[Granularity, ...]
     limit: float = 0.0
     """Largest magnitude of a code; 0 where there is no scale."""
@@ -56,13 +56,12 @@ class Codes:
 
 _BYTES: tuple[Granularity, ...] = ("per_tensor", "per_head", "per_token")
 CODES: dict[Dtype, Codes] = {
-    "fp16": Codes("float16", 16, "HALF", 1, ("none",)),
-    "bf16": Codes("bfloat16", 16, "BF16", 7, ("none",)),
-    "fp8_e4m3": Codes("float8_e4m3fn", 8, "FP8", 6, _BYTES, 448.0),
-    "int8": Codes("int8", 8, "INT8", 2, _BYTES, 127.0),
-    # Two to a byte, which TensorRT sees as INT8, because a plugin takes neither INT4 nor FP4.
-    "int4": Codes("int8", 4, "INT8", 9, ("per_token", "per_group"), 7.0, (32, 64, 128), keys=False),
-    "nvfp4": Codes("int8", 4, "INT8", 10, ("per_group",), 6.0, (NVFP4_GROUP,), "float8_e4m3fn", layer_scale=True, keys=False),
+    "fp16": Codes("float16", 16, ("none",)),
+    "bf16": Codes("bfloat16", 16, ("none",)),
+    "fp8_e4m3": Codes("float8_e4m3fn", 8, _BYTES, 448.0),
+    "int8": Codes("int8", 8, _BYTES, 127.0),
+    "int4": Codes("int8", 4, ("per_token", "per_group"), 7.0, (32, 64, 128), keys=False),
+    "nvfp4": Codes("int8", 4, ("per_group",), 6.0, (NVFP4_GROUP,), "float8_e4m3fn", layer_scale=True, keys=False),
 }
 KEY_DTYPES = tuple(dtype for dtype, codes in CODES.items() if codes.keys)
 HEAD_DIMS = (64, 128, 256)
@@ -226,3 +225,24 @@ class CacheLayout:
             return {}
         spec: Spec = ("float16", (buffers, self.kv_heads, self.exact_tokens, self.head_dim))
         return {"key_exact": spec, "value_exact": spec}
+
+    def any_size(self) -> dict[str, tuple[str, Dims]]:
+        """Return all of the cache's tensors, of any number of pages N and exact buffers M."""
+        of_any: dict[str, tuple[str, Dims]] = {}
+        for letter, tensors in (("N", self.pools(1)), ("M", self.exact_buffers(1))):
+            of_any |= {name: (kind, (letter, *shape[1:])) for name, (kind, shape) in tensors.items()}
+        return {**of_any, **self.static_scales()}
+
+
+def misfit(name: str, dims: Sequence[int | None], wanted: Dims, sizes: dict[str, int]) -> str | None:
+    """Return what is wrong with a tensor's dimensions, None for those that vary; None where they are the wanted ones.
+
+    `sizes`: the size of each letter so far; the sizes of new letters are added.
+    """
+    if len(dims) == len(wanted) and all(
+        dim == size if isinstance(size, int) else dim is None or sizes.setdefault(size, dim) == dim
+        for dim, size in zip(dims, wanted, strict=True)
+    ):
+        return None
+    shape = ", ".join("varies" if dim is None else str(dim) for dim in dims)
+    return f"{name} must be ({', '.join(str(sizes.get(str(dim), dim)) for dim in wanted)}), got ({shape})"

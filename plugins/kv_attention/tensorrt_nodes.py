@@ -1,4 +1,4 @@
-"""Graph nodes of the plugin's operations: names, ordered tensors, integer attributes, and the check of a call in a network.
+"""Graph nodes of the plugin's operations: names, ordered tensors, attributes, and the check of a call in a network.
 
 Imports neither TensorRT nor Triton: tensors are descriptors of TensorRT's Python package (tensorrt.plugin.TensorDesc).
 
@@ -27,14 +27,13 @@ exist depends on the layout. Each set of tensors is therefore an operation of it
 kernels parameters that they do not have.
 """
 
-import math
-import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from plugins.kv_attention.kernels.variants import WIDEST, Setting, context_splits
-from plugins.kv_attention.layout import CODES, HEAD_DIMS, PAGE_TOKENS, CacheLayout, Dtype, Granularity, SideLayout
+from plugins.kv_attention.kernels.variants import WIDEST, Compute, Setting, context_splits, partial_dtype
+from plugins.kv_attention.layout import CacheLayout, Dims, Dtype, Granularity, SideLayout, misfit
 
 NAMESPACE = "kv"
 
@@ -49,29 +48,31 @@ SCALES: dict[Scales, tuple[str, ...]] = {
     "blocks": ("scale", "scale_pool"),
 }
 """The tensors of a side's scales, without the side."""
-Compute = Literal["fp32", "fp16", "bf16"]
-Spec = tuple[str, tuple[int | str, ...]]
-"""Name of a trt.DataType and dimensions of a tensor; a dimension that may vary is its letter."""
 
-FORMATS: dict[Dtype | Compute, int] = {"fp32": 0, **{dtype: codes.number for dtype, codes in CODES.items()}}
-"""Values of the attributes key_format, value_format and out_format, which are those of nvinfer1::DataType."""
+DTYPES, GRANULARITIES, COMPUTES = get_args(Dtype), get_args(Granularity), get_args(Compute)
+"""Choices, which attributes give by their number."""
 
-DATA_TYPES: dict[Dtype | Compute, str] = {"fp32": "FLOAT", **{dtype: codes.data_type for dtype, codes in CODES.items()}}
+_INTEGERS = (
+    *("kv_heads", "head_dim", "key_dtype", "key_granularity", "value_dtype", "value_granularity", "value_group"),
+    *("sink_tokens", "recent_tokens", "dtype", "sm", "group", "splits"),
+)
+ATTRIBUTES: dict[str, type] = {**dict.fromkeys(_INTEGERS, int), "scaling": float}
+"""Types of the attributes of every operation: the fields of the setting that its kernel is compiled for. All are required.
+value_group is the values' group size, or 0 without one. None is a text, of which TensorRT's Python package passes the first
+letter alone where numpy is of version 2."""
 
-PARTIAL_TYPES: dict[Compute, str] = {"fp32": "FLOAT", "fp16": "HALF", "bf16": "HALF"}
-"""Names of the trt.DataType of partial_acc, by the type of the queries."""
+Spec = tuple[str, Dims]
+"""Element type, as torch names the type, and dimensions of a tensor; a dimension that may vary is its letter."""
 
-_CACHE_ATTRIBUTES = ("key_format", "value_format", "value_group", "sink_tokens", "recent_tokens")
-ATTRIBUTES: dict[Operation, tuple[str, ...]] = {
-    "plan_work": ("sink_tokens", "recent_tokens", "programs", "sm"),
-    "decode_partial": (*_CACHE_ATTRIBUTES, "scaling_bits", "sm"),
-    "decode_reduce": ("out_format", "sm"),
-    "context_partial": (*_CACHE_ATTRIBUTES, "splits", "scaling_bits", "sm"),
-    "context_reduce": ("out_format", "sm"),
+DATA_TYPES = {
+    "float32": "FLOAT",
+    "float16": "HALF",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "FP8",
+    "int8": "INT8",  # codes of four bits too, two to a byte: a plugin takes neither INT4 nor FP4
+    "int32": "INT32",
 }
-"""Attributes of each operation. All are required and int. value_group is the values' group size, or 0 without one; programs
-counts the programs over the pages of a KV head, splits those over the pages for a block of query rows; scaling_bits is the
-float32 factor of the scores, reinterpreted as int32; sm is the GPU's compute capability, for example 90."""
+"""TensorRT's names of element types, by torch's."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,10 @@ class Node:
     outputs: tuple[str, ...]
 
     @property
-    def attributes(self) -> tuple[str, ...]:
-        """Names of its attributes, in order."""
-        return ATTRIBUTES[self.operation]
+    def attributes(self) -> dict[str, type]:
+        """Types of its attributes by name, in order: those of its setting, and of a work list the programs over the pages of a
+        KV head."""
+        return ATTRIBUTES | ({"programs": int} if self.operation == "plan_work" else {})
 
     @property
     def plugin_id(self) -> str:
@@ -130,93 +132,88 @@ def _node(operation: Layered, key: Scales, value: Scales, exact: bool) -> Node:
     return Node(operation, "_".join([operation, *suffix]), tuple(inputs), ("partial_acc", "partial_ml"))
 
 
-def input_specs(node: Node, layout: CacheLayout, compute: Compute, q_heads: int, splits: int = 0) -> dict[str, Spec]:
+def input_specs(node: Node, setting: Setting) -> dict[str, Spec]:
     """Return the type and shape of each of an operation's inputs, by name, in order."""
-    heads, dim = layout.kv_heads, layout.head_dim
-    sides = {"key": layout.key, "value": layout.value}
-    activation = DATA_TYPES[compute]
+    layout, dtype, dim = setting.layout, setting.dtype, setting.layout.head_dim
+    several = node.operation.startswith("context")
+    parts: Dims = ("B", "X", setting.q_heads, context_splits(setting.splits)) if several else ("R", setting.q_heads)
+
+    def tokens(heads: int) -> Dims:
+        return ("B", "X", heads, dim) if several else ("B", heads, 1, dim)
+
     specs: dict[str, Spec] = {
-        "query": (activation, ("B", q_heads, 1, dim)),
-        "page_table": ("INT32", ("B", "P")),
-        "lengths": ("INT32", ("B",)),
-        "exact_slots": ("INT32", ("B",)),
-        "work": ("INT32", ("Y", 5)),
-        "sequences": ("INT32", ("B", 4)),
-        "partial_acc": (PARTIAL_TYPES[compute], ("R", q_heads, dim)),
-        "partial_ml": ("FLOAT", ("R", q_heads, 2)),
+        **layout.any_size(),
+        **{name: (kind, (1, *shape, 1, 1)) for name, (kind, shape) in layout.static_scales().items()},
+        "query": (dtype, tokens(setting.q_heads)),
+        "key": (dtype, tokens(layout.kv_heads)),
+        "value": (dtype, tokens(layout.kv_heads)),
+        "page_table": ("int32", ("B", "P")),
+        "lengths": ("int32", ("B",)),
+        "exact_slots": ("int32", ("B",)),
+        "work": ("int32", ("Y", 5)),
+        "sequences": ("int32", ("B", 4)),
+        "partial_acc": (partial_dtype(dtype), (*parts, dim)),
+        "partial_ml": ("float32", (*parts, 2)),
     }
-    if node.operation.startswith("context"):
-        specs |= {
-            "query": (activation, ("B", "X", q_heads, dim)),
-            "partial_acc": (PARTIAL_TYPES[compute], ("B", "X", q_heads, splits, dim)),
-            "partial_ml": ("FLOAT", ("B", "X", q_heads, splits, 2)),
-        }
-    several = ("B", "X", heads, dim) if node.operation == "context_partial" else ("B", heads, 1, dim)
-    rows = ("N", heads, PAGE_TOKENS)
-    for name, side in sides.items():
-        scales = heads if side.granularity == "per_head" else 1
-        specs |= {
-            name: (activation, several),
-            f"{name}_pool": (DATA_TYPES[side.dtype], (*rows, side.width(dim))),
-            f"{name}_scale_pool": ("FP8" if side.layer_scale else "HALF", (*rows, side.groups(dim))),
-            f"{name}_scale": ("FLOAT", (1, scales, 1, 1)),
-            f"{name}_exact": ("HALF", ("M", heads, layout.exact_tokens, dim)),
-        }
     return {name: specs[name] for name in node.inputs}
 
 
-def attributes_of(
-    node: Node,
-    layout: CacheLayout,
-    *,
-    sm: int,
-    programs: int = 0,
-    splits: int = 0,
-    scaling: float = 1.0,
-    out: Compute = "fp32",
-) -> dict[str, int]:
-    """Return an operation's attributes, in the order of ATTRIBUTES."""
-    values = {
-        "key_format": FORMATS[layout.key.dtype],
-        "value_format": FORMATS[layout.value.dtype],
+def attributes_of(node: Node, setting: Setting, programs: int) -> dict[str, int | float]:
+    """Return an operation's attributes, in order."""
+    layout = setting.layout
+    values: dict[str, int | float] = {
+        "kv_heads": layout.kv_heads,
+        "head_dim": layout.head_dim,
+        "key_dtype": DTYPES.index(layout.key.dtype),
+        "key_granularity": GRANULARITIES.index(layout.key.granularity),
+        "value_dtype": DTYPES.index(layout.value.dtype),
+        "value_granularity": GRANULARITIES.index(layout.value.granularity),
         "value_group": layout.value.group_size or 0,
         "sink_tokens": layout.sink_tokens,
         "recent_tokens": layout.recent_tokens,
+        "dtype": COMPUTES.index(setting.dtype),
+        "sm": setting.sm or 0,
+        "group": setting.group,
+        "scaling": setting.scaling,
+        "splits": setting.splits,
         "programs": programs,
-        "splits": splits,
-        "scaling_bits": float_bits(scaling),
-        "out_format": FORMATS[out],
-        "sm": sm,
     }
     return {name: values[name] for name in node.attributes}
 
 
-def float_bits(value: float) -> int:
-    """Return the bits of a float32 as an int32, for attributes, which can only be integers."""
-    bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
-    return bits
+def read_setting(node: Node, values: Mapping[str, Any]) -> Setting:
+    """Return the setting of a node's attributes: of several new tokens, for a chunk of a prompt. Raises ValueError."""
 
+    def named(attribute: str, names: tuple[Any, ...]) -> Any:
+        if values[attribute] not in range(len(names)):
+            known = ", ".join(f"{number} ({name})" for number, name in enumerate(names))
+            raise ValueError(f"{attribute} must be one of {known}, got {values[attribute]}")
+        return names[values[attribute]]
 
-def bits_float(bits: int) -> float:
-    """Return the float32 of the given bits, the inverse of float_bits."""
-    value: float = struct.unpack("<f", struct.pack("<i", bits))[0]
-    return value
-
-
-COMPUTE: dict[Compute, str] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""Types that activations may have, and torch's names of them."""
-
-MIN_NORMAL = 2.0**-126
-"""Smallest normal float32. An integer that is not the bits of a float32 is likely to read as less."""
+    try:
+        key = SideLayout(named("key_dtype", DTYPES), named("key_granularity", GRANULARITIES))
+        value = SideLayout(
+            named("value_dtype", DTYPES), named("value_granularity", GRANULARITIES), values["value_group"] or None
+        )
+        exact = values["sink_tokens"], values["recent_tokens"]
+        layout = CacheLayout(values["kv_heads"], values["head_dim"], key, value, *exact)
+        dtype = named("dtype", COMPUTES)
+        return Setting(layout, dtype, values["sm"], values["group"], values["scaling"], WIDEST, values["splits"])
+    except ValueError as error:
+        raise ValueError(f"{node.plugin_id}: {error}") from error
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operation in a network: its tensors and attributes by name. Properties raise ValueError, as `check`."""
+    """One call of an operation in a network."""
 
     node: Node
     tensors: dict[str, Any]
-    attributes: dict[str, int]
+    """By name, in order."""
+    setting: Setting
+    """What the kernel is compiled for: of several new tokens, for a chunk of a prompt."""
+    programs: int = 0
+    """Programs over the pages of a KV head, of a work list."""
 
     def dims(self, name: str) -> list[int | None]:
         """Return a tensor's dimensions, None for those that vary."""
@@ -225,126 +222,31 @@ class Call:
             return [None if dim == -1 else dim for dim in tensor.shape]
         return [dim.constant_value() if dim.is_constant else None for dim in tensor.shape_expr]
 
-    def fixed(self, name: str, axis: int, what: str) -> int:
-        """Return a dimension that the kernel is compiled for."""
-        size = self.dims(name)[axis]
-        if size is None:
-            raise ValueError(f"{self.node.plugin_id}: {what} must be fixed, but dimension {axis} of {name} varies")
-        return size
-
     def size(self, name: str, axis: int) -> Any:
         """Return a dimension, as a symbolic expression if it varies."""
         size = self.dims(name)[axis]
         return self.tensors[name].shape_expr[axis] if size is None else size
 
-    def format(self, attribute: str) -> Any:
-        """Return the name of the format in an attribute."""
-        names = [name for name, code in FORMATS.items() if code == self.attributes[attribute]]
-        if not names:
-            known = ", ".join(f"{code} ({name})" for name, code in FORMATS.items())
-            raise ValueError(f"{self.node.plugin_id}: {attribute} must be one of {known}, got {self.attributes[attribute]}")
-        return names[0]
-
-    @property
-    def compute(self) -> Compute:
-        """Type of the new keys, or of the result that partial results are joined to; float32 for a work list."""
-        if "out_format" in self.attributes:
-            out: Compute = self.format("out_format")
-            if out not in COMPUTE:
-                raise ValueError(f"{self.node.plugin_id}: out_format must be that of {', '.join(COMPUTE)}, got {out}")
-            return out
-        if "key" not in self.tensors:
-            return "fp32"
-        key_type = self.tensors["key"].dtype.name
-        for name in COMPUTE:
-            if DATA_TYPES[name] == key_type:
-                return name
-        types = ", ".join(DATA_TYPES[name] for name in COMPUTE)
-        raise ValueError(f"{self.node.plugin_id}: key must be {types}, got {key_type}")
-
-    @property
-    def layout(self) -> CacheLayout:
-        """Format of the cache that the attributes and shapes describe."""
-        if self.node.operation in ("plan_work", "decode_reduce", "context_reduce"):
-            # Work lists and partial sums have one format for every cache: any sides and any head_dim will do.
-            partial = "partial_acc" in self.tensors
-            axis = 2 if self.node.operation == "decode_reduce" else 4
-            dim = self.fixed("partial_acc", axis, "head_dim") if partial else HEAD_DIMS[0]
-            exact = (self.attributes.get(f"{name}_tokens", 0) for name in ("sink", "recent"))
-            return CacheLayout(self.q_heads, dim, SideLayout("fp16"), SideLayout("fp16"), *exact)
-        heads = self.fixed("key", self._heads_axis, "the number of KV heads")
-        dim, group = self.fixed("key", 3, "head_dim"), self.attributes["value_group"]
-        sinks, recent = self.attributes["sink_tokens"], self.attributes["recent_tokens"]
-        try:
-            return CacheLayout(heads, dim, self._side("key", None), self._side("value", group or None), sinks, recent)
-        except ValueError as error:
-            raise ValueError(f"{self.node.plugin_id}: {error}") from error
-
-    def _side(self, name: str, group: int | None) -> SideLayout:
-        granularity: Granularity = "none"
-        if f"{name}_scale_pool" in self.tensors:
-            granularity = "per_group" if group else "per_token"
-        elif f"{name}_scale" in self.tensors:
-            several = self.fixed(f"{name}_scale", 1, f"the number of scales of {name}") > 1
-            granularity = "per_head" if several else "per_tensor"
-        return SideLayout(self.format(f"{name}_format"), granularity, group)
-
-    @property
-    def q_heads(self) -> int:
-        """Hq, query heads; 1 for a work list, which is the same for any number."""
-        if self.node.operation == "plan_work":
-            return 1
-        return self.fixed(self.node.inputs[0], self._heads_axis, "the number of heads")
-
-    @property
-    def _heads_axis(self) -> int:
-        """Dimension of the heads in the first input."""
-        return 1 if self.node.operation in ("decode_partial", "decode_reduce") else 2
-
-    @property
-    def scaling(self) -> float:
-        """Factor of the scores before the softmax; 1 where there are none."""
-        return bits_float(self.attributes["scaling_bits"]) if "scaling_bits" in self.attributes else 1.0
-
-    @property
-    def setting(self) -> Setting:
-        """What the kernel is compiled for: of several new tokens, for a chunk of a prompt."""
-        layout, splits = self.layout, max(1, self.splits - 1)
-        group = self.q_heads // layout.kv_heads
-        return Setting(layout, COMPUTE[self.compute], self.attributes["sm"], group, self.scaling, WIDEST, splits)
-
-    @property
-    def splits(self) -> int:
-        """S, splits of the partial results of context_partial and context_reduce; 0 for the others, which have none."""
-        if self.node.operation == "context_partial":
-            return context_splits(self.attributes["splits"])
-        return self.fixed("partial_acc", 3, "the number of splits") if self.node.operation == "context_reduce" else 0
-
     def check(self) -> None:
-        """Check the types and shapes of all inputs, and the attributes."""
-        layout = self.layout
-        if self.q_heads % layout.kv_heads:
-            raise ValueError(f"{self.node.plugin_id}: {self.q_heads} query heads are no multiple of {layout.kv_heads} KV heads")
-        for name, minimum in (("programs", 1), ("splits", 1), ("sm", 80)):
-            if self.attributes.get(name, minimum) < minimum:
-                raise ValueError(f"{self.node.plugin_id}: {name} must be at least {minimum}, got {self.attributes[name]}")
-        if "scaling_bits" in self.attributes and not MIN_NORMAL <= self.scaling < math.inf:
-            raise ValueError(f"{self.node.plugin_id}: scaling_bits must be those of a float32 above 0, got {self.scaling}")
+        """Check the attributes, and the types and shapes of all inputs. Raises ValueError."""
+        node, setting = self.node, self.setting
+        match node.operation:
+            case "decode_partial" | "context_partial" as operation:
+                of_cache = node_of(operation, setting.layout)
+                if of_cache != node:
+                    raise ValueError(f"{node.plugin_id}: the setting's cache has the tensors of {of_cache.plugin_id}")
+        minima = {"sm": (setting.sm or 0, 80), "splits": (setting.splits, 1)}
+        if node.operation == "plan_work":
+            minima["programs"] = (self.programs, 1)
+        for name, (number, minimum) in minima.items():
+            if number < minimum:
+                raise ValueError(f"{node.plugin_id}: {name} must be at least {minimum}, got {number}")
         sizes: dict[str, int] = {}
-        for name, (dtype, spec) in input_specs(self.node, layout, self.compute, self.q_heads, self.splits).items():
-            dims, tensor_type = self.dims(name), self.tensors[name].dtype.name
-            if tensor_type != dtype:
+        for name, (dtype, spec) in input_specs(node, setting).items():
+            tensor_type = self.tensors[name].dtype.name
+            if tensor_type != DATA_TYPES[dtype]:
                 packed = " (two codes to a byte)" if tensor_type in ("INT4", "UINT8") else ""
-                raise ValueError(f"{self.node.plugin_id}: {name} must be {dtype}{packed}, got {tensor_type}")
-            if not _fits(dims, spec, sizes):
-                shape = ", ".join("varies" if dim is None else str(dim) for dim in dims)
-                expected = ", ".join(str(sizes.get(str(dim), dim)) for dim in spec)
-                raise ValueError(f"{self.node.plugin_id}: {name} must be ({expected}), got ({shape})")
-
-
-def _fits(dims: list[int | None], spec: tuple[int | str, ...], sizes: dict[str, int]) -> bool:
-    """Whether dimensions match a specification. `sizes`: the size of each letter so far; the sizes of new letters are added."""
-    return len(dims) == len(spec) and all(
-        dim == size if isinstance(size, int) else dim is None or sizes.setdefault(size, dim) == dim
-        for dim, size in zip(dims, spec, strict=True)
-    )
+                raise ValueError(f"{node.plugin_id}: {name} must be {DATA_TYPES[dtype]}{packed}, got {tensor_type}")
+            wrong = misfit(name, self.dims(name), spec, sizes)
+            if wrong is not None:
+                raise ValueError(f"{node.plugin_id}: {wrong}")

@@ -21,10 +21,10 @@ import tensorrt as trt
 import tensorrt.plugin as trtp
 
 from plugins.kv_attention import aot
-from plugins.kv_attention.kernels.variants import context_splits, context_variant, plan_grid, work_rows
-from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, PARTIAL_TYPES, Call, Node, all_nodes
+from plugins.kv_attention.kernels.variants import context_splits, context_variant, partial_dtype, plan_grid, work_rows
+from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, Call, Node, all_nodes, read_setting
 
-POINTERS = {"FLOAT": "*fp32", "HALF": "*fp16", "BF16": "*bf16", "FP8": "*u8", "INT8": "*i8", "INT32": "*i32"}
+POINTERS = {DATA_TYPES[dtype]: pointer for dtype, pointer in aot.POINTERS.items()}
 """Triton's pointer type for each trt.DataType. Kernels read float8 as bytes."""
 
 
@@ -33,7 +33,7 @@ def output_descriptors(call: Call) -> Any:
 
     TensorRT calls this twice: once for the types, with shapes that are not known yet, and once for the shapes.
     """
-    tensors, shape = call.tensors, call.tensors[call.node.inputs[0]].shape_expr
+    tensors, setting, shape = call.tensors, call.setting, call.tensors[call.node.inputs[0]].shape_expr
     known = not shape[0].is_fake
     if known:
         call.check()
@@ -45,20 +45,20 @@ def output_descriptors(call: Call) -> Any:
     dims: tuple[Any, ...]
     match call.node.operation:
         case "plan_work":
-            rows = work_rows(number(call.attributes["programs"]), shape[0], exact=call.layout.exact_tokens > 0)
+            rows = work_rows(number(call.programs), shape[0], exact=setting.layout.exact_tokens > 0)
             shapes = ((rows, number(5)), (shape[0], number(4)))
             return tuple(trtp.from_shape_expr(dims, trt.DataType.INT32) for dims in shapes)
         case "decode_partial":
             dims = (tensors["work"].shape_expr[0] + shape[0], shape[1], shape[3])
         case "context_partial":
-            dims = (shape[0], shape[1], shape[2], number(context_splits(call.attributes["splits"])), shape[3])
+            dims = (shape[0], shape[1], shape[2], number(context_splits(setting.splits)), shape[3])
         case "decode_reduce":
             dims = (tensors["sequences"].shape_expr[0], number(1), shape[1], shape[2])
         case "context_reduce":
             dims = (shape[0], shape[1], shape[2], shape[4])
     if call.node.operation.endswith("reduce"):
-        return trtp.from_shape_expr(dims, getattr(trt.DataType, DATA_TYPES[call.format("out_format")]))
-    means = trtp.from_shape_expr(dims, getattr(trt.DataType, PARTIAL_TYPES[call.compute]))
+        return trtp.from_shape_expr(dims, getattr(trt.DataType, DATA_TYPES[setting.dtype]))
+    means = trtp.from_shape_expr(dims, getattr(trt.DataType, DATA_TYPES[partial_dtype(setting.dtype)]))
     return means, trtp.from_shape_expr((*dims[:-1], number(2)), trt.DataType.FLOAT)
 
 
@@ -101,7 +101,7 @@ def _tensor_name(name: str) -> str:
 def integer_argument(call: Call, name: str) -> Any:
     """Return an integer argument of a kernel, as a symbolic expression of the shapes."""
     if name == "programs":
-        return call.attributes["programs"]
+        return call.programs
     dimensions = {
         "batch": ("lengths", 0),
         "table_width": ("page_table", 1),
@@ -113,20 +113,21 @@ def integer_argument(call: Call, name: str) -> Any:
 
 def launch_grid(call: Call) -> tuple[Any, Any, Any]:
     """Return the grid of a call's kernel, in symbolic expressions of the shapes."""
-    heads, setting, size = call.layout.kv_heads, call.setting, call.size
+    setting, size = call.setting, call.size
+    heads = setting.layout.kv_heads
     match call.node.operation:
         case "plan_work":
-            return plan_grid(call.attributes["programs"]), 1, 1
+            return plan_grid(call.programs), 1, 1
         case "decode_partial":
             return heads, size("work", 0), 1
         case "decode_reduce":
-            return call.q_heads, size("sequences", 0), 1
+            return setting.q_heads, size("sequences", 0), 1
         case "context_partial":
             columns = context_variant(setting).constants["N"]
             blocks = (size("query", 1) * setting.group + (columns - 1)) // columns
-            return _product(size("query", 0), blocks), heads, call.splits
+            return _product(size("query", 0), blocks), heads, context_splits(setting.splits)
         case "context_reduce":
-            return _product(size("partial_acc", 0), size("partial_acc", 1)) * call.q_heads, 1, 1
+            return _product(size("partial_acc", 0), size("partial_acc", 1)) * setting.q_heads, 1, 1
 
 
 def _product(first: Any, second: Any) -> Any:
@@ -137,7 +138,7 @@ def _product(first: Any, second: Any) -> Any:
 def declare(node: Node) -> None:
     """Register one operation with TensorRT: its outputs, its types, and its kernel."""
     inputs = [_parameter(name, trtp.TensorDesc) for name in node.inputs]
-    attributes = [_parameter(name, int) for name in node.attributes]
+    attributes = [_parameter(name, kind) for name, kind in node.attributes.items()]
     one, several = trtp.TensorDesc, tuple[(trtp.TensorDesc,) * len(node.outputs)]  # type: ignore[misc]
     outputs = _parameter("outputs", several)
     register_signature = inspect.Signature([*inputs, *attributes], return_annotation=one if len(node.outputs) == 1 else several)
@@ -152,8 +153,8 @@ def declare(node: Node) -> None:
             bound = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{node.plugin_id}: {error}") from error
-        tensors = {name: bound[name] for name in node.inputs}
-        return Call(node, tensors, {name: bound[name] for name in node.attributes}), bound.get("outputs")
+        tensors, setting = {name: bound[name] for name in node.inputs}, read_setting(node, bound)
+        return Call(node, tensors, setting, bound.get("programs", 0)), bound.get("outputs")
 
     def register(*args: Any, **kwargs: Any) -> Any:
         return output_descriptors(call(register_signature, args, kwargs)[0])

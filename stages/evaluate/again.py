@@ -9,12 +9,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from pipeline.core.engine import Engine
-from pipeline.core.records import Sample, no_progress
+from pipeline.core.records import Sample, give_back, no_progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.record import Number
 from pipeline.verdict.report import SampleRow
 from stages.evaluate.decoding.results import SampleResult
-from stages.evaluate.decoding.rows import run_samples, unjudged_rows
+from stages.evaluate.decoding.rows import Run, run_samples, unjudged_rows
 from stages.evaluate.distances.scores import SampleHeads
 from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
@@ -70,8 +70,10 @@ def decode_again(
         assert own is not None, "a baseline's heads are made"
         heads[encoded[i].sample.id] = own
 
-    run_samples(baseline, encoded, None, batch_size, no_progress, done=keep)
-    results = run_samples(open_engine(), encoded, heads.__getitem__, batch_size, no_progress)
+    run_samples(baseline, Run(encoded, None, no_progress, done=keep), batch_size)
+    del baseline  # two engines may not fit beside each other
+    give_back()
+    results = run_samples(open_engine(), Run(encoded, heads.__getitem__, no_progress), batch_size)
     return {row.id: row for row in unjudged_rows(encoded, results)}
 
 

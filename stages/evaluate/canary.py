@@ -14,7 +14,7 @@ from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import ALLOWED
 from pipeline.verdict.report import Canary, Rung, SampleRow
 from stages.evaluate.decoding.noise import canary_samples
-from stages.evaluate.decoding.rows import labelled, run_samples, unjudged_rows
+from stages.evaluate.decoding.rows import Observer, Run, labelled, run_samples, unjudged_rows
 from stages.evaluate.distances.scores import Heads
 from stages.evaluate.inputs.tokens import EncodedSample
 from stages.evaluate.twins.conformance import Comparison
@@ -58,8 +58,8 @@ def canary(
     subset = canary_samples(encoded, config, least)
     if engine.can(Engine.corrupt_scale):
         ladder = _ladder(engine, subset[:1], heads, progress, twin, limit)
-    progress = labelled(progress, "must-fail control: ")
-    rows = _decoded(engine, subset, heads, partial(engine.corrupt_key_scale, config.canary_factor), progress)
+    run = Run(subset, heads, labelled(progress, "must-fail control: "))
+    rows = _decoded(engine, run, partial(engine.corrupt_key_scale, config.canary_factor))
     return Canary(factor=config.canary_factor, rows=rows, ladder=ladder)
 
 
@@ -102,7 +102,8 @@ def _ladder(
         named = labelled(progress, f"must-fail control {number + 1} of {len(faults)}, {fault.name}: ")
         every = range(len(chosen))
         beside = None if twin is None else Comparison(engine, twin, chosen, every, batch_size=len(chosen), progress=named)
-        rows = _decoded(engine, chosen, heads, partial(fault.plant, engine), named, beside, one_pass=False)
+        observe = None if beside is None else beside.take
+        rows = _decoded(engine, Run(chosen, heads, named), partial(fault.plant, engine), observe, one_pass=False)
         fault.take_back(engine)
         rungs.append(Rung(fault=fault.name, rows=rows, requests=[] if beside is None else beside.requests))
     return rungs
@@ -115,24 +116,11 @@ def _shows(rung: Rung, twin: Twin | None, limit: float) -> bool:
 
 
 def _decoded(
-    engine: Engine,
-    subset: Sequence[EncodedSample],
-    heads: Heads,
-    corrupt: Callable[[], None],
-    progress: Progress,
-    beside: Comparison | None = None,
-    *,
-    one_pass: bool = True,
+    engine: Engine, run: Run, corrupt: Callable[[], None], observe: Observer | None = None, *, one_pass: bool = True
 ) -> list[SampleRow]:
-    """Decode samples with a fault that is planted after their prefill; return how far they are from the baseline."""
-    results = run_samples(
-        engine,
-        subset,
-        heads,
-        len(subset),  # one batch: there is one prefill, and the corruption comes after it
-        progress,
-        after_prefill=corrupt,
-        one_pass=one_pass,
-        observe=(lambda _: None) if beside is None else beside.take,
-    )
-    return unjudged_rows(subset, results)
+    """Decode samples with a fault that is planted after their prefill; return how far they are from the baseline.
+
+    They are one batch, so that there is one prefill.
+    """
+    results = run_samples(engine, run, len(run.encoded), after_prefill=corrupt, one_pass=one_pass, observe=observe)
+    return unjudged_rows(run.encoded, results)

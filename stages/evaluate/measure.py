@@ -24,8 +24,7 @@ from stages.evaluate.decoding.noise import repeated_samples
 from stages.evaluate.decoding.results import ResultFolder, SampleResult, unfinished
 from stages.evaluate.decoding.rows import (
     Answer,
-    Done,
-    Interruption,
+    Run,
     greedy_of,
     interruption,
     judged_answers,
@@ -36,7 +35,7 @@ from stages.evaluate.decoding.rows import (
 from stages.evaluate.decoding.speculation import speculated
 from stages.evaluate.decoding.stored import LOGPROBS, Measured, Round, read_round
 from stages.evaluate.distances.distance import StepStatistics
-from stages.evaluate.distances.scores import Heads, SampleHeads, StoredHeads
+from stages.evaluate.distances.scores import SampleHeads, StoredHeads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, workloads_digest
 from stages.evaluate.twins.conformance import Comparison, spread
 from stages.evaluate.twins.twin import Twin
@@ -50,23 +49,8 @@ class Subject(Protocol):
     not_finite: str
     """How an error about a baseline that is not finite begins."""
 
-    def run(
-        self,
-        encoded: Sequence[EncodedSample],
-        heads: Heads | None,
-        baseline: Round | None,
-        *,
-        progress: Progress,
-        greedy: Greedy | None,
-        known: dict[int, SampleResult],
-        done: Done,
-        interruption: Interruption,
-        repeated: Collection[str],
-    ) -> list[SampleResult]:
-        """Ask the samples whose results are not known, and return the results of all; see `run_samples`.
-
-        The first run is the one that is compared with a twin.
-        """
+    def run(self, run: Run) -> list[SampleResult]:
+        """Ask the samples that are missing, and return the results of all; the first run is compared with a twin."""
         ...
 
     def seen(self, results: Sequence[SampleResult], progress: Progress) -> dict[str, Any]:
@@ -105,7 +89,7 @@ def measure(
         KeyboardInterrupt: The user asked for an end; the samples that have finished are kept.
     """
     digest, greedy = workloads_digest(encoded), greedy_of(tokenizer, config)
-    known, heads, named, scored = None, None, labelled(progress, "baseline: "), list(encoded)
+    known, heads, usual, named, scored = None, None, None, labelled(progress, "baseline: "), list(encoded)
     if baseline is not None:
         known, heads, named = read_round(baseline), StoredHeads(baseline / LOGPROBS).sample, progress
         if (known.record.samples_digest, known.record.vocab_size) != (digest, subject.vocab_size):
@@ -113,7 +97,7 @@ def measure(
                 f"workloads: {baseline} was measured on other samples or another vocabulary than the candidate's; delete that "
                 "directory, so that the baseline is measured again"
             )
-        scored = known.scored(encoded)
+        usual, scored = known.record.conformance, known.scored(encoded)
     repeated = {item.sample.id for item in repeated_samples(scored, config)}
 
     with unfinished(out, workloads_digest(scored)) as folder:
@@ -126,17 +110,8 @@ def measure(
                     raise UserError(f"{subject.not_finite} on sample {items[i].sample.id}")
                 into.save(i, result, own)
 
-            return subject.run(
-                items,
-                heads,
-                known,
-                progress=label,
-                greedy=greedy,
-                known=into.load(),
-                done=keep,
-                interruption=noted,
-                repeated=repeated,
-            )
+            asked = Run(items, heads, label, greedy, into.load(), keep, noted, repeated=repeated, conformance=usual)
+            return subject.run(asked)
 
         with interruption() as noted:
             results = run(scored, folder, greedy, named)
@@ -197,15 +172,13 @@ class Local:
         self.changes = audit_scales(engine, allow_scale_changes)
         self.comparison: Comparison | None = None
 
-    def run(
-        self, encoded: Sequence[EncodedSample], heads: Heads | None, baseline: Round | None, **options: Any
-    ) -> list[SampleResult]:
+    def run(self, run: Run) -> list[SampleResult]:
         """Decode the samples, forced, the first time while the twin looks on."""
-        observe: dict[str, Any] = {}
+        observe = None
         if self.twin is not None and self.comparison is None:
-            self.comparison = self._comparison(self.twin, encoded, heads, baseline, options["progress"])
-            observe = {"observe": self.comparison.take}
-        return run_samples(self.engine, encoded, heads, self.config.batch_size, **options, **observe)
+            self.comparison = self._comparison(self.twin, run)
+            observe = self.comparison.take
+        return run_samples(self.engine, run, self.config.batch_size, observe=observe)
 
     def seen(self, results: Sequence[SampleResult], progress: Progress) -> dict[str, Any]:
         """Return coverage, scales, and how far the engine is from its twin."""
@@ -221,11 +194,9 @@ class Local:
             "scale_changes": self.changes,
         }
 
-    def _comparison(
-        self, twin: Twin, encoded: Sequence[EncodedSample], heads: Heads | None, baseline: Round | None, progress: Progress
-    ) -> Comparison:
+    def _comparison(self, twin: Twin, run: Run) -> Comparison:
         """Prepare the comparison; a candidate may be as far from its twin as its baseline makes usual."""
-        own = baseline.record.conformance if baseline is not None else None
+        own, encoded, heads = run.conformance, run.encoded, run.heads
         requests = own.requests if own is not None else []
         stored = [request.engine.stored_by_layer for request in requests if request.engine.stored_by_layer]
         return Comparison(
@@ -237,7 +208,7 @@ class Local:
             limit=MEASURED_ALLOWED if twin.measures else allowed(requests),
             baseline=None if heads is None else lambda i: heads(encoded[i].sample.id),
             layers=tuple(map(max, zip(*stored, strict=True))),
-            progress=progress,
+            progress=run.progress,
         )
 
 

@@ -17,16 +17,16 @@ from pipeline.checkpoint.files import refusal
 from pipeline.checkpoint.rope import rope_at_top_level
 from pipeline.checkpoint.weights import tensors_on_disk
 from pipeline.core.records import Progress
-from pipeline.gguf.model import ARCHITECTURES, ROPE_FACTORS, SIZES, llama3_factors, pairs_neighbours, tensors_of
+from pipeline.gguf.model import ROPE_FACTORS, SIZES, architecture_of, llama3_factors, pairs_neighbours, tensors_of
 from pipeline.gguf.vocabulary import CONTROL, GPT2, NORMAL, SPLITTERS, UNUSED, USER_DEFINED
 
 Tokenizer = dict[str, Any]
 
 
 def write_gguf(info: CheckpointInfo, out: Path, progress: Progress) -> None:
-    """Write the new file `out`. Raises UserError for a weight that float16 does not hold."""
+    """Write the new file `out`. Raises UserError for a model that is not written, or a weight that float16 does not hold."""
     config = rope_at_top_level(read_config(info.path))
-    architecture = ARCHITECTURES[config["model_type"]]
+    architecture = architecture_of(info.path, config)
     full = {**config, "num_key_value_heads": info.shape.kv_heads, "head_dim": info.shape.head_dim}
     full["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
     writer: Any = GGUFWriter(out, architecture)
@@ -60,7 +60,7 @@ def _sizes(writer: Any, architecture: str, config: dict[str, Any]) -> None:
     sizes |= dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), head_dim)
     for key, size in {**sizes, "vocab_size": config["vocab_size"]}.items():
         writer.add_uint32(f"{architecture}.{key}", size)
-    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config.get("rms_norm_eps", 1e-6))
     writer.add_float32(f"{architecture}.rope.freq_base", base)
     scaling = config.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from pipeline.artifacts.files import store_of
 from pipeline.artifacts.store import used
 from pipeline.config.compose import plan
-from pipeline.core.engine import Engine
+from pipeline.core.engine import NOT_FINITE, Engine
 from pipeline.core.errors import UserError, short
 from pipeline.core.records import Sample
 from pipeline.evidence.identity import BUNDLE_FILE, read_bundle
@@ -179,7 +179,7 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         greedy = np.ones(len(pairs), dtype=bool)
         with tqdm(total=sum(len(scored) for _, scored in pairs), desc="kvgate: tokens", disable=disable_tqdm) as progress:
             for rows, tokens, logits_BV in self._forced(pairs):
-                logp_BV = log_softmax(logits_BV)
+                logp_BV = log_softmax(_finite(logits_BV))
                 # A step of a one-pass engine has several rows of one text.
                 np.add.at(totals, rows, logp_BV[np.arange(len(rows)), tokens])
                 np.logical_and.at(greedy, rows, logp_BV.argmax(axis=1) == tokens)
@@ -231,7 +231,7 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                 logits_BV = self.engine.decode([live[i] for i in fed], list(fed.values()))
                 rows |= zip(fed, logits_BV, strict=True)
             for i, logits_V in rows.items():
-                token = int(logits_V.argmax())
+                token = int(_finite(logits_V).argmax())
                 if token != self.eot_token_id:
                     answers[i].append(token)
                 text = self.tokenizer.decode(answers[i], skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -239,6 +239,12 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                 if token == self.eot_token_id or met or len(answers[i]) >= limits[i]:
                     self.engine.release([live.pop(i)])
                     yield i, postprocess_generated_text(text, stops[i], None)
+
+
+def _finite(logits: Any) -> Any:
+    if not np.isfinite(logits).all():
+        raise UserError(f"a task's logits are {NOT_FINITE}")
+    return logits
 
 
 def _at_least(least: int, name: str, value: int | str) -> int:

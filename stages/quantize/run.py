@@ -5,7 +5,7 @@ imported where it works: it takes 215 MB.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -112,7 +112,7 @@ def measure_cache(
     progress("loading the checkpoint", 1, 1)
     from stages.quantize import modelopt_adapter as adapter
 
-    measured = adapter.measure(model, info.shape.layers, rotation, _forward_loop("cache", samples, progress), checkpoint)
+    measured = adapter.measure(model, info.shape.layers, rotation, forward_loop("cache", samples, progress), checkpoint)
     write_extremes(out / EXTREMES_FILE, measured)
 
 
@@ -154,7 +154,7 @@ def quantized_model(
         from stages.quantize import modelopt_adapter as adapter
 
         layers = info.shape.layers
-        adapter.quantize_model(model, weight_recipe(weights, layers), _forward_loop("weights", samples, progress))
+        adapter.quantize_model(model, weight_recipe(weights, layers), forward_loop("weights", samples, progress))
         # The exports fuse, cast and only then round. `checkpoint/` follows their order, so that what is judged is shipped.
         adapter.fuse_shared_inputs(model, layers)
         adapter.cast_for_export(model, source_dtype(info))
@@ -191,18 +191,18 @@ def dequantized_weights(model: torch.nn.Module, layers: int) -> dict[str, torch.
     return {f"{name}.weight": adapter.effective_weight(model.get_submodule(name)) for name in names}
 
 
-def _forward_loop(subject: str, samples: list[list[int]], progress: Progress) -> "ForwardLoop":
+def forward_loop(subject: str, samples: Sequence[Sequence[int]], progress: Progress) -> "ForwardLoop":
     """Return what ModelOpt calls to run all texts; `subject` (weights or cache) and the pass label the progress."""
     passes = 0
 
-    def forward_loop(model: torch.nn.Module) -> None:
+    def run_texts(model: torch.nn.Module) -> None:
         nonlocal passes
         passes += 1
         for done, ids in enumerate(samples):
             progress(f"calibrating the {subject}, pass {passes}", done, len(samples))
             # One text at a time, because padding would count in the maxima. No cache is kept; its quantizers still run.
-            input_ids = torch.tensor([ids], device=next(model.parameters()).device)
+            input_ids = torch.tensor([list(ids)], device=next(model.parameters()).device)
             model(input_ids=input_ids, use_cache=False, logits_to_keep=1)
         progress(f"calibrating the {subject}, pass {passes}", len(samples), len(samples))
 
-    return forward_loop
+    return run_texts

@@ -15,7 +15,7 @@ Spec = dict[str, Any]
 CHOSEN = "(policy === '' || datum.policy === policy)"
 ONLY = "policy !== '' && datum.policy === policy"
 OF_WORKLOAD = "datum.workload === workload"
-WITH_BASELINE = f"{CHOSEN} || datum.policy === '{BASELINE}'"
+WITH_BASELINE = f"{CHOSEN} || indexof(datum.policy, '{BASELINE}') === 0"
 """Conditions of what is shown: of the policy and the workload that the page's filters ask for."""
 
 LIMIT, FAINT = "var(--fail)", "var(--faint)"
@@ -40,16 +40,13 @@ TEXTS = {"place", "policy", "verdict", "workload", "steps", "context", "depth"}
 def specifications(data: Numbers, names: Sequence[str]) -> dict[str, Spec]:
     """Return the charts that there are numbers for, by name. `names` are the policies in their order."""
     kls = [one for one in data["depth"] if one["kl"] is not None]
-    latencies, rates = ([t for t in data["times"] if t[f] is not None] for f in ("inter_token_p50_ms", "decode_tokens_per_s"))
     charts = {
-        "recovery": _recovery(data["recovery"], names) if data["recovery"] else None,
+        "recovery": _recovery(data["recovery"]) if data["recovery"] else None,
         "quality": _quality(data["quality"]) if any(one["verdict"] != "baseline" for one in data["quality"]) else None,
         "context": _context(data, names) if data["context"] else None,
         "position": _position(data, names) if data["position"] else None,
-        "depth": _panels(data["depth"], names, RIGHT) if data["depth"] else None,
-        "depth_kl": _panels(kls, names, FAR) if kls else None,
-        "latency": _latency(latencies) if latencies else None,
-        "rate": _rate(rates) if rates else None,
+        "depth": _panels(data["depth"], RIGHT) if data["depth"] else None,
+        "depth_kl": _panels(kls, FAR) if kls else None,
     }
     return {name: spec for name, spec in charts.items() if spec is not None}
 
@@ -217,7 +214,7 @@ FAR: Spec = {
 }
 
 
-def _panels(data: list[Datum], names: Sequence[str], shade: Spec) -> Spec:
+def _panels(data: list[Datum], shade: Spec) -> Spec:
     """Return a panel for each engine: depth of the answer by length of the prompt, shaded by right answers or by KL."""
     told = _tooltip(policy="engine", context="context", depth="depth", right="right", judged="of", kl="mean KL")
     light = {"condition": {"test": shade["light"], "value": "#ffffff"}, "value": "#111111"}
@@ -240,10 +237,10 @@ def _panels(data: list[Datum], names: Sequence[str], shade: Spec) -> Spec:
         ],
     }
     said = f"{shade['description']} by depth of the answer in the prompt and length of the prompt, a panel for each engine."
-    return _side_by_side(said, {"depths": data}, names, panel, WITH_BASELINE, OF_WORKLOAD)
+    return _side_by_side(said, {"depths": data}, panel, WITH_BASELINE, OF_WORKLOAD)
 
 
-def _recovery(data: list[Datum], names: Sequence[str]) -> Spec:
+def _recovery(data: list[Datum]) -> Spec:
     """Return a panel for each policy, a row for each kind of work: recovery, a line to its bound, a tick at its limit."""
     places = list(dict.fromkeys(one["place"] for one in data))
     x = _of("value", "recovery", scale={"zero": False, "nice": True}, axis={"format": ".0%", "tickCount": 4})
@@ -264,61 +261,12 @@ def _recovery(data: list[Datum], names: Sequence[str]) -> Spec:
         ],
     }
     said = "Share of the probability of right answers that is kept, with its bound and limit, a panel for each policy."
-    return _side_by_side(said, {"recoveries": data}, names, panel, CHOSEN, f"workload === '' || {OF_WORKLOAD}")
+    return _side_by_side(said, {"recoveries": data}, panel, CHOSEN, f"workload === '' || {OF_WORKLOAD}")
 
 
-def _side_by_side(said: str, data: dict[str, list[Datum]], names: Sequence[str], panel: Spec, *shown: str) -> Spec:
-    """Return a panel for each engine, of the data that meet all conditions."""
-    facet = {"field": "policy", "type": "nominal", "sort": [BASELINE, *names], "title": None}
+def _side_by_side(said: str, data: dict[str, list[Datum]], panel: Spec, *shown: str) -> Spec:
+    """Return a panel for each engine, in the order of the data, of those that meet all conditions."""
+    engines = list(dict.fromkeys(one["policy"] for some in data.values() for one in some))
+    facet = {"field": "policy", "type": "nominal", "sort": engines, "title": None}
     panels = _chart(said, data, transform=_where(*shown), facet=facet, columns=3, spec=panel)
     return {key: value for key, value in panels.items() if key not in ("width", "autosize")}  # each panel has its own
-
-
-def _bars(description: str, timed: list[Datum], layers: Sequence[Spec]) -> Spec:
-    """Return a chart with a row for each engine."""
-    y = {"field": "policy", "type": "nominal", "sort": [one["policy"] for one in timed], "title": None}
-    height, transform = 30 * len(timed), _where(WITH_BASELINE)
-    return _chart(description, {"times": timed}, height=height, transform=transform, encoding={"y": y}, layer=list(layers))
-
-
-def _latency(timed: list[Datum]) -> Spec:
-    median, p95, p99 = (f"inter_token_{p}_ms" for p in ("p50", "p95", "p99"))
-    told = _tooltip(policy="engine", **{median: "median [ms]", p95: "95 % [ms]", p99: "99 % [ms]"})
-    x = _of(median, "time between tokens [ms]", scale={"zero": True})
-    return _bars(
-        "Time between tokens of each engine: the median, and a line up to the 99th percentile with a tick at the 95th.",
-        timed,
-        [
-            {"mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.6}, "encoding": {"x": x, "x2": {"field": p99}}},
-            {"mark": {"type": "tick", "thickness": 2, "size": 14}, "encoding": {"x": {**x, "field": p95}}},
-            {"mark": {"type": "point", "filled": True, "size": 90}, "encoding": {"x": x, "tooltip": told}},
-        ],
-    )
-
-
-def _rate(timed: list[Datum]) -> Spec:
-    rate, slow, fast = (f"decode_tokens_per_s{of}" for of in ("", "_slow", "_fast"))
-    told = _tooltip(policy="engine", **{rate: "tokens/s", slow: "slow steps", fast: "fast steps"})
-    room = {"domainMax": 1.15 * max(max(one[rate], one[fast] or 0) for one in timed), "nice": False}
-    x = _of(rate, "decode [tokens/s]", scale=room, axis={"tickCount": 5})
-    ends = [
-        {"calculate": f"isValid(datum.{fast}) ? max(datum.{rate}, datum.{fast}) : datum.{rate}", "as": "end"},
-        {"calculate": f"format(datum.{rate}, ',.0f')", "as": "says"},
-    ]
-    return _bars(
-        "Decoded tokens per second of each engine; nine decode steps in ten are as fast as its line.",
-        timed,
-        [
-            {"mark": {"type": "bar", "height": 14, "opacity": 0.8}, "encoding": {"x": x, "tooltip": told}},
-            {
-                "transform": _where(f"isValid(datum.{slow}) && isValid(datum.{fast})"),
-                "mark": {"type": "rule", "strokeWidth": 2},
-                "encoding": {"x": {**x, "field": slow}, "x2": {"field": fast}},
-            },
-            {
-                "transform": ends,
-                "mark": {"type": "text", "align": "left", "dx": 5},
-                "encoding": {"x": {**x, "field": "end"}, "text": {"field": "says"}},
-            },
-        ],
-    )

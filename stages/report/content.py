@@ -14,7 +14,7 @@ from pipeline.verdict.thresholds import Check, LineStatus
 from stages.report.answers import changed_answers
 from stages.report.charts import specifications
 from stages.report.exhibit import Exhibit, Occasion
-from stages.report.numbers import BASELINE, TITLES, numbers, reports, shown_range, systems
+from stages.report.numbers import TITLES, baseline_names, numbers, reports, shown_range, systems
 from stages.report.text import number, quantity
 
 MOST_POLICIES = 16
@@ -153,9 +153,9 @@ def _lead(candidates: Sequence[Candidate], champion: str | None) -> str:
 
 
 def _overview(exhibits: Sequence[Exhibit], occasion: Occasion) -> Iterator[Row]:
-    baselines = {exhibit.candidate.baseline.digest: exhibit.candidate for exhibit in reversed(exhibits)}
-    for judged in reversed(baselines.values()):
-        name = BASELINE if len(baselines) == 1 else f"{BASELINE} of {judged.name}"
+    judged_by = {exhibit.candidate.baseline.digest: exhibit.candidate for exhibit in reversed(exhibits)}
+    for digest, name in baseline_names(exhibits).items():
+        judged = judged_by[digest]
         cells = tuple(_figure(judged, metric, form) if "/" in metric else metric for _, _, metric, form in OVERVIEW)
         yield Row(name, None, champion=False, note="", cells=cells)
     for candidate in (exhibit.candidate for exhibit in exhibits):

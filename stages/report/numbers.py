@@ -20,7 +20,7 @@ from stages.report.exhibit import Exhibit
 ALL = ""
 """In place of a workload or policy, which have names."""
 BASELINE = "fp16 baseline"
-"""What the FP16 engine is called beside the policies, one of which may be fp16 itself."""
+"""What the names of FP16 engines begin with beside those of policies, one of which may be fp16 itself."""
 FLOOR = 1e-6
 """Where values are drawn that are smaller, on logarithmic axes."""
 DOTS = 3_000
@@ -50,7 +50,6 @@ def numbers(exhibits: Sequence[Exhibit]) -> Numbers:
         "dots": _dots(exhibits),
         "position": list(by_position(exhibits)),
         "depth": list(depths(exhibits)),
-        "times": [{"policy": name, **system.model_dump()} for name, system in systems(exhibits)],
     }
 
 
@@ -83,10 +82,17 @@ def reports(exhibits: Sequence[Exhibit]) -> list[tuple[Exhibit, EvaluationReport
     return [(exhibit, exhibit.report) for exhibit in exhibits if exhibit.report is not None]
 
 
-def _baselines(exhibits: Sequence[Exhibit]) -> list[tuple[Exhibit, EvaluationReport]]:
-    """Return each baseline once, with the candidate that was asked most beside it."""
-    some = sorted(reports(exhibits), key=lambda pair: len(pair[0].rows))
-    return list({exhibit.candidate.baseline.digest: (exhibit, report) for exhibit, report in some}.values())
+def baseline_names(exhibits: Sequence[Exhibit]) -> dict[str, str]:
+    """Return what each baseline is called, by its digest: one of several is named after the first policy beside it."""
+    first = {exhibit.candidate.baseline.digest: exhibit.candidate.name for exhibit in reversed(exhibits)}
+    return {digest: BASELINE if len(first) == 1 else f"{BASELINE} of {name}" for digest, name in reversed(first.items())}
+
+
+def _baselines(exhibits: Sequence[Exhibit]) -> list[tuple[str, Exhibit, EvaluationReport]]:
+    """Return each baseline once by its name, with the candidate that was asked most beside it."""
+    names, some = baseline_names(exhibits), sorted(reports(exhibits), key=lambda pair: len(pair[0].rows))
+    found = {exhibit.candidate.baseline.digest: (exhibit, report) for exhibit, report in some}
+    return [(names[digest], *pair) for digest, pair in found.items()]
 
 
 def quality(exhibits: Sequence[Exhibit]) -> list[Datum]:
@@ -110,17 +116,17 @@ def quality(exhibits: Sequence[Exhibit]) -> list[Datum]:
             o["kib"] <= mine[0] and o["distance"] <= mine[1] and (o["kib"], o["distance"]) != mine for o in rivals
         )
     workloads = dict.fromkeys(one["workload"] for one in data)
-    return data + [one for _, report in _baselines(exhibits) for one in _at_floor(report, list(workloads))]
+    return data + [one for name, _, report in _baselines(exhibits) for one in _at_floor(name, report, list(workloads))]
 
 
-def _at_floor(report: EvaluationReport, workloads: Sequence[str]) -> Iterator[Datum]:
+def _at_floor(name: str, report: EvaluationReport, workloads: Sequence[str]) -> Iterator[Datum]:
     """Yield a baseline at its A/A floor, the distance that it has from itself."""
     for field, key in MEASURES.items():
         floor = report.noise
         exact = distance(key, getattr(floor, field)) if floor is not None else None
         for workload in workloads:
             yield (
-                {"policy": BASELINE, "verdict": "baseline", "workload": workload, "measure": TITLES[key], "gate": key}
+                {"policy": name, "verdict": "baseline", "workload": workload, "measure": TITLES[key], "gate": key}
                 | {"limit": None, "kib": report.baseline_system.kib_per_token, "exact": exact}
                 | {"distance": _drawn(exact) or FLOOR, "front": False}
             )
@@ -194,9 +200,9 @@ def _binned(kls: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
 
 def depths(exhibits: Sequence[Exhibit]) -> Iterator[Datum]:
     """Yield right answers and KL by depth and context of the samples whose answer stands at a known depth, FP16 first."""
-    engines = [(BASELINE, *pair) for pair in _baselines(exhibits)]
-    engines += [(exhibit.candidate.name, exhibit, report) for exhibit, report in reports(exhibits)]
-    for name, exhibit, report in engines:
+    engines = [(name, True, exhibit, report) for name, exhibit, report in _baselines(exhibits)]
+    engines += [(exhibit.candidate.name, False, exhibit, report) for exhibit, report in reports(exhibits)]
+    for name, is_baseline, exhibit, report in engines:
         edges = sorted({part.context[0] for part in report.slices if part.context is not None}) or [0]
         groups: dict[tuple[str, int, int, int | None], list[SampleRow]] = {}
         for row in exhibit.rows:
@@ -206,18 +212,18 @@ def depths(exhibits: Sequence[Exhibit]) -> Iterator[Datum]:
                     place = (workload, low, min(int(row.depth * DEPTHS), DEPTHS - 1), high)
                     groups.setdefault(place, []).append(row)
         for (workload, low, depth, high), rows in sorted(groups.items(), key=lambda item: item[0][:3]):
-            right = sum(bool(row.baseline_correct if name == BASELINE else row.candidate_correct) for row in rows)
+            right = sum(bool(row.baseline_correct if is_baseline else row.candidate_correct) for row in rows)
             kl = finite(float(np.mean(np.array([row.mean_kl for row in rows], np.float64))))
             yield (
                 {"policy": name, "workload": workload, "low": low, "order": depth}
                 | {"context": f"{low:,}–{high:,}" if high is not None else f"{low:,}+"}
                 | {"depth": f"{100 * depth // DEPTHS}–{100 * (depth + 1) // DEPTHS} %"}
                 | {"right": right, "judged": len(rows), "share": right / len(rows)}
-                | {"kl": None if name == BASELINE else _drawn(kl)}
+                | {"kl": None if is_baseline else _drawn(kl)}
             )
 
 
 def systems(exhibits: Sequence[Exhibit]) -> list[tuple[str, SystemMetrics]]:
     """Return the system metrics of each baseline and policy by name."""
-    measured = [(BASELINE, report.baseline_system) for _, report in _baselines(exhibits)]
+    measured = [(name, report.baseline_system) for name, _, report in _baselines(exhibits)]
     return measured + [(exhibit.candidate.name, report.system) for exhibit, report in reports(exhibits)]

@@ -64,7 +64,7 @@ function filter() {
   const baseline = "fp16 baseline";
   for (const item of all("main [data-policy], main [data-workload]")) {
     const { policy: itsPolicy, workload: itsWorkload } = item.dataset;
-    const other = policy && itsPolicy !== undefined && itsPolicy !== policy && itsPolicy !== baseline;
+    const other = policy && itsPolicy !== undefined && itsPolicy !== policy && !itsPolicy.startsWith(baseline);
     const elsewhere = workload && itsWorkload && itsWorkload !== workload;
     item.hidden = Boolean(other || elsewhere || (kind && item.dataset.kind && item.dataset.kind !== kind));
   }

@@ -131,7 +131,7 @@ class Bench:
             pairs = zip(texts.texts, self._baseline(texts), inputs, strict=True)
             self._known[key] = [_mean_kl(engine, text, heads, known) for text, heads, known in pairs]
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key, "kl": self._known[key]}) + "\n")
+                file.write("\n" + json.dumps({"key": key, "kl": self._known[key]}))  # the line before may be half a line
         return np.array(self._known[key])
 
     def _layer_inputs(self, texts: TextSet, layer: int) -> list[LayerInput | None]:
@@ -157,7 +157,7 @@ def _key(policy: KVPolicy, texts: TextSet) -> str:
 
 
 def _lines(path: Path) -> Sequence[tuple[str, list[float]]]:
-    """What an interrupted run left; its last line may be half written."""
+    """What interrupted runs left; the last line of each may be half written."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:

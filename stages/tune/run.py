@@ -134,7 +134,7 @@ class Tuner:
                 break
             seen.add(chosen)
             policy = self._mixed(chosen)
-            joint, total = self._kl(policy, self.check), self._sum(chosen)
+            joint, total = self._kl(policy, self.check), self._sum_of(policy)
             if joint <= target and (best is None or self._bytes(policy) < self._bytes(best)):
                 best = policy
             if not (np.isfinite(joint) and joint > 0 and total > 0):
@@ -185,9 +185,6 @@ class Tuner:
 
     def _unit_bytes(self, unit: Unit, policy: KVPolicy) -> int:
         return self.shape.kv_heads * sum(form.token_bytes(self.shape.head_dim) for form in _formats(policy, unit))
-
-    def _sum(self, chosen: Sequence[int]) -> float:
-        return sum(self.alone[unit, number] for unit, number in zip(self.units, chosen, strict=True))
 
     def _sum_of(self, policy: KVPolicy) -> float:
         """The sum of what a policy's units cost alone."""

@@ -8,11 +8,11 @@ import ctypes
 import json
 import os
 import resource
-import select
 import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,52 +23,41 @@ RENDER_SECONDS = 5.0
 RENDER_BYTES = 1 << 30
 """Of memory, while conversations are rendered."""
 RENDER_CHARACTERS = 16 << 20
-READ_BYTES = 1 << 20
 PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that a child gets when its parent dies."""
 
 
 def rendered(texts: Sequence[Callable[[], str]]) -> list[str]:
     """Return what each function returns, all of them called in one child process, one after the other."""
-    reads, writes = os.pipe()
+    reads, writes = Pipe(duplex=False)
     child = os.fork()
     if child == 0:
         _render(texts, writes)
-    os.close(writes)
+    writes.close()
     try:
-        answers = [json.loads(line) for line in _lines(reads, len(texts))]
+        return [_answer(reads) for _ in texts]
     finally:
-        os.close(reads)
+        reads.close()
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    for answer in answers:
-        if "refused" in answer:
-            raise UserError(answer["refused"])
-    return [answer["text"] for answer in answers]
 
 
-def _lines(reads: int, count: int) -> Iterator[bytes]:
-    """Yield the child's lines, each of which may take RENDER_SECONDS; after one that refuses there is no other."""
-    held, until = bytearray(), time.monotonic() + RENDER_SECONDS
-    while count:
-        if not select.select([reads], [], [], max(0.0, until - time.monotonic()))[0]:
-            raise _refusal(f"takes more than {RENDER_SECONDS:g} s")
-        piece = os.read(reads, READ_BYTES)
-        if not piece:
-            raise _refusal("ends the process that renders it")
-        held += piece
-        *whole, rest = held.split(b"\n")
-        for line in whole:
-            yield bytes(line)
-            count = 0 if line.startswith(b'{"refused"') else count - 1
-        held = bytearray(rest)
-        if whole:
-            until = time.monotonic() + RENDER_SECONDS
+def _answer(reads: Connection) -> str:
+    """Return the child's next text, which may take RENDER_SECONDS."""
+    if not reads.poll(RENDER_SECONDS):
+        raise _refusal(f"takes more than {RENDER_SECONDS:g} s")
+    try:
+        answer = json.loads(reads.recv_bytes())
+    except (EOFError, OSError):
+        raise _refusal("ends the process that renders it") from None
+    if "refused" in answer:
+        raise UserError(answer["refused"])
+    return str(answer["text"])
 
 
-def _render(texts: Sequence[Callable[[], str]], writes: int) -> NoReturn:
-    """Write a line of JSON for each text; the first that is refused is the last."""
+def _render(texts: Sequence[Callable[[], str]], writes: Connection) -> NoReturn:
+    """Send a message of JSON for each text; the first that is refused is the last."""
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's Ctrl-C ends both
@@ -77,16 +66,14 @@ def _render(texts: Sequence[Callable[[], str]], writes: int) -> NoReturn:
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         allowed = pages * resource.getpagesize() + RENDER_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (allowed if soft == resource.RLIM_INFINITY else min(soft, allowed), hard))
-        with open(writes, "wb") as stream:
-            for text in texts:
-                try:
-                    answer = {"text": _bounded(text)}
-                except UserError as error:
-                    answer = {"refused": str(error)}
-                stream.write(json.dumps(answer).encode() + b"\n")
-                stream.flush()
-                if "refused" in answer:
-                    break
+        for text in texts:
+            try:
+                answer = {"text": _bounded(text)}
+            except UserError as error:
+                answer = {"refused": str(error)}
+            writes.send_bytes(json.dumps(answer).encode())
+            if "refused" in answer:
+                break
     finally:
         os._exit(0)  # nothing of the parent's runs twice
 

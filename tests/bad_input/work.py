@@ -20,38 +20,41 @@ def read_only(path: Path) -> None:
 WORKDIRS: tuple[tuple[str, str, Prepare, int, tuple[str, ...]], ...] = (
     ("a file", "work", text("work", ""), 2, ("is not a directory",)),
     ("below a file", "file/work", text("file", ""), 2, ("is not a directory",)),
-    ("a pipe", "work", place("work", fifo), 2, ("is not a directory",)),
     ("a link to itself", "work", place("work", lambda path: path.symlink_to("work")), 2, ("work",)),
     ("read-only", "work", place("work", read_only), 4, ("Permission denied",)),
     ("below a read-only one", "parent/work", place("parent", read_only), 4, ("Permission denied",)),
-    ("in /proc", "/proc/self", text("x", ""), 4, ("/proc/self",)),
     ("below /proc", "/proc/nowhere/work", text("x", ""), 4, ("/proc",)),
-    ("a device", "/dev/null", text("x", ""), 2, ("is not a directory",)),
     ("a name of 300 characters", "w" * 300, text("x", ""), 2, ("too long",)),
-    ("a path of 5,000 characters", "w/" * 2500, text("x", ""), 2, ("too long",)),
     ("artifacts is a file", "work", text("work/artifacts", ""), 2, ("artifacts", "no directory")),
     (".store.json is a pipe", "work", place("work/artifacts/.store.json", fifo), 2, (".store.json", "schema_version")),
     (".store.json of version -1", "work", text("work/artifacts/.store.json", '{"schema_version": -1}'), 2, ("-1",)),
     ("sweep is a pipe", "work", place("work/sweep", fifo), 2, ("sweep", "no directory")),
     ("mlflow.db is a directory", "work", place("work/mlflow.db", lambda path: path.mkdir()), 2, ("mlflow.db", "no file")),
     ("summary.json is a pipe", "work", place("work/summary.json", fifo), 2, ("summary.json", "no file")),
-    ("summary.json is a directory", "work", place("work/summary.json", lambda p: p.mkdir()), 2, ("summary.json", "no file")),
     ("report.txt is a directory", "work", place("work/report.txt", lambda p: p.mkdir()), 2, ("report.txt", "no file")),
+    ("report.txt is read-only", "work", place("work/report.txt", lambda p: p.touch(0o444)), 4, ("report.txt", "cannot be")),
+    ("the lock is read-only", "work", place("work/.summary.json.lock", lambda p: p.touch(0o444)), 4, ("lock", "cannot be")),
 )
 
 SUMMARIES: tuple[tuple[str, str | bytes], ...] = (
-    ("empty", ""),
     ("no JSON", "{"),
     ("a list", "[]"),
-    ("null", "null"),
     ("of another version", '{"schema_version": 99, "candidates": []}'),
-    ("with candidates as text", '{"schema_version": 1, "candidates": "many"}'),
     ("with a verdict of null", '{"schema_version": 1, "candidates": [{"verdict": null}]}'),
-    ("with an exit code as text", '{"schema_version": 1, "exit_code": "0"}'),
     ("with an unknown key", '{"schema_version": 1, "evil": 1}'),
     ("not UTF-8", b"\xff\xfe"),
     ("nested deep", NESTED),
 )
+
+LENGTHS = (
+    ("tensorrt", "max_tokens"),
+    ("tensorrt_rtx", "max_tokens"),
+    ("trtllm", "max_seq_len"),
+    ("vllm", "max_model_len"),
+    ("sglang", "context_length"),
+    ("llamacpp", "n_ctx"),
+)
+"""Backends whose engines are made for a number of tokens, as it ships more than the model's 2,048, with its key."""
 
 LINE = {"prompt": "Copy: abc", "reference": "abc", "check": "exact"}
 
@@ -66,17 +69,12 @@ SAMPLES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("an empty file", "", ("no samples",)),
     ("no JSON", "{", ("1:", "not one JSON value")),
     ("a list", "[]", ("1:", "array")),
-    ("a number", "3", ("1:", "number")),
     ("NaN", '{"prompt": NaN}', ("1:",)),
     ("nested deep", NESTED, ("1:",)),
     ("an integer of 5,000 digits", '{"prompt": "a", "reference": "b", "depth": ' + "9" * 5000 + "}", ("1:",)),
     ("an integer of 400 digits", '{"prompt": "a", "reference": "b", "depth": ' + "9" * 400 + "}", ("1:", "depth")),
     ("half a surrogate in the prompt", '{"prompt": "\\ud800", "reference": "b"}', ("1:",)),
-    ("half a surrogate in the reference", '{"prompt": "a", "reference": "\\udfff"}', ("1:",)),
-    ("half a surrogate in a key", '{"prompt": "a", "reference": "b", "\\ud800": 1}', ("1:",)),
     ("not UTF-8", b'{"prompt": "\xff"}', ("UTF-8",)),
-    ("UTF-16", "{}".encode("utf-16"), ("UTF-8",)),
-    ("zeros", bytes(100), ("1:",)),
     ("an unknown key", changed(promt="x"), ("promt", "unknown key")),
     ("no reference", '{"prompt": "a"}', ("reference", "missing")),
     ("an empty reference", changed(reference=""), ("reference",)),
@@ -86,7 +84,6 @@ SAMPLES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("messages as text", json.dumps({"messages": "x", "reference": "b"}), ("messages",)),
     ("an unknown check", changed(check="regex"), ("check",)),
     ("a depth beyond 1", changed(depth=2), ("depth",)),
-    ("a depth of NaN", changed().replace("}", ', "depth": NaN}'), ("1:",)),
     ("a workload with a slash", changed(workload="../x"), ("workload",)),
     ("a tool call without tools", changed(check="tool_call", reference="[]"), ("tools",)),
     ("a tool call of nothing", changed(**TOOL, reference="{}"), ("reference", "no call of one of the tools")),
@@ -117,11 +114,7 @@ TEXTS: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("an empty file", "", ("no texts",)),
     ("blanks alone", '" "', ("no texts",)),
     ("no JSON", "abc", (":1:", "not JSON")),
-    ("a number", "3", (":1:",)),
     ("text as a number", '{"text": 3}', (":1:", "text")),
-    ("half a surrogate", '"\\ud800"', (":1:", "surrogate")),
-    ("an integer of 5,000 digits", "9" * 5000, (":1:", "not JSON")),
-    ("nested deep", NESTED, (":1:", "nested too deep")),
     ("not UTF-8", b'"\xff"', (":1:", "not UTF-8")),
 )
 
@@ -139,14 +132,10 @@ SNAPSHOTS: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("no JSON", "{", ("cannot be read",)),
     ("a list", "[]", ("object",)),
     ("no classes", '{"classes": {}}', ("classes",)),
-    ("a key twice", '{"classes": {}, "classes": {}}', ("cannot be read",)),
-    ("nested deep", NESTED, ("cannot be read",)),
-    ("not UTF-8", b"\xff", ("cannot be read",)),
     ("an integer of 5,000 digits", "9" * 5000, ("cannot be read",)),
     ("more good than all", snapshot(latency={"good": 2, "of": 1, "limit_ms": 5.0}), ("good=2",)),
     ("a limit of NaN", snapshot().replace("5.0", "NaN"), ("limit_ms",)),
     ("a negative count", snapshot(latency={"good": -1, "of": 1, "limit_ms": 5.0}), ("good",)),
-    ("a count as text", snapshot(latency={"good": "1", "of": 1, "limit_ms": 5.0}), ("good",)),
     ("a version 0", snapshot(version="0"), ("version",)),
     ("a version as a number", snapshot(version=1), ("version", "got 1")),
     ("a count as a fraction", snapshot(canaries={"good": 0.5, "of": 4}), ("canaries.good",)),
@@ -155,7 +144,6 @@ SNAPSHOTS: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("a monitor that there is not", snapshot(throughput=3), ("classes.chat.throughput",)),
     ("a class without a monitor", '{"classes": {"chat": {"version": "1"}}}', ("classes.chat.latency", "required")),
     ("a time without its zone", json.dumps(SNAPSHOT | {"taken_at": "2026-01-01T00:00:00"}), ("taken_at", "timezone")),
-    ("a class with a slash", json.dumps({"classes": {"../x": SNAPSHOT["classes"]["chat"]}}), ("classes",)),
     ("half a surrogate", snapshot(version="\ud800"), ("JSON",)),
     ("a class with a line break", json.dumps({"classes": {"a\n": SNAPSHOT["classes"]["chat"]}}), ("classes.a?",)),
 )
@@ -181,13 +169,10 @@ ROUTES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("a class that ends like a way back", "routes: {chat-previous: {policy: a}}", ("must not end with -previous",)),
     ("a class of two words", "routes: {'a b': {policy: a}}", ("routes.a b",)),
     ("a class default", "routes: {default: {policy: a}}", ("default",)),
-    ("zeros", bytes(100), ("cannot be read",)),
 )
 
 GGUFS: tuple[tuple[str, bytes, tuple[str, ...]], ...] = (
     ("empty", b"", ("not a GGUF",)),
-    ("garbage", b"garbage" * 100, ("not a GGUF",)),
-    ("the magic alone", b"GGUF", ("truncated",)),
     ("version 1", b"GGUF" + struct.pack("<IQQ", 1, 0, 0), ("version 1",)),
     ("big-endian", b"GGUF" + struct.pack(">IQQ", 3, 0, 0), ("big-endian",)),
     ("2^63 tensors", b"GGUF" + struct.pack("<IQQ", 3, 1 << 63, 0), ("tensors",)),
@@ -212,15 +197,11 @@ IDENTITIES: tuple[tuple[str, str], ...] = (
     ("empty", ""),
     ("of nothing", "{}"),
     ("nested deep", NESTED),
-    ("5,000 digits", "9" * 5000),
 )
 
 LOADS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("workloads.load.context_tokens=1000000",), ("workloads.load.context_tokens=1000000", "32,768", "967,300 too many")),
-    (("workloads.load.new_tokens=100000",), ("workloads.load", "32,768", "too many")),
     (("workloads.load.batch=4096", "workloads.load.context_tokens=30000"), ("workloads.load.batch=4096", "are missing")),
-    (("backend=torch", "backend.device=cpu", "workloads.load.batch=4096", "workloads.load.context_tokens=30000"),
-     ("workloads.load.batch=4096", "are missing")),
 )  # fmt: skip
 
 LONG = json.dumps({"prompt": "a b " * 60_000, "reference": "c"})
@@ -244,8 +225,7 @@ CASES = [
     *(Case(f"{key}: {what}", (f"{key}=x", *more), (f"{key}=x",), place("x", make))
       for key, more in (("workloads.jsonl", ()), ("calibration.jsonl", ()), ("routing.file", ("stage=route",)),
                         ("monitor.snapshot", ("stage=monitor",)))
-      for what, make in (("a pipe", fifo), ("a directory", Path.mkdir), ("a link to itself", lambda path: path.symlink_to("x")),
-                         ("100 GB", sparse(100 << 30)))),
+      for what, make in (("a pipe", fifo), ("a directory", Path.mkdir), ("100 GB", sparse(100 << 30)))),
     *(Case(f"of nothing: stage={stage}", (f"stage={stage}", *more), (f"stage={stage}: nothing is registered",), prepare)
       for stage, more, prepare in (("rollback", (), text("x", "")), ("route", ("routing.rollback=chat",), text("x", "")),
                                    ("monitor", ("monitor.snapshot=s.json",), text("s.json", snapshot())))),
@@ -273,8 +253,9 @@ CASES = [
     Case("a prompt longer than the context", ("workloads=jsonl", "workloads.jsonl=s.jsonl", "model.path=model"),
          ("sample s-0001", "2,048", "too many"), both(lambda d: checkpoint(d / "model"), text("s.jsonl", LONG)),
          loads_model=True),
-    Case("a load longer than a small model's context", ("model.path=model",), ("workloads.load.context_tokens=512", "256"),
-         with_config(max_position_embeddings=256)),
+    *(Case(f"backend={backend} for more tokens than the model", (f"backend={backend}", "model.path=model"),
+           (f"backend.{key}=", "the model was made for 2048 tokens", "set at most that"), with_config())
+      for backend, key in LENGTHS),
     Case("a disk that is full", ("stage=capacity", "workdir=work"), ("work",), text("x", ""), code=4, file_bytes=4000,
          begins=True),
 ]  # fmt: skip

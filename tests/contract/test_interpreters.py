@@ -127,6 +127,14 @@ def test_a_prompt_that_does_not_fit_is_refused_by_its_key_before_anything_starts
     assert engine._worker is None
 
 
+def test_a_batch_that_is_refused_has_decoded_no_token(bundle: Path, python: str) -> None:
+    engine = open_engine(bundle, python)
+    handles = engine.begin([[1] * 20, [1] * 512])
+    with pytest.raises(UserError, match="does not fit"):
+        engine.decode(handles, [2, 2])
+    assert engine.memory().live_tokens == 20 + 512
+
+
 def test_a_bundle_of_another_release_is_refused_with_both(library: Library, bundle: Path, tmp_path: Path) -> None:
     newer = library.make(tmp_path / "bin", release="99.1.0")
     built = library.release.replace(".", r"\.")

@@ -20,7 +20,7 @@ from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import no_progress
 from pipeline.gguf.header import read_header
-from pipeline.gguf.model import inspect_gguf
+from pipeline.gguf.model import architecture_of, inspect_gguf
 from pipeline.run.inputs import check_inputs
 from stages.checkpoints import load_tokenizer
 from stages.engines.interpreter.process import CHANNEL
@@ -75,7 +75,26 @@ def test_a_missing_interpreter_is_named_with_its_command(python: str) -> None:
         check_inputs(job)
 
 
-@pytest.mark.parametrize("change", [{}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "gemma3_text"}, "model_type=gemma3_text is not written"),  # its norms have another form there
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias=True is not written"),
+        ({"model_type": "mistral", "hidden_act": "gelu"}, "hidden_act=gelu is not written"),
+        (
+            {"model_type": "qwen3", "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0}},
+            r"rope_scaling\.beta_fast=16\.0 is not written",
+        ),
+    ],
+)
+def test_a_model_that_would_be_written_as_another_one_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=rf"^model\.path=/m: config\.json: {message} as a GGUF here; give a GGUF of the model"):
+        architecture_of(Path("/m"), config)
+
+
+@pytest.mark.parametrize(
+    "change", [{"rms_norm_eps": None}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}], ids=["default eps", "linear"]
+)
 def test_a_written_gguf_is_the_checkpoint(change: dict[str, Any], tiny_checkpoint: Path, tmp_path: Path) -> None:
     """It is read back by the reader of GGUFs, which wants a tokenizer: one that llama.cpp has is given to the model."""
     given = tmp_path / "given"
@@ -83,7 +102,9 @@ def test_a_written_gguf_is_the_checkpoint(change: dict[str, Any], tiny_checkpoin
     for path in tiny_checkpoint.iterdir():
         (given / path.name).write_bytes(path.read_bytes())
     config = json.loads((given / "config.json").read_text()) | change
-    (given / "config.json").write_text(json.dumps(config))
+    stated = {key: value for key, value in config.items() if change.get(key, key) is not None}
+    (given / "config.json").write_text(json.dumps(stated))
+    config["rms_norm_eps"] = config["rms_norm_eps"] or 1e-6  # what transformers takes where none is stated
     tokenizer = json.loads((given / "tokenizer.json").read_text())
     tokenizer["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     (given / "tokenizer.json").write_text(json.dumps(tokenizer))

@@ -12,7 +12,6 @@ import pytest
 import tensorrt_facts
 from tensorrt_facts import FACTS, OVERRIDDEN, ROOT
 
-from plugins.kv_attention.tensorrt_nodes import DATA_TYPES, FORMATS
 from stages.engines.onnx.native.compiler import find_compiler
 from stages.engines.tensorrt.library import RANGES, Name, release
 
@@ -98,14 +97,6 @@ def test_methods_that_tensorrt_calls_take_what_it_passes(library: Name, version:
                 written.setdefault(node.name, ", ".join(each.arg for each in node.args.args[1:]))
     for name in OVERRIDDEN:
         assert RECORDED[library][version][name] == [written[name.split(".")[1]]]
-
-
-@pytest.mark.parametrize("version", RECORDED["tensorrt"])
-def test_formats_in_attributes_have_the_numbers_of_tensorrts_types(version: str) -> None:
-    numbers = RECORDED["tensorrt"][version]
-    for dtype, code in FORMATS.items():
-        if dtype not in ("int4", "nvfp4"):  # their codes go as INT8, two to a byte
-            assert numbers[f"DataType.{DATA_TYPES[dtype]}"] == code
 
 
 @pytest.mark.parametrize("library", RECORDED)

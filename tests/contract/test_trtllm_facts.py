@@ -4,9 +4,10 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -41,26 +42,6 @@ def asked() -> Iterator[tuple[settings.Settings, dict[str, Any]]]:
         yield settings.engine_settings(chosen, quantization), quantization
 
 
-def flag_pairs(flags: list[str]) -> dict[str, str | None]:
-    """Name -> value of the arguments, None for those without."""
-    found: dict[str, str | None] = {}
-    for i, flag in enumerate(flags):
-        if flag.startswith("--"):
-            follows = flags[i + 1] if i + 1 < len(flags) else "--"
-            found[flag[2:]] = None if follows.startswith("--") else follows
-    return found
-
-
-def test_every_flag_of_trtllm_build_is_recorded_with_the_value_that_we_give_it() -> None:
-    for wanted, _ in asked():
-        for name, value in flag_pairs(settings.build_flags(wanted, "/in", "/out", 2)).items():
-            fact = ENGINE["flags"][name]
-            assert (value is None) == (fact["kind"] == "flag"), name
-            choices = ["enable", "disable"] if fact["kind"] == "switch" else fact.get("choices")
-            assert choices is None or value in choices, (name, value)
-            assert fact["kind"] != "int" or str(value).isdigit(), (name, value)
-
-
 def test_every_key_that_is_read_back_is_one_that_an_engines_config_has() -> None:
     known = {"version"}
     known |= {f"build_config.{key}" for key in ENGINE["build_config"]}
@@ -73,29 +54,31 @@ def test_every_key_that_is_read_back_is_one_that_an_engines_config_has() -> None
         assert set(settings.expected_config(wanted, config, "1.2.1")) <= known
 
 
-Rewrite = Callable[[dict[str, Any]], None]
-
-
 @pytest.fixture
-def rewrite(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rewrite]:
-    """The recorded rules, as the fake's builder follows them: changes a state of settings, algorithms and SM, or raises."""
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The recorded flags and rules, as the fake's builder follows them."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "fake"))
-    from tensorrt_llm.facts import rewrite as found
+    from tensorrt_llm import facts
 
-    yield found
+    yield facts
     for name in [name for name in sys.modules if name.partition(".")[0] == "tensorrt_llm"]:
         monkeypatch.delitem(sys.modules, name)
+
+
+def test_every_flag_of_trtllm_build_is_recorded_with_the_value_that_we_give_it(fake: ModuleType) -> None:
+    for wanted, _ in asked():
+        fake.parse(settings.build_flags(wanted, "/in", "/out", 2))
 
 
 def state_of(wanted: settings.Settings, quantization: dict[str, Any], sm: int = 90) -> dict[str, Any]:
     return {**{key.removeprefix("plugin_config."): value for key, value in wanted.items()}, **quantization, "sm": sm}
 
 
-def test_what_auto_asks_for_is_what_the_builder_keeps(rewrite: Rewrite) -> None:
+def test_what_auto_asks_for_is_what_the_builder_keeps(fake: ModuleType) -> None:
     for quantization in QUANTIZATIONS:
         state = state_of(settings.engine_settings(options(), quantization), quantization)
         before = dict(state)
-        rewrite(state)
+        fake.rewrite(state)
         assert state == before, quantization
 
 
@@ -104,7 +87,7 @@ def test_what_auto_asks_for_is_what_the_builder_keeps(rewrite: Rewrite) -> None:
     [(1025, 2, 500, "64 (a block of the cache) to 1024 (max_batch_size * max_seq_len)"), (63, 2, 32, "64 (a block")],
 )
 def test_lengths_that_the_builder_would_change_are_refused_with_the_bound(
-    tokens: int, batch: int, input_len: int, bound: str, rewrite: Rewrite
+    tokens: int, batch: int, input_len: int, bound: str, fake: ModuleType
 ) -> None:
     lengths = {"max_num_tokens": tokens, "max_batch_size": batch, "max_input_len": input_len, "max_seq_len": 512}
     with pytest.raises(ValueError, match=re.escape(f"max_num_tokens={tokens}: must be {bound}")):
@@ -115,15 +98,15 @@ def test_lengths_that_the_builder_would_change_are_refused_with_the_bound(
             settings.engine_settings(options(**{**lengths, "max_num_tokens": fits, "max_input_len": 32}), quantization),
             quantization,
         )
-        rewrite(state)
+        fake.rewrite(state)
         assert state["max_num_tokens"] == fits
         state["max_num_tokens"] = tokens
-        rewrite(state)
+        fake.rewrite(state)
         assert state["max_num_tokens"] != tokens
 
 
 @pytest.mark.parametrize("sm", [89, 90, 100, 103, 119, 120])
-def test_integers_are_refused_exactly_where_the_builder_raises(sm: int, rewrite: Rewrite) -> None:
+def test_integers_are_refused_exactly_where_the_builder_raises(sm: int, fake: ModuleType) -> None:
     major, minor = divmod(sm, 10)
     device = Device(name="Fake", compute_cap=f"{major}.{minor}", driver="580.95")
     described = Description(protocol=1, release="1.2.1", python="3.12.3", devices=[device])
@@ -133,7 +116,7 @@ def test_integers_are_refused_exactly_where_the_builder_raises(sm: int, rewrite:
         quantization = {"quant_algo": algorithm, "kv_cache_quant_algo": cache}
         state = state_of(settings.engine_settings(options(), quantization), quantization, sm)
         try:
-            rewrite(state)
+            fake.rewrite(state)
         except RuntimeError:
             with pytest.raises(UserError, match=rf"(kv|weights)=\w+: TensorRT-LLM builds no .* SM {major}\.{minor}; choose"):
                 refuse_integers(SHIPPED[name], weights, here, 1)

@@ -41,6 +41,7 @@ def build(quantized: Path, tmp_path: Path, interpreter: dict[str, Any] | None = 
         ("1.2.0", "auto", "engine"),
         ("1.2.1", "engine", "engine"),
         ("1.3.0rc20", "auto", "pytorch"),
+        ("1.3rc1", "auto", "pytorch"),
         ("1.4.0rc1", "pytorch", "pytorch"),
     ],
 )

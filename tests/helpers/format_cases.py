@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from benchmarks.benchlib import calibrated_scales
 from pipeline.core.formats import BlockScale, Format, Granularity, Rotation, ScaleSource
+from pipeline.core.scales import SideScales
 from pipeline.formats.oracle import Static, Stored
 from pipeline.formats.spec import GROUP_SIZES
 from pipeline.formats.table import CODES
-from stages.engines.oracle.formats import dequantize, hadamard, quantize, static_scales
+from stages.engines.oracle.formats import dequantize, hadamard, quantize, rotated, static_scales
+from stages.quantize.scales import Extremes, calibrated
 
 LARGEST = 65504 / 128**0.5
 """Largest magnitude that every format can store: a rotation may gather a head of 128 channels in one of them, and the
@@ -78,9 +79,17 @@ class Trial:
 
 
 def fixed(x_HTD: Tensor, form: Format) -> Static | None:
-    """Return static scales with which no number of x_HTD saturates, unless the format is uncalibrated."""
+    """Return static scales with which no number of x_HTD saturates; 1 where the format is uncalibrated."""
+    if not form.has_static_scales:
+        return None
     heads, _, dim = x_HTD.shape
-    return static_scales(calibrated_scales(x_HTD, form), form, heads, dim) if form.has_static_scales else None
+    count = form.static_scales(heads, dim)
+    turned_HTD = rotated(x_HTD, form)
+    extremes = (turned_HTD.amin(1), turned_HTD.amax(1), turned_HTD.abs().amax(1))
+    if form.scale == "uncalibrated":
+        return static_scales(SideScales(scale=(1.0,) * count), form, heads, dim)
+    made = calibrated(form, count, Extremes(*(tuple(extreme.flatten().tolist()) for extreme in extremes)))
+    return static_scales(made, form, heads, dim)
 
 
 def tried(x_HTD: Tensor, form: Format, static: Static | None = None) -> Trial:

@@ -109,6 +109,7 @@ def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
         "baseline_digest": "b",
         "workloads_digest": "w",
         "samples": len(rows),
+        "planned_rounds": [1.0],
         "planned_workloads": {},
         "slices": [whole, low],
         "noise": fidelity(),
@@ -121,27 +122,12 @@ def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
     return EvaluationReport.model_validate({**values, **changes})
 
 
-def _mean(values: Sequence[float | None]) -> float:
-    return sum(value or 0.0 for value in values) / len(values)
-
-
 def _part(rows: list[SampleRow], workload: str | None) -> Slice:
     """Everything, or a workload, with its answers."""
     own = [one for one in rows if workload in (None, one.workload)]
-    right = [sum(bool(one.baseline_correct) for one in own), sum(bool(one.candidate_correct) for one in own)]
-    lost = sum(bool(one.baseline_correct) and not one.candidate_correct for one in own)
-    values = {
-        "baseline": right[0] / len(own),
-        "candidate": right[1] / len(own),
-        "baseline_valid": None,
-        "candidate_valid": None,
-        "baseline_probability": _mean([one.baseline_probability for one in own]),
-        "candidate_probability": _mean([one.candidate_probability for one in own]),
-    }
-    counts = {"judged": len(own), "lost": lost, "gained": right[1] - right[0] + lost}
-    accuracy = Accuracy.model_validate(values | counts)
+    counted = Accuracy.of(own)
     return Slice(
-        workload=workload, context=None, depth=None, samples=len(own), documents=1, accuracy=accuracy, fidelity=fidelity()
+        workload=workload, context=None, depth=None, samples=len(own), documents=1, accuracy=counted, fidelity=fidelity()
     )
 
 

@@ -59,20 +59,15 @@ def candidate_in(folder: Path, policy: str, verdict: Status, metrics: Mapping[st
     )
 
 
-def digests_on_disk(candidate: Candidate) -> dict[str, str]:
-    """What the digests of all that a candidate cites are now."""
-    return {
-        "engine": files_digest(tree_files(candidate.engine.path)),
-        "baseline": files_digest(tree_files(candidate.baseline.path)),
-        "report": evidence_digest(candidate.report.path),
-        "identity": file_digest(candidate.identity.path),
-    }
-
-
 def replay_without_findings(candidate: Candidate) -> ReplayedEvidence:
     """A replay to which everything is the same."""
     directory = candidate.report.path.parent
-    digests = {f"{name}_digest": digest for name, digest in digests_on_disk(candidate).items()}
+    digests = {
+        "engine_digest": files_digest(tree_files(candidate.engine.path)),
+        "baseline_digest": files_digest(tree_files(candidate.baseline.path)),
+        "report_digest": evidence_digest(candidate.report.path),
+        "identity_digest": file_digest(candidate.identity.path),
+    }
     return ReplayedEvidence((), load_report(directory), load_rows(directory), digests)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import onnx
@@ -13,7 +13,6 @@ from onnx_fixtures import BY_NAME, INT4, fmt, int4_groups, make_bundle, once, sh
 
 from pipeline.core.kv import KVPolicy, LayerOverride
 from pipeline.formats.body import FLOAT_TYPES
-from plugins.kv_attention.tensorrt_nodes import ATTRIBUTES, Operation
 from stages.engines.onnx.bundle import WEIGHTS_FILE, Bundle
 from stages.engines.onnx.bundle import open_bundle as open_onnx_bundle
 from stages.engines.onnx.engine import load_engine as load_onnx
@@ -48,12 +47,6 @@ class Surgery:
         node: onnx.NodeProto
         (node,) = (node for model in (self.model, self.prefill) for node in model.graph.node if node.name == name)
         return node
-
-    def attributes(self, node: onnx.NodeProto) -> dict[str, int]:
-        """In the order of the declaration: ONNX sorts them."""
-        attributes = {a.name: a.i for a in node.attribute if a.type == onnx.AttributeProto.INT}
-        operation = cast(Operation, node.name.partition(".")[0])
-        return {name: attributes[name] for name in ATTRIBUTES[operation] if name in attributes}
 
 
 def operate(onnx_bundle: Path, policy: KVPolicy) -> Surgery:

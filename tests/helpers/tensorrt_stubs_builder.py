@@ -73,7 +73,7 @@ def prepare() -> None:
     import plugins.kv_attention.tensorrt_plugin  # noqa: F401
 
 
-def build(plugin_id: str, tensors: Mapping[str, Tensor], attributes: Mapping[str, int]) -> Plan:
+def build(plugin_id: str, tensors: Mapping[str, Tensor], attributes: Mapping[str, int | float]) -> Plan:
     """Build one plugin for these inputs, in order, as the ONNX parser puts it into a network."""
     import tensorrt as trt
 
@@ -117,7 +117,7 @@ def build(plugin_id: str, tensors: Mapping[str, Tensor], attributes: Mapping[str
     )
 
 
-def declared() -> dict[str, tuple[list[str], dict[str, str], list[str], int]]:
+def declared() -> dict[str, tuple[list[str], dict[str, type], list[str], int]]:
     """What NVIDIA's parser has read: input names, attributes and their types, the ones that the implementation takes, and
     the number of outputs, by operation."""
     from tensorrt_bindings.plugin import _lib
@@ -125,7 +125,7 @@ def declared() -> dict[str, tuple[list[str], dict[str, str], list[str], int]]:
     return {
         name: (
             list(found.input_tensor_names),
-            {key: kind.__name__ for key, kind in found.input_attrs.items()},
+            dict(found.input_attrs),
             list(found.aot_impl_attr_names),
             found.num_outputs,
         )
@@ -133,16 +133,15 @@ def declared() -> dict[str, tuple[list[str], dict[str, str], list[str], int]]:
     }
 
 
-def _from_onnx(trt: Any, plugin_id: str, attributes: Mapping[str, int]) -> Any:
+def _from_onnx(trt: Any, plugin_id: str, attributes: Mapping[str, int | float]) -> Any:
     """The creator registered for a node's domain and operator, and of its fields those that the node has."""
     namespace, name = plugin_id.split("::")
     creator = trt.get_plugin_registry().get_creator(name, "1", namespace)
-    int64 = trt.PluginFieldType.INT64
-    assert all(field.type == int64 for field in creator.field_names)
-    names = [field.name for field in creator.field_names if field.name in attributes]
+    kinds = {int: (trt.PluginFieldType.INT64, np.int64), float: (trt.PluginFieldType.FLOAT32, np.float32)}
+    given = {field.name: attributes[field.name] for field in creator.field_names if field.name in attributes}
     # A field points into its array: the arrays must live as long.
-    values = [np.array([attributes[key]]) for key in names]
-    fields = trt.PluginFieldCollection([trt.PluginField(key, value, int64) for key, value in zip(names, values, strict=True)])
+    values = {key: np.array([value], kinds[type(value)][1]) for key, value in given.items()}
+    fields = trt.PluginFieldCollection([trt.PluginField(key, values[key], kinds[type(given[key])][0]) for key in given])
     request = trt.QuickPluginCreationRequest.STRICT_AOT
     return creator.create_plugin(name, namespace, fields, trt.TensorRTPhase.BUILD, request)
 

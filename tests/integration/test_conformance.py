@@ -180,10 +180,9 @@ def test_an_evaluation_of_two_engines_that_share_a_fault_fails(bench: Conformity
     report = evaluate(engine, samples, stored, tmp_path, tokenizer=tokenizer, config=config, open_twin=twin)
     assert report.overall.fidelity.kl_max == pytest.approx(0.0, abs=1e-6)
     assert report.conformance is not None
-    checks = lines("conformance", report)
+    checks, where = lines("conformance", report), report.conformance.baseline.deviation
     assert [check.status for check in checks] == ["FAIL", "FAIL"]
     assert "does not compute fp16" in checks[0].reason
-    where = report.conformance.baseline.deviation
     assert where is not None
     assert (where.act, where.position, where.page_offset) == ("stored", 63, 63)
     assert report.conformance.candidate.twin_kl is not None

@@ -138,6 +138,9 @@ def test_a_gguf_is_opened_before_any_work_and_once(tmp_path: Path, monkeypatch: 
     check_opens(sound)
     monkeypatch.setattr("stages.checkpoints.load_tokenizer", lambda _: pytest.fail("it is opened again"))
     check_opens(sound)
+    monkeypatch.setattr("stages.opening.__version__", "9.9")
+    with pytest.raises(UserError, match="it is opened again"):  # a later kvgate's checks may be stricter
+        check_opens(sound)
 
 
 @pytest.mark.parametrize(

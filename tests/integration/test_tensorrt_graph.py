@@ -14,7 +14,7 @@ from tensorrt_graph_cases import INT4_KEYS, Surgery, forced, operate, surgeries
 from plugins.kv_attention import launch, reference
 from plugins.kv_attention.kernels.variants import Setting, decode_variant
 from plugins.kv_attention.layout import CacheLayout
-from plugins.kv_attention.tensorrt_nodes import PLAN, bits_float, node_of
+from plugins.kv_attention.tensorrt_nodes import PLAN, node_of, read_setting
 from stages.engines.tensorrt.plugin import default_counts
 
 
@@ -103,7 +103,10 @@ def test_the_plugin_is_given_what_the_function_that_it_replaces_computes_with(
                 tensors[f"{side}_pool"] = tensors[f"{side}_pool"].view(torch.float8_e4m3fn)
             if f"{side}_scale" in tensors:
                 tensors[f"{side}_scale"] = tensors[f"{side}_scale"].flatten()
-        scaling = bits_float(surgery.attributes(attend)["scaling_bits"])
+        values = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in attend.attribute}
+        setting = read_setting(node_of(f"{operation}_partial", layout), values)  # type: ignore[arg-type]
+        assert setting.layout == layout
+        scaling = setting.scaling
         assert scaling == pytest.approx(info.head_dim**-0.5, rel=1e-6)
         new = tuple(x[:, :, 0] if tokens == 1 else x.flatten(0, 1) for x in (tensors[r] for r in ("query", "key", "value")))
         expected = activations[join.output[0]].astype(np.float32)

@@ -4,11 +4,13 @@ Shapes: B sequences, N pages of a pool, P pages of a sequence, M exact buffers; 
 and the largest of an optimization profile.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import tensorrt_stubs_builder as builder
@@ -17,17 +19,16 @@ from tensorrt_stubs_builder import Plan, Run, Tensor, Triple
 
 from pipeline.core.kv import KVShape
 from pipeline.formats.graph import onnx_type
-from plugins.kv_attention.kernels.variants import WIDEST, Setting, context_splits, context_variant, plan_grid
+from plugins.kv_attention.kernels.variants import WIDEST, Compute, Setting, context_variant, plan_grid
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 from plugins.kv_attention.tensorrt_nodes import (
     CONTEXT_REDUCE,
+    DATA_TYPES,
     PLAN,
     REDUCE,
-    Compute,
     Node,
     all_nodes,
     attributes_of,
-    bits_float,
     input_specs,
     node_of,
 )
@@ -51,8 +52,7 @@ VARYING: dict[str, int | Triple] = {
     "M": (1, 8, 64),
     "X": (1, 64, 100),
 }
-SCALING = bits_float(0x3DB504F3)
-"""128 ** -0.5 as a float32."""
+SCALING = float(np.float32(128**-0.5))
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Case:
     """Of the operations that take this layout's tensors."""
 
     @property
-    def q_heads(self) -> int:
-        return self.layout.kv_heads * self.group
+    def setting(self) -> Setting:
+        return Setting(self.layout, self.compute, self.sm, self.group, SCALING, WIDEST, splits=self.programs)
 
     @property
     def batch(self) -> Triple:
@@ -88,30 +88,29 @@ class Case:
         return tuple(y + b for y, b in zip(self.rows, self.batch, strict=True))  # type: ignore[return-value]
 
     def tensors(self, node: Node) -> dict[str, Tensor]:
-        specs = input_specs(node, self.layout, self.compute, self.q_heads, context_splits(self.programs))
+        specs = input_specs(node, self.setting)
         sizes = self.sizes | {letter: n[0] if len(set(n)) == 1 else n for letter, n in (("Y", self.rows), ("R", self.parts))}
         return {
-            name: Tensor(dtype, tuple(sizes[dim] if isinstance(dim, str) else dim for dim in dims))
+            name: Tensor(DATA_TYPES[dtype], tuple(sizes[dim] if isinstance(dim, str) else dim for dim in dims))
             for name, (dtype, dims) in specs.items()
         }
 
-    def attributes(self, node: Node) -> dict[str, int]:
-        given = {"programs": self.programs, "splits": self.programs, "scaling": SCALING, "out": self.compute}
-        return attributes_of(node, self.layout, sm=self.sm, **given)  # type: ignore[arg-type]  # as their names say
+    def attributes(self, node: Node) -> dict[str, int | float]:
+        return attributes_of(node, self.setting, self.programs)
 
 
 CASES = {
     "fp8k_int4v": Case(
         CacheLayout(8, 128, SideLayout("fp8_e4m3", "per_tensor"), SideLayout("int4", "per_group", 64)),
-        group=8, compute="fp16", programs=114, sm=90, sizes=FIXED, suffix="_kstatic_vdynamic",
+        group=8, compute="float16", programs=114, sm=90, sizes=FIXED, suffix="_kstatic_vdynamic",
     ),
     "aged": Case(
         CacheLayout(3, 64, SideLayout("fp8_e4m3", "per_token"), SideLayout("int4", "per_group", 32), 4, 60),
-        group=4, compute="bf16", programs=3, sm=89, sizes=VARYING, suffix="_kdynamic_vdynamic_exact",
+        group=4, compute="bfloat16", programs=3, sm=89, sizes=VARYING, suffix="_kdynamic_vdynamic_exact",
     ),
     "fp8k_nvfp4v": Case(
         CacheLayout(2, 128, SideLayout("fp8_e4m3", "per_tensor"), SideLayout("nvfp4", "per_group", 16)),
-        group=8, compute="fp16", programs=4, sm=90, sizes=VARYING, suffix="_kstatic_vblocks",
+        group=8, compute="float16", programs=4, sm=90, sizes=VARYING, suffix="_kstatic_vblocks",
     ),
 }  # fmt: skip
 
@@ -141,12 +140,10 @@ def check_kernel(plan: Plan, node: Node, case: Case, extras: list[Triple]) -> No
     assert plan.types == [*input_types, *(dtype for dtype, _ in plan.outputs)]
 
 
-def test_nvidia_reads_every_operation_with_its_inputs_and_int_attributes(tensorrt: Run) -> None:
+def test_nvidia_reads_every_operation_with_its_inputs_and_attributes(tensorrt: Run) -> None:
     operations = tensorrt(builder.declared)
     assert operations == {
-        node.plugin_id: (
-            list(node.inputs), dict.fromkeys(node.attributes, "int"), list(node.attributes), len(node.outputs)
-        )
+        node.plugin_id: (list(node.inputs), node.attributes, list(node.attributes), len(node.outputs))
         for node in all_nodes()
     }  # fmt: skip
     assert {"kv::decode_partial", "kv::decode_reduce", "kv::context_partial"} <= set(operations)
@@ -158,12 +155,11 @@ def expected_launches(
     """Outputs, grid and integer arguments of every operation."""
     layout, one = case.layout, triple(1)
     batch, tokens, width = (triple(case.sizes[letter]) for letter in "BXP")
-    heads, q_heads, dim, splits = map(triple, (layout.kv_heads, case.q_heads, layout.head_dim, case.programs + 1))
-    dtype = {"fp16": "float16", "bf16": "bfloat16"}[case.compute]
-    columns = context_variant(Setting(layout, dtype, case.sm, case.group, SCALING, WIDEST)).constants["N"]
+    heads, q_heads, dim, splits = map(triple, (layout.kv_heads, case.setting.q_heads, layout.head_dim, case.programs + 1))
+    columns = context_variant(case.setting).constants["N"]
     blocks = tuple(b * -(-x * case.group // columns) for b, x in zip(batch, tokens, strict=True))
-    rows = tuple(b * x * case.q_heads for b, x in zip(batch, tokens, strict=True))
-    out = {"fp16": "HALF", "bf16": "BF16"}[case.compute]
+    rows = tuple(b * x * case.setting.q_heads for b, x in zip(batch, tokens, strict=True))
+    out = DATA_TYPES[case.compute]
 
     def partials(*dims: Triple) -> list[tuple[str, tuple[Triple, ...]]]:
         return [("HALF", (*dims, dim)), ("FLOAT", (*dims, triple(2)))]
@@ -207,17 +203,17 @@ def test_the_attention_takes_the_work_list_and_the_inputs_of_the_onnx_graphs_fun
     spec = AttentionSpec(policy, shape, layer=0, q_heads=8, scaling=SCALING, compute="float16", mode="decode")
     (layout,) = check_kernels(policy, shape, q_heads=8)
     node = node_of("decode_partial", layout)
-    taken = input_specs(node, layout, "fp16", spec.q_heads)
+    taken = input_specs(node, Setting(layout, "float16", group=4))
     assert sorted(taken) == sorted(["query", "key", "value", *spec.tables, *PLAN.outputs, *spec.cache])
     for table, dims in spec.tables.items():
-        assert taken[table] == ("INT32", dims)
+        assert taken[table] == ("int32", dims)
     for side in spec.sides.values():
         for array, (storage, width) in side.arrays.items():
-            assert taken[array] == (TENSORRT_TYPES[onnx_type(storage)], ("N", 2, 64, width))
+            assert (DATA_TYPES[taken[array][0]], taken[array][1]) == (TENSORRT_TYPES[onnx_type(storage)], ("N", 2, 64, width))
         for constant, constant_dims in side.constants.items():
-            assert taken[constant] == ("FLOAT", constant_dims)
+            assert taken[constant] == ("float32", constant_dims)
     if policy.exact_tokens:
-        assert taken["key_exact"] == taken["value_exact"] == ("HALF", ("M", 2, sinks + recent, 128))
+        assert taken["key_exact"] == taken["value_exact"] == ("float16", ("M", 2, sinks + recent, 128))
 
 
 @pytest.mark.parametrize(
@@ -225,30 +221,42 @@ def test_the_attention_takes_the_work_list_and_the_inputs_of_the_onnx_graphs_fun
     [
         ("value_pool", {"dtype": "INT4"}, r"value_pool must be INT8 \(two codes to a byte\), got INT4"),
         ("key_pool", {"dtype": "INT8"}, "key_pool must be FP8, got INT8"),
-        ("key", {"dtype": "BF16"}, "query must be BF16, got HALF"),
-        ("key", {"dtype": "INT8"}, "key must be FLOAT, HALF, BF16, got INT8"),
+        ("key", {"dtype": "BF16"}, "key must be HALF, got BF16"),
         ("lengths", {"dims": (4,)}, r"lengths must be \(16\), got \(4\)"),
         ("key_pool", {"dims": (4096, 8, 32, 128)}, r"key_pool must be \(4096, 8, 64, 128\), got \(4096, 8, 32, 128\)"),
-        ("key", {"dims": (16, 8, 1, (64, 128, 128))}, "head_dim must be fixed, but dimension 3 of key varies"),
-        ("query", {"dims": (16, 60, 1, 128)}, "60 query heads are no multiple of 8 KV heads"),
-        ("query", {"dims": (16, 256, 1, 128)}, "query heads per KV head must be 1 to 16, got 32"),
-        (None, {"value_group": 48}, "kv::decode_partial_kstatic_vdynamic: group_size must be one of 32, 64, 128, got 48"),
-        (None, {"value_group": 0}, r"value_scale_pool must be \(4096, 8, 64, 1\)"),
-        (None, {"key_format": 9}, "granularity of dtype int4 must be one of per_token, per_group, got per_tensor"),
-        (None, {"value_format": 5}, r"value_format must be one of 0 \(fp32\), .* got 5"),
-        (None, {"scaling_bits": 1}, r"scaling_bits must be those of a float32 above 0, got 1\.4"),
-        (None, {"sm": 75}, "sm must be at least 80, got 75"),
+        ("key", {"dims": (16, 8, 1, (64, 128, 128))}, r"key must be \(16, 8, 1, 128\), got \(16, 8, 1, varies\)"),
+        ("query", {"dims": (16, 60, 1, 128)}, r"query must be \(16, 64, 1, 128\), got \(16, 60, 1, 128\)"),
     ],
 )
-def test_an_input_or_an_attribute_that_no_kernel_knows_is_named(
-    tensor: str | None, change: dict[str, Any], message: str, tensorrt: Run
-) -> None:
+def test_an_input_that_no_kernel_knows_is_named(tensor: str, change: dict[str, Any], message: str, tensorrt: Run) -> None:
     case = CASES["fp8k_int4v"]
     node = node_of("decode_partial", case.layout)
-    tensors, attributes = case.tensors(node), case.attributes(node)
-    if tensor is None:
-        attributes |= change
-    else:
-        tensors[tensor] = replace(tensors[tensor], **change)
+    tensors = case.tensors(node)
+    tensors[tensor] = replace(tensors[tensor], **change)
     with pytest.raises(ValueError, match=message):
-        tensorrt(builder.build, node.plugin_id, tensors, attributes)
+        tensorrt(builder.build, node.plugin_id, tensors, case.attributes(node))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"value_group": 48}, "group_size must be one of 32, 64, 128, got 48"),
+        ({"value_group": 0, "value_granularity": 3}, r"value_scale_pool must be \(4096, 8, 64, 1\)"),
+        ({"key_dtype": 4}, "granularity of dtype int4 must be one of per_token, per_group, got per_tensor"),
+        ({"value_dtype": 6}, r"value_dtype must be one of 0 \(fp16\), .* got 6"),
+        ({"dtype": -1}, r"dtype must be one of 0 \(float32\), .* got -1"),
+        ({"dtype": 2}, "query must be BF16, got HALF"),
+        ({"head_dim": 96}, "head_dim must be one of 64, 128, 256, got 96"),
+        ({"group": 32}, "query heads per KV head must be 1 to 16, got 32"),
+        ({"scaling": 0.0}, r"scaling must be positive and finite, got 0\.0"),
+        ({"scaling": math.inf}, "scaling must be positive and finite, got inf"),
+        ({"sm": 75}, "sm must be at least 80, got 75"),
+        ({"splits": 0}, "splits must be at least 1, got 0"),
+        ({"recent_tokens": 1}, "the setting's cache has the tensors of kv::decode_partial_kstatic_vdynamic_exact"),
+    ],
+)
+def test_an_attribute_that_no_kernel_knows_is_named(change: dict[str, Any], message: str, tensorrt: Run) -> None:
+    case = CASES["fp8k_int4v"]
+    node = node_of("decode_partial", case.layout)
+    with pytest.raises(ValueError, match=f"^{node.plugin_id}: {message}"):
+        tensorrt(builder.build, node.plugin_id, case.tensors(node), case.attributes(node) | change)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -226,13 +227,14 @@ def test_a_champion_of_another_machine_is_downloaded_verified_and_removed_when_i
     promoted: Path, tmp_path: Path
 ) -> None:
     store = f"sqlite:///{promoted}/mlflow.db"
+    renamed = shutil.copyfile(SAMPLES, tmp_path / "renamed.jsonl")
     with pytest.raises(MissingRequirement, match="missing: samples, made again"):
         champion("tiny", tracking_uri=store, workdir=tmp_path / "elsewhere")
-    with champion("tiny", tracking_uri=store, workdir=tmp_path / "elsewhere", samples=SAMPLES) as engine:
+    with champion("tiny", tracking_uri=store, workdir=tmp_path / "elsewhere", samples=renamed) as engine:
         assert not engine.bundle.is_relative_to(promoted)
         assert engine.generate(ASKED) == COPIED
     assert not engine.bundle.exists()
-    assert list(tmp_path.iterdir()) == [], "fetching writes nothing"
+    assert list(tmp_path.iterdir()) == [renamed], "fetching writes nothing"
 
 
 def test_an_altered_champion_is_refused(promoted: Path, tmp_path: Path) -> None:

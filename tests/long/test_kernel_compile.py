@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from plugins.kv_attention import aot
-from plugins.kv_attention.kernels.variants import Setting
+from plugins.kv_attention.kernels.variants import Compute, Setting
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ class Case:
     value: str
     head_dim: int
     group: int
-    query_dtype: str
+    query_dtype: Compute
     sm: int
     exact: tuple[int, int] = (0, 0)
 

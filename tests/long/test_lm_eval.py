@@ -212,6 +212,27 @@ def test_what_the_model_cannot_do_is_refused_with_its_fix(bundles: dict[str, Pat
             KvgateLM(none)
 
 
+@pytest.mark.parametrize("bundle", ["int4", "oracle"])
+def test_logits_that_are_not_finite_give_neither_a_number_nor_an_answer(bundle: str, bundles: dict[str, Path]) -> None:
+    """Of a context of one token the logits are the prefill's."""
+    model = lm(bundles[bundle])
+    for name in ("decode", "prefill", "forced"):
+        sound = getattr(model.engine, name, None)
+        broken = lambda *given, sound=sound: _without_a_number(sound(*given))  # noqa: E731
+        setattr(model.engine, name, broken)
+    for pair in (PAIRS[0], PAIRS[4]):
+        with pytest.raises(UserError, match=r"logits are not finite: check the checkpoint"):
+            scored(model, [pair])
+        with pytest.raises(UserError, match=r"logits are not finite: check the checkpoint"):
+            model.generate_until(requests("generate_until", (pair[0], {"max_gen_toks": 4})), disable_tqdm=True)
+
+
+def _without_a_number(returned: Any) -> Any:
+    """What `prefill`, `decode` or `forced` returned, with one logit of NaN."""
+    (returned[1] if isinstance(returned, tuple) else returned)[-1, 3] = np.nan
+    return returned
+
+
 def test_the_command_line_runs_local_tasks_without_a_network(bundles: dict[str, Path], tmp_path: Path) -> None:
     model = lm(bundles["int4"])
     lines = [

@@ -89,8 +89,8 @@ def test_a_search_goes_on_from_what_an_interrupted_one_measured(tmp_path: Path) 
     none = KVScales(layers=({},) * shape.layers)
     first = Bench(model, lambda _: none, tmp_path)
     before = [first.kl(int8, texts), first.kl(int4, texts)]
-    kept = (tmp_path / MEASURED).read_text(encoding="utf-8").splitlines()
-    (tmp_path / MEASURED).write_text(kept[0] + "\n" + kept[1][:20], encoding="utf-8")  # the last line was being written
+    kept = (tmp_path / MEASURED).read_text(encoding="utf-8")
+    (tmp_path / MEASURED).write_text(kept[:-20], encoding="utf-8")  # the last line was being written
 
     measured: list[str] = []
 
@@ -102,5 +102,7 @@ def test_a_search_goes_on_from_what_an_interrupted_one_measured(tmp_path: Path) 
     after = [second.kl(int8, texts), second.kl(int4, texts)]
     assert measured == ["int4_g32"]
     assert [a.tolist() for a in after] == [b.tolist() for b in before]
+    third = Bench(model, lambda _: pytest.fail("it is measured again"), tmp_path)
+    assert [third.kl(int8, texts).tolist(), third.kl(int4, texts).tolist()] == [b.tolist() for b in before]
     second.close()
     assert list(tmp_path.iterdir()) == []

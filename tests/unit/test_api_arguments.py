@@ -9,13 +9,29 @@ import pytest
 from fake_engine import CharTokenizer
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from judged_candidates import judged_candidate
-from judged_engine import config_of
+from judged_engine import cited_tags, config_of, judged_engine
 from omegaconf import OmegaConf
 from refusals import refused
 
-from pipeline.api import Evaluation, KVPolicy, UserError, champion, comparison, engines, evaluate, load, promote
+from pipeline.api import (
+    Evaluation,
+    GateRefusal,
+    KVPolicy,
+    UserError,
+    champion,
+    champions,
+    comparison,
+    engines,
+    evaluate,
+    load,
+    promote,
+)
 from pipeline.api.engines import LoadedEngine
 from pipeline.core.overrides import written
+from pipeline.evidence import reading
+from pipeline.registry import mlflow_store
+from pipeline.registry.tracking import Version
+from pipeline.verdict.thresholds import RULES
 
 
 @pytest.mark.parametrize(
@@ -129,6 +145,31 @@ def test_a_policy_that_is_none_is_said_a_line_a_problem() -> None:
 def test_nothing_is_promoted_where_nothing_was_judged(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no candidates of model tiny"):
         promote("tiny", workdir=str(tmp_path))
+
+
+def test_the_name_of_what_serves_is_the_registrys_where_no_summary_could_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = [Version("1", {"kv": "fp8"}), Version("2", {"kv": "int8"})]
+    store = SimpleNamespace(alias=lambda _: "2", registered=lambda: versions)
+    monkeypatch.setattr(champions, "run", lambda *_: None)  # a promotion whose summary is a warning
+    monkeypatch.setattr(champions, "open_store", lambda *_: store)
+    assert promote("tiny", workdir=str(tmp_path)) == "int8"
+
+
+def test_a_champion_that_other_rules_judged_is_judged_again_and_not_registered_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evidence = judged_engine(tmp_path / "work" / "artifacts")
+    file = evidence / "identity.json"
+    identity = json.loads(file.read_text())
+    identity["verdict"]["rules"] = RULES - 1
+    file.write_text(json.dumps(identity))
+    monkeypatch.setattr(mlflow_store, "aliased", lambda *_: Version("1", cited_tags(evidence)))
+    monkeypatch.setattr(mlflow_store, "download_engine", lambda *_: evidence)
+    monkeypatch.setattr(reading, "_bundle", lambda *_: None)  # the registry keeps the evidence alone
+    with pytest.raises(GateRefusal, match=f"version 1, the champion of tiny: PASS by rules {RULES - 1}.*judge it again"):
+        champion("tiny", workdir=tmp_path / "work")
 
 
 def test_evaluations_compare_as_rows_of_a_frame(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,9 @@ from pipeline.core.workloads import BFCL_CATEGORIES, BFCL_REFUSED, BfclConfig
 from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.samples import load_samples, read_jsonl
 from stages.workloads import bfcl
-from stages.workloads.bfcl import VERSION, bfcl_samples, read_calls, write_calls
+from stages.workloads.bfcl import bfcl_samples, read_calls, write_calls
 
 ROOT = Path(__file__).resolve().parents[2]
-
-INSTALLED = any(True for _ in metadata.distributions(name="bfcl-eval"))
-needs_bfcl = pytest.mark.skipif(not INSTALLED, reason=f"bfcl-eval is not installed: pip install --no-deps bfcl-eval=={VERSION}")
 
 
 def samples(category: str, count: int = 100_000, seed: int = 0) -> list[Sample]:
@@ -82,7 +78,6 @@ def test_a_reference_takes_first_values_and_leaves_out_what_may_be_left_out() ->
     assert read_calls(text) == [{"f": {"a": 1, "b": "x", "d": {"k": "v"}, "e": [{"m": 3}]}}]
 
 
-@needs_bfcl
 @pytest.mark.parametrize("category", BFCL_CATEGORIES)
 def test_every_reference_is_accepted_by_the_checker_and_few_entries_have_none(category: str) -> None:
     drawn = samples(category)
@@ -92,7 +87,6 @@ def test_every_reference_is_accepted_by_the_checker_and_few_entries_have_none(ca
     assert {sample.workload for sample in drawn} == {f"bfcl_{category}"}
 
 
-@needs_bfcl
 def test_a_wrong_value_a_missing_and_a_surplus_call_are_wrong_and_the_order_of_parallel_calls_is_free() -> None:
     (simple, *_) = (s for s in samples("simple_python") if s.id == "bfcl_simple_python_0")
     assert correct(simple, "[calculate_triangle_area(base=10, height=5)]")
@@ -118,7 +112,6 @@ def test_a_wrong_value_a_missing_and_a_surplus_call_are_wrong_and_the_order_of_p
     assert not correct(none, f"[{json.loads(none.expected)['functions'][0]['name']}(x=1)]")
 
 
-@needs_bfcl
 def test_the_prompt_is_bfcls_own_and_the_questions_system_text_follows_it() -> None:
     (sample,) = (s for s in samples("simple_python") if s.id == "bfcl_simple_python_0")
     (system_role, system), (user_role, question) = sample.messages
@@ -135,7 +128,6 @@ def test_the_prompt_is_bfcls_own_and_the_questions_system_text_follows_it() -> N
     assert all([role for role, _ in s.messages] == ["system", "user"] for s in with_system)
 
 
-@needs_bfcl
 def test_neither_reading_nor_checking_imports_an_sdk_or_leaves_a_stand_in() -> None:
     program = (
         "import sys\n"
@@ -161,7 +153,6 @@ def test_a_category_that_cannot_be_judged_is_refused_in_one_line(category: str) 
         plan(["workloads=bfcl", f"workloads.bfcl.categories=[simple_python,{category}]"], multirun=False)
 
 
-@needs_bfcl
 def test_the_option_bfcl_asks_its_categories_and_other_samples_can_stand_beside_them() -> None:
     overrides = [
         "workloads=bfcl",

@@ -1,6 +1,7 @@
 """A chat template is a program of the model's author: it is stopped where it takes too much."""
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -60,3 +61,8 @@ def test_many_samples_are_rendered_in_one_child_and_the_first_that_is_refused_is
     assert render_all(Templated("{{ messages[0].content }}\\n"), samples) == [f"{number}\\n" for number in range(300)]
     with pytest.raises(UserError, match=r"refuses sample 7 \(ZeroDivisionError"):
         render_all(Templated("{{ 1 // (7 - messages[0].content | int) }}"), samples)
+
+
+def test_a_template_that_ends_its_process_is_refused() -> None:
+    with refused(UserError, "", "ends the process that renders it"):
+        rendering.rendered([lambda: "sound", lambda: os._exit(3)])

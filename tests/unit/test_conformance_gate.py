@@ -48,6 +48,7 @@ BETWEEN = engine(request(kl=1.1e-12 * (1.5 * ALLOWED) ** 2))
         (BETWEEN, {}, "FAIL", "1 of 1 requests"),
         (BETWEEN, {"baseline": engine(COARSE)}, "PASS", "as the oracle does"),
         (engine(request(kl=1e-2)), {"dtype": None}, "PASS", "int8 in an arithmetic of its own: KL 1.0e-02 from the oracle's"),
+        (engine(request(kl=None)), {"dtype": None}, "PASS", "KL inf from the oracle's, at most inf"),
         (engine(), {}, "INCONCLUSIVE", "workloads.conformance_samples"),
         (
             engine(request(kl=1e-2), deviation=DEVIATION, kl=1.2e-2, twin_kl=8e-3),
@@ -57,7 +58,7 @@ BETWEEN = engine(request(kl=1.1e-12 * (1.5 * ALLOWED) ** 2))
             "position 81 (page offset 17, row 3 of a batch of 16) of sample x, layer 2 head 1 keys; 1 of 1 requests",
         ),
     ],
-    ids=["sound", "too far", "as far as its baseline is", "another arithmetic", "nothing compared", "the place"],
+    ids=["sound", "too far", "as far as its baseline is", "another arithmetic", "no number", "nothing compared", "the place"],
 )
 def test_a_candidate_is_judged_by_roundings(candidate: EngineConformance, how: dict[str, Any], status: str, said: str) -> None:
     (_, (found, reason)) = judged(candidate, **how)

@@ -1,6 +1,5 @@
 """pyproject.toml declares every distribution that the packages import."""
 
-import ast
 import sys
 import tomllib
 from collections.abc import Iterable
@@ -9,11 +8,11 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from test_import_rules import MODULES, imported_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 OURS = {"pipeline", "stages", "plugins", "conf"}
-PACKAGES = ("pipeline", "stages", "plugins")
 
 ELSEWHERE = {
     "tensorrt": "NVIDIA's installation on a machine with a GPU; tests bring their own module of that name",
@@ -34,23 +33,13 @@ NOT_LOCKED = {"ray"}
 """Of an extra of its own name, which the locks do not install: it holds cloudpickle and joblib back."""
 
 
-def modules() -> set[str]:
-    """Top-level names of what the packages' modules import, at any depth of them."""
-    names: set[str] = set()
-    for path in (path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                names |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                names.add((node.module or "").partition(".")[0])
-    return names
-
-
 def imported() -> set[str]:
     """Canonical names of the distributions that the packages import."""
     owners = metadata.packages_distributions()
+    sources = [path for name, path in MODULES.items() if not name.startswith("benchmarks")]
+    modules = {name.partition(".")[0] for path in sources for name in imported_names(path)}
     names = set()
-    for module in modules() - OURS - set(ELSEWHERE) - set(sys.stdlib_module_names) - NOT_LOCKED:
+    for module in modules - OURS - set(ELSEWHERE) - set(sys.stdlib_module_names) - NOT_LOCKED:
         assert module in owners, f"{module} is imported, and no installed distribution has it"
         # mlflow's module is shared with the distributions that it is made of
         distributions = {canonicalize_name(name) for name in owners[module]}

@@ -5,7 +5,6 @@ import re
 import runpy
 import shlex
 import subprocess
-import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +25,6 @@ DOCUMENTS = [
     *(ROOT / folder / "README.md" for folder in ("benchmarks", "examples", "plugins")),
 ]
 TEXT = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in DOCUMENTS}
-FOLDERS = ("pipeline", "stages", "plugins", "benchmarks", "examples")
 NAMING = {"pipeline", "stages", "plugins", "benchmarks", "examples", "conf", "tests"}
 """Folders whose code, configurations and messages name pages."""
 OF_OTHERS = {"docs/model_signing_format.md", "docs/source/architecture/checkpoint.md"}
@@ -43,13 +41,6 @@ def anchors(path: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
-
-
-def test_the_tree_has_a_line_for_every_file() -> None:
-    printed = subprocess.run([sys.executable, ROOT / "docs" / "tree.py"], capture_output=True, text=True, check=True).stdout
-    described = re.findall(r"^ *([\w.]+\.py) +\S", printed, re.MULTILINE)
-    modules = [path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if path.name != "__init__.py"]
-    assert sorted(described) == sorted(modules)
 
 
 def test_the_reference_is_what_the_code_says() -> None:

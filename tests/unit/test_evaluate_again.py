@@ -1,6 +1,7 @@
 """Samples decoded again: a report's own engines give its numbers, another engine does not."""
 
 import math
+import weakref
 
 import pytest
 from evaluations import brief_workloads, evaluate, measure_baseline
@@ -44,6 +45,21 @@ def test_another_candidate_or_another_baseline_gives_others(rows: list[SampleRow
     assert "mean KL of" in str(said(rows, engine(), engine(1.0)))
     assert "mean KL of" in str(said(rows, engine(), engine()))
     assert "decoded again" in str(said(rows, engine(2.0), engine(0.05)))
+
+
+def test_the_baseline_is_gone_when_the_candidate_is_loaded() -> None:
+    baselines = []
+
+    def open_baseline() -> Engine:
+        opened = engine()
+        baselines.append(weakref.ref(opened))
+        return opened
+
+    def open_candidate() -> Engine:
+        assert [one() for one in baselines] == [None]
+        return engine(0.05)
+
+    assert decode_again(open_baseline, open_candidate, SAMPLES[:2], {}, CharTokenizer(), CONFIG)
 
 
 def test_numbers_that_are_missing_or_of_nobody_are_different(rows: list[SampleRow]) -> None:

@@ -97,17 +97,6 @@ def test_every_token_from_the_prompts_last_on_goes_through_decode(batch_size: in
     assert max(engine.widths) <= batch_size
 
 
-def test_every_position_is_scored_once_and_never_from_the_prefill() -> None:
-    engine = fake_engine(SAMPLES)
-    seen: dict[tuple[int, int], float] = {}
-    for step in steps_of(engine, encoded(), 2):
-        for i, position, row in zip(step.samples, step.positions, step.logits_BV, strict=True):
-            assert (i, position) not in seen
-            seen[i, position] = float(row.max())
-    assert set(seen) == {(i, t) for i, item in enumerate(encoded()) for t in range(len(item.reference))}
-    assert max(seen.values()) < 1e9  # what the fake's prefill returns
-
-
 def test_a_finished_sequence_makes_room_for_the_next() -> None:
     engine = fake_engine(SAMPLES)
     list(decode(engine, encoded(), 2))
@@ -162,6 +151,15 @@ def test_an_engine_that_serves_requests_has_a_batch_of_them_in_flight() -> None:
     by_sample = sorted((event for event in events if isinstance(event, Step)), key=lambda step: step.samples[0])
     for one, other in zip(by_sample, steps_of(alone, encoded(), 3), strict=True):
         np.testing.assert_array_equal(one.logits_BV, other.logits_BV)
+
+
+@pytest.mark.parametrize("engine", [OnePassFake, RequestFake])
+def test_when_stopping_an_engine_of_whole_samples_computes_no_other(engine: type[OnePassFake]) -> None:
+    finished: list[int] = []
+    for event in decode(engine(fake_engine(SAMPLES).answers), encoded(), 1, stopping=lambda: bool(finished)):
+        if isinstance(event, Finished):
+            finished.append(event.sample)
+    assert len(finished) == 1
 
 
 def test_the_corruption_comes_before_the_one_pass() -> None:
@@ -255,12 +253,3 @@ def test_an_engine_without_room_for_forks_shares_nothing() -> None:
     assert engine.forks == 0
     answers_of(engine, encode(QUESTIONS, CharTokenizer(), 9), 3)
     assert engine.forks == len(QUESTIONS) + 1
-
-
-def test_when_stopping_samples_in_flight_finish_and_no_other_starts() -> None:
-    engine = sharing_engine(SAMPLES, wrong=WRONG)
-    events = list(decode(engine, encoded(), 2, Greedy(EOS, 4), stopping=lambda: bool(engine.widths)))
-    finished = [event for event in events if isinstance(event, Finished)]
-    assert len(finished) == 2
-    assert engine.live == 0
-    assert {event.sample for event in finished} == {i for e in events if isinstance(e, Step) for i in e.samples}

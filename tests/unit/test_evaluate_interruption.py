@@ -20,13 +20,30 @@ def _as_the_command_line() -> Iterator[None]:
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_noted_and_the_second_stops(first: signal.Signals, second: signal.Signals) -> None:
-    with interruption() as noted:
-        assert not noted.requested
-        os.kill(os.getpid(), first)
-        assert noted.requested
-        with pytest.raises(KeyboardInterrupt):
+    def interrupted() -> None:
+        with interruption() as noted:
+            assert not noted.requested
+            os.kill(os.getpid(), first)
+            assert noted.requested
             os.kill(os.getpid(), second)
+            pytest.fail("the second signal stops at once")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+
+
+def test_a_signal_after_the_last_sample_ends_the_block_too() -> None:
+    done = []
+
+    def interrupted() -> None:
+        with interruption():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("the rest")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert done == ["the rest"]
 
 
 def test_a_signal_that_ends_the_process_elsewhere_keeps_doing_so() -> None:

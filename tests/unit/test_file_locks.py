@@ -70,6 +70,13 @@ def test_a_lock_of_a_process_that_was_killed_is_free(held: tuple[Path, int]) -> 
     assert holder(path) == "another process"
 
 
+def test_a_lock_on_another_file_system_names_nobody_here(held: tuple[Path, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, pid = held
+    assert holder(path) == f"process {pid}"
+    monkeypatch.setattr(os, "minor", lambda device: device + 1)
+    assert holder(path) == "another process"
+
+
 @pytest.mark.parametrize("folder", ["/proc/self", "/proc/self/fd"])
 def test_a_folder_in_which_no_lock_can_be_made_is_refused_and_not_waited_for(folder: str) -> None:
     with pytest.raises(UserError, match=rf"{folder}/\.lock: {REFUSAL}"), locked(Path(folder, ".lock"), "summary.json"):

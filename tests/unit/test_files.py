@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.artifacts import files
-from pipeline.artifacts.files import POOL, STORE_FILE, clone, link_or_copy, sweep_pool
+from pipeline.artifacts.files import POOL, STORE_FILE, link_or_copy, sweep_pool
 
 
 @pytest.fixture
@@ -65,20 +65,6 @@ def test_what_cannot_be_linked_is_copied(code: int, store: Path, owned: Path, mo
     link_or_copy(owned, store / "quantize" / "one" / "w")
     link_or_copy(store / "quantize" / "one" / "w", store / "quantize" / "two" / "w")
     assert (store / "quantize" / "two" / "w").read_text() == "weights"
-
-
-def test_a_file_system_that_shares_blocks_is_asked_to(tmp_path: Path, owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def share(target: int, request: int, source: int) -> int:
-        asked.append(request)
-        os.sendfile(target, source, 0, 100)
-        return 0
-
-    monkeypatch.setattr("fcntl.ioctl", share)
-    clone(owned, tmp_path / "copy")
-    assert asked == [0x40049409]
-    assert (tmp_path / "copy").read_text() == "weights"
 
 
 def test_copies_that_no_artifact_has_go_after_a_day(store: Path, owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:

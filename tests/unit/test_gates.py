@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from gate_reports import CANARY_ROWS, CLASSES, GATES, answered, drafted, every_class, fidelity, gates, prose, row, verdict
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from refusals import refused
 from test_conformance_gate import SOUND, engine, record, request
 from test_coverage import BAD, LARGER, probes
@@ -18,6 +16,7 @@ from test_gates_served import served
 from pipeline.core.errors import UserError
 from pipeline.statistics.bets import OUTLIER
 from pipeline.verdict.conformance import Conformance, EngineConformance
+from pipeline.verdict.coverage import ReusedPrefixes
 from pipeline.verdict.report import Canary, Compaction, Rung, SampleRow
 from pipeline.verdict.thresholds import MOST_SAMPLES, Check, Verdict
 
@@ -78,12 +77,12 @@ OPEN_MEANS = {"max_mean_kl", "min_top10_overlap", "max_ppl_ratio", "max_rms_delt
 FAR_APART = [*prose(1), prose(2, context_tokens=1100, mean_kl=0.04)[1]]
 BLIND, ABSENT = (Canary(factor=0.1, rows=rows) for rows in (answered("retrieval", 8), []))
 UNDRAFTED = [r if i else r.model_copy(update={"acceptance": {}}) for i, r in enumerate(drafted(every_class(), 25))]
+UNKNOWN = ReusedPrefixes(samples=2, tokens=9, kl_max=None, contradictions=[])
 STORED_WRONG = record(engine(*SOUND.requests, request(stored=3e-3)))
 
 CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     # name: samples, thresholds (`gates`) and changes of the report, status, gates that stop a PASS, words of the first reason
     "nothing flips": (every_class(), {}, "PASS", set(), "all: keeps 100.0 % of the probability of right answers (at least 99."),
-    "1 answer is lost": (every_class(retrieval=1), {}, "PASS", set(), ""),
     "2 answers are lost": (every_class(retrieval=2), {}, "PASS", set(), ""),
     "12 answers are lost": (every_class(retrieval=4, copy=4, tool_call=4), {}, "PASS", set(), ""),
     "2 of 60 answers are lost": (losing(2, pages(15)), {}, "PASS", set(), ""),
@@ -125,7 +124,6 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     "a text that is less likely": (copies(candidate_nll=0.5), {}, "FAIL", {"max_ppl_ratio"}, ""),
     "probabilities that move both ways": (copies(mean_squared_delta_p=0.2), {}, "FAIL", {"max_rms_delta_p"}, ""),
     "one request in twenty with another's page": (every(20, mean_kl=0.7), {}, "FAIL", {"max_ruined_share"}, ""),
-    "no ruined request": (first(0), {}, "PASS", set(), ""),
     "3 ruined requests": (first(3, mean_kl=9.0), {}, "PASS", set(), ""),
     "10 ruined requests": (
         first(10, mean_kl=9.0), {}, "INCONCLUSIVE", {"max_ruined_share"},
@@ -178,6 +176,9 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
         every_class(), {"probes": probes(candidate=LARGER)}, "FAIL", {"allocation"}, ""),
     "free generation with another scale": (
         every_class(), {"probes": probes(free=["sample a: ..."])}, "FAIL", {"free_answers"}, "sample a: ..."),
+    "logits that are not finite where a prefix is reused": (
+        every_class(), {"probes": probes().model_copy(update={"reused_candidate": UNKNOWN})}, "FAIL", {"reused_prefixes"},
+        "logits over reused prefixes are not finite"),
     "drafts that a cache ruins although its answers are right": (
         drafted(every_class(), 34), {"drafters": ["lookup"]}, "FAIL", {"max_acceptance_loss"},
         "loss of acceptance length 0.2647, 99.81 % bound 0.2359, outside max_acceptance_loss (at most 0.1)",
@@ -262,17 +263,6 @@ def test_no_samples_are_asked_for_that_would_not_help(rows: Rows, needed: dict[s
     assert verdict(rows).samples_needed == needed
 
 
-def test_a_bound_by_document_is_wider_than_by_sample() -> None:
-    rows = [
-        r.model_copy(update={"mean_kl": 0.02 if i < 64 else 0.06, "document": f"d{i // 64}-{r.workload}"})
-        for r, i in ((r, int(r.id.rpartition("-")[2])) for r in every_class())
-    ]
-    apart = [r.model_copy(update={"document": r.id}) for r in rows]
-    by_document, by_sample = (line(verdict(some), "max_mean_kl") for some in (rows, apart))
-    assert (by_document.status, by_sample.status) == ("INCONCLUSIVE", "PASS")
-    assert (by_document.bound or 0) > (by_sample.bound or 1)
-
-
 @pytest.mark.parametrize(
     ("rows", "gate", "count"),
     [
@@ -334,15 +324,3 @@ def test_the_ladder_says_which_small_faults_were_noticed_and_decides_nothing(com
     assert outcome.status == "PASS"
     assert f"planted faults {told}" in outcome.reasons
     assert "ladder" not in {check.gate for check in verdict(every_class()).checks}
-
-
-@settings(max_examples=8, deadline=None)
-@given(lost=st.integers(0, 30), gained=st.integers(0, 10), count=st.sampled_from([60, 100]))
-def test_one_more_lost_sample_never_turns_a_fail_into_a_pass(lost: int, gained: int, count: int) -> None:
-    order = {"FAIL": 0, "INCONCLUSIVE": 1, "PASS": 2}
-    rows = answered("retrieval", count, lost, gained)
-    before = verdict(rows).status
-    after = verdict([*rows, row("retrieval", 999, True, False)]).status
-    assert not (before == "FAIL" and after == "PASS")
-    one_worse = [*rows[:-1], rows[-1].model_copy(update={"candidate_correct": False})]
-    assert order[verdict(one_worse).status] <= order[before]

@@ -18,22 +18,12 @@ from gate_reports import (
     row,
     verdict,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pydantic import ValidationError
 from scipy.stats import multivariate_normal, norm
 
-from pipeline.statistics.looks import (
-    _START,
-    Spending,
-    _boundary_of,
-    nominal_levels,
-    obrien_fleming_spending,
-    planned_looks,
-    square_root_spending,
-)
+from pipeline.statistics.looks import Spending, nominal_levels, obrien_fleming_spending, planned_looks, square_root_spending
 from pipeline.verdict.gates import decide, is_final
-from pipeline.verdict.report import Canary, EvaluationReport, SampleRow
+from pipeline.verdict.report import Canary, SampleRow
 from pipeline.verdict.thresholds import RULES, Verdict
 
 PLAN = [0.1, 0.25, 0.5, 0.75, 1.0]
@@ -71,16 +61,6 @@ def keeping(share: float, rows: list[SampleRow], spread: float = 0.0) -> list[Sa
     ]
 
 
-def crossing_probability(shares: tuple[float, ...], levels: tuple[float, ...]) -> float:
-    """The probability that a test at `levels` rejects at any look where its null hypothesis is true."""
-    paths, crossed = _START, 0.0
-    for share, level in zip(shares, levels, strict=True):
-        boundary = _boundary_of(level, share)
-        crossed += paths.crossing(share, boundary)
-        paths = paths.below(share, boundary)
-    return crossed
-
-
 def test_levels_are_the_published_boundaries_of_lan_and_demets() -> None:
     shares = (0.2, 0.4, 0.6, 0.8, 1.0)
     levels = nominal_levels(shares, 0.025, obrien_fleming_spending)
@@ -89,28 +69,19 @@ def test_levels_are_the_published_boundaries_of_lan_and_demets() -> None:
 
 @pytest.mark.parametrize("spending", SPENDING)
 @pytest.mark.parametrize("alpha", [0.05, 0.0125])
-def test_all_looks_together_err_with_alpha_by_scipys_normal_distribution_too(spending: Spending, alpha: float) -> None:
-    shares = (0.1, 0.25, 0.5, 0.75, 1.0)
+@pytest.mark.parametrize("shares", [tuple(PLAN), (0.5, 0.51, 1.0)], ids=["the plan", "a narrow step"])
+def test_all_looks_together_err_with_alpha_by_scipys_normal_distribution_too(
+    spending: Spending, alpha: float, shares: tuple[float, ...]
+) -> None:
     levels = nominal_levels(shares, alpha, spending)
-    assert crossing_probability(shares, levels) == pytest.approx(alpha, abs=1e-9)
     covariance = [[math.sqrt(min(s, t) / max(s, t)) for t in shares] for s in shares]
-    joint = multivariate_normal(np.zeros(5), covariance, seed=1)
+    joint = multivariate_normal(np.zeros(len(shares)), covariance, seed=1)
     assert 1 - joint.cdf(norm.isf(levels)) == pytest.approx(alpha, abs=5e-4)
 
 
 @pytest.mark.parametrize("spending", SPENDING)
 def test_one_look_spends_all_of_alpha_to_the_last_bit(spending: Spending) -> None:
     assert nominal_levels((1.0,), 0.05, spending) == (0.05,)
-
-
-@settings(max_examples=25, deadline=None)
-@given(parts=st.sets(st.integers(1, 99), max_size=12), alpha=st.floats(1e-4, 0.2))
-def test_any_plan_has_levels_of_at_most_alpha_that_spend_it(parts: set[int], alpha: float) -> None:
-    shares = (*(part / 100 for part in sorted(parts)), 1.0)
-    for spending in SPENDING:
-        levels = nominal_levels(shares, alpha, spending)
-        assert all(0 <= level <= alpha * (1 + 1e-9) for level in levels)
-        assert crossing_probability(shares, levels) == pytest.approx(alpha, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -213,26 +184,10 @@ def test_prose_alone_follows_the_same_looks_and_a_bet_waits_where_documents_are_
     assert up_to(prose(24, mean_kl=0.1), 1).status == "INCONCLUSIVE"
 
 
-def test_a_context_bin_fails_at_its_own_look() -> None:
-    rows = [
-        r.model_copy(update={"context_tokens": 100 if i % 4 == 0 else 900}) for i, r in enumerate(answered("retrieval", 160))
-    ]
-    losing = [r.model_copy(update={"candidate_correct": r.context_tokens > 150}) for r in rows]
-    outcome = up_to(losing, 3)
-    bins = [check for check in outcome.checks if check.where == "retrieval [0, 150)"]
-    assert [check.status for check in bins] == ["FAIL"]
-    assert bins[0].reason.endswith("; round 3 of 5")
-
-
 @pytest.mark.parametrize("shares", [[], [0.5], [0.5, 0.5, 1.0], [0.0, 1.0], [0.7, 0.3, 1.0], [0.5, 1.5], [0.5, 0.505, 1.0]])
 def test_a_plan_that_does_not_ascend_to_all_samples_is_no_report(shares: list[float]) -> None:
     with pytest.raises(ValidationError, match=r"planned_rounds must ascend to 1 in steps of 0\.01 or more"):
         report(answered("copy", 60), planned_rounds=shares)
-
-
-def test_a_report_from_before_there_were_rounds_is_one_round() -> None:
-    written = report(answered("copy", 60)).model_dump(exclude={"planned_rounds"})
-    assert EvaluationReport.model_validate(written).planned_rounds == [1.0]
 
 
 def test_a_verdict_names_the_rules_that_made_it() -> None:
@@ -246,6 +201,14 @@ def test_following_the_advice_spends_what_the_first_evaluation_left() -> None:
     assert attempts[0] == pytest.approx(0.9 * GATES.alpha)
     text = verdict(keeping(0.953, answered("copy", 120), spread=0.1)).reasons[0]
     assert text.endswith("samples would decide with gates.attempt=2")
+
+
+@pytest.mark.parametrize("attempt", [2, 20])
+@pytest.mark.parametrize("last", [1, 2])
+def test_later_attempts_say_at_their_first_looks_how_many_answers_decide(attempt: int, last: int) -> None:
+    """The levels of these looks are below 1e-17, or 0."""
+    lost = flipping("copy", 1000, lost=set(range(0, 1000, 25)))
+    assert sum(up_to(lost, last, attempt=attempt).samples_needed.values()) > len(lost)
 
 
 def test_the_canarys_rows_are_no_part_of_the_looks() -> None:
@@ -268,10 +231,3 @@ def test_a_margin_of_a_workload_that_comes_later_is_no_error() -> None:
     planned = dict.fromkeys(CLASSES, True) | {"legal": True}
     outcome = verdict(rows, gates(margins={"legal": 0.02}), planned_rounds=PLAN, planned_workloads=planned)
     assert outcome.status == "INCONCLUSIVE"
-
-
-def test_a_distance_does_not_pass_for_good_at_an_early_look() -> None:
-    """Where only later rounds hold the documents that the cache ruins."""
-    early, late = prose(300, round=1, mean_kl=0.001), prose(340, round=2, mean_kl=1.0)[300:]
-    assert verdict(early, planned_rounds=[0.5, 1.0]).status == "PASS"
-    assert verdict(early + late, planned_rounds=[0.5, 1.0]).status != "PASS"

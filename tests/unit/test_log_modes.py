@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from bad_input.case import Case, Commands, Outcome
 
-from pipeline.core.redaction import RedactedStream
-
 ROOT = Path(__file__).resolve().parents[2]
 
 NOISE = """
@@ -124,17 +122,15 @@ def test_results_show_paths_below_the_current_directory_relative_to_it(commands:
 
 SHOWN = [
     (("--cfg", "job", "-m", "kv=fp8,int8"), 0, "# job 2 of 2: kv=int8\n"),
-    (("--cfg", "job", "-m", "kv=fp8,int8", "--package", "kv.name"), 0,
-        "# job 1 of 2: kv=fp8\nfp8\n---\n# job 2 of 2: kv=int8\nint8\n"),
-    (("--cfg", "job", "--package", "gates", "--resolve"), 0, "max_mean_kl: 0.05"),
-    (("--hydra-help",), 0, "--shell-completion"),
-    (("--info", "searchpath"), 0, "file://"),
     (("--version",), 0, "kvgate "),
     (("kv=fp8", "--version"), 0, "kvgate "),
     (("-sc", "install=bash"), 0, "complete -o nospace"),
     (("-sc", "uninstall=bash"), 0, "unset hydra_bash_completion"),
-    (("--cfg", "all", "-m"), 2, "give --cfg job"),
-    (("--cfg", "job", "--package", "nope"), 2, "--package=nope: no such part"),
+    (("--cfg", "all"), 2, "--cfg=all: shows Hydra's configuration; give --cfg job"),
+    (("--cfg", "job", "--resolve"), 2, "--resolve: is an option of Hydra's"),
+    (("--cfg", "job", "--package", "kv.name"), 2, "--package=kv.name: is an option of Hydra's"),
+    (("--hydra-help", "kv=nosuch"), 2, "--hydra-help: is an option of Hydra's"),
+    (("--info", "searchpath", "kv=nosuch"), 2, "--info=searchpath: is an option of Hydra's"),
     (("-sc",), 2, "give install=bash"),
     (("-sc", "install=tcsh"), 2, "give install=bash"),
     (("log=yaml",), 2, "log=yaml: no such option"),
@@ -168,12 +164,3 @@ def test_a_reader_that_has_seen_enough_is_no_error(option: str, tmp_path: Path) 
     assert done.returncode == 0
     assert not [line for line in done.stderr.splitlines() if '"level": "info"' not in line]
     assert (tmp_path / "work" / "capacity.json").is_file() == ("capacity" in option), "work goes on to its end"
-
-
-def test_nothing_is_raised_where_nobody_reads_either_stream() -> None:
-    reads, writes = os.pipe()
-    os.close(reads)
-    with os.fdopen(writes, "w", buffering=1) as closed:
-        stream = RedactedStream(closed)
-        for _ in range(3):
-            print("a line", file=stream, flush=True)

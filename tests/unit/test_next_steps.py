@@ -258,6 +258,26 @@ def test_a_policy_that_was_found_is_judged_from_its_folder(tmp_path: Path) -> No
     assert composed(next_steps.after_tuning(config_of(*BASE), "found", tmp_path)).stage == "evaluate"
 
 
+def test_a_policy_that_was_found_is_judged_with_what_the_users_own_folder_brought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conf, own, tuned = Path(__file__).parents[2] / "conf", tmp_path / "mine, too", tmp_path / "tuned"
+    for source, file in (("capacity/default", own / "capacity" / "mine.yaml"), ("kv/fp8", tuned / "kv" / "found.yaml")):
+        file.parent.mkdir(parents=True)
+        file.write_text((conf / f"{source}.yaml").read_text())
+    monkeypatch.setattr(commands, "_given", [("--config-dir", str(own), "capacity=mine", "stage=tune", "tune.texts=4")])
+    assert composed(next_steps.after_tuning(config_of(), "found", tuned)).stage == "evaluate"
+
+
+def test_after_a_sweep_over_more_than_policies_the_finer_policy_is_judged_by_a_sweep_too(tmp_path: Path) -> None:
+    base = [*TYPED, "kv=int8_tensor,int4", "weights=none,fp8"]
+    judged = [
+        candidate(tmp_path, f"{kv} weights={weights}", "FAIL") for kv in ("int8_tensor", "int4") for weights in ("none", "fp8")
+    ]
+    step = next_steps.after_judging(plan(base, multirun=True).jobs[0], judged, base, swept=["kv", "weights"])
+    assert composed(step).kv.name == "int8"
+
+
 def test_the_command_of_one_candidate_of_a_sweep_has_no_launcher() -> None:
     """It is refused without a sweep."""
     base = ["kv=fp8,int8", "seed=1", "hydra/launcher=ray", "+hydra.launcher.ray.init.num_cpus=2"]

@@ -105,24 +105,6 @@ def test_exact_buffers_hold_the_sinks_and_the_newest_token_of_each_residue(chunk
     assert pool.arrays["value_exact.0"][slot, 1, :, 0].tolist() == [0, 1, 9, 10, 8]
 
 
-@pytest.mark.parametrize("policy", [EXACT, WINDOW, STREAMING], ids=lambda policy: policy.name)
-def test_a_step_of_a_batch_stores_what_single_appends_store(policy: KVPolicy) -> None:
-    pool, other = PagedPool(policy, SHAPE, 8), PagedPool(policy, SHAPE, 8)
-    for each in (pool, other):
-        for length in (3, 127):
-            fill(each, each.start(), length)
-    pool.reserve([0, 1], 2)
-    for step in range(2):
-        new = np.concatenate([tokens(3 + step, 1), tokens(127 + step, 1)])
-        pool.append([0, 1], dict.fromkeys(pool.arrays, new))
-        for handle in (0, 1):
-            fill(other, handle, 1)
-    for name in pool.arrays:
-        np.testing.assert_array_equal(pool.arrays[name], other.arrays[name])
-    assert pool.memory() == other.memory()
-    assert pool.memory().exact_bytes == policy.exact_bytes(SHAPE, 2)
-
-
 @pytest.mark.parametrize("chunks", [[1] * 300, [300], [63, 1, 65, 128, 43], [260, 40]])
 def test_the_window_holds_copies_of_its_pages_only(chunks: list[int]) -> None:
     pool = PagedPool(WINDOW, SHAPE, 8)

@@ -43,7 +43,6 @@ def judged(policy: str, **changes: object) -> Judged:
         made=1.0,
         backend="onnxruntime",
         engine_digest=f"engine of {policy}",
-        identity_digest="i",
         status="PASS",
         limits=Limits(tokens=900, batch=32),
         longest_decode=192,

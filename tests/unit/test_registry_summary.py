@@ -1,3 +1,5 @@
+"""summary.json of a sweep: candidates, jobs that ended, and the exit code."""
+
 import json
 from pathlib import Path
 from typing import Any
@@ -6,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.core.errors import UserError
-from pipeline.registry.summary import Candidate, Cited, Registration, begin, check_writable, finish, forget, load, note, record
+from pipeline.registry.summary import Candidate, Cited, Registration, begin, finish, forget, load, note, record
 from pipeline.verdict.thresholds import Check, Verdict
 
 FP8 = Candidate(
@@ -145,13 +147,3 @@ def test_a_sweep_that_is_not_there_is_bad_input_that_names_the_latest(tmp_path: 
     begin(tmp_path, "monday", ["fp8"])
     with pytest.raises(UserError, match=r"promote\.sweep=.*: there is no such sweep in .*summaries; give one, such as monday"):
         load(tmp_path, sweep)
-
-
-def test_a_folder_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
-    (tmp_path / "report.txt").mkdir()
-    with pytest.raises(UserError, match=r"report\.txt cannot be written"):
-        check_writable(tmp_path, "report.txt")
-    (tmp_path / "summary.json").unlink()
-    (tmp_path / "summary.json").mkdir()
-    with pytest.raises(UserError, match=r"summary\.json cannot be read"):
-        check_writable(tmp_path)

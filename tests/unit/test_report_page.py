@@ -122,13 +122,23 @@ def test_kl_by_position_covers_every_scored_token_once(judged: list[Exhibit]) ->
 
 def test_every_chart_compiles_without_a_warning(judged: list[Exhibit], tmp_path: Path) -> None:
     charts = make_page(judged, occasion(tmp_path))["charts"]
-    assert set(charts) == {"recovery", "quality", "context", "position", "depth", "depth_kl", "latency", "rate"}
+    assert set(charts) == {"recovery", "quality", "context", "position", "depth", "depth_kl"}
     for name, spec in charts.items():
         assert spec["description"], name
         json.dumps(spec, allow_nan=False)
         assert vl_convert.vegalite_to_vega(spec)["marks"], name
-    fast = "decode_tokens_per_s_fast"
-    assert [one[fast] for one in charts["rate"]["datasets"]["times"]] == [1, 4321, 4321, 4321]
+
+
+def test_each_of_several_baselines_has_a_name_of_its_own(judged: list[Exhibit], tmp_path: Path) -> None:
+    candidate = judged[2].candidate
+    other = candidate.model_copy(update={"baseline": candidate.baseline.model_copy(update={"digest": "other"})})
+    page = make_page([*judged[:2], replace(judged[2], candidate=other)], occasion(tmp_path))
+    names = ["fp16 baseline of fp8", "fp16 baseline of int4"]
+    assert [row.name for row in page["rows"] if row.verdict is None] == names
+    assert sorted(row[0] for row in page["timed"][:2]) == names
+    for chart in ("quality", "depth"):
+        shown = [policy for policy, *_ in page["numbers"][chart] if policy.startswith(numbers.BASELINE)]
+        assert sorted(set(shown)) == names
 
 
 def test_only_a_candidate_that_is_not_decided_says_how_many_samples_would_decide(judged: list[Exhibit], tmp_path: Path) -> None:

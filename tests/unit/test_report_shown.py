@@ -51,15 +51,6 @@ def show(work: Path, shown: Candidate, store: Runs | None) -> None:
         showing.show(config_at(work), [shown], sweep="s")
 
 
-def test_the_page_in_the_work_directory_is_the_one_that_is_attached(work: Path) -> None:
-    store, directory = Runs(), judged_engine(work / "artifacts", copy=3)
-    show(work, candidate(directory), store)
-    page = (work / showing.PAGE).read_text(encoding="utf-8")
-    assert store.attached == {"run": page}
-    assert "stage=verify bundle=" in page
-    assert read_evidence(directory).identity.binds["gates"] in page
-
-
 def test_prompts_of_the_users_own_file_stay_in_the_work_directory(work: Path) -> None:
     jsonl = work.parent / "own.jsonl"
     jsonl.write_text(json.dumps(OWN) + "\n")
@@ -71,6 +62,8 @@ def test_prompts_of_the_users_own_file_stay_in_the_work_directory(work: Path) ->
     store = Runs()
     show(work, candidate(directory), store)
     page = (work / showing.PAGE).read_text(encoding="utf-8")
+    assert "stage=verify bundle=" in page
+    assert read_evidence(directory).identity.binds["gates"] in page
     assert "our secret recipe" in page
     assert "our secret recipe" not in store.attached["run"]
     assert "two spoons" in store.attached["run"], "answers are MLflow's anyway, in samples.jsonl"

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from judged_candidates import decide_pass
 from judged_engine import cited_tags, judged_engine
 from routed_engines import Fleet
 
@@ -11,6 +12,7 @@ from pipeline.artifacts.digest import file_digest
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.evidence.reading import registered_engine
 from pipeline.evidence.verify import replay_candidate
+from pipeline.registry import promotion
 from pipeline.registry.tracking import Version
 from pipeline.routing.moves import Aliases, read_aliases
 from pipeline.routing.stages import roll_back
@@ -171,6 +173,9 @@ def test_an_engine_is_found_in_the_store_by_what_its_version_cites_and_its_evide
     assert (found.version, str(found), found.policy.name) == ("4", "version 4 (int8)", "int8")
     assert {"retrieval", "copy"} <= found.workloads
     assert {finding.status for finding in replay_candidate(found.candidate).findings} == {"same"}
+    (found.candidate.engine.path / "weights.bin").write_text("altered")
+    with pytest.raises(GateRefusal, match=r"^engine: weights\.bin: differs, recorded "):
+        promotion.verify(found.candidate, replay_candidate, decide_pass)
     with pytest.raises(GateRefusal, match=r"version 4 \(int8\) has no evidence in"):
         registered_engine(store, Version("4", {**tags, "identity_digest": "0" * 64}))
     (evidence / REPORT_FILE).unlink()

@@ -1,3 +1,5 @@
+"""Where the tracking store is, and how its addresses and commands name it."""
+
 from pathlib import Path
 from urllib.parse import parse_qs, urlparse
 

@@ -1,3 +1,5 @@
+"""Which names and texts are secrets, and what is shown in their place."""
+
 import pytest
 
 from pipeline.core.redaction import MASK, PARAM_CHARS, clip, redact, redact_text, secret_name

@@ -20,7 +20,7 @@ from pipeline import statistics
 from pipeline.core.errors import UserError
 from pipeline.verdict import thresholds
 from pipeline.verdict.registry import Evidence, Line, by_workload, gate
-from pipeline.verdict.report import SampleRow
+from pipeline.verdict.report import Accuracy, SampleRow
 from pipeline.verdict.thresholds import MOST_SAMPLES, Check, LineStatus, Looser, Margin
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ ACCURACY, ALL = "accuracy", "all"
 DOUBTFUL = 0.75
 """Of the margin: three of 60 answers. int8 on SmolLM2 loses as many in 2 % of 60 at most, with ten points lost besides in 90 %
 or more (`tests/long/test_gates_simulation.py`)."""
+LEAST_LEVEL = 1e-15
+"""The first looks of later attempts have smaller levels, down to 0, whose bounds say nothing of those of more samples."""
 
 
 class Limits(thresholds.Limits):
@@ -52,7 +54,7 @@ class _Answers:
 
     name: str
     """The workload, `workload [low, high)`, or "all"."""
-    rows: Sequence[SampleRow]
+    counted: Accuracy
     margin: float
     pairs: "Pairs"
     """Counts for the tests, smaller than those seen where samples share documents."""
@@ -63,27 +65,16 @@ class _Answers:
         differences = [int(bool(row.candidate_correct)) - int(bool(row.baseline_correct)) for row in rows]
         pairs = statistics.paired.effective_pairs(differences, [row.document for row in rows])
         margins = {} if name == ALL else limits.margins
-        return cls(name, rows, margins.get(rows[0].workload, limits.margin), pairs)
-
-    @property
-    def baseline(self) -> float:
-        """Accuracy of the baseline, 0 to 1."""
-        return sum(bool(row.baseline_correct) for row in self.rows) / len(self.rows)
+        return cls(name, Accuracy.of(rows), margins.get(rows[0].workload, limits.margin), pairs)
 
     @property
     def inferiority(self) -> float:
         return statistics.paired.inferiority_p(self.pairs, self.margin)
 
-    @property
-    def difference(self) -> float:
-        """Accuracy of the candidate minus that of the baseline."""
-        return sum(bool(row.candidate_correct) - bool(row.baseline_correct) for row in self.rows) / len(self.rows)
-
     def check(self, status: LineStatus, alpha: float, advice: str = "") -> Check:
         lower = status != "FAIL"
         bound = statistics.paired.difference_bound(self.pairs, alpha, lower)
-        lost = sum(bool(row.baseline_correct) and not row.candidate_correct for row in self.rows)
-        gained = sum(bool(row.candidate_correct) and not row.baseline_correct for row in self.rows)
+        counted = self.counted
         shown = (
             "these answers are too few to show that no more than the margin is lost,"
             if status == "WARNING"
@@ -93,13 +84,13 @@ class _Answers:
         return Check(
             gate=ACCURACY,
             where=self.name,
-            value=self.difference,
+            value=counted.difference,
             bound=bound,
             threshold=-self.margin,
             status=status,
             reason=(
-                f"{self.name}: {lost} of {len(self.rows)} answers lost, {gained} gained; accuracy "
-                f"{self.baseline + self.difference:.3f} vs {self.baseline:.3f}, {shown} {-self.margin:+.3f}{advice}"
+                f"{self.name}: {counted.lost} of {counted.judged} answers lost, {counted.gained} gained; accuracy "
+                f"{counted.candidate:.3f} vs {counted.baseline:.3f}, {shown} {-self.margin:+.3f}{advice}"
             ),
         )
 
@@ -124,11 +115,12 @@ def _needed(evidence: Evidence, limits: Limits, still_open: Collection[str]) -> 
     """
     if ALL not in still_open:
         return {}
-    every, level = _Answers.of(ALL, evidence.judged, limits), evidence.look.pass_level(limits.pass_alpha)
-    room = every.difference + every.margin
-    short = every.difference - statistics.paired.difference_bound(every.pairs, level, lower=True)
-    deviations = [NormalDist().inv_cdf(share) for share in (1 - limits.next_attempt.pass_alpha, limits.power, 1 - level)]
-    times = (short / room * (deviations[0] + deviations[1]) / deviations[2]) ** 2 if room > 0 else MOST_SAMPLES
+    every, level = _Answers.of(ALL, evidence.judged, limits), max(evidence.look.pass_level(limits.pass_alpha), LEAST_LEVEL)
+    difference = every.counted.difference
+    room = difference + every.margin
+    short = difference - statistics.paired.difference_bound(every.pairs, level, lower=True)
+    below, power, below_now = map(NormalDist().inv_cdf, (limits.next_attempt.pass_alpha, limits.power, level))
+    times = (short / room * (power - below) / -below_now) ** 2 if room > 0 else MOST_SAMPLES
     counts = {name: math.ceil(times * len(rows)) for name, rows in by_workload(evidence.judged).items()}
     return {name: min(count, MOST_SAMPLES) for name, count in counts.items()}
 
@@ -157,14 +149,14 @@ def accuracy(evidence: Evidence, limits: Limits) -> Iterator[Check]:
 
 def _together(every: _Answers, level: float) -> Check:
     """Return the line of all answers: PASS where they are shown to hold, INCONCLUSIVE where they look as if they did not."""
+    counted = every.counted
     if statistics.paired.noninferiority_p(every.pairs, every.margin) <= level:
         status: LineStatus = "PASS"
-    elif every.difference < -DOUBTFUL * every.margin:
+    elif counted.difference < -DOUBTFUL * every.margin:
         status = "INCONCLUSIVE"
     else:
         status = "WARNING"
-    gained = sum((row.candidate_probability or 0.0) - (row.baseline_probability or 0.0) for row in every.rows)
-    said = contradiction(every.difference, gained)
+    said = contradiction(counted.difference, (counted.candidate_probability or 0.0) - (counted.baseline_probability or 0.0))
     return every.check(status, level, said and f"; the candidate {said}")
 
 

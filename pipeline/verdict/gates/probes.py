@@ -40,8 +40,9 @@ def probes(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
             told += f", {bounded(free.samples, 'contradict themselves')}"
         yield _line("free_answers", where, free.contradictions, told)
         if reused is not None:
+            broken = ["logits over reused prefixes are not finite"] if reused.kl_max is None else []
             told = f"{reused.tokens} tokens of {reused.samples} samples are the same over reused prefixes, KL at most "
-            yield _line("reused_prefixes", where, reused.contradictions, f"{told}{reused.kl_max or 0.0:.1e}")
+            yield _line("reused_prefixes", where, [*reused.contradictions, *broken], f"{told}{reused.kl_max or 0.0:.1e}")
 
 
 def _line(key: str, where: str, failures: Sequence[str], passed: str) -> Check:

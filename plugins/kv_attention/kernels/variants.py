@@ -1,7 +1,8 @@
 """Constexprs, launch options and grids of each kernel, for launches and ahead-of-time compilation alike. Imports no torch."""
 
+import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 
@@ -82,6 +83,9 @@ class Variant:
         return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
 
 
+Compute = Literal["float32", "float16", "bfloat16"]
+
+
 @dataclass(frozen=True)
 class Setting:
     """What kernels are specialised for. Each kernel depends on a part of a setting.
@@ -91,8 +95,8 @@ class Setting:
     """
 
     layout: CacheLayout
-    dtype: str = "float32"
-    """Type of queries, of new keys and values, and of results: "float16", "bfloat16" or "float32"."""
+    dtype: Compute = "float32"
+    """Type of queries, of new keys and values, and of results."""
     sm: int | None = None
     """Compute capability (90), or None for Triton's interpreter."""
     group: int = 1
@@ -107,8 +111,13 @@ class Setting:
     def __post_init__(self) -> None:
         if not 1 <= self.group <= GROUP_LIMIT:
             raise ValueError(f"query heads per KV head must be 1 to {GROUP_LIMIT}, got {self.group}")
-        if not self.scaling > 0.0:
-            raise ValueError(f"scaling must be positive, got {self.scaling}")
+        if not 0.0 < self.scaling < math.inf:
+            raise ValueError(f"scaling must be positive and finite, got {self.scaling}")
+
+    @property
+    def q_heads(self) -> int:
+        """Hq, query heads."""
+        return self.layout.kv_heads * self.group
 
     @property
     def rounds_bfloat16(self) -> bool:
@@ -226,7 +235,7 @@ def reduce_variant(setting: Setting) -> Variant:
     """Return the variant of decode_reduce."""
     layout = setting.layout
     constants = {
-        "HQ": layout.kv_heads * setting.group,
+        "HQ": setting.q_heads,
         "D": layout.head_dim,
         "CHUNK": REDUCE_PARTS,
         "ROUND": setting.rounds_bfloat16,

@@ -36,12 +36,6 @@ class InterpreterBackend(Backend):
             raise UserError(
                 f"weights={job.weights}: backend={self.config.name} is given 16-bit weights; set weights=none{instead}"
             )
-        limit = self.config.context_limit
-        if limit is not None and limit > job.checkpoint.max_positions:
-            raise UserError(
-                f"backend.{self.config.length_key}={limit}: the model was made for "
-                f"{job.checkpoint.max_positions} tokens; set at most that"
-            )
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:  # noqa: ARG002
         """Return the quantized checkpoint; one whose weights were quantized before, as it was given."""

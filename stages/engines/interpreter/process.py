@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -73,8 +74,8 @@ class Interpreter:
 
     @property
     def number(self) -> tuple[int, int]:
-        """(major, minor) of the release."""
-        major, minor = self.release.split(".")[:2]
+        """(major, minor) of the release; of 1.3rc1 as well."""
+        major, minor = re.findall(r"\d+", self.release)[:2]
         return int(major), int(minor)
 
     @property

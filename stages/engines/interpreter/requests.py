@@ -47,8 +47,12 @@ class _Sequence:
     decoded: list[int] = field(default_factory=list)
     ahead: list[int] = field(default_factory=list)
     """Greedy tokens after `decoded`, for which `rows` are known."""
-    rows: Logits | None = None
+    rows: Logits = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """Row r: logits after `decoded` and `ahead[:r]`."""
+
+    def foresaw(self, token: int) -> bool:
+        """Whether the logits after the token are known."""
+        return len(self.rows) > 1 and self.ahead[0] == token
 
 
 class RequestEngine(Engine):
@@ -141,21 +145,21 @@ class RequestEngine(Engine):
 
     def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
         states = [self._sequences[handle] for handle in sequences]
-        fetched = []
+        fetched = [
+            (state, [*state.decoded, token]) for state, token in zip(states, tokens, strict=True) if not state.foresaw(token)
+        ]
+        requests = []
+        for state, decoded in fetched:
+            room = self.max_tokens - len(state.prompt) - len(decoded)
+            ahead = max(1, min(LOOKAHEAD, room))  # without any room, _run refuses the request
+            requests.append((state.prompt, decoded, len(decoded) + ahead, len(decoded)))
+        answers = self._run(requests)  # a batch that is refused has decoded nothing
         for state, token in zip(states, tokens, strict=True):
             state.decoded.append(token)
-            if state.rows is not None and len(state.rows) > 1 and state.ahead[0] == token:
-                state.ahead, state.rows = state.ahead[1:], state.rows[1:]
-            else:
-                fetched.append(state)
-        requests = []
-        for state in fetched:
-            room = self.max_tokens - len(state.prompt) - len(state.decoded)
-            ahead = max(1, min(LOOKAHEAD, room))  # without any room, _run refuses the request
-            requests.append((state.prompt, state.decoded, len(state.decoded) + ahead, len(state.decoded)))
-        for state, (answer, rows) in zip(fetched, self._run(requests), strict=True):
-            state.ahead, state.rows = answer.tokens[len(state.decoded) :], rows
-        return np.stack([state.rows[0] for state in states if state.rows is not None])
+            state.ahead, state.rows = state.ahead[1:], state.rows[1:]
+        for (state, decoded), (answer, rows) in zip(fetched, answers, strict=True):
+            state.ahead, state.rows = answer.tokens[len(decoded) :], rows
+        return np.stack([state.rows[0] for state in states])
 
     def forced(self, tokens: Sequence[int], first: int) -> Logits:
         self._check_forced(tokens, first)

@@ -9,7 +9,7 @@ from pipeline.checkpoint.description import read_config
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
-from pipeline.gguf.model import ARCHITECTURES
+from pipeline.gguf.model import architecture_of
 from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.process import probe
 from stages.engines.llamacpp.config import LlamaCppConfig
@@ -36,11 +36,8 @@ class LlamaCppBackend(InterpreterBackend):
         types = cache_types(job.policy, self.config, job.checkpoint.shape.head_dim)
         self._check_checkpoint(job)
         path = job.checkpoint.path
-        if path.is_dir() and (model_type := read_config(path).get("model_type")) not in ARCHITECTURES:
-            raise UserError(
-                f"model.path={path}: config.json: model_type={model_type} is not written as a GGUF here; give a GGUF of the "
-                f"model, or one of {', '.join(ARCHITECTURES)}"
-            )
+        if path.is_dir():
+            architecture_of(path, read_config(path))
         described = probe(PROGRAM, self.config.python).description
         for side, name in types.items():
             if name not in described.types:

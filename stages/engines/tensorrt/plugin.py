@@ -9,7 +9,6 @@ lengths, once for all layers of the decode graph. In the prefill graph pages are
 gathers all and, of FP8, first widens the whole pool. Layers whose formats the kernels do not hold keep their function body.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,10 +17,9 @@ from typing import Any
 import onnx
 from onnx import helper
 
-from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import KVPolicy
 from pipeline.formats.body import DOMAIN, NUMPY_FLOATS, cache_arithmetic, layer_function
-from plugins.kv_attention.kernels.variants import NEW, WIDEST, Setting, context_blocks, context_variant, decode_variant
+from plugins.kv_attention.kernels.variants import WIDEST, Setting, context_blocks, context_variant, decode_variant
 from plugins.kv_attention.layout import CacheLayout
 from plugins.kv_attention.tensorrt_nodes import (
     CONTEXT_REDUCE,
@@ -47,26 +45,6 @@ def build_bundle(onnx_bundle: Path, out: Path, *, gpu: Mapping[str, str], **give
     """Write a bundle of plans for a GPU, with the plugin in them. Takes what `build_bundle` of build.py takes."""
     adapt = partial(with_plugin, sm=int(gpu["compute_cap"].replace(".", "")))
     build.build_bundle(onnx_bundle, out, gpu=gpu, adapt=adapt, **given)
-
-
-def check_gpu(gpu: Mapping[str, str]) -> None:
-    """Raise MissingRequirement unless `gpu`, nvidia-smi's first, is the one that CUDA uses, on which TensorRT builds."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise MissingRequirement(
-            f"backend=tensorrt: torch {torch.__version__} cannot use the GPU here ({gpu['name']}): install a CUDA build of "
-            "torch (pip install torch --index-url https://download.pytorch.org/whl/cu130)"
-        )
-    major, minor = torch.cuda.get_device_capability()
-    used, listed = f"{torch.cuda.get_device_name()}, SM {major}.{minor}", f"{gpu['name']}, SM {gpu['compute_cap']}"
-    if used != listed:
-        order, visible = (os.environ.get(name, "unset") for name in ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"))
-        raise MissingRequirement(
-            f"backend=tensorrt: CUDA's device 0 is {used}, but nvidia-smi's first GPU, which plans are built for, is {listed} "
-            f"(CUDA_DEVICE_ORDER={order}, CUDA_VISIBLE_DEVICES={visible}): set CUDA_DEVICE_ORDER=PCI_BUS_ID and "
-            "CUDA_VISIBLE_DEVICES=0, or run in a container that is given the one GPU"
-        )
 
 
 def with_plugin(
@@ -128,15 +106,16 @@ def use_plugin(
     layers, decode = choose_layers(policy, info.shape, info.q_heads), mode == "decode"
     # The function body multiplies queries with the factor of the scores in its own arithmetic, and so do the kernels.
     scaling = float(NUMPY_FLOATS[cache_arithmetic(info.compute_dtype)](info.scaling))
-    options: dict[str, Any] = {"scaling": scaling, "out": NEW[info.compute_dtype], "sm": sm}
-    options["programs" if decode else "splits"] = programs
+    group, splits = info.q_heads // info.kv_heads, 1 if decode else programs
     plan = {name: f"{name}.plan" for name in PLAN.outputs} if decode else {}
     for layer, layout in layers.layouts.items():
+        # Of several new tokens, the kernels are compiled for a chunk.
+        setting = Setting(layout, info.compute_dtype, sm, group, scaling, WIDEST, splits)
         node, names = _attention(model, info, policy, layer, mode)
         names |= plan
         if decode and not any(made.name == PLAN.operation for made in model.graph.node):
             # The exact tokens are the policy's, and with them the work list is the same in every layer.
-            attributes = attributes_of(PLAN, layout, **options)
+            attributes = attributes_of(PLAN, setting, programs)
             model.graph.node.insert(0, plugin_node(PLAN, [names["lengths"]], list(plan.values()), attributes))
         turned = []
         for role in () if decode else ("query", "key", "value"):
@@ -147,9 +126,9 @@ def use_plugin(
         join = REDUCE if decode else CONTEXT_REDUCE
         sums = {name: f"{name}.{layer}" for name in attending.outputs}
         taken = [names[name] for name in attending.inputs]
-        attend = plugin_node(attending, taken, list(sums.values()), attributes_of(attending, layout, **options), layer)
+        attend = plugin_node(attending, taken, list(sums.values()), attributes_of(attending, setting, programs), layer)
         parts = [(names | sums)[name] for name in join.inputs]
-        joined = plugin_node(join, parts, list(node.output), attributes_of(join, layout, **options), layer)
+        joined = plugin_node(join, parts, list(node.output), attributes_of(join, setting, programs), layer)
         _replace(model, node, [*turned, attend, joined])
     return layers
 
@@ -175,7 +154,7 @@ def _replace(model: onnx.ModelProto, node: onnx.NodeProto, nodes: list[onnx.Node
 
 
 def plugin_node(
-    node: Node, inputs: list[str], outputs: list[str], attributes: dict[str, int], part: int | str | None = None
+    node: Node, inputs: list[str], outputs: list[str], attributes: dict[str, int | float], part: int | str | None = None
 ) -> onnx.NodeProto:
     """Return the ONNX node of a plugin, whose name, version and namespace TensorRT's parser looks for in its registry."""
     name = node.operation if part is None else f"{node.operation}.{part}"

@@ -15,6 +15,7 @@ import numpy as np
 from pipeline.core.engine import Engine
 from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
+from pipeline.verdict.conformance import EngineConformance
 from pipeline.verdict.record import finite
 from pipeline.verdict.report import Acceptance, SampleRow
 from stages.evaluate.decoding.batches import Finished, Greedy, Step
@@ -27,6 +28,7 @@ from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 
 Done = Callable[[int, SampleResult, SampleHeads | None], None]
 """Takes a sample's place, what came of it, and the engine's own heads of it where these are made."""
+Observer = Callable[[Step], None]
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class Interruption:
 def interruption() -> Iterator[Interruption]:
     """While the block runs, let the first SIGINT or SIGTERM only be noted; the second raises KeyboardInterrupt as usual.
 
+    The end of the block raises KeyboardInterrupt where one was noted, however much of the block was done.
+
     A signal that does not raise KeyboardInterrupt before (a background job ignores SIGINT, a library's user has SIGTERM end the
     process) stays as it is, and in a thread all do.
     """
@@ -97,6 +101,8 @@ def interruption() -> Iterator[Interruption]:
         yield noted
     finally:
         restore()
+    if noted.requested:
+        raise KeyboardInterrupt
 
 
 @dataclass
@@ -158,38 +164,69 @@ class Scorer:
         return self.in_flight[i]
 
 
+@dataclass
+class Run:
+    """Samples that an engine is asked, and what came of them so far."""
+
+    encoded: Sequence[EncodedSample]
+    heads: Heads | None
+    """The baseline's heads of these samples; None where the engine is the baseline, whose heads are made."""
+    progress: Progress
+    """Called with what is being done, and how much of how much."""
+    greedy: Greedy | None = None
+    """How answers end; None when none are wanted."""
+    results: dict[int, SampleResult] = field(default_factory=dict)
+    """Of the samples that have finished, some of them perhaps before, by the sample's place."""
+    done: Done = lambda *_: None
+    """Called with each sample that has finished."""
+    interruption: Interruption = field(default_factory=Interruption)
+    """Whether to finish the samples in flight and stop."""
+    repeated: Collection[str] = ()
+    """Ids of samples whose own heads are made of a candidate as well."""
+    conformance: EngineConformance | None = None
+    """How the baseline compares with its twin; None where that is not known."""
+
+    @property
+    def missing(self) -> list[int]:
+        """The places of samples that have not finished."""
+        return [i for i in range(len(self.encoded)) if i not in self.results]
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Scored tokens of the samples that have finished, and of all."""
+        counts = [len(item.reference) for item in self.encoded]
+        return sum(counts[i] for i in self.results), sum(counts)
+
+    def finish(self, i: int, result: SampleResult, heads: SampleHeads | None) -> None:
+        """Keep what came of a sample."""
+        self.done(i, result, heads)
+        self.results[i] = result
+
+    def whole(self) -> list[SampleResult]:
+        """Return the result of each sample. Raises KeyboardInterrupt where some are missing, because an end was asked for."""
+        if self.missing:
+            raise KeyboardInterrupt
+        return [self.results[i] for i in range(len(self.encoded))]
+
+
 def run_samples(
     engine: Engine,
-    encoded: Sequence[EncodedSample],
-    baseline: Heads | None,
+    run: Run,
     batch_size: int,
-    progress: Progress,
     *,
-    greedy: Greedy | None = None,
-    known: Mapping[int, SampleResult] | None = None,
-    done: Done = lambda *_: None,
-    interruption: Interruption | None = None,
     after_prefill: Callable[[], None] | None = None,
     one_pass: bool = True,
-    observe: Callable[[Step], None] = lambda _: None,
-    repeated: Collection[str] = (),
+    observe: Observer | None = None,
 ) -> list[SampleResult]:
     """Run forced decode on every sample, compare its distributions with the baseline's, and generate the answers.
 
     Args:
         engine: The engine to drive.
-        encoded: The samples in tokens.
-        baseline: The baseline's heads of these samples; None where the engine is the baseline, whose heads are made.
+        run: The samples.
         batch_size: Most sequences in one decode step.
-        progress: Called with what is being done, and how much of how much.
-        greedy: How answers end; None when none are wanted.
-        known: Results that are there already, by the sample's place.
-        done: Called with each sample that has finished.
-        interruption: Asked whether to finish the samples in flight and stop.
         after_prefill: See `decode`.
         one_pass: See `decode`.
         observe: Called with every step, while its sequences are live.
-        repeated: Ids of samples whose own heads are made of a candidate as well.
 
     Returns:
         The result of each sample.
@@ -197,17 +234,13 @@ def run_samples(
     Raises:
         KeyboardInterrupt: Samples are missing, because an end was asked for.
     """
-    noted = interruption if interruption is not None else Interruption()
-    results = dict(known or {})
-    total = sum(len(item.reference) for item in encoded)
-    decoded = sum(len(encoded[i].reference) for i in results)
-    scorer = Scorer(encoded, baseline, engine.vocab_size, repeated)
-    missing = [i for i in range(len(encoded)) if i not in results]
+    noted, missing, (decoded, total) = run.interruption, run.missing, run.tokens
+    scorer = Scorer(run.encoded, run.heads, engine.vocab_size, run.repeated)
     events = decode(
         engine,
-        encoded,
+        run.encoded,
         batch_size,
-        greedy,
+        run.greedy,
         chosen=missing,
         after_prefill=after_prefill,
         one_pass=one_pass,
@@ -215,26 +248,23 @@ def run_samples(
     )
     announced = False
     if missing:
-        progress("forced decode [tokens]", decoded, total)
+        run.progress("forced decode [tokens]", decoded, total)
     for event in events:
         if noted.requested and not announced:
             announced = True
-            progress(f"finishing {len(scorer.in_flight)} samples in flight; Ctrl-C again stops at once", 0, 0)
+            run.progress(f"finishing {len(scorer.in_flight)} samples in flight; Ctrl-C again stops at once", 0, 0)
         if isinstance(event, Step):
             scorer.score(event)
-            observe(event)
+            if observe is not None:
+                observe(event)
             decoded += len(event.samples)
         else:
-            result, heads = scorer.finish(event)
-            done(event.sample, result, heads)
-            results[event.sample] = result
+            run.finish(event.sample, *scorer.finish(event))
         if decoded < total:
-            progress("forced decode [tokens]", decoded, total)
+            run.progress("forced decode [tokens]", decoded, total)
         else:
-            progress("answers [samples]", len(results), len(encoded))
-    if noted.requested or len(results) < len(encoded):
-        raise KeyboardInterrupt
-    return [results[i] for i in range(len(encoded))]
+            run.progress("answers [samples]", len(run.results), len(run.encoded))
+    return run.whole()
 
 
 def _mean(values: Array) -> float | None:

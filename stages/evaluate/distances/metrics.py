@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipeline.verdict.record import Number, finite
+from pipeline.verdict.record import finite
 from pipeline.verdict.report import STEP_FLAG_KL, Acceptance, Accuracy, Compaction, Fidelity, SampleRow, Slice
 from stages.evaluate.distances.distance import Array, StepStatistics
 
@@ -71,33 +71,6 @@ def fidelity(steps: StepStatistics) -> Fidelity:
     )
 
 
-def accuracy(rows: Sequence[SampleRow]) -> Accuracy | None:
-    """Count the paired answers of the judged rows; None when no row is judged."""
-    judged = [row for row in rows if row.judged]
-    if not judged:
-        return None
-
-    def mean(values: list[Number]) -> Number:
-        known = [value for value in values if value is not None]
-        return sum(known) / len(values) if len(known) == len(values) else None
-
-    def share(values: list[bool | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return sum(known) / len(known) if known else None
-
-    return Accuracy(
-        judged=len(judged),
-        baseline=sum(bool(row.baseline_correct) for row in judged) / len(judged),
-        candidate=sum(bool(row.candidate_correct) for row in judged) / len(judged),
-        lost=sum(bool(row.baseline_correct) and not row.candidate_correct for row in judged),
-        gained=sum(bool(row.candidate_correct) and not row.baseline_correct for row in judged),
-        baseline_valid=share([row.baseline_valid for row in judged]),
-        candidate_valid=share([row.candidate_valid for row in judged]),
-        baseline_probability=mean([row.baseline_probability for row in judged]),
-        candidate_probability=mean([row.candidate_probability for row in judged]),
-    )
-
-
 def acceptance(rows: Sequence[SampleRow]) -> dict[str, Acceptance]:
     """Sum the tokens and passes of answers by drafter."""
     parts: dict[str, list[Acceptance]] = {}
@@ -151,6 +124,7 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
     summaries = []
     for key in sorted(members, key=order):
         slice_rows = [rows[i] for i in members[key]]
+        judged = [row for row in slice_rows if row.judged]
         steps = StepStatistics.joined([statistics[i] for i in members[key]])
         summaries.append(
             Slice(
@@ -160,7 +134,7 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
                 difficulty=key[3],
                 samples=len(slice_rows),
                 documents=len({row.document for row in slice_rows}),
-                accuracy=accuracy(slice_rows),
+                accuracy=Accuracy.of(judged) if judged else None,
                 fidelity=fidelity(steps),
                 acceptance=acceptance(slice_rows),
             )

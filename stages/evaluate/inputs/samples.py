@@ -107,8 +107,10 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
     """
     try:
         lines = read_file(path, MOST_TEXT_BYTES).decode("utf-8").split("\n")
-    except (Unreadable, UnicodeDecodeError) as error:
-        raise UserError(f"workloads.jsonl={path}: cannot be read ({error}); give a UTF-8 file") from error
+    except Unreadable as error:
+        raise UserError(f"workloads.jsonl={path}: {error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"workloads.jsonl={path}: is not UTF-8 ({error.reason}); save it as UTF-8") from None
     samples: list[Sample] = []
     problems: list[str] = []
     used_ids = set(taken)

@@ -6,7 +6,7 @@ map raises the KL (the data processing inequality), so that the KL here is a low
 """
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +25,11 @@ from stages.engines.openai.engine import OpenAIEngine, Shown
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.noise import canary_samples, noise_floor, repeated_samples
 from stages.evaluate.decoding.results import SampleResult
-from stages.evaluate.decoding.rows import Done, Interruption, greedy_of, labelled, unjudged_rows
-from stages.evaluate.decoding.stored import LOGPROBS, Once, Round, read_round
+from stages.evaluate.decoding.rows import Run, greedy_of, labelled, unjudged_rows
+from stages.evaluate.decoding.stored import LOGPROBS, Once, read_round
 from stages.evaluate.decoding.system import random_prompts
 from stages.evaluate.distances.distance import TOP_K, Array, Head, StepStatistics
-from stages.evaluate.distances.scores import Heads, SampleHeads, StoredHeads
+from stages.evaluate.distances.scores import SampleHeads, StoredHeads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 
 TIE = 0.5
@@ -44,24 +44,9 @@ class Remote:
         self.policy, self.vocab_size = engine.policy, engine.vocab_size
         self.not_finite = f"backend.baseline_url={engine.url}: shows numbers that are not finite"
 
-    def run(
-        self,
-        encoded: Sequence[EncodedSample],
-        heads: Heads | None,
-        baseline: Round | None = None,  # noqa: ARG002  (a server has no twin)
-        *,
-        progress: Progress,
-        greedy: Greedy | None = None,
-        known: Mapping[int, SampleResult] | None = None,
-        done: Done = lambda *_: None,
-        interruption: Interruption | None = None,
-        repeated: Collection[str] = (),
-    ) -> list[SampleResult]:
-        """Ask the samples whose results are not known. Arguments and errors: `stages.evaluate.decoding.rows.run_samples`."""
-        noted = interruption or Interruption()
-        results = dict(known or {})
-        missing = [i for i in range(len(encoded)) if i not in results]
-        total = sum(len(item.reference) for item in encoded)
+    def run(self, run: Run) -> list[SampleResult]:
+        """Ask the samples whose results are not known. Errors: `stages.evaluate.decoding.rows.run_samples`."""
+        noted, missing, encoded = run.interruption, run.missing, run.encoded
         running: dict[Future[Asked], int] = {}
         stop = threading.Event()
         with ThreadPoolExecutor(self.together) as pool:
@@ -69,20 +54,17 @@ class Remote:
                 while running or (missing and not noted.requested):
                     while missing and len(running) < self.together and not noted.requested:
                         i = missing.pop(0)
-                        beside = None if heads is None else heads(encoded[i].sample.id)
-                        running[pool.submit(ask, self.engine, encoded[i], beside, greedy, stop)] = i
+                        beside = None if run.heads is None else run.heads(encoded[i].sample.id)
+                        running[pool.submit(ask, self.engine, encoded[i], beside, run.greedy, stop)] = i
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
                         i, asked = running.pop(future), future.result()
-                        kept = heads is None or encoded[i].sample.id in repeated
-                        done(i, asked.result, SampleHeads.of(asked.heads, self.vocab_size) if kept else None)
-                        results[i] = asked.result
-                    progress("forced tokens [tokens]", sum(len(encoded[i].reference) for i in results), total)
+                        kept = run.heads is None or encoded[i].sample.id in run.repeated
+                        run.finish(i, asked.result, SampleHeads.of(asked.heads, self.vocab_size) if kept else None)
+                    run.progress("forced tokens [tokens]", *run.tokens)
             except BaseException:
                 stop.set()
                 raise
-        if len(results) < len(encoded):
-            raise KeyboardInterrupt
-        return [results[i] for i in range(len(encoded))]
+        return run.whole()
 
     def seen(self, results: Sequence[SampleResult], _: Progress) -> dict[str, Any]:
         """Return what the server showed."""
@@ -198,7 +180,7 @@ def _canary(
         return Canary(factor=None, rows=[])
     subset = canary_samples(encoded, config)
     heads = StoredHeads(baseline / LOGPROBS).sample
-    results = Remote(engine, config).run(subset, heads, progress=labelled(progress, "must-fail control: "))
+    results = Remote(engine, config).run(Run(subset, heads, labelled(progress, "must-fail control: ")))
     return Canary(factor=None, rows=unjudged_rows(subset, results))
 
 

@@ -1,5 +1,6 @@
 """What the fake is shaped by: the same recorded facts that everything we emit is tested against."""
 
+import argparse
 import json
 import math
 import os
@@ -18,6 +19,19 @@ def only(known: Any, given: dict[str, Any], what: str) -> None:
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise TypeError(f"{what}: unexpected arguments {unknown}")
+
+
+def parse(argv: list[str]) -> dict[str, Any]:
+    """What trtllm-build is asked for; it exits at a flag or a value that is not recorded."""
+    parser = argparse.ArgumentParser("trtllm-build", allow_abbrev=False)
+    for name, flag in ENGINE["flags"].items():
+        if flag["kind"] == "flag":
+            parser.add_argument(f"--{name}", action="store_true")
+        else:
+            choices = ["enable", "disable"] if flag["kind"] == "switch" else flag.get("choices")
+            kind = int if flag["kind"] == "int" else str
+            parser.add_argument(f"--{name}", type=kind, default=flag.get("default"), choices=choices)
+    return vars(parser.parse_args(argv))
 
 
 def rewrite(state: dict[str, Any]) -> None:

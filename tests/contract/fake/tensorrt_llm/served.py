@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 
 from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
-from tensorrt_llm.toy import Runtime, Toy, read_safetensors
+from tensorrt_llm.toy import Runtime, Toy
 
 
 class LLM(Runtime):
@@ -15,7 +16,7 @@ class LLM(Runtime):
         from tensorrt_llm._torch.attention_backend.trtllm import TrtllmAttention
 
         args = TorchLlmArgs(model=model, **given).values
-        tensors = read_safetensors(Path(model, "model.safetensors"))
+        tensors = load_file(Path(model, "model.safetensors"))
         config = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
         attention, *_ = [TrtllmAttention(layer) for layer in range(config["num_hidden_layers"])]
         algorithm = "FP8" if args["kv_cache_config"]["dtype"] == "fp8" else None

@@ -5,11 +5,8 @@ back, as in TensorRT-LLM: so the format and a wrong scale change decoded logits,
 """
 
 import asyncio
-import json
-import struct
 import time
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,17 +106,3 @@ def rounded(x: Any, algorithm: str | None) -> Any:
         return np.clip(np.round(x), -127, 127)
     mantissa, exponent = np.frexp(x)
     return np.clip(np.ldexp(np.round(mantissa * 16) / 16, exponent), -448, 448)
-
-
-def read_safetensors(path: Path) -> dict[str, Any]:
-    """Float tensors of a file; others as bytes."""
-    data = path.read_bytes()
-    (length,) = struct.unpack("<Q", data[:8])
-    kinds = {"F32": np.float32, "F16": np.float16}
-    found = {}
-    for name, entry in json.loads(data[8 : 8 + length]).items():
-        if name != "__metadata__":
-            begin, end = (8 + length + offset for offset in entry["data_offsets"])
-            kind = kinds.get(entry["dtype"])
-            found[name] = data[begin:end] if kind is None else np.frombuffer(data[begin:end], kind).reshape(entry["shape"])
-    return found

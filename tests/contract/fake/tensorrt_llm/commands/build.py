@@ -1,6 +1,5 @@
 """trtllm-build: the recorded flags, the recorded rewrites, an `engine` that the toy loads."""
 
-import argparse
 import json
 import os
 import signal
@@ -11,28 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 import tensorrt_llm
+from safetensors.numpy import load_file
 from tensorrt_llm import cuda
-from tensorrt_llm.facts import ENGINE, MODE, rewrite
-from tensorrt_llm.toy import read_safetensors
-
-
-def parse(argv: list[str]) -> dict[str, Any]:
-    parser = argparse.ArgumentParser("trtllm-build", allow_abbrev=False)
-    for name, flag in ENGINE["flags"].items():
-        if flag["kind"] == "flag":
-            parser.add_argument(f"--{name}", action="store_true")
-        else:
-            choices = ["enable", "disable"] if flag["kind"] == "switch" else flag.get("choices")
-            kind = int if flag["kind"] == "int" else str
-            parser.add_argument(f"--{name}", type=kind, default=flag.get("default"), choices=choices)
-    return vars(parser.parse_args(argv))
+from tensorrt_llm.facts import ENGINE, MODE, parse, rewrite
 
 
 def weights_of(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     """preprocess_weights and load: the cache's scale and its reciprocal; required tensors must be there."""
-    tensors = read_safetensors(path)
+    tensors = load_file(path)
     for name in [name for name in tensors if name.endswith(".k_cache_scaling_factor")]:
         value = tensors.pop(name.replace(".k_cache", ".v_cache"))
         tensors[name.replace(".k_cache", ".kv_cache")] = np.maximum(tensors.pop(name), value)

@@ -1,1 +1,0 @@
-"""As much of SGLang as the worker imports."""
