@@ -193,12 +193,10 @@ def test_an_engine_that_keeps_prefixes_is_judged_with_them(twin: Twin, decoder: 
 
 def sure_memory(engine: OnnxEngine) -> ProcessMemory:
     """Measure until the process's memory stands still: what earlier tests freed may go back meanwhile."""
-    for _ in range(5):
-        found = process_memory(engine, 1024)
-        assert found is not None
-        if found.unsure is None:
-            return found
-    pytest.fail(str(found.unsure))
+    measured = (process_memory(engine, 1024) for _ in range(5))
+    sure = next((found for found in measured if found is not None and found.unsure is None), None)
+    assert sure is not None, "it never stood still"
+    return sure
 
 
 def test_a_float16_copy_that_the_engine_does_not_report_shows_in_its_process(int8: Path) -> None:
