@@ -8,7 +8,7 @@ from judged_candidates import MemoryRegistry, judged_candidate, replay_without_f
 
 from pipeline.config.policies import shipped_policies
 from pipeline.registry.promotion import ReplayedEvidence
-from pipeline.registry.summary import Candidate, Registration
+from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import Version
 from pipeline.routing.engines import Engine, Engines
 from pipeline.routing.files import RoutingConfig
@@ -35,12 +35,11 @@ class Fleet:
 
     def add(self, policy: str, live_tokens: int = 1000, verdict: Status = "PASS", **lines: LineStatus) -> str:
         """Register an engine and return its version."""
-        version = str(len(self.candidates) + 1)
-        candidate = judged_candidate(self.folder, policy, verdict, metrics={})
-        registration = Registration(run_id="run", model_version=version)
-        self.candidates[version] = candidate.model_copy(update={"registration": registration})
+        candidate = self.registry.add(judged_candidate(self.folder, policy, verdict, metrics={}))
+        version = candidate.version
+        self.candidates[version] = candidate
         self.live[version] = live_tokens
-        self.registry.versions[version] = {"kv": policy, "verdict": verdict, **candidate.citations}
+        self.registry.versions[version]["verdict"] = verdict
         self.lines |= {(candidate.engine.digest, workload): status for workload, status in lines.items()}
         return version
 

@@ -1,11 +1,15 @@
 """`python -m pipeline backend=openai` on vLLM's own server with the tiny model: what it shows and refuses."""
 
+import os
+import signal
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from processes import await_up, free_port
 from short_evaluations import THREE, job_of, judge
-from vllm_server import vllm_server
 
 from pipeline.core.errors import UserError
 from pipeline.run.inputs import check_inputs
@@ -16,6 +20,34 @@ from pipeline.verdict.report import load_report, load_rows
 FEW = ("backend=openai", "kv=fp8_uncalibrated", "tracking=none", "workloads=builtin", THREE, "workloads.rounds=[1.0]",
        "backend.timeout_s=300")  # fmt: skip
 """The first answer takes a minute here."""
+
+
+@contextmanager
+def vllm_server(python: str, checkpoint: Path, log: Path, *arguments: str) -> Iterator[str]:
+    """Serve a checkpoint on a free port; gives the url. The server is gone with its children when the block ends.
+
+    The console script `vllm` asks for a distribution of that name, which the CPU build does not have; its module does not.
+    """
+    port = free_port()
+    command = [
+        python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint), "--served-model-name", "tiny",
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager",
+        "--block-size", "32", "--max-num-seqs", "4", "--enable-prompt-tokens-details", *arguments,
+    ]  # fmt: skip
+    quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    alone = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_PLUGINS": ""}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env={**inherited, **quiet, **alone}, start_new_session=True
+        )  # fmt: skip
+    try:
+        await_up(f"http://127.0.0.1:{port}", process, log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.fixture(scope="module")
