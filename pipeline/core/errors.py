@@ -20,8 +20,6 @@ class CannotBeJudged(GateRefusal):
     def __init__(self, message: str, weak: Sequence[str], able: Sequence[str]) -> None:
         super().__init__(message)
         self.weak, self.able = weak, able
-        self.next_step: object = None
-        """What a command says after it, `pipeline.terminal.next_steps.Step`."""
 
 
 class MissingRequirement(Exception):

@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 
-from pipeline.core.errors import CannotBeJudged, GateRefusal
+from pipeline.core.errors import GateRefusal
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.registry import summary
 from pipeline.registry.promotion import PASS
@@ -46,11 +46,7 @@ def evaluate(run: Run) -> None:
     whole = config.model_dump(mode="json", exclude={"log", "verbose", "dry"})
     recorded = nullcontext("") if store is None else store.candidate(run.sweep, run.label, config.backend.name, whole)
     with recorded as run_id:
-        try:
-            evaluation, engine, baseline = judged = chain.evaluation(config.kv)
-        except CannotBeJudged as refusal:
-            refusal.next_step = next_steps.after_weak(config, refusal.weak, refusal.able, commands.typed(), sweep=run.sweeping)
-            raise
+        evaluation, engine, baseline = judged = chain.evaluation(config.kv)
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         with console.doing("deciding"):
             verdict = decide(report, rows, config.gates)

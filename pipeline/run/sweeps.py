@@ -11,7 +11,16 @@ from pipeline.config.compose import Plan, launch, to_config
 from pipeline.config.config import JUDGING, Config
 from pipeline.config.launchers import BASIC, LAUNCHERS
 from pipeline.config.workers import SLURM, end_workers, finish, lost_worker, start
-from pipeline.core.errors import EXIT_CODES, INTERRUPTED, SEVERITY, GateRefusal, MissingRequirement, describe, exit_code
+from pipeline.core.errors import (
+    EXIT_CODES,
+    INTERRUPTED,
+    SEVERITY,
+    CannotBeJudged,
+    GateRefusal,
+    MissingRequirement,
+    describe,
+    exit_code,
+)
 from pipeline.core.redaction import redact_output, redact_text
 from pipeline.registry import summary
 from pipeline.registry.promotion import PASS
@@ -63,9 +72,11 @@ def _attempt(config: Config, sweep: str, job: console.Job, *, sweeping: bool = T
     try:
         run(config, sweep, job, sweeping=sweeping, as_json=as_json)
     except Exception as error:
-        step = getattr(error, "next_step", None)
-        if step is not None and not sweeping:
-            next_steps.show(step)
+        step = None
+        if isinstance(error, CannotBeJudged):
+            step = next_steps.after_weak(config, error.weak, error.able, commands.typed(), sweep=sweeping)
+            if not sweeping:
+                next_steps.show(step)
         console.ended_by(error)
         return Ended(exit_code(error), redact_text(describe(error)), step)
     finally:

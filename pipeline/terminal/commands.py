@@ -10,15 +10,11 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from omegaconf import OmegaConf
-
-from pipeline.config import CONF
+from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.core.backends import InProcessConfig
 from pipeline.core.overrides import differing
-from pipeline.verdict.gates import Gates
 
 _given: list[tuple[str, ...]] = []
 """The arguments of the command that this process is; empty in a program, and in a launcher's worker."""
@@ -62,8 +58,7 @@ def whole(*, sweep: bool = False) -> str | None:
 
 def carried(config: Config, *groups: str) -> list[str]:
     """Return the arguments by which a stage that works on what others left finds it: what differs from the defaults."""
-    values: dict[str, Any] = config.model_dump(mode="json")
-    standard = defaults()
+    values, standard = (one.model_dump(mode="json") for one in (config, defaults()))
     arguments: list[str] = []
     for group in ("model", "workdir", "tracking", "signing", *groups):
         arguments += differing(group, values[group], standard[group])
@@ -71,17 +66,9 @@ def carried(config: Config, *groups: str) -> list[str]:
 
 
 @cache
-def defaults() -> dict[str, Any]:
-    """Return what a command without arguments has, of the keys that are not of a stage's own group."""
-    files = {"model": "model/tiny", "tracking": "tracking/mlflow"}
-    loaded: dict[str, Any] = {key: _load(f"{name}.yaml") for key, name in files.items()}
-    return {**_load("config.yaml"), **loaded, "gates": Gates().model_dump(mode="json")}
-
-
-def _load(name: str) -> dict[str, Any]:
-    values = OmegaConf.to_container(OmegaConf.load(CONF / name), resolve=False)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+def defaults() -> Config:
+    """Return the configuration of a command without arguments."""
+    return plan([], multirun=False).jobs[0]
 
 
 def judging(base: Sequence[str], *changes: str, sweep: bool = False) -> str:
@@ -101,6 +88,6 @@ def promoting(config: Config, *changes: str) -> str:
     backend = config.backend
     opened: list[str] = []
     if isinstance(backend, InProcessConfig):
-        chosen = {"backend": backend.name} not in defaults()["defaults"]
+        chosen = backend.name != defaults().backend.name
         opened = [f"backend={backend.name}"] * chosen + [f"backend.threads={backend.threads}"]
     return standing(config, "promote", *opened, *changes, groups=("gates",))

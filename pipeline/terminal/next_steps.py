@@ -302,7 +302,7 @@ def after_difference(*, differs: bool) -> Step:
 
 def after_prune(config: Config, *, would_free: bool) -> Step:
     """Say how what was shown is removed, or how to see what is left."""
-    keep = differing("prune.keep_sweeps", config.prune.keep_sweeps, defaults()["prune"]["keep_sweeps"])
+    keep = differing("prune.keep_sweeps", config.prune.keep_sweeps, defaults().prune.keep_sweeps)
     if would_free:
         return Step(why="remove it", command=standing(config, "prune", *keep, "prune.apply=true"))
     return Step(why="see what is left", command=standing(config, "status"))

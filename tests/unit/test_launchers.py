@@ -15,9 +15,9 @@ from submitit.core.utils import FailedJobError, UncompletedJobError
 
 from pipeline.config import compose, launchers, workers
 from pipeline.config.compose import plan
-from pipeline.core.errors import MissingRequirement, UserError, describe, exit_code
+from pipeline.core.errors import CannotBeJudged, MissingRequirement, UserError, describe, exit_code
 from pipeline.run import sweeps
-from pipeline.terminal import commands
+from pipeline.terminal import commands, console
 
 SLURM = [
     "hydra/launcher=submitit_slurm",
@@ -41,14 +41,19 @@ def test_the_jobs_of_a_sweep_are_named_in_the_order_of_the_command_line() -> Non
     assert [(job.kv.name, job.seed) for job in planned.jobs] == [("fp8", 1), ("fp8", 0), ("int8", 1), ("int8", 0)]
 
 
-def test_a_job_of_a_launcher_knows_what_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A next command that the job says repeats the arguments."""
-    ended = [sweeps.Ended(0)]
+def test_what_a_job_of_a_launcher_advises_repeats_what_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object, **__: object) -> None:
+        raise CannotBeJudged("FP16 itself answers none", ["copy"], ["tool_call"])
+
     monkeypatch.setattr(commands, "_given", [])  # as in a process of the launcher's
-    monkeypatch.setattr(sweeps, "_attempt", lambda *_: ended.append(sweeps.Ended(2, " ".join(commands.typed()))))
+    monkeypatch.setattr(sweeps, "run", run)
     planned = plan(["kv=fp8,int8", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1"], multirun=True)
-    compose.launch(planned, [], sweeps.Task("a sweep", planned.names, ("kv=fp8,int8", "model.path=/model")))
-    assert [one.said for one in ended[1:]] == ["kv=fp8,int8 model.path=/model"] * 2
+    ended = compose.launch(planned, [], sweeps.Task("a sweep", planned.names, ("kv=fp8,int8", "model.path=/model")))
+    advised = [one.step.command for one in ended if one.step is not None]
+    assert [str(one).partition(" -m pipeline ")[2] for one in advised] == [
+        "-m kv=fp8,int8 model.path=/model ++workloads.samples.copy=0"
+    ] * 2
+    console.close()
 
 
 def test_the_last_value_of_a_key_counts_as_it_does_for_hydra() -> None:

@@ -15,7 +15,7 @@ from pipeline.core.kv import FP16_POLICY, KVPolicy
 from stages.engines.onnx.config import OnnxRuntimeConfig
 from stages.engines.onnx.refusals import refuse_oracles_own
 from stages.engines.tensorrt.config import PlanConfig, TensorRTRTXConfig
-from stages.engines.tensorrt.library import Name, load
+from stages.engines.tensorrt.library import Name, load, used_gpu
 
 TENSOR_TYPES = ("FLOAT", "FLOAT16", "BFLOAT16", "INT8", "INT32", "INT64", "FLOAT8E4M3FN")
 """ONNX's names of the element types that TensorRT takes as inputs."""
@@ -127,10 +127,7 @@ class TensorRTBackend(PlanBackend):
         shape, q_heads = job.checkpoint.shape, job.checkpoint.q_heads
         self._check_extents(job, lambda policy: choose_layers(policy, shape, q_heads).refusals)
         load(self.library)
-        gpu = first_gpu()
-        from stages.engines.tensorrt.plugin import check_gpu
-
-        check_gpu(gpu)
+        cuda_gpu()
         takes_plugin = any(choose_layers(policy, shape, q_heads).layouts for policy in built_policies(job))
         if takes_plugin and triton_version() is None:
             raise MissingRequirement("backend=tensorrt needs Triton for the attention plugin: pip install 'kvgate[kernels]'")
@@ -138,10 +135,10 @@ class TensorRTBackend(PlanBackend):
     def build_parts(self) -> dict[str, object]:
         """Return the GPU too: plans are tuned on the one that they are for."""
         versions = {self.library: load(self.library).version, "triton": triton_version()}
-        return {"library": self.library, **self._sizes(), "gpu": first_gpu(), "versions": versions}
+        return {"library": self.library, **self._sizes(), "gpu": cuda_gpu(), "versions": versions}
 
     def build_arguments(self) -> dict[str, Any]:
-        return {**super().build_arguments(), "gpu": first_gpu()}
+        return {**super().build_arguments(), "gpu": cuda_gpu()}
 
 
 def built_policies(job: Job) -> list[KVPolicy]:
@@ -170,15 +167,16 @@ def refuse_caches(job: Job) -> None:
         )
 
 
-def first_gpu() -> dict[str, str]:
-    """Return the GPU that plans are built on and for, the driver's first. Raises MissingRequirement without one."""
+def cuda_gpu() -> dict[str, str]:
+    """Return the GPU that plans are built on and for, CUDA's first. Raises MissingRequirement without one."""
     listed = gpus()
     if not listed:
         raise MissingRequirement(
             "backend=tensorrt builds on the GPU that the plans are for, and this machine has none with a driver "
             "(nvidia-smi); backend=tensorrt_rtx builds without one"
         )
-    return listed[0]
+    name, capability = used_gpu("tensorrt")
+    return {"name": name, "compute_cap": capability, "driver_version": listed[0]["driver_version"]}
 
 
 def triton_version() -> str | None:

@@ -19,7 +19,7 @@ from stages.engines.onnx.graph_engine import PagedEngine
 from stages.engines.onnx.surgery import NOT_FINITE
 from stages.engines.staging import aligned
 from stages.engines.tensorrt.bundle import PLANS, PlanRecord, load_weights
-from stages.engines.tensorrt.library import Library, Name, load
+from stages.engines.tensorrt.library import Library, Name, load, used_gpu
 from stages.engines.tensorrt.pool import TorchPool
 from stages.engines.tensorrt.session import Device, PlanSession
 from stages.engines.tensorrt.shapes import Limits, bucket, plan_run
@@ -44,19 +44,14 @@ def this_machine(library: Library, built: BuiltFor) -> BuiltFor:
     Raises MissingRequirement naming the GPU, driver or CUDA build of torch that is missing.
     """
     capabilities = " or ".join(built.compute_capabilities)
-    torch_version = f"torch {torch.__version__}"
     if not gpus() and not torch.cuda.is_available():
         raise MissingRequirement(
-            f"backend={library.name}: this machine has no NVIDIA GPU with a driver (no nvidia-smi, and {torch_version} sees no "
-            f"CUDA device); the plans need a GPU of compute capability (SM) {capabilities} and {library.title} {built.version}"
+            f"backend={library.name}: this machine has no NVIDIA GPU with a driver (no nvidia-smi, and torch "
+            f"{torch.__version__} sees no CUDA device); the plans need a GPU of compute capability (SM) {capabilities} and "
+            f"{library.title} {built.version}"
         )
-    if not torch.cuda.is_available():
-        raise MissingRequirement(
-            f"backend={library.name}: {torch_version} cannot use the GPU here ({gpus()[0]['name']}): install a CUDA "
-            "build of torch (pip install torch --index-url https://download.pytorch.org/whl/cu130)"
-        )
-    major, minor = torch.cuda.get_device_capability()
-    return BuiltFor(library=library.title, version=library.version, compute_capabilities=[f"{major}.{minor}"])
+    _, capability = used_gpu(library.name)
+    return BuiltFor(library=library.title, version=library.version, compute_capabilities=[capability])
 
 
 class PlanEngine(PagedEngine):

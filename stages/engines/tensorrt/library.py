@@ -6,6 +6,7 @@ from functools import cache
 from importlib import metadata
 from typing import Any, Literal
 
+from pipeline.artifacts.hardware import gpus
 from pipeline.core.errors import MissingRequirement
 
 Name = Literal["tensorrt_rtx", "tensorrt"]
@@ -67,6 +68,20 @@ def load(name: Name) -> Library:
         wanted = f"{TITLES[name]} >= {'.'.join(map(str, oldest))} and < {'.'.join(map(str, before))}"
         raise MissingRequirement(f"backend={name} needs {wanted}, found {trt.__version__}: {HOW_TO_GET[name]}")
     return Library(name, trt, _collector(trt))
+
+
+def used_gpu(backend: Name) -> tuple[str, str]:
+    """Return name and compute capability of the GPU that CUDA uses. Raises MissingRequirement where torch cannot use one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        here = " and ".join(gpu["name"] for gpu in gpus())
+        raise MissingRequirement(
+            f"backend={backend}: torch {torch.__version__} cannot use the GPU here ({here}): install a CUDA build of torch "
+            "(pip install torch --index-url https://download.pytorch.org/whl/cu130)"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    return torch.cuda.get_device_name(), f"{major}.{minor}"
 
 
 def release(version: str) -> tuple[int, int]:

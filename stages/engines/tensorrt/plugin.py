@@ -9,7 +9,6 @@ lengths, once for all layers of the decode graph. In the prefill graph pages are
 gathers all and, of FP8, first widens the whole pool. Layers whose formats the kernels do not hold keep their function body.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 import onnx
 from onnx import helper
 
-from pipeline.core.errors import MissingRequirement
 from pipeline.core.kv import KVPolicy
 from pipeline.formats.body import DOMAIN, NUMPY_FLOATS, cache_arithmetic, layer_function
 from plugins.kv_attention.kernels.variants import WIDEST, Setting, context_blocks, context_variant, decode_variant
@@ -47,26 +45,6 @@ def build_bundle(onnx_bundle: Path, out: Path, *, gpu: Mapping[str, str], **give
     """Write a bundle of plans for a GPU, with the plugin in them. Takes what `build_bundle` of build.py takes."""
     adapt = partial(with_plugin, sm=int(gpu["compute_cap"].replace(".", "")))
     build.build_bundle(onnx_bundle, out, gpu=gpu, adapt=adapt, **given)
-
-
-def check_gpu(gpu: Mapping[str, str]) -> None:
-    """Raise MissingRequirement unless `gpu`, nvidia-smi's first, is the one that CUDA uses, on which TensorRT builds."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise MissingRequirement(
-            f"backend=tensorrt: torch {torch.__version__} cannot use the GPU here ({gpu['name']}): install a CUDA build of "
-            "torch (pip install torch --index-url https://download.pytorch.org/whl/cu130)"
-        )
-    major, minor = torch.cuda.get_device_capability()
-    used, listed = f"{torch.cuda.get_device_name()}, SM {major}.{minor}", f"{gpu['name']}, SM {gpu['compute_cap']}"
-    if used != listed:
-        order, visible = (os.environ.get(name, "unset") for name in ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"))
-        raise MissingRequirement(
-            f"backend=tensorrt: CUDA's device 0 is {used}, but nvidia-smi's first GPU, which plans are built for, is {listed} "
-            f"(CUDA_DEVICE_ORDER={order}, CUDA_VISIBLE_DEVICES={visible}): set CUDA_DEVICE_ORDER=PCI_BUS_ID and "
-            "CUDA_VISIBLE_DEVICES=0, or run in a container that is given the one GPU"
-        )
 
 
 def with_plugin(
