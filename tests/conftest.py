@@ -36,7 +36,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A GPU test is skipped with its reason where there is no GPU; REQUIRE_GPU=1 makes that a failure instead.
 
-    `make test-long` takes of tests/integration what has more cases there; `make test` takes the rest.
+    `make test-long` takes of tests/integration what has more cases there; `make test` takes the rest. So with EVERY_POLICY=1 a
+    test of tests/integration that is not marked `every` is left out, also where its file is named.
     """
     # An item's keywords hold the names of its folders, too: marks alone say what a test is.
     if STRIDE == 1:

@@ -53,7 +53,7 @@ KEPT_CHUNK, KEPT_TOKENS = 128, 2048
 def keeps_prefixes(engine: Any) -> None:
     """Let an engine keep the beginnings of prompts for later ones."""
     engine.prefill_chunk = KEPT_CHUNK
-    engine.prefixes = PrefixCache(engine, "planted", chunk=KEPT_CHUNK, most_tokens=KEPT_TOKENS)
+    engine.prefixes = PrefixCache(engine, chunk=KEPT_CHUNK, most_tokens=KEPT_TOKENS)
 
 
 SETUPS: dict[str, Callable[[Any], None]] = {"int8_prefixes": keeps_prefixes}

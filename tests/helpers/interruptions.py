@@ -112,6 +112,9 @@ def attempt(job: Callable[[], object], folder: Path, at: int | None = None, faul
     child = FORK.Process(target=_child, args=(job, folder, at, fault, send))
     child.start()
     send.close()
+    if not receive.poll(600):  # a whole pipeline takes a minute; the pipe of a child that was killed is at its end
+        child.kill()
+        raise AssertionError("it hangs")
     try:
         operations, said = receive.recv()
     except EOFError:

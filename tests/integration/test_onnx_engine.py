@@ -6,24 +6,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx_fixtures import BY_NAME, make_bundle, make_engine
+from onnx_fixtures import BY_NAME, make_bundle
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.core.errors import UserError
 from stages.engines.onnx.engine import OnnxEngine, load_engine
-
-
-def test_a_full_pool_is_refused_and_leaves_the_engine_usable(decoder: Path, tmp_path: Path) -> None:
-    engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["fp8"], max_pages=3)
-    (handle,), _ = engine.prefill([[1] * 128])
-    with pytest.raises(UserError, match="max_pages=3 is too small: 4 pages"):
-        engine.prefill([[2] * 65])
-    assert engine.memory().live_tokens == 128
-    engine.decode([handle], [1])
-    engine.release([handle])
-    engine.prefill([[2] * 65])
-    with pytest.raises(KeyError, match="sequence 0 was released"):
-        engine.decode([handle], [1])
 
 
 def spoiled(bundle: Path, shape: tuple[int, int], number: int, row: int, by: float = np.nan) -> OnnxEngine:

@@ -1,6 +1,5 @@
 """Prompts that begin alike: what is found gives the same answers, and nothing of another cache is ever found."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,6 @@ from onnx_fixtures import BY_NAME, POLICIES, make_bundle
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
-from pipeline.core.scales import SCALES_FILE
-from stages.engines.onnx.build import build_bundle
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.paged.prefixes import PrefixCache
 
@@ -61,36 +58,6 @@ def test_answers_and_logits_are_the_same_with_and_without_reuse(
         pass
     assert reusing.pool.in_use == (0, 0)
     assert reusing.memory().live_tokens == 0
-
-
-def test_two_policies_and_two_scale_sets_never_find_each_others_prefixes(
-    decoder: Path, tmp_path: Path, prompts: list[list[int]]
-) -> None:
-    fp8 = BY_NAME["fp8"]
-    bundles = [make_bundle(decoder, tmp_path / "fp8", fp8), make_bundle(decoder, tmp_path / "int8", BY_NAME["int8"])]
-    scales = json.loads((bundles[0] / SCALES_FILE).read_text())
-    side = scales["layers"][0]["key"]
-    side["scale"] = [2 * value for value in side["scale"]]
-    other_scales = tmp_path / "scales.json"
-    other_scales.write_text(json.dumps(scales))
-    rescaled = tmp_path / "rescaled"
-    rescaled.mkdir()
-    build_bundle(decoder, rescaled, policy=fp8, scales=other_scales, progress=lambda *_: None)
-    engines = [load(bundle, prefix_tokens=4096) for bundle in [*bundles, rescaled]]
-    for engine in engines:
-        engine.release(engine.prefill([prompts[0]])[0])
-    named = [set(cache(engine).keys(prompts[0])) for engine in engines]
-    assert [len(keys) for keys in named] == [4, 4, 4]
-    assert len(set.union(*named)) == 12
-    # one store for all of them: whatever the others kept, nothing of it is found
-    shared = {key: handle for engine in engines[1:] for key, handle in cache(engine).kept.items()}
-    cache(engines[0]).kept = shared
-    assert logits_of(engines[0], prompts[0]) == pytest.approx(logits_of(load(bundles[0]), prompts[0]), abs=ROUNDING)
-    assert cache(engines[0]).reused_tokens == 0
-    # the same bundle gives the same keys; another size of chunks, at whose borders other tokens are read as codes, does not
-    assert cache(load(bundles[0], prefix_tokens=4096)).keys(prompts[0]) == cache(engines[0]).keys(prompts[0])
-    wide = load_engine(bundles[0], threads=1, prefill_chunk=2 * CHUNK, prefix_tokens=4096)
-    assert not set(cache(wide).keys(prompts[0])) & named[0]
 
 
 def test_keys_name_all_tokens_up_to_the_end_of_a_chunk(decoder: Path, tmp_path: Path, prompts: list[list[int]]) -> None:

@@ -16,7 +16,6 @@ from onnx_fixtures import (
     shared_decoder,
 )
 
-from pipeline.artifacts import hardware
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy, LayerOverride, Side
@@ -153,7 +152,8 @@ def test_a_gpu_that_lacks_a_type_is_named_with_the_targets_that_remain(decoder: 
 def test_a_machine_without_a_gpu_is_told_which_one_is_missing(
     plans: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_gpu(monkeypatch)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(engine_module, "gpus", list)
     with pytest.raises(MissingRequirement, match=r"no NVIDIA GPU with a driver.*SM\) 8\.9 or 12\.0 and TensorRT for RTX 1\.7"):
         load_engine(plans[1], library="tensorrt_rtx", cuda_graphs=True)
 
@@ -178,9 +178,3 @@ def test_what_tensorrt_refuses_has_its_reason(tmp_path: Path) -> None:
     onnx.save(onnx.helper.make_model(graph), tmp_path / "odd.onnx")
     with pytest.raises(GraphRefusal, match="Nothing"):
         parse(load("tensorrt_rtx"), tmp_path / "odd.onnx")
-
-
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(engine_module, "gpus", list)
-    assert hardware.gpus is not vars(engine_module)["gpus"]

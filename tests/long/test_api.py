@@ -2,7 +2,6 @@
 
 import os
 import re
-import runpy
 import shutil
 import signal
 import sys
@@ -256,16 +255,6 @@ def test_an_altered_champion_is_refused(promoted: Path, tmp_path: Path) -> None:
 def test_without_a_champion_the_names_that_were_looked_for_are_said(promoted: Path) -> None:
     with pytest.raises(UserError, match="model=fp16: fp16 and kvgate-fp16 of the registry have no champion"):
         champion("fp16", workdir=promoted)
-
-
-def test_the_example_serves_the_champion(
-    promoted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert promoted.name == "work", "where the example looks"
-    monkeypatch.setattr(sys, "argv", ["serve_champion.py", ASKED])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "examples" / "serve_champion.py"), run_name="__main__")
-    assert (ended.value.code, capsys.readouterr().out) == (0, f"{COPIED}\n")
 
 
 @pytest.mark.usefixtures("promoted")

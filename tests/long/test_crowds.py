@@ -1,19 +1,152 @@
-"""Two rounds of eight processes over one work directory and one store: SQLite, and MLflow's server on PostgreSQL."""
+"""Processes at once over one work directory and one store: eight of mixed stages, and four that move the aliases.
 
+The store is SQLite, and MLflow's server on PostgreSQL. Only children open the store: each begins as a command does.
+"""
+
+import os
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from crowds import play
+import pytest
+from interruptions import FORK, attempt
+from judged_candidates import decide_pass, proven, replay_without_findings
 from postgres import mlflow_server, postgres
+from small_runs import build, evaluate, open_tracking
+
+from pipeline.artifacts.digest import tree_files
+from pipeline.artifacts.store import _manifest
+from pipeline.core.errors import GateRefusal, UserError
+from pipeline.registry import promotion, summary
+from pipeline.trust.movelog import MoveLog
 
 ROUNDS = 2
 
 
-def test_nothing_is_lost_on_sqlite(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    play(tmp_path / "work", tmp_path / "model.safetensors", ROUNDS)
+def take_part(number: int, work: Path, checkpoint: Path, kind: str, uri: str | None) -> list[str]:
+    """Do one process's part of a round; return the versions that it registered."""
+    if kind == "build":
+        build(work, checkpoint, f"shared{number}")
+    elif kind == "evaluate":
+        return [evaluate(work, checkpoint, f"alone{number}-{os.getpid()}", f"sweep-{os.getpid()}", uri).version]
+    elif kind == "sweep":
+        policies = (f"shared{number}", "shared0")
+        return [evaluate(work, checkpoint, policy, f"sweep-{os.getpid()}", uri).version for policy in policies]
+    elif kind == "verify":
+        for path in (work / "artifacts").glob("[!.]*/[!.]*"):
+            manifest = _manifest(path)
+            assert manifest is not None, f"{path} is there and not finished"
+            assert tree_files(path) == manifest["files"], path
+    elif kind == "promote":
+        last, store = summary.load(work), open_tracking(work, uri)
+        try:
+            promotion.promote(last.candidates, MoveLog(store), replay_without_findings, decide_pass, sweep=last.sweep)
+        except GateRefusal as error:
+            if "rolled back" not in str(error) and "no candidate" not in str(error):
+                raise
+    elif kind == "rollback":
+        with suppress(UserError):  # there may be no previous champion
+            promotion.rollback(MoveLog(open_tracking(work, uri)), proven)
+    return []
 
 
-def test_nothing_is_lost_on_a_server_with_postgresql(tmp_path: Path) -> None:
+KINDS = ("build", "evaluate", "sweep", "sweep", "evaluate", "verify", "promote", "rollback")
+
+
+def _part(number: int, work: Path, checkpoint: Path, uri: str | None, results: Any) -> None:
+    try:
+        results.put((number, take_part(number % 3, work, checkpoint, KINDS[number], uri), ""))
+    except BaseException:
+        results.put((number, [], traceback.format_exc()))
+
+
+def check_nothing_is_lost(work: Path, uri: str | None, versions: list[str], serves: bool) -> None:
+    """Every registered version is there with its evidence, every run has ended, and an engine serves where it has to."""
+    store = open_tracking(work, uri)
+    known = {one.number: one.tags for one in store.registered()}
+    assert set(versions) <= known.keys()
+    assert all(tags["verdict"] == "PASS" for tags in known.values())
+    runs = store.client.search_runs([store.experiment_id], max_results=1000)
+    open_runs = [(run.info.run_name, run.info.status, run.data.tags) for run in runs if run.info.status != "FINISHED"]
+    assert open_runs == [], open_runs
+    for tags in known.values():
+        model = store.client.get_logged_model(tags["logged_model"])
+        assert str(model.status) == "READY"
+        assert "report.json" in {file.path for file in store.client.list_logged_model_artifacts(model.model_id)}
+    assert store.alias("champion") in known or not serves
+    log = MoveLog(store)
+    log.repair()
+    history = log.read()
+    assert history.problem is None, history.problem
+    assert {alias: store.alias(alias) for alias in history.aliases} == history.aliases
+    assert [path for path in (work / "artifacts").glob("*/.*-*") if path.is_dir()] == []
+    take_part(0, work, work, "verify", uri)
+
+
+def in_a_child(work: Path, job: Callable[[], object]) -> None:
+    ended = attempt(job, work)
+    assert ended.code == 0, ended.said
+
+
+def play(work: Path, checkpoint: Path, uri: str | None = None) -> None:
+    """Play rounds of all eight at once, the first over no store."""
+    versions: list[str] = []
+    for played in range(ROUNDS):
+        results: Any = FORK.Queue()
+        parts = [FORK.Process(target=_part, args=(number, work, checkpoint, uri, results)) for number in range(len(KINDS))]
+        for part in parts:
+            part.start()
+        ended = [results.get(timeout=300) for _ in parts]
+        for part in parts:
+            part.join(60)
+        failed = [(KINDS[number], said) for number, _, said in ended if said]
+        assert failed == [], "\n".join(said for _, said in failed)
+        versions += [version for _, registered, _ in ended for version in registered]
+        in_a_child(work, partial(check_nothing_is_lost, work, uri, versions, serves=played > 0))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
+    return tmp_path / "model.safetensors"
+
+
+def test_nothing_is_lost_on_sqlite(checkpoint: Path, tmp_path: Path) -> None:
+    play(tmp_path / "work", checkpoint)
+
+
+def test_nothing_is_lost_on_a_server_with_postgresql(checkpoint: Path, tmp_path: Path) -> None:
     with postgres() as database, mlflow_server(database, tmp_path / "artifacts") as address:
-        play(tmp_path / "work", tmp_path / "model.safetensors", ROUNDS, address)
+        play(tmp_path / "work", checkpoint, address)
+
+
+def move(work: Path, name: str | None, ready: Callable[[], object] = lambda: None) -> None:
+    """Promote the candidate with a name, or roll back."""
+    last, log = summary.load(work), MoveLog(open_tracking(work))
+    ready()
+    with suppress(UserError, GateRefusal):
+        if name is None:
+            promotion.rollback(log, proven)
+        else:
+            asked = [one for one in last.candidates if one.name == name]
+            promotion.promote(asked, log, replay_without_findings, decide_pass, sweep=last.sweep, name=name)
+
+
+def test_four_processes_that_move_at_once_leave_one_log(checkpoint: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    for policy in ("bf16", "fp8", "int8"):
+        in_a_child(work, partial(evaluate, work, checkpoint, policy, "sweep"))
+    for name in ("bf16", "fp8"):
+        in_a_child(work, partial(move, work, name))
+    for _ in range(4):
+        open_all = FORK.Barrier(4)  # a store takes a second to open, a move a fraction of it
+        children = [FORK.Process(target=move, args=(work, name, open_all.wait)) for name in ("int8", None, "bf16", None)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(120)
+        assert [child.exitcode for child in children] == [0] * 4
+        in_a_child(work, partial(check_nothing_is_lost, work, None, ["1", "2", "3"], serves=True))

@@ -47,15 +47,6 @@ def test_a_wheel_carries_no_tests_and_no_benchmarks(installed: Path) -> None:
     assert packages == {"pipeline", "stages", "plugins", "conf"}
 
 
-def test_a_wheel_brings_the_command_kvgate(installed: Path, tmp_path: Path) -> None:
-    (script,) = installed.glob("*.data/scripts/kvgate")
-    assert script.read_text().startswith("#!python\n"), "pip writes the interpreter there"
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
-    command = [sys.executable, str(script), "--version"]
-    result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert (result.returncode, result.stdout[:7]) == (0, "kvgate "), result.stderr
-
-
 def test_an_images_health_check_and_entry_point_work_from_a_wheel(installed: Path, tmp_path: Path) -> None:
     """The Dockerfile's own commands, with an environment as empty as a container's."""
     lines = (ROOT / "Dockerfile").read_text().splitlines()

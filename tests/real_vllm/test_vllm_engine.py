@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from engine_rows import (
@@ -52,9 +51,7 @@ def texts(tiny_checkpoint: Path) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, vllm_python: str) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("vllm")
-    return {
-        kv: make_bundle("vllm", tiny_checkpoint, folder / kv, kv, vllm_python) for kv in ("fp16", "fp8", "fp8_head", "fp8_e5m2")
-    }
+    return {kv: make_bundle("vllm", tiny_checkpoint, folder / kv, kv, vllm_python) for kv in ("fp16", "fp8", "fp8_head")}
 
 
 @pytest.fixture(scope="module")
@@ -153,13 +150,6 @@ def test_vllms_own_prompt_lookup_takes_the_passes_that_are_counted_for_its_answe
     assert sum(a == b for a, b in zip(plain, seen.answers, strict=True)) >= 5
 
 
-def test_the_loaded_engine_reads_the_scales_of_its_checkpoint(fp8: VllmEngine) -> None:
-    assert audit_scales(fp8, ()) == []
-    for layer in fp8.delivery():
-        assert layer.used[Side.KEY] == pytest.approx((KEY_SCALE,))
-        assert layer.used[Side.VALUE] == pytest.approx((VALUE_SCALE,))
-
-
 def test_the_canarys_scale_arrives_and_changes_what_is_read(
     bundles: dict[str, Path], texts: list[list[int]], vllm_python: str
 ) -> None:
@@ -249,13 +239,6 @@ def test_a_cpu_merges_the_scales_of_heads(bundles: dict[str, Path], vllm_python:
     merged = r"8 merged \(layer 0 keys: \[0\.04, 0\.06\] was merged with others to the largest, 0\.06"
     with pytest.raises(GateRefusal, match=merged):
         audit_scales(engine, ())
-    engine.close()
-
-
-def test_e5m2_runs_without_scales(bundles: dict[str, Path], texts: list[list[int]], vllm_python: str) -> None:
-    engine = open_engine(bundles["fp8_e5m2"], vllm_python)
-    assert audit_scales(engine, ()) == []
-    assert np.isfinite(engine.forced(texts[0], FIRST)).all()
     engine.close()
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from pipeline.artifacts.digest import json_digest
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import PREFILL_CHUNK
 from pipeline.core.scales import KVScales
@@ -67,8 +66,7 @@ def load_engine(
     native = attention == "native" or (attention == "auto" and find_compiler() is not None)
     engine = OnnxEngine(bundle, described, scales, pool, threads=threads, prefill_chunk=prefill_chunk, native=native)
     if prefix_tokens:
-        identity = json_digest(described.files)  # policy, scales, graphs and weights
-        engine.prefixes = PrefixCache(engine, identity, chunk=prefill_chunk, most_tokens=prefix_tokens)
+        engine.prefixes = PrefixCache(engine, chunk=prefill_chunk, most_tokens=prefix_tokens)
     return engine
 
 

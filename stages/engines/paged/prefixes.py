@@ -22,7 +22,7 @@ from pipeline.core.kv import PAGE_TOKENS
 class PrefixCache:
     """The beginnings that one engine keeps, the least recently used of which go first."""
 
-    def __init__(self, engine: Engine, identity: str, *, chunk: int, most_tokens: int) -> None:
+    def __init__(self, engine: Engine, *, chunk: int, most_tokens: int) -> None:
         """Keep nothing yet.
 
         Raises:
@@ -33,7 +33,6 @@ class PrefixCache:
         if most_tokens < chunk:
             raise UserError(f"prefix_tokens must be 0 or at least prefill_chunk={chunk}, got {most_tokens}")
         self._engine, self._chunk, self._most = engine, chunk, most_tokens // chunk
-        self._seed = hashlib.sha256(f"{identity}/{chunk}/".encode())
         self.kept: dict[str, int] = {}
         """Key of a beginning -> its sequence, the least recently used first. A beginning is kept no longer than those that it
         continues, so that each takes the pages of one chunk."""
@@ -43,9 +42,9 @@ class PrefixCache:
     def keys(self, prompt: Sequence[int]) -> list[str]:
         """Return the keys of a prompt's beginnings of one chunk, of two, and so on, all of them shorter than the prompt.
 
-        Two keys are equal where the tokens, the chunks and the identity are.
+        Two keys are equal where the tokens are.
         """
-        digest, keys = self._seed.copy(), []
+        digest, keys = hashlib.sha256(), []
         for begin in range(0, len(prompt) - self._chunk, self._chunk):
             digest.update(np.array(prompt[begin : begin + self._chunk], np.int64).tobytes())
             keys.append(digest.hexdigest())

@@ -110,7 +110,7 @@ def pool_of(engine: PooledEngine, pages: int | None) -> Iterator[None]:
     try:
         engine.prefill_chunk, engine.prefixes = PAGE_TOKENS, None
         if pages is not None:
-            engine.prefixes = PrefixCache(engine, "pressure", chunk=PAGE_TOKENS, most_tokens=pages * PAGE_TOKENS)
+            engine.prefixes = PrefixCache(engine, chunk=PAGE_TOKENS, most_tokens=pages * PAGE_TOKENS)
             engine.pool.max_pages = engine.pool.pages.used_count + pages
         yield
     finally:
