@@ -101,9 +101,10 @@ def _ladder(
             break
         named = labelled(progress, f"must-fail control {number + 1} of {len(faults)}, {fault.name}: ")
         every = range(len(chosen))
-        beside = None if twin is None else Comparison(engine, twin, chosen, every, batch_size=len(chosen), progress=named)
+        run = Run(chosen, heads, named)
+        beside = None if twin is None else Comparison(engine, twin, run, every, batch_size=len(chosen))
         observe = None if beside is None else beside.take
-        rows = _decoded(engine, Run(chosen, heads, named), partial(fault.plant, engine), observe, one_pass=False)
+        rows = _decoded(engine, run, partial(fault.plant, engine), observe, one_pass=False)
         fault.take_back(engine)
         rungs.append(Rung(fault=fault.name, rows=rows, requests=[] if beside is None else beside.requests))
     return rungs

@@ -196,19 +196,17 @@ class Local:
 
     def _comparison(self, twin: Twin, run: Run) -> Comparison:
         """Prepare the comparison; a candidate may be as far from its twin as its baseline makes usual."""
-        own, encoded, heads = run.conformance, run.encoded, run.heads
+        own = run.conformance
         requests = own.requests if own is not None else []
         stored = [request.engine.stored_by_layer for request in requests if request.engine.stored_by_layer]
         return Comparison(
             self.engine,
             twin.beside(own),
-            encoded,
-            spread(encoded, self.config.conformance_samples),
+            run,
+            spread(run.encoded, self.config.conformance_samples),
             batch_size=self.config.batch_size,
             limit=MEASURED_ALLOWED if twin.measures else allowed(requests),
-            baseline=None if heads is None else lambda i: heads(encoded[i].sample.id),
             layers=tuple(map(max, zip(*stored, strict=True))),
-            progress=run.progress,
         )
 
 

@@ -109,7 +109,7 @@ def test_lengths_that_the_builder_would_change_are_refused_with_the_bound(
 def test_integers_are_refused_exactly_where_the_builder_raises(sm: int, fake: ModuleType) -> None:
     major, minor = divmod(sm, 10)
     device = Device(name="Fake", compute_cap=f"{major}.{minor}", driver="580.95")
-    described = Description(protocol=1, release="1.2.1", python="3.12.3", devices=[device])
+    described = Description(release="1.2.1", python="3.12.3", devices=[device])
     here = Interpreter(PROGRAM, "python", described)
     for (weights, algorithm), name in product(ALGORITHMS.items(), ("fp16", "fp8", "int8_tensor")):
         cache = {"fp16": None, "fp8": "FP8", "int8_tensor": "INT8"}[name]

@@ -39,13 +39,12 @@ def bundle(quantized: Path) -> Path:
     [
         *((says, "no answer to describe but b'") for says in ("Welcome to the login node!", "[]", "7", '{"error": 1}', "{}")),
         *(
-            (says, r"does not speak protocol 1 of this kvgate, answered describe with b'\{")
+            (says, r"does not speak the protocol of this kvgate, answered describe with b'\{")
             for says in (
                 '{"ok": 1}',
-                '{"ok": {"protocol": 7, "release": "1.2.1"}}',
-                '{"ok": {"protocol": 1, "release": "1.2.1", "python": "3.12.3"}}',
-                '{"ok": {"protocol": 1, "release": "1.2.1", "python": "3.12.3", "devices": [{"name": "H100"}]}}',
-                '{"ok": {"protocol": 1, "release": "unknown", "python": "3.12.3", "devices": []}}',
+                '{"ok": {"release": "1.2.1", "python": "3.12.3"}}',
+                '{"ok": {"release": "1.2.1", "python": "3.12.3", "devices": [{"name": "H100"}]}}',
+                '{"ok": {"release": "unknown", "python": "3.12.3", "devices": []}}',
             )
         ),
     ],

@@ -12,11 +12,13 @@ from shipped import SHIPPED, conf
 
 from pipeline.core.engine import Engine
 from pipeline.core.kv import Eviction, KVPolicy
+from pipeline.core.records import no_progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import EngineConformance
 from stages.checkpoints import load_causal_lm
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.oracle.engine import OracleEngine
+from stages.evaluate.decoding.rows import Run
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
 from stages.evaluate.twins.conformance import Comparison
@@ -47,7 +49,7 @@ def conformance_config(**changes: Any) -> WorkloadsConfig:
 
 def compare(engine: Engine, twin: Twin, encoded: Sequence[EncodedSample], batch_size: int) -> EngineConformance:
     """Decode samples on an engine, forced, and compare every one of them with the twin."""
-    comparison = Comparison(engine, twin, encoded, range(len(encoded)), batch_size=batch_size)
+    comparison = Comparison(engine, twin, Run(encoded, None, no_progress), range(len(encoded)), batch_size=batch_size)
     comparison.decode_missing()
     return comparison.result()
 

@@ -31,7 +31,7 @@ EXACT = {"key": {"dtype": "fp16"}, "value": {"dtype": "fp16"}}
 
 def interpreter(**changes: Any) -> Interpreter:
     known = {"release": "0.32.0", "platform": "cpu", "cache_dtypes": ["auto", "bfloat16"], "refused": {}}
-    given = {"protocol": 1, "python": "3.12.3", "devices": [], **known, **changes}
+    given = {"python": "3.12.3", "devices": [], **known, **changes}
     return Interpreter(PROGRAM, "python", Description.model_validate(given))
 
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.redaction import child_environment
 from stages.engines.bundle import BuiltFor
-from stages.engines.interpreter.protocol import PROTOCOL, Description, Device
+from stages.engines.interpreter.protocol import Description, Device
 from stages.engines.interpreter.worker import kvgate_channel
 
 CHANNEL = Path(kvgate_channel.__file__).parent
@@ -289,7 +289,7 @@ class Worker:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "ok"
             raise self._lost(
-                f"backend.python={self._python}: does not speak protocol {PROTOCOL} of this kvgate, answered {op} with "
+                f"backend.python={self._python}: does not speak the protocol of this kvgate, answered {op} with "
                 f"{line[:200]!r} ({where}: {first['msg']})"
             ) from None
 

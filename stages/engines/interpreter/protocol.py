@@ -1,12 +1,10 @@
 """What a worker answers: one strict record for each request. A library's own facts are in records that extend these."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from pipeline.core.strict import StrictModel
-
-PROTOCOL = 1
 
 
 class Device(StrictModel):
@@ -22,7 +20,6 @@ class Device(StrictModel):
 class Description(StrictModel):
     """Answer to `describe`."""
 
-    protocol: Literal[1]
     release: Annotated[str, Field(pattern=r"^\d+\.\d+")]
     python: str
     devices: list[Device]

@@ -13,7 +13,6 @@ from pipeline.core.scales import SCALES_FILE
 from stages.engines.base import Mode
 from stages.engines.bundle import begin_bundle, read_record, write_bundle
 from stages.engines.onnx.bundle import BACKEND, GRAPHS, WEIGHTS_FILE, Bundle, ModelInfo
-from stages.engines.onnx.refusals import refuse_heavy_tokens, refuse_oracles_own
 from stages.engines.onnx.surgery import specialise
 
 
@@ -32,8 +31,6 @@ def build_bundle(decoder: Path, out: Path, *, policy: KVPolicy, scales: Path, pr
     """
     info = read_record(decoder / "model.json", ModelInfo)
     policy.check_shape(info.shape)
-    refuse_heavy_tokens(policy)
-    refuse_oracles_own(policy)
     static = begin_bundle(decoder, out, policy, scales, info.shape)
     link_or_copy(decoder / WEIGHTS_FILE, out / WEIGHTS_FILE)
     modes: tuple[Mode, ...] = ("prefill", "decode")

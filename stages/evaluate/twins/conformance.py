@@ -6,7 +6,7 @@ replays each request over that (`stages.engines.oracle.replay`); where it does n
 Legend: R = decoded tokens of a request, V = vocab_size, H = KV heads.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeline.core.engine import Engine
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
-from pipeline.core.records import Progress, StoredCopy, no_progress
+from pipeline.core.records import StoredCopy
 from pipeline.verdict.conformance import (
     ALLOWED,
     ComparedRequest,
@@ -29,6 +29,7 @@ from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.replay import Replay
 from stages.evaluate.decoding.batches import Logits, Step
 from stages.evaluate.decoding.decode import decode, shares
+from stages.evaluate.decoding.rows import Run
 from stages.evaluate.distances.distance import Array, Distributions, head_kl, kl_of_logits
 from stages.evaluate.distances.scores import SampleHeads
 from stages.evaluate.inputs.tokens import EncodedSample
@@ -44,31 +45,26 @@ class Comparison:
         self,
         engine: Engine,
         twin: Twin,
-        encoded: Sequence[EncodedSample],
+        run: Run,
         chosen: Collection[int],
         *,
         batch_size: int,
         limit: float = ALLOWED,
-        baseline: Callable[[int], SampleHeads] | None = None,
         layers: tuple[float, ...] = (),
-        progress: Progress = no_progress,
     ) -> None:
         """Prepare a comparison.
 
         Args:
             engine: The engine that decodes.
             twin: Its twin.
-            encoded: The samples that it decodes.
+            run: The samples that it decodes, and the FP16 baseline's heads of them, for what the policy itself costs.
             chosen: Indices of those that are compared.
             batch_size: Most sequences of a step, which decides whether prefixes are prefilled by themselves.
             limit: The roundings from which on a deviation is located.
-            baseline: Gives the FP16 baseline's heads of a sample, for what the policy itself costs.
             layers: How far what the 16-bit engine stores is off, by layer, where that says what a rounding is.
-            progress: Called with the requests that were compared, before each one.
         """
-        self.engine, self.twin, self.encoded, self.chosen = engine, twin.of(engine), encoded, set(chosen)
-        self.batch_size, self.limit, self.baseline, self.layers = batch_size, limit, baseline, layers
-        self.progress = progress
+        self.engine, self.twin, self.run, self.chosen = engine, twin.of(engine), run, set(chosen)
+        self.batch_size, self.limit, self.layers = batch_size, limit, layers
         self.records: dict[int, ComparedRequest] = {}
         self.worst = 1.0
         """How many times what is allowed the worst request is off, 1 at least; the two below are of that request."""
@@ -85,20 +81,20 @@ class Comparison:
             request = self._requests.setdefault(i, Request())
             request.logits.append(step.logits_BV[row].copy())
             request.places.append(None if step.rows is None else (step.rows[row], step.size))
-            last = position + 1 == len(self.encoded[i].reference)
+            last = position + 1 == len(self.run.encoded[i].reference)
             looked = last or self._frees_a_page(i, position)
             if looked and step.sequences is not None and self.engine.can(Engine.stored):
                 _merge(request.layers, self.engine.stored(step.sequences[row]))
             elif last and step.request is not None and self.engine.can(Engine.stored_request):
                 request.layers += [dict(layer) for layer in self.engine.stored_request(step.request)]
             if last:
-                self.progress("compared with the twin [requests]", len(self.records), len(self.chosen))
+                self.run.progress("compared with the twin [requests]", len(self.records), len(self.chosen))
                 self._compare(i, self._requests.pop(i))
 
     def decode_missing(self) -> None:
         """Decode the chosen samples that were not compared: all, or those that had finished before an interruption."""
         missing = sorted(self.chosen - self.records.keys())
-        for event in decode(self.engine, self.encoded, self.batch_size, chosen=missing):
+        for event in decode(self.engine, self.run.encoded, self.batch_size, chosen=missing):
             if isinstance(event, Step):
                 self.take(event)
 
@@ -120,12 +116,12 @@ class Comparison:
 
     def _frees_a_page(self, i: int, position: int) -> bool:
         """Whether a page may leave the window or be evicted with the next token: it is read before."""
-        length, policy = len(self.encoded[i].prompt) + position, self.engine.policy
+        length, policy = len(self.run.encoded[i].prompt) + position, self.engine.policy
         frees = policy.window is not None or policy.latest_tokens(self.engine.shape) is not None
         return frees and (position == 0 or (length + 1) % PAGE_TOKENS == 0)
 
     def _compare(self, i: int, request: Request) -> None:
-        item = self.encoded[i]
+        item = self.run.encoded[i]
         problem = _problem(request.layers, self.engine.policy, self.engine.shape, len(item.prompt) + len(item.reference) - 1)
         replay = self._replay(item, [] if problem else request.layers)
         compared = _distances(item, np.stack(request.logits), replay, problem)
@@ -140,13 +136,13 @@ class Comparison:
 
     def _described(self, i: int, logits_RV: Logits, layers: list[dict[Side, StoredCopy]]) -> dict[str, Any]:
         """Return how far a request is from the twin over its own cache, the twin from FP16, and what the engine may compute."""
-        item = self.encoded[i]
+        item = self.run.encoded[i]
         alone = self._replay(item, []).logits
         kl = finite(kl_of_logits(alone, logits_RV).mean())
         explanation = explained(self.twin, item, logits_RV, kl)
         if explanation is None and self.twin.measures and layers:
             explanation = explained_by_codes(self.twin, item, logits_RV, lambda oracle: self._replay(item, layers, oracle))
-        twin_kl = None if self.baseline is None else finite(_kl_of_heads(self.baseline(i), alone, item))
+        twin_kl = None if self.run.heads is None else finite(_kl_of_heads(self.run.heads(item.sample.id), alone, item))
         return {"kl": kl, "twin_kl": twin_kl, "explanation": explanation}
 
     def _replay(

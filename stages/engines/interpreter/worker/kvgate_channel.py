@@ -19,7 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-PROTOCOL = 1
 CLOSED_SECONDS = 60
 """Seconds to live after stdin was closed: twice as long as kvgate itself waits before it kills."""
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import kvgate_channel
-
 STEPS = ".steps"
 """Ending of the file that names the steps whose rows were written, a line each."""
 
@@ -23,7 +21,7 @@ def described(release: str, **more: Any) -> dict[str, Any]:
         for i in range(torch.cuda.device_count())
     ]
     python = ".".join(map(str, sys.version_info[:3]))
-    return {"protocol": kvgate_channel.PROTOCOL, "release": release, "python": python, "devices": devices, **more}
+    return {"release": release, "python": python, "devices": devices, **more}
 
 
 def run(

@@ -96,7 +96,7 @@ def describe() -> dict[str, Any]:
 
     types = [name.removeprefix("GGML_TYPE_").lower() for name in dir(llama_cpp) if name.startswith("GGML_TYPE_")]
     python = ".".join(map(str, sys.version_info[:3]))
-    known = {"protocol": kvgate_channel.PROTOCOL, "release": llama_cpp.__version__, "python": python, "devices": []}
+    known = {"release": llama_cpp.__version__, "python": python, "devices": []}
     return {**known, "types": types}
 
 
