@@ -191,11 +191,16 @@ def test_prose_alone_follows_the_same_looks_and_a_bet_waits_where_documents_are_
     assert up_to(prose(24, mean_kl=0.1), 1).status == "INCONCLUSIVE"
 
 
-def test_a_context_bin_fails_at_its_own_look() -> None:
-    rows = [row("retrieval", i, after=i % 4 != 0, context_tokens=900 if i % 4 else 100) for i in range(160)]
-    (check,) = [check for check in up_to(rows, 3).checks if check.where == "retrieval [0, 150)"]
-    assert check.status == "FAIL"
-    assert check.reason.endswith("; round 3 of 5")
+def test_a_context_bin_fails_at_its_looks_own_level() -> None:
+    rows = [row("retrieval", i, after=i % 8 != 0, context_tokens=900 if i % 4 else 100) for i in range(160)]
+
+    def of_the_bin(outcome: Verdict) -> list[str]:
+        return [
+            check.reason[-14:] for check in outcome.checks if check.where == "retrieval [0, 150)" and check.status == "FAIL"
+        ]
+
+    assert [of_the_bin(up_to(rows, last)) for last in (1, 2, 3)] == [[], [], ["; round 3 of 5"]]
+    assert of_the_bin(verdict(rows[:40])), "as many answers as the second look has, of an evaluation that has no looks"
 
 
 @pytest.mark.parametrize("shares", [[], [0.5], [0.5, 0.5, 1.0], [0.0, 1.0], [0.7, 0.3, 1.0], [0.5, 1.5], [0.5, 0.505, 1.0]])
