@@ -327,8 +327,10 @@ def test_the_ladder_says_which_small_faults_were_noticed_and_decides_nothing(com
 
 
 def test_one_more_lost_sample_never_makes_a_verdict_better() -> None:
-    statuses = [verdict(answered("retrieval", 100, lost)).status for lost in range(31)]
-    assert statuses == sorted(statuses, key=["PASS", "INCONCLUSIVE", "FAIL"].index)
-    assert {statuses[0], statuses[-1]} == {"PASS", "FAIL"}
-    least = answered("retrieval", 100, statuses.index("FAIL"))
-    assert verdict([*least, row("retrieval", 100, after=False)]).status != "PASS"
+    order = ["PASS", "INCONCLUSIVE", "FAIL"]
+    samples = [answered("retrieval", 100, lost, context_tokens=900) for lost in range(31)]  # of one context bin
+    statuses = [verdict(rows).status for rows in samples]
+    assert statuses == sorted(statuses, key=order.index)
+    assert set(statuses) == set(order)
+    fails = samples[statuses.index("FAIL")]
+    assert verdict([*fails, row("retrieval", 100, after=False, context_tokens=900)]).status != "PASS"

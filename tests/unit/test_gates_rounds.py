@@ -135,7 +135,8 @@ def test_a_distance_does_not_pass_for_good_at_an_early_look() -> None:
     """Where only later rounds hold the documents that the cache ruins."""
     early, late = prose(300, round=1, mean_kl=0.001), prose(340, round=2, mean_kl=1.0)[300:]
     assert verdict(early, planned_rounds=[0.5, 1.0]).status == "PASS"
-    assert verdict(early + late, planned_rounds=[0.5, 1.0]).status != "PASS"
+    later = verdict(early + late, planned_rounds=[0.5, 1.0])
+    assert {check.gate for check in later.checks if check.status == "FAIL"} == {"max_mean_kl", "max_ruined_share"}
 
 
 def test_what_failed_at_an_earlier_look_has_failed_whatever_came_later() -> None:
