@@ -13,6 +13,7 @@ from pipeline.checkpoint.description import CheckpointInfo, describe_checkpoint
 from pipeline.checkpoint.families import FAMILIES
 from pipeline.checkpoint.files import SINGLE, refusal
 from pipeline.checkpoint.rope import FULL, SLIDING, rope_at_top_level
+from pipeline.core.errors import short
 from pipeline.gguf.header import Header, read_header
 from pipeline.gguf.vocabulary import Vocabulary, read_vocabulary
 
@@ -22,8 +23,8 @@ ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3"
 """model_type of a checkpoint that is written as a GGUF -> general.architecture. Gemma 3 is only read."""
 WRITTEN: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 """Key of config.json -> its one value in a checkpoint that is written as a GGUF; a file says none of them."""
-YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-"""Keys of rope_scaling for which llama.cpp takes what transformers takes without them."""
+YARN = {"attention_factor": None, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": None, "mscale_all_dim": None, "truncate": True}
+"""Key of rope_scaling -> transformers' default, which llama.cpp takes; None where the default follows from other keys."""
 
 SIZES = {
     "block_count": "num_hidden_layers",
@@ -119,9 +120,10 @@ def architecture_of(path: Path, config: dict[str, Any]) -> str:
         )
     scaling = rope_at_top_level(config).get("rope_scaling") or {}
     given = {key: config[key] for key, value in WRITTEN.items() if config.get(key, value) != value}
-    given |= {f"rope_scaling.{key}": scaling[key] for key in YARN if scaling.get(key) is not None}
-    for key, value in given.items():
-        raise refusal(path, f"config.json: {key}={value} is not written as a GGUF here; give a GGUF of the model")
+    given |= {f"rope_scaling.{key}": scaling[key] for key, value in YARN.items() if scaling.get(key) not in (None, value)}
+    if given:
+        said = ", ".join(f"{key}={short(value)}" for key, value in given.items())
+        raise refusal(path, f"config.json: {said} is not written as a GGUF here; give a GGUF of the model")
     return ARCHITECTURES[model_type]
 
 

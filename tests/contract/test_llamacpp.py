@@ -82,7 +82,7 @@ def test_a_missing_interpreter_is_named_with_its_command(python: str) -> None:
         ({"model_type": "llama", "attention_bias": True}, "attention_bias=True is not written"),
         ({"model_type": "mistral", "hidden_act": "gelu"}, "hidden_act=gelu is not written"),
         (
-            {"model_type": "qwen3", "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0}},
+            {"model_type": "qwen3", "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 1}},
             r"rope_scaling\.beta_fast=16\.0 is not written",
         ),
     ],

@@ -134,10 +134,11 @@ def declared() -> dict[str, tuple[list[str], dict[str, type], list[str], int]]:
 
 
 def _from_onnx(trt: Any, plugin_id: str, attributes: Mapping[str, int | float]) -> Any:
-    """The creator registered for a node's domain and operator, and of its fields those that the node has."""
+    """The plugin that the creator registered for a node's domain and operator makes, with the creator's fields that the node
+    has. An attribute of type INT reaches the creator as an INT32."""
     namespace, name = plugin_id.split("::")
     creator = trt.get_plugin_registry().get_creator(name, "1", namespace)
-    kinds = {int: (trt.PluginFieldType.INT64, np.int64), float: (trt.PluginFieldType.FLOAT32, np.float32)}
+    kinds = {int: (trt.PluginFieldType.INT32, np.int32), float: (trt.PluginFieldType.FLOAT32, np.float32)}
     given = {field.name: attributes[field.name] for field in creator.field_names if field.name in attributes}
     # A field points into its array: the arrays must live as long.
     values = {key: np.array([value], kinds[type(value)][1]) for key, value in given.items()}

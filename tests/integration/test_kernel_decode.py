@@ -79,6 +79,10 @@ def test_any_pair_of_formats_attends_as_the_reference(key: str, value: str, numb
     check(case, programs=1 + number % 5)
 
 
+def test_twelve_query_heads_and_groups_of_128_channels_in_the_largest_head() -> None:
+    check(case_of("int8 token", "int4 128", 1, 256, [65, 3], group=12, dtype=torch.float16, seed=12), programs=2)
+
+
 def test_every_length_around_a_page_boundary() -> None:
     check(case_of("fp8_e4m3 token", "int4 64", 1, 128, BOUNDARIES, sink=65, group=8, seed=65), programs=7)
 

@@ -260,3 +260,9 @@ def test_an_attribute_that_no_kernel_knows_is_named(change: dict[str, Any], mess
     node = node_of("decode_partial", case.layout)
     with pytest.raises(ValueError, match=f"^{node.plugin_id}: {message}"):
         tensorrt(builder.build, node.plugin_id, case.tensors(node), case.attributes(node) | change)
+
+
+def test_a_work_list_without_programs_is_named(tensorrt: Run) -> None:
+    case = CASES["fp8k_int4v"]
+    with pytest.raises(ValueError, match=r"^kv::plan_work: programs must be at least 1, got 0"):
+        tensorrt(builder.build, PLAN.plugin_id, case.tensors(PLAN), case.attributes(PLAN) | {"programs": 0})

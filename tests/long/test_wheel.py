@@ -47,6 +47,11 @@ def test_a_wheel_carries_no_tests_and_no_benchmarks(installed: Path) -> None:
     assert packages == {"pipeline", "stages", "plugins", "conf"}
 
 
+def test_a_wheel_brings_the_command_kvgate_whose_interpreter_pip_writes(installed: Path) -> None:
+    (script,) = installed.glob("*.data/scripts/kvgate")
+    assert script.read_text().startswith("#!python\n")
+
+
 def test_an_images_health_check_and_entry_point_work_from_a_wheel(installed: Path, tmp_path: Path) -> None:
     """The Dockerfile's own commands, with an environment as empty as a container's."""
     lines = (ROOT / "Dockerfile").read_text().splitlines()

@@ -55,7 +55,7 @@ def test_the_workflow_installs_a_commit_and_judges_promotes_and_serves_the_model
     steps = {step["name"]: step["run"] for step in workflow["jobs"]["judge"]["steps"] if "run" in step}
     del steps["Roll back"]  # which somebody asks for
     said = {name: shell(script) for name, script in steps.items()}
-    assert said["Try the champion"].strip()
+    assert said["Try the champion"] == "04 Bergen 14 Tartu\n"
     assert (tmp_path / "asked").read_text().splitlines()[1] == f"install git+file://{ROOT}@{commit}"
     assert json.loads((theirs / "work" / "summary.json").read_text())["champion"] is not None
     assert "PASS" in (tmp_path / "summary.md").read_text()

@@ -324,3 +324,11 @@ def test_the_ladder_says_which_small_faults_were_noticed_and_decides_nothing(com
     assert outcome.status == "PASS"
     assert f"planted faults {told}" in outcome.reasons
     assert "ladder" not in {check.gate for check in verdict(every_class()).checks}
+
+
+def test_one_more_lost_sample_never_makes_a_verdict_better() -> None:
+    statuses = [verdict(answered("retrieval", 100, lost)).status for lost in range(31)]
+    assert statuses == sorted(statuses, key=["PASS", "INCONCLUSIVE", "FAIL"].index)
+    assert {statuses[0], statuses[-1]} == {"PASS", "FAIL"}
+    least = answered("retrieval", 100, statuses.index("FAIL"))
+    assert verdict([*least, row("retrieval", 100, after=False)]).status != "PASS"

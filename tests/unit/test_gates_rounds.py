@@ -131,6 +131,13 @@ def test_what_passed_at_an_early_look_does_not_pass_for_good() -> None:
     assert up_to(rows, 5).status != "PASS"
 
 
+def test_a_distance_does_not_pass_for_good_at_an_early_look() -> None:
+    """Where only later rounds hold the documents that the cache ruins."""
+    early, late = prose(300, round=1, mean_kl=0.001), prose(340, round=2, mean_kl=1.0)[300:]
+    assert verdict(early, planned_rounds=[0.5, 1.0]).status == "PASS"
+    assert verdict(early + late, planned_rounds=[0.5, 1.0]).status != "PASS"
+
+
 def test_what_failed_at_an_earlier_look_has_failed_whatever_came_later() -> None:
     rows = flipping("copy", 160, lost=set(range(16)))
     assert up_to(rows, 1).status == "FAIL"
@@ -182,6 +189,18 @@ def test_prose_alone_follows_the_same_looks_and_a_bet_waits_where_documents_are_
     assert stops(prose(400)) == ("PASS", 2)  # the first look at 60 requests, of which none is ruined
     assert stops(prose(400, mean_kl=0.5)) == ("FAIL", 1)
     assert up_to(prose(24, mean_kl=0.1), 1).status == "INCONCLUSIVE"
+
+
+def test_a_context_bin_fails_at_its_looks_own_level() -> None:
+    rows = [row("retrieval", i, after=i % 8 != 0, context_tokens=900 if i % 4 else 100) for i in range(160)]
+
+    def of_the_bin(outcome: Verdict) -> list[str]:
+        return [
+            check.reason[-14:] for check in outcome.checks if check.where == "retrieval [0, 150)" and check.status == "FAIL"
+        ]
+
+    assert [of_the_bin(up_to(rows, last)) for last in (1, 2, 3)] == [[], [], ["; round 3 of 5"]]
+    assert of_the_bin(verdict(rows[:40])), "as many answers as the second look has, of an evaluation that has no looks"
 
 
 @pytest.mark.parametrize("shares", [[], [0.5], [0.5, 0.5, 1.0], [0.0, 1.0], [0.7, 0.3, 1.0], [0.5, 1.5], [0.5, 0.505, 1.0]])

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from bad_input.case import Case, Commands, Outcome
 
+from pipeline.core.redaction import RedactedStream
+
 ROOT = Path(__file__).resolve().parents[2]
 
 NOISE = """
@@ -164,3 +166,12 @@ def test_a_reader_that_has_seen_enough_is_no_error(option: str, tmp_path: Path) 
     assert done.returncode == 0
     assert not [line for line in done.stderr.splitlines() if '"level": "info"' not in line]
     assert (tmp_path / "work" / "capacity.json").is_file() == ("capacity" in option), "work goes on to its end"
+
+
+def test_nothing_is_raised_where_nobody_reads_another_stream_than_stdout() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w", buffering=1) as closed:
+        stream = RedactedStream(closed)
+        for _ in range(3):
+            print("a line", file=stream, flush=True)

@@ -1,11 +1,14 @@
 """summary.json of a sweep: candidates, jobs that ended, and the exit code."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pydantic import ValidationError
+from refusals import refused
 
 from pipeline.core.errors import UserError
 from pipeline.registry.summary import Candidate, Cited, Registration, begin, finish, forget, load, note, record
@@ -147,3 +150,12 @@ def test_a_sweep_that_is_not_there_is_bad_input_that_names_the_latest(tmp_path: 
     begin(tmp_path, "monday", ["fp8"])
     with pytest.raises(UserError, match=r"promote\.sweep=.*: there is no such sweep in .*summaries; give one, such as monday"):
         load(tmp_path, sweep)
+
+
+def test_a_summary_that_cannot_be_written_is_a_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr("pipeline.registry.summary.write_whole", full)
+    with refused(
+        UserError, f"workdir={tmp_path}: summary.json cannot be written (No space left on device); give a folder that can"
+    ):
+        record(tmp_path, "one", FP8)

@@ -80,12 +80,24 @@ def test_a_type_that_tensorrt_has_not_is_named_by_its_key_before_any_work(policy
         refuse_caches(SimpleNamespace(policy=policy))  # type: ignore[arg-type]
 
 
+GPUS = [{"name": name, "compute_cap": "9.0", "driver_version": "580.1"} for name in ("NVIDIA H100", "NVIDIA L40S")]
+
+
 def test_plans_are_built_for_the_gpu_that_cuda_uses_which_may_be_another_than_the_drivers_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    listed = [{"name": name, "compute_cap": "9.0", "driver_version": "580.1"} for name in ("NVIDIA H100", "NVIDIA L40S")]
-    monkeypatch.setattr("stages.engines.tensorrt.backend.gpus", lambda: listed)
+    monkeypatch.setattr("stages.engines.tensorrt.backend.gpus", lambda: GPUS)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA L40S")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 9))
     assert cuda_gpu() == {"name": "NVIDIA L40S", "compute_cap": "8.9", "driver_version": "580.1"}
+
+
+def test_gpus_that_torch_cannot_use_are_named_with_the_torch_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("backend", "library"):
+        monkeypatch.setattr(f"stages.engines.tensorrt.{module}.gpus", lambda: GPUS)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(
+        MissingRequirement, match=r"cannot use the GPU here \(NVIDIA H100 and NVIDIA L40S\): install a CUDA build"
+    ):
+        cuda_gpu()

@@ -72,6 +72,15 @@ def test_another_engines_broken_identity_is_passed_over_unless_it_may_be_the_one
         find_evidence(engine)
 
 
+def other_than(value: Any) -> Any:
+    """Another number or text; of every other value, whether it is false, null or empty."""
+    if isinstance(value, str):
+        return f"{value}x"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value + 1
+    return not value
+
+
 def names_only(place: tuple[Any, ...]) -> bool:
     """Whether a value of an identity says only how something is called."""
     return place in (("kvgate",), ("model",)) or place[-1] in ("title", "reason")
@@ -88,8 +97,7 @@ def test_a_value_that_is_altered_or_strange_is_noticed_and_never_a_defect(copy: 
     places = sorted({place[:depth] for place in leaves(original) for depth in range(1, len(place) + 1)}, key=str)
     for place in chance.sample([place for place in places if name != IDENTITY_FILE or not names_only(place)], 16):
         value = at(original, place)
-        other = f"{value}x" if isinstance(value, str) else not value
-        altered = chance.choice((other, chance.choice([strange for strange in STRANGE if strange != value])))
+        altered = chance.choice((other_than(value), chance.choice([strange for strange in STRANGE if strange != value])))
         content = replaced(original, place, altered)
         rows = content if name == SAMPLES_FILE else [content]
         (copy / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))

@@ -31,7 +31,7 @@ DOUBTFUL = 0.75
 """Of the margin: three of 60 answers. int8 on SmolLM2 loses as many in 2 % of 60 at most, with ten points lost besides in 90 %
 or more (`tests/long/test_gates_simulation.py`)."""
 LEAST_LEVEL = 1e-15
-"""The first looks of later attempts have smaller levels, down to 0, whose bounds say nothing of those of more samples."""
+"""First looks of later attempts have smaller levels, down to 0, whose bounds do not say how many samples are missing."""
 
 
 class Limits(thresholds.Limits):
@@ -156,7 +156,9 @@ def _together(every: _Answers, level: float) -> Check:
         status = "INCONCLUSIVE"
     else:
         status = "WARNING"
-    said = contradiction(counted.difference, (counted.candidate_probability or 0.0) - (counted.baseline_probability or 0.0))
+    candidate, baseline = counted.candidate_probability, counted.baseline_probability
+    gained = 0.0 if candidate is None or baseline is None else candidate - baseline
+    said = contradiction(counted.difference, gained)
     return every.check(status, level, said and f"; the candidate {said}")
 
 

@@ -81,7 +81,7 @@ def default_counts(layouts: Sequence[CacheLayout], info: ModelInfo, limits: Limi
     from plugins.kv_attention import launch
 
     pages, sm_count = limits.sequence_pages, launch.sm_count(torch.device("cuda"))
-    # Of several new tokens, the kernels are compiled for a chunk.
+    # The kernels of several new tokens are compiled for the widest chunk.
     settings = [Setting(layout, info.compute_dtype, sm, info.q_heads // info.kv_heads, rows=WIDEST) for layout in layouts]
     resident = min(decode_variant(setting).resident for setting in settings)
     splits = []
@@ -109,7 +109,7 @@ def use_plugin(
     group, splits = info.q_heads // info.kv_heads, 1 if decode else programs
     plan = {name: f"{name}.plan" for name in PLAN.outputs} if decode else {}
     for layer, layout in layers.layouts.items():
-        # Of several new tokens, the kernels are compiled for a chunk.
+        # The kernels of several new tokens are compiled for the widest chunk.
         setting = Setting(layout, info.compute_dtype, sm, group, scaling, WIDEST, splits)
         node, names = _attention(model, info, policy, layer, mode)
         names |= plan

@@ -133,7 +133,7 @@ def reused_prefixes(engine: Engine, encoded: Sequence[EncodedSample]) -> ReusedP
     alone, reused = engine.forced_together(requests), engine.forced_reusing(requests)
     contradictions, largest = [], 0.0
     for item, exact, again in zip(encoded, alone, reused, strict=True):
-        largest = max(largest, float(kl_of_logits(exact, again).max()))
+        largest = float(np.maximum(largest, kl_of_logits(exact, again).max()))  # NaN stays NaN, which max() may drop
         chosen = again.argmax(axis=1).tolist()
         found = contradiction(engine, exact, chosen)
         if found is not None:
