@@ -117,8 +117,10 @@ def _dispatch(argv: Sequence[str]) -> int:
     if arguments.shell_completion:
         return _completion(parser, arguments)
     from pipeline.config.compose import configurations, plan
-    from pipeline.config.overrides import searching
+    from pipeline.config.overrides import SEARCHPATH, names_searchpath, searching
 
+    if arguments.config_dir and any(map(names_searchpath, arguments.overrides)):
+        raise UserError(f"--config-dir={arguments.config_dir}: {SEARCHPATH} is given as well; name all folders there")
     extra = [searching(arguments.config_dir)] if arguments.config_dir else []
     planned = plan([*arguments.overrides, *extra], arguments.multirun)
     if arguments.cfg:

@@ -1,6 +1,5 @@
 """`champion`: the engine that serves, found in the registry and verified."""
 
-import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,15 +69,10 @@ def champion(
             "signing.trusted": list(trusted),
         }
     )
-    copied = None if samples is None else Path(samples).expanduser()
-    if copied is not None:
-        try:
-            read_file(copied, MOST_TEXT_BYTES)
-        except Unreadable as error:
-            raise UserError(f"samples={copied}: {error}") from None
+    given = None if samples is None else Path(samples).expanduser()
     scratch = tempfile.TemporaryDirectory(prefix="kvgate-")
     try:
-        engine = _verified(config, str(model), Path(scratch.name), copied)
+        engine = _verified(config, str(model), Path(scratch.name), given)
         loaded = load(engine, threads=threads)
     except BaseException:
         scratch.cleanup()
@@ -135,15 +129,25 @@ def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -
         evidence = read_evidence(copy)
         if evidence.identity.other_rules is not None:
             raise GateRefusal(f"{champion_name}: {evidence.identity.other_rules}")
-        if evidence.engine is None:
+        if not (copy / "engine").is_dir():
             raise MissingRequirement(
                 f"{champion_name}, has no engine in the registry and none in {config.work}{why}: register it with "
                 "tracking.log_bundle=true, or give the workdir that judged it"
             )
-        asked = evidence.identity.workloads_file
-        if samples is not None and asked is not None:
-            (copy / asked).parent.mkdir(exist_ok=True)
-            shutil.copyfile(samples, copy / asked)
+        if samples is not None:
+            _bring(samples, copy, evidence.identity.workloads_file)
     require_same(champion_name, replay(evidence, [keys] if keys.trusted else []))
     assert evidence.engine is not None, "a replay without the engine is missing something"
     return evidence.engine
+
+
+def _bring(samples: Path, copy: Path, asked: str | None) -> None:
+    """Put the user's samples where the evidence has the file that was asked."""
+    if asked is None:
+        raise UserError(f"samples={samples}: the champion was judged on generated samples alone; leave it out")
+    try:
+        content = read_file(samples, MOST_TEXT_BYTES)
+    except Unreadable as error:
+        raise UserError(f"samples={samples}: {error}") from None
+    (copy / asked).parent.mkdir(exist_ok=True)
+    (copy / asked).write_bytes(content)

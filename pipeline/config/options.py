@@ -1,4 +1,4 @@
-"""What Hydra composes that is in no file, since the code that reads it has the defaults. Importing this stores it for Hydra."""
+"""Options that no file of conf/ has: their values are defaults of the code. Importing this module stores them for Hydra."""
 
 from hydra.core.config_store import ConfigStore
 

@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from omegaconf import DictConfig
 
@@ -24,13 +25,31 @@ MOST_ALIASES = 20
 """Of a file of --config-dir."""
 
 OPTION = re.compile(r"[\w-]+")
-SEARCHED = "file://"
+SEARCHPATH, SEARCHED = "hydra.searchpath", "file://"
 LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
 
 
 def searching(*folders: str | Path) -> str:
     """Return the override by which options are found in these folders as well, as `--config-dir` has it for one."""
-    return f"hydra.searchpath={written([f'{SEARCHED}{Path(folder).resolve()}' for folder in folders])}"
+    places = dict.fromkeys(f"{SEARCHED}{Path(folder).resolve()}" for folder in folders)
+    return f"{SEARCHPATH}={written(list(places))}"
+
+
+def searching_too(arguments: Sequence[str], folder: Path) -> list[str]:
+    """Return the arguments of a command with one more folder in which options are found."""
+    folders, rest = list[str](), list(arguments)
+    if rest[:1] == ["--config-dir"]:  # which may be given once
+        folders, rest = rest[1:2], rest[2:]
+    for override in OverridesParser.create().parse_overrides([one for one in rest if names_searchpath(one)]):
+        rest.remove(str(override.input_line))
+        places = override.value()
+        assert isinstance(places, list), "else the command would have been refused"
+        folders = [str(place).removeprefix(SEARCHED) for place in places]
+    return [searching(*folders, folder), *rest] if folders else ["--config-dir", str(folder), *rest]
+
+
+def names_searchpath(argument: str) -> bool:
+    return argument.lstrip("+").startswith(f"{SEARCHPATH}=")
 
 
 def check_overrides(overrides: Sequence[Override], options_of: Callable[[str], Sequence[str]]) -> None:
@@ -44,9 +63,9 @@ def check_overrides(overrides: Sequence[Override], options_of: Callable[[str], S
 
 
 def _problem(override: Override, options_of: Callable[[str], Sequence[str]], launcher: str) -> str | None:
-    key, written = override.key_or_group, redact_text(str(override.input_line))
+    key, line = override.key_or_group, redact_text(str(override.input_line))
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
-        return _hydra_problem(override, written, launcher)
+        return _hydra_problem(override, line, launcher)
     for wrong, problem in (
         (not key, "has no key; write KEY=VALUE"),
         (override.package is not None, f"a group has one place; write {key}=OPTION"),
@@ -55,7 +74,7 @@ def _problem(override: Override, options_of: Callable[[str], Sequence[str]], lau
         (key == "log" and override.is_sweep_override(), "a command speaks in one way; give one"),
     ):
         if wrong:
-            return f"{written}: {problem}"
+            return f"{line}: {problem}"
     options = [] if override.is_delete() else options_of(key)
     if options:
         for value in values_of(override):
@@ -65,24 +84,24 @@ def _problem(override: Override, options_of: Callable[[str], Sequence[str]], lau
     return None
 
 
-def _hydra_problem(override: Override, written: str, launcher: str) -> str | None:
+def _hydra_problem(override: Override, line: str, launcher: str) -> str | None:
     key, value = override.key_or_group, override.value()
-    if key == "hydra.searchpath" and isinstance(value, list):
+    if key == SEARCHPATH and isinstance(value, list):
         for place in value:
             if not (isinstance(place, str) and place.startswith(SEARCHED) and Path(place.removeprefix(SEARCHED)).is_dir()):
-                return f"hydra.searchpath={place}: no such directory; give one with --config-dir=DIR"
+                return f"{SEARCHPATH}={place}: no such directory; give one with --config-dir=DIR"
             for path in Path(place.removeprefix(SEARCHED)).glob("*/*.yaml"):
                 _refuse_growth(path)
         return None
     if key == SWEEPER:
-        return f"{written}: {launchers.NO_NUMBER}"
+        return f"{line}: {launchers.NO_NUMBER}"
     plain = not override.is_sweep_override() and not override.is_delete() and override.package is None
     if key == LAUNCHER:
         known = isinstance(value, str) and value in launchers.LAUNCHERS
-        return None if plain and known else f"{written}: choose one launcher of {', '.join(launchers.LAUNCHERS)}"
+        return None if plain and known else f"{line}: choose one launcher of {', '.join(launchers.LAUNCHERS)}"
     if key.startswith("hydra.launcher.") and plain and launcher in launchers.LAUNCHERS:
         return launchers.problem(launcher, key.removeprefix("hydra.launcher."), value)
-    return f"{written}: kvgate sets hydra.* itself; leave it out (only the launcher of a sweep may be another one)"
+    return f"{line}: kvgate sets hydra.* itself; leave it out (only the launcher of a sweep may be another one)"
 
 
 def _refuse_growth(path: Path) -> None:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from pipeline.artifacts.files import write_whole
 from pipeline.core.errors import DEBUG_VARIABLE, INTERRUPTED, REFUSALS, describe, exit_code
 from pipeline.core.redaction import printable, redact_text
 from pipeline.terminal.streams import RESULT, Streams, line
@@ -280,7 +281,7 @@ def written_to(path: Path) -> Iterator[None]:
     finally:
         text = report.export_text()  # drops what was recorded, too
         _speech.report, report.record = None, False
-    path.write_text(redact_text(text), encoding="utf-8")
+    write_whole(path, redact_text(text))
 
 
 @contextmanager

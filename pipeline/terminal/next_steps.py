@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from pipeline.config import CONF
 from pipeline.config.config import Config
-from pipeline.config.overrides import searching
+from pipeline.config.overrides import searching_too
 from pipeline.config.policies import load_policies
 from pipeline.core.kv import KVShape
 from pipeline.core.overrides import differing, written
@@ -246,10 +246,8 @@ def after_tuning(config: Config, chosen: str, folder: Path | None) -> Step:
         folder: The configuration folder that it is in; None for one of conf/.
     """
     base = typed() or carried(config)
-    if folder is not None and base[:1] == ["--config-dir"]:  # which may be given once
-        base = [searching(base[1], folder), *base[2:]]
-    elif folder is not None:
-        base = ["--config-dir", str(folder), *base]
+    if folder is not None:
+        base = searching_too(base, folder)
     base = [part for part in base if not part.lstrip("+~").startswith("tune.")]
     return Step(why=f"judge {chosen}", command=judging(base, "stage=evaluate", f"kv={chosen}"))
 
@@ -302,7 +300,7 @@ def after_difference(*, differs: bool) -> Step:
 
 def after_prune(config: Config, *, would_free: bool) -> Step:
     """Say how what was shown is removed, or how to see what is left."""
-    keep = differing("prune.keep_sweeps", config.prune.keep_sweeps, defaults().prune.keep_sweeps)
+    keep = differing("prune.keep_sweeps", config.prune.keep_sweeps, defaults()["prune"]["keep_sweeps"])
     if would_free:
         return Step(why="remove it", command=standing(config, "prune", *keep, "prune.apply=true"))
     return Step(why="see what is left", command=standing(config, "status"))

@@ -9,11 +9,13 @@ import json
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Timer
 from typing import NoReturn
 
 from pipeline.core.errors import UserError
@@ -23,6 +25,8 @@ RENDER_SECONDS = 5.0
 RENDER_BYTES = 1 << 30
 """Of memory, while conversations are rendered."""
 RENDER_CHARACTERS = 16 << 20
+ANSWER_BYTES = 16 * RENDER_CHARACTERS
+"""Of JSON, which has up to 12 for a character."""
 PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that a child gets when its parent dies."""
 
@@ -35,7 +39,7 @@ def rendered(texts: Sequence[Callable[[], str]]) -> list[str]:
         _render(texts, writes)
     writes.close()
     try:
-        return [_answer(reads) for _ in texts]
+        return [_answer(reads, child) for _ in texts]
     finally:
         reads.close()
         with suppress(ProcessLookupError):
@@ -43,14 +47,18 @@ def rendered(texts: Sequence[Callable[[], str]]) -> list[str]:
         os.waitpid(child, 0)
 
 
-def _answer(reads: Connection) -> str:
-    """Return the child's next text, which may take RENDER_SECONDS."""
-    if not reads.poll(RENDER_SECONDS):
-        raise _refusal(f"takes more than {RENDER_SECONDS:g} s")
+def _answer(reads: Connection, child: int) -> str:
+    """Return the child's next text. The child ends where the whole text takes more than RENDER_SECONDS."""
+    began, limit = time.monotonic(), Timer(RENDER_SECONDS, os.kill, (child, signal.SIGKILL))
+    limit.start()
     try:
-        answer = json.loads(reads.recv_bytes())
+        answer = json.loads(reads.recv_bytes(ANSWER_BYTES))
     except (EOFError, OSError):
-        raise _refusal("ends the process that renders it") from None
+        late = time.monotonic() - began >= RENDER_SECONDS
+        raise _refusal(f"takes more than {RENDER_SECONDS:g} s" if late else "ends the process that renders it") from None
+    finally:
+        limit.cancel()
+        limit.join()
     if "refused" in answer:
         raise UserError(answer["refused"])
     return str(answer["text"])

@@ -32,8 +32,6 @@ WORKDIRS: tuple[tuple[str, str, Prepare, int, tuple[str, ...]], ...] = (
     ("mlflow.db is a directory", "work", place("work/mlflow.db", lambda path: path.mkdir()), 2, ("mlflow.db", "no file")),
     ("summary.json is a pipe", "work", place("work/summary.json", fifo), 2, ("summary.json", "no file")),
     ("report.txt is a directory", "work", place("work/report.txt", lambda p: p.mkdir()), 2, ("report.txt", "no file")),
-    ("report.txt is read-only", "work", place("work/report.txt", lambda p: p.touch(0o444)), 4, ("report.txt", "cannot be")),
-    ("the lock is read-only", "work", place("work/.summary.json.lock", lambda p: p.touch(0o444)), 4, ("lock", "cannot be")),
 )
 
 SUMMARIES: tuple[tuple[str, str | bytes], ...] = (

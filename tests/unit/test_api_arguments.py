@@ -17,6 +17,7 @@ from pipeline.api import (
     Evaluation,
     GateRefusal,
     KVPolicy,
+    MissingRequirement,
     UserError,
     champion,
     champions,
@@ -170,6 +171,29 @@ def test_a_champion_that_other_rules_judged_is_judged_again_and_not_registered_a
     monkeypatch.setattr(reading, "_bundle", lambda *_: None)  # the registry keeps the evidence alone
     with pytest.raises(GateRefusal, match=f"version 1, the champion of tiny: PASS by rules {RULES - 1}.*judge it again"):
         champion("tiny", workdir=tmp_path / "work")
+
+
+@pytest.fixture
+def downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The evidence of the champion as the registry has it; its work directory is not the one that is asked."""
+    evidence = judged_engine(tmp_path / "artifacts")
+    monkeypatch.setattr(mlflow_store, "aliased", lambda *_: Version("1", cited_tags(evidence)))
+    monkeypatch.setattr(mlflow_store, "download_engine", lambda *_: evidence)
+    return evidence
+
+
+def test_a_champion_whose_engine_is_not_in_the_registry_is_missing_whatever_lies_beside_the_download(
+    downloaded: Path, tmp_path: Path
+) -> None:
+    assert reading.read_evidence(downloaded).engine is not None, "in ../../build"
+    with refused(MissingRequirement, "version 1, the champion of tiny, has no engine in the registry", "log_bundle=true"):
+        champion("tiny", workdir=tmp_path / "elsewhere")
+
+
+def test_samples_of_a_champion_that_was_judged_on_generated_ones_are_refused(downloaded: Path, tmp_path: Path) -> None:
+    (downloaded / "engine").mkdir()
+    with refused(UserError, "samples=mine.jsonl: the champion was judged on generated samples alone"):
+        champion("tiny", workdir=tmp_path / "elsewhere", samples="mine.jsonl")
 
 
 def test_evaluations_compare_as_rows_of_a_frame(tmp_path: Path) -> None:

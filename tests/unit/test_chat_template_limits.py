@@ -4,6 +4,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
@@ -61,6 +62,18 @@ def test_many_samples_are_rendered_in_one_child_and_the_first_that_is_refused_is
     assert render_all(Templated("{{ messages[0].content }}\\n"), samples) == [f"{number}\\n" for number in range(300)]
     with pytest.raises(UserError, match=r"refuses sample 7 \(ZeroDivisionError"):
         render_all(Templated("{{ 1 // (7 - messages[0].content | int) }}"), samples)
+
+
+def test_an_answer_that_is_begun_and_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(_: object, writes: Connection) -> None:
+        os.write(writes.fileno(), b"\0")
+        time.sleep(4)
+        os._exit(0)
+
+    monkeypatch.setattr(rendering, "RENDER_SECONDS", 0.3)
+    monkeypatch.setattr(rendering, "_render", begin)
+    with refused(UserError, "", "takes more than 0.3 s"):
+        rendering.rendered([lambda: "never"])
 
 
 def test_a_template_that_ends_its_process_is_refused() -> None:

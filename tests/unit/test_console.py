@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from pipeline.artifacts.workdir import check_workdir
 from pipeline.terminal import console, progress
 from pipeline.terminal.console import relative
 from pipeline.terminal.progress import Phases
@@ -162,3 +163,14 @@ def test_a_written_report_is_what_was_printed_and_one_that_fails_is_not_written(
         console.say("[green]PASS[/] fp8")
     console.say("after")
     assert (tmp_path / "report.txt").read_text(encoding="utf-8") == "PASS fp8\n"
+
+
+def test_a_report_takes_the_place_of_one_of_another_user_in_a_shared_work_directory(tmp_path: Path) -> None:
+    report, theirs = tmp_path / "report.txt", tmp_path / "theirs.txt"
+    theirs.touch(0o444)
+    report.hardlink_to(theirs)
+    (tmp_path / ".summary.json.lock").touch(0o444)
+    check_workdir(tmp_path, "work")
+    with console.written_to(report):
+        console.say("PASS fp8")
+    assert (report.read_text(encoding="utf-8"), theirs.read_text(encoding="utf-8")) == ("PASS fp8\n", "")

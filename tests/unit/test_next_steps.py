@@ -3,6 +3,7 @@
 import json
 import math
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -261,12 +262,19 @@ def test_a_policy_that_was_found_is_judged_from_its_folder(tmp_path: Path) -> No
 def test_a_policy_that_was_found_is_judged_with_what_the_users_own_folder_brought(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(commands, "_given", [])
     conf, own, tuned = Path(__file__).parents[2] / "conf", tmp_path / "mine, too", tmp_path / "tuned"
     for source, file in (("capacity/default", own / "capacity" / "mine.yaml"), ("kv/fp8", tuned / "kv" / "found.yaml")):
         file.parent.mkdir(parents=True)
         file.write_text((conf / f"{source}.yaml").read_text())
-    monkeypatch.setattr(commands, "_given", [("--config-dir", str(own), "capacity=mine", "stage=tune", "tune.texts=4")])
-    assert composed(next_steps.after_tuning(config_of(), "found", tuned)).stage == "evaluate"
+    again = tmp_path / "tuned again"
+    shutil.copytree(tuned, again)
+    (again / "kv" / "found.yaml").rename(again / "kv" / "better.yaml")
+    commands.remember(["--config-dir", str(own), "capacity=mine", "stage=tune", "tune.texts=4"])
+    step = next_steps.after_tuning(config_of(), "found", tuned)
+    assert composed(step).stage == "evaluate"
+    commands.remember([*shlex.split(str(step.command))[3:], "stage=tune"])
+    assert composed(next_steps.after_tuning(config_of(), "better", again)).stage == "evaluate"
 
 
 def test_after_a_sweep_over_more_than_policies_the_finer_policy_is_judged_by_a_sweep_too(tmp_path: Path) -> None:
