@@ -164,6 +164,7 @@ def test_a_plan_for_another_gpu_or_version_is_refused_with_both_named(
     """tests/unit/test_hardware.py has what else may differ."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "H200")
     ours = load("tensorrt_rtx").version
     monkeypatch.setattr(Library, "version", property(lambda _: "1.8"))
     both = rf"built for TensorRT for RTX {ours} and SM 8\.9, 12\.0, this machine has TensorRT for RTX 1\.8 and SM 9\.0"

@@ -5,7 +5,7 @@ import fcntl
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,7 +27,7 @@ def _hold(path: Path, ready: Connection) -> None:
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> "tuple[Path, int]":
+def held(tmp_path: Path) -> Iterator[tuple[Path, int]]:
     """A lock that another process holds, and that process."""
     path = tmp_path / ".lock"
     parent, child = FORK.Pipe()
@@ -35,7 +35,9 @@ def held(tmp_path: Path) -> "tuple[Path, int]":
     process.start()
     assert parent.recv() == "held"
     assert process.pid is not None
-    return path, process.pid
+    yield path, process.pid
+    process.kill()
+    process.join()
 
 
 def test_a_stopped_holder_is_named_while_it_is_waited_for_and_when_the_time_is_over(
