@@ -75,7 +75,9 @@ def _problem(override: Override, options_of: Callable[[str], Sequence[str]], lau
     ):
         if wrong:
             return f"{line}: {problem}"
-    options = [] if override.is_delete() else options_of(key)
+    options = options_of(key)
+    if override.is_delete():
+        return f"{line}: every command has an option of {key}; give {key}=OPTION" if options and key != "experiment" else None
     if options:
         for value in values_of(override):
             if not (isinstance(value, str) and OPTION.fullmatch(value)) and (value, key) != (None, "experiment"):

@@ -147,7 +147,7 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("--config-path /nowhere", "--config-path"),
     ("--config-path .", "--config-path"),
     ("--config-dir nowhere", "--config-dir=nowhere", "no such directory"),
-    ("--config-dir beside hydra.searchpath", "--config-dir=. hydra.searchpath=[file:///tmp]", "is given as well"),
+    ("--config-dir . hydra.searchpath=[file:///tmp]", "--config-dir=.: hydra.searchpath is given as well"),
     ("--cfg nothing", "--cfg"),
     ("--package kv", "--package"),
     ("--resolve",),
