@@ -11,7 +11,7 @@ from pipeline.artifacts.digest import file_digest
 from pipeline.checkpoint.places import checkpoint_label
 from pipeline.config.config import Config
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
-from pipeline.core.strict import MOST_TEXT_BYTES, Unreadable, read_file
+from pipeline.core.strict import read_given
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.evidence.reading import read_evidence, registered_candidate
 from pipeline.evidence.verify import replay
@@ -145,9 +145,6 @@ def _bring(samples: Path, copy: Path, asked: str | None) -> None:
     """Put the user's samples where the evidence has the file that was asked."""
     if asked is None:
         raise UserError(f"samples={samples}: the champion was judged on generated samples alone; leave it out")
-    try:
-        content = read_file(samples, MOST_TEXT_BYTES)
-    except Unreadable as error:
-        raise UserError(f"samples={samples}: {error}") from None
+    content = read_given("samples", samples)
     (copy / asked).parent.mkdir(exist_ok=True)
     (copy / asked).write_bytes(content)

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
 
+from pipeline.core.errors import UserError
+
 CONTROLS = r"\p{C}\p{Zl}\p{Zp}"
 """Classes of characters that are no part of a name: control, formatting, line ends."""
 
@@ -76,6 +78,14 @@ def read_file(path: Path, most_bytes: int) -> bytes:
         raise Unreadable("no such file; give one that exists") from None
     except OSError as error:
         raise Unreadable(f"cannot be read ({error.strerror}); give a file that can be") from None
+
+
+def read_given(key: str, path: Path) -> bytes:
+    """Return the samples or texts in a file that the user gives under a key. Raises UserError where `read_file` refuses it."""
+    try:
+        return read_file(path, MOST_TEXT_BYTES)
+    except Unreadable as error:
+        raise UserError(f"{key}={path}: {error}") from None
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pipeline.core.kv import KVPolicy, KVShape, LayerOverride, Side
 from pipeline.core.scales import KVScales, SideScales
 from pipeline.core.strict import StrictModel
 from pipeline.core.workloads import Workload
-from pipeline.verdict.record import Number, Record
+from pipeline.verdict.record import Number, Record, or_infinite
 
 TUNE_FILE = "tune.json"
 """The record, a `TuneReport`, in the stage's artifact and in the folder of what was found."""
@@ -142,7 +142,7 @@ class TuneReport(Record):
 
 def _kl(one: MeasuredPolicy) -> float:
     """The KL on the texts held out; infinite where it is not finite."""
-    return math.inf if one.kl_held_out is None else one.kl_held_out
+    return or_infinite(one.kl_held_out)
 
 
 def beaten(measured: MeasuredPolicy, others: Sequence[MeasuredPolicy]) -> list[str]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from pipeline.verdict.record import Number, Record
+from pipeline.verdict.record import Number, Record, or_infinite
 
 ALLOWED = 64.0
 """Most roundings that the logits of a request may be off, 4,096 times the KL of one.
@@ -88,11 +88,6 @@ class ComparedRequest(Record):
 def allowed_in_layer(rounding: float) -> float:
     """Return how far a layer's stored vectors may be off, where those of the 16-bit engine are `rounding` off."""
     return LAYER_ALLOWED * rounding + MEAN_STEP
-
-
-def _known(kl: Number) -> float:
-    """Return a KL, infinite where it is not finite."""
-    return math.inf if kl is None else kl
 
 
 def _times(error: Number, rounding: Number, step: float) -> float:
@@ -201,9 +196,9 @@ def describe(engine: EngineConformance, limit: float, *, judged: bool) -> str:
     if not ranked:
         return "no request was compared with the oracle (workloads.conformance_samples=0), so that nothing passes"
     count = len(ranked)
-    largest = max(_known(request.engine.kl_max) for request in engine.requests)
+    largest = max(or_infinite(request.engine.kl_max) for request in engine.requests)
     if not judged:
-        mean = sum(_known(request.engine.kl_mean) for request in engine.requests) / count
+        mean = sum(or_infinite(request.engine.kl_mean) for request in engine.requests) / count
         return f"{engine.policy} in an arithmetic of its own: KL {mean:.1e} from the oracle's, at most {largest:.1e}"
     deviating = sum(times > 1 for times in ranked)
     if not deviating:

@@ -17,3 +17,8 @@ class Record(BaseModel):
 def finite(value: Number) -> Number:
     """Return a number as a record holds it."""
     return float(value) if value is not None and math.isfinite(value) else None
+
+
+def or_infinite(value: Number) -> float:
+    """Return a distance that a record holds, infinite where it was not finite."""
+    return math.inf if value is None else value

@@ -1,6 +1,7 @@
 """The part of an engine bundle that is the same for every backend, and the check that a bundle is still what was built."""
 
 import json
+import re
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,12 @@ class ModelRecord(BundleRecord):
     @property
     @abstractmethod
     def shape(self) -> KVShape: ...
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """Return the major and the minor number of a version: 10.14.1.48.post1 -> (10, 14), 1.3rc1 -> (1, 3)."""
+    major, minor = re.findall(r"\d+", f"{version}.0")[:2]
+    return int(major), int(minor)
 
 
 class BuiltFor(StrictModel):

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.core.errors import UserError
 from pipeline.core.records import Progress
-from pipeline.core.strict import MOST_TEXT_BYTES, Unreadable, parse_json, read_file
+from pipeline.core.strict import Unreadable, parse_json, read_given
 from pipeline.core.workloads import Workload
 from stages.checkpoints import load_tokenizer
 from stages.workloads import generate
@@ -56,11 +56,7 @@ CHARACTERS = 256
 def texts_from_file(path: Path, samples: int) -> list[str]:
     """Return the texts of a user's file, at most `samples`. Raises UserError for a line that holds none."""
     texts: list[str] = []
-    try:
-        content = read_file(path, MOST_TEXT_BYTES)
-    except Unreadable as error:
-        raise UserError(f"calibration.jsonl={path}: {error}") from None
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(read_given("calibration.jsonl", path).splitlines(), start=1):
         if len(texts) == samples:
             break
         try:

@@ -12,8 +12,9 @@ import pytest
 import tensorrt_facts
 from tensorrt_facts import FACTS, OVERRIDDEN, ROOT
 
+from stages.engines.bundle import release_of
 from stages.engines.onnx.native.compiler import find_compiler
-from stages.engines.tensorrt.library import RANGES, Name, release
+from stages.engines.tensorrt.library import RANGES, Name
 
 RECORDED: dict[Name, dict[str, dict[str, Any]]] = json.loads(FACTS.read_text(encoding="utf-8"))
 RELEASES = [(library, version) for library, versions in RECORDED.items() for version in versions]
@@ -68,7 +69,7 @@ def binds(signature: inspect.Signature, positional: int, named: frozenset[str]) 
 @pytest.mark.parametrize(("library", "version"), RELEASES)
 def test_every_release_is_accepted_and_has_what_the_code_uses(library: Name, version: str) -> None:
     oldest, before = RANGES[library]
-    assert oldest <= release(version) < before
+    assert oldest <= release_of(version) < before
     assert wanted(library) - RECORDED[library][version].keys() == set()
     assert library == "tensorrt_rtx" or RTX_ONLY.isdisjoint(RECORDED[library][version])
 

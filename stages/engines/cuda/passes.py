@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from pipeline.core.kv import PAGE_TOKENS, KVShape
+from pipeline.core.kv import PAGE_TOKENS, KVShape, page_count
 from plugins.kv_attention import launch
 from plugins.kv_attention.layout import CacheLayout
 from stages.engines.base import Logits, not_finite
@@ -159,7 +159,7 @@ class PrefillPass:
         sequences = [cache.sequences[handle] for handle, _ in chunks]
         batch, tokens = len(chunks), sum(len(chunk) for _, chunk in chunks)
         row, each = (torch.int32, (tokens,)), (torch.int32, (batch,))
-        held = [-(-sequence.length // PAGE_TOKENS) for sequence in sequences]
+        held = [page_count(sequence.length) for sequence in sequences]
         self.inputs = StagedInputs(
             {
                 "ids": row,
@@ -240,7 +240,7 @@ def _append_rows(row: PagedSequence, tokens: int, recent_tokens: int) -> tuple[I
     end = row.length + tokens
     positions = np.arange(row.length, end)
     first = row.length // PAGE_TOKENS
-    pages = np.array(row.pages[first : -(-end // PAGE_TOKENS)])[positions // PAGE_TOKENS - first]
+    pages = np.array(row.pages[first : page_count(end)])[positions // PAGE_TOKENS - first]
     return positions, pages, np.where(positions >= end - recent_tokens, row.buffer, -1 - row.buffer)
 
 

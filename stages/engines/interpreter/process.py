@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import select
 import shutil
 import signal
@@ -20,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.redaction import child_environment
-from stages.engines.bundle import BuiltFor
+from stages.engines.bundle import BuiltFor, release_of
 from stages.engines.interpreter.protocol import Description, Device
 from stages.engines.interpreter.worker import kvgate_channel
 
@@ -75,8 +74,7 @@ class Interpreter:
     @property
     def number(self) -> tuple[int, int]:
         """(major, minor) of the release; of 1.3rc1 as well."""
-        major, minor = re.findall(r"\d+", self.release)[:2]
-        return int(major), int(minor)
+        return release_of(self.release)
 
     @property
     def devices(self) -> list[Device]:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from pipeline.core.engine import Continuation, Engine, check_tokens
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
-from pipeline.core.kv import PAGE_TOKENS, Side
+from pipeline.core.kv import Side, page_count
 from pipeline.core.records import LoadTimes, MemoryReport, StoredCopy
 from stages.engines.base import Logits, SequenceTable
 from stages.engines.bundle import open_bundle
@@ -189,7 +189,7 @@ class RequestEngine(Engine):
 
     def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:  # noqa: ARG002  (vLLM counts blocks)
         """What sequences of these lengths take; `blocks` is how many the library says that they took."""
-        pages = sum(-(-length // PAGE_TOKENS) for length in lengths)
+        pages = sum(map(page_count, lengths))
         return MemoryReport(
             pool_bytes=self.policy.pool_bytes(self.shape, pages),
             exact_bytes=0,

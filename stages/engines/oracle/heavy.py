@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pipeline.core.kv import PAGE_TOKENS, Eviction, KVPolicy, KVShape, Side
+from pipeline.core.kv import PAGE_TOKENS, Eviction, KVPolicy, KVShape, Side, page_count
 from pipeline.formats.oracle import Stored, each
 from stages.engines.oracle.attention import Span, check_finite
 from stages.engines.oracle.cache import LayerStorage
@@ -117,7 +117,7 @@ class HeavyCache:
 
     @property
     def page_count(self) -> int:
-        return -(-self.kept_tokens // PAGE_TOKENS)
+        return page_count(self.kept_tokens)
 
     @property
     def pool_bytes(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, page_count
 from pipeline.formats.spec import FLOAT16, MAX_FLOAT16
 from stages.engines.paged.layout import StoredSide
 from stages.engines.paged.sequences import PageAllocator, PagedSequence, PoolFull, SequencePages
@@ -188,7 +188,7 @@ class PagedPool(SequencePages):
         rows = [self.sequences[handle] for handle in handles]
         lengths = [row.kept_tokens for row in rows]
         # Pages that hold no token yet need not be gathered.
-        ends = [-(-length // PAGE_TOKENS) for length in lengths]
+        ends = [page_count(length) for length in lengths]
         tables = {"lengths": np.array(lengths, np.int32)}
         low = min((page for row, end in zip(rows, ends, strict=True) for page in row.pages[:end]), default=0)
         window = self.policy.window
@@ -242,7 +242,7 @@ class PagedPool(SequencePages):
 
     def _pages_for(self, sequence: PagedSequence, tokens: int) -> int:
         # What is lost meanwhile is among them, since the new tokens read it; pages of new tokens that are lost at once are not.
-        held, end = (-(-length // PAGE_TOKENS) for length in (sequence.length, sequence.length + tokens))
+        held, end = map(page_count, (sequence.length, sequence.length + tokens))
         lost = self.policy.evicted_pages(sequence.length + tokens, self.shape)
         return end - sequence.evicted_pages - max(0, lost.stop - max(held, lost.start))
 
@@ -262,7 +262,7 @@ class PagedPool(SequencePages):
     def _evict(self, row: PagedSequence, tokens: int) -> None:
         """Free the pages that a sequence loses when `tokens` are appended to it."""
         lost = self.policy.evicted_pages(row.length + tokens, self.shape)
-        held = -(-row.length // PAGE_TOKENS) - row.evicted_pages
+        held = page_count(row.length) - row.evicted_pages
         leaving = slice(lost.start, min(held, lost.stop - row.evicted_pages))
         for page in row.pages[leaving]:
             self.pages.free(page)

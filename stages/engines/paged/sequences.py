@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.core.errors import UserError
-from pipeline.core.kv import PAGE_TOKENS
+from pipeline.core.kv import PAGE_TOKENS, page_count
 from pipeline.core.records import MemoryReport
 from stages.engines.base import SequenceTable
 
@@ -171,7 +171,7 @@ class SequencePages(ABC):
 
     def _pages_for(self, sequence: PagedSequence, tokens: int) -> int:
         """Return the pages that a sequence holds while `tokens` are appended to it."""
-        return -(-(sequence.length + tokens) // PAGE_TOKENS)
+        return page_count(sequence.length + tokens)
 
     def _make_room(self, allocator: PageAllocator, count: int) -> None:
         """Let at least `count` be free. Raises UserError as `_enlarge`."""

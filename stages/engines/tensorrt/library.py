@@ -1,6 +1,5 @@
 """Imports TensorRT or TensorRT for RTX, which have the same Python API. No other module of `stages/engines` imports them."""
 
-import re
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -8,6 +7,7 @@ from typing import Any, Literal
 
 from pipeline.artifacts.hardware import gpus
 from pipeline.core.errors import MissingRequirement
+from stages.engines.bundle import release_of
 
 Name = Literal["tensorrt_rtx", "tensorrt"]
 
@@ -64,7 +64,7 @@ def load(name: Name) -> Library:
         needs = f"backend={name} needs {TITLES[name]}, which this Python cannot import ({error})"
         raise MissingRequirement(f"{needs}: {HOW_TO_GET[name]}") from error
     oldest, before = RANGES[name]
-    if not oldest <= release(str(trt.__version__)) < before:
+    if not oldest <= release_of(str(trt.__version__)) < before:
         wanted = f"{TITLES[name]} >= {'.'.join(map(str, oldest))} and < {'.'.join(map(str, before))}"
         raise MissingRequirement(f"backend={name} needs {wanted}, found {trt.__version__}: {HOW_TO_GET[name]}")
     return Library(name, trt, _collector(trt))
@@ -82,12 +82,6 @@ def used_gpu(backend: Name) -> tuple[str, str]:
         )
     major, minor = torch.cuda.get_device_capability()
     return torch.cuda.get_device_name(), f"{major}.{minor}"
-
-
-def release(version: str) -> tuple[int, int]:
-    """Return the major and the minor number of a version: 10.14.1.48.post1 -> (10, 14)."""
-    major, minor = re.findall(r"\d+", f"{version}.0")[:2]
-    return int(major), int(minor)
 
 
 def _collector(trt: Any) -> Any:

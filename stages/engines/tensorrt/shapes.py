@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.errors import UserError
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape
+from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, page_count
 from pipeline.core.records import PREFILL_CHUNK
 
 MOST_ELEMENTS = 2**31 - 1
@@ -50,7 +50,7 @@ class Limits:
     @property
     def sequence_pages(self) -> int:
         """Pages of a sequence at most."""
-        return -(-self.max_tokens // PAGE_TOKENS)
+        return page_count(self.max_tokens)
 
     @property
     def pages(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.formats import Format
-from pipeline.core.kv import PAGE_TOKENS, Side
+from pipeline.core.kv import PAGE_TOKENS, Side, page_count
 from pipeline.core.records import Drafting, LayerDelivery, MemoryReport, Pressed, StoredCopy
 from stages.engines.base import LOGIT_STEP, Logits
 from stages.engines.interpreter.bundle import CHECKPOINT
@@ -154,7 +154,7 @@ class VllmEngine(ShowingEngine):
             pool_bytes=blocks * facts.block_bytes,
             exact_bytes=0,
             window_bytes=0,
-            pages=-(-blocks * facts.block_tokens // PAGE_TOKENS),
+            pages=page_count(blocks * facts.block_tokens),
             live_tokens=sum(lengths),
         )
 

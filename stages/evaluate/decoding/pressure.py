@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pipeline.core.engine import Engine
-from pipeline.core.kv import PAGE_TOKENS
+from pipeline.core.kv import PAGE_TOKENS, page_count
 from pipeline.core.records import Pressed, Progress
 from pipeline.verdict.coverage import Deviation, Pressure
-from pipeline.verdict.record import finite
+from pipeline.verdict.record import finite, or_infinite
 from stages.evaluate.decoding.noise import answered
 from stages.evaluate.distances.distance import Array, kl_of_logits
 from stages.evaluate.inputs.tokens import EncodedSample
@@ -48,7 +48,7 @@ def pressure(engine: Engine, encoded: Sequence[EncodedSample], count: int, progr
     if not engine.can(Engine.press):
         return Pressure(asked=count)
     named = list(requests(encoded, count, engine.max_tokens))
-    sizes = [-(-len(tokens) // PAGE_TOKENS) for _, (tokens, _) in named]
+    sizes = [page_count(len(tokens)) for _, (tokens, _) in named]
     pages = max(sum(sizes) // SHARE, max(sizes) + 1)
     total = count * (PLAYS + 2)
 
@@ -130,4 +130,4 @@ def _beside(named: Named, play: int, calm: Pressed, pressed: Pressed) -> Deviati
 
 
 def _size(deviation: Deviation) -> float:
-    return np.inf if deviation.kl is None else deviation.kl
+    return or_infinite(deviation.kl)

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.core.errors import UserError
 from pipeline.core.records import LineCheck, Sample
-from pipeline.core.strict import CONTROLS, MOST_TEXT_BYTES, Unreadable, read_file
+from pipeline.core.strict import CONTROLS, read_given
 from pipeline.core.workloads import Workload, WorkloadsConfig
 from stages.evaluate.inputs.checks import calls_declared_tool, mentions, strict_json, words_of
 from stages.workloads import generate
@@ -106,9 +106,7 @@ def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
         UserError: One line per problem, `FILE:LINE: key: problem, fix`.
     """
     try:
-        lines = read_file(path, MOST_TEXT_BYTES).decode("utf-8").split("\n")
-    except Unreadable as error:
-        raise UserError(f"workloads.jsonl={path}: {error}") from None
+        lines = read_given("workloads.jsonl", path).decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"workloads.jsonl={path}: is not UTF-8 ({error.reason}); save it as UTF-8") from None
     samples: list[Sample] = []
