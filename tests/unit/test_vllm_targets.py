@@ -37,7 +37,7 @@ def interpreter(**changes: Any) -> Interpreter:
 
 def test_a_release_that_is_too_old_is_refused_with_the_one_that_is_needed(tmp_path: Path) -> None:
     old = interpreter(release="0.11.2").description.model_dump_json()
-    with pytest.raises(MissingRequirement, match=r"has vLLM 0\.11\.2, backend=vllm needs 0\.30 or later; make vllm"):
+    with pytest.raises(MissingRequirement, match=r"has vLLM 0\.11\.2, backend=vllm needs 0\.26 or later; make vllm"):
         probe(PROGRAM, make_interpreter(tmp_path / "bin", says=f'{{"ok": {old}}}'))
 
 

@@ -79,11 +79,11 @@ PROGRAM = Program(
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
     },
-    read=("0.32",),
-    oldest=(0, 30),
+    read=("0.26", "0.32"),
+    oldest=(0, 26),
     description=Description,
 )
-"""Releases before 0.30 lack names that the worker uses."""
+"""Releases before 0.26 lack names that the worker uses."""
 
 
 def on_cpu(interpreter: Interpreter) -> bool:

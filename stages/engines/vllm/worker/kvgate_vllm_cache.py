@@ -150,12 +150,15 @@ def _numbers(layer: Any, side: str) -> list[float]:
 
 def _scaled(write: Any, factor: float) -> Any:
     def update(layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> Any:
-        exact, number = layer._k_scale, layer._k_scale_float
-        layer._k_scale, layer._k_scale_float = exact / factor, number / factor
+        # In place: the tensor is a parameter of the layer in some releases, and a buffer in others.
+        exact, number = layer._k_scale.detach().clone(), layer._k_scale_float
+        layer._k_scale.data.copy_(exact / factor)
+        layer._k_scale_float = number / factor
         try:
             return write(layer, key, value, kv_cache, slot_mapping)
         finally:
-            layer._k_scale, layer._k_scale_float = exact, number
+            layer._k_scale.data.copy_(exact)
+            layer._k_scale_float = number
 
     return update
 

@@ -146,7 +146,8 @@ class Model:
             (output,) = [output for _, output, _ in self._finished()]
             first.append(output.metrics.first_token_latency * 1e3)
         for prompt in prompts:
-            self._add(prompt, tokens)
+            # The first of them decode while the last are prefilled: with so many more tokens, all decode long enough together.
+            self._add(prompt, tokens + len(prompts))
         steps, used, arrived, began = [], 0, 0, time.perf_counter()
         while self.engine.has_unfinished_requests():
             outputs = self.engine.step()
