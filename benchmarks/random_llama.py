@@ -1,0 +1,130 @@
+"""Write a Llama checkpoint of a published size with random weights, to time verdicts of models that cannot be shipped.
+
+    python -m benchmarks.random_llama 8B /tmp/llama-8b      # 16 GB; 20 seconds on a GPU machine
+
+The tokenizer is the tiny model's, whose vocabulary is smaller than the model's. Such a model answers nothing right: pass
+`gates.min_baseline_probability=0` to judge a cache on it, and read nothing but seconds and bytes.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from benchmarks.recording import ROOT, log
+
+TINY = ROOT / "stages" / "tiny" / "checkpoint"
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.5B": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 16},
+    "micro": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8},
+    "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+}
+"""1B and 8B have the shapes of Llama 3.2 1B, but for its tied embeddings, and of Llama 3.1 8B; micro is for tests."""
+DEVIATION = 0.02
+"""Standard deviation of a weight, that of Llama's initialization."""
+
+
+def config_of(size: str) -> dict[str, Any]:
+    """Return the content of config.json."""
+    shape, tiny = SHAPES[size], json.loads((TINY / "config.json").read_text())
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **shape,
+        "head_dim": shape["hidden_size"] // shape["num_attention_heads"],
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        **{f"{name}_token_id": tiny[f"{name}_token_id"] for name in ("bos", "eos", "pad")},
+    }
+
+
+def shards(config: dict[str, Any], device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of each file: embeddings, then a layer each."""
+    hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    queries, keys = (config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value"))
+    generator = torch.Generator(device).manual_seed(0)
+
+    def weight(*shape: int) -> Tensor:
+        drawn = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+        return (drawn * DEVIATION).cpu()
+
+    def norm() -> Tensor:
+        return torch.ones(hidden, dtype=torch.bfloat16)
+
+    yield {
+        "model.embed_tokens.weight": weight(vocabulary, hidden),
+        "model.norm.weight": norm(),
+        "lm_head.weight": weight(vocabulary, hidden),
+    }
+    linears = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        tensors = {f"{name}.weight": weight(*shape) for name, shape in linears.items()}
+        tensors |= {f"{name}.weight": norm() for name in ("input_layernorm", "post_attention_layernorm")}
+        yield {f"model.layers.{layer}.{name}": tensor for name, tensor in tensors.items()}
+
+
+def write(size: str, out: Path) -> None:
+    """Write a checkpoint of this size to the new directory `out`."""
+    out.mkdir(parents=True)
+    config, weight_map, total = config_of(size), dict[str, str](), 0
+    for number, tensors in enumerate(shards(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))):
+        name = f"model-{number:05}.safetensors"
+        save_file(tensors, out / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+        shutil.copyfile(TINY / name, out / name)
+    log(f"{out}: {total / 1e9:.2f} GB of weights in {number + 1} files")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the checkpoint that the command line names. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.random_llama", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("size", choices=SHAPES)
+    parser.add_argument("out", type=Path, help="directory to write, which must not exist")
+    arguments = parser.parse_args(argv)
+    if arguments.out.exists():
+        print(f"{arguments.out}: exists already; name a new directory", file=sys.stderr)
+        return 2
+    write(arguments.size, arguments.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
