@@ -7,9 +7,11 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
+
+from pipeline.core.records import in_threads
 
 FIRST_PARTY = ("pipeline", "stages", "plugins")
 IMPORT = re.compile(
@@ -32,11 +34,16 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def file_digests(directory: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return name -> sha256 of files of a directory, several at a time."""
+    names = list(names)
+    return dict(zip(names, in_threads(file_digest, [directory / name for name in names]), strict=True))
+
+
 def tree_files(root: Path) -> dict[str, str]:
     """Return relative POSIX path -> sha256 of every regular file under `root`; hidden files are left out."""
-    paths = (p for p in sorted(root.rglob("*")) if p.is_file())
-    relative = ((p, p.relative_to(root)) for p in paths)
-    return {r.as_posix(): file_digest(p) for p, r in relative if not any(part.startswith(".") for part in r.parts)}
+    paths = (path.relative_to(root) for path in sorted(root.rglob("*")) if path.is_file())
+    return file_digests(root, [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)])
 
 
 def tree_entries(root: Path, but: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ import numpy.typing as npt
 
 from pipeline.checkpoint.description import CheckpointInfo
 from pipeline.checkpoint.files import refusal, safetensors_header
+from pipeline.core.records import in_threads
 from pipeline.core.redaction import printable
 
 EXPONENTS = {
@@ -37,7 +38,8 @@ def is_finite(stored: npt.NDArray[np.uint8], kind: str) -> bool:
 
 def check_finite(info: CheckpointInfo) -> None:
     """Refuse a weight of a directory's safetensors that is NaN or infinite; the headers were found sound before."""
-    for file in info.weight_files:
+
+    def check(file: str) -> None:
         first, header = safetensors_header(info.path / file)
         header.pop("__metadata__", None)
         content = np.memmap(info.path / file, np.uint8, "r")[first:]
@@ -50,3 +52,5 @@ def check_finite(info: CheckpointInfo) -> None:
                 raise refusal(
                     info.path, f"{file}: {printable(name[:200])} holds NaN or infinity; give a checkpoint of finite weights"
                 )
+
+    in_threads(check, info.weight_files)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pipeline.core.kv import Side
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 Progress = Callable[[str, int, int], None]
 """Reports a stage's progress: (what it is doing, units done, units in all). The unit may follow in brackets: `forced decode
@@ -149,6 +153,21 @@ class Pressed:
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's `mallopt`."""
+
+
+def in_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Call `function` for each item, on a thread per core, and return the results in order.
+
+    For functions that release the GIL: hashing, copying, and NumPy over large arrays. Raises the first call's error, and drops
+    the calls that have not started.
+    """
+    items = list(items)
+    if len(items) < 2:
+        return [function(item) for item in items]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(function, items))
 
 
 def return_large_blocks() -> None:

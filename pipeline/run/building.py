@@ -18,7 +18,7 @@ from pipeline.core.backends import BackendConfig
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Rotation
 from pipeline.core.kv import KVPolicy, KVShape
-from pipeline.core.records import Progress, give_back
+from pipeline.core.records import Progress, give_back, in_threads
 from pipeline.core.scales import SCALES_FILE
 from pipeline.loading import open_backend, open_loader
 from pipeline.terminal import console
@@ -50,7 +50,8 @@ class BuildChain:
     def digest_of_model(self, checkpoint: Path) -> str:
         """Return the digest of the files that make a model; a repository may hold other formats beside them."""
         info = inspect_checkpoint(checkpoint)
-        return files_digest({name: self.digest_of(checkpoint / name) for name in (*info.weight_files, *info.other_files)})
+        names = (*info.weight_files, *info.other_files)
+        return files_digest(dict(zip(names, in_threads(self.digest_of, [checkpoint / name for name in names]), strict=True)))
 
     def _check_given(self) -> None:
         for path, state in self._given.items():

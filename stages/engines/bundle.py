@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from pipeline.artifacts.digest import file_digest
+from pipeline.artifacts.digest import file_digests
 from pipeline.artifacts.files import link_or_copy
 from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.errors import MissingRequirement, UserError
@@ -158,9 +158,9 @@ def check_built_for(directory: Path, built: BuiltFor, machine: BuiltFor, *, exac
 
 def verify_files(directory: Path, files: Mapping[str, str]) -> None:
     """Raise UserError unless every file has its digest."""
-    for name, digest in files.items():
-        path = directory / name
-        if not path.is_file():
-            raise UserError(f"{path} is missing: build the engine again with stage=build")
-        if file_digest(path) != digest:
-            raise UserError(f"{path} is not the file that was built: build the engine again with stage=build")
+    for name in files:
+        if not (directory / name).is_file():
+            raise UserError(f"{directory / name} is missing: build the engine again with stage=build")
+    for name, digest in file_digests(directory, files).items():
+        if digest != files[name]:
+            raise UserError(f"{directory / name} is not the file that was built: build the engine again with stage=build")

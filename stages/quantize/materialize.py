@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from pipeline.artifacts.files import link_or_copy
+from pipeline.artifacts.files import link_or_copy_all
 from pipeline.checkpoint.description import MODELOPT_FILE, CheckpointInfo, read_config
 from pipeline.checkpoint.files import INDEX
 from pipeline.checkpoint.quantized import AWQ, CACHE_SCALE, GPTQ, PACKED, ROUNDED, Layout, Shape
@@ -29,9 +29,7 @@ def copy_checkpoint(info: CheckpointInfo, out: Path, but: Collection[str] = ()) 
     would follow what is written to it in place. Files that are written anew are in `but`: a copy may be a link as well.
     """
     out.mkdir(parents=True)
-    for name in (*info.other_files, *info.weight_files):
-        if name not in but:
-            link_or_copy(info.path / name, out / name)
+    link_or_copy_all([name for name in (*info.other_files, *info.weight_files) if name not in but], info.path, out)
 
 
 def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, torch.Tensor]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.digest import tree_files
-from pipeline.artifacts.files import link_or_copy
+from pipeline.artifacts.files import link_or_copy_all
 from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
 from pipeline.checkpoint.exports import holder
 from pipeline.core.kv import KVPolicy, KVShape
@@ -61,9 +61,11 @@ def begin_bundle(
 def copy_checkpoint(names: Iterable[str], source: Path, out: Path) -> None:
     """Write files of a checkpoint to the new directory `out`; weights are once on disk within a store."""
     out.mkdir()
+    names = list(names)
+    link_or_copy_all([name for name in names if name.endswith(".safetensors")], source, out)
     for name in names:
-        copy = link_or_copy if name.endswith(".safetensors") else shutil.copyfile
-        copy(source / name, out / name)
+        if not name.endswith(".safetensors"):
+            shutil.copyfile(source / name, out / name)
 
 
 def end_bundle(out: Path, record: type[ServedBundle], interpreter: Interpreter, info: CheckpointInfo, **fields: Any) -> None:

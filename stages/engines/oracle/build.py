@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from pipeline.artifacts.digest import file_digest
-from pipeline.artifacts.files import link_or_copy
+from pipeline.artifacts.digest import file_digests
+from pipeline.artifacts.files import link_or_copy_all
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.kv import POLICY_FILE, KVPolicy
 from pipeline.core.records import Progress
@@ -19,15 +19,10 @@ def build_bundle(checkpoint: Path, out: Path, *, policy: KVPolicy, scales: Path,
     policy.check_shape(info.shape)
     write_policy(out, policy, read_scales(scales, policy, info.shape))
     given = (*info.weight_files, *info.other_files)
-    for name in given:
-        link_or_copy(checkpoint / name, out / name)
-    names = (*given, POLICY_FILE, SCALES_FILE)
-    files: dict[str, str] = {}
-    for done, name in enumerate(names):
-        progress("build", done, len(names))
-        files[name] = file_digest(out / name)
-    write_bundle(out, BundleRecord(backend=BACKEND, files=files))
-    progress("build", len(names), len(names))
+    progress("build", 0, 1)
+    link_or_copy_all(given, checkpoint, out)
+    write_bundle(out, BundleRecord(backend=BACKEND, files=file_digests(out, (*given, POLICY_FILE, SCALES_FILE))))
+    progress("build", 1, 1)
 
 
 def open_bundle(directory: Path) -> tuple[KVPolicy, KVScales]:
