@@ -10,7 +10,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.recording import ROOT, log
+from pipeline.core.records import in_threads
 
 TINY = ROOT / "stages" / "tiny" / "checkpoint"
 SHAPES: dict[str, dict[str, Any]] = {
@@ -61,11 +62,11 @@ def config_of(size: str) -> dict[str, Any]:
     }
 
 
-def shards(config: dict[str, Any], device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of each file: embeddings, then a layer each."""
+def shard(config: dict[str, Any], number: int, device: torch.device) -> dict[str, Tensor]:
+    """Return the tensors of a file: the embeddings in file 0, then one layer per file."""
     hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     queries, keys = (config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value"))
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(number)
 
     def weight(*shape: int) -> Tensor:
         drawn = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
@@ -74,11 +75,9 @@ def shards(config: dict[str, Any], device: torch.device) -> Iterator[dict[str, T
     def norm() -> Tensor:
         return torch.ones(hidden, dtype=torch.bfloat16)
 
-    yield {
-        "model.embed_tokens.weight": weight(vocabulary, hidden),
-        "model.norm.weight": norm(),
-        "lm_head.weight": weight(vocabulary, hidden),
-    }
+    if number == 0:
+        ends = {f"{name}.weight": weight(vocabulary, hidden) for name in ("model.embed_tokens", "lm_head")}
+        return {**ends, "model.norm.weight": norm()}
     linears = {
         "self_attn.q_proj": (queries, hidden),
         "self_attn.k_proj": (keys, hidden),
@@ -88,27 +87,32 @@ def shards(config: dict[str, Any], device: torch.device) -> Iterator[dict[str, T
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
-    for layer in range(config["num_hidden_layers"]):
-        tensors = {f"{name}.weight": weight(*shape) for name, shape in linears.items()}
-        tensors |= {f"{name}.weight": norm() for name in ("input_layernorm", "post_attention_layernorm")}
-        yield {f"model.layers.{layer}.{name}": tensor for name, tensor in tensors.items()}
+    tensors = {name: weight(*shape) for name, shape in linears.items()}
+    tensors |= {name: norm() for name in ("input_layernorm", "post_attention_layernorm")}
+    return {f"model.layers.{number - 1}.{name}.weight": tensor for name, tensor in tensors.items()}
 
 
 def write(size: str, out: Path) -> None:
     """Write a checkpoint of this size to the new directory `out`."""
     out.mkdir(parents=True)
-    config, weight_map, total = config_of(size), dict[str, str](), 0
-    for number, tensors in enumerate(shards(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))):
-        name = f"model-{number:05}.safetensors"
+    config, device = config_of(size), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def write_shard(number: int) -> tuple[dict[str, str], int]:
+        name, tensors = f"model-{number:05}.safetensors", shard(config, number, device)
         save_file(tensors, out / name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, name)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        return dict.fromkeys(tensors, name), sum(tensor.nbytes for tensor in tensors.values())
+
+    written = in_threads(write_shard, range(config["num_hidden_layers"] + 1))
+    total = sum(size for _, size in written)
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {name: file for names, _ in written for name, file in names.items()},
+    }
     (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
         shutil.copyfile(TINY / name, out / name)
-    log(f"{out}: {total / 1e9:.2f} GB of weights in {number + 1} files")
+    log(f"{out}: {total / 1e9:.2f} GB of weights in {len(written)} files")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
