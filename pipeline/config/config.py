@@ -93,6 +93,15 @@ class QuantizeConfig(StrictModel):
     """auto is a GPU where torch finds one."""
 
 
+class ReferenceConfig(StrictModel):
+    """Where the reference engine runs, with which a judged engine is compared: transformers' model in float32."""
+
+    device: Literal["auto", "cpu", "cuda"]
+    """auto is a GPU if torch finds one and the weights take at least 100 MB on the disk; a smaller model is faster on a CPU.
+    On a GPU the weights stay in 16 bits beside the judged engine, which has to leave room for them
+    (backend.gpu_memory_utilization)."""
+
+
 class CalibrationConfig(StrictModel):
     """Texts from which ModelOpt measures static scales: generated, or one JSON string or {"text": ...} a line."""
 
@@ -147,6 +156,7 @@ class Config(StrictModel):
     model: ModelConfig
     weights: WeightsConfig
     quantize: QuantizeConfig
+    reference: ReferenceConfig
     kv: KVPolicy
     backend: AnyBackend
     calibration: CalibrationConfig

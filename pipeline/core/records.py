@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pipeline.core.kv import Side
 
@@ -181,8 +182,11 @@ def return_large_blocks() -> None:
 
 
 def give_back() -> None:
-    """Collect cycles, as models and graphs are, and return to the system what the C library would keep for itself."""
+    """Collect cycles, as models and graphs are, and return to the system what the C library and torch would keep."""
     gc.collect()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     give_back_freed()
 
 

@@ -6,6 +6,7 @@ Shapes: H KV heads, T tokens, D head_dim, W storage elements of a token, g scale
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -42,6 +43,13 @@ def each(function: Callable[[list[Tensor]], Tensor], stored: Sequence[Stored]) -
     """Return `function` of the codes, of the scales and of the zeros of `stored`, which are of one format."""
     parts = [function(list(tensors)) for tensors in zip(*(one.tensors for one in stored), strict=True)]
     return Stored(*parts, *[None] * (3 - len(parts)))
+
+
+def concatenated(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate codes or scales (H, T, ...) of consecutive tokens. 8-bit floats go as bytes."""
+    dtype = parts[0].dtype
+    raw = [part.view(torch.uint8) for part in parts] if dtype.itemsize == 1 else list(parts)
+    return torch.cat(raw, dim=1).view(dtype)
 
 
 @dataclass(frozen=True)
@@ -99,11 +107,11 @@ class Scaled(Arithmetic):
         zero = None
         if options.symmetric:
             # The codes belong to the rounded scale, which is read back, not to the exact one.
-            scale = stored_scale(grouped.abs().amax(-1, keepdim=True) / self.spec.limit)
+            scale = stored_scale(divided(grouped.abs().amax(-1, keepdim=True), self.spec.limit))
         else:
             low, high = grouped.aminmax(dim=-1, keepdim=True)
             zero = half_below(low)
-            scale = stored_scale((high - zero.float()) / self.spec.levels)
+            scale = stored_scale(divided(high - zero.float(), self.spec.levels))
             grouped = grouped - zero.float()
         codes = self.encode((grouped / scale.float()).flatten(-2), options)
         return Stored(codes, scale.squeeze(-1), None if zero is None else zero.squeeze(-1))
@@ -154,6 +162,17 @@ def groups_of(x: Tensor, groups: int) -> Tensor:
     return x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
 
 
+def divided(x: Tensor, number: float) -> Tensor:
+    """Return x / number, rounded once on every device: on a GPU torch multiplies by the reciprocal of a Python number."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
+
+
+@cache
+def constant(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return the numbers of a table as float32."""
+    return torch.tensor(numbers, dtype=torch.float32, device=device)
+
+
 def affine(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
     """Return codes * scale + zero."""
     return codes * scale if zero is None else codes * scale + zero
@@ -178,8 +197,9 @@ def pack(signed: Tensor, bits: int) -> Tensor:
     half their range, so that the byte's own sign is the top part's. Three bits are a stream of bits, offset likewise.
     """
     if 8 % bits:
-        stream = (signed.long() + (1 << bits - 1)).unsqueeze(-1) >> torch.arange(bits) & 1
-        return (stream.reshape(*signed.shape[:-1], -1, 8) << torch.arange(8)).sum(-1).to(torch.uint8).view(torch.int8)
+        stream = (signed.long() + (1 << bits - 1)).unsqueeze(-1) >> torch.arange(bits, device=signed.device) & 1
+        places = stream.reshape(*signed.shape[:-1], -1, 8) << torch.arange(8, device=signed.device)
+        return places.sum(-1).to(torch.uint8).view(torch.int8)
     parts = signed.chunk(8 // bits, dim=-1)
     byte = parts[-1] * (1 << 8 - bits)
     for j, part in enumerate(parts[:-1]):
@@ -191,7 +211,8 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     """The inverse of `pack`, as float32."""
     mask, half = (1 << bits) - 1, 1 << bits - 1
     if 8 % bits:
-        stream = packed.long().unsqueeze(-1) >> torch.arange(8) & 1
-        return ((stream.reshape(*packed.shape[:-1], -1, bits) << torch.arange(bits)).sum(-1) - half).float()
+        stream = packed.long().unsqueeze(-1) >> torch.arange(8, device=packed.device) & 1
+        codes = stream.reshape(*packed.shape[:-1], -1, bits) << torch.arange(bits, device=packed.device)
+        return (codes.sum(-1) - half).float()
     low = [((packed >> bits * j) & mask) - half for j in range(8 // bits - 1)]
     return torch.cat([*low, packed >> 8 - bits], dim=-1).float()

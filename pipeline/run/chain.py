@@ -19,6 +19,7 @@ from pipeline.core.records import Progress, Sample, give_back, return_large_bloc
 from pipeline.evidence.identity import Link, Role, answers_input, make_identity, round_input, write_identity
 from pipeline.loading import open_backend
 from pipeline.run.building import BuildChain
+from pipeline.run.inputs import weight_bytes
 from pipeline.terminal import console
 from pipeline.trust.keys import load_keys
 from pipeline.verdict.gates import decide, is_final
@@ -64,6 +65,15 @@ class Chain(BuildChain):
     def twin_config(self) -> TorchConfig:
         threads = getattr(self.config.backend, "threads", None)
         return TorchConfig.model_validate({"name": "torch", "device": "cpu", "threads": threads})
+
+    @cached_property
+    def reference_device(self) -> str:
+        """Device of the twin: `cpu` or `cuda`."""
+        from stages.engines.oracle.device import reference_device
+
+        given = self.given
+        size = given.stat().st_size if given.is_file() else weight_bytes(inspect_checkpoint(given))
+        return reference_device(self.config.reference.device, size)
 
     @cached_property
     def encoded_samples(self) -> Artifact:
@@ -132,8 +142,9 @@ class Chain(BuildChain):
         from stages.evaluate.measure import Local
 
         opened = self._open(policy)
+        engine = opened.engine  # first: on a GPU an engine may take a share of all memory, and the twin takes of the rest
         twin = opened.twin if number == 1 else None
-        return Local(opened.engine, self.config.workloads, twin, self.config.gates.allow_scale_changes)
+        return Local(engine, self.config.workloads, twin, self.config.gates.allow_scale_changes)
 
     def _measured_once(self, policy: KVPolicy, measured: Path, baseline: Path | None, progress: Progress) -> "Once":
         from stages.evaluate.once import once
@@ -254,6 +265,10 @@ class Chain(BuildChain):
         # What is measured a single time is no part of a round: another probe asks no question anew.
         apart = {"probe", "load"} if module in ("measure", "inputs.tokens") else set[str]()
         parts = {"workloads": workloads.model_dump(exclude=apart), "python": python, **backend.run_parts(), **config}
+        if "twin" in inputs and self.reference_device == "cuda":
+            from stages.engines.oracle.device import gpu_identity
+
+            parts["reference"] = gpu_identity()
         code = (f"stages.evaluate.{module}", backend.engine_module)
         libraries = (*backend.libraries, *TORCH, "numpy", "scipy", *backend.run_libraries())
         return Recipe(stage, code, parts, digests, libraries, measures_time=True)
@@ -304,7 +319,8 @@ class _Opened:
         from stages.evaluate.twins.twin import Twin
 
         chain = self.chain
-        oracle: Any = open_backend(chain.twin_config).load(chain.twin(self.policy).path)
+        backend: Any = open_backend(chain.twin_config)
+        oracle = backend.load_reference(chain.twin(self.policy).path, chain.reference_device)
         quantized = inspect_checkpoint(chain.checkpoint).quantized
         other = quantized is not None and quantized.inputs == "other"  # which the oracle does not round
         return Twin(oracle, None if other else chain.backend.compute_dtype, chain.backend.measures_rounding)

@@ -101,6 +101,8 @@ def _check_model(config: Config) -> None:
     with required_libraries():
         samples = _check_questions(config, checkpoint)
         open_loader(config.backend).check_inputs(job)
+        if job.judges and config.backend.builds and config.reference.device == "cuda":
+            _check_reference(config)
         from stages.opening import check_opens
 
         check_opens(checkpoint)
@@ -112,6 +114,12 @@ def _check_model(config: Config) -> None:
             from stages.checkpoints import expected_tensors
 
             check_weights(checkpoint, expected_tensors)
+
+
+def _check_reference(config: Config) -> None:
+    from stages.engines.oracle.device import reference_device
+
+    reference_device(config.reference.device, 0)
 
 
 def _refuse_quantized(backend: BackendConfig, checkpoint: CheckpointInfo) -> None:

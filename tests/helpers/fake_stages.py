@@ -91,6 +91,10 @@ class FakeBackend(Backend):
     def load(self, bundle: Path) -> Any:
         return SimpleNamespace(policy=json.loads((bundle / POLICY_FILE).read_text())["name"])
 
+    def load_reference(self, bundle: Path, device: str) -> Any:
+        assert device == "cpu"
+        return self.load(bundle)
+
 
 UNDECIDED = ("int8",)
 """Policies that take a second round; LOST ones fail, the others pass at once."""

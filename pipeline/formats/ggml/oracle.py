@@ -8,11 +8,8 @@ import torch
 from torch import Tensor
 
 from pipeline.formats.ggml.spec import BLOCK, IQ4_NL, TYPES
-from pipeline.formats.oracle import Arithmetic, Options, Static, Stored, groups_of
+from pipeline.formats.oracle import Arithmetic, Options, Static, Stored, constant, divided, groups_of
 from pipeline.formats.spec import Spec
-
-TABLE = torch.tensor(IQ4_NL, dtype=torch.float32)
-BITS = 1 << torch.arange(8)
 
 
 class Blocks(Arithmetic):
@@ -40,11 +37,11 @@ class Blocks(Arithmetic):
             codes, scale = eight_bits(x, half)
             return codes, scale, None
         if self.middle:
-            scale = x.gather(-1, x.abs().argmax(-1, keepdim=True)) / -self.middle
+            scale = divided(x.gather(-1, x.abs().argmax(-1, keepdim=True)), -self.middle)
             steps, zero = x, None
         else:
             zero, high = x.aminmax(dim=-1, keepdim=True)
-            scale = (high - zero) / self.spec.levels
+            scale = divided(high - zero, self.spec.levels)
             steps = x - zero
         # The product is not rounded before the sum: compilers make one instruction of both.
         added = (steps.double() * _inverse(scale).double() + (self.middle + half)).float()
@@ -58,7 +55,7 @@ class Blocks(Arithmetic):
         low, high = (whole & 15).chunk(2, dim=-1)
         parts = [low | high << 4]
         if self.spec.bits == 5:
-            parts.insert(0, (groups_of(whole >> 4, 4) * BITS).sum(-1))
+            parts.insert(0, (groups_of(whole >> 4, 4) * _bits(whole)).sum(-1))
         return torch.cat(parts, dim=-1).to(torch.uint8).view(torch.int8)
 
     def _unpacked(self, packed: Tensor) -> Tensor:
@@ -69,7 +66,7 @@ class Blocks(Arithmetic):
         nibbles = byte[..., -BLOCK // 2 :]
         codes = torch.cat([nibbles & 15, nibbles >> 4], dim=-1)
         if self.spec.bits == 5:
-            codes = codes + 16 * ((byte[..., :4, None] & BITS) > 0).flatten(-2)
+            codes = codes + 16 * ((byte[..., :4, None] & _bits(byte)) > 0).flatten(-2)
         return (codes - self.middle).float()
 
 
@@ -77,11 +74,12 @@ class Table(Blocks):
     """Codes that stand for the numbers of a table, and the scale that fits them best where large numbers count more."""
 
     def codes(self, x: Tensor, half: float) -> tuple[Tensor, Tensor, Tensor | None]:  # noqa: ARG002  (they are not rounded)
-        first = x.gather(-1, x.abs().argmax(-1, keepdim=True)) / TABLE[0]
+        table = constant(IQ4_NL, x.device)
+        first = x.gather(-1, x.abs().argmax(-1, keepdim=True)) / table[0]
         steps = x * _inverse(first)
-        upper = torch.searchsorted(TABLE, steps.contiguous(), right=True).clamp(1, len(TABLE) - 1)
-        codes = torch.where(steps - TABLE[upper - 1] < TABLE[upper] - steps, upper - 1, upper)
-        values = TABLE[codes]
+        upper = torch.searchsorted(table, steps.contiguous(), right=True).clamp(1, len(table) - 1)
+        codes = torch.where(steps - table[upper - 1] < table[upper] - steps, upper - 1, upper)
+        values = table[codes]
         up = down = torch.zeros_like(x[..., 0])
         for weighted, number, value in zip((x * x * values).unbind(-1), x.unbind(-1), values.unbind(-1), strict=True):
             up, down = up + weighted * number, down + weighted * value
@@ -89,20 +87,24 @@ class Table(Blocks):
         return torch.where(x.abs().amax(-1, keepdim=True) < 1e-15, 0, codes), scale.unsqueeze(-1), None
 
     def _unpacked(self, packed: Tensor) -> Tensor:
-        return TABLE[(super()._unpacked(packed) + self.middle).long()]
+        return constant(IQ4_NL, packed.device)[(super()._unpacked(packed) + self.middle).long()]
 
 
 def eight_bits(x: Tensor, half: float = 0.5) -> tuple[Tensor, Tensor]:
     """Return codes -127 to 127 of blocks x (..., 32), and their scales (..., 1) before they are rounded to float16."""
     largest = x.abs().amax(-1, keepdim=True)
     steps = x * torch.where(largest > 0, 127 / largest, 0.0)
-    return (steps.round() if half else steps.trunc()), largest / 127
+    return (steps.round() if half else steps.trunc()), divided(largest, 127)
 
 
 def asked(x: Tensor) -> Tensor:
     """Return queries x (..., D) as their product with keys of any of the types takes them: in blocks of 8 bits."""
     codes, scale = eight_bits(groups_of(x, x.shape[-1] // BLOCK))
     return (codes * scale.half().float()).flatten(-2)
+
+
+def _bits(like: Tensor) -> Tensor:
+    return 1 << torch.arange(8, device=like.device)
 
 
 def _inverse(scale: Tensor) -> Tensor:

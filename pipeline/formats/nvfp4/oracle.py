@@ -4,9 +4,7 @@ import torch
 from torch import Tensor
 
 from pipeline.formats.nvfp4.spec import LARGEST_SCALE, MAGNITUDES, NVFP4, SMALLEST_SCALE
-from pipeline.formats.oracle import Arithmetic, Options, Static, Stored, groups_of
-
-E2M1 = torch.tensor(MAGNITUDES)
+from pipeline.formats.oracle import Arithmetic, Options, Static, Stored, constant, groups_of
 
 
 class Blocks(Arithmetic):
@@ -50,11 +48,12 @@ def _encode(steps: Tensor, *, towards_zero: bool) -> Tensor:
     unit = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     whole = magnitude / unit
     # Codes 0 to 4 are halves, 4 to 6 ones above 2, and 6 and 7 twos above 4.
-    return (whole.trunc() if towards_zero else whole.round()) + 2 * (unit.log2() + 1) + 8 * (steps < 0)
+    return (whole.trunc() if towards_zero else whole.round()) + 2 * (unit.log2().round() + 1) + 8 * (steps < 0)
 
 
 def _decode(codes: Tensor) -> Tensor:
-    magnitude = E2M1[(codes % 8).long()]
+    # A NaN is no index: a GPU would end the process for it.
+    magnitude = constant(MAGNITUDES, codes.device)[(codes % 8).nan_to_num().long()]
     return torch.where(codes >= 8, -magnitude, magnitude)
 
 

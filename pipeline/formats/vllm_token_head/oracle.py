@@ -10,8 +10,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pipeline.formats.oracle import Arithmetic, Float, Integer, Options, Scaled, Static, Stored, pack, unpack
+from pipeline.formats.oracle import Arithmetic, Float, Integer, Options, Scaled, Static, Stored, divided, pack, unpack
 from pipeline.formats.vllm_token_head.spec import SMALLEST_SCALE, VLLM_TOKEN_HEAD, VLLM_TOKEN_HEAD_FP8, VLLM_TOKEN_HEAD_INT8
+
+CPU = torch.device("cpu")
 
 SEED = 0x9E3779B9
 """Of the signs that vectors are multiplied with before they are rotated."""
@@ -33,7 +35,7 @@ class Absmax(Scaled):
     """Codes in units of the float32 scale of a token and head; whole ones are rounded half away from zero."""
 
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002  (of Arithmetic)
-        scale = (x.abs().amax(-1, keepdim=True) / self.spec.limit).clamp(min=SMALLEST_SCALE)
+        scale = divided(x.abs().amax(-1, keepdim=True), self.spec.limit).clamp(min=SMALLEST_SCALE)
         steps = x * (1.0 / scale)
         if self.spec.kind == "integer" and not options.towards_zero:
             steps = _half_away(steps)
@@ -54,9 +56,9 @@ def token_head(x: Tensor, *, towards_zero: bool = False) -> tuple[Tensor, Tensor
     A zero is a whole number of codes, 0 to 15: numbers that all have one sign keep no more than the codes that are left.
     """
     levels = VLLM_TOKEN_HEAD.levels
-    x = _sums(x * signs(x.shape[-1]))
+    x = _sums(x * signs(x.shape[-1], x.device))
     low, high = x.aminmax(dim=-1, keepdim=True)
-    scale = ((high - low) / levels).clamp(min=SMALLEST_SCALE)
+    scale = divided(high - low, levels).clamp(min=SMALLEST_SCALE)
     zero = _half_away(-low / scale).clamp(0, levels)
     steps = x * (1.0 / scale) + zero
     codes = (steps.trunc() if towards_zero else _half_away(steps)).clamp(0, levels)
@@ -68,16 +70,16 @@ def token_head_values(codes: Tensor, scale: Tensor) -> Tensor:
     """Return the numbers (..., D) that codes 0 to 15 (..., D) and scales (..., 1) of `token_head` stand for, rotated back."""
     bits = scale.view(torch.int32)
     x = (codes - (bits & 15).float()) * (bits & -16).view(torch.float32)
-    return _sums(x) * signs(x.shape[-1]) / _block(x.shape[-1])
+    return _sums(x) * signs(x.shape[-1], x.device) / _block(x.shape[-1])
 
 
 @cache
-def signs(size: int) -> Tensor:
+def signs(size: int, device: torch.device = CPU) -> Tensor:
     """Return the -1 and 1 (size,) that vLLM draws, the same for every layer, head and token; of a block of a head, again and
     again, where head_dim is no power of two."""
     block = _block(size)
     drawn = torch.bernoulli(torch.full((block,), 0.5), generator=torch.Generator().manual_seed(SEED))
-    return (2.0 * drawn - 1.0).repeat(size // block)
+    return (2.0 * drawn - 1.0).repeat(size // block).to(device)
 
 
 def _block(size: int) -> int:

@@ -10,8 +10,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pipeline.formats.oracle import Arithmetic, Integer, Options, Static, Stored, pack, unpack
+from pipeline.formats.oracle import Arithmetic, Integer, Options, Static, Stored, divided, pack, unpack
 from pipeline.formats.vllm_turboquant.spec import SMALLEST_SCALE, TYPES
+
+CPU = torch.device("cpu")
 
 
 class Turboquant(Integer):
@@ -19,7 +21,7 @@ class Turboquant(Integer):
 
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002  (of Arithmetic)
         low, high = x.aminmax(dim=-1, keepdim=True)
-        scale = ((high - low) / self.spec.levels).clamp(min=SMALLEST_SCALE)
+        scale = divided(high - low, self.spec.levels).clamp(min=SMALLEST_SCALE)
         steps = (x - low) / scale + (0.0 if options.towards_zero else 0.5)
         return Stored(self.encode(steps.trunc(), options), scale.half(), low.half())
 
@@ -31,7 +33,7 @@ class Centroids(Arithmetic):
     """
 
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:  # noqa: ARG002  (of Arithmetic)
-        points, length = centroids(x.shape[-1], self.spec.bits), x.norm(dim=-1, keepdim=True)
+        points, length = centroids(x.shape[-1], self.spec.bits, x.device), x.norm(dim=-1, keepdim=True)
         unit = x / (length + 1e-8)
         codes = torch.bucketize(unit, (points[1:] + points[:-1]) / 2, right=True)
         if options.towards_zero:
@@ -42,12 +44,12 @@ class Centroids(Arithmetic):
     def numbers(self, stored: Stored, static: Static | None, options: Options) -> Tensor:  # noqa: ARG002  (of Arithmetic)
         assert stored.scale is not None
         codes = unpack(stored.codes, self.spec.bits) + (1 << self.spec.bits - 1)
-        found = centroids(codes.shape[-1], self.spec.bits)[codes.long()]
+        found = centroids(codes.shape[-1], self.spec.bits, codes.device)[codes.long()]
         return found / torch.sqrt(found.square().sum(-1, keepdim=True) + 1e-16) * stored.scale.float()
 
 
 @cache
-def centroids(size: int, bits: int) -> Tensor:
+def centroids(size: int, bits: int, device: torch.device = CPU) -> Tensor:
     """Return the 2 ** bits numbers (C,) float32 that have the least squared error of a normal number with variance 1 / size.
 
     Lloyd's iteration from even steps over 3.5 standard deviations, each mean by the trapezoid rule over 200 steps.
@@ -63,7 +65,7 @@ def centroids(size: int, bits: int) -> Tensor:
         if (means - points).abs().max() < 1e-10:
             break
         points = means
-    return points.float()
+    return points.float().to(device)
 
 
 ORACLES = tuple((Centroids if spec.arithmetic == "vllm_centroids" else Turboquant)(spec) for spec in TYPES)

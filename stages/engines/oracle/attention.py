@@ -32,6 +32,11 @@ BLOCK_ROWS = 64
 BLOCK_BYTES = 1 << 24
 """Bound of a block's scores: long contexts get fewer rows a block."""
 
+GPU_BLOCK_ROWS, GPU_BLOCK_BYTES = 256, 1 << 28
+"""The same on a GPU, which larger matrix products keep busier."""
+
+CPU = torch.device("cpu")
+
 SMALLEST_EXPONENT = -80.0
 """Floor of the softmax's exponents: e**-80 is a normal float32."""
 
@@ -135,6 +140,10 @@ class View(Protocol):
         """Attend with scaled queries q (H, G, S, D) of the new tokens, whose keys and values are (H, S, D): (H, G, S, D)."""
         ...
 
+    def check(self) -> None:
+        """Raise UserError if any of the keys or values that attended is not finite. It is called after all layers."""
+        ...
+
 
 @dataclass(frozen=True)
 class Joined:
@@ -148,6 +157,10 @@ class Joined:
         parts = zip(self.views, *(torch.split(x, list(self.lengths), dim=-2) for x in (q, key, value)), strict=True)
         return torch.cat([view.attend(layer, *part, asked) for view, *part in parts], dim=-2)
 
+    def check(self) -> None:
+        for view in self.views:
+            view.check()
+
 
 class BlockView(ABC):
     """A view whose rows read copies that are known before any of them attends."""
@@ -155,6 +168,12 @@ class BlockView(ABC):
     blocks: Sequence[Block]
     first_row: int
     """Position of the first new token."""
+    finite: "Finite | None" = None
+    """Whether new keys and values are finite; None if this is not checked."""
+
+    def check(self) -> None:
+        if self.finite is not None:
+            self.finite.check()
 
     @abstractmethod
     def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
@@ -170,18 +189,41 @@ class BlockView(ABC):
         return out
 
 
-def check_finite(key: Tensor, value: Tensor, layer: int, sequence: str, first_row: int) -> None:
-    """Raise UserError for keys or values (H, S, D) of which any is NaN or not finite as a float16."""
-    for side, x in (("key", key), ("value", value)):
-        fits = torch.isfinite(x.half())
-        if not fits.all():
-            row = int((~fits).any(-1).any(0).nonzero()[0])
-            raise not_finite(side, layer, first_row + row, sequence)
+class Finite:
+    """Whether the new keys and values of a sequence are finite as float16, noted by layer and checked once after all layers.
+
+    A check in each layer would make the host wait for a GPU.
+    """
+
+    def __init__(self, sequence: str, first_row: int) -> None:
+        self.sequence, self.first_row = sequence, first_row
+        self._layers: list[int] = []
+        self._fits: list[Tensor] = []
+        """(2, S) of each layer: its keys and its values."""
+
+    def note(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Take a layer's new keys and values (H, S, D)."""
+        self._layers.append(layer)
+        self._fits.append(torch.stack([torch.isfinite(x.half()).all(-1).all(0) for x in (key, value)]))
+
+    def check(self) -> None:
+        """Raise UserError for the first key or value that is NaN or not finite as a float16."""
+        wrong = (~torch.stack(self._fits)).nonzero().tolist() if self._fits else []
+        if wrong:
+            place, side, row = wrong[0]
+            raise not_finite(("key", "value")[side], self._layers[place], self.first_row + row, self.sequence)
 
 
-def plan(policy: KVPolicy, spans: Sequence[Span], row_bytes: int, slides: Collection[int | None] = (None,)) -> list[Block]:
-    """Cut `spans` into blocks of at most BLOCK_ROWS rows."""
-    rows = max(1, min(BLOCK_ROWS, BLOCK_BYTES // max(1, row_bytes)))
+def plan(
+    policy: KVPolicy,
+    spans: Sequence[Span],
+    row_bytes: int,
+    slides: Collection[int | None] = (None,),
+    device: torch.device = CPU,
+) -> list[Block]:
+    """Cut `spans` into blocks of at most BLOCK_ROWS rows. All is computed on the CPU; the masks are moved to `device`."""
+    most_rows, most_bytes = (BLOCK_ROWS, BLOCK_BYTES) if device.type == "cpu" else (GPU_BLOCK_ROWS, GPU_BLOCK_BYTES)
+    rows = max(1, min(most_rows, most_bytes // max(1, row_bytes)))
     blocks = []
     for span in spans:
         for begin in range(span.begin, span.end, rows):
@@ -189,7 +231,7 @@ def plan(policy: KVPolicy, spans: Sequence[Span], row_bytes: int, slides: Collec
             row = torch.arange(begin, end)
             starts = row + 1 if span.itself else row if span.start is None else torch.full_like(row, span.start)
             pieces = {
-                (slide, finer): tuple(_pieces(_borders(policy, row, starts, slide, finer)))
+                (slide, finer): tuple(_pieces(_borders(policy, row, starts, slide, finer), device))
                 for slide in slides
                 for finer in ((False,) if policy.window is None else (False, True))
             }
@@ -217,7 +259,7 @@ def _borders(policy: KVPolicy, row: Tensor, starts: Tensor, slide: int | None, f
     return torch.stack([none, *borders])
 
 
-def _pieces(borders: Tensor) -> Iterator[Piece]:
+def _pieces(borders: Tensor, device: torch.device) -> Iterator[Piece]:
     for part, source in enumerate(PARTS):
         low, high = borders[part], borders[part + 1]
         bands: tuple[tuple[int, int], ...]
@@ -232,7 +274,7 @@ def _pieces(borders: Tensor) -> Iterator[Piece]:
             mask = (column >= low[:, None]) & (column < high[:, None])
             read = mask.any(0).nonzero().flatten().tolist()
             if read:  # a layer's own window may push both borders of some rows beyond the source's last token
-                yield Piece(source, a + read[0], a + read[-1] + 1, mask[:, read[0] : read[-1] + 1])
+                yield Piece(source, a + read[0], a + read[-1] + 1, mask[:, read[0] : read[-1] + 1].to(device))
 
 
 def attend(
@@ -254,7 +296,10 @@ def attend(
     for piece in key_pieces:
         if piece.source == EVICTED:
             evicted = by_row[..., piece.low : piece.high]
-            evicted.masked_fill_(torch.ones((), dtype=torch.bool) if piece.mask_RT is None else piece.mask_RT, -torch.inf)
+            if piece.mask_RT is None:
+                evicted.fill_(-torch.inf)
+            else:
+                evicted.masked_fill_(piece.mask_RT, -torch.inf)
             continue
         k = _read(keys, piece, q.dtype).transpose(1, 2)
         if piece.mask_RT is None:

@@ -1,4 +1,4 @@
-"""backend=torch on a CPU: the oracle, built from the quantized checkpoint itself."""
+"""backend=torch on a CPU: the oracle, built from the quantized checkpoint itself; and the reference engine on any device."""
 
 from pathlib import Path
 
@@ -29,9 +29,15 @@ class OracleBackend(Backend):
         return {"threads": self.config.threads, "device": "cpu"}
 
     def load(self, bundle: Path) -> Engine:
+        return self.load_reference(bundle, "cpu")
+
+    def load_reference(self, bundle: Path, device: str) -> Engine:
+        """Load a bundle as the reference engine on `cpu` or `cuda`."""
+        import torch
+
         from stages.engines.oracle.engine import load_engine
 
-        return load_engine(bundle, threads=self.config.threads)
+        return load_engine(bundle, threads=self.config.threads, device=torch.device(device))
 
 
 open_backend = OracleBackend

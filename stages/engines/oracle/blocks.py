@@ -24,13 +24,13 @@ def as_llamacpp(config: Any, storages: Sequence[LayerStorage]) -> Taken | None:
         form = forms[layer]
         if not form.code.only:
             return query, key
-        places = order(str(config.model_type), key.shape[-1])
+        places = order(str(config.model_type), key.shape[-1], key.device)
         return rotated(asked(rotated(query[..., places], form)), form), key[..., places]
 
     return taken
 
 
-def order(model_type: str, head_dim: int) -> Tensor:
+def order(model_type: str, head_dim: int, device: torch.device) -> Tensor:
     """Return the channel of transformers' that lies at each place of llama.cpp's heads: neighbours are rotated together."""
-    places = torch.arange(head_dim)
+    places = torch.arange(head_dim, device=device)
     return places.view(2, -1).T.flatten() if pairs_neighbours(model_type) else places

@@ -12,9 +12,9 @@ from torch import Tensor
 from pipeline.core.formats import Format
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
 from pipeline.core.scales import KVScales
-from pipeline.formats.oracle import Static, Stored, each
+from pipeline.formats.oracle import Static, Stored, concatenated, each
 from stages.engines.oracle.attention import Copies, Sources
-from stages.engines.oracle.formats import dequantize, quantize, static_scales
+from stages.engines.oracle.formats import CPU, dequantize, quantize, static_scales
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Storage:
 LayerStorage = dict[Side, Storage]
 
 
-def layer_storages(policy: KVPolicy, shape: KVShape, scales: KVScales) -> list[LayerStorage]:
-    """Return the copies that every layer keeps. `scales` has been checked against the policy."""
+def layer_storages(policy: KVPolicy, shape: KVShape, scales: KVScales, device: torch.device = CPU) -> list[LayerStorage]:
+    """Return the copies that every layer keeps on a device. `scales` has been checked against the policy."""
 
     def storage(layer: int, side: Side, form: Format) -> Storage:
         static = scales.layers[layer].get(side)
-        return Storage(form, None if static is None else static_scales(static, form, shape.kv_heads, shape.head_dim))
+        return Storage(form, None if static is None else static_scales(static, form, shape.kv_heads, shape.head_dim, device))
 
     return [{side: storage(n, side, form) for side, form in policy.sides(n).items()} for n in range(shape.layers)]
 
@@ -86,7 +86,7 @@ class Pages:
         if not self.pages:
             return None
         freed = self.freed * PAGE_TOKENS
-        joined = each(lambda pages: torch.cat(pages, dim=1)[:, : self.length - freed], self.pages)
+        joined = each(lambda pages: concatenated(pages)[:, : self.length - freed], self.pages)
         sinks = self.sink_pages * PAGE_TOKENS if freed else 0
         return Copies(self.storage.read(joined, gain), sinks + freed, sinks)
 
@@ -98,10 +98,12 @@ class Pages:
 class Exact:
     """float16 copies of the first and of the latest tokens of one side of one layer."""
 
-    def __init__(self, policy: KVPolicy, shape: KVShape) -> None:
+    def __init__(self, policy: KVPolicy, shape: KVShape, device: torch.device) -> None:
         self.length = 0
-        self.sinks = torch.zeros(shape.kv_heads, policy.sink_tokens, shape.head_dim, dtype=torch.float16)
-        self.recent = torch.zeros(shape.kv_heads, policy.recent_tokens, shape.head_dim, dtype=torch.float16)
+        self.sinks, self.recent = (
+            torch.zeros(shape.kv_heads, tokens, shape.head_dim, dtype=torch.float16, device=device)
+            for tokens in (policy.sink_tokens, policy.recent_tokens)
+        )
         """The latest token is the last."""
 
     def append(self, x: Tensor) -> None:
@@ -126,10 +128,10 @@ class Exact:
 class LayerCache:
     """Keys and values of one layer of one sequence."""
 
-    def __init__(self, policy: KVPolicy, shape: KVShape, storages: LayerStorage) -> None:
+    def __init__(self, policy: KVPolicy, shape: KVShape, storages: LayerStorage, device: torch.device) -> None:
         self.policy, self.shape = policy, shape
         self.pages = {side: Pages(storage, 0 if side.in_window else policy.sink_pages) for side, storage in storages.items()}
-        self.exact = {side: Exact(policy, shape) for side in (Side.KEY, Side.VALUE)}
+        self.exact = {side: Exact(policy, shape, device) for side in (Side.KEY, Side.VALUE)}
 
     @property
     def length(self) -> int:
@@ -190,4 +192,4 @@ def one_pass(policy: KVPolicy, storages: LayerStorage, side: Side, x: Tensor, ga
 
 def _empty_page(like: list[Tensor]) -> Tensor:
     """An empty page for tokens that are stored like (H, S, ...)."""
-    return torch.zeros((like[0].shape[0], PAGE_TOKENS, *like[0].shape[2:]), dtype=like[0].dtype)
+    return torch.zeros((like[0].shape[0], PAGE_TOKENS, *like[0].shape[2:]), dtype=like[0].dtype, device=like[0].device)

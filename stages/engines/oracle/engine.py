@@ -1,4 +1,7 @@
-"""The oracle, backend=torch on a CPU: transformers' own model, in float32, over the reference cache."""
+"""The oracle: transformers' own model, in float32, over the reference cache.
+
+It is backend=torch on a CPU. Beside a judged engine it is the reference engine, on the device of `reference.device`.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -13,21 +16,27 @@ from pipeline.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
 from pipeline.core.scales import KVScales
 from stages.checkpoints import load_causal_lm
 from stages.engines.base import ChunkedEngine, Logits, SequenceTable, check_positive
-from stages.engines.oracle.attention import ATTENTION, Block, BlockView, Fed, Joined, Sources, Span, View, check_finite, plan
+from stages.engines.oracle.attention import ATTENTION, CPU, Block, BlockView, Fed, Finite, Joined, Sources, Span, View, plan
 from stages.engines.oracle.blocks import as_llamacpp
 from stages.engines.oracle.build import open_bundle
 from stages.engines.oracle.cache import LayerCache, LayerStorage, layer_storages, one_pass
 from stages.engines.oracle.heavy import SIDES, HeavyCache, HeavyView
 from stages.engines.oracle.model import LayerInput, captured_input, head, hidden_states, round_inputs, scales_for, shape_for
+from stages.engines.oracle.placing import place, within_memory
 from stages.engines.oracle.replay import Replay, ReplayView, Tape, disturbed
 
 
-def load_engine(bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK) -> "OracleEngine":
-    """Load a bundle that build_bundle wrote. `threads` are those of all of torch in this process."""
+def load_engine(
+    bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK, device: torch.device = CPU
+) -> "OracleEngine":
+    """Load a bundle that build_bundle wrote. `threads` are those of all of torch in this process.
+
+    Raises MissingRequirement if the weights do not fit in the GPU's free memory.
+    """
     check_positive(threads=threads, prefill_chunk=prefill_chunk)
     policy, scales = open_bundle(bundle)
     torch.set_num_threads(threads)
-    model = load_causal_lm(bundle, dtype=torch.float32)
+    model = place(load_causal_lm(bundle, dtype=torch.float32), device)
     round_inputs(model)
     engine = OracleEngine.from_model(model, policy, scales, prefill_chunk=prefill_chunk)
     engine.threads = threads
@@ -39,13 +48,14 @@ class _CachedView(BlockView):
 
     def __init__(self, engine: "OracleEngine", handle: int, caches: list[LayerCache], blocks: Sequence[Block]) -> None:
         self.blocks = blocks
-        self.engine, self.handle = engine, handle
+        self.engine = engine
         self.caches = caches
         self.first_row = self.caches[0].length
+        self.finite: Finite = Finite(f"sequence {handle}", self.first_row)
         self.new: list[tuple[Tensor, Tensor]] = []
 
     def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
-        check_finite(key, value, layer, f"sequence {self.handle}", self.first_row)
+        self.finite.note(layer, key, value)
         self.new.append((key, value))
         cache = self.caches[layer]
         gain = self.engine.gain
@@ -64,9 +74,10 @@ class _OnePassView(BlockView):
 
     def __init__(self, engine: "OracleEngine", blocks: Sequence[Block]) -> None:
         self.engine, self.blocks = engine, blocks
+        self.finite: Finite = Finite("the sequence", 0)
 
     def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
-        check_finite(key, value, layer, "the sequence", 0)
+        self.finite.note(layer, key, value)
         policy, storages = self.engine.policy, self.engine.storages[layer]
         return (
             one_pass(policy, storages, Side.KEY, key, self.engine.gain(Side.KEY, layer)),
@@ -92,18 +103,24 @@ class OracleEngine(ChunkedEngine):
     def from_model(
         cls, model: Any, policy: KVPolicy, scales: KVScales | None = None, *, prefill_chunk: int = PREFILL_CHUNK
     ) -> Self:
-        """Return an engine around transformers' causal language model in float32 on the CPU, whose weights stay as they are.
+        """Return an engine around transformers' causal language model, which computes in float32 on the device that it is on.
 
         `scales` are the policy's static ones; None when no side of it is static.
         """
         shape = shape_for(model, policy)
         scales = scales_for(policy, shape, scales)
-        return cls(model.eval(), policy, shape, layer_storages(policy, shape, scales), prefill_chunk)
+        return cls(model.eval(), policy, shape, layer_storages(policy, shape, scales, model.device), prefill_chunk)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model, the caches and all that is computed lie."""
+        device: torch.device = self.model.device
+        return device
 
     def _start(self) -> int:
         if self._keeps_heavy:
             return self.sequences.add(self._heavy_caches())
-        return self.sequences.add([LayerCache(self.policy, self.shape, storages) for storages in self.storages])
+        return self.sequences.add([LayerCache(self.policy, self.shape, storages, self.device) for storages in self.storages])
 
     @property
     def _keeps_heavy(self) -> bool:
@@ -111,7 +128,7 @@ class OracleEngine(ChunkedEngine):
         return self.policy.eviction is not None and self.policy.eviction.heavy_tokens > 0
 
     def _heavy_caches(self) -> list[HeavyCache]:
-        return [HeavyCache.empty(self.policy, self.shape, storages) for storages in self.storages]
+        return [HeavyCache.empty(self.policy, self.shape, storages, self.device) for storages in self.storages]
 
     def _heavy_view(self, caches: list[HeavyCache], spans: Sequence[Span], sequence: str) -> HeavyView:
         gains = [{side: self.gain(side, layer) for side in SIDES} for layer in range(self.shape.layers)]
@@ -133,7 +150,7 @@ class OracleEngine(ChunkedEngine):
             hidden = self._hidden([chunk], torch.arange(begin, end)[None], [view])
             view.store()
             begin = end
-        logits: Logits = head(self.model, hidden[:, -1:])[0, 0].numpy()
+        logits: Logits = self._logits(hidden[:, -1:])[0, 0]
         return logits
 
     @torch.inference_mode()
@@ -145,7 +162,7 @@ class OracleEngine(ChunkedEngine):
         hidden = self._hidden([[token] for token in tokens], torch.tensor(lengths)[:, None], views)
         for view in views:
             view.store()
-        logits: Logits = head(self.model, hidden[:, -1:])[:, 0].numpy()
+        logits: Logits = self._logits(hidden[:, -1:])[:, 0]
         return logits
 
     def forced(self, tokens: Sequence[int], first: int, known: LayerInput | None = None) -> Logits:
@@ -164,7 +181,7 @@ class OracleEngine(ChunkedEngine):
         fed = Fed(tokens, [(first, False), (len(tokens) - first, True)])
         spans = fed.spans(self.prefill_chunk, itself=self.reads_itself)
         hidden = self._hidden([tokens], torch.arange(len(tokens))[None], [self._whole(spans)], known)
-        logits: Logits = head(self.model, hidden[:, first:])[0].numpy()
+        logits: Logits = self._logits(hidden[:, first:])[0]
         return logits
 
     def _whole(self, spans: Sequence[Span]) -> View:
@@ -193,7 +210,7 @@ class OracleEngine(ChunkedEngine):
             hidden = self._hidden([ids] * passes, positions.expand(passes, -1), views)
         shown = [one.shown for one in sequences]
         found = [
-            [head(self.model, part[None, places])[0].numpy() for part, places in zip(row.split(lengths), shown, strict=True)]
+            [self._logits(part[None, places])[0] for part, places in zip(row.split(lengths), shown, strict=True)]
             for row in hidden
         ]
         return found[0], found[1] if rounding else []
@@ -230,8 +247,8 @@ class OracleEngine(ChunkedEngine):
             views = [ReplayView(tape, blocks, disturbed=second) for second in (False, True)]
         with disturbed(self.model, rounding):
             hidden = self._hidden([tokens, tokens], torch.arange(len(tokens)).expand(2, -1), views)
-        sound, off = head(self.model, hidden[:, first:]).numpy()
-        return Replay(sound, off, tape.errors)
+        sound, off = self._logits(hidden[:, first:])
+        return Replay(sound, off, [{side: errors.cpu() for side, errors in layer.items()} for layer in tape.errors])
 
     def _release(self, sequence: int) -> None:
         del self.sequences[sequence]
@@ -253,7 +270,7 @@ class OracleEngine(ChunkedEngine):
         return self._gains.get((side, layer))
 
     def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
-        by_head = torch.ones(self.shape.kv_heads, 1, 1)
+        by_head = torch.ones(self.shape.kv_heads, 1, 1, device=self.device)
         by_head[slice(None) if head is None else head] = factor
         for number in range(self.shape.layers) if layer is None else (layer,):
             place = (side.base, number)
@@ -266,11 +283,23 @@ class OracleEngine(ChunkedEngine):
 
     def _plan(self, spans: Sequence[Span]) -> list[Block]:
         row_bytes = 4 * self.model.config.num_attention_heads * spans[-1].end
-        return plan(self.policy, spans, row_bytes, set(self.shape.windows) or {None})
+        return plan(self.policy, spans, row_bytes, set(self.shape.windows) or {None}, self.device)
 
     def _hidden(
         self, ids: Sequence[Sequence[int]], positions: Tensor, views: Sequence[Any], known: LayerInput | None = None
     ) -> Tensor:
         """The last layer's normalized hidden states, (B, S, hidden)."""
-        ids_BS = torch.tensor([list(row) for row in ids])
-        return hidden_states(self.model, ATTENTION, ids_BS, positions, known, views=views, taken=self._taken)
+        ids_BS = torch.tensor([list(row) for row in ids]).to(self.device)
+        with within_memory(self.device):
+            hidden = hidden_states(
+                self.model, ATTENTION, ids_BS, positions.to(self.device), known, views=views, taken=self._taken
+            )
+        for view in views:
+            view.check()
+        return hidden
+
+    def _logits(self, hidden: Tensor) -> Logits:
+        """The logits (B, S, V) of normalized hidden states (B, S, hidden)."""
+        with within_memory(self.device):
+            logits: Logits = head(self.model, hidden).cpu().numpy()
+        return logits

@@ -18,6 +18,8 @@ from pipeline.formats.spec import Spec
 from pipeline.formats.vllm_token_head.oracle import ORACLES as VLLM_TOKEN_HEADS
 from pipeline.formats.vllm_turboquant.oracle import ORACLES as VLLM_TURBOQUANTS
 
+CPU = torch.device("cpu")
+
 OWN: dict[str, Arithmetic] = {one.spec.name: one for one in (NVFP4, *VLLM_TURBOQUANTS, *VLLM_TOKEN_HEADS, *GGML)}
 """Formats whose arithmetic is not that of their kind."""
 
@@ -27,13 +29,13 @@ def arithmetic(code: Spec) -> Arithmetic:
     return OWN.get(code.name) or KINDS[code.kind](code)
 
 
-def static_scales(side: SideScales, form: Format, kv_heads: int, head_dim: int) -> Static:
+def static_scales(side: SideScales, form: Format, kv_heads: int, head_dim: int, device: torch.device = CPU) -> Static:
     """Return the scales of KVScales in a shape that broadcasts against (..., H, T, D)."""
     heads = 1 if form.static_scales(kv_heads, head_dim) == 1 else kv_heads
     channels = head_dim if form.granularity == "per_channel" else 1
 
     def shaped(values: tuple[float, ...]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32).view(heads, 1, channels)
+        return torch.tensor(values, dtype=torch.float32, device=device).view(heads, 1, channels)
 
     return Static(shaped(side.scale), None if side.zero is None else shaped(side.zero))
 
@@ -59,14 +61,14 @@ def _options(form: Format, head_dim: int, towards_zero: bool = False) -> Options
 def rotated(x: Tensor, form: Format) -> Tensor:
     """Into the basis of the codes, or back."""
     if form.rotation == "hadamard_64":
-        return (groups_of(x, x.shape[-1] // 64) @ hadamard(64)).flatten(-2)
-    return x @ hadamard(x.shape[-1]) if form.rotation == "hadamard" else x
+        return (groups_of(x, x.shape[-1] // 64) @ hadamard(64, x.device)).flatten(-2)
+    return x @ hadamard(x.shape[-1], x.device) if form.rotation == "hadamard" else x
 
 
 @cache
-def hadamard(size: int) -> Tensor:
+def hadamard(size: int, device: torch.device = CPU) -> Tensor:
     """Return Sylvester's Hadamard matrix over sqrt(size), (size, size) float32: symmetric, and its own inverse."""
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
-    return matrix / math.sqrt(size)
+    return (matrix / math.sqrt(size)).to(device)

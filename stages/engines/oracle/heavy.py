@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from pipeline.core.kv import PAGE_TOKENS, Eviction, KVPolicy, KVShape, Side, page_count
-from pipeline.formats.oracle import Stored, each
-from stages.engines.oracle.attention import Span, check_finite
+from pipeline.formats.oracle import Stored, concatenated, each
+from stages.engines.oracle.attention import Finite, Span
 from stages.engines.oracle.cache import LayerStorage
+from stages.engines.oracle.formats import CPU
 from stages.engines.oracle.model import LayerAttention
 
 SIDES = (Side.KEY, Side.VALUE)
@@ -43,10 +44,10 @@ class HeavyCache:
     """Codes and scales (H, n, ...) of keys and values; empty before the first token."""
 
     @classmethod
-    def empty(cls, policy: KVPolicy, shape: KVShape, storages: LayerStorage) -> "HeavyCache":
+    def empty(cls, policy: KVPolicy, shape: KVShape, storages: LayerStorage, device: torch.device = CPU) -> "HeavyCache":
         """Return the cache of a sequence without tokens."""
         assert policy.eviction is not None
-        none = torch.zeros(shape.kv_heads, 0)
+        none = torch.zeros(shape.kv_heads, 0, device=device)
         return cls(policy.eviction, storages, 0, none.long(), none, {})
 
     def step(self, q: Tensor, key: Tensor, value: Tensor, gains: Gains, asked: LayerAttention) -> tuple[Tensor, "HeavyCache"]:
@@ -54,14 +55,14 @@ class HeavyCache:
         rows = q.shape[2]
         keys, values = (self._before(side, x, gains) for side, x in zip(SIDES, (key, value), strict=True))
         scores = asked.cap(q @ keys.unsqueeze(1).transpose(-1, -2))
-        later = torch.ones(rows, rows, dtype=torch.bool).triu(1)
+        later = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
         scores[..., -rows:].masked_fill_(later, -torch.inf)
         if asked.sinks is not None:
             scores = torch.cat([scores, asked.sinks[..., None, None].to(q.dtype).expand(-1, -1, rows, 1)], dim=-1)
         attention = scores.softmax(-1)[..., : keys.shape[1]]
         got = attention.sum((1, 2))
         weights = torch.cat([self.weights.to(got.dtype), torch.zeros_like(got[:, -rows:])], dim=1) + got
-        own = torch.arange(self.length, self.length + rows).expand(len(weights), -1)
+        own = torch.arange(self.length, self.length + rows, device=q.device).expand(len(weights), -1)
         appended = replace(
             self,
             length=self.length + rows,
@@ -81,7 +82,7 @@ class HeavyCache:
         new = self.storages[side].write(x)
         if not self.stored:
             return new
-        return each(lambda parts: torch.cat(parts, dim=1), [self.stored[side], new])
+        return each(concatenated, [self.stored[side], new])
 
     def _evicted(self) -> "HeavyCache":
         held, heavy = self.positions.shape[1], self.eviction.heavy_tokens
@@ -90,7 +91,7 @@ class HeavyCache:
             return self
         by_weight = self.weights[:, :older].sort(dim=1, descending=True, stable=True).indices
         chosen = by_weight[:, :heavy].sort(dim=1).values
-        latest = torch.arange(older, held).expand(len(chosen), -1)
+        latest = torch.arange(older, held, device=chosen.device).expand(len(chosen), -1)
         return self._taken(torch.cat([chosen, latest], dim=1))
 
     def _taken(self, index: Tensor) -> "HeavyCache":
@@ -107,7 +108,7 @@ class HeavyCache:
         held = self.positions.shape[1]
         if held <= PAGE_TOKENS:
             return self
-        index = torch.arange(held)
+        index = torch.arange(held, device=self.positions.device)
         index[PAGE_TOKENS : 2 * PAGE_TOKENS] -= PAGE_TOKENS
         return replace(self, stored=self._taken(index.expand(len(self.positions), -1)).stored)
 
@@ -139,8 +140,9 @@ class HeavyView:
 
     def __init__(self, caches: list[HeavyCache], spans: Sequence[Span], gains: Sequence[Gains], sequence: str) -> None:
         """Take the tokens of `spans`, consecutive ones, after what the caches hold; `gains` are by layer."""
-        self.caches, self.gains, self.sequence = caches, gains, sequence
+        self.caches, self.gains = caches, gains
         self.first_row = spans[0].begin
+        self.finite = Finite(sequence, self.first_row)
         assert not any(span.itself for span in spans), "engines that read their own tokens from the cache evict nothing"
         self.chunks = [chunk for span in spans for chunk in _chunks(span)]
         self.after: list[HeavyCache] = []
@@ -148,7 +150,7 @@ class HeavyView:
     def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, asked: LayerAttention) -> Tensor:
         """Return the attention of scaled queries q (H, G, S, D) with their own keys and values (H, S, D)."""
         assert asked.window is None, "an eviction is refused of a model with layers that slide"
-        check_finite(key, value, layer, self.sequence, self.first_row)
+        self.finite.note(layer, key, value)
         cache, outs = self.caches[layer], []
         for chunk in self.chunks:
             rows = slice(chunk.start - self.first_row, chunk.stop - self.first_row)
@@ -156,6 +158,9 @@ class HeavyView:
             outs.append(out)
         self.after.append(cache)
         return torch.cat(outs, dim=2)
+
+    def check(self) -> None:
+        self.finite.check()
 
     def store(self) -> None:
         self.caches[:] = self.after

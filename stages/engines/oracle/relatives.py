@@ -36,7 +36,7 @@ class Coarser(Storage):
         if self.form.exact:
             return stored
         bits = self.form.code.bits
-        none = torch.zeros(8 * stored.codes.shape[-1] // bits)
+        none = torch.zeros(8 * stored.codes.shape[-1] // bits, device=stored.codes.device)
         last = pack(none + 1, bits) ^ pack(none, bits)
         codes = (stored.codes.view(torch.int8) & ~last).view(stored.codes.dtype)
         return replace(stored, codes=codes)

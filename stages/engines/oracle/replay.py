@@ -11,7 +11,7 @@ Shapes: H KV heads, T tokens of the sequence, n tokens of a copy, D head_dim, W 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,10 @@ class Errors:
     """(H, n): what the engine stored; infinite where that is not finite."""
     disturbed: Tensor
     """(H, n): what the oracle stores of activations that are a rounding off."""
+
+    def cpu(self) -> "Errors":
+        """Return the errors in the host's memory."""
+        return Errors(self.first, self.engine.cpu(), self.disturbed.cpu())
 
 
 @dataclass(frozen=True)
@@ -92,9 +96,10 @@ class ReplayView(BlockView):
         exact, own, window, recent, new = one_pass(tape.policy, storages, base, x, None)
         shown = tape.caches[layer] if tape.caches else {}
         if base in shown and own is not None:
-            own = self._replaced(layer, base, own, x, read_copy(shown[base], storages[base]), shown[base].evicted)
+            own = self._replaced(layer, base, own, x, read_copy(shown[base], storages[base], x.device), shown[base].evicted)
         if base.window in shown and window is not None:
-            window = self._replaced(layer, base.window, window, x, read_copy(shown[base.window], storages[base.window]))
+            copy = read_copy(shown[base.window], storages[base.window], x.device)
+            window = self._replaced(layer, base.window, window, x, copy)
         return exact, own, window, recent, new
 
     def _replaced(
@@ -126,31 +131,35 @@ def _excess(stored: Tensor, exact: Tensor, nearest: Tensor) -> Tensor:
     return excess.nan_to_num(nan=torch.inf)
 
 
-def read_copy(copy: StoredCopy, storage: Storage) -> Copies:
-    """Return the numbers that an engine's codes and scales stand for, (H, n, D) float32."""
-    code, scales = storage.form.code, _tensor(copy.scale)
-    codes = torch.from_numpy(np.ascontiguousarray(copy.codes)).view(getattr(torch, code.storage.torch))
+def read_copy(copy: StoredCopy, storage: Storage, device: torch.device) -> Copies:
+    """Return the numbers that an engine's codes and scales stand for, (H, n, D) float32 on a device."""
+    code, scales = storage.form.code, _tensor(copy.scale, device)
+    codes = _tensor(copy.codes, device).view(getattr(torch, code.storage.torch))
     if scales is not None:
         scales = scales.view(getattr(torch, code.scale_storage.torch))
-    stored = Stored(codes, scales, _tensor(copy.zero))
-    scale = _tensor(copy.static_scale)
-    static = None if scale is None else Static(scale, _tensor(copy.static_zero))
+    stored = Stored(codes, scales, _tensor(copy.zero, device))
+    scale = _tensor(copy.static_scale, device)
+    static = None if scale is None else Static(scale, _tensor(copy.static_zero, device))
     return Copies(dequantize(stored, storage.form, static), copy.first)
 
 
-def _tensor(array: npt.NDArray[Any] | None) -> Tensor | None:
-    return None if array is None else torch.from_numpy(np.ascontiguousarray(array))
+@overload
+def _tensor(array: npt.NDArray[Any], device: torch.device) -> Tensor: ...
+@overload
+def _tensor(array: npt.NDArray[Any] | None, device: torch.device) -> Tensor | None: ...
+def _tensor(array: npt.NDArray[Any] | None, device: torch.device) -> Tensor | None:
+    return None if array is None else torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
 
 @contextmanager
 def disturbed(model: Any, rounding: float) -> Iterator[None]:
     """Within this context, the output of every layer of the batch's second half is off by normal noise."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(model.device).manual_seed(0)
 
     def disturb(module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001  (torch's signature)
         hidden = output[0] if isinstance(output, tuple) else output
         rows = hidden[len(hidden) // 2 :]
-        noise = torch.randn(rows.shape, generator=generator)
+        noise = torch.randn(rows.shape, generator=generator, device=generator.device)
         rows += rounding * rows.pow(2).mean(-1, keepdim=True).sqrt() * noise
 
     hooks = [layer.register_forward_hook(disturb) for layer in model.model.layers]
