@@ -79,6 +79,9 @@ CHUNKS = (
 )
 """Kernels of several new tokens, and the query rows that a sequence is likely to have."""
 
+GATHERED = {"int4": HEADLINE, "fp8": replace(FP8, query_dtype="float16", sm=89), "int8": replace(INT8, sm=80)}
+"""Kernels that dequantize pages for long chunks."""
+
 PROGRAM = """
 import json
 from collections import Counter
@@ -86,7 +89,7 @@ from plugins.kv_attention import aot
 from plugins.kv_attention.kernels.variants import Setting, decode_variant
 from plugins.kv_attention.layout import CacheLayout, SideLayout
 from tests.helpers.machine_code import accesses, assembled, streamed_bytes
-from tests.long.test_kernel_compile import CASES, CHUNKS, HEADLINE
+from tests.long.test_kernel_compile import CASES, CHUNKS, GATHERED, HEADLINE
 
 def described(kernel, **more):
     cubin, spill_bytes = assembled(kernel.ptx)
@@ -111,6 +114,7 @@ others = {
     "plan_exact": described(aot.compile_operation("plan_work", exact)),
     "reduce": described(aot.compile_operation("decode_reduce", HEADLINE.setting())),
     "reduce_wide": described(aot.compile_operation("decode_reduce", Setting(wide, "float32", 80, 8))),
+    **{f"gather_{name}": described(aot.compile_operation("gather", case.setting())) for name, case in GATHERED.items()},
     "join": described(aot.compile_operation("context_reduce", HEADLINE.setting())),
 }
 print(json.dumps({"decode": decode, "chunks": chunks, "others": others}))
@@ -191,6 +195,10 @@ def test_a_chunk_takes_inputs_extras_and_outputs_alone_and_fits(compiled: dict[s
         ),
         (("plan", "plan_exact"), ["lengths", "batch", "programs", "work", "sequences"]),
         (("reduce", "reduce_wide"), ["partial_acc", "partial_ml", "sequences", "out"]),
+        (
+            ("gather_int4", "gather_fp8", "gather_int8"),
+            [*DECODE_INPUTS[1:-1], "query_starts", "page_table", "lengths", "table_width", "keys", "values", "key_starts"],
+        ),
         (("join",), ["partial_acc", "partial_ml", "splits", "out"]),
     ],
 )

@@ -53,8 +53,8 @@ def decode_blocks(stored, T: tl.constexpr, C: tl.constexpr, PTX: tl.constexpr, F
         codes = ()
         for j in tl.static_range(4):
             codes = codes + (
-                _moved(even >> (8 * j)) * low_even, _moved(odd >> (8 * j)) * low_odd,
-                _moved(even >> (8 * j + 4)) * high_even, _moved(odd >> (8 * j + 4)) * high_odd,
+                moved(even >> (8 * j)) * low_even, moved(odd >> (8 * j)) * low_odd,
+                moved(even >> (8 * j + 4)) * high_even, moved(odd >> (8 * j + 4)) * high_odd,
             )  # fmt: skip
     return codes
 
@@ -125,7 +125,7 @@ def _scaled_pairs(even, odd, low_scale, high_scale):
 
 
 @triton.jit
-def _moved(code):
+def moved(code):
     """Return 2^-14 times the E2M1 number in the lowest four bits of int32, as float16."""
     bits = ((code & 7) << 9) | ((code & 8) << 12)
     return bits.to(tl.uint16).to(tl.float16, bitcast=True)
