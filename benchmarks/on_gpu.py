@@ -137,7 +137,7 @@ STEPS: dict[str, tuple[Part, ...]] = {
         attention("large caches", 200, KV, tokens="8k,32k"),
         *(
             Part(
-                name.replace("_", " "), (PYTHON, "-m", f"benchmarks.{name}", "--json", f"{{out}}/{name}.json"), 120, ("triton",)
+                name.replace("_", " "), (PYTHON, "-m", f"benchmarks.{name}", "--json", f"{{out}}/{name}.json"), 240, ("triton",)
             )
             for name in ("attention_variants", "context_attention")
         ),
