@@ -1,4 +1,4 @@
-"""What decides the decode kernels' speed on a GPU: programs of an SM, warps and parts of the reduce, programmatic launches.
+"""What decides the decode kernels' speed on a GPU: tiles and how many are under way, programs of an SM, and the reduce.
 
     python -m benchmarks.attention_variants --json benchmarks/results/attention_variants_h200.json
 
@@ -17,18 +17,33 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.attention_bench import GpuTimer, Step, measured_rows
-from benchmarks.attention_cases import Case, Row
+from benchmarks.attention_cases import JUDGED_KERNEL, Case, Row
 
 CASES = (Case(32, 8192, 8), Case(32, 2048, 4), Case(8, 8192, 8))
 STORAGES = ("fp8k_int4v", "fp8", "bf16")
-RESIDENT = (2, 3, 4, 5, 6, 7, 8)
-REDUCES = tuple(product(((4, 16), (2, 8), (1, 16), (1, 8), (1, 4)), (False, True)))
+RESIDENT = (2, 3, 4, 5, 6, 7, 8, 12, 16)
+"""Programs that are launched for each SM. Of more than fit, the later ones begin where earlier ones have ended."""
+REDUCES = tuple(product(((4, 16), (1, 16), (1, 8), (1, 4)), (False, True)))
 """(warps, parts at once) of decode_reduce, and whether it may begin before decode_partial has ended."""
+TILES = (
+    (64, 5, (4, 8, 12, 16)),
+    (64, 7, (2, 3, 4, 5)),
+    (32, 5, (4, 8, 12, 16, 24)),
+    (32, 7, (4, 8)),
+    (32, 9, (4, 8)),
+)
+"""Tokens of a tile and pipeline stages of decode_partial over JUDGED_KERNEL's storage, and programs launched for each SM.
+
+5, 7 and 9 stages hold two, three and four tiles in shared memory. None of the variants spills on sm_90. An SM runs 7 programs
+at once with 64 tokens and 5 stages, 5 programs with 64 tokens and 7 stages, and 12, 10 and 8 programs with 32 tokens. An SM has
+four schedulers, so 4, 8 and 12 programs load them evenly.
+"""
 
 
 def measure(device: torch.device) -> Iterator[Row]:
     """Yield a row of every variant: its case, what varies, and microseconds."""
     from plugins.kv_attention import launch
+    from plugins.kv_attention.kernels.variants import decode_variant as shipped_decode
     from plugins.kv_attention.kernels.variants import reduce_variant as shipped
 
     timer = GpuTimer(device)
@@ -38,23 +53,39 @@ def measure(device: torch.device) -> Iterator[Row]:
         constants = variant.constants | {"CHUNK": parts, "PDL": overlaps}
         return replace(variant, constants=constants, num_warps=warps, overlaps=overlaps)
 
-    for case, storage in product(CASES, STORAGES):
+    def decode_variant(tile: int, stages: int, setting: Any) -> Any:
+        variant = shipped_decode(setting)
+        return replace(variant, constants=variant.constants | {"T": tile, "STAGES": stages}, num_stages=stages)
+
+    for storage, case in product(STORAGES, CASES):
         step = Step(case, storage, device, seed=1)
         inputs = (step.layout, step.query, step.key_new, step.value_new, step.cache, step.page_table, step.lengths)
 
-        def microseconds(programs: int, inputs: tuple[Any, ...] = inputs, step: Step = step) -> float:
+        def timed(programs: int, inputs: tuple[Any, ...] = inputs, step: Step = step) -> Row:
+            """Return the microseconds, and the relative L2 error of the last sequence."""
             plan = launch.plan_decode(step.layout, step.lengths, programs=programs)
-            return timer(partial(launch.decode_attention, *inputs, plan=plan, scaling=step.scaling), None)[0]
+            microseconds, out = timer(partial(launch.decode_attention, *inputs, plan=plan, scaling=step.scaling), None)
+            expected = step.expected(step.case.batch - 1, with_new=True)
+            error = float((out[-1].float() - expected).norm() / expected.norm())
+            return {"programs": programs, "microseconds": microseconds, "error": error}
 
         what = case.describe() | {"storage": storage, "moved_bytes": case.moved_bytes(storage)}
         programs = launch.default_programs(step.layout, step.query, step.page_table, step.scaling)
-        for (warps, parts), overlaps in REDUCES:
+        counts = [
+            launch.choose_programs(case.batch, case.kv_heads, case.pages, launch.sm_count(device), resident)
+            for resident in range(1 + max(RESIDENT + tuple(count for *_, counts in TILES for count in counts)))
+        ]
+        for tile, stages, residents in TILES if storage == JUDGED_KERNEL else ():
+            with patch.object(launch, "decode_variant", partial(decode_variant, tile, stages)):
+                for resident in residents:
+                    # With a multiple of the number of sequences, no program's share spans two sequences.
+                    for number in sorted({counts[resident], counts[resident] // case.batch * case.batch} - {0}):
+                        yield what | {"tile": tile, "stages": stages, "resident": resident} | timed(number)
+        for (warps, parts), overlaps in REDUCES if storage == JUDGED_KERNEL else ():
             with patch.object(launch, "reduce_variant", partial(reduce_variant, warps, parts, overlaps)):
-                found = microseconds(programs)
-            yield what | {"warps": warps, "parts": parts, "overlaps": overlaps, "microseconds": found}
-        for resident in RESIDENT:
-            programs = launch.choose_programs(case.batch, case.kv_heads, case.pages, launch.sm_count(device), resident)
-            yield what | {"resident": resident, "microseconds": microseconds(programs)}
+                yield what | {"warps": warps, "parts": parts, "overlaps": overlaps} | timed(programs)
+        for resident in RESIDENT if storage != JUDGED_KERNEL else ():
+            yield what | {"resident": resident} | timed(counts[resident])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
