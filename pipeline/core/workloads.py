@@ -157,7 +157,7 @@ class WorkloadsConfig(StrictModel):
     """By how much the must-fail control multiplies every key scale."""
     conformance_samples: Count = 0
     """Samples per workload of the first round that are compared with the oracle, from the shortest to the longest; without any
-    the stress probe does not run, and nothing passes."""
+    the stress test does not run, and nothing passes."""
     rounds: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=1, max_length=100)] = Field(
         default_factory=lambda: [1.0]
     )

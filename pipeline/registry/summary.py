@@ -165,6 +165,9 @@ def _is_blind(checks: Sequence[Check]) -> bool:
 def not_passed(name: str, verdict: Status, checks: Sequence[Check]) -> str:
     """Say that a candidate did not pass, by why it did not."""
     said = "is not good enough" if verdict == "FAIL" else "is not decided"
+    wrong = {check.where for check in checks if check.gate in ("conformance", "probe") and check.status == "FAIL"}
+    if wrong:
+        said = "does not compute its policy" if "candidate" in wrong else "is not judged, because FP16 is not computed as FP16"
     if _is_blind(checks):
         said = "is not judged, because its answers do not depend on the cache"
     return f"{name} {said}: {verdict}"

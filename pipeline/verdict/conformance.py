@@ -115,10 +115,14 @@ class Deviation(Record):
     head: int | None
 
     def __str__(self) -> str:
+        return self.told(f" of sample {self.sample}")
+
+    def told(self, of_whom: str = "") -> str:
+        """Return the place in words."""
         where = f"position {self.position} (page offset {self.page_offset}"
         if self.batch_row is not None:
             where += f", row {self.batch_row} of a batch of {self.batch_size}"
-        where += f") of sample {self.sample}"
+        where += f"){of_whom}"
         if self.layer is not None:
             head = "" if self.head is None else f" head {self.head}"
             upto = "up to " if self.act == "read" and self.layer else ""

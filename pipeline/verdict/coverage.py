@@ -1,4 +1,4 @@
-"""What an evaluation exercised: the samples, the stress probe, allocated bytes, and free answers.
+"""What an evaluation exercised: the samples, the stress test, allocated bytes, and free answers.
 
 A verdict holds as far as the engine was exercised. `Exercised` counts where samples are decoded; `Probe` says how far
 random tokens took the engine beside its twin, the oracle under the same policy.
@@ -118,7 +118,7 @@ class ProcessMemory(Record):
 
 
 class Probe(Record):
-    """An engine beside its twin on random tokens. `failures` name the places at which it deviates."""
+    """An engine beside the reference engine on random tokens. `failures` name the sequences that deviate, and where."""
 
     tokens: int
     """Longest sequence."""
@@ -264,7 +264,7 @@ class Limits(Record):
     """Tokens that an engine may allow besides, since it had to, to be asked the samples."""
     batch: int | None = None
     decoded: int | None = None
-    """Most tokens that a sequence decoded; null without a stress probe."""
+    """Most tokens that a sequence decoded; null without a stress test."""
     acts: tuple[str, ...] = ()
     """What sequences did besides: turns, forks, reused prefixes."""
 

@@ -14,7 +14,6 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
-from pipeline.verdict.conformance import MEASURED_ALLOWED, allowed
 from pipeline.verdict.coverage import Exercised
 from pipeline.verdict.delivery import audit_scales
 from pipeline.verdict.record import finite
@@ -196,17 +195,15 @@ class Local:
 
     def _comparison(self, twin: Twin, run: Run) -> Comparison:
         """Prepare the comparison; a candidate may be as far from its twin as its baseline makes usual."""
-        own = run.conformance
-        requests = own.requests if own is not None else []
-        stored = [request.engine.stored_by_layer for request in requests if request.engine.stored_by_layer]
+        limit, layers = twin.limits(run.conformance)
         return Comparison(
             self.engine,
-            twin.beside(own),
+            twin.beside(run.conformance),
             run,
             spread(run.encoded, self.config.conformance_samples),
             batch_size=self.config.batch_size,
-            limit=MEASURED_ALLOWED if twin.measures else allowed(requests),
-            layers=tuple(map(max, zip(*stored, strict=True))),
+            limit=limit,
+            layers=layers,
         )
 
 

@@ -1,4 +1,4 @@
-"""What is measured of an engine once: noise, must-fail control, times, memory, stress probe, free answers, reused prefixes,
+"""What is measured of an engine once: noise, must-fail control, times, memory, stress test, free answers, reused prefixes,
 a full pool."""
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def once(
         measured: What `measure` wrote of the engine in that round.
         config: Batch size, repeated samples, must-fail control, probe, and the load that is timed.
         progress: Called with a label, units done, and units in all.
-        twin: What the stress probe compares the engine with; None runs no probe.
+        twin: What the stress test compares the engine with; None runs no stress test.
         baseline: What `measure` wrote of the baseline in that round; None for the baseline, which runs no control.
         planned: The samples of all rounds, the longest of which the claim is about.
     """
@@ -54,8 +54,9 @@ def once(
     subset, greedy, batch = repeated_samples(encoded, config), greedy_of(tokenizer, config), config.batch_size
     named = progress if baseline is not None else labelled(progress, "baseline: ")
     floor, own = labelled(named, "noise floor: "), StoredHeads(measured / LOGPROBS).sample
-    if baseline is not None and twin is not None:
-        twin = twin.beside(first_round.record.conformance)
+    usual = None if baseline is None else first_round.record.conformance
+    if twin is not None:
+        twin = twin.beside(usual)
     # Another batch composition: a quarter of the sequences at once, pairs of few ones and where they ran one by one; batched
     # and token by token where they ran in one pass. Whole requests stay whole requests: each step of one would be a request
     # of its own.
@@ -70,7 +71,7 @@ def once(
         free_answers=free_answers(engine, subset, batch, greedy, named, [result.answer for result in second]),
         reused=reused_prefixes(engine, subset),
         speculated=speculated_by(engine, answers.answers_to(subset), subset, config.speculation, greedy),
-        probe=None if twin is None else probe(engine, twin, config.probe, batch, longest, named),
+        probe=None if twin is None else probe(engine, twin, config.probe, batch, longest, named, usual),
         system=measure_system(engine, config.load, named),
     )
     if baseline is None:
@@ -79,7 +80,5 @@ def once(
     crowded = pressure(engine, encoded, asked, named)
     repeated = Exercised.merged([*(result.trace for result in second), Exercised(room=longest)])
     heads = StoredHeads(baseline / LOGPROBS).sample
-    compared = first_round.record.conformance
-    usual = allowed(compared.requests if compared is not None else [])
-    corrupted = canary(engine, encoded, heads, config, named, twin, usual)
+    corrupted = canary(engine, encoded, heads, config, named, twin, allowed(usual.requests if usual is not None else []))
     return found.model_copy(update={"coverage": repeated, "canary": corrupted, "pressure": crowded})

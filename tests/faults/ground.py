@@ -121,20 +121,12 @@ def remembering(twin: Any) -> Any:
     def in_one_pass(tokens: Sequence[int], first: int) -> Any:
         return known((tuple(tokens), first), lambda: forced(tokens, first))
 
-    def over_own_cache(tokens: Sequence[int], pieces: Sequence[int], caches: Sequence[Any], **options: Any) -> Any:
-        if caches:
-            return replay(tokens, pieces, caches, **options)
-        asked = (tuple(tokens), tuple(pieces), *sorted(options.items()))
-        return known(asked, lambda: replay(tokens, pieces, caches, **options))
+    def over_own_cache(sequences: Sequence[Any], caches: Sequence[Any] = (), **options: Any) -> Any:
+        if any(caches):
+            return replay(sequences, caches, **options)
+        asked = tuple((tuple(one.tokens), tuple(one.pieces)) for one in sequences)
+        return known((asked, *sorted(options.items())), lambda: replay(sequences, **options))
 
-    if hasattr(oracle, "rows"):
-        rows = oracle.rows
-
-        def together(sequences: Sequence[Any], rounding: float = 0.0) -> Any:
-            asked = tuple((tuple(one.tokens), tuple(one.pieces)) for one in sequences)
-            return known((asked, rounding), lambda: rows(sequences, rounding))
-
-        oracle.rows = together
     oracle.forced, oracle.replay = in_one_pass, over_own_cache
     return twin
 

@@ -13,13 +13,13 @@ import torch
 from kernel_engine_cases import GUARDED, distance
 from onnx_fixtures import make_oracle_bundle, static_scales
 from shipped import SHIPPED
-from stored_copies import stored_copies
 
 from benchmarks import benchlib
 from benchmarks.recording import ROOT
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.formats import Format
 from pipeline.core.kv import Eviction, Side
+from pipeline.core.records import StoredCopy
 from pipeline.core.scales import SideScales
 from stages.engines.oracle.attention import Fed
 from stages.engines.oracle.engine import OracleEngine, load_engine
@@ -87,15 +87,15 @@ def test_rows_of_several_sequences_are_the_cpus_and_a_rounding_moves_them_alike(
         Fed(texts[1][:400], [(300, False), (100, True)]),
         Fed(texts[2][:1], [(1, False)]),
     ]
-    (ours, off), (theirs, theirs_off) = (engine.rows(fed, 2.0**-12) for engine in pair)
-    assert_close(np.concatenate(ours), np.concatenate(theirs))
-    moved, wanted = (
-        float(np.median(np.linalg.norm(np.concatenate(a) - np.concatenate(b), axis=-1)))
-        for a, b in ((off, ours), (theirs_off, theirs))
+    replays = [engine.replay(fed, rounding=2.0**-12) for engine in pair]
+    (ours, off), (theirs, theirs_off) = (
+        [np.concatenate([getattr(one, rows) for one in of]) for rows in ("logits", "disturbed")] for of in replays
     )
+    assert_close(ours, theirs)
+    moved, wanted = (float(np.median(np.linalg.norm(a - b, axis=-1))) for a, b in ((off, ours), (theirs_off, theirs)))
     assert 0.5 < moved / wanted < 2
-    again, _ = pair[0].rows(fed)
-    assert_close(np.concatenate(again), np.concatenate(ours))
+    again = pair[0].replay(fed)
+    assert_close(np.concatenate([one.logits for one in again]), ours)
 
 
 def test_prompts_and_steps_over_the_cache_are_the_cpus(pair: tuple[OracleEngine, ...], texts: list[list[int]]) -> None:
@@ -117,14 +117,15 @@ def test_a_replay_over_the_same_codes_is_the_cpus(pair: tuple[OracleEngine, ...]
     gpu, cpu = pair
     policy = cpu.policy
     tokens = texts[3][:330]
-    copies = []
+    copies: list[dict[Side, StoredCopy]] = []
     if policy.eviction is None and policy.window is None:
         handles, _ = cpu.prefill([tokens[:300]])
         for token in tokens[300:]:
             cpu.decode(handles, [token])
-        copies = stored_copies(cpu, handles[0])
+        copies = cpu.stored(handles[0])
         cpu.release(handles)
-    ours, theirs = (engine.replay(tokens, [100, 200], copies, rounding=2.0**-22) for engine in pair)
+    fed = Fed(tokens, [(100, False), (200, False), (30, True)])
+    ours, theirs = (engine.replay([fed], [copies], rounding=2.0**-22)[0].tail(30) for engine in pair)
     if copies:
         most = REPLAYED_EXACT if policy.exact_tokens else REPLAYED
         assert distance(ours.logits, theirs.logits) < most

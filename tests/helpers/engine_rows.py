@@ -8,6 +8,7 @@ import torch
 
 from stages.checkpoints import load_causal_lm, load_tokenizer
 from stages.engines.interpreter.requests import RequestEngine
+from stages.engines.oracle.attention import Fed
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.replay import Replay
 from stages.evaluate.distances.distance import kl_of_logits
@@ -44,7 +45,8 @@ def assert_reads_what_it_stored(
     model = load_causal_lm(checkpoint, dtype=torch.float32)
     oracle = OracleEngine.from_model(model, engine.policy, engine._scales)
     oracle.reads_itself = True
-    replay = oracle.replay(text, [first], engine.stored_request(number), rounding=rounding)
+    fed = Fed(text, [(first, False), (len(text) - first, True)])
+    replay = oracle.replay([fed], [engine.stored_request(number)], rounding=rounding)[0].tail(len(rows))
     assert mean_kl(replay.logits, rows) < 10 * mean_kl(replay.logits, replay.disturbed) + floor
     return replay
 

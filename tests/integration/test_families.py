@@ -125,7 +125,8 @@ def test_a_quantized_engine_equals_the_oracle(served: Served, policy: str, atten
     engine, first = served.engine(POLICIES[policy], attention), TOKENS - FORCED
     handles, _ = engine.prefill([text()[:first]])
     computed = np.concatenate([engine.decode(handles, [token]) for token in text()[first:]])
-    replay = served.oracle(POLICIES[policy]).replay(text(), [first], engine.stored(handles[0]), rounding=1e-7)
+    fed = Fed(text(), [(first, False), (FORCED, True)])
+    replay = served.oracle(POLICIES[policy]).replay([fed], [engine.stored(handles[0])], rounding=1e-7)[0].tail(FORCED)
     np.testing.assert_allclose(computed, replay.logits, atol=1e-3 * replay.logits.std())
     assert max(float(errors.engine.max()) for layer in replay.errors for errors in layer.values()) < 1e-3
 
@@ -139,7 +140,7 @@ def test_the_oracle_computes_the_layers_above_a_known_input(served: Served) -> N
 
 
 def test_the_oracle_computes_whole_sequences_as_it_computes_their_forced_tokens(served: Served) -> None:
-    """What the stress probe rests on: its rows are scaled and capped logits, as the model's are."""
+    """What the stress test rests on: its rows are scaled and capped logits, as the model's are."""
     oracle, first = served.oracle(FP16_POLICY), TOKENS - FORCED
-    (rows,), _ = oracle.rows([Fed(text(), [(first, False), (FORCED, True)])])
-    np.testing.assert_allclose(rows[1:], oracle.forced(text(), first), atol=1e-5)
+    (replay,) = oracle.replay([Fed(text(), [(first, False), (FORCED, True)])])
+    np.testing.assert_allclose(replay.logits[1:], oracle.forced(text(), first), atol=1e-5)

@@ -1,4 +1,4 @@
-"""The stress probe on real engines: sound ones pass, and faults in places that samples never reach are named."""
+"""The stress test on real engines: sound ones pass, and faults in places that samples never reach are named."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,15 +122,15 @@ def a_breath_of_another(engine: Any) -> None:
 
 
 WHERE_SAMPLES_DO_NOT_LEAD = [
-    ("prompt_logits_one_off", WIDE, "prompt"),
-    ("prompt_rows_reversed", WIDE, "row 0 of 20 prompts"),
+    ("prompt_logits_one_off", WIDE, "of a batch of 20"),
+    ("prompt_rows_reversed", WIDE, "of a batch of 20"),
     ("generate_long_prompts", FAR, "generate: 0 tokens instead of"),
     ("generate_other_callers", WIDE, "generate: the first token of the answer"),
     ("logits_of_last_prompt", WIDE, "(a prompt that joins)"),
-    ("rows_above_16_beyond_192", FAR, "batch: row 16 of a batch of 18"),
-    ("second_turn_one_early", WIDE, "turns: turns of 60, 1, 5 tokens"),
-    ("equal_prompts_never_part", WIDE, "equal: equal prompts of 60 tokens that part"),
-    ("after_330_decoded", FAR, "far: 9 tokens and far, 320 or more decoded tokens"),
+    ("rows_above_16_beyond_192", FAR, "(page offset 63, row 16 of a batch of 18), layer 0"),
+    ("second_turn_one_early", WIDE, "turns: turns of 60, 1, 5 tokens: first read wrong at position 64"),
+    ("equal_prompts_never_part", WIDE, "equal: equal prompts of 60 tokens that part: first stored wrong at position 60"),
+    ("after_330_decoded", FAR, "batch: 9 tokens and far: first stored wrong at position 339"),
     ("a_breath_of_another", FAR, "isolation: "),
 ]
 """Faults of the library and the breath of another, and what is said of each; the far ones take long."""
@@ -147,15 +147,6 @@ def test_a_fault_where_samples_do_not_lead_is_named(
     (a_breath_of_another if name == "a_breath_of_another" else FAULTS[name].plant)(engine)
     failures = probe(engine, twin, config, 16, 700 if config is FAR else 150, no_progress).failures
     assert any(expected in failure for failure in failures), failures
-
-
-def test_only_the_scenes_that_deviate_are_played_again(int8: Path, twin: Twin) -> None:
-    engine: Any = load_engine(int8, threads=1)
-    FAULTS["second_turn_one_early"].plant(engine)
-    engine.generate = Mock(wraps=engine.generate)
-    ended = list[int]()
-    probe(engine, twin, SMALL, 4, 150, lambda _, scenes, __: ended.append(scenes))
-    assert (ended.count(0), engine.generate.call_count) == (4, 1), "the batch alone asks for free answers"
 
 
 def test_only_what_is_influenced_is_called_isolation(int8: Path, twin: Twin) -> None:

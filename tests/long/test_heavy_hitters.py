@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Eviction, KVPolicy, KVShape, Side
-from stages.engines.oracle.attention import Span
+from stages.engines.oracle.attention import Fed, Span
 from stages.engines.oracle.cache import LayerStorage, layer_storages
 from stages.engines.oracle.heavy import SIDES, HeavyCache, HeavyView
 from stages.engines.oracle.model import LayerAttention
@@ -129,6 +129,6 @@ def test_a_corrupted_scale_and_a_stale_page_are_seen_and_a_refused_token_leaves_
 
 def test_replays_are_disturbed_by_roundings_alone(model: Any, text: list[int]) -> None:
     engine = make_oracle(model, evicting("fp16"), SHAPE)
-    replay = engine.replay(text, [200], [], rounding=1e-12)
-    np.testing.assert_allclose(replay.logits, engine.forced(text, 200), rtol=0, atol=1e-9)
+    (replay,) = engine.replay([Fed(text, [(200, False), (len(text) - 200, True)])], rounding=1e-12)
+    np.testing.assert_allclose(replay.logits[1:], engine.forced(text, 200), rtol=0, atol=1e-9)
     assert 0 < np.abs(replay.logits - replay.disturbed).max() < 1e-6

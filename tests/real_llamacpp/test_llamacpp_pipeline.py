@@ -58,7 +58,7 @@ def test_a_rotation_that_the_policy_has_and_the_engine_lacks_fails(
 ) -> None:
     monkeypatch.setattr(engine, "open_context", lambda *given: build.open_context(*(*given[:-1], False)))
     job = job_of(gguf_work, f"backend.python={llamacpp_python}", *FEW, *CHAT, "kv.name=rotated")
-    directory, _ = judge(job, "is not good enough: FAIL")
+    directory, _ = judge(job, "does not compute its policy: FAIL")
     failed = [line.reason for line in lines("conformance", load_report(directory)) if line.status == "FAIL"]
     assert len(failed) == 1
     assert "does not compute rotated" in failed[0]

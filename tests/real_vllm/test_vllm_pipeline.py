@@ -12,7 +12,7 @@ from pipeline.run.inputs import check_inputs
 from pipeline.verdict.report import EvaluationReport, load_report
 
 FEW = ("backend=vllm", "kv=fp8", "tracking=none", "backend.max_model_len=2048", "backend.kv_cache_gib=0.5")
-FAILS = "fp8 is not good enough: FAIL"
+FAILS = "fp8 does not compute its policy: FAIL"
 
 
 def check(report: EvaluationReport) -> None:

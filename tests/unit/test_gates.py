@@ -171,7 +171,7 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     "a code that one request of seven stores wrong": (
         every_class(), {"conformance": STORED_WRONG}, "FAIL", {"conformance"}, "1 of 7 requests"),
     "a fork that shares a page it should have copied": (
-        every_class(), {"probes": probes(candidate=BAD)}, "FAIL", {"probe"}, "candidate: probe: fork"),
+        every_class(), {"probes": probes(candidate=BAD)}, "FAIL", {"probe"}, "does not compute its policy: fork"),
     "sixteen bits a number where four are claimed": (
         every_class(), {"probes": probes(candidate=LARGER)}, "FAIL", {"allocation"}, ""),
     "free generation with another scale": (

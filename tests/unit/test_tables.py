@@ -67,6 +67,15 @@ def test_a_model_whose_answers_do_not_depend_on_the_cache_is_said_not_to_be_judg
 
 
 @pytest.mark.parametrize(
+    ("where", "said"),
+    [("candidate", "does not compute its policy"), ("baseline", "is not judged, because FP16 is not computed as FP16")],
+)
+def test_an_engine_that_fails_the_stress_test_is_not_called_not_good_enough(where: str, said: str) -> None:
+    failed = Check(gate="probe", where=where, value=1.0, threshold=0.0, status="FAIL", reason="batch: a ragged row")
+    assert not_passed("fp8", "FAIL", [failed]) == f"fp8 {said}: FAIL"
+
+
+@pytest.mark.parametrize(
     ("metrics", "key", "shown"),
     [
         ({"quality/acceptance_lookup_candidate": 2.718}, "acceptance_lookup", "2.72"),

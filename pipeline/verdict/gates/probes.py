@@ -1,4 +1,4 @@
-"""The stress probe of both engines, the bytes that they allocate, and answers that they give freely or over reused prefixes."""
+"""The stress test of both engines, the bytes that they allocate, and answers that they give freely or over reused prefixes."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,7 +13,7 @@ FAILURES_SHOWN = 4
 @gate(
     thresholds.Limits,
     {
-        "probe": Line("Stress probe", "places that deviate from the oracle on random tokens", per="engine"),
+        "probe": Line("Stress test", "sequences of random tokens that deviate from the oracle", per="engine"),
         "allocation": Line("Allocation", "bytes that are not those of the policy", per="engine"),
         "free_answers": Line("Free answers", "samples whose free answer contradicts the forced one", per="engine"),
         "reused_prefixes": Line("Reused prefixes", "samples that differ over reused prefixes", per="engine"),
@@ -47,6 +47,7 @@ def probes(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
 
 def _line(key: str, where: str, failures: Sequence[str], passed: str) -> Check:
     more = f"; and {len(failures) - FAILURES_SHOWN} more" if len(failures) > FAILURES_SHOWN else ""
-    reason = f"{where}: {key}: " + ("; ".join(failures[:FAILURES_SHOWN]) + more if failures else passed)
+    fault = "does not compute its policy: " if key == "probe" else ""
+    reason = f"{where}: {key}: " + (fault + "; ".join(failures[:FAILURES_SHOWN]) + more if failures else passed)
     status: LineStatus = "FAIL" if failures else "PASS"
     return Check(gate=key, where=where, value=len(failures), threshold=0, status=status, reason=reason)

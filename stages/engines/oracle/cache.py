@@ -5,12 +5,15 @@ Shapes: H KV heads, S new tokens, T tokens in the cache, D head_dim.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.core.formats import Format
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
+from pipeline.core.records import StoredCopy
 from pipeline.core.scales import KVScales
 from pipeline.formats.oracle import Static, Stored, concatenated, each
 from stages.engines.oracle.attention import Copies, Sources
@@ -86,9 +89,35 @@ class Pages:
         if not self.pages:
             return None
         freed = self.freed * PAGE_TOKENS
-        joined = each(lambda pages: concatenated(pages)[:, : self.length - freed], self.pages)
         sinks = self.sink_pages * PAGE_TOKENS if freed else 0
-        return Copies(self.storage.read(joined, gain), sinks + freed, sinks)
+        return Copies(self.storage.read(self._joined, gain), sinks + freed, sinks)
+
+    @property
+    def _joined(self) -> Stored:
+        return each(lambda pages: concatenated(pages)[:, : self.length - self.freed * PAGE_TOKENS], self.pages)
+
+    def stored(self, *, in_window: bool) -> StoredCopy:
+        """Return the codes and scales; zeros stand for tokens that were evicted between others."""
+        held, freed, sinks = self._joined, self.freed * PAGE_TOKENS, self.sink_pages * PAGE_TOKENS
+        gap = 0 if in_window else freed
+
+        def array(x: Tensor | None, dtype: Any) -> Any:
+            if x is None:
+                return None
+            raw = x.contiguous().view(torch.uint8).cpu().numpy()
+            none = np.zeros((len(raw), gap, raw.shape[2]), np.uint8)
+            return np.concatenate([raw[:, :sinks], none, raw[:, sinks:]], axis=1).view(dtype)
+
+        static, scaled = self.storage.static, self.storage.form.code.scale_storage
+        return StoredCopy(
+            first=freed - gap,
+            codes=array(held.codes, np.uint8),
+            scale=array(held.scale, scaled.numpy),
+            zero=array(held.zero, np.float16),
+            static_scale=None if static is None else static.scale.cpu().numpy(),
+            static_zero=None if static is None or static.zero is None else static.zero.cpu().numpy(),
+            evicted=(sinks, sinks + gap) if gap else (0, 0),
+        )
 
     @property
     def nbytes(self) -> int:
@@ -156,6 +185,10 @@ class LayerCache:
     @property
     def exact_bytes(self) -> int:
         return sum(exact.nbytes for exact in self.exact.values())
+
+    @property
+    def stored(self) -> dict[Side, StoredCopy]:
+        return {side: pages.stored(in_window=side.in_window) for side, pages in self.pages.items()}
 
     def repeated(self) -> "LayerCache":
         """Let the second page of each copy be as the first one, and return the cache."""

@@ -191,64 +191,48 @@ class OracleEngine(ChunkedEngine):
         return _OnePassView(self, self._plan(spans))
 
     @torch.inference_mode()
-    def rows(self, sequences: Sequence[Fed], rounding: float = 0.0) -> tuple[list[Logits], list[Logits]]:
-        """Compute whole sequences together, each in one pass; no sequence stays in the engine.
+    def replay(
+        self, sequences: Sequence[Fed], caches: Sequence[Sequence[Mapping[Side, StoredCopy]]] = (), *, rounding: float = 0.0
+    ) -> list[Replay]:
+        """Compute whole sequences together, each in one pass, over the caches that another engine stored of them.
 
         Args:
             sequences: Tokens, and how they came: prompts, later chunks and decoded tokens in any order.
-            rounding: How far the output of a layer may be off in the second list, relative to its root mean square; 0: no list.
+            caches: The layers that the engine shows of each sequence, in this policy's formats. Without layers, or without
+                caches, this engine's own codes are read.
+            rounding: How far the output of a layer is off in the disturbed rows, relative to its root mean square; 0 computes
+                no second pass.
 
         Returns:
-            Logits (rows, V) of each sequence: a row for the last token of every chunk of a prompt, and for every decoded token.
+            Logits and errors of each sequence. No sequence stays in the engine.
         """
         lengths, passes = [len(one.tokens) for one in sequences], 2 if rounding else 1
         ids = [token for one in sequences for token in one.tokens]
         positions = torch.cat([torch.arange(length) for length in lengths])
-        spans = [one.spans(self.prefill_chunk, itself=self.reads_itself) for one in sequences]
-        views = [Joined([self._whole(of) for of in spans], lengths) for _ in range(passes)]
+        tapes = [Tape(self.policy, self.storages, layers) for layers in caches or [()] * len(sequences)]
+        parts: list[list[View]] = []
+        for one, tape in zip(sequences, tapes, strict=True):
+            spans = one.spans(self.prefill_chunk, itself=self.reads_itself)
+            if self._keeps_heavy:
+                parts.append([self._whole(spans) for _ in range(passes)])
+            else:
+                blocks = self._plan(spans)
+                parts.append([ReplayView(tape, blocks, disturbed=second) for second in (False, True)[:passes]])
+        views = [Joined(row, lengths) for row in zip(*parts, strict=True)]
         with disturbed(self.model, rounding) if rounding else nullcontext():
             hidden = self._hidden([ids] * passes, positions.expand(passes, -1), views)
         shown = [one.shown for one in sequences]
-        found = [
+        rows = [
             [self._logits(part[None, places])[0] for part, places in zip(row.split(lengths), shown, strict=True)]
             for row in hidden
         ]
-        return found[0], found[1] if rounding else []
+        errors = [[{side: found.cpu() for side, found in layer.items()} for layer in tape.errors] for tape in tapes]
+        return [Replay(sound, off, found) for sound, off, found in zip(rows[0], rows[-1], errors, strict=True)]
 
-    @torch.inference_mode()
-    def replay(
-        self,
-        tokens: Sequence[int],
-        pieces: Sequence[int],
-        caches: Sequence[Mapping[Side, StoredCopy]],
-        *,
-        rounding: float,
-    ) -> Replay:
-        """Compute a whole sequence at once over the cache that another engine stored of it; no sequence stays behind.
-
-        Args:
-            tokens: The sequence.
-            pieces: Tokens of each piece of its prompt that was prefilled by itself; what follows was decoded.
-            caches: What the engine shows of each layer, in this policy's formats; empty to read this engine's own codes.
-            rounding: How far the output of a layer may be off, relative to its root mean square.
-
-        Returns:
-            Logits of the tokens after the pieces, without and with layers that are off; and the errors of what was stored.
-        """
-        first = sum(pieces)
-        fed = Fed(tokens, [*((piece, False) for piece in pieces), (len(tokens) - first, True)])
-        spans = fed.spans(self.prefill_chunk, itself=self.reads_itself)
-        tape = Tape(self.policy, self.storages, caches)
-        views: list[View]
-        if self._keeps_heavy:
-            views = [self._whole(spans) for _ in range(2)]
-        else:
-            blocks = self._plan(spans)
-            views = [ReplayView(tape, blocks, disturbed=second) for second in (False, True)]
-        with disturbed(self.model, rounding):
-            hidden = self._hidden([tokens, tokens], torch.arange(len(tokens)).expand(2, -1), views)
-        sound, off = self._logits(hidden[:, first:])
-        return Replay(sound, off, [{side: errors.cpu() for side, errors in layer.items()} for layer in tape.errors])
+    def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:
+        """Return the pages of a live sequence. H2O's heads keep different tokens and show none."""
+        caches: Any = self.sequences[sequence]
+        return [] if self._keeps_heavy else [cache.stored for cache in caches]
 
     def _release(self, sequence: int) -> None:
         del self.sequences[sequence]

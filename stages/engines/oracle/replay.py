@@ -10,7 +10,7 @@ Shapes: H KV heads, T tokens of the sequence, n tokens of a copy, D head_dim, W 
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 import numpy as np
@@ -51,7 +51,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of one sequence; rows are its decoded tokens."""
+    """Logits and stored vectors of one replayed sequence; rows as in `Fed.shown`."""
 
     logits: Logits
     """(rows, V): over the engine's cache."""
@@ -59,6 +59,10 @@ class Replay:
     """(rows, V): over the same cache, with activations that are a rounding off."""
     errors: list[dict[Side, Errors]]
     """By layer, of the copies that the engine showed."""
+
+    def tail(self, rows: int) -> "Replay":
+        """Keep the last rows, as many as the engine showed."""
+        return replace(self, logits=self.logits[-rows:], disturbed=self.disturbed[-rows:])
 
 
 @dataclass
@@ -76,7 +80,7 @@ class Tape:
 
 
 class ReplayView(BlockView):
-    """One row of a replay; the undisturbed one comes first in the batch."""
+    """A sequence in one row of a replay; the undisturbed row comes first in the batch."""
 
     first_row = 0
 

@@ -7,34 +7,32 @@ Legend: R = decoded tokens of a request, V = vocab_size, H = KV heads.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from pipeline.core.engine import Engine
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
+from pipeline.core.kv import PAGE_TOKENS, Side
 from pipeline.core.records import StoredCopy
 from pipeline.verdict.conformance import (
     ALLOWED,
     ComparedRequest,
     Deviation,
-    Distance,
     EngineConformance,
 )
 from pipeline.verdict.record import finite
+from stages.engines.oracle.attention import Fed
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.replay import Replay
 from stages.evaluate.decoding.batches import Logits, Step
 from stages.evaluate.decoding.decode import decode, shares
 from stages.evaluate.decoding.rows import Run
-from stages.evaluate.distances.distance import Array, Distributions, head_kl, kl_of_logits
+from stages.evaluate.distances.distance import Distributions, head_kl, kl_of_logits
 from stages.evaluate.distances.scores import SampleHeads
 from stages.evaluate.inputs.tokens import EncodedSample
-from stages.evaluate.twins.deviation import Compared, Request, first_deviation
-from stages.evaluate.twins.explanation import FAR, explained, explained_by_codes
+from stages.evaluate.twins.deviation import first_deviation
+from stages.evaluate.twins.explanation import explained, explained_by_codes
+from stages.evaluate.twins.request import Request, loses_pages, problem_of
 from stages.evaluate.twins.twin import Twin
 
 
@@ -78,15 +76,15 @@ class Comparison:
         for row, (i, position) in enumerate(zip(step.samples, step.positions, strict=True)):
             if i not in self.chosen:
                 continue
-            request = self._requests.setdefault(i, Request())
-            request.logits.append(step.logits_BV[row].copy())
-            request.places.append(None if step.rows is None else (step.rows[row], step.size))
-            last = position + 1 == len(self.run.encoded[i].reference)
-            looked = last or self._frees_a_page(i, position)
-            if looked and step.sequences is not None and self.engine.can(Engine.stored):
-                _merge(request.layers, self.engine.stored(step.sequences[row]))
+            item = self.run.encoded[i]
+            request = self._requests.setdefault(i, Request(item.sample.id))
+            length, last = len(item.prompt) + position, position + 1 == len(item.reference)
+            request.row(step.logits_BV[row], length - 1, None if step.rows is None else (step.rows[row], step.size))
+            frees = loses_pages(self.engine) and (position == 0 or (length + 1) % PAGE_TOKENS == 0)
+            if (last or frees) and step.sequences is not None and self.engine.can(Engine.stored):
+                request.look(self.engine.stored(step.sequences[row]))
             elif last and step.request is not None and self.engine.can(Engine.stored_request):
-                request.layers += [dict(layer) for layer in self.engine.stored_request(step.request)]
+                request.look(self.engine.stored_request(step.request))
             if last:
                 self.run.progress("compared with the twin [requests]", len(self.records), len(self.chosen))
                 self._compare(i, self._requests.pop(i))
@@ -114,24 +112,18 @@ class Comparison:
             **worst,
         )
 
-    def _frees_a_page(self, i: int, position: int) -> bool:
-        """Whether a page may leave the window or be evicted with the next token: it is read before."""
-        length, policy = len(self.run.encoded[i].prompt) + position, self.engine.policy
-        frees = policy.window is not None or policy.latest_tokens(self.engine.shape) is not None
-        return frees and (position == 0 or (length + 1) % PAGE_TOKENS == 0)
-
     def _compare(self, i: int, request: Request) -> None:
         item = self.run.encoded[i]
-        problem = _problem(request.layers, self.engine.policy, self.engine.shape, len(item.prompt) + len(item.reference) - 1)
+        problem = problem_of(request.layers, self.engine.policy, self.engine.shape, len(item.prompt) + len(item.reference) - 1)
         replay = self._replay(item, [] if problem else request.layers)
-        compared = _distances(item, np.stack(request.logits), replay, problem)
+        compared = request.compared(replay, len(item.prompt), len(item.reference), problem)
         if self.twin.measures and any(compared.errors):
-            compared = _by_layer(compared, self.layers)
+            compared = compared.by_layer(self.layers)
         self.records[i] = compared.record
         times = compared.record.times_allowed(self.limit)
         if times > self.worst:
             self.worst = times
-            self.deviation = first_deviation(item, request, compared, self.limit)
+            self.deviation = first_deviation(request, compared, self.limit)
             self._worst = i, np.stack(request.logits), [] if problem else request.layers
 
     def _described(self, i: int, logits_RV: Logits, layers: list[dict[Side, StoredCopy]]) -> dict[str, Any]:
@@ -151,7 +143,9 @@ class Comparison:
         """Replay a request on the twin, or on another oracle."""
         shared = item.shared if shares(self.engine, self.batch_size) else 0
         pieces = [piece for piece in (shared, len(item.prompt) - 1 - shared) if piece]
-        return self.twin.replay([*item.prompt, *item.reference[:-1]], pieces, layers, oracle)
+        prompt, rows = [(piece, False) for piece in pieces], len(item.reference)
+        fed = Fed([*item.prompt, *item.reference[:-1]], [*prompt, (rows, True)])
+        return self.twin.replay([fed], [layers], oracle)[0].tail(rows)
 
 
 def spread(encoded: Sequence[EncodedSample], count: int) -> list[int]:
@@ -169,101 +163,6 @@ def spread(encoded: Sequence[EncodedSample], count: int) -> list[int]:
         shares_of = np.linspace(0, 1, count) if count > 1 else [alone][:count]
         chosen |= {members[round(share * (len(members) - 1))] for share in shares_of}
     return sorted(chosen)
-
-
-def _merge(layers: list[dict[Side, StoredCopy]], shown: Sequence[Mapping[Side, StoredCopy]]) -> None:
-    """Add what an engine shows to what it showed before: pages that it has freed since stay."""
-    if not layers:
-        layers += [dict(layer) for layer in shown]
-        return
-    for held, layer in zip(layers, shown, strict=True):
-        for side, copy in layer.items():
-            held[side] = _after(held[side], copy)
-
-
-def _after(before: StoredCopy, copy: StoredCopy) -> StoredCopy:
-    """Return a copy with the tokens of an earlier look in place of those that it has lost since."""
-    # Of a window the first tokens go, of an evicting cache those after its sinks, which it shows as zeros.
-    start, stop = copy.evicted
-    count = stop if stop > start else copy.first - before.first
-    if count <= 0 or count > before.codes.shape[1]:
-        return copy
-    skipped = count if stop > start else 0
-
-    def joined(old: np.ndarray | None, new: np.ndarray | None) -> np.ndarray | None:
-        return None if old is None or new is None else np.concatenate([old[:, :count], new[:, skipped:]], axis=1)
-
-    codes = joined(before.codes, copy.codes)
-    assert codes is not None
-    return StoredCopy(
-        before.first, codes, joined(before.scale, copy.scale), joined(before.zero, copy.zero),
-        copy.static_scale, copy.static_zero, before.evicted,
-    )  # fmt: skip
-
-
-def _problem(layers: Sequence[Mapping[Side, StoredCopy]], policy: KVPolicy, shape: KVShape, tokens: int) -> str:
-    """Say how what an engine shows cannot be the policy's; empty where it can, and where it shows nothing."""
-    for number, layer in enumerate(layers):
-        for side, form in policy.sides(number).items():
-            where = f"layer {number} {side}s"
-            if side not in layer:
-                return f"{where} are not stored"
-            copy, scales = layer[side], form.scales_per_token(shape.head_dim)
-            width = copy.codes.shape[2] + sum(
-                part.itemsize * part.shape[2] for part in (copy.scale, copy.zero) if part is not None
-            )
-            if width != form.token_bytes(shape.head_dim) or (copy.scale is None) != (scales == 0):
-                expected = form.token_bytes(shape.head_dim)
-                return f"{where} take {width} bytes a token and head, {form.dtype} takes {expected}"
-            if (copy.static_scale is None) == form.has_static_scales:
-                return f"{where} have {'no' if form.has_static_scales else 'a'} static scale"
-            if not side.in_window and (copy.first, copy.codes.shape[1]) != (0, tokens):
-                return f"{where} hold {copy.codes.shape[1]} tokens of {tokens}"
-            (start, stop), allowed = copy.evicted, policy.evicted_pages(tokens, shape)
-            if stop > start and not allowed.start * PAGE_TOKENS <= start < stop <= allowed.stop * PAGE_TOKENS:
-                return f"{where} have lost tokens {start} to {stop - 1}, some of which the policy keeps"
-    return ""
-
-
-def _distances(item: EncodedSample, logits_RV: Logits, replay: Replay, problem: str) -> Compared:
-    kl, rounding_kl = kl_of_logits(replay.logits, logits_RV), kl_of_logits(replay.logits, replay.disturbed)
-    errors = [copy for layer in replay.errors for copy in layer.values() if copy.engine.numel()]
-
-    def distance(kl_R: Array, stored: Sequence[Tensor]) -> Distance:
-        return Distance(
-            kl_mean=finite(kl_R.mean()),
-            kl_max=finite(kl_R.max()),
-            stored_error=finite(max((float(part.max()) for part in stored), default=0.0)),
-            stored_mean=finite(float(torch.cat([part.flatten() for part in stored]).mean())) if stored else 0.0,
-        )
-
-    record = ComparedRequest(
-        sample=item.sample.id,
-        prompt_tokens=len(item.prompt),
-        decoded_tokens=len(item.reference),
-        engine=distance(kl, [copy.engine for copy in errors]),
-        rounding=distance(rounding_kl, [copy.disturbed for copy in errors]),
-        problem=problem,
-    )
-    return Compared(record, kl, replay.errors)
-
-
-def _by_layer(compared: Compared, rounding: tuple[float, ...]) -> Compared:
-    """Return a compared request with the mean errors of each layer, beside those of the 16-bit engine.
-
-    The disturbed twin's stand in their place where they are larger: the sign of a scale of q4_0 turns with the last place of a
-    block's two largest numbers, and all codes of the block with it.
-    """
-
-    def means_of(part: str) -> tuple[float, ...]:
-        joined = (torch.cat([getattr(copy, part).flatten() for copy in layer.values()]) for layer in compared.errors)
-        return tuple(float(errors.mean().nan_to_num(nan=FAR, posinf=FAR)) for errors in joined)
-
-    means, record = means_of("engine"), compared.record
-    rounding = tuple(map(max, rounding, means_of("disturbed")))
-    engine = record.engine.model_copy(update={"stored_by_layer": means})
-    beside = record.rounding.model_copy(update={"stored_by_layer": rounding})
-    return replace(compared, record=record.model_copy(update={"engine": engine, "rounding": beside}))
 
 
 def _kl_of_heads(heads: SampleHeads, twin_RV: Logits, item: EncodedSample) -> float:

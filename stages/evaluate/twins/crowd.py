@@ -8,15 +8,13 @@ repeated as it was, and strangers may change no more than that does.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.engine import Engine
-from stages.engines.base import Logits
-from stages.evaluate.twins.stage import Actor, Stage
+from stages.evaluate.twins.stage import PASS_TOKENS, Actor, Stage
 
 SHORT = ((2, 6), (7, 9), (12, 15), (20, 12), (61, 8), (1, 17), (66, 4))
 """Tokens of prompt and answer of short requests."""
@@ -36,21 +34,10 @@ NOISE = 4.0
 Marks = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class Guest:
-    """A request of the crowd."""
-
-    actor: Actor
-    watched: bool
-
-
 def crowd(stage: Stage) -> None:
     """Requests that come and go, one in five of them long, with strangers among them whose tokens are exchanged."""
     kinds = _kinds(stage)
-    roles = {guest.actor.role for guest in _guests(stage, kinds, 1) if guest.watched}
-    watched = [kind for kind in kinds if kind.role in roles]
-    exact = dict(zip((kind.role for kind in watched), stage.exact(watched), strict=True))
-    first = _play(stage, kinds, 1, exact)
+    first = _play(stage, kinds, 1, compared=True)
     sleepers = _asleep(stage)
     other = _play(stage, kinds, 2)
     stage.engine.release(sleepers)
@@ -90,56 +77,49 @@ def _kinds(stage: Stage) -> list[Actor]:
     return [stage.actor(f"request of {length} and {steps} tokens", length, steps) for length, steps in shapes]
 
 
-def _guests(stage: Stage, kinds: Sequence[Actor], strangers: int) -> Iterator[Guest]:
-    """Yield the requests in the order in which they come: of the same lengths in each play."""
+def _guests(stage: Stage, kinds: Sequence[Actor], strangers: int) -> Iterator[Actor]:
+    """Yield the requests in the order in which they come: of the same lengths in each play. Strangers have no role."""
     order, tokens = np.random.default_rng(0), np.random.default_rng([stage.seed, strangers])
     long = len(kinds) - len(LONG)
     for number in range(stage.config.requests):
         kind = kinds[long + number // 10 % len(LONG) if number % 10 in (4, 9) else int(order.integers(long))]
         parts = order.integers(4) == 0
         if number % 3 != 1:  # no period of two, as what is rare may have
-            yield Guest(Actor(kind.role, kind.prompt, list(kind.ahead)), watched=True)
+            yield Actor(kind.role, kind.prompt, list(kind.ahead))
             continue
         drawn: list[int] = tokens.integers(0, stage.engine.vocab_size, len(kind.prompt) + len(kind.ahead)).tolist()
         prompt = kind.prompt if parts else drawn[: len(kind.prompt)]  # a request that begins as a watched one, and parts
-        yield Guest(Actor("", prompt, drawn[len(kind.prompt) :]), watched=False)
+        yield Actor("", prompt, drawn[len(kind.prompt) :], watched=False)
 
 
-def _play(stage: Stage, kinds: Sequence[Actor], strangers: int, exact: Mapping[str, Logits] | None = None) -> list[Marks]:
-    """Let the crowd come and go; return some logits of every watched token, in order.
-
-    Watched requests are compared with the twin's rows of their kind, where these are given: early ones and late ones apart.
-    """
+def _play(stage: Stage, kinds: Sequence[Actor], strangers: int, *, compared: bool = False) -> list[Marks]:
+    """Let the crowd come and go; return some logits of every watched token, in order."""
     waiting = deque(_guests(stage, kinds, strangers))
     marks: list[Marks] = []
-    live: list[Guest] = []
+    live: list[Actor] = []
     while waiting or live:
         arrived = [waiting.popleft() for _ in range(min(stage.largest - len(live), len(waiting)))]
+        for actor in arrived:
+            actor.watched &= compared
+            actor.role = actor.role and f"{actor.role}, quarter {4 - 4 * len(waiting) // (stage.config.requests + 1)}"
         if stage.engine.can(Engine.forced_together):
-            stage.play([guest.actor for guest in arrived])
+            stage.play(arrived)
             live, leaving = [], arrived
         else:
             if arrived:
-                stage.prefill(*(guest.actor for guest in arrived))
+                stage.prefill(*arrived)
                 live += arrived
-            stage.decode(*(guest.actor for guest in live))
-            leaving = [guest for guest in live if not guest.actor.ahead]
-            live = [guest for guest in live if guest.actor.ahead]
-            stage.leave(*(guest.actor for guest in leaving))
-        for guest in leaving:
-            stage.playing.remove(guest.actor)
-            if not guest.watched:
-                continue
-            marks += _marks(guest.actor)
-            if exact is not None:
-                rows = exact[guest.actor.role]
-                guest.actor.role += f", quarter {1 + 4 * len(waiting) // stage.config.requests} of the crowd from its end"
-                stage.note("crowd", guest.actor, rows)
+            stage.decode(*live)
+            leaving = [actor for actor in live if not actor.ahead]
+            live = [actor for actor in live if actor.ahead]
+            stage.leave(*leaving)
+        marks += [mark for actor in leaving if actor.role for mark in _marks(actor)]
+        stage.compare(PASS_TOKENS)
     return marks
 
 
 def _marks(actor: Actor) -> list[Marks]:
-    return [shown.logits_V[:: max(1, len(shown.logits_V) // WATCHED_LOGITS)].copy() for shown in actor.shown]
+    return [row[:: max(1, len(row) // WATCHED_LOGITS)].copy() for row in actor.request.logits]
 
 
 def _difference(one: Sequence[Marks], other: Sequence[Marks]) -> npt.NDArray[np.float64]:

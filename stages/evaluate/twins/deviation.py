@@ -1,16 +1,11 @@
-"""Where an engine deviates from its twin first: the position, the step, and the layer and head of what it stored there.
-
-Legend: R = decoded tokens of a request, V = vocab_size.
-"""
+"""Where an engine deviates from its twin first: the position, the step, and the layer and head of what it stored there."""
 
 import math
-from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from pipeline.core.kv import PAGE_TOKENS, Side
-from pipeline.core.records import StoredCopy
+from pipeline.core.kv import PAGE_TOKENS
 from pipeline.verdict.conformance import (
     LEAST_KL,
     MEAN_STEP,
@@ -20,61 +15,37 @@ from pipeline.verdict.conformance import (
     Deviation,
     allowed_in_layer,
 )
-from stages.engines.base import Logits
-from stages.engines.oracle.replay import Errors
-from stages.evaluate.distances.distance import Array
-from stages.evaluate.inputs.tokens import EncodedSample
+from stages.evaluate.twins.request import Compared, Request
 
 NOTICED = 8.0
 """Roundings from which on a token's logits count as wrong in a request that is: sound engines show less."""
 
 
-@dataclass
-class Request:
-    """What a request has shown so far."""
-
-    logits: list[Logits] = field(default_factory=list)
-    """(V) of each decoded token."""
-    places: list[tuple[int, int] | None] = field(default_factory=list)
-    """Row and size of each decoded token's step."""
-    layers: list[dict[Side, StoredCopy]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A request beside its twin, row by row."""
-
-    record: ComparedRequest
-    kl: Array
-    """(R)."""
-    errors: list[dict[Side, Errors]]
-
-
-def first_deviation(item: EncodedSample, request: Request, compared: Compared, limit: float) -> Deviation:
+def first_deviation(request: Request, compared: Compared, limit: float) -> Deviation:
     """Locate the first position at which a request deviates, and what in the cache is wrong there.
 
     Over the engine's own cache every token stands for itself: wrong codes are wrong where they lie, and change no logit; a step
     that reads wrong moves its own logits, and what the layers above store of its token.
     """
-    first = len(item.prompt) - 1
-    rows, least_errors = _wrong_rows(compared, limit), _least_errors(compared)
+    rows = [request.positions[row] for row in _wrong_rows(compared, limit)]
+    least_errors = _least_errors(compared)
     wrong = [
         (copy.first + token, layer, side, head)
         for layer, copies in enumerate(compared.errors)
         for side, copy in copies.items()
         for head, token in (copy.engine > least_errors[layer]).nonzero().tolist()
     ]
-    position = min([first + row for row in rows[:1]] + [where[0] for where in wrong], default=first)
+    position = min(rows[:1] + [where[0] for where in wrong], default=request.positions[0])
     here = sorted(where[1:] for where in wrong if where[0] == position)
     act: Literal["stored", "read", "computed"] = "stored"
     layer, side, head = here[0] if here else (None, None, None)
-    if not here or position - first in rows:
+    if not here or position in rows:
         shown, top = any(compared.errors), len(compared.errors) - 1
         act, side, head = "read" if shown else "computed", None, None
         layer = None if not shown else max(0, layer - 1) if layer is not None else top
-    place = request.places[position - first] if position >= first else None
+    place = dict(zip(request.positions, request.places, strict=True)).get(position)
     return Deviation(
-        sample=item.sample.id,
+        sample=request.name,
         position=position,
         page_offset=position % PAGE_TOKENS,
         batch_row=None if place is None else place[0],

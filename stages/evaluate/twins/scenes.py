@@ -51,16 +51,15 @@ def batch(stage: Stage) -> None:
     limits = [min(2, len(actor.ahead)) for actor in actors[1:]] + [len(actor.ahead) for actor in more]
     limits[len(actors) - 2] = min(len(actors[-1].ahead), LONG_ANSWER)
     answers = stage.engine.generate([actor.prompt for actor in asked], limits, None, max_sequences=stage.largest)
-    stage.started += len(asked)
+    stage.requests += len(asked)
     for actor, answer, limit in zip(asked, answers, limits, strict=True):
         if len(answer) != limit:
             stage.failures.append(
                 f"generate: {len(answer)} tokens instead of {limit} to a prompt of {len(actor.prompt)} tokens"
             )
-        actor.said = list(answer)
         actor.ahead[: len(answer)] = answer
+    stage.answers = [(actor.role, actor.prompt, list(said)) for actor, said in zip(asked, answers, strict=True) if said]
     stage.play(actors)
-    stage.playing += [actor for actor in more if actor.said]
 
 
 def ragged(stage: Stage) -> list[Actor]:
@@ -71,13 +70,13 @@ def ragged(stage: Stage) -> list[Actor]:
     claimed = min(stage.claimed, most - STEPS)
     chosen = [
         stage.actor(f"{most:,} tokens", most - steps, steps),
-        stage.actor("9 tokens and far", 9, far, part="far", measured=True),
+        stage.actor("9 tokens and far", 9, far),
         stage.actor("a row of the claimed length", claimed, STEPS),
-        stage.actor("1 token and far", 1, far, part="far", measured=True),
+        stage.actor("1 token and far", 1, far),
     ][:size]
     lengths = offsets_and_borders(stage.engine.policy, size - len(chosen), most - LEAVING - 2)
     rest = [
-        stage.actor("a ragged row", length, 2 + i * min(LEAVING, len(lengths)) // len(lengths), measured=i % 8 == 0)
+        stage.actor("a ragged row", length, 2 + i * min(LEAVING, len(lengths)) // len(lengths))
         for i, length in enumerate(lengths)
     ]
     if size < 4:
@@ -178,7 +177,7 @@ def prefix(stage: Stage) -> None:
     for number, (role, prompt) in enumerate([*alike, ("a prompt that parts from it and ends alike", other)]):
         actor = stage.actor(role, prompt, STEPS)
         stage.prefill(actor)
-        stage.reused += 0 < number < len(alike)
+        stage.prefixes += 0 < number < len(alike)
         stage.go_on([actor])
 
 

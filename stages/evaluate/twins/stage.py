@@ -1,116 +1,77 @@
-"""An engine beside its twin: what sequences do on the engine, and how far each of their logits is from the twin's.
+"""An engine beside the reference engine on random tokens: what sequences do, and whether the engine keeps to its policy there.
 
-The engine plays first and the twin computes all of a scene's sequences together then, which costs a few passes.
-
-Legend: V = vocab_size.
+The engine goes first. What it stored of a sequence is looked at before it is freed, and the reference engine replays the
+sequences of a scenario together over these codes.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from pipeline.core.engine import Engine
 from pipeline.core.kv import PAGE_TOKENS
 from pipeline.core.workloads import ProbeConfig
+from pipeline.verdict.conformance import ComparedRequest, Distance
 from pipeline.verdict.coverage import Allocation
+from pipeline.verdict.record import or_infinite
 from stages.engines.base import Logits
 from stages.engines.oracle.attention import Fed
+from stages.engines.oracle.replay import Replay
 from stages.evaluate.decoding.free import behind
 from stages.evaluate.decoding.system import allocation
-from stages.evaluate.distances.distance import kl_of_logits
+from stages.evaluate.twins.deviation import first_deviation
+from stages.evaluate.twins.request import Compared, Request, loses_pages, problem_of
 from stages.evaluate.twins.twin import Twin
 
-NOT_KEPT: Logits = np.zeros(0, np.float32)
-"""In place of logits that were compared."""
-
 PASS_TOKENS = 4096
-"""Most tokens of one pass of the twin, unless one sequence has more."""
+"""Most tokens of one pass of the reference engine, unless one sequence has more."""
 
+UNUSUAL = 30.0
+"""Without a rounding to go by: how many times the median sequence's mean KL another sequence's may be ..."""
+UNUSUAL_KL = 0.02
+"""... and the mean KL that is always allowed then, in nats."""
 
-@dataclass(frozen=True)
-class Shown:
-    """Logits that the engine gave, and where."""
-
-    logits_V: Logits
-    length: int
-    """Tokens of the sequence, this one included."""
-    decoded: int
-    """Tokens of it that were decoded, this one included; 0 for a prompt's last token."""
-    batch: int
-    row: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """One of them beside the twin."""
-
-    part: str
-    role: str
-    shown: Shown
-    kl: float
-    difference: float
-    rounding: float | None
-    """KL of the twin that is a rounding off, where it was computed."""
-    scene: str
-
-    @property
-    def places(self) -> tuple[str, ...]:
-        shown = self.shown
-        if not shown.decoded:
-            pages = 1 << (shown.length // PAGE_TOKENS).bit_length() >> 1
-            return (
-                f"{self.part}: {self.role}, prompt",
-                f"prompts of {pages} or more pages",
-                f"row {shown.row} of {shown.batch} prompts",
-            )
-        offset = (shown.length - 1) % PAGE_TOKENS
-        own = f"{self.part}: {self.role}"
-        if self.part == "far":
-            own += f", {shown.decoded // PAGE_TOKENS * PAGE_TOKENS} or more decoded tokens"
-        return own, f"page offset {offset}", f"{self.part}: row {shown.row} of a batch of {shown.batch}"
+S = TypeVar("S", "Actor", Fed)
+Distances = tuple[float, float, float]
+"""Mean KL of an engine; mean and largest KL of a rounding."""
 
 
 @dataclass(eq=False)
 class Actor:
-    """A sequence on the stage."""
+    """A sequence of a scenario."""
 
     role: str
-    """What its rows share, in a failure's words."""
+    """Its name in failures."""
     prompt: list[int]
     ahead: list[int] = field(default_factory=list)
     """Tokens that it is going to be fed."""
-    part: str = ""
-    measured: bool = False
-    """Whether what a rounding costs is measured on it."""
+    watched: bool = True
+    """Whether it is compared."""
     handle: int = -1
     tokens: list[int] = field(default_factory=list)
     pieces: list[tuple[int, bool]] = field(default_factory=list)
-    shown: list[Shown] = field(default_factory=list)
-    said: list[int] = field(default_factory=list)
-    """What `generate` answers to its prompt; its first decoded tokens, if it decodes any."""
+    request: Request = field(default_factory=lambda: Request(""))
 
     @property
     def decoded(self) -> int:
         return sum(count for count, decoded in self.pieces if decoded)
 
-    def take(self, tokens: Sequence[int], *, decoded: bool) -> None:
-        self.tokens += tokens
-        if decoded and self.pieces and self.pieces[-1][1]:
-            self.pieces[-1] = (self.pieces[-1][0] + len(tokens), True)
-        else:
-            self.pieces.append((len(tokens), decoded))
-
     @property
     def fed(self) -> Fed:
-        if self.tokens:
-            return Fed(self.tokens, self.pieces)
-        return Fed([*self.prompt, *self.ahead], [(len(self.prompt), False), (len(self.ahead), True)])
+        return Fed(self.tokens, self.pieces)
+
+    @property
+    def key(self) -> tuple[tuple[int, ...], tuple[tuple[int, bool], ...]]:
+        """What a rounding costs depends on the tokens, and on how they came."""
+        return tuple(self.tokens), tuple(self.pieces)
 
 
 @dataclass
 class Stage:
-    """One run over all scenes, with tokens of its own."""
+    """One run over all scenarios."""
 
     engine: Engine
     twin: Twin
@@ -120,27 +81,46 @@ class Stage:
     """Sequences of the largest batch."""
     claimed: int
     """Tokens of the longest sample."""
-    seed: int
-    rows: list[Row] = field(default_factory=list)
+    limit: float
+    """Roundings that a sequence may be off, as a request of the forced decode."""
+    layers: tuple[float, ...] = ()
+    """Errors of the layers that the 16-bit engine stores, where a rounding is measured."""
+    seed: int = 0
+    scene: str = ""
+    """The scenario that runs."""
     failures: list[str] = field(default_factory=list)
-    """What needs no second run: contradictions, refusals, and the influence of other requests."""
-    rounding: float = 0.0
-    """By how much a rounding moved a logit of the twin."""
-    started: int = 0
+    """Contradictions, refusals, and the influence of other requests."""
+    records: list[ComparedRequest] = field(default_factory=list)
+    roundings: dict[Any, Distance] = field(default_factory=dict)
+    """What a rounding costs, by the key of the sequence on which it was measured."""
+    suspects: list[tuple[Request, Compared]] = field(default_factory=list)
+    """Compared sequences that are farther off than allowed, unless all are."""
+    requests: int = 0
     forks: int = 0
     turns: int = 0
     """Later chunks of sequences that had decoded."""
-    reused: int = 0
+    prefixes: int = 0
     """Prompts that began like one before, on an engine that keeps prefixes."""
     together: int = 0
     """Tokens that at least two sequences of the largest batch had."""
+    tokens: int = 0
+    decoded: int = 0
+    batch: int = 0
+    rows: int = 0
+    prompts: int = 0
+    """Rows of prompts and later chunks among them."""
+    offsets: set[int] = field(default_factory=set)
     allocation: Allocation | None = None
     playing: list[Actor] = field(default_factory=list)
-    """The actors of this scene that the twin has not computed."""
+    ended: list[Actor] = field(default_factory=list)
+    """Sequences that left and were not compared yet."""
+    answers: list[tuple[str, list[int], list[int]]] = field(default_factory=list)
+    """Role, prompt and answer of `generate`, not checked yet."""
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
         self.twin.of(self.engine)
+        self.loses = loses_pages(self.engine)
 
     # --- acts -------------------------------------------------------------------------------------------------------
 
@@ -148,20 +128,35 @@ class Stage:
         tokens: list[int] = self.rng.integers(0, self.engine.vocab_size, count).tolist()
         return tokens
 
-    def actor(self, role: str, prompt: int | Sequence[int], steps: int = 0, **options: object) -> Actor:
+    def actor(self, role: str, prompt: int | Sequence[int], steps: int = 0) -> Actor:
         """Return a sequence of a prompt, of so many random tokens or of these, that will be fed as many random ones."""
         tokens = self.draw(prompt) if isinstance(prompt, int) else list(prompt)
-        return Actor(role, tokens, self.draw(steps), **options)  # type: ignore[arg-type]
+        return Actor(role, tokens, self.draw(steps))
 
     def prefill(self, *actors: Actor) -> None:
         """Start sequences together."""
         handles, logits = self.engine.prefill([actor.prompt for actor in actors])
-        self.started += len(actors)
+        self.requests += len(actors)
         for row, (actor, handle) in enumerate(zip(actors, handles, strict=True)):
             actor.handle = handle
-            actor.take(actor.prompt, decoded=False)
-            actor.shown.append(Shown(logits[row].copy(), len(actor.tokens), 0, len(actors), row))
+            self._take(actor, actor.prompt, logits[row], row, len(actors), decoded=False)
         self.playing += actors
+        self._look(actors if self.loses else ())
+
+    def _take(self, actor: Actor, tokens: Sequence[int], logits_V: Logits, row: int, batch: int, *, decoded: bool) -> None:
+        """Append tokens to a sequence, and the logits that the engine gave after them in a row of a batch."""
+        actor.tokens += tokens
+        if decoded and actor.pieces[-1][1]:
+            actor.pieces[-1] = (actor.pieces[-1][0] + len(tokens), True)
+        else:
+            actor.pieces.append((len(tokens), decoded))
+        actor.request.row(logits_V, len(actor.tokens) - 1, (row, batch))
+        if actor.watched:
+            self.tokens, self.rows = max(self.tokens, len(actor.tokens)), self.rows + 1
+            self.prompts += not decoded
+            if decoded:
+                self.decoded, self.batch = max(self.decoded, actor.decoded), max(self.batch, batch)
+                self.offsets.add((len(actor.tokens) - 1) % PAGE_TOKENS)
 
     def decode(self, *actors: Actor, steps: int = 1) -> None:
         """Decode the next token of each, so many times."""
@@ -169,34 +164,45 @@ class Stage:
             tokens = [actor.ahead.pop(0) if actor.ahead else self.draw(1)[0] for actor in actors]
             logits = self.engine.decode([actor.handle for actor in actors], tokens)
             for row, (actor, token) in enumerate(zip(actors, tokens, strict=True)):
-                actor.take([token], decoded=True)
-                actor.shown.append(Shown(logits[row].copy(), len(actor.tokens), actor.decoded, len(actors), row))
+                self._take(actor, [token], logits[row], row, len(actors), decoded=True)
+            self._look([actor for actor in actors if self.loses and (len(actor.tokens) + 1) % PAGE_TOKENS == 0])
             if self.allocation is None:
                 self.allocation = allocation(self.engine)
 
     def extend(self, actor: Actor, count: int) -> None:
         """Append a later chunk of a prompt."""
         tokens = self.draw(count)
+        self._look([actor] if self.loses else ())
         logits_V = self.engine.extend(actor.handle, tokens)
         self.turns += actor.decoded > 0
-        actor.take(tokens, decoded=False)
-        actor.shown.append(Shown(np.array(logits_V), len(actor.tokens), 0, 1, 0))
+        self._take(actor, tokens, logits_V, 0, 1, decoded=False)
+        self._look([actor] if self.loses else ())
 
     def fork(self, actor: Actor, role: str, steps: int = 0) -> Actor:
         """Start another sequence with the same tokens."""
         branch = replace(
-            actor, role=role, tokens=list(actor.tokens), pieces=list(actor.pieces), shown=[], ahead=self.draw(steps)
+            actor, role=role, tokens=list(actor.tokens), pieces=list(actor.pieces), request=Request(""), ahead=self.draw(steps)
         )
+        branch.request.look(actor.request.layers)
         branch.handle = self.engine.fork(actor.handle)
         self.forks += 1
-        self.started += 1
+        self.requests += 1
         self.playing.append(branch)
         return branch
 
     def leave(self, *actors: Actor) -> None:
+        self._look(actors)
         self.engine.release([actor.handle for actor in actors])
         for actor in actors:
             actor.handle = -1
+            self.playing.remove(actor)
+        self.ended += [actor for actor in actors if actor.watched]
+
+    def _look(self, actors: Sequence[Actor]) -> None:
+        """Look at what the engine stored of sequences that leave, or that may give pages back with their next token."""
+        for actor in actors if self.engine.can(Engine.stored) else ():
+            if actor.watched:
+                actor.request.look(self.engine.stored(actor.handle))
 
     def play(self, actors: Sequence[Actor]) -> None:
         """Start sequences together and decode each to its end, when it leaves; the first one a step alone, a batch of one."""
@@ -233,73 +239,114 @@ class Stage:
     def _in_requests(self, actors: Sequence[Actor]) -> None:
         """What `play` does on an engine of whole requests."""
         self.prefill(*actors)
-        self.leave(*actors)
+        self.engine.release([actor.handle for actor in actors])
         answers = self.engine.forced_together([([*actor.prompt, *actor.ahead], len(actor.prompt)) for actor in actors])
         for row, (actor, logits) in enumerate(zip(actors, answers, strict=True)):
             for token, logits_V in zip(actor.ahead, logits, strict=True):
-                actor.take([token], decoded=True)
-                actor.shown.append(Shown(logits_V, len(actor.tokens), actor.decoded, len(actors), row))
-            actor.ahead = []
+                self._take(actor, [token], logits_V, row, len(actors), decoded=True)
+            if actor.watched and self.engine.can(Engine.stored_request):
+                actor.request.look(self.engine.stored_request(row))
+            actor.handle, actor.ahead = -1, []
+            self.playing.remove(actor)
+        self.ended += [actor for actor in actors if actor.watched]
         if len(actors) == self.largest:
             self.together = max(self.together, sorted(len(actor.tokens) for actor in actors)[-2:][0])
 
-    # --- the twin ---------------------------------------------------------------------------------------------------
+    # --- the reference engine -----------------------------------------------------------------------------------------
 
-    def compare(self, part: str) -> None:
-        """End a scene: compare what its actors showed and said with the twin."""
-        actors, self.playing = self.playing, []
-        for measured in (True, False):
-            group = [actor for actor in actors if (actor.measured or self.twin.measures) is measured]
-            for together in _passes(group):
-                rounding = self.twin.rounding if measured else 0.0
-                exact, disturbed = self.twin.engine.rows([actor.fed for actor in together], rounding)
-                for i, actor in enumerate(together):
-                    self.note(part, actor, exact[i], disturbed[i] if measured else None)
-        for actor in actors:
-            if actor.handle >= 0:  # a scene that the engine refused in its middle
-                self.leave(actor)
+    def end(self) -> None:
+        """End a scenario: let the sequences leave that a refusal left, and compare."""
+        self.leave(*[actor for actor in self.playing if actor.handle >= 0])
+        self.compare()
+        self._check_answers()
 
-    def exact(self, actors: Sequence[Actor]) -> list[Logits]:
-        """Return the twin's rows of sequences that are to be played: of their prompts, and of all that they will be fed."""
-        found: dict[int, Logits] = {}
-        for together in _passes(actors):
-            rows, _ = self.twin.engine.rows([actor.fed for actor in together])
-            found |= {id(actor): row for actor, row in zip(together, rows, strict=True)}
-        return [found[id(actor)] for actor in actors]
+    def compare(self, least: int = 0) -> None:
+        """Compare the sequences that have ended with the reference engine, once they have `least` tokens."""
+        ended = [actor for actor in self.ended if actor.request.logits]
+        if sum(len(actor.tokens) for actor in ended) < least:
+            return
+        self.ended = []
+        fresh = list({actor.key: actor for actor in ended if actor.key not in self.roundings}.values())
+        again = [actor for actor in ended if actor not in fresh]
+        for group in [*_passes(fresh), *_passes(again)]:
+            policy, shape = self.engine.policy, self.engine.shape
+            problems = [problem_of(actor.request.layers, policy, shape, len(actor.tokens)) for actor in group]
+            caches = [[] if wrong else actor.request.layers for actor, wrong in zip(group, problems, strict=True)]
+            replays = self.twin.replay([actor.fed for actor in group], caches, disturbed=group[0].key not in self.roundings)
+            for actor, replay, problem in zip(group, replays, problems, strict=True):
+                self._note(actor, replay, problem)
 
-    def note(self, part: str, actor: Actor, exact: Logits, disturbed: Logits | None = None) -> None:
-        """Note how far what an actor showed is from the twin's rows (rows, V), and whether what it said is the likeliest."""
-        if disturbed is not None:
-            self.rounding = max(self.rounding, float(np.abs(disturbed - exact).max()))
-        first = len(exact) - len(actor.shown)
-        for i, shown in enumerate(actor.shown, start=first):
-            row = exact[i][None]
-            kl = kl_of_logits(row, shown.logits_V[None]).item()
-            rounding = None if disturbed is None else kl_of_logits(row, disturbed[i][None]).item()
-            difference = float(np.abs(shown.logits_V - exact[i]).max())
-            if not np.isfinite(kl):
-                self.failures.append(f"{part}: {actor.role}: logits are not finite at position {shown.length - 1}")
-            kept = replace(shown, logits_V=NOT_KEPT)
-            self.rows.append(Row(actor.part or part, actor.role, kept, kl, difference, rounding, part))
-        if actor.said and self.twin.compute_dtype is not None:
-            gaps = behind(exact[: len(actor.said)], actor.said)
-            wrong = np.flatnonzero(~(gaps <= 4 * self.rounding + 1e-3))
+    def _note(self, actor: Actor, replay: Replay, problem: str) -> None:
+        request, actor.request = actor.request, Request("")
+        request.name = f"{self.scene}: {actor.role}"
+        compared = request.compared(replay.tail(len(request.logits)), len(actor.prompt), actor.decoded, problem)
+        if self.twin.measures and any(compared.errors):
+            compared = compared.by_layer(self.layers)
+        rounding = self.roundings.setdefault(actor.key, compared.record.rounding)
+        compared = replace(compared, record=compared.record.model_copy(update={"rounding": rounding}))
+        self.records.append(compared.record)
+        if self._times_allowed(compared) > 1:
+            self.suspects.append((replace(request, logits=[], layers=[]), compared))
+
+    def _times_allowed(self, compared: Compared, usual: Distances = (0.0, 0.0, 0.0)) -> float:
+        """Return how many times as far off as allowed a sequence is, where these distances are `usual` in the run.
+
+        The rule is conformance's, but a rounding costs at least the `usual`: few tokens may be lucky. Roundings say nothing if
+        the engine's arithmetic differs by design, or if a float32 engine does not show its cache, where one number that rounds
+        to another code outweighs them: such sequences are held to the median one.
+        """
+        record, own, (kl, mean, largest) = compared.record, compared.record.rounding, usual
+        if self.twin.compute_dtype is None or not (record.problem or self.twin.measures or any(compared.errors)):
+            return or_infinite(record.engine.kl_mean) / max(UNUSUAL_KL, UNUSUAL * kl)
+        widened = {"kl_mean": max(or_infinite(own.kl_mean), mean), "kl_max": max(or_infinite(own.kl_max), largest)}
+        return record.model_copy(update={"rounding": own.model_copy(update=widened)}).times_allowed(self.limit)
+
+    def deviations(self) -> Iterator[str]:
+        """Yield the sequences that deviate, the worst first: one of each name."""
+        # Exact tokens are not shown, and may round to another float16: that costs little in most sequences, and much in a few.
+        # A measured rounding of 16 bits costs about the same in all.
+        known = [(one.kl_mean or 0.0, one.kl_max or 0.0) for one in self.roundings.values()] or [(0.0, 0.0)]
+        mean, largest = np.median(known, axis=0) if self.twin.measures else np.max(known, axis=0) / self.limit
+        kl = np.median([or_infinite(record.engine.kl_mean) for record in self.records] or [0.0])
+        usual = float(kl), float(mean), float(largest)
+        suspects = ((self._times_allowed(compared, usual), request, compared) for request, compared in self.suspects)
+        ranked = sorted(suspects, key=lambda suspect: -suspect[0])
+        names = Counter(request.name for times, request, _ in ranked if times > 1)
+        for name, count in names.items():
+            times, request, compared = next(suspect for suspect in ranked if suspect[1].name == name)
+            kl_max, problem = compared.record.engine.kl_max, compared.record.problem
+            off = "logits are not finite" if kl_max is None else f"KL up to {kl_max:.1e} from the oracle"
+            more = f"; and {count - 1} more such" if count > 1 else ""
+            place = problem or first_deviation(request, compared, self.limit).told()
+            yield f"{name}: {place}, {off}, {times:.2g} times as far as allowed{more}"
+
+    def _check_answers(self) -> None:
+        """Check that every token of `generate` is the likeliest but for rounding, over the reference engine's own codes."""
+        answers, self.answers = self.answers, []
+        if self.twin.compute_dtype is None:
+            return
+        feds = [Fed(prompt + said[:-1], [(len(prompt), False), (len(said) - 1, True)]) for _, prompt, said in answers]
+        replays = [one for group in _passes(feds) for one in self.twin.replay(group)]
+        rounding = max((float(np.abs(one.disturbed - one.logits).max()) for one in replays), default=0.0)
+        for (role, prompt, said), replay in zip(answers, replays, strict=True):
+            gaps = behind(replay.logits, said)
+            wrong = np.flatnonzero(~(gaps <= 4 * rounding + 1e-3))
             if wrong.size:
                 what = "the first token" if wrong[0] == 0 else f"token {wrong[0]}"
                 self.failures.append(
-                    f"generate: {what} of the answer to a prompt of {len(actor.prompt)} tokens ({actor.role}) lies "
-                    f"{gaps[wrong[0]]:.2g} (logits) behind what the prompt and the answer before it make most likely"
+                    f"generate: {what} of the answer to a prompt of {len(prompt)} tokens ({role}) lies {gaps[wrong[0]]:.2g} "
+                    "(logits) behind what the prompt and the answer before it make most likely"
                 )
 
 
-def _passes(actors: Sequence[Actor]) -> list[list[Actor]]:
+def _passes(sequences: Sequence[S]) -> list[list[S]]:
     """Group sequences into passes."""
-    groups: list[list[Actor]] = []
+    groups: list[list[S]] = []
     tokens = 0
-    for actor in actors:
-        tokens += len(actor.fed.tokens)
+    for one in sequences:
+        tokens += len(one.tokens)
         if not groups or tokens > PASS_TOKENS:
             groups.append([])
-            tokens = len(actor.fed.tokens)
-        groups[-1].append(actor)
+            tokens = len(one.tokens)
+        groups[-1].append(one)
     return groups

@@ -12,7 +12,8 @@ from pipeline.artifacts.backend import FLOAT16_WEIGHTS
 from pipeline.core.engine import Engine
 from pipeline.core.kv import Side
 from pipeline.core.records import StoredCopy
-from pipeline.verdict.conformance import EngineConformance
+from pipeline.verdict.conformance import MEASURED_ALLOWED, EngineConformance, allowed
+from stages.engines.oracle.attention import Fed
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.replay import Replay
 
@@ -62,13 +63,23 @@ class Twin:
 
     def replay(
         self,
-        tokens: Sequence[int],
-        pieces: Sequence[int],
-        caches: Sequence[Mapping[Side, StoredCopy]] = (),
+        sequences: Sequence[Fed],
+        caches: Sequence[Sequence[Mapping[Side, StoredCopy]]] = (),
         oracle: OracleEngine | None = None,
-    ) -> Replay:
-        """Replay a sequence on the oracle, or on another one, with activations that are a rounding off beside it.
+        *,
+        disturbed: bool = True,
+    ) -> list[Replay]:
+        """Replay sequences on the oracle, or on another one; `disturbed` has activations that are a rounding off beside them.
 
         Arguments: `stages.engines.oracle.engine.OracleEngine.replay`.
         """
-        return (oracle or self.engine).replay(tokens, pieces, caches, rounding=self.rounding)
+        return (oracle or self.engine).replay(sequences, caches, rounding=self.rounding if disturbed else 0.0)
+
+    def limits(self, baseline: EngineConformance | None) -> tuple[float, tuple[float, ...]]:
+        """Return how many roundings an engine may be off, and the errors of each layer that its baseline stores.
+
+        What the baseline shows as well is usual for a candidate. Of the baseline itself, `baseline` is None.
+        """
+        requests = [] if baseline is None else baseline.requests
+        stored = [request.engine.stored_by_layer for request in requests if request.engine.stored_by_layer]
+        return MEASURED_ALLOWED if self.measures else allowed(requests), tuple(map(max, zip(*stored, strict=True)))
