@@ -99,6 +99,8 @@ class ProbeConfig(StrictModel):
     """Largest decode step; the evaluation's batch_size where that is larger."""
     requests: Annotated[int, Field(ge=1, le=1_000_000)] = 300
     """Requests that come and go, one in five of them long, twice: the second time one in three of them says something else."""
+    seed: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
+    """Draws tokens, lengths and order; null draws another seed in each run. `report.json` has it."""
 
 
 class SpeculationConfig(StrictModel):

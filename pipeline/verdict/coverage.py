@@ -143,6 +143,8 @@ class Probe(Record):
     """Later chunks of sequences that had decoded."""
     prefixes: int
     """Prompts that began like one before, on an engine that keeps beginnings."""
+    seed: int = 0
+    """What tokens, lengths and order were drawn from."""
 
     def __str__(self) -> str:
         counts = (("forks", self.forks), ("turns", self.turns), ("reused prefixes", self.prefixes))

@@ -1,5 +1,6 @@
 """The stress test on real engines: sound ones pass, and faults in places that samples never reach are named."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,10 @@ from stages.evaluate.decoding.system import process_memory
 from stages.evaluate.twins.probe import probe
 from stages.evaluate.twins.twin import Twin
 
-SMALL = ProbeConfig(max_tokens=192, decode_steps=72, offset_steps=4, max_batch=6, requests=8)
+SMALL = ProbeConfig(max_tokens=192, decode_steps=72, offset_steps=4, max_batch=6, requests=8, seed=0)
 WIDE = SMALL.model_copy(update={"max_batch": 20})
-FAR = ProbeConfig(max_tokens=1152, decode_steps=400, offset_steps=8, max_batch=20, requests=40)
+DAY = SMALL.model_copy(update={"max_tokens": 704, "max_batch": 8})
+FAR = ProbeConfig(max_tokens=1152, decode_steps=400, offset_steps=8, max_batch=20, requests=40, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +149,68 @@ def test_a_fault_where_samples_do_not_lead_is_named(
     (a_breath_of_another if name == "a_breath_of_another" else FAULTS[name].plant)(engine)
     failures = probe(engine, twin, config, 16, 700 if config is FAR else 150, no_progress).failures
     assert any(expected in failure for failure in failures), failures
+
+
+def stop_tokens_ignored(engine: Any) -> None:
+    generate = engine.generate
+    engine.generate = lambda prompts, limits, _, **options: generate(prompts, limits, None, **options)
+
+
+def rows_by_handle(engine: Any) -> None:
+    """The rows of a step come back in the order of their handles."""
+    decode = engine._decode
+    engine._decode = lambda handles, tokens: decode(*zip(*sorted(zip(handles, tokens, strict=True)), strict=True))
+
+
+def long_turns_cut(engine: Any) -> None:
+    """A later turn of more than a page loses its last token."""
+    extend = engine.extend
+    engine.extend = lambda handle, tokens: extend(handle, tokens[:-1] if len(tokens) > PAGE_TOKENS else tokens)
+
+
+def many_forks_share(engine: Any) -> None:
+    """From the fifth fork of a sequence on, forks read the first page of an unrelated sequence."""
+    fork, counts, wrong, tables = engine.fork, Counter[int](), set[int](), engine.pool.tables
+
+    def forked(handle: int) -> Any:
+        counts[handle] += 1
+        branch = fork(handle)
+        if counts[handle] > 4:
+            wrong.add(branch)
+        return branch
+
+    def given(handles: Sequence[int]) -> Any:
+        found = tables(handles)
+        for row, handle in enumerate(handles):
+            if handle in wrong:
+                found["page_table"][row, 0] = found["page_table"][row, 1]
+        return found
+
+    engine.fork, engine.pool.tables = forked, given
+
+
+IN_LATER_SCENARIOS = [
+    (stop_tokens_ignored, "generate: the stop token, and more, to a prompt of"),
+    (rows_by_handle, "schedule: row"),
+    (long_turns_cut, "talk: a long conversation"),
+    (many_forks_share, "shared: row"),
+]
+
+
+@pytest.mark.parametrize(("plant", "expected"), IN_LATER_SCENARIOS, ids=[plant.__name__ for plant, _ in IN_LATER_SCENARIOS])
+def test_a_fault_of_a_serving_day_is_named(plant: Any, expected: str, int8: Path, twin: Twin) -> None:
+    engine = load_engine(int8, threads=1)
+    plant(engine)
+    failures = probe(engine, twin, DAY, 4, 150, no_progress).failures
+    assert any(failure.startswith(expected) for failure in failures), failures
+
+
+def test_another_run_draws_another_seed_and_says_which(int8: Path, twin: Twin) -> None:
+    brief = ProbeConfig(max_tokens=128, decode_steps=8, offset_steps=1, max_batch=2, requests=1)
+    engine = load_engine(int8, threads=1)
+    drawn = [probe(engine, twin, brief, 2, 100, no_progress).seed for _ in range(2)]
+    assert drawn[0] != drawn[1]
+    assert probe(engine, twin, brief.model_copy(update={"seed": 7}), 2, 100, no_progress).seed == 7
 
 
 def test_only_what_is_influenced_is_called_isolation(int8: Path, twin: Twin) -> None:

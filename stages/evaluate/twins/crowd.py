@@ -1,10 +1,10 @@
 """A crowd of requests that come and go in a full batch, and whether any of them reads what another one wrote.
 
-Two of three requests are watched, the others are strangers. The crowd is played twice, with the same watched requests in the
-same places and strangers of the same lengths and other tokens: no watched logit may change. What changes it comes from a
-page, a row or a buffer of a stranger, live or gone, however small the change is. The second time sleepers hold a page each, so
-that the crowd lives on pages whose numbers take more than a byte. Where an engine does not repeat itself, the first play is
-repeated as it was, and strangers may change no more than that does.
+Two of three requests are watched, the others are strangers, in a drawn order. The crowd is played twice, with the same watched
+requests in the same places and strangers of the same lengths and other tokens: no watched logit may change. What changes it
+comes from a page, a row or a buffer of a stranger, live or gone, however small the change is. The second time sleepers hold a
+page each, so that the crowd lives on pages whose numbers take more than a byte. Where an engine does not repeat itself, the
+first play is repeated as it was, and strangers may change no more than that does.
 """
 
 from collections import deque
@@ -16,10 +16,10 @@ import numpy.typing as npt
 from pipeline.core.engine import Engine
 from stages.evaluate.twins.stage import PASS_TOKENS, Actor, Stage
 
-SHORT = ((2, 6), (7, 9), (12, 15), (20, 12), (61, 8), (1, 17), (66, 4))
-"""Tokens of prompt and answer of short requests."""
-LONG = (160, 400, 260)
-"""Tokens of the prompts of one request in five: its pages from the third on are used again, and by whom is another's affair."""
+SHORT = ((1, 3, 17), (2, 8, 9), (9, 15, 14), (16, 30, 10), (31, 50, 8), (51, 63, 6), (64, 70, 4))
+"""Least and most tokens of the prompts of short requests, and tokens of their answers."""
+LONG = ((130, 190), (370, 430), (220, 300))
+"""Least and most tokens of the prompts of one request in five, whose pages from the third on are used again by others."""
 LONG_STEPS = 24
 """Tokens of their answers: so many that several of them are always live."""
 ASLEEP_PAGES = 256
@@ -71,20 +71,21 @@ def _asleep(stage: Stage) -> list[int]:
 def _kinds(stage: Stage) -> list[Actor]:
     """Return what is asked again and again."""
     most = stage.max_tokens
-    shapes = [(length, steps) for length, steps in SHORT if length + steps <= most]
+    shapes = [(stage.length(low, high), steps) for low, high, steps in SHORT if high + steps <= most]
     # Three lengths of a long request, as far as the model and the engine go.
-    shapes += [(max(1, min(length, most - LONG_STEPS - number)), LONG_STEPS) for number, length in enumerate(LONG)]
+    drawn = [stage.length(*span) for span in LONG]
+    shapes += [(max(1, min(length, most - LONG_STEPS - number)), LONG_STEPS) for number, length in enumerate(drawn)]
     return [stage.actor(f"request of {length} and {steps} tokens", length, steps) for length, steps in shapes]
 
 
 def _guests(stage: Stage, kinds: Sequence[Actor], strangers: int) -> Iterator[Actor]:
     """Yield the requests in the order in which they come: of the same lengths in each play. Strangers have no role."""
-    order, tokens = np.random.default_rng(0), np.random.default_rng([stage.seed, strangers])
+    order, tokens = np.random.default_rng([stage.seed, 0]), np.random.default_rng([stage.seed, strangers])
     long = len(kinds) - len(LONG)
-    for number in range(stage.config.requests):
-        kind = kinds[long + number // 10 % len(LONG) if number % 10 in (4, 9) else int(order.integers(long))]
+    for is_long in order.permutation(np.arange(stage.config.requests) % 5 == 4):  # no period, as what is rare may have
+        kind = kinds[int(order.integers(long, len(kinds)) if is_long else order.integers(long))]
         parts = order.integers(4) == 0
-        if number % 3 != 1:  # no period of two, as what is rare may have
+        if order.integers(3):
             yield Actor(kind.role, kind.prompt, list(kind.ahead))
             continue
         drawn: list[int] = tokens.integers(0, stage.engine.vocab_size, len(kind.prompt) + len(kind.ahead)).tolist()

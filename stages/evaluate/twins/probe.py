@@ -5,6 +5,7 @@ long decoding, free answers, and a crowd. Each sequence is judged as conformance
 that the engine stored, and these codes by themselves.
 """
 
+import secrets
 from collections.abc import Iterator
 
 from pipeline.core.engine import Engine
@@ -29,7 +30,6 @@ def probe(
     claimed: int,
     progress: Progress,
     baseline: EngineConformance | None = None,
-    seed: int = 0,
 ) -> Probe:
     """Run an engine beside the reference engine on random tokens.
 
@@ -41,7 +41,6 @@ def probe(
         claimed: Tokens of the longest sample, which several rows of the largest batch have.
         progress: Called with how many scenarios have ended.
         baseline: How far the 16-bit engine is from its own twin, which a candidate may be as well; None for that engine.
-        seed: Draws the tokens.
     """
     max_tokens = min(limit for limit in (config.max_tokens, engine.max_tokens, twin.model_tokens) if limit is not None)
     if engine.can(Engine.forced_together):
@@ -49,6 +48,7 @@ def probe(
     largest = max(batch_size, config.max_batch)
     largest = min(largest, engine.max_batch or largest, engine.max_sequences or largest)
     held = process_memory(engine, max_tokens)
+    seed = secrets.randbits(32) if config.seed is None else config.seed
     stage = Stage(engine, twin, config, max_tokens, largest, claimed, *twin.limits(baseline), seed=seed)
     for ended in _played(stage):
         progress("stress test [scenarios]", ended, len(SCENES))
@@ -60,6 +60,7 @@ def probe(
         what = f"{left.live_tokens} tokens and {left.held_pages} pages"
         said.append(f"{what} stayed in the cache after every sequence was released")
     return Probe(
+        seed=seed,
         page_offsets=len(stage.offsets),
         failures=said,
         allocation=(stage.allocation or allocation(engine)).model_copy(update={"process": held}),

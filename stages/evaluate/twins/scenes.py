@@ -1,13 +1,15 @@
-"""The scenes of the stress probe: what sequences do on the engine, one function a scene, and the table that lists them.
+"""The scenarios of the stress test: what sequences do on the engine, one function each, and the table that lists them.
 
-Lengths and order are the same in each run, tokens are not.
+Tokens are drawn from the seed of the run, and so are the lengths and the order that no border of a page, tile or policy fixes.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from pipeline.core.engine import Engine
-from pipeline.core.kv import PAGE_TOKENS, KVPolicy
+from pipeline.core.kv import PAGE_TOKENS
 from stages.evaluate.twins.crowd import crowd
 from stages.evaluate.twins.stage import Actor, Stage
 
@@ -26,10 +28,19 @@ FORKED_AT = (PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1)
 TURNS = ((60, 1, 5), (61, 9, 2), (20, 41, 60), (57, 62, 7))
 """Tokens of a prompt and of two later turns, three decoded ones after each: borders of pages, and beside them."""
 
+SHARING = 12
+"""Rows on one prefix."""
+
+LONGEST_ANSWER = 200
+"""Tokens of the longest free answer."""
+
+WAITING = 80
+"""Prompts that are asked in one call."""
+
 
 @dataclass(frozen=True)
 class Scene:
-    """What is played, and what an engine has to be able to for it."""
+    """What is run, and what an engine has to be able to for it."""
 
     play: Callable[[Stage], None]
     needs: tuple[Callable[..., object], ...] = ()
@@ -50,15 +61,8 @@ def batch(stage: Stage) -> None:
     asked = [*actors[1:], *more]
     limits = [min(2, len(actor.ahead)) for actor in actors[1:]] + [len(actor.ahead) for actor in more]
     limits[len(actors) - 2] = min(len(actors[-1].ahead), LONG_ANSWER)
-    answers = stage.engine.generate([actor.prompt for actor in asked], limits, None, max_sequences=stage.largest)
-    stage.requests += len(asked)
-    for actor, answer, limit in zip(asked, answers, limits, strict=True):
-        if len(answer) != limit:
-            stage.failures.append(
-                f"generate: {len(answer)} tokens instead of {limit} to a prompt of {len(actor.prompt)} tokens"
-            )
+    for actor, answer in zip(asked, stage.ask(asked, limits), strict=True):
         actor.ahead[: len(answer)] = answer
-    stage.answers = [(actor.role, actor.prompt, list(said)) for actor, said in zip(asked, answers, strict=True) if said]
     stage.play(actors)
 
 
@@ -74,7 +78,7 @@ def ragged(stage: Stage) -> list[Actor]:
         stage.actor("a row of the claimed length", claimed, STEPS),
         stage.actor("1 token and far", 1, far),
     ][:size]
-    lengths = offsets_and_borders(stage.engine.policy, size - len(chosen), most - LEAVING - 2)
+    lengths = offsets_and_borders(stage, size - len(chosen), most - LEAVING - 2)
     rest = [
         stage.actor("a ragged row", length, 2 + i * min(LEAVING, len(lengths)) // len(lengths))
         for i, length in enumerate(lengths)
@@ -86,8 +90,9 @@ def ragged(stage: Stage) -> list[Actor]:
     return [longest, *rest[:half], alone, *rest[half:], long, answered]
 
 
-def offsets_and_borders(policy: KVPolicy, size: int, most: int) -> list[int]:
-    """Return the lengths of a batch's prompts: pairs of equal ones over the offsets of a page, then the policy's borders."""
+def offsets_and_borders(stage: Stage, size: int, most: int) -> list[int]:
+    """Return the lengths of a batch's prompts: pairs of equal ones at drawn offsets of a page, then the policy's borders."""
+    policy = stage.engine.policy
     borders = {policy.sink_tokens, policy.recent_tokens, policy.exact_tokens, PAGE_TOKENS, 2 * PAGE_TOKENS}
     if policy.window is not None:
         borders |= {policy.window.tokens, policy.window.tokens + PAGE_TOKENS}
@@ -96,8 +101,8 @@ def offsets_and_borders(policy: KVPolicy, size: int, most: int) -> list[int]:
         borders |= {kept, kept + PAGE_TOKENS, kept + 2 * PAGE_TOKENS}
     lengths = sorted({border - 1 for border in borders if 1 < border - 1 <= most})[: size // 2]
     rest = size - len(lengths)
-    pairs = [1 + (min(most, PAGE_TOKENS) - 1) * (i // 2) * 2 // max(1, rest - 1) for i in range(rest)]
-    return [*pairs, *lengths]
+    drawn = stage.rng.permutation(np.arange(1, min(most, PAGE_TOKENS) + 1))
+    return [*sorted(int(drawn[i // 2 % len(drawn)]) for i in range(rest)), *lengths]
 
 
 def equal(stage: Stage) -> None:
@@ -112,7 +117,8 @@ def equal(stage: Stage) -> None:
 
 def turns(stage: Stage) -> None:
     """Turns: prompt, decode, later chunk, decode, later chunk, decode, all together; and of every second one after a fork."""
-    fitting = [turn for turn in TURNS if sum(turn) + 9 <= stage.max_tokens]
+    drawn: tuple[int, int, int] = tuple(stage.rng.integers(1, PAGE_TOKENS + 1, 3).tolist())
+    fitting = [turn for turn in (*TURNS, drawn) if sum(turn) + 9 <= stage.max_tokens]
     forks = stage.engine.can(Engine.fork) and stage.largest > 1
     for begin in range(0, len(fitting), each := max(1, stage.largest // (1 + forks))):
         together = fitting[begin : begin + each]
@@ -173,12 +179,119 @@ def prefix(stage: Stage) -> None:
     alike = [
         (f"prompt {number} with one beginning", [*beginning, *stage.draw(more)]) for number, more in enumerate((5, 5, 40), 1)
     ]
-    other = [*stage.draw(chunk), *beginning[chunk:], *stage.draw(5)]
-    for number, (role, prompt) in enumerate([*alike, ("a prompt that parts from it and ends alike", other)]):
+    others = [("a prompt that parts from it and ends alike", [*stage.draw(chunk), *beginning[chunk:], *stage.draw(5)])]
+    if 2 * chunk + STEPS <= stage.max_tokens:
+        others.append(("a kept beginning and a whole chunk", [*beginning[:chunk], *stage.draw(chunk)]))
+    for number, (role, prompt) in enumerate([*alike, *others]):
         actor = stage.actor(role, prompt, STEPS)
         stage.prefill(actor)
         stage.prefixes += 0 < number < len(alike)
         stage.go_on([actor])
+
+
+def talk(stage: Stage) -> None:
+    """A long conversation: later turns of up to two pages, after an eviction if the policy has one; its fork goes on, too."""
+    lengths = [stage.length(*span) for span in ((130, 190), (63, 120), (1, 9), (20, 62), (63, 66), (70, 130))]
+    first = min(1000 if stage.engine.policy.eviction is not None else 700, stage.max_tokens - sum(lengths) - 40)
+    if first < 1:
+        return
+    origin = stage.actor("a long conversation", first)
+    stage.prefill(origin)
+    for length in lengths[:-1]:
+        stage.decode(origin, steps=3)
+        stage.extend(origin, length)
+    stage.decode(origin, steps=3)
+    rows = [origin]
+    if stage.engine.can(Engine.fork) and stage.largest > 1:
+        rows.append(stage.fork(origin, "a fork of a long conversation"))
+        stage.decode(*rows[::-1], steps=STEPS)
+    stage.extend(rows[-1], lengths[-1])
+    stage.decode(*rows, steps=STEPS)
+    stage.leave(*rows)
+
+
+def shared(stage: Stage) -> None:
+    """Many rows on one prefix that ends in a page; most leave, and new sequences take their pages."""
+    count, length = min(SHARING, stage.largest - 1), min(stage.length(130, 250), stage.max_tokens - 4 * STEPS)
+    if count < 3:
+        return
+    origin = stage.actor(f"a prefix of {length} tokens", length)
+    stage.prefill(origin)
+    rows = [stage.fork(origin, f"row {number} on one prefix") for number in range(count)]
+    stage.decode(*rows, steps=STEPS)
+    kept = rows[2 * count // 3 :]
+    stage.leave(origin, *rows[: 2 * count // 3])
+    fresh = [stage.actor("a new sequence beside them", min(n, length)) for n in (stage.length(65, 140), stage.length(33, 90))]
+    stage.prefill(*fresh)
+    stage.decode(*kept, *fresh, steps=STEPS + 2)
+    stage.leave(*kept, *fresh)
+
+
+def schedule(stage: Stage) -> None:
+    """Rows change places, sit out steps, and sleep for a page of steps; one is cancelled, one ends with a full page."""
+    if stage.engine.can(Engine.forced_together) or stage.largest < 4 or stage.max_tokens < 4 * PAGE_TOKENS:
+        return
+    rows = [stage.actor(f"row {number}", stage.length(1, 2 * PAGE_TOKENS)) for number in range(min(4, stage.largest - 2))]
+    stage.prefill(*rows)
+    stage.decode(*rows, steps=2)
+    cancelled = stage.actor("cancelled after its prompt", stage.length(1, 90))
+    stage.prefill(cancelled)
+    stage.leave(cancelled)
+    full, beside = (stage.actor(role, PAGE_TOKENS - STEPS) for role in ("ends with a full page", "beside a full page"))
+    stage.prefill(full, beside)
+    stage.decode(full, beside, steps=STEPS)
+    stage.leave(full)
+    late = stage.actor("begins on a full page", stage.length(70, 150))
+    stage.prefill(late)
+    stage.decode(late, beside, steps=STEPS + 2)
+    stage.leave(late, beside)
+    for _ in range(6):
+        order = stage.rng.permutation(len(rows))[: stage.length(1, len(rows))]
+        stage.decode(*(rows[place] for place in order))
+    stage.decode(*rows[:2], steps=PAGE_TOKENS - 20)
+    stage.decode(*rows[::-1], steps=3)
+    stage.leave(*rows)
+
+
+def lengths(stage: Stage) -> None:
+    """Prompts of whole tiles and chunks, caches that cross them, drawn ones up to the longest, and many tokens in one step."""
+    chunk = min(stage.engine.prefill_chunk, stage.max_tokens - 8)
+    drawn = [stage.length(430, 980) for _ in range(2)]
+    fitting = [length for length in (256, 512, chunk, 510, 1022, *drawn) if length + 8 <= stage.max_tokens]
+    rows = [stage.actor(f"a prompt of {length} tokens", length, STEPS + 2) for length in fitting[: stage.largest]]
+    if rows and stage.engine.can(Engine.forced_together):
+        stage.play(rows)
+    if not rows or stage.engine.can(Engine.forced_together):
+        return
+    stage.prefill(*rows)
+    stage.decode(*rows, steps=STEPS)
+    others: list[Actor] = []
+    if stage.engine.can(Engine.fork):  # sequences of the longest prompt, which only make the step larger
+        longest = max(rows, key=lambda actor: len(actor.tokens))
+        others = [stage.fork(longest, "") for _ in range(min(9, stage.largest - len(rows)))]
+    for other in others:
+        other.watched = False
+    stage.decode(*others, *rows, steps=2)
+    stage.leave(*others, *rows)
+
+
+def answers(stage: Stage) -> None:
+    """Free answers: a long one, many that wait, equal prompts with other limits, equal first pages, and a stop token."""
+    most = min(LONGEST_ANSWER, stage.max_tokens - 50)
+    if most < PAGE_TOKENS:
+        return
+    long, again = stage.actor("a long answer", 40), stage.actor("the same prompt again", 50)
+    (said,) = stage.ask([long], [most])
+    for limit in (4, 10):
+        (short,) = stage.ask([again], [limit])
+    waiting = [stage.actor("one of many that wait", stage.length(3, 12)) for _ in range(WAITING)]
+    stage.ask(waiting, [3] * len(waiting), at_once=max(1, stage.largest // 2))
+    page = stage.draw(min(PAGE_TOKENS, most))
+    alike = [stage.actor("prompts with one first page", [*page, *stage.draw(9)]) for _ in range(3)]
+    stage.ask(alike, [6] * len(alike))
+    for actor, stop, limit in ((again, short[:1], 10), (long, said[-1:], most)):
+        if stop:
+            stage.ask([actor], [limit], stop[0])
 
 
 SCENES = (
@@ -188,5 +301,10 @@ SCENES = (
     Scene(fork, (Engine.fork,)),
     Scene(evicted_fork, (Engine.fork,)),
     Scene(prefix),
+    Scene(talk, (Engine.extend,)),
+    Scene(shared, (Engine.fork,)),
+    Scene(schedule),
+    Scene(lengths),
+    Scene(answers),
     Scene(crowd),
 )

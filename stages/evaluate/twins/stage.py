@@ -128,6 +128,10 @@ class Stage:
         tokens: list[int] = self.rng.integers(0, self.engine.vocab_size, count).tolist()
         return tokens
 
+    def length(self, least: int, most: int) -> int:
+        """Draw a length, both ends included."""
+        return int(self.rng.integers(least, most + 1))
+
     def actor(self, role: str, prompt: int | Sequence[int], steps: int = 0) -> Actor:
         """Return a sequence of a prompt, of so many random tokens or of these, that will be fed as many random ones."""
         tokens = self.draw(prompt) if isinstance(prompt, int) else list(prompt)
@@ -189,6 +193,26 @@ class Stage:
         self.requests += 1
         self.playing.append(branch)
         return branch
+
+    def ask(
+        self, actors: Sequence[Actor], limits: Sequence[int], stop: int | None = None, at_once: int | None = None
+    ) -> list[list[int]]:
+        """Let the engine answer prompts freely, and return the answers. Their tokens are checked when the scenario ends."""
+        at_once = at_once or self.largest
+        answers = self.engine.generate([actor.prompt for actor in actors], limits, stop, max_sequences=at_once)
+        self.requests += len(actors)
+        for actor, answer, limit in zip(actors, answers, limits, strict=True):
+            stopped = [] if stop is None or len(answer) >= limit else [stop]
+            if (len(answer) + len(stopped) < limit and not stopped) or len(answer) > limit:
+                self._fail_answer(actor, f"{len(answer)} tokens instead of {limit}")
+            if stop in answer:
+                self._fail_answer(actor, "the stop token, and more,")
+            if answer or stopped:
+                self.answers.append((actor.role, actor.prompt, [*answer, *stopped]))
+        return [list(answer) for answer in answers]
+
+    def _fail_answer(self, actor: Actor, what: str) -> None:
+        self.failures.append(f"generate: {what} to a prompt of {len(actor.prompt)} tokens")
 
     def leave(self, *actors: Actor) -> None:
         self._look(actors)
