@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.engine import Engine
-from stages.evaluate.twins.stage import PASS_TOKENS, Actor, Stage
+from stages.evaluate.twins.request import PASS_TOKENS
+from stages.evaluate.twins.stage import Actor, Stage
 
 SHORT = ((1, 3, 17), (2, 8, 9), (9, 15, 14), (16, 30, 10), (31, 50, 8), (51, 63, 6), (64, 70, 4))
 """Least and most tokens of the prompts of short requests, and tokens of their answers."""

@@ -7,6 +7,7 @@ Legend: R = rows of logits, V = vocab_size.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,19 @@ from stages.engines.base import Logits
 from stages.engines.oracle.replay import Errors, Replay
 from stages.evaluate.distances.distance import Array, kl_of_logits
 from stages.evaluate.twins.explanation import FAR
+
+PASS_TOKENS = 4096
+"""Most tokens of one pass of the reference engine, unless one sequence has more."""
+
+
+class HasTokens(Protocol):
+    """A sequence, or what it is fed."""
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+
+S = TypeVar("S", bound=HasTokens)
 
 
 @dataclass
@@ -149,3 +163,16 @@ def _after(before: StoredCopy, copy: StoredCopy) -> StoredCopy:
         before.first, codes, joined(before.scale, copy.scale), joined(before.zero, copy.zero),
         copy.static_scale, copy.static_zero, before.evicted,
     )  # fmt: skip
+
+
+def passes(sequences: Sequence[S]) -> list[list[S]]:
+    """Group sequences into passes."""
+    groups: list[list[S]] = []
+    tokens = 0
+    for one in sequences:
+        tokens += len(one.tokens)
+        if not groups or tokens > PASS_TOKENS:
+            groups.append([])
+            tokens = len(one.tokens)
+        groups[-1].append(one)
+    return groups

@@ -4,10 +4,11 @@ The engine goes first. What it stored of a sequence is looked at before it is fr
 sequences of a scenario together over these codes.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -22,19 +23,18 @@ from stages.engines.oracle.attention import Fed
 from stages.engines.oracle.replay import Replay
 from stages.evaluate.decoding.free import behind
 from stages.evaluate.decoding.system import allocation
+from stages.evaluate.distances.distance import Array
 from stages.evaluate.twins.deviation import first_deviation
-from stages.evaluate.twins.request import Compared, Request, loses_pages, problem_of
+from stages.evaluate.twins.request import Compared, Request, loses_pages, passes, problem_of
 from stages.evaluate.twins.twin import Twin
-
-PASS_TOKENS = 4096
-"""Most tokens of one pass of the reference engine, unless one sequence has more."""
 
 UNUSUAL = 30.0
 """Without a rounding to go by: how many times the median sequence's mean KL another sequence's may be ..."""
 UNUSUAL_KL = 0.02
 """... and the mean KL that is always allowed then, in nats."""
+MANY_ROWS = 16
+"""Rows whose median says what is usual in 16 bits. One row of random tokens may be 100 times as far off by rounding alone."""
 
-S = TypeVar("S", "Actor", Fed)
 Distances = tuple[float, float, float]
 """Mean KL of an engine; mean and largest KL of a rounding."""
 
@@ -93,6 +93,8 @@ class Stage:
     records: list[ComparedRequest] = field(default_factory=list)
     roundings: dict[Any, Distance] = field(default_factory=dict)
     """What a rounding costs, by the key of the sequence on which it was measured."""
+    kl: dict[str, list[Array]] = field(default_factory=lambda: defaultdict(list))
+    """KL of each row, by scenario and role, for an engine whose logits are judged by medians."""
     suspects: list[tuple[Request, Compared]] = field(default_factory=list)
     """Compared sequences that are farther off than allowed, unless all are."""
     requests: int = 0
@@ -121,6 +123,7 @@ class Stage:
         self.rng = np.random.default_rng(self.seed)
         self.twin.of(self.engine)
         self.loses = loses_pages(self.engine)
+        self.by_median = self.twin.measures or self.twin.compute_dtype is None
 
     # --- acts -------------------------------------------------------------------------------------------------------
 
@@ -292,7 +295,7 @@ class Stage:
         self.ended = []
         fresh = list({actor.key: actor for actor in ended if actor.key not in self.roundings}.values())
         again = [actor for actor in ended if actor not in fresh]
-        for group in [*_passes(fresh), *_passes(again)]:
+        for group in [*passes(fresh), *passes(again)]:
             policy, shape = self.engine.policy, self.engine.shape
             problems = [problem_of(actor.request.layers, policy, shape, len(actor.tokens)) for actor in group]
             caches = [[] if wrong else actor.request.layers for actor, wrong in zip(group, problems, strict=True)]
@@ -309,6 +312,8 @@ class Stage:
         rounding = self.roundings.setdefault(actor.key, compared.record.rounding)
         compared = replace(compared, record=compared.record.model_copy(update={"rounding": rounding}))
         self.records.append(compared.record)
+        if self.by_median:
+            self.kl[request.name].append(compared.kl)
         if self._times_allowed(compared) > 1:
             self.suspects.append((replace(request, logits=[], layers=[]), compared))
 
@@ -316,11 +321,14 @@ class Stage:
         """Return how many times as far off as allowed a sequence is, where these distances are `usual` in the run.
 
         The rule is conformance's, but a rounding costs at least the `usual`: few tokens may be lucky. Roundings say nothing if
-        the engine's arithmetic differs by design, or if a float32 engine does not show its cache, where one number that rounds
-        to another code outweighs them: such sequences are held to the median one.
+        a float32 engine does not show its cache, where one number that rounds to another code outweighs them: such sequences
+        are held to the median one. Logits that are judged by medians need only be finite here.
         """
         record, own, (kl, mean, largest) = compared.record, compared.record.rounding, usual
-        if self.twin.compute_dtype is None or not (record.problem or self.twin.measures or any(compared.errors)):
+        if self.by_median and record.engine.kl_max is not None:
+            finite_logits = record.engine.model_copy(update={"kl_mean": 0.0, "kl_max": 0.0})
+            return record.model_copy(update={"engine": finite_logits}).times_allowed(self.limit)
+        if not (record.problem or self.by_median or any(compared.errors)):
             return or_infinite(record.engine.kl_mean) / max(UNUSUAL_KL, UNUSUAL * kl)
         widened = {"kl_mean": max(or_infinite(own.kl_mean), mean), "kl_max": max(or_infinite(own.kl_max), largest)}
         return record.model_copy(update={"rounding": own.model_copy(update=widened)}).times_allowed(self.limit)
@@ -328,9 +336,8 @@ class Stage:
     def deviations(self) -> Iterator[str]:
         """Yield the sequences that deviate, the worst first: one of each name."""
         # Exact tokens are not shown, and may round to another float16: that costs little in most sequences, and much in a few.
-        # A measured rounding of 16 bits costs about the same in all.
         known = [(one.kl_mean or 0.0, one.kl_max or 0.0) for one in self.roundings.values()] or [(0.0, 0.0)]
-        mean, largest = np.median(known, axis=0) if self.twin.measures else np.max(known, axis=0) / self.limit
+        mean, largest = np.max(known, axis=0) / self.limit
         kl = np.median([or_infinite(record.engine.kl_mean) for record in self.records] or [0.0])
         usual = float(kl), float(mean), float(largest)
         suspects = ((self._times_allowed(compared, usual), request, compared) for request, compared in self.suspects)
@@ -343,6 +350,26 @@ class Stage:
             more = f"; and {count - 1} more such" if count > 1 else ""
             place = problem or first_deviation(request, compared, self.limit).told()
             yield f"{name}: {place}, {off}, {times:.2g} times as far as allowed{more}"
+        if self.kl:
+            yield from self._far_medians(float(np.median([mean for mean, _ in known])))
+
+    def _far_medians(self, rounding: float) -> Iterator[str]:
+        """Yield the roles whose median row is farther from the oracle than allowed; those of few rows are judged together.
+
+        `rounding`: mean KL that a rounding costs in the median sequence. An arithmetic of its own is held to its median row.
+        """
+        pooled: dict[str, list[Array]] = defaultdict(list)
+        for name, rows in self.kl.items():
+            few = sum(map(len, rows)) < MANY_ROWS
+            pooled[f"{name.partition(':')[0]}: roles of few tokens" if few else name] += rows
+        allowed = self.limit**2 * rounding
+        if self.twin.compute_dtype is None:
+            allowed = max(UNUSUAL_KL, UNUSUAL * float(np.median(np.concatenate(list(chain(*self.kl.values()))))))
+        for name, rows in pooled.items():
+            joined = np.concatenate(rows)
+            if len(joined) >= MANY_ROWS and not np.median(joined) <= allowed:
+                far = f"KL {np.median(joined):.1e} from the oracle in the median of {len(joined)} tokens"
+                yield f"{name}: {far} ({allowed:.1e} allowed)"
 
     def _check_answers(self) -> None:
         """Check that every token of `generate` is the likeliest but for rounding, over the reference engine's own codes."""
@@ -350,7 +377,7 @@ class Stage:
         if self.twin.compute_dtype is None:
             return
         feds = [Fed(prompt + said[:-1], [(len(prompt), False), (len(said) - 1, True)]) for _, prompt, said in answers]
-        replays = [one for group in _passes(feds) for one in self.twin.replay(group)]
+        replays = [one for group in passes(feds) for one in self.twin.replay(group)]
         rounding = max((float(np.abs(one.disturbed - one.logits).max()) for one in replays), default=0.0)
         for (role, prompt, said), replay in zip(answers, replays, strict=True):
             gaps = behind(replay.logits, said)
@@ -361,16 +388,3 @@ class Stage:
                     f"generate: {what} of the answer to a prompt of {len(prompt)} tokens ({role}) lies {gaps[wrong[0]]:.2g} "
                     "(logits) behind what the prompt and the answer before it make most likely"
                 )
-
-
-def _passes(sequences: Sequence[S]) -> list[list[S]]:
-    """Group sequences into passes."""
-    groups: list[list[S]] = []
-    tokens = 0
-    for one in sequences:
-        tokens += len(one.tokens)
-        if not groups or tokens > PASS_TOKENS:
-            groups.append([])
-            tokens = len(one.tokens)
-        groups[-1].append(one)
-    return groups
