@@ -134,8 +134,8 @@ class Chain(BuildChain):
         return {**compared, **self._beside(policy), "encoded": self.encoded_samples}
 
     def _beside(self, policy: KVPolicy) -> dict[str, Artifact]:
-        """Return the engines that the engine of `policy` is measured beside: its twin."""
-        return {"twin": self.twin(policy)}
+        """Return the engines that the engine of `policy` is measured beside: its twin, if it is asked for anything."""
+        return {"twin": self.twin(policy)} if self.config.workloads.conformance_samples else {}
 
     def _subject(self, policy: KVPolicy, number: int) -> "Subject":
         """Return what is measured in a round: the engine, and in the first round its twin."""
@@ -143,8 +143,10 @@ class Chain(BuildChain):
 
         opened = self._open(policy)
         engine = opened.engine  # first: on a GPU an engine may take a share of all memory, and the twin takes of the rest
-        twin = opened.twin if number == 1 else None
-        return Local(engine, self.config.workloads, twin, self.config.gates.allow_scale_changes)
+        compared = bool(self.config.workloads.conformance_samples)
+        twin = opened.twin if number == 1 and compared else None
+        changes = self.config.gates.allow_scale_changes
+        return Local(engine, self.config.workloads, twin, changes, uncompared=number == 1 and not compared)
 
     def _measured_once(self, policy: KVPolicy, measured: Path, baseline: Path | None, progress: Progress) -> "Once":
         from stages.evaluate.once import once

@@ -14,6 +14,7 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
+from pipeline.verdict.conformance import EngineConformance
 from pipeline.verdict.coverage import Exercised
 from pipeline.verdict.delivery import audit_scales
 from pipeline.verdict.record import finite
@@ -154,6 +155,8 @@ class Local:
         config: WorkloadsConfig,
         twin: Twin | None = None,
         allow_scale_changes: Collection[ScaleChangeKind] = (),
+        *,
+        uncompared: bool = False,
     ) -> None:
         """Audit the scales of an engine.
 
@@ -162,11 +165,12 @@ class Local:
             config: Batch size, samples that are compared with the twin, and context bins.
             twin: What it is compared with; None compares nothing.
             allow_scale_changes: What the engine may make of the scales that its checkpoint carries.
+            uncompared: Whether the record says that no request was compared, so that nothing passes.
 
         Raises:
             GateRefusal: The engine uses other scales than its checkpoint carries.
         """
-        self.engine, self.config, self.twin = engine, config, twin
+        self.engine, self.config, self.twin, self.uncompared = engine, config, twin, uncompared
         self.policy, self.vocab_size = engine.policy, engine.vocab_size
         self.changes = audit_scales(engine, allow_scale_changes)
         self.comparison: Comparison | None = None
@@ -186,6 +190,8 @@ class Local:
             self.comparison.decode_missing()
             progress("conformance", 0, 1)
             conformance = self.comparison.result()
+        elif self.uncompared:
+            conformance = EngineConformance(policy=self.policy.name, requests=[])  # which passes nothing
         return {
             "coverage": Exercised.merged([result.trace for result in results]),
             "conformance": conformance,

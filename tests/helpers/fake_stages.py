@@ -152,7 +152,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
         read_encoded=lambda directory: encoded(int((directory / "encoded.json").read_text())),
         BundleTokenizer=lambda _: None,
     )
-    fake("evaluate.measure", measure=_measure, Local=lambda engine, *_: engine)
+    fake("evaluate.measure", measure=_measure, Local=lambda engine, *_, **__: engine)
     fake("evaluate.once", once=_once)
     fake("evaluate.twins.twin", Twin=lambda *_: None)
     fake(

@@ -253,3 +253,10 @@ def test_what_is_measured_of_a_server_depends_on_how_servers_are_asked(tmp_path:
 
 def test_the_oracle_shares_no_arithmetic_with_the_onnx_engine() -> None:
     assert not [name for name in reachable_modules("stages.engines.oracle.engine") if name.startswith("stages.engines.onnx")]
+
+
+def test_without_compared_requests_no_reference_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    (job,) = plan(["experiment=quick", "kv=fp8"], multirun=False).jobs
+    chain = Chain(job, Store(Path("nowhere")))
+    monkeypatch.setattr(Chain, "twin", lambda *_: pytest.fail("the reference engine is not asked for anything"))
+    assert chain._beside(job.kv) == {}
