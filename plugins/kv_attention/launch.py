@@ -280,12 +280,12 @@ DENSE_BYTES = 1 << 30
 
 
 def context_attention(
-    layout: CacheLayout, query: Tensor, *inputs: Any, splits: int | None = None, dense: bool | None = None, **options: Any
+    layout: CacheLayout, query: Tensor, *inputs: Any, splits: int | None = None, dense: bool | None = False, **options: Any
 ) -> Tensor:
     """Run the attention of new tokens in one layer, (X, Hq, D) in the query's type.
 
     Takes what context_partials takes. `dense`: whether dense_attention computes it, and not the kernels over the quantized
-    pages; None chooses by shapes. Splits are the kernels'.
+    pages; None chooses by shapes, which is not the default before a GPU has run and timed it. Splits are the kernels'.
     """
     if dense is None:
         page_table = options["page_table"] if "page_table" in options else inputs[3]
