@@ -193,7 +193,7 @@ def test_numbers_beyond_float16_are_dequantized_to_its_largest() -> None:
         ([130, 126], 16, {"recent": 4}, False),
     ],
 )
-def test_long_chunks_of_16_bits_are_dequantized(
+def test_shapes_choose_long_chunks_of_16_bits_for_dequantizing_where_they_are_asked(
     counts: list[int], group: int, more: dict[str, Any], dense: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunk = chunk_of("fp8_e4m3 tensor", "int4 64", 1, 64, [70, 0], counts, group=group, **{"dtype": torch.bfloat16} | more)
@@ -209,8 +209,9 @@ def test_long_chunks_of_16_bits_are_dequantized(
     monkeypatch.setattr(launch, "dense_attention", dense_attention)
     monkeypatch.setattr(launch, "context_partials", context_partials)
     monkeypatch.setattr(launch, "join_partials", lambda *_: None)
+    launch.context_attention(chunk.case.layout, **chunk.arguments, scaling=0.1, dense=None)
     launch.context_attention(chunk.case.layout, **chunk.arguments, scaling=0.1)
-    assert called == ["dense" if dense else "pages"]
+    assert called == ["dense" if dense else "pages", "pages"]
     assert not launch.prefers_dense(chunk.case.layout, chunk.query, torch.zeros(2, 1 << 22, device="meta"))
 
 
