@@ -115,7 +115,7 @@ $(LLAMACPP)/ready: requirements/llamacpp.lock
 test-llamacpp: $(VENV)/for-test llamacpp
 	REQUIRE_LLAMACPP=1 KVGATE_LLAMACPP_PYTHON=$(LLAMACPP)/bin/python $(BIN)/python -m pytest -n auto --maxprocesses 2 --dist loadfile --durations 10 tests/real_llamacpp
 
-# The first hour on a GPU: correctness, speed, peers, causes, each at most ten minutes; exit code 4 without a GPU. It runs on what is
+# The first hour on a GPU: correctness, verdicts, speed, peers, causes, each at most ten minutes; exit code 4 without a GPU. It runs on what is
 # installed, by the standard library alone, and names what is missing; `make gpu PYTHON=python3` takes the machine's own Python.
 GPU_PYTHON = $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(BIN)/python)
 gpu:

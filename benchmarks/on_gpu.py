@@ -1,10 +1,11 @@
 """The first hour on a GPU: each part of a step runs in a process of its own, in limited time, and says PASS, FAIL or MISSING.
 
-    python -m benchmarks.on_gpu --step correctness            # or speed, peers, causes; `make gpu` runs all four
+    python -m benchmarks.on_gpu --step correctness            # or verdicts, speed, peers, causes; `make gpu` runs all five
     python -m benchmarks.on_gpu --step speed --out FOLDER     # results and outputs of the parts (default: work/gpu)
 
 Standard library only: the parts import what they need. A step takes at most ten minutes and writes FOLDER/STEP.json after
-each part, so that a step that is cut off keeps what it had. MISSING names the package or program that a part needs.
+each part, so that a step that is cut off keeps what it had. MISSING names the package, the program or the variable that a part
+needs: KVGATE_VLLM_PYTHON, a Python that has vLLM.
 
 Exit code 0 when no part failed, 3 when one did, 4 without a GPU.
 """
@@ -66,7 +67,7 @@ class Part:
     seconds: int
     """Time limit."""
     needs: tuple[str, ...] = ()
-    """Modules that Python must find, and programs (`bin:ncu`) that must be on the path."""
+    """Modules that Python must find, programs on the path (`bin:ncu`), and variables of the environment (`env:NAME`)."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +116,20 @@ def attention(
     return Part(name, command, seconds, ("triton", "rich", *needs))
 
 
+def judged(name: str, seconds: int, needs: tuple[str, ...], *arguments: str) -> Part:
+    """Return an evaluation as a part; it must end in PASS."""
+    command = (PYTHON, "-m", "pipeline", "stage=evaluate", "tracking=none", f"workdir={{out}}/{slug(name)}", *arguments)
+    return Part(name, command, seconds, ("hydra", "pydantic", "modelopt", "transformers", "triton", *needs))
+
+
 def watched(name: str, seconds: int, program: str, *arguments: str) -> Part:
     """Return a decode step of each kernel under one of CUDA's tools as a part."""
     kernels = ("tests/gpu/test_kernels_on_gpu.py", "-k", "captured_step and fp8k_int4v")
     return Part(name, (program, *arguments, *PYTEST, *kernels), seconds, (f"bin:{program}", *TESTED))
 
 
+KERNEL_ENGINE = ("backend=torch", "backend.device=cuda")
+VLLM = ("backend=vllm", "backend.max_model_len=1024", "backend.gpu_memory_utilization=0.3")
 SECTIONS = ("Occupancy", "MemoryWorkloadAnalysis_Tables", "WarpStateStats")
 STEPS: dict[str, tuple[Part, ...]] = {
     "correctness": (
@@ -129,8 +138,22 @@ STEPS: dict[str, tuple[Part, ...]] = {
         tests("PTX of the plugin", 90, ("cupy",), "tests/integration/test_kernel_arguments.py"),
         tests("engine", 180, ("transformers",), "tests/gpu/test_engine_on_gpu.py", "-k", "not command_line"),
         tests("engine against the oracle", 180, ("transformers", "xdist"), "-n", CORES, "tests/long/test_oracle_kernels.py"),
+        tests(
+            "reference engine",
+            180,
+            ("transformers", "xdist"),
+            "-n",
+            CORES,
+            "tests/gpu/test_reference_on_gpu.py",
+            "-k",
+            "not command_line",
+        ),
         tests("command line", 240, ("transformers", "modelopt"), "tests/gpu/test_engine_on_gpu.py", "-k", "command_line"),
         tests("TensorRT plans", 240, ("transformers", "tensorrt", "onnxruntime"), "tests/gpu/test_plans_on_gpu.py"),
+    ),
+    "verdicts": (
+        *(judged(f"tiny {kv}", 150, (), f"kv={kv}", *KERNEL_ENGINE) for kv in ("fp8k_int4v", "fp8", "int8")),
+        *(judged(f"tiny {kv} on vLLM", 300, ("env:KVGATE_VLLM_PYTHON",), f"kv={kv}", *VLLM) for kv in ("fp8", "vllm_int8")),
     ),
     "speed": (
         attention("8B, batch 32, 2k", 150, KV, batches="32", tokens="2k", group=4),
@@ -154,7 +177,7 @@ STEPS: dict[str, tuple[Part, ...]] = {
         watched("counters", 200, "ncu", "--clock-control", "none", *(f"--section={name}" for name in SECTIONS), "-c", "20"),
     ),
 }
-"""What the first GPU has to answer: is it right, how fast, beside whom, and why."""
+"""What the first GPU has to answer: is it right, does a cache pass, how fast, beside whom, and why."""
 
 
 def gpus() -> int:
@@ -168,7 +191,9 @@ def gpus() -> int:
 
 def missing(part: Part) -> list[str]:
     """Return what a part needs that this machine lacks."""
-    return [need for need in part.needs if (which(need[4:]) if need.startswith("bin:") else find_spec(need)) is None]
+    looks: dict[str, Callable[[str], object]] = {"bin": which, "env": os.environ.get, "": find_spec}
+    split = {need: need.rpartition(":") for need in part.needs}
+    return [need for need, (kind, _, name) in split.items() if not looks[kind](name)]
 
 
 def run_part(part: Part, out: Path, seconds: float) -> Outcome:
@@ -177,7 +202,7 @@ def run_part(part: Part, out: Path, seconds: float) -> Outcome:
     written = " ".join(command).replace(PYTHON, "python")
     lacking = missing(part)
     if lacking:
-        return Outcome(part.name, "MISSING", 0.0, ", ".join(need.removeprefix("bin:") for need in lacking), written)
+        return Outcome(part.name, "MISSING", 0.0, ", ".join(need.rpartition(":")[2] for need in lacking), written)
     limit, started = min(part.seconds, seconds), time.monotonic()
     log = out / f"{slug(part.name)}.log"
     with log.open("wb") as output:

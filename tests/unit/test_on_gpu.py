@@ -14,7 +14,7 @@ from benchmarks.recording import ROOT
 
 PRINTS = Part("prints", (sys.executable, "-c", "print('right'); print(open('{out}/seen', 'w').write('x'))"), 20)
 FAILS = Part("fails", (sys.executable, "-c", "import sys; print('wrong by 3'); sys.exit(1)"), 20)
-LACKS = Part("lacks", (sys.executable, "-c", ""), 20, ("json", "no_such_module", "bin:no-such-program"))
+LACKS = Part("lacks", (sys.executable, "-c", ""), 20, ("json", "no_such_module", "bin:no-such-program", "env:NO_SUCH_NAME"))
 
 
 def outcomes(out: Path, step: str = "correctness") -> dict[str, dict[str, object]]:
@@ -31,7 +31,7 @@ def test_each_part_says_pass_fail_or_what_is_missing_and_the_results_keep_its_la
     rows = outcomes(tmp_path)
     assert rows["prints"]["output"] == ["right", "1"]
     assert (rows["fails"]["detail"], rows["fails"]["output"]) == ("exit code 1", ["wrong by 3"])
-    assert rows["lacks"]["detail"] == "no_such_module, no-such-program"
+    assert rows["lacks"]["detail"] == "no_such_module, no-such-program, NO_SUCH_NAME"
     assert (tmp_path / "seen").read_text() == "x"
 
 
@@ -80,6 +80,7 @@ def test_it_needs_the_standard_library_alone() -> None:
 def test_every_command_of_a_step_is_one_that_its_program_takes() -> None:
     from benchmarks.attention_peers import KERNELS
     from benchmarks.decode_attention import parser
+    from pipeline.config.compose import plan
 
     known = {kernel.name for kernel in KERNELS}
     for part in (part for parts in on_gpu.STEPS.values() for part in parts):
@@ -88,6 +89,8 @@ def test_every_command_of_a_step_is_one_that_its_program_takes() -> None:
             arguments = parser().parse_args(command[3:])
             assert set(arguments.kernels) <= known, part.name
             assert arguments.json.name.endswith(".json")
+        if "pipeline" in command:
+            assert plan([word.replace("{out}", "out") for word in command[3:]], multirun=False).jobs
         for word in command:
             if word.startswith("tests/"):
                 assert (ROOT / word).is_file(), word
