@@ -8,6 +8,7 @@ from amount import STRIDE
 from conformance_cases import POLICIES, Conformity
 from onnx_fixtures import static_scales
 
+from pipeline.core.kv import FP16_POLICY, Eviction, KVPolicy
 from pipeline.core.records import no_progress
 from pipeline.core.workloads import ProbeConfig
 from pipeline.verdict.coverage import Probe
@@ -23,18 +24,24 @@ def bench(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Co
     return Conformity(tiny_checkpoint, tmp_path_factory)
 
 
-def stressed(bench: Conformity, name: str, kind: str, seed: int) -> Probe:
+def stressed(bench: Conformity, policy: KVPolicy, kind: str, seed: int) -> Probe:
     """Run the stress test on an engine of the tiny model: attention native or graph, or the reference engine itself."""
-    policy = POLICIES[name]
-    engine: Any = bench.engine(policy, "native" if kind == "reference" else kind)
-    twin = bench.twin(policy, engine)
-    if kind == "reference":
-        engine = OracleEngine.from_model(bench.model, policy, static_scales(policy, engine.shape))
-    return probe(engine, twin, CONFIG.model_copy(update={"seed": seed}), 8, 400, no_progress)
+    plain = bench.engine(FP16_POLICY)
+    engine: Any = OracleEngine.from_model(bench.model, policy, static_scales(policy, plain.shape))
+    if kind != "reference":
+        engine = bench.engine(policy, kind)
+    return probe(engine, bench.twin(policy, plain), CONFIG.model_copy(update={"seed": seed}), 8, 400, no_progress)
 
 
 @pytest.mark.parametrize("kind", ["native", "graph", "reference"])
 @pytest.mark.parametrize("name", sorted(POLICIES)[::STRIDE])
 def test_a_sound_cache_passes_the_stress_test(name: str, kind: str, bench: Conformity) -> None:
-    failures = {seed: found for seed in SEEDS if (found := stressed(bench, name, kind, seed).failures)}
+    failures = {seed: found for seed in SEEDS if (found := stressed(bench, POLICIES[name], kind, seed).failures)}
     assert failures == {}
+
+
+@pytest.mark.parametrize("name", ["fp16", "int8", "int4_asym"])
+def test_heavy_hitters_pass_though_their_cache_is_not_shown(name: str, bench: Conformity) -> None:
+    eviction = Eviction(window_tokens=64, heavy_tokens=64)
+    policy = POLICIES[name].model_copy(update={"name": f"{name}_h2o", "eviction": eviction})
+    assert stressed(bench, policy, "reference", 0).failures == []

@@ -20,6 +20,7 @@ from stages.evaluate.twins.stage import Stage
 from stages.evaluate.twins.twin import Twin
 
 COUNTS = ("tokens", "decoded", "batch", "requests", "rows", "together", "prompts", "forks", "turns", "prefixes")
+"""Fields of `Probe` that a `Stage` counts."""
 
 
 def probe(

@@ -7,6 +7,7 @@ Legend: R = rows of logits, V = vocab_size.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -64,6 +65,15 @@ class Request:
         for held, layer in zip(self.layers, shown, strict=True):
             for side, copy in layer.items():
                 held[side] = _after(held[side], copy)
+
+    @property
+    def digest(self) -> bytes:
+        """What was stored, in a few bytes."""
+        found = sha256()
+        for copy in (copy for layer in self.layers for copy in layer.values()):
+            for array in (copy.codes, copy.scale, copy.zero):
+                found.update(b"" if array is None else array.tobytes())
+        return found.digest()
 
     def compared(self, replay: Replay, prompt: int, decoded: int, problem: str = "") -> "Compared":
         """Compare the rows and the stored vectors with a replay that has these rows."""

@@ -191,8 +191,12 @@ def prefix(stage: Stage) -> None:
 
 def talk(stage: Stage) -> None:
     """A long conversation: later turns of up to two pages, after an eviction if the policy has one; its fork goes on, too."""
-    lengths = [stage.length(*span) for span in ((130, 190), (63, 120), (1, 9), (20, 62), (63, 66), (70, 130))]
-    first = min(1000 if stage.engine.policy.eviction is not None else 700, stage.max_tokens - sum(lengths) - 40)
+    policy, all_kept = stage.engine.policy, stage.max_tokens
+    window = all_kept if policy.window is None else policy.window.tokens
+    # Tokens of a longer turn leave the cache before anything can look at them.
+    longest = min(window, policy.latest_tokens(stage.engine.shape) or all_kept)
+    lengths = [min(longest, stage.length(*span)) for span in ((130, 190), (63, 120), (1, 9), (20, 62), (63, 66), (70, 130))]
+    first = min(1000 if policy.eviction is not None else 700, stage.max_tokens - sum(lengths) - 40)
     if first < 1:
         return
     origin = stage.actor("a long conversation", first)
@@ -228,7 +232,7 @@ def shared(stage: Stage) -> None:
 
 
 def schedule(stage: Stage) -> None:
-    """Rows change places, sit out steps, and sleep for a page of steps; one is cancelled, one ends with a full page."""
+    """Rows change places, sit out steps, and sleep long; one is cancelled, one ends with a full page."""
     if stage.engine.can(Engine.forced_together) or stage.largest < 4 or stage.max_tokens < 4 * PAGE_TOKENS:
         return
     rows = [stage.actor(f"row {number}", stage.length(1, 2 * PAGE_TOKENS)) for number in range(min(4, stage.largest - 2))]
@@ -257,7 +261,7 @@ def lengths(stage: Stage) -> None:
     """Prompts of whole tiles and chunks, caches that cross them, drawn ones up to the longest, and many tokens in one step."""
     chunk = min(stage.engine.prefill_chunk, stage.max_tokens - 8)
     drawn = [stage.length(430, 980) for _ in range(2)]
-    fitting = [length for length in (256, 512, chunk, 510, 1022, *drawn) if length + 8 <= stage.max_tokens]
+    fitting = [length for length in (256, 512, chunk, 510, *drawn) if length + 8 <= stage.max_tokens]
     rows = [stage.actor(f"a prompt of {length} tokens", length, STEPS + 2) for length in fitting[: stage.largest]]
     if rows and stage.engine.can(Engine.forced_together):
         stage.play(rows)

@@ -292,19 +292,23 @@ class Stage:
         ended = [actor for actor in self.ended if actor.request.logits]
         if sum(len(actor.tokens) for actor in ended) < least:
             return
-        self.ended = []
-        fresh = list({actor.key: actor for actor in ended if actor.key not in self.roundings}.values())
-        again = [actor for actor in ended if actor not in fresh]
+        self.ended, alike = [], defaultdict[Any, list[Actor]](list)
+        for actor in ended:
+            alike[actor.key, actor.request.digest].append(actor)
+        firsts = [actors[0] for actors in alike.values()]
+        fresh = list({actor.key: actor for actor in firsts if actor.key not in self.roundings}.values())
+        again = [actor for actor in firsts if actor not in fresh]
         for group in [*passes(fresh), *passes(again)]:
             policy, shape = self.engine.policy, self.engine.shape
             problems = [problem_of(actor.request.layers, policy, shape, len(actor.tokens)) for actor in group]
             caches = [[] if wrong else actor.request.layers for actor, wrong in zip(group, problems, strict=True)]
             replays = self.twin.replay([actor.fed for actor in group], caches, disturbed=group[0].key not in self.roundings)
-            for actor, replay, problem in zip(group, replays, problems, strict=True):
-                self._note(actor, replay, problem)
+            for first, replay, problem in zip(group, replays, problems, strict=True):
+                for actor in alike[first.key, first.request.digest]:
+                    self._note(actor, replay, problem)
 
     def _note(self, actor: Actor, replay: Replay, problem: str) -> None:
-        request, actor.request = actor.request, Request("")
+        request = actor.request
         request.name = f"{self.scene}: {actor.role}"
         compared = request.compared(replay.tail(len(request.logits)), len(actor.prompt), actor.decoded, problem)
         if self.twin.measures and any(compared.errors):
