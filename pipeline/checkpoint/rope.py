@@ -42,8 +42,13 @@ class Rope:
     original_positions: float | None
 
     def positions(self, given: int) -> int:
-        """Return the longest sequence: scaled where the length before scaling is given, as Qwen gives YaRN's."""
-        if not self.factor or not self.original_positions:
+        """Return the longest sequence in tokens.
+
+        Args:
+            given: max_position_embeddings. Qwen keeps the length before YaRN there, and no other kind of scaling says by how
+                much a length grows: the factor of llama3 and linear divides frequencies.
+        """
+        if self.scaling != "yarn" or not self.factor or not self.original_positions:
             return given
         return max(given, int(self.original_positions * self.factor))
 

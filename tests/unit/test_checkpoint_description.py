@@ -137,3 +137,16 @@ def test_a_vocabulary_with_its_merges_is_a_tokenizer_and_alone_is_none(tmp_path:
         inspect_checkpoint(tmp_path)
     (tmp_path / "merges.txt").write_text("")
     assert {"vocab.json", "merges.txt"} <= set(inspect_checkpoint(tmp_path).other_files)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        ({"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 2048),
+        ({"rope_type": "linear", "factor": 32.0}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0}, 4096),
+    ],
+)
+def test_only_yarn_makes_the_longest_sequence_longer(scaling: dict[str, Any], longest: int, tmp_path: Path) -> None:
+    info = inspect_checkpoint(make(tmp_path, rope_scaling=scaling | {"original_max_position_embeddings": 1024}))
+    assert info.max_positions == longest
