@@ -22,7 +22,10 @@ from pipeline import __version__
 from pipeline.artifacts.files import write_whole
 from pipeline.checkpoint.description import inspect_checkpoint, read_config
 from pipeline.checkpoint.files import TOKENIZER_FILES, refusal
+from pipeline.checkpoint.rope import compose_rope
 from pipeline.core.cache import ForeignFolder, own_cache
+from pipeline.core.errors import UserError
+from stages.rotary import check_rotary
 
 
 def load_causal_lm(directory: Path, **options: Any) -> Any:
@@ -35,8 +38,11 @@ def load_causal_lm(directory: Path, **options: Any) -> Any:
     info = inspect_checkpoint(directory)
     load: Any = AutoModelForCausalLM.from_pretrained
     with _staged(directory, info.other_files, info.weight_files) as staged:
-        (staged / "config.json").write_text(json.dumps(read_config(directory)), encoding="utf-8")
-        return load(staged, use_safetensors=True, local_files_only=True, trust_remote_code=False, **options)
+        config = compose_rope(directory, read_config(directory))
+        (staged / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        loaded = load(staged, use_safetensors=True, local_files_only=True, trust_remote_code=False, **options)
+    check_rotary(directory, config, loaded[0] if options.get("output_loading_info") else loaded)
+    return loaded
 
 
 Tensors = dict[str, tuple[int, ...]]
@@ -72,9 +78,12 @@ def _meta_tensors(path: Path, config: dict[str, Any]) -> Tensors:
     try:
         with torch.device("meta"):
             described: Any = AutoConfig.for_model
-            built: Any = AutoModelForCausalLM.from_config(described(**config))
+            built: Any = AutoModelForCausalLM.from_config(described(**compose_rope(path, config)))
         # Of experts transformers 5 stacks what it saves one by one.
         state: Any = revert_weight_conversion(built, dict(built.state_dict()))
+        check_rotary(path, config, built)
+    except UserError:
+        raise
     except Exception as error:  # whatever a class of some family says of its configuration
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise refusal(

@@ -115,11 +115,11 @@ def describe_checkpoint(
     quantized = read_quantized(path, config)
     family = FAMILIES[ARCHITECTURES[architecture]]
     config = {**family.defaults, **config}
-    rope = read_rope(path, config)
     _check_values(path, config)
     for key in ("hidden_size", "intermediate_size", *(key for key in SIZES_OF_EXPERTS if key in config)):
         integer(path, config, key)
     shape, q_heads = attention_shape(path, config)
+    rope = read_rope(path, config)
     vocab_size = integer(path, config, "vocab_size")
     for key in TOKENS:
         if not all(number < vocab_size for number in _numbers(config.get(key))):

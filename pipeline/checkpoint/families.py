@@ -51,6 +51,8 @@ class Family:
     """Values that transformers takes for keys that config.json leaves out; only those that are read here."""
     features: tuple[str, ...] = ()
     """What attention does besides scaled products and windows: a key of config.json, or a word for what all models have."""
+    local_base: str | None = None
+    """Key of config.json for the rotary base of sliding layers, in families that rotate layers by their type."""
     rounded: bool = False
     """Whether weights.format may be another one than none: its linear layers are LINEARS, and ModelOpt's exports name them."""
 
@@ -66,7 +68,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen3ForCausalLM", "listed", _later, asked=True, defaults={**_QWEN, "head_dim": 128}, rounded=True),
     "phi3": Family("Phi3ForCausalLM", "every"),
     "olmo2": Family("Olmo2ForCausalLM"),
-    "olmo3": Family("Olmo3ForCausalLM", "listed", _but_every(4), defaults={"sliding_window": 4096}),
+    "olmo3": Family("Olmo3ForCausalLM", "listed", _but_every(4), defaults={"sliding_window": 4096}, local_base="rope_theta"),
     "granite": Family("GraniteForCausalLM"),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -100,6 +102,7 @@ FAMILIES: dict[str, Family] = {
         "listed",
         _but_every(6),
         defaults={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
+        local_base="rope_local_base_freq",
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",

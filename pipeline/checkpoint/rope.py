@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoint.families import FAMILIES
 from pipeline.checkpoint.files import refusal, wrong
 from pipeline.core.errors import short
 
@@ -28,18 +29,24 @@ ROPE_TEXTS = ("rope_type", "type")
 FULL, SLIDING = "full_attention", "sliding_attention"
 BESIDE = ("rope_theta", "partial_rotary_factor")
 """What transformers 4 writes beside rope_scaling, not in it."""
-OLD_KEYS = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
-"""Layer type -> the key of 4.57 for its base. Without rope_local_base_freq both types share rope_theta."""
 
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotary embedding of the layers with full attention, or of all of them."""
+    """The rotary embeddings that a config.json states."""
 
-    scaling: str | None
-    """Its kind (`llama3`, `yarn`, ...), None for plain rotary embeddings."""
-    factor: float | None
-    original_positions: float | None
+    layers: Mapping[str | None, dict[str, Any]]
+    """Parameters by layer type, under None if all layers share them. Parameters that config.json leaves out are absent."""
+
+    @property
+    def _main(self) -> dict[str, Any]:
+        return self.layers.get(None) or self.layers.get(FULL) or {}
+
+    @property
+    def scaling(self) -> str | None:
+        """Kind of scaling (`llama3`, `yarn`, ...) in layers with full attention; None for plain rotary embeddings."""
+        kind = self._main.get("rope_type", "default")
+        return None if kind == "default" else str(kind)
 
     def positions(self, given: int) -> int:
         """Return the longest sequence in tokens.
@@ -48,50 +55,101 @@ class Rope:
             given: max_position_embeddings. Qwen keeps the length before YaRN there, and no other kind of scaling says by how
                 much a length grows: the factor of llama3 and linear divides frequencies.
         """
-        if self.scaling != "yarn" or not self.factor or not self.original_positions:
-            return given
-        return max(given, int(self.original_positions * self.factor))
+        factor, original = (self._main.get(key) for key in ("factor", "original_max_position_embeddings"))
+        return max(given, int(original * factor)) if self.scaling == "yarn" and original else given
 
 
 def read_rope(path: Path, config: Mapping[str, Any]) -> Rope:
-    """Read the rotary embedding of a configuration.
+    """Read the rotary embeddings of a configuration of a known family.
 
     Args:
-        path: Of the checkpoint, for errors.
-        config: The content of config.json.
+        path: Directory of the checkpoint, for errors.
+        config: Content of config.json.
 
     Raises:
-        UserError: A value is none, a kind is not supported or lacks a number, or two keys contradict each other.
+        UserError: A value has the wrong type, a kind is not supported or lacks a number, two keys contradict each other, or
+            layer types are given that the family does not tell apart, or left out although it does.
     """
-    old = _checked(path, "rope_scaling", config.get("rope_scaling"))
     given = config.get("rope_parameters")
     if given is not None and not isinstance(given, dict):
         raise wrong(path, dict(config), "rope_parameters", "an object or null")
+    local = FAMILIES[config["model_type"]].local_base
+    old = _checked(path, "rope_scaling", config.get("rope_scaling"))
+    beside = {key: config[key] for key in BESIDE if config.get(key) is not None}
+    _refuse_contradiction(path, beside, "rope_scaling", old)
+    typed = by_layer_type(given or {})
     read: dict[str | None, dict[str, Any]] = {}
-    for kind, typed in by_layer_type(given or {}).items():
+    for kind, parameters in typed.items():
         place = "rope_parameters" if kind is None else f"rope_parameters.{kind}"
-        read[kind] = parameters = _checked(path, place, typed)
-        base = OLD_KEYS[kind or FULL]
-        pairs = [(base, config.get(base), "rope_theta")]
-        pairs.append(("partial_rotary_factor", config.get("partial_rotary_factor"), "partial_rotary_factor"))
-        if old and kind != SLIDING:
-            pairs += [(f"rope_scaling.{key}", value, key) for key, value in old.items()]
-        for name, value, key in pairs:
-            if value is not None and parameters and value != parameters.get(key, value if key in BESIDE else None):
-                raise refusal(
-                    path,
-                    f"config.json: {name}={short(value)} contradicts {place}.{key}={short(parameters.get(key))}, and the "
-                    "versions of transformers differ in which they read; keep the one that the weights were trained with",
-                )
-    rope = read.get(None) or read.get(FULL) or old
-    kind = rope.get("rope_type", "default")
-    scaling = None if kind == "default" else str(kind)
-    return Rope(scaling, rope.get("factor"), rope.get("original_max_position_embeddings"))
+        read[kind] = _checked(path, place, parameters)
+        keys = (local if kind == SLIDING and local else "rope_theta", "partial_rotary_factor")
+        _refuse_contradiction(path, {key: config[key] for key in keys if config.get(key) is not None}, place, read[kind])
+        if kind != SLIDING and read[kind]:
+            _refuse_contradiction(path, {f"rope_scaling.{key}": value for key, value in old.items()}, place, read[kind])
+    if not read and "rope_scaling" in config:
+        old = {"rope_type": "default"} | old
+    if local is not None:
+        return Rope(_by_type(path, config, local, old, read))
+    if read and None not in read:
+        raise refusal(
+            path,
+            f"config.json: rope_parameters are given by layer type, where transformers reads none of a {config['model_type']}; "
+            "write the ones that the weights were trained with into rope_parameters itself",
+        )
+    stated = beside | read.get(None, old)
+    return Rope({None: stated} if stated else {})
+
+
+def _by_type(
+    path: Path, config: Mapping[str, Any], local: str, old: dict[str, Any], read: Mapping[str | None, dict[str, Any]]
+) -> dict[str | None, dict[str, Any]]:
+    """Return the parameters of a family whose sliding layers have a rotary embedding of their own, plain unless stated."""
+    given, main = config.get("rope_parameters") or {}, read.get(None) or old
+    full = read.get(FULL) or {"rope_type": "default"}
+    for key, value in {} if None in read else given.items():
+        if key not in read and value not in (None, {}):
+            _refuse_contradiction(path, {f"rope_parameters.{key}": value}, "rope_parameters.full_attention", full)
+    found: dict[str | None, dict[str, Any]] = {}
+    for kind, base, scaled in ((FULL, "rope_theta", main), (SLIDING, local, {})):
+        theta = config.get(base) or given.get(base)
+        beside = {"rope_theta": theta, "partial_rotary_factor": config.get("partial_rotary_factor")}
+        stated = {key: value for key, value in beside.items() if value is not None} | (read.get(kind) or scaled)
+        found[kind] = {"rope_type": "default"} | stated if stated else {}
+        if read and not read.get(kind) and theta is None and kind in (config.get("layer_types") or (FULL, SLIDING)):
+            raise refusal(
+                path, f"config.json: rope_parameters.{kind} is missing, whose base is not said; add it with its rope_theta"
+            )
+    return {kind: parameters for kind, parameters in found.items() if parameters}
+
+
+def compose_rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json's content with its rotary embeddings as the family's class of transformers 5 reads them.
+
+    Raises:
+        UserError: As `read_rope`.
+    """
+    layers = read_rope(path, config).layers
+    if not layers or (None in layers and "rope_type" not in layers[None]):
+        return config  # the class's own scaling, with the base at the top level
+    rest = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling", "rope_local_base_freq")}
+    return {**rest, "rope_parameters": layers.get(None) or layers}
+
+
+def _refuse_contradiction(path: Path, stated: Mapping[str, Any], place: str, parameters: Mapping[str, Any]) -> None:
+    """Refuse `stated` parameters, by their full names, that have other values in `parameters`, which stand at `place`."""
+    for name, value in stated.items():
+        key = "rope_theta" if name == "rope_local_base_freq" else name.rpartition(".")[2]
+        if parameters and value != parameters.get(key, value if key in BESIDE else None):
+            raise refusal(
+                path,
+                f"config.json: {name}={short(value)} contradicts {place}.{key}={short(parameters.get(key))}, and the "
+                "versions of transformers differ in which they read; keep the one that the weights were trained with",
+            )
 
 
 def by_layer_type(parameters: Mapping[str, Any]) -> dict[str | None, Any]:
     """Return rope_parameters by type of layer; those of all layers alike under None."""
-    typed: dict[str | None, Any] = {key: value for key, value in parameters.items() if key in (FULL, SLIDING)}
+    typed: dict[str | None, Any] = {key: value for key, value in parameters.items() if key in (FULL, SLIDING) and value}
     # transformers 5.14 adds a rope_theta of null beside them where a model lacks one of the two types.
     return typed or ({None: parameters} if parameters else {})
 
@@ -135,7 +193,7 @@ def _checked(path: Path, place: str, parameters: object) -> dict[str, Any]:
     if kind == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
         low = short(parameters["low_freq_factor"])
         raise refusal(path, f"config.json: {place}.low_freq_factor must be below high_freq_factor, got {low}")
-    return {key: value for key, value in parameters.items() if key != "type"} | {"rope_type": kind}
+    return {key: value for key, value in parameters.items() if key != "type" and value is not None} | {"rope_type": kind}
 
 
 def is_number(value: object, lowest: float = 0, highest: float = sys.float_info.max) -> bool:

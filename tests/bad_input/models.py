@@ -85,6 +85,11 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
         },
         ("factor=2.0", "factor=4.0"),
     ),
+    (
+        "rope_parameters by layer type in a family without",
+        {"rope_parameters": {"full_attention": {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 2.0}}},
+        ("rope_parameters", "by layer type"),
+    ),
     ("rope_parameters without factor", {"rope_parameters": {"rope_type": "linear"}}, ("rope_parameters.factor",)),
     ("dtype and torch_dtype", {"dtype": "float16", "torch_dtype": "bfloat16"}, ("torch_dtype=bfloat16", "dtype=float16")),
     ("a vision tower", {"vision_config": {}}, ("vision_config", "pictures")),

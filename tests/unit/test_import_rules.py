@@ -24,6 +24,7 @@ ROOMS = (
     "pipeline.checkpoint",
     "pipeline.gguf",
     "pipeline.artifacts",
+    "stages.rotary",
     "stages.checkpoints",
     "pipeline.statistics",
     "pipeline.verdict",
