@@ -20,6 +20,10 @@ from pipeline.core.redaction import printable
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Types of weights that are plain numbers."""
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ROWS = 4096
+"""Rows of two matrices that are compared at a time, so that they need little memory."""
+
 MOST_HEADER_BYTES = 100_000_000
 """Of a safetensors file, as the format has it."""
 
@@ -59,6 +63,12 @@ def check_weights(info: CheckpointInfo, expected_tensors: Callable[[Path, dict[s
         raise UserError(
             f"model.path={info.path}: {missing[0]} is missing, and {len(missing) - 1} more tensors of {info.architecture} with "
             f"{info.shape.layers} layers; give the complete checkpoint"
+        )
+    if HEAD in found and HEAD not in expected and not _are_equal(info.path, on_disk, HEAD, EMBEDDING):
+        raise UserError(
+            f"model.path={info.path}: the weights hold {HEAD}, which differs from {EMBEDDING}, and config.json ties "
+            "them (tie_word_embeddings, true if it is left out in some families): engines would differ in which they take; set "
+            "tie_word_embeddings=false, or take the tensor out of the file, whichever the model was trained with"
         )
 
 
@@ -161,7 +171,17 @@ def tokens_beyond(info: CheckpointInfo) -> list[str]:
 
 def _is_computed(name: str) -> bool:
     """Whether transformers makes a tensor that the model has no place for: rotary frequencies, a tied output matrix."""
-    return name.endswith(".rotary_emb.inv_freq") or name == "lm_head.weight"
+    return name.endswith(".rotary_emb.inv_freq") or name == HEAD
+
+
+def _are_equal(path: Path, on_disk: Mapping[str, tuple[str, Shape]], one: str, other: str) -> bool:
+    """Whether two matrices of a checkpoint hold the same numbers, of any types."""
+    if one not in on_disk or other not in on_disk or on_disk[one][1] != on_disk[other][1]:
+        return False
+    with safe_open(path / on_disk[one][0], "pt") as first, safe_open(path / on_disk[other][0], "pt") as second:
+        pair = first.get_slice(one), second.get_slice(other)
+        starts = range(0, on_disk[one][1][0], ROWS)
+        return all(bool((pair[0][at : at + ROWS].double() == pair[1][at : at + ROWS].double()).all()) for at in starts)
 
 
 def _tensors(path: Path, file: str) -> Iterator[tuple[str, str, Shape]]:

@@ -122,6 +122,19 @@ def test_what_older_files_hold_and_the_model_computes_itself_is_no_fault(tmp_pat
     check_weights(described(tmp_path, read_config(tmp_path)), expected_tensors)
 
 
+def test_a_tied_model_may_hold_an_output_matrix_only_if_it_equals_the_embedding(tmp_path: Path) -> None:
+    family_model("llama").save_pretrained(tmp_path)
+    info, tensors = described(tmp_path, read_config(tmp_path)), load_file(tmp_path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].double()
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+    check_weights(info, expected_tensors)
+    head[-1, -1] += 1e-6
+    for other in (head, head[:-1]):
+        save_file(tensors | {"lm_head.weight": other.clone()}, tmp_path / "model.safetensors")
+        with pytest.raises(UserError, match=r"model.path=.*lm_head.weight.*tie_word_embeddings=false"):
+            check_weights(info, expected_tensors)
+
+
 def test_every_class_names_its_family_once() -> None:
     assert len(ARCHITECTURES) == len(FAMILIES)
 
