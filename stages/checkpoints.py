@@ -97,7 +97,8 @@ def _meta_tensors(path: Path, config: dict[str, Any]) -> Tensors:
 
 def load_tokenizer(directory: Path) -> Any:
     """Load the tokenizer of a checkpoint or of an engine bundle."""
-    if _tokenizer_class(directory) == "PreTrainedTokenizerFast":  # AutoTokenizer gives the same, and imports every model
+    if (directory / "tokenizer.json").is_file():
+        # AutoTokenizer may rebuild it: Llama's class puts the pre-tokenizer of SentencePiece before byte-level BPE.
         with _without_torch():
             from transformers import PreTrainedTokenizerFast as AutoTokenizer
     else:
@@ -120,15 +121,6 @@ def _without_torch() -> Iterator[None]:
     finally:
         if mine:
             del sys.modules[reader]
-
-
-def _tokenizer_class(directory: Path) -> object:
-    """Return what the tokenizer's configuration names; None where there is none that can be read."""
-    try:
-        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # whoever loads the tokenizer says what is wrong with its files
-        return None
-    return config.get("tokenizer_class") if isinstance(config, dict) else None
 
 
 @contextmanager

@@ -15,6 +15,10 @@ from pipeline.checkpoint.files import refusal
 from pipeline.core.cache import ForeignFolder, own_cache
 from pipeline.core.errors import OF_THE_MACHINE, UserError, short
 
+TEXTS = ("Hello", "9 of 10", "  def f(x):\n\treturn x\n\n", "Zoë naïvely paid 12.50 €, didn't she?", "漢字 и кириллица 🙂")
+MOST_ADDED = 1024
+"""Added tokens that are tried, each in a text of its own."""
+
 
 def check_opens(info: CheckpointInfo) -> None:
     """Refuse what a later stage would fail on. What was found sound is kept in a user's cache, by the state of the files.
@@ -77,6 +81,13 @@ def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
     if not tokenizer.eos_token or made == other:
         lacks = "makes the same of every text" if made == other else "has no eos_token, which tokenizer_config.json should name"
         raise refusal(path, f"its tokenizer {lacks}; give the checkpoint its own tokenizer")
+    differing = _other_tokens(tokenizer, directory)
+    if differing is not None:
+        raise refusal(
+            path,
+            f"transformers makes other tokens of {short(differing)} than tokenizer.json itself; make tokenizer_config.json "
+            "(added_tokens_decoder) agree with it",
+        )
     largest = max(tokenizer.eos_token_id, *made)
     if largest >= info.vocab_size:
         raise refusal(
@@ -84,6 +95,25 @@ def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
         )
     if tokenizer.chat_template and "Hello" not in rendered([partial(_greeting, path, tokenizer)])[0]:
         raise refusal(path, "its chat_template leaves out what the user says; give another template")
+
+
+def _other_tokens(tokenizer: Any, directory: Path) -> str | None:
+    """Return a text that a loaded tokenizer encodes in another way than its tokenizer.json, or loses, if there is one."""
+    from tokenizers import Tokenizer  # type: ignore[import-untyped]
+
+    file = directory / "tokenizer.json"
+    if not file.is_file():  # made of vocab.json and merges.txt
+        text = "9 of 10"
+        return None if tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]).strip() == text else text
+    itself = Tokenizer.from_file(str(file))
+    itself.no_truncation()
+    itself.no_padding()
+    added = [token.content for _, token in sorted(itself.get_added_tokens_decoder().items())]
+    for text in (*TEXTS, *(f"a {token} b{token}" for token in added[:MOST_ADDED])):
+        for special in (False, True):
+            if tokenizer(text, add_special_tokens=special)["input_ids"] != itself.encode(text, add_special_tokens=special).ids:
+                return text
+    return None
 
 
 def _greeting(path: Path, tokenizer: Any) -> str:

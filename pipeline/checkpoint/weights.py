@@ -144,7 +144,7 @@ def check_tokenizer(info: CheckpointInfo) -> None:
     if problem is not None:
         raise UserError(f"model.path={info.path}: tokenizer.json: {problem}; give the checkpoint its own tokenizer")
     about = content.get("tokenizer_config.json", {})
-    if about.get("auto_map") and about.get("tokenizer_class") not in TOKENIZER_CLASSES:
+    if about.get("auto_map") and str(about.get("tokenizer_class")) not in TOKENIZER_CLASSES:
         raise UserError(
             f"model.path={info.path}: tokenizer_config.json: auto_map names code of the checkpoint's own, which is not run; "
             f"leave it out, and give tokenizer_class as PreTrainedTokenizerFast where tokenizer.json is all that it takes"
