@@ -70,7 +70,7 @@ class LoadedEngine:
         listed = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], str | Sequence)
         several: Sequence[Any] = prompt if listed and not isinstance(prompt, str) else [prompt]
         tokens = [self._prompt_ids(one, max_new_tokens) for one in several]
-        generated = self.engine.generate(tokens, max_new_tokens, self.tokenizer.eos_token_id)
+        generated = self.engine.generate(tokens, max_new_tokens, self.tokenizer.ends)
         answers = [str(self.tokenizer.text(one)) for one in generated]
         return answers if several is prompt else answers[0]
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoint.ends import GENERATION, named_ends
 from pipeline.checkpoint.families import ARCHITECTURES, FAMILIES, OTHER_INPUTS, other_cache
 from pipeline.checkpoint.files import read_json, refusal, refuse_escape, require_file, tokenizer_files, weight_files, wrong
 from pipeline.checkpoint.quantized import Quantized, read_quantized
@@ -71,12 +72,14 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
     _architecture(path, config)
     weights, index = weight_files(path)
     tokenizer = tokenizer_files(path)
-    others = (name for name in ("generation_config.json", MODELOPT_FILE) if os.path.lexists(path / name))
+    others = (name for name in (GENERATION, MODELOPT_FILE) if os.path.lexists(path / name))
     other_files = ("config.json", *others, *index, *tokenizer)
     for name in (*weights, *other_files):
         require_file(path, name)
         refuse_escape(path, name)
-    return describe_checkpoint(path, config, weights, other_files)
+    info = describe_checkpoint(path, config, weights, other_files)
+    named_ends(path, info.vocab_size)
+    return info
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -101,12 +101,12 @@ class Engine(ABC):
         self,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int | Sequence[int],
-        stop_token: int | None,
+        stop_tokens: Collection[int],
         *,
         max_sequences: int | None = None,
         ended: Callable[[int], None] = lambda _: None,
     ) -> list[list[int]]:
-        """Return greedy continuations without the stop token, in the order of the prompts.
+        """Return greedy continuations, in the order of the prompts; the first of the stop tokens ends one and is left out.
 
         A finished sequence leaves the batch and is released, and the next prompt takes its place at once. At most
         `max_sequences` live at once; `ended` is told how many continuations have ended whenever one does.
@@ -124,11 +124,15 @@ class Engine(ABC):
         continuations = [
             Continuation(list(prompt), len(prompt), len(prompt) + limit) for prompt, limit in zip(prompts, limits, strict=True)
         ]
-        self._answer(continuations, stop_token, len(prompts) if max_sequences is None else max_sequences, ended)
+        self._answer(continuations, stop_tokens, len(prompts) if max_sequences is None else max_sequences, ended)
         return [one.tokens[one.prompt_tokens :] for one in continuations]
 
     def _answer(
-        self, continuations: Sequence[Continuation], stop_token: int | None, max_sequences: int, on_end: Callable[[int], None]
+        self,
+        continuations: Sequence[Continuation],
+        stop_tokens: Collection[int],
+        max_sequences: int,
+        on_end: Callable[[int], None],
     ) -> None:
         """Continue every one to its end, at most `max_sequences` of them at once."""
         import numpy as np  # here: the command line starts without it
@@ -145,9 +149,9 @@ class Engine(ABC):
                     raise UserError(f"logits of sequence {one.sequence} after {len(one.tokens)} tokens are {NOT_FINITE}")
                 ended = []
                 for one, token in zip(advanced, logits.argmax(-1).tolist(), strict=True):
-                    if token != stop_token:
+                    if token not in stop_tokens:
                         one.tokens.append(token)
-                    if token == stop_token or len(one.tokens) == one.most_tokens:
+                    if token in stop_tokens or len(one.tokens) == one.most_tokens:
                         ended.append(one)
                 live = [one for one in live if one not in ended]
                 self._release_all(ended)

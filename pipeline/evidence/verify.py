@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from pipeline.artifacts.digest import file_digest, kind_of, tree_entries
 from pipeline.artifacts.store import MANIFEST
+from pipeline.checkpoint.ends import END_FILES
 from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.engine import Engine
 from pipeline.core.errors import REFUSALS, MissingRequirement, UserError
@@ -69,7 +70,7 @@ def replay(evidence: Evidence, trusted: Sequence[Keys] = ()) -> list[Finding]:
         findings += _files("baseline", evidence.baseline, identity.link("baseline").files)
     if evidence.report is not None:
         altered = {finding.name for finding in engine_findings if finding.status != "same"}
-        tokenizer_intact = not altered & {f"engine: {name}" for name in TOKENIZER_FILES}
+        tokenizer_intact = not altered & {f"engine: {name}" for name in (*END_FILES, *TOKENIZER_FILES)}
         findings += _report(evidence, evidence.report, tokenizer_intact)
     return findings
 

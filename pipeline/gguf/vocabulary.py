@@ -58,6 +58,10 @@ SPLITTERS = {
 Qwen 2's NFC is its tokenizer.json's too. `default` is what llama.cpp reads it as."""
 
 
+ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+"""Tokens that llama.cpp takes as ends whether or not the file names them, of the families that are read here."""
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """A tokenizer that can be written as tokenizer.json."""
@@ -70,6 +74,8 @@ class Vocabulary:
     """The first one is applied first."""
     bos: int | None
     eos: int
+    ends: tuple[int, ...]
+    """Tokens that end an answer, the eos first."""
     pad: int | None
     unknown: int | None
     add_bos: bool
@@ -114,6 +120,7 @@ def read_vocabulary(header: Header) -> Vocabulary:
         merges=merges,
         bos=bos,
         eos=eos,
+        ends=_ends(header, eos, tokens),
         pad=_token_id(header, "padding", len(tokens), None),
         unknown=_token_id(header, "unknown", len(tokens), 0 if sentencepiece else None),
         add_bos=add_bos,
@@ -165,6 +172,13 @@ def _array(header: Header, key: str, kind: type) -> list[Any]:
     if not isinstance(values, list) or not all(type(value) is kind for value in values):
         raise header.error(f"{key} is missing, or not as a tokenizer has it; convert the model again")
     return values
+
+
+def _ends(header: Header, eos: int, tokens: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the tokens that end an answer in llama.cpp: those that the file names, and those that it knows by their text."""
+    named = (_token_id(header, name, len(tokens), None) for name in ("eot", "eom"))
+    known = (i for i, token in enumerate(tokens) if token in ENDS)
+    return tuple(dict.fromkeys([eos, *(token for token in named if token is not None), *known]))
 
 
 def _token_id(header: Header, name: str, tokens: int, default: int | None) -> int | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.artifacts.digest import files_digest
 from pipeline.artifacts.store import Artifact, Recipe, Store
+from pipeline.checkpoint.ends import END_FILES
 from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.config.config import Config
 from pipeline.core.kv import FP16_POLICY, KVPolicy
@@ -39,7 +40,7 @@ class ServedChain(Chain):
     @cached_property
     def tokenizer_digest(self) -> str:
         """Digest of the checkpoint's tokenizer, which is all that is needed of it here."""
-        names = [name for name in TOKENIZER_FILES if (self.checkpoint / name).is_file()]
+        names = [name for name in (*END_FILES, *TOKENIZER_FILES) if (self.checkpoint / name).is_file()]
         return files_digest({name: self.digest_of(self.checkpoint / name) for name in names})
 
     def engine(self, policy: KVPolicy) -> Artifact:

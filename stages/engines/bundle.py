@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.artifacts.digest import file_digests
 from pipeline.artifacts.files import link_or_copy
+from pipeline.checkpoint.ends import named_ends, write_ends
 from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import POLICY_FILE, KVPolicy, KVShape
@@ -97,10 +98,16 @@ def begin_bundle(source: Path, out: Path, policy: KVPolicy, scales: Path, shape:
     """Write the policy, its static scales and the tokenizer of `source` to the empty directory `out`; return the scales."""
     static = read_scales(scales, policy, shape)
     write_policy(out, policy, static)
+    copy_tokenizer(source, out)
+    return static
+
+
+def copy_tokenizer(source: Path, out: Path) -> None:
+    """Copy the tokenizer's files, and write the tokens that end an answer to a generation_config.json."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             link_or_copy(source / name, out / name)
-    return static
+    write_ends(named_ends(source), out)
 
 
 def write_policy(directory: Path, policy: KVPolicy, scales: KVScales) -> None:

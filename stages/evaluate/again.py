@@ -55,7 +55,7 @@ def decode_again(
         The row of each sample, without answers, by its id; without samples whose own words are no right answer.
     """
     baseline, batch_size, encoded = open_baseline(), config.batch_size, list[EncodedSample]()
-    asked = encode([*samples, *beside], tokenizer, config.max_scored_tokens, tokenizer.stop_token_id(config))
+    asked = encode([*samples, *beside], tokenizer, config.max_scored_tokens, tokenizer.stop_tokens(config)[0])
     for item in asked[: len(samples)]:
         own = own_tokens.get(item.sample.id, ())
         if not own:

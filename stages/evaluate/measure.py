@@ -115,7 +115,7 @@ def measure(
 
         with interruption() as noted:
             results = run(scored, folder, greedy, named)
-            said = judged_answers(scored, results, tokenizer)
+            said = judged_answers(scored, results, tokenizer, greedy)
             own = in_own_words(scored, results, said, greedy) if heads is None else {}
             items, kept = list(own.values()), [(folder, i) for i in range(len(scored))]
             if items:

@@ -15,6 +15,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from safetensors.torch import save_file
 
+from pipeline.checkpoint.ends import write_ends
 from pipeline.checkpoint.files import INDEX, SINGLE
 from pipeline.core.records import Progress
 from pipeline.gguf.header import Tensor
@@ -63,6 +64,7 @@ def convert_gguf(gguf: Path, out: Path, *, progress: Progress) -> None:
     else:
         raise model.header.error(f"{reason}; convert the model again")
     write_tokenizer(model.vocabulary, model.info.max_positions, out)
+    write_ends(model.vocabulary.ends, out)
     text = json.dumps({**model.config, "torch_dtype": name}, indent=1)
     (out / "config.json").write_text(text + "\n", encoding="utf-8")
 

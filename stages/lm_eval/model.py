@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from pipeline.artifacts.files import store_of
 from pipeline.artifacts.store import used
+from pipeline.checkpoint.ends import named_ends
 from pipeline.config.compose import plan
 from pipeline.core.engine import NOT_FINITE, Engine
 from pipeline.core.errors import UserError, short
@@ -95,6 +96,7 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         self.tokenizer = load_tokenizer(directory)
         if self.tokenizer.eos_token_id is None:
             raise UserError(f"bundle={bundle}: its tokenizer has no eos_token; set it in tokenizer_config.json")
+        self._ends = {self.eot_token_id, *named_ends(directory)}
 
     @property
     def eot_token_id(self) -> int:
@@ -232,11 +234,11 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                 rows |= zip(fed, logits_BV, strict=True)
             for i, logits_V in rows.items():
                 token = int(_finite(logits_V).argmax())
-                if token != self.eot_token_id:
+                if token not in self._ends:
                     answers[i].append(token)
                 text = self.tokenizer.decode(answers[i], skip_special_tokens=True, clean_up_tokenization_spaces=False)
                 met = any(stop in text for stop in stops[i] if stop)
-                if token == self.eot_token_id or met or len(answers[i]) >= limits[i]:
+                if token in self._ends or met or len(answers[i]) >= limits[i]:
                     self.engine.release([live.pop(i)])
                     yield i, postprocess_generated_text(text, stops[i], None)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint.description import MODELOPT_FILE, inspect_checkpoint, read_config
+from pipeline.checkpoint.ends import GENERATION
 from pipeline.checkpoint.exports import TENSORRT_LLM_KV, UNIFIED_HF_KV, algorithm, export_refusal, tensorrt_llm_refusal
 from pipeline.checkpoint.files import TOKENIZER_FILES, read_json
 from pipeline.checkpoint.quantized import SERVED
@@ -84,7 +85,8 @@ def export(
     if not reasons["unified_hf"]:  # the last one: the exporter changes the model in place
         adapter.export_unified_hf(model, out / "unified_hf")
         validate.validate_unified_hf(out / "unified_hf", policy, weights, info.shape.layers, static)
-        for name in TOKENIZER_FILES:  # the exporter writes none, and an engine needs the whole checkpoint in one directory
+        # The exporter writes none of these, and an engine needs the whole checkpoint in one directory.
+        for name in (GENERATION, *TOKENIZER_FILES):
             if name in info.other_files:
                 shutil.copyfile(info.path / name, out / "unified_hf" / name)
         report["unified_hf"] = _written(policy, "scale", shared=False)

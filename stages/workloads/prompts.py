@@ -15,6 +15,8 @@ from pipeline.core.records import Sample
 from stages.workloads.conversation import Message
 from stages.workloads.rendering import rendered
 
+ANSWER, NEXT = "kvgate's answer", "kvgate's next question"
+"""Messages that no chat template contains."""
 TODAY = date(2024, 7, 26)
 """The day for templates that ask for it; Llama 3's write this one where there is no clock."""
 
@@ -65,6 +67,20 @@ def templated(tokenizer: Any, messages: Sequence[Message]) -> str:
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:  # of the template's own expressions
         raise TemplateError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     return text
+
+
+def after_answer(tokenizer: Any) -> str:
+    """Return the text that the chat template writes between an answer and the next message; empty without a template."""
+    if not tokenizer.chat_template:
+        return ""
+
+    def conversation() -> str:
+        try:
+            return templated(tokenizer, [("user", "Hello"), ("assistant", ANSWER), ("user", NEXT)])
+        except TemplateError:
+            return ""
+
+    return rendered([conversation])[0].partition(ANSWER)[2].partition(NEXT)[0]
 
 
 def _fold_system(messages: Sequence[Message]) -> list[Message]:

@@ -261,6 +261,14 @@ TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("a tokenizer of code", with_json("tokenizer_config.json", lambda old: old | EVIL),
      ("tokenizer_config.json", "auto_map")),
     ("special_tokens_map that is a list", with_file("special_tokens_map.json", "[]"), ("special_tokens_map.json",)),
+    *(
+        (f"generation_config with {what}", with_file("generation_config.json", json.dumps({"eos_token_id": value})),
+         ("generation_config.json", "eos_token_id", shown))
+        for what, value, shown in (
+            ("an end beyond the vocabulary", [1, 1344], "1,344 tokens"), ("an end as text", "</s>", "'</s>'"),
+            ("an end of true", True, "True"), ("ends in two lists", [[1], [2]], "[[1], [2]]"),
+        )
+    ),
     ("generation_config that is no JSON", with_file("generation_config.json", "x"), ("generation_config.json", "JSON")),
 )  # fmt: skip
 

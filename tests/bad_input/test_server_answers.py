@@ -78,7 +78,7 @@ def test_a_completion(data: st.DataObject, replacement: object, monkeypatch: pyt
     answers(monkeypatch, lambda _: body)
     engine = OpenAIEngine(asked(), RECORD, FP16_POLICY)
     with contextlib.suppress(*REFUSALS):
-        assert all(0 <= token < RECORD.vocab_size for token in engine.answer(PROMPT, 4, 0))
+        assert all(0 <= token < RECORD.vocab_size for token in engine.answer(PROMPT, 4, (0,)))
     with contextlib.suppress(*REFUSALS):
         shown = engine.forced(PROMPT, 7)
         values, mass = compare_shown(head_of_shown(shown, 7), shown, 7)

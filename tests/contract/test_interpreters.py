@@ -98,7 +98,7 @@ def test_requests_steps_and_answers_give_the_same_rows(engine: RequestEngine) ->
     assert engine.memory().live_tokens == len(TOKENS) + len(other) - 1
     engine.release(handles)
     assert engine.memory().pool_bytes == 0
-    (said,) = engine.generate([TOKENS], 5, None)
+    (said,) = engine.generate([TOKENS], 5, ())
     assert engine.forced([*TOKENS, *said], len(TOKENS)).argmax(1).tolist()[:-1] == said[1:], "unchanged by the forcing"
 
 

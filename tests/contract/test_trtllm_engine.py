@@ -52,9 +52,9 @@ def test_prompts_beyond_the_bound_start_together_so_that_the_library_has_all_of_
 ) -> None:
     engine = open_engine(bundles["fp8"], python)
     prompts, limits = [PROMPT, ANSWER, PROMPT[:3], ANSWER[:1], PROMPT[::-1]], [9, 2, 5, 12, 1]
-    alone = [engine.generate([prompt], limit, None)[0] for prompt, limit in zip(prompts, limits, strict=True)]
+    alone = [engine.generate([prompt], limit, ())[0] for prompt, limit in zip(prompts, limits, strict=True)]
     engine._call = call = Mock(wraps=engine._call)
-    assert engine.generate(prompts, limits, None, max_sequences=2) == alone
+    assert engine.generate(prompts, limits, (), max_sequences=2) == alone
     assert call.call_count == 2 * 2 + 1, "of each two the prompts, and then what they decode; the last one needs no step"
     assert engine.memory().live_tokens == 0
     engine.close()

@@ -116,7 +116,7 @@ def _prefixes(desk: _Desk) -> None:
 def _generated(desk: _Desk) -> None:
     """More prompts than sequences at once, of all lengths."""
     prompts = [desk.tokens(length) for length in (5, 66, 350, 12, 30, 700)]
-    desk.day.answers += desk.engine.generate(prompts, [40, 12, 6, 20, 3, 10], None, max_sequences=3)
+    desk.day.answers += desk.engine.generate(prompts, [40, 12, 6, 20, 3, 10], (), max_sequences=3)
 
 
 def _crowd(desk: _Desk) -> None:

@@ -160,7 +160,7 @@ def test_prompts_join_a_running_batch_between_captured_steps_and_say_what_forced
         EncodedSample(Sample(str(i), "joins", ""), tuple(story[7 * i : 7 * i + length]), (1,) * limit)
         for i, (length, limit) in enumerate(zip(lengths, limits, strict=True))
     ]
-    found = free_answers(engine, encoded, 2, Greedy(stop_token=-1, extra_tokens=0))
+    found = free_answers(engine, encoded, 2, Greedy(stop_tokens=(), extra_tokens=0))
     assert (found.tokens, found.contradictions) == (sum(limits), [])
     assert engine.memory().live_tokens == 0
     assert all(step._graph is not None for step in engine._passes.values())
@@ -182,7 +182,7 @@ def test_auto_is_the_gpu_whose_engine_generates_and_has_no_forced_decode_in_one_
     engine = open_backend(TorchConfig(name="torch", device="auto", threads=1)).load(bundles["fp8k_int4v"])
     assert isinstance(engine, KernelEngine)
     assert not engine.can(Engine.forced)
-    answers = engine.generate([[5, 6, 7], [8] * 90], 5, None)
+    answers = engine.generate([[5, 6, 7], [8] * 90], 5, ())
     assert [len(answer) for answer in answers] == [5, 5]
     assert engine.memory().live_tokens == 0
 

@@ -3,7 +3,7 @@
 Its logits depend on the whole history of the sequence, so that one wrong token changes all logits after it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,10 +22,10 @@ class CharTokenizer(BundleTokenizer):
     """One token a character; messages are joined with their roles."""
 
     def __init__(self) -> None:
-        self.eos_token_id = EOS
+        self.ends, self.end = (EOS,), EOS
 
-    def stop_token_id(self, _: object) -> int:
-        return EOS
+    def stop_tokens(self, _: object) -> tuple[int, ...]:
+        return self.ends
 
     def all_prompt_ids(self, samples: Sequence[Sample]) -> list[list[int]]:
         texts = (one.prompt or "".join(f"<{role}>{content}" for role, content in one.messages) for one in samples)
@@ -102,14 +102,14 @@ class FakeEngine(Engine):
     def _answer(
         self,
         continuations: Sequence[Continuation],
-        stop_token: int | None,
+        stop_tokens: Collection[int],
         max_sequences: int,  # noqa: ARG002  (it answers one prompt after the other, and prefills none)
         on_end: Callable[[int], None],
     ) -> None:
         for ended, one in enumerate(continuations, start=1):
             while len(one.tokens) < one.most_tokens:
                 token = int(self._logits(one.tokens, 1).argmax())
-                if token == stop_token:
+                if token in stop_tokens:
                     break
                 one.tokens.append(token)
             on_end(ended)

@@ -30,7 +30,7 @@ def watched(engine: Engine) -> dict[tuple[int, ...], bytes]:
 
 
 def alone(engine: Engine) -> list[list[int]]:
-    return [engine.generate([prompt], limit, None)[0] for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
+    return [engine.generate([prompt], limit, ())[0] for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
 
 
 @pytest.mark.parametrize(("name", "attention"), [("fp8", "graph"), ("ages", "native")])
@@ -44,6 +44,6 @@ def test_logits_of_the_embedded_engine_do_not_depend_on_who_else_is_live_bit_by_
     assert len(exact) == sum(LIMITS)
     for most in (2, 5, None):
         rows.clear()
-        assert engine.generate(PROMPTS * 3, LIMITS * 3, None, max_sequences=most) == expected * 3
+        assert engine.generate(PROMPTS * 3, LIMITS * 3, (), max_sequences=most) == expected * 3
         assert rows == exact
     assert engine.pool.in_use == (0, 0)

@@ -124,8 +124,8 @@ def test_a_planted_fault_of_a_full_pool_is_refused_and_the_requests_that_it_met_
 def test_generate_waits_for_room_and_answers_each_prompt_as_alone(decoder: Path, tmp_path: Path) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["int4"], max_pages=5)
     prompts = [list(item.prompt[:length]) for item, length in zip(samples(), (130, 60, 63, 126, 190, 1), strict=False)]
-    alone = [engine.generate([prompt], 70, None)[0] for prompt in prompts]
-    assert engine.generate(prompts, 70, None) == alone
+    alone = [engine.generate([prompt], 70, ())[0] for prompt in prompts]
+    assert engine.generate(prompts, 70, ()) == alone
     assert engine.pool.in_use == (0, 0)
 
 
@@ -133,5 +133,5 @@ def test_a_request_that_the_empty_pool_does_not_hold_is_refused(decoder: Path, t
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["int4"], max_pages=3)
     for prompts in ([[1] * 193], [[1] * 10, [1] * 190]):
         with pytest.raises(UserError, match="max_pages=3 is too small: 4 pages"):
-            engine.generate(prompts, 70, None)
+            engine.generate(prompts, 70, ())
         assert engine.pool.in_use == (0, 0)

@@ -83,7 +83,7 @@ def make(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def answered_alone(engine: Watched, prompts: list[list[int]]) -> list[list[int]]:
-    return [engine.generate([prompt], limit, None)[0] for prompt, limit in zip(prompts, LIMITS, strict=True)]
+    return [engine.generate([prompt], limit, ())[0] for prompt, limit in zip(prompts, LIMITS, strict=True)]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -92,7 +92,7 @@ def test_who_else_is_in_a_pass_changes_no_answer_no_logits_and_nothing_that_is_s
 ) -> None:
     """But for the order of sums, which rounds a few numbers of a second layer to their neighbours."""
     together, alone = make(*CASES[name]), make(*CASES[name])
-    answers = together.generate(prompts, LIMITS, None, max_sequences=2)
+    answers = together.generate(prompts, LIMITS, (), max_sequences=2)
     assert [len(answer) for answer in answers] == list(LIMITS)
     assert answers == answered_alone(alone, prompts)
     assert together.rows.keys() == alone.rows.keys()
@@ -113,7 +113,7 @@ def test_free_answers_of_a_batch_that_prompts_join_are_what_forced_decode_finds(
         EncodedSample(Sample(str(i), "joins", ""), tuple(prompt), (1,) * limit)
         for i, (prompt, limit) in enumerate(zip(prompts, LIMITS, strict=True))
     ]
-    found = free_answers(engine, encoded, 2, Greedy(stop_token=-1, extra_tokens=2))
+    found = free_answers(engine, encoded, 2, Greedy(stop_tokens=(), extra_tokens=2))
     assert (found.samples, found.tokens, found.contradictions) == (7, sum(LIMITS) + 7 * 2, [])
     assert any(max(sizes) > 1 and min(sizes) == 1 for sizes in engine.passes)
 
@@ -129,7 +129,7 @@ def test_a_token_that_is_behind_by_a_place_of_the_engines_type_contradicts_nothi
 
 def test_a_running_sequence_decodes_in_every_pass_of_a_prompt_that_joins(make: Any, prompts: list[list[int]]) -> None:
     engine = make()
-    engine.generate(prompts, LIMITS, None, max_sequences=2)
+    engine.generate(prompts, LIMITS, (), max_sequences=2)
     assert engine.passes[:6] == [[50, 5], [50, 1], [20, 1], [1, 1], [1, 1], [1, 1]]
     assert [1, 50] in engine.passes
     assert min(map(min, engine.passes)) == 1, "nobody waits"
@@ -147,6 +147,6 @@ def test_a_prompt_whose_keys_are_not_finite_is_refused_by_name_and_everything_is
     broken = [[*prompt, 7] if i == place else prompt for i, prompt in enumerate(prompts)]
     message = rf"key of layer 0, token {LENGTHS[place]} of sequence {place} is not finite as a float16"
     with pytest.raises(UserError, match=message):
-        engine.generate(broken, LIMITS, None, max_sequences=2)
+        engine.generate(broken, LIMITS, (), max_sequences=2)
     assert engine.memory().live_tokens == 0
     assert engine.cache.pages.used_count == engine.cache.buffers.used_count == 0

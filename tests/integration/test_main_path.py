@@ -112,7 +112,7 @@ def test_an_engine_build_leaves_a_bundle_that_needs_nothing_else(swept: Swept, t
 
     engine = Path(summary(swept[0])["candidates"][0]["engine"]["path"])
     moved = shutil.copytree(engine, tmp_path / "elsewhere")
-    assert load_engine(moved, threads=1).generate([[1, 2, 3]], 2, None)[0]
+    assert load_engine(moved, threads=1).generate([[1, 2, 3]], 2, ())[0]
 
 
 def test_the_page_of_a_job_that_promotes_does_not_say_that_the_job_is_missing(swept: Swept) -> None:

@@ -125,7 +125,7 @@ def test_layers_that_the_kernel_does_not_hold_keep_their_bodies_and_are_listed(
     override: dict[str, Any] = {"layers": (1,), "key": int2, "value": None}
     policy = KVPolicy.model_validate({"name": "mixed", "key": int4, "value": int4, "overrides": (override,)})
     engine = make_engine(decoder, tmp_path / "bundle", policy, attention="native")
-    engine.generate([[1, 2, 3]], 2, None)
+    engine.generate([[1, 2, 3]], 2, ())
     assert engine.attention == "native in 1 of 2 layers"
     (line, kept) = backend("native").describe(tmp_path / "bundle")
     assert line.endswith("in 1 of 2 layers")

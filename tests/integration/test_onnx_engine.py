@@ -58,5 +58,5 @@ def test_a_token_whose_key_is_not_finite_leaves_nothing_in_the_cache(decoder: Pa
     np.testing.assert_array_equal(engine.decode(fresh, [5, 6]), decoded)
     engine.release([*handles, *fresh])
     with pytest.raises(UserError, match="logits of sequence 5 after 3 tokens are not finite"):
-        engine.generate([[1, 2, 3]], 4, None)
+        engine.generate([[1, 2, 3]], 4, ())
     assert engine.memory().live_tokens == 0

@@ -53,7 +53,7 @@ def test_answers_and_logits_are_the_same_with_and_without_reuse(
         np.testing.assert_allclose(logits_of(reusing, prompt), logits_of(without, prompt), atol=ROUNDING)
     # three chunks of the second, one of the third, all four of the first again, three of the last: its last one is computed
     assert cache(reusing).reused_tokens == CHUNK * (3 + 1 + 4 + 3)
-    assert reusing.generate(prompts, 8, None) == without.generate(prompts, 8, None)
+    assert reusing.generate(prompts, 8, ()) == without.generate(prompts, 8, ())
     while cache(reusing).evict():
         pass
     assert reusing.pool.in_use == (0, 0)

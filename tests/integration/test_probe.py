@@ -153,7 +153,7 @@ def test_a_fault_where_samples_do_not_lead_is_named(
 
 def stop_tokens_ignored(engine: Any) -> None:
     generate = engine.generate
-    engine.generate = lambda prompts, limits, _, **options: generate(prompts, limits, None, **options)
+    engine.generate = lambda prompts, limits, _, **options: generate(prompts, limits, (), **options)
 
 
 def rows_by_handle(engine: Any) -> None:

@@ -97,7 +97,7 @@ def test_with_an_exact_cache_log_likelihoods_and_greedy_flags_are_those_of_trans
     batch_size: int, bundles: dict[str, Path], logits_after: Any
 ) -> None:
     model = lm(bundles["fp16"], batch_size=batch_size)
-    (greedy,) = model.engine.generate([tokens_of(model, *PAIRS[0])[0]], 3, None)
+    (greedy,) = model.engine.generate([tokens_of(model, *PAIRS[0])[0]], 3, ())
     pairs = [*PAIRS, (PAIRS[0][0], model.tokenizer.decode(greedy))]
     got = scored(model, pairs)
     wanted = [expected(logits_after, *tokens_of(model, *pair)) for pair in pairs]

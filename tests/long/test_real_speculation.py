@@ -72,7 +72,7 @@ def test_a_draft_checkpoint_takes_the_passes_of_assisted_generation(draft: Path)
     counts = {"copy": 4, "retrieval": 4, "tool_call": 4, "prose": 2}
     for sample in (sample for name, count in counts.items() for sample in generate(name, count, seed=3)):
         prompt = tokenizer.prompt_ids(sample)
-        said, passes = answered(target, prompt, tokenizer.eos_token_id, assistant_model=assistant)
+        said, passes = answered(target, prompt, tokenizer.end, assistant_model=assistant)
         assert draft_passes(drafter.greedy(prompt, said), said, PROPOSED) == passes
         tokens, counted = tokens + len(said), counted + passes
     assert 1.3 < tokens / counted < PROPOSED + 0.7  # neither a draft that is always wrong, nor one that is always right

@@ -146,7 +146,7 @@ def test_vllms_own_prompt_lookup_takes_the_passes_that_are_counted_for_its_answe
     assert sum(seen.passes) < 0.7 * 6 * 40
     assert seen.drafted > seen.accepted >= 6 * 40 - sum(seen.passes) > 0
     assert 0 < seen.drafts <= sum(seen.passes) - 6
-    plain = fp8.generate(prompts, 40, None)
+    plain = fp8.generate(prompts, 40, ())
     assert sum(a == b for a, b in zip(plain, seen.answers, strict=True)) >= 5
 
 

@@ -29,7 +29,7 @@ SAMPLES = [
 
 def exercised() -> Exercised:
     items = encode(SAMPLES, CharTokenizer(), 9)
-    events = decode(sharing_engine(SAMPLES, wrong=["wrong"]), items, 2, Greedy(EOS, 4))
+    events = decode(sharing_engine(SAMPLES, wrong=["wrong"]), items, 2, Greedy((EOS,), 4))
     return Exercised.merged([event.trace for event in events if isinstance(event, Finished)])
 
 
@@ -56,12 +56,12 @@ def test_a_trace_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
 def test_free_answers_that_forced_decode_contradicts_are_named() -> None:
     engine = fake_engine(SAMPLES)
     items = encode(SAMPLES, CharTokenizer(), 9)
-    sound = free_answers(engine, items, 2, Greedy(EOS, 4))
+    sound = free_answers(engine, items, 2, Greedy((EOS,), 4))
     assert (sound.samples, sound.contradictions) == (3, [])
     assert engine.live == 0
     generate = engine.generate
     engine.generate = lambda *given, **more: [[*answer[:1], 7, *answer[2:]] for answer in generate(*given, **more)]  # type: ignore[method-assign]
-    found = free_answers(engine, items, 2, Greedy(EOS, 4)).contradictions
+    found = free_answers(engine, items, 2, Greedy((EOS,), 4)).contradictions
     assert len(found) == 3
     assert found[0].startswith("sample short: after 1 free tokens it said 7, which forced decode finds")
 
@@ -84,15 +84,15 @@ def test_logits_over_a_reused_prefix_that_are_not_finite_have_no_distance() -> N
 def test_only_free_answers_that_decode_steps_did_not_give_are_forced() -> None:
     engine = fake_engine(SAMPLES)
     items = encode(SAMPLES, CharTokenizer(), 9)
-    given = engine.generate([item.prompt for item in items], 9, EOS)
+    given = engine.generate([item.prompt for item in items], 9, (EOS,))
     other = [*given[0][:1], 7, *given[0][2:]]
     with (
         patch.object(engine, "generate", lambda *_, **__: given),
         patch.object(engine, "decode", Mock(wraps=engine.decode)) as decode,
     ):
-        assert not free_answers(engine, items, 2, Greedy(EOS, 4), decoded=given).contradictions
+        assert not free_answers(engine, items, 2, Greedy((EOS,), 4), decoded=given).contradictions
         assert not decode.called
-        free_answers(engine, items, 2, Greedy(EOS, 4), decoded=[other, None, given[2]])
+        free_answers(engine, items, 2, Greedy((EOS,), 4), decoded=[other, None, given[2]])
     first_step = decode.call_args_list[0].args[1]
     assert first_step == [given[0][0], given[1][0]], "the first differs, and of the second nothing is known"
 

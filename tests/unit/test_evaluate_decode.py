@@ -49,7 +49,7 @@ def assert_same(one: Rows, other: Rows) -> None:
 
 
 def answers_of(engine: FakeEngine, items: list[EncodedSample], batch_size: int) -> dict[int, Finished]:
-    events = decode(engine, items, batch_size, Greedy(EOS, 4))
+    events = decode(engine, items, batch_size, Greedy((EOS,), 4))
     return {event.sample: event for event in events if isinstance(event, Finished)}
 
 
@@ -181,14 +181,14 @@ def test_answers_are_what_greedy_decode_from_the_prompt_gives(make: Any, batch_s
         answer = [int(engine.decode([handle], [item.prompt[-1]])[0].argmax())]
         while answer[-1] != EOS and len(answer) < len(item.reference) + 4:
             answer.append(int(engine.decode([handle], [answer[-1]])[0].argmax()))
-        return [token for token in answer if token != EOS]
+        return answer
 
     engine = make(SAMPLES, wrong=WRONG)
     finished = answers_of(engine, encoded(), batch_size)
     expected = {i: tuple(alone(item)) if item.judged else None for i, item in enumerate(encoded())}
     assert {i: event.answer for i, event in finished.items()} == expected
-    assert finished[0].answer != tuple(b"xy")
-    assert finished[1].answer == tuple(b"x")
+    assert finished[0].answer != (*b"xy", EOS)
+    assert finished[1].answer == (*b"x", EOS)
     assert engine.live == 0
     assert max(engine.widths) <= batch_size
 
@@ -204,7 +204,7 @@ def test_an_engine_that_forks_prefills_no_prompt_twice_and_decodes_no_token_of_t
 
 def test_the_logits_of_forced_decode_are_the_same_whether_answers_run_beside_it() -> None:
     alone = rows_of(fake_engine(SAMPLES, wrong=WRONG), encoded(), 3)
-    assert_same(alone, rows_of(sharing_engine(SAMPLES, wrong=WRONG), encoded(), 3, Greedy(EOS, 4)))
+    assert_same(alone, rows_of(sharing_engine(SAMPLES, wrong=WRONG), encoded(), 3, Greedy((EOS,), 4)))
 
 
 def test_logits_that_are_not_finite_are_no_token_and_end_an_answer() -> None:
@@ -243,7 +243,7 @@ def test_a_document_is_prefilled_once_and_released_with_its_last_question(batch_
     assert sorted(engine.extended) == sorted(item.prompt[73:-1] for item in items if item.prompt[73:-1])
     assert engine.live == 0
     assert engine.most_live <= 2 * batch_size + 1
-    right = {i: tuple(item.reference[:-1]) for i, item in enumerate(items) if item.sample.id != "one1"}
+    right = {i: item.reference for i, item in enumerate(items) if item.sample.id != "one1"}
     assert {i: finished[i].answer for i in right} == right
 
 

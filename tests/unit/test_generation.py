@@ -1,6 +1,7 @@
 """Greedy generation over any engine: who is in the batch when, and what is left when something fails."""
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -58,27 +59,29 @@ class HistoryEngine(Engine):
         return MemoryReport(0, 0, 0, 0, sum(map(len, self.sequences.values())))
 
 
-def one_by_one(stop: int | None = None) -> list[list[int]]:
+def one_by_one(*stops: int) -> list[list[int]]:
     engine = HistoryEngine()
-    return [engine.generate([prompt], limit, stop)[0] for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
+    return [engine.generate([prompt], limit, stops)[0] for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
 
 
 @pytest.mark.parametrize("most", [None, 1, 2, 5, 99])
 def test_answers_are_in_the_order_of_the_prompts_and_those_of_each_alone(most: int | None) -> None:
     engine, free = HistoryEngine(), one_by_one()
     assert [len(answer) for answer in free] == LIMITS
-    assert engine.generate(PROMPTS, LIMITS, None, max_sequences=most) == free
-    stop = free[4][3]
-    assert engine.generate(PROMPTS, LIMITS, stop, max_sequences=most) == one_by_one(stop)
+    assert engine.generate(PROMPTS, LIMITS, (), max_sequences=most) == free
+    stops = free[4][3], free[2][1]
+    stopped = one_by_one(*stops)
+    assert engine.generate(PROMPTS, LIMITS, stops, max_sequences=most) == stopped
+    assert stopped == [[*takewhile(lambda token: token not in stops, answer)] for answer in free]
     assert not engine.sequences
     counts: list[int] = []
-    engine.generate(PROMPTS, LIMITS, None, max_sequences=most, ended=counts.append)
+    engine.generate(PROMPTS, LIMITS, (), max_sequences=most, ended=counts.append)
     assert (counts == sorted(set(counts)), counts[-1]) == (True, len(PROMPTS))
 
 
 def test_the_place_of_a_sequence_that_ends_goes_to_the_next_prompt_before_anything_is_decoded() -> None:
     engine = HistoryEngine()
-    engine.generate(PROMPTS, LIMITS, None, max_sequences=2)
+    engine.generate(PROMPTS, LIMITS, (), max_sequences=2)
     last = max(number for number, (kind, _, _) in enumerate(engine.steps) if kind == "prefill")
     assert {live for kind, _, live in engine.steps[:last] if kind == "decode"} == {2}
     assert max(live for _, _, live in engine.steps) == 2
@@ -87,7 +90,7 @@ def test_the_place_of_a_sequence_that_ends_goes_to_the_next_prompt_before_anythi
 
 def test_without_a_bound_all_prompts_are_prefilled_at_once() -> None:
     engine = HistoryEngine()
-    engine.generate(PROMPTS, LIMITS, None)
+    engine.generate(PROMPTS, LIMITS, ())
     assert engine.steps[0] == ("prefill", 7, 7)
     assert [kind for kind, _, _ in engine.steps].count("prefill") == 1
 
@@ -98,7 +101,7 @@ def test_an_error_in_the_middle_is_raised_and_every_sequence_is_released(failing
     engine = HistoryEngine()
     engine.failures[fails_at] = failing
     with pytest.raises(type(failing), match=str(failing)):
-        engine.generate(PROMPTS, LIMITS, None, max_sequences=2)
+        engine.generate(PROMPTS, LIMITS, (), max_sequences=2)
     assert not engine.sequences
 
 
@@ -115,7 +118,7 @@ def test_an_error_in_the_middle_is_raised_and_every_sequence_is_released(failing
 )
 def test_what_makes_no_sense_is_refused_before_anything_is_computed(changes: dict[str, Any], message: str) -> None:
     engine = HistoryEngine()
-    asked: dict[str, Any] = {"prompts": PROMPTS, "max_new_tokens": LIMITS, "stop_token": None, "max_sequences": 2}
+    asked: dict[str, Any] = {"prompts": PROMPTS, "max_new_tokens": LIMITS, "stop_tokens": (), "max_sequences": 2}
     with pytest.raises(UserError, match=message):
         engine.generate(**asked | changes)
     assert engine.steps == []

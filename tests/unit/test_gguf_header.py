@@ -99,6 +99,7 @@ def test_every_type_of_tensor_is_one_that_the_package_dequantizes_in_these_sizes
         ({"tokenizer__ggml__token_type": [1]}, "tokenizer.ggml.token_type must be"),
         ({"tokenizer__ggml__eos_token_id": 99_999}, "tokenizer.ggml.eos_token_id=99999 is none of its"),
         ({"tokenizer__ggml__eos_token_id": None}, "tokenizer.ggml.eos_token_id is missing"),
+        ({"tokenizer__ggml__eot_token_id": 99_999}, "tokenizer.ggml.eot_token_id=99999 is none of its"),
         ({"tokenizer__ggml__bos_token_id": None, "tokenizer__ggml__add_bos_token": True}, "texts begin with BOS"),
     ],
     ids=lambda value: "" if isinstance(value, str) else ",".join(f"{key}={str(values)[:16]}" for key, values in value.items()),

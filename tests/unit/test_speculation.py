@@ -116,7 +116,7 @@ def test_both_engines_answers_are_counted_and_the_report_sums_them(tmp_path: Pat
         if sample.check == "none":
             assert by_id[sample.id].acceptance == {}
             continue
-        said = [*tokenizer.text_ids(sample.reference), tokenizer.eos_token_id]
+        said = [*tokenizer.text_ids(sample.reference), tokenizer.end]
         passes = lookup_passes(tokenizer.prompt_ids(sample), said, 10, 3)
         counts = by_id[sample.id].acceptance["lookup"]
         assert (counts.baseline_tokens, counts.baseline_passes) == (len(said), passes)

@@ -63,9 +63,9 @@ def test_few_shot_text_ends_an_answer_as_it_ends_a_line(tmp_path: Path) -> None:
     pages, tiny = builtin_workloads(samples={"lookup": 1}), builtin_workloads(samples={"copy": 1})
     base, chat = BundleTokenizer(another(tmp_path / "base", template=False)), BundleTokenizer(TINY)
     (line,) = base.text_ids("\n")
-    assert (base.stop_token_id(pages), base.stop_token_id(tiny)) == (line, base.eos_token_id)
-    assert chat.stop_token_id(pages) == chat.eos_token_id
-    (item,) = encode(generate("lookup", 1, seed=0, split="evaluation"), base, 192, base.stop_token_id(pages))
+    assert (base.stop_tokens(pages), base.stop_tokens(tiny)) == ((line, *base.ends), base.ends)
+    assert chat.stop_tokens(pages) == chat.ends
+    (item,) = encode(generate("lookup", 1, seed=0, split="evaluation"), base, 192, base.stop_tokens(pages)[0])
     assert item.reference[-1] == line
     assert base.text(item.prompt).endswith("assistant: ")
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -134,14 +134,14 @@ class RequestEngine(Engine):
     def _answer(
         self,
         continuations: Sequence[Continuation],
-        stop_token: int | None,
+        stop_tokens: Collection[int],
         max_sequences: int,
         on_end: Callable[[int], None],
     ) -> None:
         """As Engine's, but prompts start together where all before them have ended: a request that joins is alone."""
         for begin in range(0, len(continuations), max_sequences):
             group = continuations[begin : begin + max_sequences]
-            super()._answer(group, stop_token, max_sequences, partial(_after, begin, on_end))
+            super()._answer(group, stop_tokens, max_sequences, partial(_after, begin, on_end))
 
     def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
         states = [self._sequences[handle] for handle in sequences]

@@ -57,7 +57,7 @@ def load_engine(
 
     Example:
         >>> engine = load_engine(Path("bundle"), threads=2)  # doctest: +SKIP
-        >>> engine.generate([[1, 2, 3]], max_new_tokens=8, stop_token=None)  # doctest: +SKIP
+        >>> engine.generate([[1, 2, 3]], max_new_tokens=8, stop_tokens=())  # doctest: +SKIP
     """
     check_positive(threads=threads, max_pages=max_pages, prefill_chunk=prefill_chunk)
     described, policy, scales = open_bundle(bundle)

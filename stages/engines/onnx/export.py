@@ -16,13 +16,12 @@ from onnx.helper import get_node_attr_value
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pipeline.artifacts.digest import file_digest
-from pipeline.artifacts.files import link_or_copy
 from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
 from pipeline.checkpoint.families import ARCHITECTURES
-from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.records import Progress, give_back
 from pipeline.formats.body import DOMAIN
 from stages.checkpoints import load_causal_lm
+from stages.engines.bundle import copy_tokenizer
 from stages.engines.onnx.bundle import SKELETON_NODE, WEIGHTS_FILE
 from stages.engines.onnx.weights import store_weights
 from stages.engines.oracle.model import asked_of, head, no_mask
@@ -60,9 +59,7 @@ def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, 
     assert windows == {n: info.shape.window(n) for n in range(info.shape.layers)}, "transformers reads config.json so"
     described = _describe(info, out, compute_dtype, nodes)
     (out / "model.json").write_text(json.dumps(described, indent=1, sort_keys=True) + "\n")
-    for name in info.other_files:
-        if name in TOKENIZER_FILES:
-            link_or_copy(checkpoint / name, out / name)
+    copy_tokenizer(checkpoint, out)
 
 
 def _attention_node(

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,11 +105,12 @@ class OpenAIEngine:
             raise MissingRequirement(f"{where}: its probabilities sum to more than one; serve with a server whose do not")
         return Shown(logp, completion.usage.prompt_tokens, completion.cached_tokens)
 
-    def answer(self, prompt: Sequence[int], max_new_tokens: int, stop_token: int) -> list[int]:
-        """Return a greedy continuation without the stop token."""
+    def answer(self, prompt: Sequence[int], max_new_tokens: int, stop_tokens: Collection[int]) -> list[int]:
+        """Return a greedy continuation up to the first stop token, which the last token is if the server shows it."""
         completion = self._complete(prompt, max_new_tokens, 1)
         tokens = [token_id(name, self.vocab_size, self._where) for name in completion.logprobs.tokens]
-        return tokens[: tokens.index(stop_token)] if stop_token in tokens else tokens
+        ends = (place for place, token in enumerate(tokens, start=1) if token in stop_tokens)
+        return tokens[: next(ends, None)]
 
     def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> ServedTimes:
         """Return the times of a load: each prompt alone for one token, then all of them at once for one and for all tokens."""

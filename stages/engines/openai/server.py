@@ -1,7 +1,6 @@
 """Records a server: asks what it says of itself, and checks that it can be judged before any sample is sent."""
 
 import math
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,10 @@ from pydantic import ValidationError
 
 from pipeline.artifacts.digest import file_digest
 from pipeline.checkpoint.description import inspect_checkpoint
-from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.errors import MissingRequirement, UserError, short
 from pipeline.core.kv import POLICY_FILE, KVPolicy
 from stages.checkpoints import load_tokenizer
-from stages.engines.bundle import write_bundle
+from stages.engines.bundle import copy_tokenizer, write_bundle
 from stages.engines.openai.client import Client, Refused
 from stages.engines.openai.config import OpenAIConfig
 from stages.engines.openai.engine import COMPLETIONS, OpenAIEngine, ServerRecord
@@ -94,9 +92,7 @@ def write_server(facts: Mapping[str, Any], config: OpenAIConfig, checkpoint: Pat
     where = client.where
     _check_cache(facts["says"], where, policy)
     (out / POLICY_FILE).write_text(policy.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    for name in TOKENIZER_FILES:
-        if (checkpoint / name).is_file():
-            shutil.copyfile(checkpoint / name, out / name)
+    copy_tokenizer(checkpoint, out)
     record = ServerRecord(
         backend=config.name,
         files={path.name: file_digest(path) for path in sorted(out.iterdir())},

@@ -47,7 +47,7 @@ class Finished:
 
     sample: int
     answer: tuple[int, ...] | None
-    """The greedy answer without the stop token; None when no answer was asked for."""
+    """The greedy answer with the stop token that ended it; None when no answer was asked for."""
     trace: Exercised
     """What it took the engine through."""
 
@@ -56,16 +56,17 @@ class Finished:
 class Greedy:
     """How answers end."""
 
-    stop_token: int
+    stop_tokens: tuple[int, ...]
+    """Tokens that end an answer; the first one ends references."""
     extra_tokens: int
     """An answer may be this much longer than its reference."""
 
     def add(self, answer: list[int], token: int, item: EncodedSample) -> bool:
         """Append the next token to an answer; return whether the answer has ended."""
-        if token in (self.stop_token, NOT_FINITE):
+        if token == NOT_FINITE:
             return True
         answer.append(token)
-        return len(answer) >= self.limit(item)
+        return token in self.stop_tokens or len(answer) >= self.limit(item)
 
     def limit(self, item: EncodedSample) -> int:
         """Return the most tokens of an answer to a sample."""
@@ -75,13 +76,14 @@ class Greedy:
         """Return the most tokens of a sequence that a sample's reference or answer makes."""
         return len(item.prompt) + max(len(item.reference), self.limit(item))
 
-    def followed(self, item: EncodedSample) -> tuple[int, ...]:
-        """Return the answer of an engine that finds every forced token most likely, which a cut one may end without a stop."""
-        return item.reference[:-1] if item.reference[-1] == self.stop_token else item.reference
+    def words(self, answer: Sequence[int]) -> list[int]:
+        """Return an answer without the stop token that ended it."""
+        return list(answer[:-1] if answer and answer[-1] in self.stop_tokens else answer)
 
     def said(self, answer: Sequence[int], item: EncodedSample) -> list[int]:
-        """Return all tokens of a finished answer: with the stop token, unless it was cut."""
-        return [*answer, self.stop_token] if len(answer) < self.limit(item) else list(answer)
+        """Return all tokens of a finished answer: with a stop token if the engine did not show which one ended it."""
+        cut = len(answer) >= self.limit(item) or self.words(answer) != list(answer)
+        return list(answer) if cut else [*answer, self.stop_tokens[0]]
 
 
 def most_likely(logits_BV: Logits) -> list[int]:
@@ -209,7 +211,7 @@ class Batch:
         item, answer = self.encoded[sample], None
         if self.greedy is not None and item.judged:
             own = self.answers.pop(sample, None)
-            answer = self.greedy.followed(item) if own is None else tuple(own)
+            answer = item.reference if own is None else tuple(own)
         return Finished(sample, answer, self.traces.pop(sample))
 
 

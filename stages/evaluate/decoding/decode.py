@@ -137,7 +137,7 @@ def _then_answers(
         elif event.sample in deviating:
             deviating[event.sample] = event
         else:
-            yield replace(event, answer=greedy.followed(encoded[event.sample]))
+            yield replace(event, answer=encoded[event.sample].reference)
     forced = {i: event for i, event in deviating.items() if event is not None}
     for event in FreeBatch(engine, encoded, batch_size, greedy).run(list(forced)):
         if isinstance(event, Finished):

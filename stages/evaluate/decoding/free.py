@@ -41,7 +41,7 @@ def free_answers(
             that has its answer.
         greedy: How answers end.
         progress: Called with the answers that were given or forced, and twice as many as there are samples.
-        decoded: The answers of the same engine by decode steps, without the stop token; None where it gave none.
+        decoded: The answers of the same engine by decode steps; None where it gave none.
     """
 
     def update(done: int) -> None:
@@ -53,20 +53,22 @@ def free_answers(
     prompts = [item.prompt for item in encoded]
     at_once = min(batch_size, max(1, 2 * len(encoded) // 3))  # some wait, and join
     try:
-        answers = engine.generate(prompts, limits, greedy.stop_token, max_sequences=at_once, ended=update)
+        answers = engine.generate(prompts, limits, greedy.stop_tokens, max_sequences=at_once, ended=update)
     except UserError as error:
         return FreeAnswers(samples=len(encoded), tokens=0, contradictions=[f"generate: {error}"])
     contradictions = []
     words = [greedy.said(answer, item) for item, answer in zip(encoded, answers, strict=True)]
-    known = [tuple(answer) if answer is not None else None for answer in decoded] or [None] * len(encoded)
+    known = [greedy.words(answer) if answer is not None else None for answer in decoded] or [None] * len(encoded)
     # Requests of an engine that serves whole ones show no logits of the prompt, which say the first token.
     skipped = 1 if engine.can(Engine.forced_together) else 0
-    left = [i for i, said in enumerate(words) if len(said) > skipped and tuple(answers[i]) != known[i]]
+    left = [i for i, said in enumerate(words) if len(said) > skipped and answers[i] != known[i]]
     for begin in range(0, len(left), batch_size):
         together = left[begin : begin + batch_size]
         rows = _forced(engine, [(encoded[i].prompt, words[i][:-1]) for i in together])
         for done, (i, logits_BV) in enumerate(zip(together, rows, strict=True), 2 * len(encoded) - len(left) + begin):
             update(done)
+            if len(words[i]) > len(answers[i]):  # `generate` does not tell which of the stop tokens ended an answer
+                words[i][-1] = max(greedy.stop_tokens, key=logits_BV[-1].__getitem__)
             found = contradiction(engine, logits_BV, words[i][skipped:])
             if found is not None:
                 first, gap = found

@@ -28,7 +28,7 @@ class SampleResult:
     statistics: StepStatistics
     """Of its reference tokens."""
     answer: tuple[int, ...] | None
-    """The greedy answer without the stop token; None for a sample that is not judged."""
+    """The greedy answer with the stop token that ended it; None for a sample that is not judged."""
     missed: Array
     """KL over the vocabulary, less that over the head, of each token whose whole distribution is known."""
     trace: Exercised

@@ -38,7 +38,7 @@ class Answer:
     text: str
     judgement: Judgement
     tokens: tuple[int, ...] = ()
-    """Without the stop token."""
+    """With the stop token that ended it; without one if the answer was cut."""
     passes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Drafter -> the tokens of the answer, the stop token included, and the passes that an engine says them with."""
 
@@ -50,11 +50,11 @@ def labelled(progress: Progress, prefix: str) -> Progress:
 
 def greedy_of(tokenizer: BundleTokenizer, config: WorkloadsConfig) -> Greedy:
     """Return how answers end."""
-    return Greedy(tokenizer.stop_token_id(config), config.extra_new_tokens)
+    return Greedy(tokenizer.stop_tokens(config), config.extra_new_tokens)
 
 
 def judged_answers(
-    encoded: Sequence[EncodedSample], results: Sequence[SampleResult], tokenizer: BundleTokenizer
+    encoded: Sequence[EncodedSample], results: Sequence[SampleResult], tokenizer: BundleTokenizer, greedy: Greedy
 ) -> list[Answer | None]:
     """Judge the answers; None for a sample that is not judged."""
     answers: list[Answer | None] = []
@@ -62,7 +62,7 @@ def judged_answers(
         if result.answer is None:
             answers.append(None)
         else:
-            text = tokenizer.text(result.answer)
+            text = tokenizer.text(greedy.words(result.answer))
             answers.append(Answer(text, judge(item.sample, text), result.answer))
     return answers
 

@@ -4,17 +4,19 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from pipeline.checkpoint.ends import named_ends
 from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS
 from pipeline.core.records import Sample
 from pipeline.core.workloads import WorkloadsConfig
 from stages.checkpoints import load_tokenizer
 from stages.evaluate.inputs.rounds import assign_rounds
-from stages.workloads.prompts import all_prompt_ids
+from stages.workloads.prompts import after_answer, all_prompt_ids
 
 UNLIMITED = 1 << 62
 TEMPLATE_BYTES = 512
@@ -32,12 +34,21 @@ class BundleTokenizer:
         self._tokenizer.model_max_length = UNLIMITED  # else it warns; how long a sequence may be, `check_lengths` says
         if self._tokenizer.eos_token_id is None:
             raise UserError(f"model.path: the tokenizer in {directory} has no eos_token; set it in tokenizer_config.json")
-        self.eos_token_id: int = self._tokenizer.eos_token_id
+        self.ends: tuple[int, ...] = tuple(dict.fromkeys([self._tokenizer.eos_token_id, *named_ends(directory)]))
+        """Tokens that end an answer: the tokenizer's eos, and those that generation_config.json and config.json name."""
 
-    def stop_token_id(self, config: WorkloadsConfig) -> int:
-        """Return the token that ends an answer: eos; where a model without a chat template reads lines, the end of the line."""
+    @cached_property
+    def end(self) -> int:
+        """The token that ends a reference: the end that the chat template writes after an answer, or eos."""
+        return next((token for token in self.text_ids(after_answer(self._tokenizer)) if token in self.ends), self.ends[0])
+
+    def stop_tokens(self, config: WorkloadsConfig) -> tuple[int, ...]:
+        """Return the tokens that end an answer, first the one that ends references.
+
+        That is the end of the line if a model without a chat template reads lines.
+        """
         line = [] if self._tokenizer.chat_template or not config.answers_are_lines else self.text_ids("\n")
-        return line[0] if len(line) == 1 else self.eos_token_id
+        return tuple(dict.fromkeys([line[0] if len(line) == 1 else self.end, *self.ends]))
 
     def all_prompt_ids(self, samples: Sequence[Sample]) -> list[list[int]]:
         """Return the ids of each conversation up to the assistant's turn, or of each raw prompt with its special tokens."""
@@ -119,13 +130,13 @@ def encode(
         samples: The samples.
         tokenizer: The tokenizer of the engine bundle.
         max_scored_tokens: References that are not judged are cut to this many tokens.
-        stop: What ends an answer, `stop_token_id`; None is eos.
+        stop: The token that ends a judged reference; None is the tokenizer's `end`.
 
     Raises:
         UserError: A prompt has fewer than two tokens (the last one must go through the decode path), or a reference has
             none.
     """
-    encoded, stop = [], tokenizer.eos_token_id if stop is None else stop
+    encoded, stop = [], tokenizer.end if stop is None else stop
     for sample, prompt in zip(samples, tokenizer.all_prompt_ids(samples), strict=True):
         reference = tokenizer.text_ids(sample.reference)
         if len(prompt) < 2 or not reference:
@@ -245,5 +256,5 @@ def encode_rounds(samples: Sequence[Sample], tokenizer: BundleTokenizer, config:
     """Encode the samples of an evaluation and divide them into rounds. Raises what `encode` raises."""
     rounds = enumerate(assign_rounds(samples, config.rounds), start=1)
     numbers = {sample.id: number for number, chosen in rounds for sample in chosen}
-    items = encode(samples, tokenizer, config.max_scored_tokens, tokenizer.stop_token_id(config))
+    items = encode(samples, tokenizer, config.max_scored_tokens, tokenizer.stop_tokens(config)[0])
     return Encoded(items, [numbers[sample.id] for sample in samples], workloads_digest(items))

@@ -106,7 +106,7 @@ def ask(
     count = len(item.reference)
     statistics, seen, own = StepStatistics.empty(count), np.full((count, 3), np.nan), []
     judged = greedy is not None and item.judged
-    answer = engine.answer(item.prompt, greedy.limit(item), greedy.stop_token) if judged and greedy else None
+    answer = engine.answer(item.prompt, greedy.limit(item), greedy.stop_tokens) if judged and greedy else None
     contradiction, agrees = None, True
     if answer is None:
         engine.forced(item.prompt, item.reference[0])
@@ -120,7 +120,8 @@ def ask(
         seen[position] = mass, shown.prompt_tokens, np.nan if shown.cached_tokens is None else shown.cached_tokens
         own.append(head)
         if answer is not None and agrees and greedy is not None:
-            said = answer[position] if position < len(answer) else greedy.stop_token
+            ends = (token for token in _likely(shown) if token in greedy.stop_tokens)
+            said = answer[position] if position < len(answer) else next(ends, greedy.stop_tokens[0])
             behind = max(shown.logp.values()) - shown.logp.get(said, -np.inf)
             if not behind <= TIE:
                 contradiction = (

@@ -280,7 +280,7 @@ def lengths(stage: Stage) -> None:
 
 
 def answers(stage: Stage) -> None:
-    """Free answers: a long one, many that wait, equal prompts with other limits, equal first pages, and a stop token."""
+    """Free answers: a long one, many that wait, equal prompts with other limits, equal first pages, and two stop tokens."""
     most = min(LONGEST_ANSWER, stage.max_tokens - 50)
     if most < PAGE_TOKENS:
         return
@@ -293,9 +293,10 @@ def answers(stage: Stage) -> None:
     page = stage.draw(min(PAGE_TOKENS, most))
     alike = [stage.actor("prompts with one first page", [*page, *stage.draw(9)]) for _ in range(3)]
     stage.ask(alike, [6] * len(alike))
+    other = next(token for token in range(stage.engine.vocab_size) if token not in {*short, *said})
     for actor, stop, limit in ((again, short[:1], 10), (long, said[-1:], most)):
         if stop:
-            stage.ask([actor], [limit], stop[0])
+            stage.ask([actor], [limit], [other, *stop])
 
 
 SCENES = (

@@ -198,17 +198,20 @@ class Stage:
         return branch
 
     def ask(
-        self, actors: Sequence[Actor], limits: Sequence[int], stop: int | None = None, at_once: int | None = None
+        self, actors: Sequence[Actor], limits: Sequence[int], stops: Sequence[int] = (), at_once: int | None = None
     ) -> list[list[int]]:
-        """Let the engine answer prompts freely, and return the answers. Their tokens are checked when the scenario ends."""
+        """Let the engine answer prompts freely, and return the answers. Their tokens are checked when the scenario ends.
+
+        Of several stop tokens the last one is expected.
+        """
         at_once = at_once or self.largest
-        answers = self.engine.generate([actor.prompt for actor in actors], limits, stop, max_sequences=at_once)
+        answers = self.engine.generate([actor.prompt for actor in actors], limits, stops, max_sequences=at_once)
         self.requests += len(actors)
         for actor, answer, limit in zip(actors, answers, limits, strict=True):
-            stopped = [] if stop is None or len(answer) >= limit else [stop]
+            stopped = [] if len(answer) >= limit else list(stops[-1:])
             if (len(answer) + len(stopped) < limit and not stopped) or len(answer) > limit:
                 self._fail_answer(actor, f"{len(answer)} tokens instead of {limit}")
-            if stop in answer:
+            if not set(answer).isdisjoint(stops):
                 self._fail_answer(actor, "the stop token, and more,")
             if answer or stopped:
                 self.answers.append((actor.role, actor.prompt, [*answer, *stopped]))

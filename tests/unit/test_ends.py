@@ -1,0 +1,118 @@
+"""The tokens that end an answer: where they are named, and that every reader of answers ends at each of them."""
+
+import json
+import shutil
+from itertools import repeat
+from pathlib import Path
+
+import numpy as np
+import pytest
+from evaluations import builtin_workloads
+from fake_engine import EOS, CharTokenizer, FakeEngine, OnePassFake, SharingFake, fake_engine
+from gguf_files import TOKENS, bpe_metadata, random_model, write_gguf
+from judged_engine import TINY
+
+from pipeline.checkpoint.ends import named_ends
+from pipeline.core.records import Sample
+from pipeline.gguf.model import inspect_gguf
+from stages.engines.bundle import copy_tokenizer
+from stages.evaluate.decoding.batches import Finished, Greedy
+from stages.evaluate.decoding.decode import decode
+from stages.evaluate.decoding.free import free_answers
+from stages.evaluate.decoding.results import SampleResult
+from stages.evaluate.decoding.rows import judged_answers
+from stages.evaluate.distances.distance import StepStatistics
+from stages.evaluate.inputs.tokens import BundleTokenizer, encode
+from stages.evaluate.measure import in_own_words
+from stages.gguf.convert import convert_gguf
+
+PAD, END, USER = 5, 1, 3
+TOOL_CALL = 4
+"""Another end of the fake model, which its references do not have."""
+GREEDY = Greedy((EOS, TOOL_CALL), 4)
+SAMPLES = [Sample(id=name, workload="w", prompt=name * 3, reference=f"answer {name}", check="exact") for name in "abc"]
+
+
+def checkpoint(directory: Path, generation: object, config: object, **tokenizer: object) -> Path:
+    """Copy the tiny model's checkpoint with other ends, and other keys in tokenizer_config.json."""
+    shutil.copytree(TINY, directory)
+    ends = {"generation_config.json": {"eos_token_id": generation}, "config.json": {"eos_token_id": config}}
+    for name, changes in {**ends, "tokenizer_config.json": tokenizer}.items():
+        content = json.loads((directory / name).read_text()) | changes
+        (directory / name).write_text(json.dumps(content))
+    (directory / "special_tokens_map.json").unlink()
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [([PAD, END], None, (PAD, END)), (END, [PAD, END], (END, PAD)), (None, END, (END,)), ([-1, END], [], (END,))],
+)
+def test_both_files_name_ends(generation: object, config: object, expected: tuple[int, ...], tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model", generation, config)
+    assert named_ends(folder) == expected
+    (tmp_path / "bundle").mkdir()
+    copy_tokenizer(folder, tmp_path / "bundle")
+    assert named_ends(tmp_path / "bundle") == expected
+    (folder / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": USER}}))
+    assert named_ends(folder)[-1] == USER
+
+
+NEXT_TURN_ENDS = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}<|assistant|>"
+TURN_ENDS = NEXT_TURN_ENDS.replace("{% endfor", "<|end|>{% endfor")
+
+
+@pytest.mark.parametrize(
+    ("template", "ends", "first"),
+    [
+        (TURN_ENDS, [PAD, END], END),  # the eos is another token than the one that ends a turn, as in Gemma and Phi
+        (NEXT_TURN_ENDS, [PAD, USER], USER),  # the next turn's first token ends a turn, as in GLM-4
+        ("{{ messages[0]['content'] }}", [PAD, END], PAD),
+        ("{{ messages[1] and raise_exception('one turn') }}{{ messages[0]['content'] }}", [PAD, END], PAD),
+    ],
+)
+def test_a_reference_ends_as_the_chat_template_ends_a_turn(template: str, ends: list[int], first: int, tmp_path: Path) -> None:
+    read = BundleTokenizer(checkpoint(tmp_path / "model", ends, PAD, eos_token="<|pad|>", chat_template=template))
+    stops = read.stop_tokens(builtin_workloads(samples={"copy": 1}))
+    assert (stops[0], set(stops), set(read.ends)) == (first, set(ends), set(ends))
+    sample = Sample(id="s", workload="w", messages=(("user", "Hi"),), reference="04", check="exact")
+    assert encode([sample], read, 9)[0].reference[-1] == first
+
+
+def ends_differently(engine: FakeEngine) -> FakeEngine:
+    """Let the engine end every answer with TOOL_CALL."""
+    engine.answers = {prompt: (*answer[:-1], TOOL_CALL) for prompt, answer in engine.answers.items()}
+    return engine
+
+
+@pytest.mark.parametrize("kind", [FakeEngine, OnePassFake, SharingFake])
+def test_an_answer_ends_at_any_stop_token_and_keeps_it(kind: type[FakeEngine]) -> None:
+    items = encode(SAMPLES, CharTokenizer(), 9)
+    engine = ends_differently(kind(fake_engine(SAMPLES).answers))
+    answers = {event.sample: event.answer for event in decode(engine, items, 2, GREEDY) if isinstance(event, Finished)}
+    assert [answers[i] for i in range(3)] == [(*item.reference[:-1], TOOL_CALL) for item in items]
+    found = free_answers(engine, items, 2, GREEDY, decoded=[answers[0], None, None])
+    assert (found.samples, found.contradictions) == (3, [])
+
+
+def test_a_right_answer_with_another_end_is_scored_with_its_own() -> None:
+    items = encode(SAMPLES, CharTokenizer(), 9)
+    unlikely = StepStatistics(*repeat(np.full(len(items[0].reference), 9.0), 6))
+    answers = [(*item.reference[:-1], TOOL_CALL) for item in items]
+    results = [SampleResult(unlikely, answer, np.zeros(0), None) for answer in answers]  # type: ignore[arg-type]
+    judged = judged_answers(items, results, CharTokenizer(), GREEDY)
+    assert [one.text for one in judged if one] == [sample.reference for sample in SAMPLES]
+    instead = in_own_words(items, results, judged, GREEDY)
+    assert [instead[i].reference for i in range(3)] == answers
+
+
+def test_the_ends_of_a_gguf_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    keys = bpe_metadata()
+    tokens = [*TOKENS[:-1], "<|eot_id|>"]
+    keys |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.eom_token_id": 4}
+    gguf = write_gguf(tmp_path / "model.gguf", "Llama", random_model("Llama"), **keys)
+    ends = inspect_gguf(gguf).vocabulary.ends
+    assert (ends[:3], ends[-1]) == ((2, 3, 4), len(tokens) - 1)
+    (tmp_path / "out").mkdir()
+    convert_gguf(gguf, tmp_path / "out", progress=lambda *_: None)
+    assert BundleTokenizer(tmp_path / "out").ends == ends
