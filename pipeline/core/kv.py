@@ -270,6 +270,19 @@ class KVPolicy(StrictModel):
         """Return the pages of the pool that a cache of `length` tokens holds."""
         return page_count(self.kept_tokens(length, shape))
 
+    @property
+    def takes_effect(self) -> dict[str, int]:
+        """Return the keys that change nothing in short sequences, each with the tokens of the shortest that it changes."""
+        tokens: dict[str, int] = {}
+        if self.exact_tokens and self.quantized:
+            tokens["kv.recent_tokens" if self.recent_tokens else "kv.sink_tokens"] = self.exact_tokens + 1
+        if self.window is not None:
+            tokens["kv.window.tokens"] = self.window.tokens + PAGE_TOKENS
+        if self.eviction is not None:
+            kept = self.eviction.sink_tokens + self.eviction.heavy_tokens + self.eviction.window_tokens
+            tokens["kv.eviction.window_tokens"] = kept + (1 if self.eviction.heavy_tokens else PAGE_TOKENS)
+        return tokens
+
     def check_shape(self, shape: KVShape) -> None:
         """Raise UserError when a format does not fit the model's heads, an override its layers, or an eviction its windows."""
         if self.eviction is not None and shape.windows:

@@ -277,6 +277,8 @@ class EvaluationReport(Record):
 
     schema_version: int
     policy: str
+    takes_effect: dict[str, int] = Field(default={})
+    """Keys of the policy that change nothing in short sequences -> tokens of the shortest sequence that they change."""
     engine_digest: str
     baseline_digest: str
     workloads_digest: str

@@ -76,6 +76,7 @@ def join(
     report = EvaluationReport(
         schema_version=SCHEMA_VERSION,
         policy=first.policy,
+        takes_effect=first.takes_effect,
         engine_digest=engine,
         baseline_digest=baseline,
         workloads_digest=encoded.digest,

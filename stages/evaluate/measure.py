@@ -137,6 +137,7 @@ def measure(
             samples_digest=digest,
             vocab_size=subject.vocab_size,
             policy=subject.policy.name,
+            takes_effect=subject.policy.takes_effect,
             missed=[finite(kl) for result in results for kl in result.missed.tolist()],
             right_answers={item.sample.id: list(item.reference) for item in scored if item.replaced and heads is None},
             **subject.seen(results, named),

@@ -56,6 +56,27 @@ def planned_workloads(evidence: Evidence, _: thresholds.Limits) -> Iterator[Chec
             yield Check(gate="planned_workloads", where=name, value=0, status="INCONCLUSIVE", reason=reason)
 
 
+UNSEEN = {"kv.eviction": "nothing was evicted", "kv.window": "no token left the window"}
+
+
+@gate(
+    thresholds.Limits,
+    {"takes_effect": Line("Long enough", "tokens of the longest sample", per="all", samples_decide=False)},
+    rank=39,
+)
+def takes_effect(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
+    """INCONCLUSIVE if the policy evicts, ages or rounds tokens only in sequences longer than every sample."""
+    longest = max((row.context_tokens + row.scored_tokens - 1 for row in evidence.rows), default=0)
+    tokens, key = max(((tokens, key) for key, tokens in evidence.report.takes_effect.items()), default=(0, ""))
+    if longest < tokens:
+        unseen = UNSEEN.get(key.rpartition(".")[0], "every token was kept exact")
+        reason = (
+            f"all: {unseen}: the longest sample has {longest:,} tokens, {key} takes effect from {tokens:,} tokens on; ask "
+            f"samples that long, or lower {key}"
+        )
+        yield Check(gate="takes_effect", where="all", value=longest, threshold=tokens, status="INCONCLUSIVE", reason=reason)
+
+
 @gate(Limits, {"noise_floor": Line("A/A noise", "distance of an engine from itself", per="engine")}, rank=31)
 def noise_floor(evidence: Evidence, limits: Limits) -> Iterator[Check]:
     """INCONCLUSIVE where a KL threshold is not above an engine's KL to itself, or where that is unknown."""

@@ -39,6 +39,8 @@ class Measured(BaseModel):
     samples_digest: str
     vocab_size: int
     policy: str
+    takes_effect: dict[str, int] = {}
+    """See KVPolicy."""
     missed: list[float | None]
     """KL over the vocabulary, less that over the head, of each token whose whole distribution is known."""
     coverage: Exercised | None = None
