@@ -136,8 +136,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     from pipeline.run.inputs import check_inputs
 
     with console.doing("checking the inputs"):
-        for job in planned.jobs:
-            check_inputs(job)
+        check_inputs(*planned.jobs)
     from pipeline.run.sweeps import run_command
     from pipeline.terminal import commands
 

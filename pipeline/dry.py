@@ -181,9 +181,9 @@ def foretell(planned: Plan) -> int:
     Return the exit code that is certain: 0 where nothing is known to fail and no gate is known to say no.
     """
     problems, rows, verdicts = Problems(), list[Row](), dict[str, Verdict]()
-    store = DryStore(planned.jobs[0].work / "artifacts")  # a sweep has one work directory
+    store, opened = DryStore(planned.jobs[0].work / "artifacts"), set[Path]()  # a sweep has one work directory
     for store.job, (config, label) in enumerate(zip(planned.jobs, planned.names, strict=True), start=1):
-        codes = {problems.look(store.job, check) for check in (*checks(config), *_checks_ahead(config))}
+        codes = {problems.look(store.job, check) for check in (*checks(config, opened), *_checks_ahead(config))}
         if config.stage not in MAKING:
             console.say(f"stage={config.stage} makes no artifacts: only what it needs was looked at")
         elif EXIT_CODES[UserError] not in codes:

@@ -6,7 +6,6 @@ is given a folder of its own, with nothing in it but the configuration, the weig
 transformers is imported by the functions, so that importing this module is cheap.
 """
 
-import hashlib
 import importlib.metadata
 import json
 import shutil
@@ -18,12 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipeline import __version__
-from pipeline.artifacts.files import write_whole
 from pipeline.checkpoint.description import inspect_checkpoint, read_config
 from pipeline.checkpoint.files import TOKENIZER_FILES, refusal
 from pipeline.checkpoint.rope import compose_rope
-from pipeline.core.cache import ForeignFolder, own_cache
 from pipeline.core.errors import UserError
 from stages.rotary import check_rotary
 
@@ -52,22 +48,8 @@ Tensors = dict[str, tuple[int, ...]]
 def expected_tensors(path: Path, config: dict[str, Any]) -> Tensors:
     """Return the tensors that transformers saves of the model that config.json, whose content is `config`, describes.
 
-    The model is built on the meta device, which imports transformers; a user's cache keeps the answer.
+    The model is built on the meta device. The first call imports torch and transformers, which takes 3 s.
     """
-    parts = __version__, importlib.metadata.version("transformers"), json.dumps(config, sort_keys=True)
-    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-    try:
-        kept = own_cache("tensors") / f"{name}.json"
-    except (ForeignFolder, OSError):
-        return _meta_tensors(path, config)
-    if kept.is_file():
-        return {key: tuple(shape) for key, shape in json.loads(kept.read_text(encoding="utf-8")).items()}
-    tensors = _meta_tensors(path, config)
-    write_whole(kept, json.dumps(tensors))
-    return tensors
-
-
-def _meta_tensors(path: Path, config: dict[str, Any]) -> Tensors:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion

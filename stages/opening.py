@@ -1,18 +1,12 @@
-"""Whether a tokenizer, its chat template and the weights can be used at all: looked at before any work, once a file."""
+"""Check before any work that a tokenizer, its chat template and the weights can be used."""
 
-import hashlib
-import importlib.metadata
-import json
 import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline import __version__
-from pipeline.artifacts.files import write_whole
 from pipeline.checkpoint.description import CheckpointInfo
 from pipeline.checkpoint.files import refusal
-from pipeline.core.cache import ForeignFolder, own_cache
 from pipeline.core.errors import OF_THE_MACHINE, UserError, short
 
 TEXTS = ("Hello", "9 of 10", "  def f(x):\n\treturn x\n\n", "Zoë naïvely paid 12.50 €, didn't she?", "漢字 и кириллица 🙂")
@@ -21,7 +15,7 @@ MOST_ADDED = 1024
 
 
 def check_opens(info: CheckpointInfo) -> None:
-    """Refuse what a later stage would fail on. What was found sound is kept in a user's cache, by the state of the files.
+    """Refuse files that a later stage would fail on. Nothing is remembered: a file may change between two commands.
 
     Args:
         info: A checkpoint, or a GGUF.
@@ -30,9 +24,6 @@ def check_opens(info: CheckpointInfo) -> None:
         UserError: The tokenizer's library refuses its files, the chat template refuses a greeting or takes more than it may, or
             a weight is not finite.
     """
-    kept = _kept(info)
-    if kept is not None and kept.is_file():
-        return
     if info.path.is_dir():
         from pipeline.checkpoint.finite import check_finite
 
@@ -48,21 +39,6 @@ def check_opens(info: CheckpointInfo) -> None:
         with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
             write_tokenizer(model.vocabulary, info.max_positions, Path(scratch))
             _check_tokenizer(info, Path(scratch))
-    if kept is not None:
-        write_whole(kept, "")
-
-
-def _kept(info: CheckpointInfo) -> Path | None:
-    """Return the file that says that this kvgate found these files sound; None where no cache can be trusted."""
-    files = [info.path / name for name in (*info.other_files, *info.weight_files)] if info.path.is_dir() else [info.path]
-    states = [
-        (str(file.resolve()), about.st_ino, about.st_size, about.st_mtime_ns) for file in files for about in [file.stat()]
-    ]
-    parts = json.dumps([__version__, importlib.metadata.version("transformers"), states])
-    try:
-        return own_cache("opened") / hashlib.sha256(parts.encode()).hexdigest()[:32]
-    except (ForeignFolder, OSError):
-        return None
 
 
 def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:

@@ -139,6 +139,6 @@ def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
 
 
 def _tensors(path: Path, config: dict[str, Any]) -> Mapping[str, Shape]:
-    from stages.checkpoints import expected_tensors  # heavy, where the configuration is a new one
+    from stages.checkpoints import expected_tensors
 
     return expected_tensors(path, config)

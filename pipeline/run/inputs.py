@@ -37,14 +37,19 @@ TRACKED = (*MOVING, "evaluate", "status", "prune")
 GENERATED_TOKENS = 8192
 
 
-def check_inputs(config: Config) -> None:
-    """Refuse what cannot be used; cheap, reads no weights."""
-    for check in checks(config):
-        check()
+def check_inputs(*jobs: Config) -> None:
+    """Refuse inputs of a command's jobs that cannot be used. Weights are read once per command, to see that they are finite."""
+    opened = set[Path]()
+    for config in jobs:
+        for check in checks(config, opened):
+            check()
 
 
-def checks(config: Config) -> Iterator[Callable[[], object]]:
-    """Yield the checks, none of which needs another one to hold: a dry run says what each of them finds."""
+def checks(config: Config, opened: set[Path]) -> Iterator[Callable[[], object]]:
+    """Yield the checks, none of which needs another one to hold: a dry run says what each of them finds.
+
+    `opened` are the checkpoints whose files this command found sound; the checks add to it.
+    """
     yield partial(load_keys, config.signing)
     yield partial(read_policy, config.promote.policy)
     if config.stage not in ("verify", "audit"):
@@ -60,7 +65,7 @@ def checks(config: Config) -> Iterator[Callable[[], object]]:
     if config.stage in PLANNING:
         yield partial(_check_budget, config)
     if config.stage in MAKING:
-        yield partial(_check_model, config)
+        yield partial(_check_model, config, opened)
     if config.tracking.enabled and config.stage in ("rollback", "route", "monitor"):
         yield partial(_check_registered, config)
 
@@ -81,7 +86,7 @@ def _check_budget(config: Config) -> None:
     memory_budget(read_model(locate_checkpoint(config.model.path)), config.capacity, config.weights.format)
 
 
-def _check_model(config: Config) -> None:
+def _check_model(config: Config, opened: set[Path]) -> None:
     """Refuse a model, and what cannot be done with it: the policy, the load, the questions, the backend's own refusals."""
     checkpoint = inspect_model(locate_checkpoint(config.model.path))
     job = Job(config.stage, config.kv, config.weights.format, checkpoint)
@@ -105,12 +110,14 @@ def _check_model(config: Config) -> None:
             _check_reference(config)
         from stages.opening import check_opens
 
-        check_opens(checkpoint)
+        if checkpoint.path not in opened:
+            check_opens(checkpoint)
+            opened.add(checkpoint.path)
         if job.judges and samples and checkpoint.path.is_dir():  # a GGUF's tokenizer is made by the first stage
             from stages.evaluate.inputs.tokens import check_lengths
 
             check_lengths(samples, checkpoint.path, config.workloads, *_context(config, checkpoint))
-        if checkpoint.path.is_dir():  # last, since a new config.json waits for transformers here
+        if checkpoint.path.is_dir():  # last, since it imports torch and transformers
             from stages.checkpoints import expected_tensors
 
             check_weights(checkpoint, expected_tensors)
