@@ -231,6 +231,18 @@ def test_a_library_is_compiled_once_and_anew_when_its_digest_differs(own_cache: 
     assert len(list(own_cache.iterdir())) == 4
 
 
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("damaged", [b"the library", b"", b"THE library of a kernel"])
+def test_a_library_that_was_damaged_is_compiled_again(damaged: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = b"the library of a kernel"
+    stub = f'for last; do out=$previous; previous=$last; done; printf "{whole.decode()}" > "$out"'
+    pretend(monkeypatch, ("sh", "-c", stub, "cc"))
+    library = compiled_kernel(64, 2)
+    library.chmod(0o700)
+    library.write_bytes(damaged)
+    assert compiled_kernel(64, 2).read_bytes() == whole
+
+
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o777])
 def test_a_cache_that_others_can_reach_is_refused(mode: int, own_cache: Path) -> None:
     own_cache.mkdir(parents=True)

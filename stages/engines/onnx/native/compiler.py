@@ -1,6 +1,7 @@
 """Compiles the attention kernel for this machine and a model's heads, once, into a cache that only its user may write to.
 
 A library is loaded from that cache alone, and compiled from this package's own sources alone: bundles and checkpoints are data.
+Its file's name ends with the sha256 of its bytes, which is checked before each load: a truncated library would end the process.
 """
 
 import hashlib
@@ -11,10 +12,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from pipeline.artifacts.digest import file_digest
 from pipeline.core.cache import ForeignFolder, own_cache
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.redaction import child_environment
@@ -87,7 +90,8 @@ def kernel_digest(compiler: Compiler) -> str:
 def compiled_kernel(head_dim: int, group: int) -> Path:
     """Return the library of the kernel for heads of `head_dim` channels, `group` query heads on a KV head; compile it once.
 
-    Processes that compile the same one at the same time each do so in a file of their own, and the last one's stays.
+    A file whose bytes are not those that its name says is removed and compiled again. Processes that compile the same kernel at
+    the same time each write a file of their own.
 
     Raises:
         MissingRequirement: There is no C compiler, or it refuses the sources.
@@ -95,11 +99,14 @@ def compiled_kernel(head_dim: int, group: int) -> Path:
     """
     compiler = require_compiler()
     folder = cache_folder()
-    library = folder / f"attention-{kernel_digest(compiler)[:32]}-{head_dim}-{group}.so"
-    if library.exists():
-        return library
+    name = f"attention-{kernel_digest(compiler)[:32]}-{head_dim}-{group}"
+    for library in sorted(folder.glob(f"{name}-*.so")):
+        with suppress(FileNotFoundError):  # another process removed it
+            if library == _named_by_bytes(library, folder, name):
+                return library
+            library.unlink()
     with tempfile.TemporaryDirectory(dir=folder, prefix="compile-") as work:
-        out = Path(work) / library.name
+        out = Path(work) / f"{name}.so"
         sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUP={group}")
         command = [*compiler.command, *FLAGS, *sizes, str(_source(SOURCES[0])), "-o", str(out), "-lm"]
         try:
@@ -111,9 +118,15 @@ def compiled_kernel(head_dim: int, group: int) -> Path:
             first = next((line for line in printed if "error" in line), printed[0])
             reason = f"{compiler.version} cannot compile the attention kernel: {first.strip()}"
             raise MissingRequirement(f"{reason}; install a newer one, or set backend.attention=graph")
-        os.chmod(out, 0o500)
-        os.replace(out, library)
-    return library
+        with out.open("rb") as written:
+            os.fsync(written.fileno())
+        out.chmod(0o500)
+        return out.replace(_named_by_bytes(out, folder, name))
+
+
+def _named_by_bytes(file: Path, folder: Path, name: str) -> Path:
+    """Return the path in the cache of a library with the bytes of `file`."""
+    return folder / f"{name}-{file_digest(file)}.so"
 
 
 def cache_folder() -> Path:
