@@ -143,7 +143,7 @@ class PruneConfig(StrictModel):
     """What stage=prune leaves, and whether it removes the rest; stage=status shows the same sweeps."""
 
     keep_sweeps: Annotated[int, Field(ge=0, le=1000)]
-    """Of how many of the last sweeps the candidates stay; a single evaluation is a sweep of one."""
+    """Number of the last sweeps whose candidates stay, and of the last single evaluations, which are counted separately."""
     apply: bool
     """False shows what would go, and removes nothing."""
 

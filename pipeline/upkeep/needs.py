@@ -1,4 +1,4 @@
-"""What of a store is needed, and by whom: by engines that serve or may serve again, and by the candidates of the last sweeps.
+"""Find what of a store is needed: by engines that serve or may serve again, and by candidates of the last evaluations.
 
 `walk` lists what lies in a store: artifacts and unfinished work, with their bytes. Artifacts share files by hard links.
 
@@ -11,6 +11,7 @@ A need is held against the identity that a version or a candidate cites. The ide
 | candidates of the last sweep | what was measured as well: the baseline's log-probabilities, and the rounds against them |
 | a sweep that did not finish | whatever was made since it began: no identity names it yet |
 
+Single evaluations are counted apart from sweeps: as many of the last ones are kept.
 What an evaluation or a search left when it was interrupted stays as long as the store keeps it, which is thirty days.
 """
 
@@ -18,19 +19,20 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.artifacts.digest import file_digest
-from pipeline.artifacts.store import MANIFEST, PARTIAL, RESUMABLE_S, SCRATCH
+from pipeline.artifacts.digest import file_digest, files_digest
+from pipeline.artifacts.store import MANIFEST, PARTIAL, RESUMABLE_S, SCRATCH, Store
 from pipeline.config.config import Config
 from pipeline.core.errors import REFUSALS, UserError
 from pipeline.evidence.identity import IDENTITY_FILE, Identity, read_identity
 from pipeline.registry import summary
 from pipeline.registry.summary import Summary
-from pipeline.registry.tracking import locate
+from pipeline.registry.tracking import Version, locate
 from pipeline.upkeep.registered import Model, read_registered
 
 UNFINISHED, SCRATCH_KIND = "unfinished", "scratch"
@@ -88,6 +90,7 @@ def _piece(root: Path, kind: str, path: Path) -> Piece:
 
 MEASURED = ("baseline", "round", "baseline_once", "once")
 """Stages that measure: what they make is the largest, and only another evaluation on the same samples reads it."""
+NO_IDENTITY = "its identity"
 REGISTERED_LAST = "candidate"
 """The alias that serves nothing: what it points at is of the last sweep."""
 BEGAN = re.compile(r"(\d{8}-\d{6})-")
@@ -99,6 +102,11 @@ class Sweep:
     name: str
     began: float
     summary: Summary
+
+    @property
+    def single(self) -> bool:
+        """Whether it is a single evaluation."""
+        return max(len(self.summary.names), len(self.summary.candidates)) < 2
 
 
 @dataclass(frozen=True)
@@ -166,10 +174,20 @@ def _began(path: Path) -> float:
         return path.stat().st_mtime
 
 
-def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, str]]:
-    """Say who needs what of a store, the candidates of so many of the last sweeps among them.
+def last_sweeps(sweeps: Iterable[Sweep], number: int) -> list[Sweep]:
+    """Return the last sweeps up to the `number`-th that has candidates, and as many of the last single evaluations."""
+    counts, chosen = Counter[bool](), []
+    for sweep in sweeps:
+        if counts[sweep.single] < number:
+            chosen.append(sweep)
+            counts[sweep.single] += bool(sweep.summary.candidates)
+    return chosen
 
-    Return place of a piece -> who needs it first, and who needs something -> what of it is not in the store.
+
+def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Return place of a piece -> who needs it first, and who needs something -> what of it is not in the store.
+
+    Who lacks NO_IDENTITY may need its pieces: whether it does cannot be read. `keep_sweeps` is that of `last_sweeps`.
     """
     reasons, missing = dict[str, str](), dict[str, str]()
     there = {piece.place for piece in found.pieces if piece.is_artifact}
@@ -177,7 +195,7 @@ def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, 
     def keep(digest: str, who: str, *, built: bool = False, measured: bool = False) -> None:
         held = found.evidence.get(digest)
         if held is None:
-            missing.setdefault(who, "its identity")
+            missing.setdefault(who, NO_IDENTITY)
             return
         read = {link.place for link in held.identity.reads}
         also = {link.place for link in held.identity.chain if (measured if link.place.partition("/")[0] in MEASURED else built)}
@@ -187,19 +205,38 @@ def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, 
             elif place in read:
                 missing.setdefault(who, place)
 
+    doubts = dict[str, str]()
     for model in found.models:
         for alias, version in sorted(model.pointed_at.items(), key=lambda item: (item[0] != "champion", item[0])):
             if alias != REGISTERED_LAST:
                 keep(version.identity_digest, f"{alias} of {model.name}")
-    kept = [sweep for sweep in found.sweeps if sweep.summary.candidates][:keep_sweeps]
-    for number, sweep in enumerate(kept):
+                doubts |= dict.fromkeys(_perhaps(version, found), f"{alias} of {model.name}")
+    recent, newest = last_sweeps(found.sweeps, keep_sweeps), last_sweeps(found.sweeps, 1)
+    for sweep in recent:
         for candidate in sweep.summary.candidates:
-            keep(candidate.identity.digest, f"{candidate.name} of sweep {sweep.name}", built=True, measured=number == 0)
-    recent = [sweep for sweep in found.sweeps if keep_sweeps and sweep.began >= (kept[-1].began if kept else 0.0)]
+            keep(candidate.identity.digest, f"{candidate.name} of sweep {sweep.name}", built=True, measured=sweep in newest)
     first = min((sweep for sweep in recent if sweep.summary.unfinished), key=lambda sweep: sweep.began, default=None)
     for piece in found.pieces:
         if piece.kind == UNFINISHED and time.time() - piece.made < RESUMABLE_S:
             reasons.setdefault(piece.place, "the command that was interrupted, which goes on from it")
         elif piece.is_artifact and first is not None and piece.made >= first.began:
             reasons.setdefault(piece.place, f"sweep {first.name}, which did not finish")
-    return reasons, missing
+    return {**{place: who for place, who in doubts.items() if place in there}, **reasons}, missing
+
+
+def _perhaps(version: Version, found: Found) -> Iterator[str]:
+    """Yield the places of artifacts that a version may need although its identity is not found: of its engine, or of anyone.
+
+    A version without the tag of its identity may be any that no version cites. With the tag, its identity may have been altered
+    or removed here, or lie in another work directory.
+    """
+    if version.identity_digest in found.evidence:
+        return
+    engine = version.tags.get("engine_digest")
+    for path, manifest in Store(found.root).manifests("build"):
+        if files_digest(manifest["files"]) == engine:
+            yield f"build/{path.name}"
+    cited = {one.identity_digest for model in found.models for one in model.versions.values()}
+    for digest, held in found.evidence.items():
+        if held.identity.link("engine").digest == engine or not (version.identity_digest or digest in cited):
+            yield from (*held.places, *(link.place for link in held.identity.reads))

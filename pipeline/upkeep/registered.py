@@ -1,19 +1,18 @@
-"""What the tracking store says of the engines of a work directory: versions, aliases, moves. Nothing in it changes.
+"""Read the registered models of a tracking store: versions, aliases, log of moves. Nothing in the store changes.
 
-MLflow's client is asked, which takes two seconds to import. Of a SQLite file the answer is kept until the file changes.
+A SQLite file is read directly, since importing MLflow takes two seconds.
 """
 
+import sqlite3
+from collections import defaultdict
 from collections.abc import Collection
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
-from pydantic import TypeAdapter
-
-from pipeline.artifacts.digest import json_digest
-from pipeline.artifacts.files import write_whole
-from pipeline.core.cache import ForeignFolder, own_cache
 from pipeline.registry.pages import told
+from pipeline.registry.reaching import reached
 from pipeline.registry.tracking import IDENTITY_TAG, Location, Version
 from pipeline.trust.keys import Keys
 from pipeline.trust.movelog import History, read_history
@@ -35,19 +34,17 @@ class Model:
 
     @property
     def pointed_at(self) -> dict[str, Version]:
-        """Alias -> version, as servers read it; where the log of moves has another, that is `ALIAS (log of moves)`."""
+        """Alias -> version, as servers read it; where the log of moves has another, that is `ALIAS (log of moves)`.
+
+        A version that the store no longer has is without tags.
+        """
         logged = {
             f"{alias} (log of moves)": number
             for alias, number in self.history.aliases.items()
             if number is not None and number != self.aliases.get(alias)
         }
         every = {**self.aliases, **logged}
-        return {alias: self.versions[number] for alias, number in every.items() if number in self.versions}
-
-
-_KEPT = TypeAdapter(tuple[str, list[Model]])
-SQLITE_HEADER = 100
-"""Bytes that a file of SQLite begins with; among them a counter of its changes."""
+        return {alias: self.versions.get(number, Version(number, {})) for alias, number in every.items()}
 
 
 def read_registered(location: Location, identities: Collection[str]) -> list[Model]:
@@ -60,23 +57,30 @@ def read_registered(location: Location, identities: Collection[str]) -> list[Mod
         return _ask(location, identities)
     if not file.is_file() or not file.stat().st_size:
         return []
-    # What changes with every change of the file: the counter in its header, and the log that some keep beside it.
-    log = file.with_name(f"{file.name}-wal")
-    with file.open("rb") as stream:
-        state = stream.read(SQLITE_HEADER).hex(), log.stat().st_mtime_ns if log.is_file() else 0
-    question = json_digest([state, sorted(identities), location.model_name])
-    try:
-        kept = own_cache("registered") / f"{json_digest(str(file))}.json"
-    except (ForeignFolder, OSError):
-        return _ask(location, identities)
-    with suppress(OSError, ValueError):
-        before, models = _KEPT.validate_json(kept.read_bytes())
-        if before == question:
-            return models
-    models = _ask(location, identities)
-    with suppress(OSError):
-        write_whole(kept, _KEPT.dump_json((question, models)).decode())
-    return models
+    with reached(location, sqlite3.Error):
+        models = _of_file(file, location.timeout_s)
+    cited = {model.name for model in models for one in model.versions.values() if one.identity_digest in identities}
+    return [model for model in models if model.name in {*cited, location.model_name}]
+
+
+def _of_file(file: Path, timeout_s: float) -> list[Model]:
+    """Read MLflow's tables. Only with mode=rw can SQLite undo what a killed process had half written."""
+    with closing(sqlite3.connect(f"{file.as_uri()}?mode=rw", timeout_s, isolation_level=None, uri=True)) as store:
+        store.execute("BEGIN")  # all tables are read in one state
+        models = {
+            name: Model(name, {}, {}, {}) for (name,) in store.execute("SELECT name FROM registered_models ORDER BY name")
+        }
+        for name, key, value in store.execute("SELECT name, key, value FROM registered_model_tags"):
+            models[name].tags[key] = str(value)
+        for name, alias, number in store.execute("SELECT name, alias, version FROM registered_model_aliases"):
+            models[name].aliases[alias] = str(number)
+        tags = defaultdict[tuple[str, int], dict[str, str]](dict)
+        for name, number, key, value in store.execute("SELECT name, version, key, value FROM model_version_tags"):
+            tags[name, number][key] = str(value)
+        versions = "SELECT name, version, run_id, CAST(creation_time AS REAL) FROM model_versions WHERE current_stage IS NOT ?"
+        for name, number, run, made in store.execute(versions, ["Deleted_Internal"]):
+            models[name].versions[str(number)] = Version(str(number), tags[name, number], run or "", (made or 0.0) / 1000)
+    return [replace(model, tags=told(model.tags)) for model in models.values()]
 
 
 def _ask(location: Location, identities: Collection[str]) -> list[Model]:

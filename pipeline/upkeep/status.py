@@ -18,7 +18,7 @@ from pipeline.terminal import console, next_steps
 from pipeline.terminal.grids import Column, Grid, Row
 from pipeline.terminal.next_steps import Step
 from pipeline.terminal.tables import COLOURS
-from pipeline.upkeep.needs import Found, Held, Sweep, distinct_bytes, find, needs_of
+from pipeline.upkeep.needs import Found, Held, Sweep, distinct_bytes, find, last_sweeps, needs_of
 from pipeline.upkeep.registered import Model
 
 SCHEMA_VERSION: Final = 1
@@ -57,7 +57,7 @@ def make_status(config: Config, found: Found, missing: Mapping[str, str]) -> Doc
         "at": _time(time.time()),
         "workdir": str(config.work),
         "models": [_model(model, found.evidence, judged) for model in found.models],
-        "sweeps": [_sweep(sweep, found.evidence) for sweep in found.sweeps[: max(1, config.prune.keep_sweeps)]],
+        "sweeps": [_sweep(sweep, found.evidence) for sweep in last_sweeps(found.sweeps, max(1, config.prune.keep_sweeps))],
         "sweeps_in_all": len(found.sweeps),
         "kinds": [{"kind": kind, "count": len(pieces), "size_bytes": distinct_bytes(pieces)} for kind, pieces in kinds.items()],
         "store_bytes": distinct_bytes(found.pieces),

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from interruptions import FORK, attempt
@@ -23,10 +22,10 @@ from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.evidence.identity import read_identity
 from pipeline.registry import summary
 from pipeline.registry.mlflow_store import MlflowStore
-from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
+from pipeline.registry.tracking import ENVIRONMENT, Location, Tracking, locate
 from pipeline.run import runner
 from pipeline.upkeep import registered
-from pipeline.upkeep.needs import Piece, distinct_bytes, find, walk
+from pipeline.upkeep.needs import Piece, distinct_bytes, find, last_sweeps, needs_of, walk
 from pipeline.upkeep.prune import Plan, alone, make_plan, remove
 from pipeline.upkeep.registered import read_registered
 from pipeline.upkeep.status import show_status
@@ -158,24 +157,61 @@ def test_baselines_go_first_and_identities_before_what_they_name(ground: Ground)
     assert "tune" in kinds
 
 
-def test_what_mlflow_said_of_a_sqlite_file_is_kept_until_the_file_changes(
-    ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def copy_of(ground: Ground, folder: Path) -> tuple[Path, Location]:
+    """Copy a work directory, and its tracking store out of it: MLflow's store of a copied work directory is refused."""
+    work = Path(shutil.copytree(ground.work, folder / "work"))
+    shutil.move(work / "mlflow.db", folder)
+    return work, locate(Tracking(uri=f"sqlite:///{folder / 'mlflow.db'}", log_bundle=False), work, "some-llm", {})
+
+
+def test_a_sqlite_store_is_read_as_mlflow_reads_it_and_each_time(ground: Ground, tmp_path: Path) -> None:
     cited = {file_digest(path) for path in ground.artifacts.glob("identity/*/identity.json")}
-    database = shutil.copy(ground.work / "mlflow.db", tmp_path)
+    backup, database = (Path(shutil.copy(ground.work / "mlflow.db", tmp_path / name)) for name in ("backup", "mlflow.db"))
     location = locate(Tracking(uri=f"sqlite:///{database}"), ground.work, "another-llm", {})
-    ask = Mock(wraps=registered._ask)
-    monkeypatch.setattr(registered, "_ask", ask)
-    first, again = (read_registered(location, cited) for _ in range(2))
-    assert [model.name for model in first] == ["kvgate-some-llm"]
-    assert again == first
-    assert ask.call_count == 1
-    MlflowStore(replace(location, model_name="kvgate-some-llm")).set_alias("canary", "1")
-    (changed,) = read_registered(location, cited)
-    assert changed.aliases == {**first[0].aliases, "canary": "1"}
-    assert ask.call_count == 2
-    assert read_registered(location, set()) == [], "another question is asked"
+    own = replace(location, model_name="kvgate-some-llm")
+    for version in ("1", "4"):
+        shutil.copy(backup, database)  # restored: the counter of changes in its header begins again
+        MlflowStore(own).set_alias("champion", version)
+        (model,) = read_registered(location, cited)
+        assert model.aliases == {"champion": version, "previous": "2", "candidate": "4"}
+    MlflowStore(own).client.delete_model_version("kvgate-some-llm", "1")
+    assert read_registered(location, cited) == registered._ask(location, cited) != []
+    assert read_registered(location, set()) == []
+    database.write_bytes(b"no database at all")
+    with pytest.raises(UserError, match="cannot be used"):
+        read_registered(location, cited)
+
+
+@pytest.mark.parametrize("lost", ["the tag", "the identity", "a byte of the identity"])
+def test_an_engine_stays_whose_need_cannot_be_read(
+    lost: str, ground: Ground, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work, location = copy_of(ground, tmp_path)
+    (identity,) = [path for path in work.glob("artifacts/identity/*/identity.json") if read_identity(path).policy == "fp8"]
+    (engine, *_) = read_identity(identity).reads
+    if lost == "the tag":
+        MlflowStore(location).client.delete_model_version_tag("kvgate-some-llm", "3", "identity_digest")
+    elif lost == "the identity":
+        shutil.rmtree(identity.parent)
+    else:
+        identity.write_bytes(identity.read_bytes() + b" ")
+    command(work, "stage=prune", "prune.keep_sweeps=1", "prune.apply=true", f"tracking.uri={location.uri}")
+    assert (work / "artifacts" / engine.place).is_dir()
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{engine.place} stays: champion of kvgate-some-llm, whose identity is not found, may need it" in said
+    assert "int8_tensor" in said, "what nobody needs goes"
+
+
+def test_single_evaluations_and_sweeps_are_counted_separately(ground: Ground, tmp_path: Path) -> None:
+    work = Path(shutil.copytree(ground.work, tmp_path / "work"))
+    summary.note(work, "20260101-000000-1-a", latest=False, names=("int8_tensor", "int8"))
+    found = find(config_of(f"workdir={work}", MODEL, "stage=prune"))
+    for number in (1, 3):
+        names = [sweep.name for sweep in last_sweeps(found.sweeps, number)]
+        assert names == [*[LAST, *list(SWEEPS)[:0:-1]][:number], "20260101-000000-1-a"]
+    reasons, _ = needs_of(found, 1)
+    (swept,) = [held.identity for held in found.evidence.values() if held.identity.policy == "int8_tensor"]
+    assert {link.place for link in swept.chain} <= reasons.keys()
 
 
 def test_a_prune_that_is_killed_leaves_whole_artifacts_and_the_next_one_ends_it(ground: Ground, tmp_path: Path) -> None:
