@@ -128,7 +128,7 @@ class PromoteConfig(StrictModel):
     """The candidate that is promoted if it passed; null takes the best. Also one that was rolled back, or of a sweep that did
     not finish."""
     sweep: Text | None
-    """The sweep whose candidates are looked at; null takes the last one."""
+    """The sweep whose candidates are looked at; null takes the last one that has a candidate."""
     policy: Text | None
     """The file of a gate policy, which the registered model keeps from then on; null keeps to the one that it has."""
     decode_again: Annotated[int, Field(ge=0, le=1000)]

@@ -227,6 +227,12 @@ def load(workdir: Path, sweep: str | None = None) -> Summary:
     return found
 
 
+def last_judged(workdir: Path) -> Summary | None:
+    """Return the summary of the last sweep that has candidates; None if there is none."""
+    summaries = (load(workdir, path.stem) for path in sorted((workdir / FOLDER).glob("[!.]*.json"), reverse=True))
+    return next((found for found in summaries if found.candidates), None)
+
+
 def _read(workdir: Path, name: str) -> Summary | None:
     """Return a summary; None where there is no such file. Raises UserError for one that cannot be used."""
     try:

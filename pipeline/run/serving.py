@@ -35,10 +35,18 @@ TOLD = "what follows it failed"
 def promote(run: Run) -> None:
     """Make the best of a sweep's candidates that passed the champion, or the one that is asked for by name."""
     last = summary.load(run.config.work, run.config.promote.sweep)
+    if run.config.promote.sweep is None and not last.candidates:
+        judged = summary.last_judged(run.config.work)
+        if judged is not None:
+            console.LOGGER.warning(
+                "the last command judged nothing: the last sweep with a candidate is promote.sweep=%s", judged.sweep
+            )
+            last = judged
     with _advised(lambda _: next_steps.after_no_promotion(run.config, last.candidates)):
         if last.unfinished is not None and run.config.promote.name is None:
             raise GateRefusal(
-                f"stage=promote: {last.unfinished}; run it again to finish it, or promote one that passed: promote.name=NAME"
+                f"stage=promote: {last.unfinished}; run it again to finish it, promote one that passed: promote.name=NAME, or "
+                "look at another sweep: promote.sweep=NAME"
             )
         promote_from(run, last, unfinished=last.unfinished)
 

@@ -214,6 +214,20 @@ def test_single_evaluations_and_sweeps_are_counted_separately(ground: Ground, tm
     assert {link.place for link in swept.chain} <= reasons.keys()
 
 
+def test_a_promotion_takes_the_last_sweep_that_has_a_candidate(ground: Ground, tmp_path: Path) -> None:
+    work, location = copy_of(ground, tmp_path)
+    promote = partial(command, work, "stage=promote", f"tracking.uri={location.uri}")
+    summary.begin(work, "20260105-000000-1-e", ["int8"])
+    summary.finish(work, "20260105-000000-1-e", 2)
+    summary.begin(work, "20260106-000000-1-f", ["fp8", "int8"])
+    promote()
+    assert MlflowStore(location).alias("champion") == "4", "the candidate of the last sweep that has one"
+    summary.begin(work, "20260107-000000-1-g", ["fp8", "int8"])
+    summary.record(work, "20260107-000000-1-g", summary.load(work, LAST).candidates[0])
+    with pytest.raises(GateRefusal, match=r"20260107-000000-1-g did not finish: .* another sweep: promote.sweep=NAME"):
+        promote()
+
+
 def test_a_prune_that_is_killed_leaves_whole_artifacts_and_the_next_one_ends_it(ground: Ground, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(ground.artifacts, tmp_path / "artifacts", symlinks=True))
     whole = ground.plan("prune.keep_sweeps=1").gone
