@@ -19,7 +19,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from pipeline.config import CONF, options  # noqa: F401 - importing options stores them
 from pipeline.config.config import JUDGING, MAKING, MOVING, PLANNING, Config
 from pipeline.config.launchers import BASIC, check_sweep
-from pipeline.config.overrides import MOST_JOBS, OPTION, check_overrides, refuse_code
+from pipeline.config.overrides import MOST_JOBS, OPTION, as_text, check_overrides, readable, refuse_code
 from pipeline.config.suiting import AUTO, SUITING, is_tiny
 from pipeline.core.backends import backend_configs
 from pipeline.core.errors import UserError, short
@@ -180,8 +180,6 @@ def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
         options = [line.strip() for line in available[1].splitlines()] if available else []
         return f"{option[1]}={option[2]}: no such option{suggest(option[2], options)}"
     command = short(redact_text(" ".join(overrides)), MOST_SHOWN)
-    if isinstance(error, OverrideParseException):
-        return f"{command}: cannot be read as KEY=VALUE; quote what the shell or Hydra would take apart"
     return f"{command}: {text.splitlines()[0]}; write KEY=VALUE with a key and an option that exist"
 
 
@@ -222,7 +220,8 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
     try:
         with _hydra():
             parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # it knows what kv=glob(*) matches
-            parsed = parser.parse_overrides(list(overrides))
+            overrides = [readable(override, parser) for override in overrides]
+            parsed = parser.parse_overrides(overrides)
             check_overrides(parsed, _options)
             plain = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
             swept = [o for o in parsed if o.is_sweep_override()]
@@ -233,7 +232,10 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
             sweeping = multirun or composed.hydra.mode == RunMode.MULTIRUN
             if not sweeping:
                 if swept:
-                    raise UserError(f"{swept[0].input_line}: several values need a sweep; add -m")
+                    line = str(swept[0].input_line)
+                    raise UserError(
+                        f"{line}: several values need a sweep; add -m, or quote one text with commas: {as_text(line)}"
+                    )
                 if launcher != BASIC:
                     raise UserError(f"hydra/launcher={launcher}: runs the jobs of a sweep; add -m")
                 return Plan([to_config(composed)], (plain,))

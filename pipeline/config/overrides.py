@@ -1,6 +1,7 @@
 """What of a command line is refused as it is written, and what a composition may not bring: nothing that Hydra would run."""
 
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -8,12 +9,13 @@ from pathlib import Path
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
+from hydra.errors import OverrideParseException
 from omegaconf import DictConfig
 
 from pipeline.config import launchers
-from pipeline.core.errors import UserError
-from pipeline.core.overrides import written
+from pipeline.core.errors import UserError, short
+from pipeline.core.overrides import quoted, written
 from pipeline.core.redaction import redact_text
 from pipeline.core.strict import Unreadable, read_file
 from pipeline.trust.files import MOST_BYTES, refuse_growth
@@ -25,6 +27,7 @@ MOST_ALIASES = 20
 """Of a file of --config-dir."""
 
 OPTION = re.compile(r"[\w-]+")
+BRACKETED = re.compile(r"\[.*\]|\{.*\}", re.DOTALL)
 SEARCHPATH, SEARCHED = "hydra.searchpath", "file://"
 LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
 
@@ -50,6 +53,41 @@ def searching_too(arguments: Sequence[str], folder: Path) -> list[str]:
 
 def names_searchpath(argument: str) -> bool:
     return argument.lstrip("+").startswith(f"{SEARCHPATH}=")
+
+
+def readable(argument: str, parser: OverridesParser) -> str:
+    """Return an argument of the command line in Hydra's grammar: a value that the grammar cannot read is one text, and quoted.
+
+    Paths may hold letters, `=`, `#`, brackets and quotes. Lists, and values with commas, which may be a sweep, have to be
+    quoted where they are typed.
+
+    Raises:
+        UserError: The argument cannot be read with its value quoted, or its value may be several texts.
+    """
+    if _is_read(argument, parser):
+        return argument
+    key, equals, value = argument.partition("=")
+    shown, text = short(redact_text(argument), 200), f"{key}={quoted(value)}"
+    if not equals or not _is_read(text, parser):
+        raise UserError(f"{shown}: cannot be read as KEY=VALUE; write KEY=VALUE with a key that exists")
+    if BRACKETED.fullmatch(value):
+        example = shlex.quote(f'{key}=["TEXT"]')
+        raise UserError(f"{shown}: cannot be read as a list or a dict; quote the texts in it, as in {example}")
+    if "," in value:
+        raise UserError(f"{shown}: cannot be read; quote the text, as in {as_text(shown)}, or each one of a sweep")
+    return text
+
+
+def _is_read(argument: str, parser: OverridesParser) -> bool:
+    with suppress(OverrideParseException):
+        return bool(parser.parse_overrides([argument]))
+    return False
+
+
+def as_text(argument: str) -> str:
+    """Return an argument whose value is one text, quoted for the shell and for Hydra."""
+    key, _, value = argument.partition("=")
+    return shlex.quote(f"{key}={QuotedString(value, Quote.double).with_quotes()}")
 
 
 def check_overrides(overrides: Sequence[Override], options_of: Callable[[str], Sequence[str]]) -> None:
@@ -81,7 +119,7 @@ def _problem(override: Override, options_of: Callable[[str], Sequence[str]], lau
     if options:
         for value in values_of(override):
             if not (isinstance(value, str) and OPTION.fullmatch(value)) and (value, key) != (None, "experiment"):
-                shown = "null" if value is None else value
+                shown = "null" if value is None else short(value, 200)
                 return f"{key}={shown}: is no option's name; choose one of {', '.join(options)}"
     return None
 

@@ -23,7 +23,7 @@ def written(value: object, key: str = "") -> str:
         case int() | float():
             return str(value)  # of NumPy's floats, repr says the type as well
         case str() | Path():
-            return str(value) if PLAIN.fullmatch(str(value)) else _quoted(str(value))
+            return str(value) if PLAIN.fullmatch(str(value)) else quoted(str(value))
         case Mapping():
             return "{" + ",".join(f"{name}:{written(inner, f'{key}.{name}')}" for name, inner in value.items()) + "}"
         case list() | tuple():
@@ -38,7 +38,8 @@ def differing(key: str, value: object, default: object) -> list[str]:
     return [] if value == default else [f"{'' if default is not None else '++'}{key}={written(value)}"]
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """Return a text as Hydra reads it unchanged: in quotes."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
     return str(QuotedString(text, Quote.single).with_quotes())

@@ -103,7 +103,10 @@ class Version:
 def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, str] = os.environ) -> Location:
     """Resolve the tracking configuration of a work directory and a checkpoint's short name. Raises UserError for a bad URI."""
     workdir = workdir.resolve()
-    uri = tracking.uri or environ.get(ENVIRONMENT) or f"{SQLITE}{workdir / 'mlflow.db'}"
+    uri = tracking.uri or environ.get(ENVIRONMENT)
+    if uri is None and re.search("[?%]", str(workdir)):  # which mean something else in a URI
+        raise UserError(f"workdir={workdir}: MLflow keeps no store in a path with ? or %; give another path")
+    uri = uri or f"{SQLITE}{workdir / 'mlflow.db'}"
     if not uri.startswith(SCHEMES) or not _names_a_place(uri):
         key = "tracking.uri" if tracking.uri else ENVIRONMENT
         raise UserError(f"{key}={short(redact_text(uri))}: give sqlite:///FILE, a database URI or http(s)://HOST of MLflow")
