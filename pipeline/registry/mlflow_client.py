@@ -3,10 +3,14 @@
 import io
 import logging
 import os
+import sqlite3
 import time
+from contextlib import closing
 from functools import wraps
 from http.client import HTTPResponse
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 # MLflow reads these when it is imported or first used.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -26,14 +30,30 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from pipeline.registry.reaching import check_reachable, reached
 from pipeline.registry.tracking import Location, Version
 
-__all__ = ["Client", "LoggedModel", "LoggedModelOutput", "Metric", "MlflowException", "Param", "RunTag", "version_of"]
+__all__ = [
+    "Client",
+    "LoggedModel",
+    "LoggedModelOutput",
+    "Metric",
+    "MlflowException",
+    "Param",
+    "RunTag",
+    "path_of",
+    "version_of",
+]
 
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store")
 """They log dozens of lines while a fresh file migrates, and tracebacks of what is raised as well."""
-ERRORS = (MlflowException, SQLAlchemyError, CommandError, RequestException)
-
-
+ERRORS = (MlflowException, SQLAlchemyError, CommandError, RequestException, sqlite3.Error)
+ADDRESSES = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "source"),
+    ("model_versions", "storage_location"),
+)
+"""Tables and columns of MLflow's database that hold the absolute address of a file or folder."""
 MOST_BYTES = 256 << 20
 """Of an answer to a question; thousands of versions with their tags have fewer."""
 MOST_FILE_BYTES = 1 << 42
@@ -98,6 +118,7 @@ class Client(MlflowClient):
         try:
             with reached(location, *ERRORS):
                 super().__init__(tracking_uri=location.uri, registry_uri=location.uri)
+                _follow_move(location)
                 if location.served:
                     self.search_experiments(max_results=1)
         finally:
@@ -123,6 +144,26 @@ class Client(MlflowClient):
             return str(download_artifacts(address, dst_path=folder, tracking_uri=self._location.uri))
         finally:
             _downloads.pop()
+
+
+def path_of(address: str) -> Path:
+    return Path(unquote(urlsplit(address).path))
+
+
+def _follow_move(location: Location) -> None:
+    """Correct the addresses in a SQLite store that was moved with its work directory, which MLflow keeps absolute."""
+    new = location.artifact_root
+    if location.file is None or new is None or path_of(new).parent != location.file.parent or not path_of(new).is_dir():
+        return
+    with closing(sqlite3.connect(location.file, timeout=location.timeout_s)) as store, store:
+        query = "SELECT artifact_location FROM experiments WHERE name = ?"
+        for (old,) in store.execute(query, [location.experiment]).fetchall():
+            before = path_of(old)
+            if before.name != path_of(new).name or before.exists() or before.with_name(location.file.name).exists():
+                continue  # the store is at its place, or a copy, or its files are somebody's own
+            for table, column in ADDRESSES:
+                moved = f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column} || '/', 1, ?) = ?"
+                store.execute(moved, [new, len(old) + 1, len(old) + 1, f"{old}/"])
 
 
 def version_of(found: Any) -> Version:

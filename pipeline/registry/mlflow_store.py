@@ -18,7 +18,6 @@ from getpass import getuser
 from pathlib import Path
 from secrets import token_hex
 from typing import Literal
-from urllib.parse import unquote, urlsplit
 
 from pipeline.artifacts.locks import locked, locked_at_once
 from pipeline.core.errors import UserError
@@ -31,6 +30,7 @@ from pipeline.registry.mlflow_client import (
     MlflowException,
     Param,
     RunTag,
+    path_of,
     version_of,
 )
 from pipeline.registry.pages import (
@@ -286,10 +286,10 @@ class MlflowStore:
 
 
 def _check_files(location: Location, address: str) -> None:
-    """Refuse a SQLite store that was moved or copied with its work directory: it holds the absolute addresses of its files."""
+    """Refuse a store whose files were moved without it, and a SQLite store that is a copy: it holds absolute addresses."""
     if location.artifact_root is None or address == location.artifact_root or not address.startswith("file:"):
         return
-    old, new = (Path(unquote(urlsplit(one).path)) for one in (address, location.artifact_root))
+    old, new = path_of(address), path_of(location.artifact_root)
     if new.is_dir() and not old.exists():
         raise UserError(
             f"{named(location)} has its files in {old}, which was moved to {new}: move it back, or let the old path lead to "
@@ -307,8 +307,8 @@ def fetch_evidence(
 ) -> list[tuple[Version, Path]]:
     """Download files of the registered engines.
 
-    Nothing in the store changes. Each version that cites an identity which is not `known` gets a directory in `folder` with
-    those of the files that it has. Raises UserError or MissingRequirement when the store cannot be read.
+    Each version that cites an identity which is not `known` gets a directory in `folder` with those of the files that it has.
+    Raises UserError or MissingRequirement when the store cannot be read.
     """
     client, fetched = Client(location), []
     for version in map(version_of, client.search_model_versions(f"name = '{location.model_name}'")):
@@ -328,7 +328,7 @@ def fetch_evidence(
 def aliased(location: Location, names: Sequence[str], alias: str) -> Version | None:
     """Return the version that an alias points at; None where there is no such alias.
 
-    Nothing changes. Of several models the first that has the alias counts.
+    Of several models the first that has the alias counts.
     """
     if location.file is not None and not location.file.exists():
         raise UserError(f"{named(location)} cannot be used: there is no such file; give the store that a promotion wrote to")

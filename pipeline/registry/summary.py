@@ -35,6 +35,8 @@ SWEEP = re.compile(r"[\w-][\w.-]{0,99}")
 NAMED = 5
 
 SCHEMA_VERSION: Final = 1
+ARTIFACTS = "artifacts"
+"""Folder of a work directory that holds the cited files."""
 
 DECIDED = ("verdict", "reasons", "covered", "checks", "warnings", "samples_needed")
 """What a verdict decides of a candidate."""
@@ -45,6 +47,14 @@ class Cited(StrictModel):
 
     path: Path
     digest: str
+
+    def below(self, workdir: Path) -> "Cited":
+        """Return the citation with its path in `workdir`, if the artifact lies there and not at its path any more."""
+        parts = self.path.parts
+        if ARTIFACTS not in parts or self.path.exists():
+            return self
+        inside = workdir.joinpath(*parts[len(parts) - 1 - parts[::-1].index(ARTIFACTS) :])
+        return self.model_copy(update={"path": inside}) if inside.exists() else self
 
 
 class Registration(StrictModel):
@@ -85,6 +95,11 @@ class Candidate(StrictModel):
     signed_by: str | None = None
     """Id of the key that signed the evidence; null where none did."""
     registration: Registration | None = None
+
+    def below(self, workdir: Path) -> "Candidate":
+        """Return the candidate with the paths that it has since its work directory was moved to `workdir`."""
+        cited = {name: getattr(self, name).below(workdir) for name in ("engine", "baseline", "report", "identity")}
+        return self.model_copy(update=cited)
 
     @staticmethod
     def decided(verdict: Verdict) -> dict[str, Any]:
@@ -236,7 +251,8 @@ def last_judged(workdir: Path) -> Summary | None:
 def _read(workdir: Path, name: str) -> Summary | None:
     """Return a summary; None where there is no such file. Raises UserError for one that cannot be used."""
     try:
-        return Summary.model_validate_json(read_file(workdir / name, MOST_TEXT_BYTES))
+        summary = Summary.model_validate_json(read_file(workdir / name, MOST_TEXT_BYTES))
+        return summary.model_copy(update={"candidates": tuple(one.below(workdir) for one in summary.candidates)})
     except Unreadable as error:
         if not os.path.lexists(workdir / name):
             return None

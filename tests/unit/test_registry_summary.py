@@ -159,3 +159,15 @@ def test_a_summary_that_cannot_be_written_is_a_users_error(tmp_path: Path, monke
         UserError, f"workdir={tmp_path}: summary.json cannot be written (No space left on device); give a folder that can"
     ):
         record(tmp_path, "one", FP8)
+
+
+def test_the_cited_files_of_a_moved_work_directory_are_found_in_it(tmp_path: Path) -> None:
+    old, new = tmp_path / "artifacts" / "old", tmp_path / "new"
+    engine = old / "artifacts" / "engine" / "e"
+    engine.mkdir(parents=True)
+    record(old, "one", fp8(engine=Cited(path=engine, digest="e")))
+    assert load(old).candidates[0].engine.path == engine
+    old.rename(new)
+    (moved,) = load(new).candidates
+    assert moved.engine.path == new / "artifacts" / "engine" / "e"
+    assert moved.baseline.path == Path("/b"), "a file outside of the work directory"

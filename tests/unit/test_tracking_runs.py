@@ -14,7 +14,8 @@ from judged_candidates import judged_candidate
 
 from pipeline.artifacts.digest import files_digest, tree_files
 from pipeline.core.errors import UserError
-from pipeline.registry.mlflow_store import LOCK, MlflowStore
+from pipeline.registry.mlflow_client import path_of
+from pipeline.registry.mlflow_store import LOCK, MlflowStore, download_engine
 from pipeline.registry.pages import COLOURS
 from pipeline.registry.summary import Candidate, Cited, Registration
 from pipeline.registry.tracking import Tracking, locate
@@ -58,7 +59,7 @@ def version(candidate: Candidate) -> str:
 
 
 def artifacts(store: MlflowStore, run_id: str) -> dict[str, Path]:
-    root = Path(store.client.get_run(run_id).info.artifact_uri.removeprefix("file://"))
+    root = path_of(store.client.get_run(run_id).info.artifact_uri)
     return {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
 
 
@@ -255,18 +256,22 @@ def test_a_copied_work_directory_is_refused_before_it_writes_into_the_original(s
     MlflowStore(locate(Tracking(uri=store.location.uri), copy, "tiny"))  # another work directory may use the original's store
 
 
-def test_a_work_directory_that_was_moved_is_refused_until_its_old_path_leads_there(
-    store: MlflowStore, work: Path, tmp_path: Path
-) -> None:
-    done = track_one(store, judged(tmp_path, "moved"), "before")
-    there = work.rename(work.with_name("moved"))
-    try:
-        with pytest.raises(UserError, match=f"which was moved to {there}/mlartifacts: .*mkdir -p {work} && ln -s ") as caught:
-            MlflowStore(locate(Tracking(), there, "tiny"))
-        assert not work.exists()
-        subprocess.run(str(caught.value).partition("new one: ")[2], shell=True, check=True)
-        moved = MlflowStore(locate(Tracking(), there, "tiny"))
-        assert artifacts(moved, registered(done).run_id).keys() == {"report.json"}
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        there.rename(work)
+@pytest.mark.parametrize("name", ["moved", "dé placé #1 [a=b] '{x}"])
+def test_a_work_directory_that_was_moved_keeps_its_runs_and_models(tmp_path: Path, name: str) -> None:
+    old = tmp_path / "old"
+    first = MlflowStore(locate(Tracking(), old, "tiny"))
+    done = track_one(first, judged(tmp_path / "judged", "moved"), "before")
+    there = old.rename(tmp_path / name)
+    moved = MlflowStore(locate(Tracking(), there, "tiny"))
+    assert artifacts(moved, registered(done).run_id).keys() == {"report.json"}
+    assert download_engine(moved.location, moved.registered()[0], tmp_path).is_dir()
+    track_one(moved, judged(tmp_path / "after", "after", "FAIL"), "after")
+    assert not old.exists()
+
+
+def test_files_that_were_moved_without_their_store_are_refused(tmp_path: Path) -> None:
+    shared = Tracking(uri=f"sqlite:///{tmp_path}/shared.db")
+    MlflowStore(locate(shared, tmp_path / "old", "tiny"))
+    (tmp_path / "new" / "mlartifacts").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"has its files in .*/old/mlartifacts, which was moved to .*/new/mlartifacts"):
+        MlflowStore(locate(shared, tmp_path / "new", "tiny"))
