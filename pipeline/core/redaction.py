@@ -26,10 +26,14 @@ _HARMLESS_KEYS = {"kv", "artifact", "cache", "public"}
 
 _USERINFO = re.compile(r"(\b[a-zA-Z][a-zA-Z0-9+.-]*://)(?:[^/\s:@\"'<>]*:[^\s\"'<>]*|[^/\s\"'<>]*)@")
 """A password may hold a slash, so that everything up to the last @ counts as one where there is a colon before it."""
-_ASSIGNED = re.compile(  # `api_key_env` names a variable
-    r"(?i)\b(?![\w-]*_env\b)([\w-]*(?:passw(?:or)?d|\bpwd|secret|api[_-]?key|access[_-]?key|(?:access|auth|refresh|bearer)[_-]?token)[\w-]*)"
+_ASSIGNED = re.compile(  # `api_key_env` names a variable, `password_file` a file
+    r"(?i)\b(?![\w-]*_(?:env|file|path)\b)([\w-]*(?:passw(?:or)?d|\bpwd|secret|api[_-]?key|access[_-]?key|(?:access|auth|refresh|bearer)[_-]?token)[\w-]*)"
     r"(\s*[=:]\s*|\"\s*:\s*\")([^\s&\"',;]+)"
 )
+_OF_A_PATH = re.compile(r"[/\\=][\w.~+%@-]*$")
+"""The end of a text before a name that is part of a path or of a value: `/etc/` before `passwd: is a file`."""
+LONGEST = 4096
+"""Characters of such an end."""
 _QUERY = re.compile(r"(?i)([?&](?:token|key|sig|signature|pwd)=)[^&\s\"']+")
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/-]{8,}=*")
 _SHAPES = re.compile(
@@ -51,10 +55,22 @@ def redact_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
     for secret in _secrets(tuple(raw.items())):
         text = text.replace(secret, MASK)
     text = _USERINFO.sub(rf"\1{MASK}@", text)
-    text = _ASSIGNED.sub(rf"\1\2{MASK}", text)
+    text = _without_assigned(text)
     text = _QUERY.sub(rf"\1{MASK}", text)
     text = _BEARER.sub(rf"\1{MASK}", text)
     return _SHAPES.sub(MASK, text)
+
+
+def _without_assigned(text: str) -> str:
+    """Return a text without assigned passwords. A path, or a key's value, that a message goes on about has none."""
+    parts, at = [], 0
+    while assigned := _ASSIGNED.search(text, at):
+        spared = re.fullmatch(r":\s+", assigned[2]) and _OF_A_PATH.search(
+            text, max(0, assigned.start() - LONGEST), assigned.start()
+        )
+        parts += [text[at : assigned.end(2)], "" if spared else MASK]
+        at = assigned.end(2 if spared else 3)
+    return "".join([*parts, text[at:]])
 
 
 def printable(text: str) -> str:

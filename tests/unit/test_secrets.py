@@ -104,6 +104,36 @@ def test_ordinary_values_are_no_secrets(value: str) -> None:
     assert not holds_secret(value)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/etc/passwd: is a file",
+        "--config-dir=/data/api_key: no such directory",
+        "workdir=my-secret: is not a directory",
+        "model.path=../client-secret: no such directory",
+        "C:\\keys\\passwd: is a file",
+        "password_file=/run/secrets/db",
+    ],
+)
+def test_a_message_about_a_path_keeps_its_words(text: str) -> None:
+    assert redact_text(text, {}) == text
+    assert redact_text(f"{text}: password: hunter2", {}) == f"{text}: password: {MASK}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "password: hunter2",
+        "http://h/a?password: hunter2",
+        "/db/password=hunter2",
+        "user=bob|password: hunter2",
+        "a;pwd: hunter2",
+    ],
+)
+def test_what_is_assigned_is_a_secret_beside_a_path(text: str) -> None:
+    assert "hunter2" not in redact_text(text, {})
+
+
 @pytest.mark.usefixtures("planted")
 def test_what_the_environment_holds_is_masked_wherever_it_stands() -> None:
     for secret in NEVER:
