@@ -88,6 +88,22 @@ def test_depth_is_named_by_thirds(depth: float, name: str) -> None:
     assert depth_name(depth) == name
 
 
+@pytest.mark.parametrize(
+    ("reference", "text", "correct"),
+    [
+        ('{"a": 12}', '{"a": 12.0}', True),
+        ('{"a": [0.5, 1e2]}', '{"a": [5e-1, 100]}', True),
+        ('{"a": 0}', '{"a": -0.0}', True),
+        ('{"a": 1}', '{"a": true}', False),
+        ('{"a": 1}', '{"a": "1"}', False),
+        ('{"a": 12}', '{"a": 12.5}', False),
+        ('{"a": 10000000000000001}', '{"a": 10000000000000002}', False),
+    ],
+)
+def test_json_has_one_type_of_numbers(reference: str, text: str, *, correct: bool) -> None:
+    assert judge(sample("json", reference), text) == Judgement(valid=True, correct=correct)
+
+
 NOT_JSON = ["", "{", '{"a":1} ok', 'ok {"a":1}', '{"a":1}{"a":1}', "{'a':1}", '{"a":1,}', '```{"a":1}```']
 NOT_STRICT = ['{"a":1,"a":1}', '{"a":NaN}', "Infinity"]
 
@@ -108,7 +124,6 @@ def sample(check: Check, reference: str) -> Sample:
     ("reference", "text", "correct"),
     [
         ('{"a":1,"b":2}', ' {"b": 2, "a": 1}\n', True),
-        ('{"a":1}', '{"a":1.0}', False),
         ('{"a":1}', '{"a":true}', False),
         ('{"a":"1"}', '{"a":1}', False),
         ("[1,2]", "[2,1]", False),

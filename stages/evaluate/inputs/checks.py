@@ -40,8 +40,23 @@ def strict_json(text: str) -> Any:
 
 
 def _canonical(value: Any) -> str:
-    """Return a text that is equal for equal JSON values only: 1, 1.0, true and "1" differ, the order of keys is ignored."""
-    return json.dumps(value, sort_keys=True)
+    """Return a text that is equal for equal JSON values only.
+
+    JSON has one type of numbers: 12, 12.0 and 1.2e1 are equal. 1, true and "1" differ. The order of keys is ignored.
+    """
+    return json.dumps(_whole(value), sort_keys=True)
+
+
+def _whole(value: Any) -> Any:
+    """Return a JSON value with integers in place of floats that are whole."""
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case list():
+            return [_whole(inner) for inner in value]
+        case dict():
+            return {key: _whole(inner) for key, inner in value.items()}
+    return value
 
 
 _WORD = re.compile(r"(?:(?<!\w)-(?=\d))?\w+(?:[.,:/@-]\w+)*")
