@@ -207,6 +207,20 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("backend.compute_dtype=bfloat16", "backend.compute_dtype=bfloat16", "ONNX Runtime", "backend=tensorrt_rtx"),
     ("backend=tensorrt backend.compute_dtype=int8", "backend.compute_dtype=int8", "bfloat16"),
     ("backend=tensorrt_rtx backend.compute_capabilities=89", "backend.compute_capabilities", "[89]"),
+    ("backend=tensorrt_rtx backend.compute_capabilities=[75]", "backend.compute_capabilities", "75", "80"),
+    *(
+        (
+            f"backend=tensorrt_rtx backend.compute_capabilities={targets} kv={policy}",
+            f"backend.compute_capabilities={targets}: kv.{key}.dtype=",
+            fix,
+        )
+        for targets, policy, key, fix in (
+            ("[80]", "fp8", "key", "choose a policy without it"),
+            ("[80,86,89]", "fp8", "key", "set backend.compute_capabilities=[89]"),
+            ("[86]", "nvfp4", "key", "kv=int8"),
+            ("[80,120]", "fp8k_int4v", "key", "set backend.compute_capabilities=[120]"),
+        )
+    ),
     (
         "backend=tensorrt_rtx backend.max_batch=1024 backend.max_tokens=32768",
         "backend.max_batch=1024",

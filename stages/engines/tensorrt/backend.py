@@ -19,6 +19,8 @@ from stages.engines.tensorrt.library import Name, load, used_gpu
 
 TENSOR_TYPES = ("FLOAT", "FLOAT16", "BFLOAT16", "INT8", "INT32", "INT64", "FLOAT8E4M3FN")
 """ONNX's names of the element types that TensorRT takes as inputs."""
+FP8, FIRST_FP8 = "FLOAT8E4M3FN", 89
+"""A type that GPUs have from a compute capability on. TensorRT for RTX does not convert it for others."""
 
 
 class PlanBackend(Backend):
@@ -90,6 +92,7 @@ class RTXBackend(PlanBackend):
 
     def check_inputs(self, job: Job) -> None:
         refuse_caches(job)
+        refuse_targets(job.policy, self.targets)
         if job.builds:
             self._check_extents(job, lambda _: range(job.checkpoint.shape.layers))
             load(self.library)
@@ -165,6 +168,20 @@ def refuse_caches(job: Job) -> None:
             f"kv.eviction.window_tokens={policy.eviction.window_tokens}: plans read every page of a sequence; set "
             f"kv.eviction=null, or {holder(policy)}, which evicts"
         )
+
+
+def refuse_targets(policy: KVPolicy, targets: list[int]) -> None:
+    """Raise UserError if the plans would take a type that one of these compute capabilities lacks."""
+    fit = [target for target in targets if target >= FIRST_FP8]
+    if fit == targets:
+        return
+    for key, form in policy.formats:
+        if FP8 in (form.code.storage.onnx, form.code.scale_storage.onnx):
+            fix = f"set backend.compute_capabilities={str(fit).replace(' ', '')}" if fit else "name others"
+            raise UserError(
+                f"backend.compute_capabilities={str(targets).replace(' ', '')}: kv.{key}.dtype={form.dtype} takes FP8, which "
+                f"GPUs have from {FIRST_FP8} on; {fix}, or choose a policy without it, such as kv=int8"
+            )
 
 
 def cuda_gpu() -> dict[str, str]:

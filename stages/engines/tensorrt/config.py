@@ -28,8 +28,9 @@ class TensorRTConfig(PlanConfig):
     name: Literal["tensorrt"]
 
 
-RTXTarget = Literal[75, 80, 86, 89, 120, 121]
-"""Compute capabilities that TensorRT for RTX 1.7 builds for (tensorrt_rtx.ComputeCapability)."""
+RTXTarget = Literal[80, 86, 89, 120, 121]
+"""Compute capabilities that TensorRT for RTX 1.7 builds for (tensorrt_rtx.ComputeCapability). Of 75 it refuses every graph:
+attention multiplies in float32 ("FP32 GEMM is not supported")."""
 
 
 class TensorRTRTXConfig(PlanConfig):
