@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.errors import MissingRequirement, UserError, short
 from pipeline.core.redaction import child_environment
 from stages.engines.bundle import BuiltFor, release_of
 from stages.engines.interpreter.protocol import Description, Device
@@ -30,6 +30,8 @@ EXIT_TIMEOUT_S = 30
 """Seconds that a worker has to end after its input was closed; freeing an engine takes a moment."""
 ANSWER_BYTES = 16 << 20
 """The longest answer; logits come in files."""
+MOST_SAID = 300
+"""Characters of an error of a library that a message quotes."""
 LOG_TAIL_BYTES = 8 << 10
 """Bytes at the end of the log in which the last line is looked for: a build may print hundreds of megabytes."""
 
@@ -114,9 +116,8 @@ def probe(program: Program, python: str | None) -> Interpreter:
         try:
             described = worker.call("describe", PROBE_SECONDS, key="backend.python", answer=program.description)
         except WorkerError as error:
-            reason = " ".join(str(error).split())
             raise MissingRequirement(
-                f"backend.python={python}: {program.library} cannot be used there ({reason}); {program.hint}"
+                f"backend.python={python}: {program.library} cannot be used there ({error}); {program.hint}"
             ) from error
     found = Interpreter(program, path, described)
     if found.number < program.oldest:
@@ -244,7 +245,7 @@ class Worker:
         with self._log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
             lines = log.read().decode(errors="replace").strip().splitlines()
-        return lines[-1].strip()[:300] if lines else ""
+        return lines[-1].strip()[:MOST_SAID] if lines else ""
 
     def _exchange(self, op: str, request: bytes, deadline: float) -> bytes:
         """Write the request and read a line, before the deadline.
@@ -278,7 +279,7 @@ class Worker:
         except ValueError:
             response = None
         if isinstance(response, dict) and isinstance(response.get("error"), str):
-            raise WorkerError(response["error"])
+            raise WorkerError(short(" ".join(response["error"].split()), MOST_SAID))
         if not isinstance(response, dict) or "ok" not in response:
             raise self._lost(f"backend.python={self._python}: no answer to {op} but {line[:200]!r}")
         try:
