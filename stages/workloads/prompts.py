@@ -20,6 +20,9 @@ ANSWER, NEXT = "kvgate's answer", "kvgate's next question"
 TODAY = date(2024, 7, 26)
 """The day for templates that ask for it; Llama 3's write this one where there is no clock."""
 
+WITHOUT_THINKING = {"enable_thinking": False, "thinking": False}
+"""Variables of chat templates (Qwen3, GLM; DeepSeek, Granite) that leave a model's thinking out of its answer."""
+
 
 def render_all(tokenizer: Any, samples: Sequence[Sample]) -> list[str]:
     """Return each prompt as text: the raw prompt, or the messages followed by the start of the assistant's turn.
@@ -55,12 +58,15 @@ def _chat(tokenizer: Any, sample: Sample) -> str:
 
 
 def templated(tokenizer: Any, messages: Sequence[Message]) -> str:
-    """Return a conversation as the chat template writes it, up to the assistant's turn. Raises TemplateError."""
+    """Return a conversation as the chat template writes it, up to the assistant's answer. Raises TemplateError.
+
+    A template that can leave the model's thinking out does so: answers are short, and the whole answer is judged.
+    """
     turns = [{"role": role, "content": content} for role, content in messages]
     # Templates of Llama 3 write the day that this function names: a prompt must be the same tomorrow.
     try:
         text: str = tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=True, strftime_now=TODAY.strftime
+            turns, tokenize=False, add_generation_prompt=True, strftime_now=TODAY.strftime, **WITHOUT_THINKING
         )
     except OverflowError:
         raise

@@ -28,9 +28,9 @@ class Templated:
     def __init__(self, chat_template: str) -> None:
         self.chat_template = chat_template
 
-    def apply_chat_template(self, messages: Any, strftime_now: Callable[[str], str], **_: Any) -> str:
+    def apply_chat_template(self, messages: Any, strftime_now: Callable[[str], str], **variables: Any) -> str:
         template = ImmutableSandboxedEnvironment().from_string(self.chat_template)
-        return template.render(messages=messages, strftime_now=strftime_now)
+        return template.render(messages=messages, strftime_now=strftime_now, **variables)
 
 
 @pytest.mark.parametrize(
@@ -79,3 +79,15 @@ def test_an_answer_that_is_begun_and_never_ends_is_refused(monkeypatch: pytest.M
 def test_a_template_that_ends_its_process_is_refused() -> None:
     with refused(UserError, "", "ends the process that renders it"):
         rendering.rendered([lambda: "sound", lambda: os._exit(3)])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}",
+        "{% if not (enable_thinking | default(true)) %}<think></think>{% endif %}",
+        "{% if thinking is defined and thinking %}<think>{% else %}<think></think>{% endif %}",
+    ],
+)
+def test_a_template_that_can_leave_thinking_out_does(template: str) -> None:
+    assert render_all(Templated(template), [SAMPLE]) == ["<think></think>"]
