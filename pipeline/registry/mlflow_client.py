@@ -27,8 +27,9 @@ from requests import RequestException
 from sqlalchemy.exc import SQLAlchemyError
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
-from pipeline.registry.reaching import check_reachable, reached
-from pipeline.registry.tracking import Location, Version
+from pipeline.core.errors import UserError, short
+from pipeline.registry.reaching import PYTHONS, check_reachable, reached
+from pipeline.registry.tracking import ENVIRONMENT, Location, Version
 
 __all__ = [
     "Client",
@@ -46,6 +47,10 @@ RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store")
 """They log dozens of lines while a fresh file migrates, and tracebacks of what is raised as well."""
 ERRORS = (MlflowException, SQLAlchemyError, CommandError, RequestException, sqlite3.Error)
+LATEST = 253_402_300_799
+"""Seconds of the end of the year 9999, in seconds since 1970."""
+
+
 ADDRESSES = (
     ("experiments", "artifact_location"),
     ("runs", "artifact_uri"),
@@ -116,7 +121,7 @@ class Client(MlflowClient):
         retries = os.environ[RETRIES]
         os.environ[RETRIES] = "0"  # a server that is not there says so at once
         try:
-            with reached(location, *ERRORS):
+            with reached(location, *ERRORS, *PYTHONS):
                 super().__init__(tracking_uri=location.uri, registry_uri=location.uri)
                 _follow_move(location)
                 if location.served:
@@ -132,7 +137,7 @@ class Client(MlflowClient):
 
         @wraps(value)
         def call(*arguments: Any, **options: Any) -> Any:
-            with reached(location, *ERRORS):
+            with reached(location, *ERRORS, *PYTHONS):
                 return value(*arguments, **options)
 
         return call
@@ -167,5 +172,9 @@ def _follow_move(location: Location) -> None:
 
 
 def version_of(found: Any) -> Version:
-    """Return a version as it is known outside of MLflow."""
-    return Version(str(found.version), dict(found.tags), found.run_id or "", found.creation_timestamp / 1000)
+    """Return a version as it is known outside of MLflow. Raises UserError for a time that is none."""
+    made = found.creation_timestamp
+    if not isinstance(made, int) or not 0 <= made / 1000 <= LATEST:
+        where = f"version {found.version} of {found.name} in MLflow's store (tracking.uri or {ENVIRONMENT})"
+        raise UserError(f"{where}: creation_timestamp={short(made)} is no time; correct it there, or name another store")
+    return Version(str(found.version), {str(k): str(v) for k, v in found.tags.items()}, str(found.run_id or ""), made / 1000)

@@ -89,7 +89,9 @@ class MlflowStore:
             if self.client.get_experiment_by_name(name) is None:
                 self.client.create_experiment(name, self.location.artifact_root)
         experiment = self.client.get_experiment_by_name(name)
-        assert experiment is not None, f"{name} was created"
+        if experiment is None or not isinstance(experiment.artifact_location, str):
+            what = "is neither active nor deleted" if experiment is None else "has no artifact_location"
+            raise UserError(f"{named(self.location)}: the experiment {name} {what}; correct it, or name another store")
         if experiment.lifecycle_stage != "active":
             raise UserError(f"tracking.experiment={name} was deleted in MLflow: restore it or give another name")
         _check_files(self.location, experiment.artifact_location)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from threading import Timer
 
 from pipeline.artifacts.locks import LOGGER, until
-from pipeline.core.errors import MissingRequirement, UserError
+from pipeline.core.errors import REFUSALS, MissingRequirement, UserError
 from pipeline.core.redaction import redact_text
 from pipeline.registry.tracking import ENVIRONMENT, Location
 
@@ -16,6 +16,8 @@ QUIET_S = 5.0
 """Seconds of a wait before anything is said of it: making the tables of a fresh store takes some."""
 DRIVERS = {"psycopg": "'psycopg[binary]'", "psycopg2": "psycopg2-binary", "MySQLdb": "mysqlclient"}
 """Modules of drivers, and the distributions that have them, where those are called otherwise."""
+PYTHONS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""Exceptions that a value which MLflow does not write causes in MLflow."""
 HANDLED = ("RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS")
 """Codes of MLflow's errors that are answers."""
 ANSWERS: tuple[tuple[tuple[str, ...], type[Exception], str], ...] = (
@@ -23,6 +25,11 @@ ANSWERS: tuple[tuple[tuple[str, ...], type[Exception], str], ...] = (
         ("UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED"),
         UserError,
         "refuses these credentials (401); set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+    ),
+    (
+        ("Invalid Host header",),
+        UserError,
+        "does not answer to this host name (403); start it with --allowed-hosts and the name, or give a name that it allows",
     ),
     (("PERMISSION_DENIED",), UserError, "does not permit this (403); use an account that may write there"),
     (("ENDPOINT_NOT_FOUND", "not in a valid JSON format"), UserError, "is no server of MLflow; give the root of one"),
@@ -70,7 +77,7 @@ def reached(location: Location, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        if getattr(error, "error_code", None) in HANDLED:
+        if getattr(error, "error_code", None) in HANDLED or isinstance(error, REFUSALS):
             raise
         raise _problem(location, error) from error
     finally:
@@ -85,6 +92,9 @@ def _problem(location: Location, error: Exception) -> Exception:
     for signs, kind, words in ANSWERS:
         if any(sign in text for sign in signs):
             return kind(f"{named(location)} {words.format(limit=location.timeout_s, said=_said(error))}")
+    if isinstance(error, PYTHONS):
+        what = f"{type(error).__name__}: {_said(error)}"
+        return UserError(f"{named(location)} holds a value that MLflow cannot read ({what}); correct it, or name another")
     return MissingRequirement(f"{named(location)} failed: {_said(error)}")
 
 

@@ -123,6 +123,7 @@ def test_a_driver_that_is_missing_or_unknown_is_named(uri: str, kind: type[Excep
     [
         (401, b"who are you?", UserError, "refuses these credentials (401); set MLFLOW_TRACKING_USERNAME and"),
         (403, b"no", UserError, "does not permit this (403)"),
+        (403, b"Invalid Host header - possible DNS rebinding attack detected", UserError, "start it with --allowed-hosts"),
         (404, b"<html>", UserError, "is no server of MLflow"),
         (200, b"<html>", UserError, "is no server of MLflow"),
         (500, b'{"error_code": "INTERNAL_ERROR", "message": "hunter2"}', MissingRequirement, "an error of its own (5xx)"),
@@ -156,3 +157,31 @@ def test_a_silent_server_is_waited_for_as_long_as_the_configuration_says(
     said = caplog.messages[0]
     assert said.startswith("waiting for MLflow's store http://127.0.0.1:")
     assert "(tracking.timeout_s=1)" in said
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE model_versions SET creation_time = 400000000000000000",
+        "UPDATE model_versions SET creation_time = 'soon'",
+        "UPDATE model_versions SET creation_time = -5",
+        "UPDATE model_versions SET run_id = 5",
+        "UPDATE model_version_tags SET value = 5",
+        "UPDATE experiments SET artifact_location = 5",
+        "UPDATE experiments SET artifact_location = NULL",
+        "UPDATE experiments SET lifecycle_stage = 5",
+    ],
+)
+def test_odd_values_of_a_store_are_a_line_or_harmless(statement: str, tmp_path: Path) -> None:
+    location = locate(Tracking(), tmp_path, "tiny", {})
+    store = MlflowStore(location)
+    store.client.create_model_version("kvgate-tiny", "source", run_id="a", tags={"kv": "fp8"})
+    assert [version.tags for version in store.registered()] == [{"kv": "fp8"}]
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        database.execute("PRAGMA ignore_check_constraints = ON")
+        database.execute(statement)
+    try:
+        assert [version.number for version in MlflowStore(location).registered()] == ["1"]
+    except (UserError, MissingRequirement) as error:
+        assert "MLflow" in str(error)  # noqa: PT017
+        assert "\n" not in str(error)  # noqa: PT017
