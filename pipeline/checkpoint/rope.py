@@ -177,6 +177,9 @@ def _checked(path: Path, place: str, parameters: object) -> dict[str, Any]:
     if not isinstance(parameters, dict):
         raise refusal(path, f"config.json: {place} must be an object or null, got {short(repr(parameters), 40)}")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if parameters.get("type", kind) != kind:
+        other = short(parameters["type"])
+        raise refusal(path, f"config.json: {place}.type={other} contradicts rope_type={short(kind)}; keep the right one")
     if kind not in ROPE_TYPES:
         known = ", ".join(ROPE_TYPES)
         raise refusal(path, f"config.json: {place}.rope_type={short(kind)} is not supported; use one of {known}")

@@ -45,6 +45,13 @@ def test_stated_parameters_reach_the_model(family: str, rope: Any, applied: Any,
     assert compose_rope(tmp_path, rope_at_top_level(config)) == compose_rope(tmp_path, config)
 
 
+@pytest.mark.parametrize("rope", [{}, {"rope_scaling": None}, {"rope_parameters": None}])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_base_at_the_top_level_is_taken_by_every_family(family: str, rope: dict[str, Any], tmp_path: Path) -> None:
+    partial = {"partial_rotary_factor": 0.5} if family in ("glm4", "phi3") else {}
+    expected_tensors(tmp_path, written(family, rope_theta=12345, **LOCAL, **partial, **rope))
+
+
 @pytest.mark.parametrize("family", [family for family, about in FAMILIES.items() if about.local_base is None])
 def test_parameters_by_layer_type_are_refused_in_families_that_share_them(family: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model.path=.*rope_parameters are given by layer type") as refused:
@@ -62,6 +69,7 @@ def test_parameters_by_layer_type_are_refused_in_families_that_share_them(family
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("llama", {"rope_theta": 20000.0, "rope_scaling": YARN, "original_max_position_embeddings": 64},
          "original_max_position_embeddings=64.*=128"),
+        ("llama", {"rope_scaling": YARN | {"type": "linear"}}, "rope_scaling.type=linear contradicts rope_type=yarn"),
         ("qwen3", {"rope_theta": 10000.0, "rope_scaling": YARN}, "rope_theta=10000.0 contradicts rope_scaling.rope_theta"),
     ],
 )  # fmt: skip
