@@ -5,7 +5,8 @@ Conformance compares requests of the forced decode, the stress test sequences of
 Legend: R = rows of logits, V = vocab_size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Protocol, TypeVar
@@ -26,6 +27,10 @@ from stages.evaluate.twins.explanation import FAR
 
 PASS_TOKENS = 4096
 """Most tokens of one pass of the reference engine, unless one sequence has more."""
+
+
+MANY_ROWS = 16
+"""Rows whose median says what is usual in 16 bits. One row of random tokens may be 100 times as far off by rounding alone."""
 
 
 class HasTokens(Protocol):
@@ -186,3 +191,21 @@ def passes(sequences: Sequence[S]) -> list[list[S]]:
             tokens = len(one.tokens)
         groups[-1].append(one)
     return groups
+
+
+def far_medians(kl: Mapping[str, Sequence[Array]], allowed: float) -> Iterator[str]:
+    """Yield the roles whose median row is farther from the reference engine than allowed.
+
+    Args:
+        kl: KL of the rows of each sequence, by "scenario: role". Roles of few rows are judged together in each scenario.
+        allowed: Largest median, in nats.
+    """
+    pooled: dict[str, list[Array]] = defaultdict(list)
+    for name, rows in kl.items():
+        few = sum(map(len, rows)) < MANY_ROWS
+        pooled[f"{name.partition(':')[0]}: roles of few tokens" if few else name] += rows
+    for name, rows in pooled.items():
+        joined = np.concatenate(rows)
+        if len(joined) >= MANY_ROWS and not np.median(joined) <= allowed:
+            far = f"KL {np.median(joined):.1e} from the oracle in the median of {len(joined)} tokens"
+            yield f"{name}: {far} ({allowed:.1e} allowed)"

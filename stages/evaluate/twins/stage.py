@@ -21,19 +21,19 @@ from pipeline.verdict.record import or_infinite
 from stages.engines.base import Logits
 from stages.engines.oracle.attention import Fed
 from stages.engines.oracle.replay import Replay
-from stages.evaluate.decoding.free import behind
+from stages.evaluate.decoding.free import behind, contradiction
 from stages.evaluate.decoding.system import allocation
 from stages.evaluate.distances.distance import Array
 from stages.evaluate.twins.deviation import first_deviation
-from stages.evaluate.twins.request import Compared, Request, loses_pages, passes, problem_of
+from stages.evaluate.twins.request import Compared, Request, far_medians, loses_pages, passes, problem_of
 from stages.evaluate.twins.twin import Twin
 
+WORST_SHARE = 1 / 8
+"""A rounding costs at least this part of what it costs in the worst sequence of the run: sound engines show 65 times its KL."""
 UNUSUAL = 30.0
 """Without a rounding to go by: how many times the median sequence's mean KL another sequence's may be ..."""
 UNUSUAL_KL = 0.02
 """... and the mean KL that is always allowed then, in nats."""
-MANY_ROWS = 16
-"""Rows whose median says what is usual in 16 bits. One row of random tokens may be 100 times as far off by rounding alone."""
 
 Distances = tuple[float, float, float]
 """Mean KL of an engine; mean and largest KL of a rounding."""
@@ -342,9 +342,10 @@ class Stage:
 
     def deviations(self) -> Iterator[str]:
         """Yield the sequences that deviate, the worst first: one of each name."""
-        # Exact tokens are not shown, and may round to another float16: that costs little in most sequences, and much in a few.
+        # A rounding costs little in most sequences, and much in the few whose attention hangs on one number, or one of whose
+        # exact tokens, which are not shown, rounds to another float16.
         known = [(one.kl_mean or 0.0, one.kl_max or 0.0) for one in self.roundings.values()] or [(0.0, 0.0)]
-        mean, largest = np.max(known, axis=0) / self.limit
+        mean, largest = WORST_SHARE * np.max(known, axis=0)
         kl = np.median([or_infinite(record.engine.kl_mean) for record in self.records] or [0.0])
         usual = float(kl), float(mean), float(largest)
         suspects = ((self._times_allowed(compared, usual), request, compared) for request, compared in self.suspects)
@@ -357,29 +358,17 @@ class Stage:
             more = f"; and {count - 1} more such" if count > 1 else ""
             place = problem or first_deviation(request, compared, self.limit).told()
             yield f"{name}: {place}, {off}, {times:.2g} times as far as allowed{more}"
-        if self.kl:
-            yield from self._far_medians(float(np.median([mean for mean, _ in known])))
-
-    def _far_medians(self, rounding: float) -> Iterator[str]:
-        """Yield the roles whose median row is farther from the oracle than allowed; those of few rows are judged together.
-
-        `rounding`: mean KL that a rounding costs in the median sequence. An arithmetic of its own is held to its median row.
-        """
-        pooled: dict[str, list[Array]] = defaultdict(list)
-        for name, rows in self.kl.items():
-            few = sum(map(len, rows)) < MANY_ROWS
-            pooled[f"{name.partition(':')[0]}: roles of few tokens" if few else name] += rows
-        allowed = self.limit**2 * rounding
-        if self.twin.compute_dtype is None:
-            allowed = max(UNUSUAL_KL, UNUSUAL * float(np.median(np.concatenate(list(chain(*self.kl.values()))))))
-        for name, rows in pooled.items():
-            joined = np.concatenate(rows)
-            if len(joined) >= MANY_ROWS and not np.median(joined) <= allowed:
-                far = f"KL {np.median(joined):.1e} from the oracle in the median of {len(joined)} tokens"
-                yield f"{name}: {far} ({allowed:.1e} allowed)"
+        if self.kl and self.twin.compute_dtype is None:
+            usual_row = float(np.median(np.concatenate(list(chain(*self.kl.values())))))
+            yield from far_medians(self.kl, max(UNUSUAL_KL, UNUSUAL * usual_row))
+        elif self.kl:
+            yield from far_medians(self.kl, self.limit**2 * float(np.median(known, axis=0)[0]))
 
     def _check_answers(self) -> None:
-        """Check that every token of `generate` is the likeliest but for rounding, over the reference engine's own codes."""
+        """Check that every token of `generate` is the likeliest but for rounding, over the reference engine's own codes.
+
+        One number that rounds to another code may change an answer: what looks wrong is forced on the engine, too.
+        """
         answers, self.answers = self.answers, []
         if self.twin.compute_dtype is None:
             return
@@ -387,11 +376,24 @@ class Stage:
         replays = [one for group in passes(feds) for one in self.twin.replay(group)]
         rounding = max((float(np.abs(one.disturbed - one.logits).max()) for one in replays), default=0.0)
         for (role, prompt, said), replay in zip(answers, replays, strict=True):
-            gaps = behind(replay.logits, said)
-            wrong = np.flatnonzero(~(gaps <= 4 * rounding + 1e-3))
-            if wrong.size:
-                what = "the first token" if wrong[0] == 0 else f"token {wrong[0]}"
+            if (behind(replay.logits, said) <= 4 * rounding + 1e-3).all():
+                continue
+            found = contradiction(self.engine, self._forced(role, prompt, said), said)
+            if found is not None:
+                what = "the first token" if found[0] == 0 else f"token {found[0]}"
                 self.failures.append(
-                    f"generate: {what} of the answer to a prompt of {len(prompt)} tokens ({role}) lies {gaps[wrong[0]]:.2g} "
-                    "(logits) behind what the prompt and the answer before it make most likely"
+                    f"generate: {what} of the answer to a prompt of {len(prompt)} tokens ({role}) lies {found[1]:.2g} (logits) "
+                    "behind what the prompt and the answer before it make most likely"
                 )
+        self.compare()
+
+    def _forced(self, role: str, prompt: list[int], said: list[int]) -> Logits:
+        """Return what the engine itself finds likely at each token of an answer; the sequence is compared as others are."""
+        actor = Actor(f"{role}, forced", prompt, said[:-1])
+        if self.engine.can(Engine.forced_together) and actor.ahead:
+            self.play([actor])
+        else:
+            self.prefill(actor)
+            self.decode(actor, steps=len(actor.ahead))
+            self.leave(actor)
+        return np.stack(actor.request.logits)
