@@ -4,7 +4,7 @@ What a verdict covers is what was exercised (`pipeline.verdict.coverage`), and a
 
 - Tokens: quality over length shows at that length alone, so that samples reached the longest context (whole pages count).
 - Decoding: errors add up over an answer, so that some sample decoded as many tokens as the longest answer.
-- Batch: a batch changes no quality, only whether the engine computes it. So the stress probe's batches count like those of
+- Batch: a batch changes no quality, only whether the engine computes it. So the stress test's batches count like those of
   samples, and they reach `capacity.concurrency`. How many the memory admits may be more: the recommendation says to serve no
   more at once than were exercised together.
 - A shared prefix: forks of a sequence were exercised, by samples or by the probe.

@@ -199,7 +199,7 @@ class Served(Record):
         return (
             "the decode kernel's distributions",
             "tokens beyond those shown",
-            "codes, scales and whether it computes its policy (conformance, stress probe)",
+            "codes, scales and whether it computes its policy (conformance, stress test)",
             "memory and live tokens",
             "whether it is the engine that it was when it was asked, beyond what it says of itself",
             *canary,

@@ -1,6 +1,6 @@
 """Servers by URL: one forced token a request over what earlier requests left in the prefix cache, and free answers.
 
-What a server does not show is null in its records: no twin, no stress probe, no memory. Its distributions show their most
+What a server does not show is null in its records: no twin, no stress test, no memory. Its distributions show their most
 likely tokens alone: two are coarsened to the same outcomes, each token that both servers show, and all others as one. No such
 map raises the KL (the data processing inequality), so that the KL here is a lower bound of that over the vocabulary.
 """
