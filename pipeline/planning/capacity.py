@@ -162,6 +162,11 @@ def memory_budget(model: ModelShape, use: CapacityConfig, weights: WeightsFormat
     Raises:
         UserError: when the weights cannot be counted, or leave nothing for the cache.
     """
+    if use.gpu_gib <= use.reserve_gib:  # said before weights are counted, which imports torch
+        raise UserError(
+            f"capacity.gpu_gib={use.gpu_gib:g}: capacity.reserve_gib={use.reserve_gib:g} leaves nothing for weights and cache; "
+            "give more memory, or a smaller reserve"
+        )
     if use.weights_gib is not None:
         model.kv_heads_of_a_rank(use.tensor_parallel)  # checks that they divide
         weight_bytes = int(use.weights_gib * GIB / use.tensor_parallel)

@@ -29,6 +29,9 @@ STORED_ALLOWED = 4.0
 SCALE_STEP = 2.0**-10
 """The most by which the last place of a float16 scale moves a stored vector, relative to its length: it may always round."""
 
+E4M3_SCALE_STEP = 2.0**-6
+"""The same of an E4M3 scale, whose neighbour is an eighth away: as far as a 4-bit block moves that is most of a vector."""
+
 MEAN_STEP = 2.0**-13
 """The same for the mean over all stored vectors, few of whose scales lie between two numbers."""
 
@@ -63,6 +66,8 @@ class ComparedRequest(Record):
     """The twin from itself with layers that are a rounding off."""
     problem: str = ""
     """What the engine shows of its cache and cannot be the policy's: a width, a length."""
+    scale_step: float = SCALE_STEP
+    """How far the last place of a scale of the policy may move a stored vector."""
 
     @property
     def roundings(self) -> float:
@@ -73,7 +78,7 @@ class ComparedRequest(Record):
     def times_allowed(self, limit: float) -> float:
         """Return how many times as far from its twin the request is as `limit` roundings allow, by its worst figure."""
         stored = (
-            _times(self.engine.stored_error, self.rounding.stored_error, SCALE_STEP),
+            _times(self.engine.stored_error, self.rounding.stored_error, self.scale_step),
             _times(self.engine.stored_mean, self.rounding.stored_mean, MEAN_STEP),
         )
         return math.inf if self.problem else max(self.roundings / limit, *stored, *self.layers_times_allowed)

@@ -116,7 +116,7 @@ class Comparison:
         item = self.run.encoded[i]
         problem = problem_of(request.layers, self.engine.policy, self.engine.shape, len(item.prompt) + len(item.reference) - 1)
         replay = self._replay(item, [] if problem else request.layers)
-        compared = request.compared(replay, len(item.prompt), len(item.reference), problem)
+        compared = request.compared(replay, len(item.prompt), len(item.reference), self.engine.policy, problem)
         if self.twin.measures and any(compared.errors):
             compared = compared.by_layer(self.layers)
         self.records[i] = compared.record

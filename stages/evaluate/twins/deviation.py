@@ -9,7 +9,6 @@ from pipeline.core.kv import PAGE_TOKENS
 from pipeline.verdict.conformance import (
     LEAST_KL,
     MEAN_STEP,
-    SCALE_STEP,
     STORED_ALLOWED,
     ComparedRequest,
     Deviation,
@@ -69,7 +68,7 @@ def _least_errors(compared: Compared) -> list[float]:
 
 def _least_error(record: ComparedRequest) -> float:
     """Return the error of a stored vector that is above what is allowed; above the mean's where none is that far off."""
-    worst = STORED_ALLOWED * (record.rounding.stored_error or 0.0) + SCALE_STEP
+    worst = STORED_ALLOWED * (record.rounding.stored_error or 0.0) + record.scale_step
     if record.engine.stored_error is None or record.engine.stored_error > worst:
         return worst
     mean = STORED_ALLOWED * (record.rounding.stored_mean or 0.0) + MEAN_STEP

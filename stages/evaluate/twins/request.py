@@ -18,7 +18,8 @@ from torch import Tensor
 from pipeline.core.engine import Engine
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
 from pipeline.core.records import StoredCopy
-from pipeline.verdict.conformance import ComparedRequest, Distance
+from pipeline.formats.spec import E4M3
+from pipeline.verdict.conformance import E4M3_SCALE_STEP, SCALE_STEP, ComparedRequest, Distance
 from pipeline.verdict.record import finite
 from stages.engines.base import Logits
 from stages.engines.oracle.replay import Errors, Replay
@@ -80,7 +81,7 @@ class Request:
                 found.update(b"" if array is None else array.tobytes())
         return found.digest()
 
-    def compared(self, replay: Replay, prompt: int, decoded: int, problem: str = "") -> "Compared":
+    def compared(self, replay: Replay, prompt: int, decoded: int, policy: KVPolicy, problem: str = "") -> "Compared":
         """Compare the rows and the stored vectors with a replay that has these rows."""
         kl = kl_of_logits(replay.logits, np.stack(self.logits))
         rounding_kl = kl_of_logits(replay.logits, replay.disturbed)
@@ -101,6 +102,7 @@ class Request:
             engine=distance(kl, [copy.engine for copy in errors]),
             rounding=distance(rounding_kl, [copy.disturbed for copy in errors]),
             problem=problem,
+            scale_step=max(E4M3_SCALE_STEP if form.code.scale_storage is E4M3 else SCALE_STEP for _, form in policy.formats),
         )
         return Compared(record, kl, replay.errors)
 

@@ -313,7 +313,9 @@ class Stage:
     def _note(self, actor: Actor, replay: Replay, problem: str) -> None:
         request = actor.request
         request.name = f"{self.scene}: {actor.role}"
-        compared = request.compared(replay.tail(len(request.logits)), len(actor.prompt), actor.decoded, problem)
+        compared = request.compared(
+            replay.tail(len(request.logits)), len(actor.prompt), actor.decoded, self.engine.policy, problem
+        )
         if self.twin.measures and any(compared.errors):
             compared = compared.by_layer(self.layers)
         rounding = self.roundings.setdefault(actor.key, compared.record.rounding)
@@ -342,8 +344,7 @@ class Stage:
 
     def deviations(self) -> Iterator[str]:
         """Yield the sequences that deviate, the worst first: one of each name."""
-        # A rounding costs little in most sequences, and much in the few whose attention hangs on one number, or one of whose
-        # exact tokens, which are not shown, rounds to another float16.
+        # A rounding costs much in a few sequences: attention hangs on one number, or an exact token, not shown, rounds.
         known = [(one.kl_mean or 0.0, one.kl_max or 0.0) for one in self.roundings.values()] or [(0.0, 0.0)]
         mean, largest = WORST_SHARE * np.max(known, axis=0)
         kl = np.median([or_infinite(record.engine.kl_mean) for record in self.records] or [0.0])
