@@ -100,6 +100,8 @@ test-vllm: $(VENV)/for-test vllm
 LLAMACPP := .venv-llamacpp
 llamacpp: $(LLAMACPP)/ready
 
+# llama.cpp 0.3.36 dies of a segmentation fault in its AMX code on Intel CPUs that have AMX: it is compiled without.
+NO_AMX := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-int8)
 # What compiles it is installed first, from the same lock. Half of the files are of command-line tools: they are left out.
 LLAMACPP_PIP := $(LLAMACPP)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --require-hashes
 $(LLAMACPP)/ready: requirements/llamacpp.lock
@@ -108,7 +110,7 @@ $(LLAMACPP)/ready: requirements/llamacpp.lock
 	$(LLAMACPP_PIP) --requirement $(LLAMACPP)/tools.lock
 	echo 'set(LLAMA_BUILD_COMMON OFF)' > $(LLAMACPP)/library.cmake
 	PATH=$(abspath $(LLAMACPP))/bin:$$PATH CMAKE_BUILD_PARALLEL_LEVEL=$(shell nproc) \
-	CMAKE_ARGS='-DLLAVA_BUILD=OFF -DCMAKE_PROJECT_INCLUDE=$(abspath $(LLAMACPP))/library.cmake' $(LLAMACPP_PIP) --requirement $<
+	CMAKE_ARGS='-DLLAVA_BUILD=OFF -DCMAKE_C_FLAGS=$(NO_AMX) -DCMAKE_CXX_FLAGS=$(NO_AMX) -DCMAKE_PROJECT_INCLUDE=$(abspath $(LLAMACPP))/library.cmake' $(LLAMACPP_PIP) --requirement $<
 	touch $@
 
 # The backend on the engine itself: the tiny model, and a short evaluation of SmolLM2's own GGUF.
