@@ -3,10 +3,6 @@
 tests/long/test_oracle_kernels.py runs on the GPU too where there is one.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpu_command import judge_on_gpu
 from kernel_cases import no_waiting
 from kernel_engine_cases import GUARDED, distance
 from onnx_fixtures import make_oracle_bundle
 
 from benchmarks import benchlib
-from benchmarks.recording import ROOT
 from pipeline.core.engine import Engine
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Sample
@@ -188,20 +184,6 @@ def test_auto_is_the_gpu_whose_engine_generates_and_has_no_forced_decode_in_one_
 
 
 def test_the_command_line_judges_a_cache_by_the_kernels(tmp_path: Path) -> None:
-    few = [
-        "workloads.samples={prose: 2, retrieval: 10, tool_call: 0, copy: 10, multi_turn: 0}",
-        "workloads.max_scored_tokens=16",
-        "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
-        "gates.margin=0.45",
-        "gates.min_samples=8",
-        "calibration.samples=8",
-    ]
-    device = ["backend=torch", "backend.device=cuda", "tracking=none"]
-    work = tmp_path / "work"
-    command = [sys.executable, "-m", "pipeline", f"workdir={work}", *few, *device, "kv=fp8k_int4v"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr
-    (candidate,) = json.loads((work / "summary.json").read_text())["candidates"]
+    candidate = judge_on_gpu(tmp_path, (0,))
     assert (candidate["backend"], candidate["verdict"]) == ("torch", "PASS")
     assert candidate["metrics"]["quality/kl_mean"] > 0

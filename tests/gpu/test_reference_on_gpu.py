@@ -1,21 +1,17 @@
 """The reference engine on a real GPU beside itself on the CPU, and an evaluation whose reference engine is on the GPU."""
 
 import gc
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from gpu_command import judge_on_gpu
 from kernel_engine_cases import GUARDED, distance
 from onnx_fixtures import make_oracle_bundle, static_scales
 from shipped import SHIPPED
 
 from benchmarks import benchlib
-from benchmarks.recording import ROOT
 from pipeline.core.errors import MissingRequirement
 from pipeline.core.formats import Format
 from pipeline.core.kv import Eviction, Side
@@ -199,20 +195,6 @@ def test_a_gpu_that_is_full_is_said_in_one_line(tmp_path: Path, tiny_checkpoint:
 
 
 def test_the_command_line_judges_kernels_beside_a_reference_on_the_same_gpu(tmp_path: Path) -> None:
-    few = [
-        "workloads.samples={prose: 2, retrieval: 10, tool_call: 0, copy: 10, multi_turn: 0}",
-        "workloads.max_scored_tokens=16",
-        "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
-        "gates.margin=0.45",
-        "gates.min_samples=8",
-        "calibration.samples=8",
-    ]
-    device = ["backend=torch", "backend.device=cuda", "reference.device=cuda", "tracking=none"]
-    work = tmp_path / "work"
-    command = [sys.executable, "-m", "pipeline", f"workdir={work}", *few, *device, "kv=fp8k_int4v"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert done.returncode in (0, 3), done.stdout + done.stderr
-    (candidate,) = json.loads((work / "summary.json").read_text())["candidates"]
+    candidate = judge_on_gpu(tmp_path, (0, 3), "reference.device=cuda")
     beside = [check for check in candidate["checks"] if check["gate"] in ("conformance", "probe")]
     assert {(check["gate"], check["status"]) for check in beside} == {("conformance", "PASS"), ("probe", "PASS")}, beside

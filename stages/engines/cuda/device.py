@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import torch
 
 from pipeline.core.errors import MissingRequirement
+from stages.engines.oracle.device import gpu_identity
 
 OLDEST = 8
 """Major compute capability from which the kernels compile."""
@@ -38,8 +39,4 @@ def resolve_device(device: str) -> torch.device:
 
 def device_identity(device: str) -> dict[str, object]:
     """Return what results depend on: the kind of device, and which GPU it is."""
-    resolved = resolve_device(device)
-    if resolved.type == "cpu":
-        return {"device": "cpu"}
-    major, minor = torch.cuda.get_device_capability(resolved)
-    return {"device": "cuda", "gpu": torch.cuda.get_device_name(resolved), "compute_capability": f"{major}.{minor}"}
+    return {"device": "cpu"} if resolve_device(device).type == "cpu" else gpu_identity()

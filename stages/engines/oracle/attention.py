@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy
 from stages.engines.base import not_finite
+from stages.engines.oracle.formats import CPU
 from stages.engines.oracle.model import LayerAttention, asked_of, no_mask
 
 ATTENTION = "kvgate_oracle"
@@ -34,8 +35,6 @@ BLOCK_BYTES = 1 << 24
 
 GPU_BLOCK_ROWS, GPU_BLOCK_BYTES = 256, 1 << 28
 """The same on a GPU, which larger matrix products keep busier."""
-
-CPU = torch.device("cpu")
 
 SMALLEST_EXPONENT = -80.0
 """Floor of the softmax's exponents: e**-80 is a normal float32."""

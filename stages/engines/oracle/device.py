@@ -31,7 +31,7 @@ def reference_device(asked: str, weight_bytes: int) -> str:
 
 
 def gpu_identity() -> dict[str, object]:
-    """Return the GPU that the reference engine computes on, as a part of an evaluation's key."""
+    """Return the current GPU, as a part of an evaluation's key."""
     import torch
 
     major, minor = torch.cuda.get_device_capability()

@@ -16,10 +16,11 @@ from pipeline.core.records import PREFILL_CHUNK, MemoryReport, StoredCopy
 from pipeline.core.scales import KVScales
 from stages.checkpoints import load_causal_lm
 from stages.engines.base import ChunkedEngine, Logits, SequenceTable, check_positive
-from stages.engines.oracle.attention import ATTENTION, CPU, Block, BlockView, Fed, Finite, Joined, Sources, Span, View, plan
+from stages.engines.oracle.attention import ATTENTION, Block, BlockView, Fed, Finite, Joined, Sources, Span, View, plan
 from stages.engines.oracle.blocks import as_llamacpp
 from stages.engines.oracle.build import open_bundle
 from stages.engines.oracle.cache import LayerCache, LayerStorage, layer_storages, one_pass
+from stages.engines.oracle.formats import CPU
 from stages.engines.oracle.heavy import SIDES, HeavyCache, HeavyView
 from stages.engines.oracle.model import LayerInput, captured_input, head, hidden_states, round_inputs, scales_for, shape_for
 from stages.engines.oracle.placing import place, within_memory

@@ -295,19 +295,19 @@ class Stage:
         ended = [actor for actor in self.ended if actor.request.logits]
         if sum(len(actor.tokens) for actor in ended) < least:
             return
-        self.ended, alike = [], defaultdict[Any, list[Actor]](list)
+        self.ended, by_codes = [], defaultdict[Any, list[Actor]](list)
         for actor in ended:
-            alike[actor.key, actor.request.digest].append(actor)
-        firsts = [actors[0] for actors in alike.values()]
-        fresh = list({actor.key: actor for actor in firsts if actor.key not in self.roundings}.values())
-        again = [actor for actor in firsts if actor not in fresh]
+            by_codes[actor.key, actor.request.digest].append(actor)
+        alike = {actors[0]: actors for actors in by_codes.values()}
+        fresh = list({actor.key: actor for actor in alike if actor.key not in self.roundings}.values())
+        again = [actor for actor in alike if actor not in fresh]
         for group in [*passes(fresh), *passes(again)]:
             policy, shape = self.engine.policy, self.engine.shape
             problems = [problem_of(actor.request.layers, policy, shape, len(actor.tokens)) for actor in group]
             caches = [[] if wrong else actor.request.layers for actor, wrong in zip(group, problems, strict=True)]
             replays = self.twin.replay([actor.fed for actor in group], caches, disturbed=group[0].key not in self.roundings)
             for first, replay, problem in zip(group, replays, problems, strict=True):
-                for actor in alike[first.key, first.request.digest]:
+                for actor in alike[first]:
                     self._note(actor, replay, problem)
 
     def _note(self, actor: Actor, replay: Replay, problem: str) -> None:
