@@ -179,6 +179,36 @@ def test_code_digest_covers_what_a_module_imports_also_inside_functions() -> Non
     assert "pipeline.artifacts.store" not in digest.reachable_modules("pipeline.core.kv")
 
 
+CODE = """
+# A comment.
+def scaled(value: float) -> float:
+    \"\"\"Return twice the value.\"\"\"
+    return value * 2.0 if value in {"one", "two", "three"} else 0.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "same"),
+    [
+        ("# A comment.", "# Another one,\n# of two lines.", True),
+        ("Return twice the value.", "Double the value.", True),
+        ("2.0", "2", False),
+        ("0.0", "-0.0", False),
+        ('"two"', '"four"', False),
+        ("value *", "value +", False),
+        ("scaled", "doubled", False),
+    ],
+)
+def test_only_what_code_does_is_part_of_its_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, same: bool
+) -> None:
+    monkeypatch.setattr(digest, "reachable_modules", lambda entry: {"module": Path(entry)})
+    before, after = tmp_path / "before.py", tmp_path / "after.py"
+    before.write_text(CODE)
+    after.write_text(CODE.replace(old, new))
+    assert (digest.code_digest(str(before)) == digest.code_digest(str(after))) is same
+
+
 @pytest.mark.parametrize("backend", ["llamacpp", "sglang", "trtllm", "vllm"])
 def test_the_digest_of_an_engine_covers_the_scripts_that_its_library_s_interpreter_runs(backend: str) -> None:
     engine = digest.reachable_modules(f"stages.engines.{backend}.engine")
