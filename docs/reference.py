@@ -41,7 +41,6 @@ RECORDS = {
         "pipeline.evidence.identity.BUNDLE_FILE": "what the engine was built from, for which device, and the engine's limits",
         "pipeline.core.kv.POLICY_FILE": "the KV policy",
         "pipeline.core.scales.SCALES_FILE": "the static scales",
-        "pipeline.artifacts.sbom.SBOM_FILE": "files, libraries and inputs with their digests, as CycloneDX",
         "stages.engines.vllm.build.ENGINE_ARGS_FILE": "arguments for `vllm serve`, as judged",
         "stages.engines.trtllm.build.LLM_ARGS_FILE": "arguments for `trtllm-serve`, as judged",
         "stages.engines.sglang.build.COMMAND_FILE": "the command of the server of SGLang or llama.cpp, as judged",

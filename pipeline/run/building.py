@@ -9,7 +9,6 @@ from typing import Any
 from pipeline.artifacts.backend import TORCH, Backend, Fill, Loader
 from pipeline.artifacts.child import in_child
 from pipeline.artifacts.digest import file_digest, files_digest
-from pipeline.artifacts.sbom import SBOM_LIBRARY, write_sbom
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.places import locate_checkpoint
@@ -209,12 +208,10 @@ class BuildChain:
         source, quantized = backend.source(self, policy), self.quantized(policy)
         content = {"kv": policy.model_dump(), **backend.build_parts()}
         inputs = {"model": source.digest, "scales": quantized.files[SCALES_FILE]}
-        code, libraries = (backend.build_module, write_sbom.__module__), (*backend.libraries, SBOM_LIBRARY)
-        recipe = Recipe("build", code, content, inputs, libraries)
+        recipe = Recipe("build", (backend.build_module,), content, inputs, backend.libraries)
 
         def fill(out: Path, progress: Progress) -> None:
             backend.build(source.path, out, policy=policy, scales=quantized.path / SCALES_FILE, progress=progress)
-            write_sbom(out, recipe.parts)
 
         return self.make(recipe, fill, policy, note)
 

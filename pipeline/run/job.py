@@ -1,7 +1,8 @@
 """One job of a command: its configuration, its artifacts, and the keys and gates that it goes by."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,15 +12,17 @@ from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.evidence.reading import Evidence
 from pipeline.evidence.verify import decoded_again, replay_candidate
 from pipeline.loading import open_backend
-from pipeline.registry.promotion import Finding, Replay
+from pipeline.registry.promotion import Finding, ReplayedEvidence
+from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import Tracking, locate
 from pipeline.run.chain import Chain
 from pipeline.run.served import open_chain
 from pipeline.terminal import console
 from pipeline.trust.keys import Keys, load_keys
 from pipeline.trust.movelog import MoveLog
-from pipeline.trust.policy import GatePolicy, kept
-from pipeline.verdict.gates import Decide, decide
+from pipeline.verdict.gates import decide
+from pipeline.verdict.report import EvaluationReport, SampleRow
+from pipeline.verdict.thresholds import Verdict
 
 if TYPE_CHECKING:
     from pipeline.registry.mlflow_store import MlflowStore
@@ -72,11 +75,9 @@ class Run:
         """Sets of keys, of each of which one must have signed what is promoted or verified."""
         return [self.keys] if self.keys.trusted else []
 
-    def replay_under(self, policy: GatePolicy | None) -> Replay:
-        """Return what replays a candidate's evidence, and checks who signed it where that matters."""
-        signers = policy.keys() if policy is not None else None
-        trusted = [*self.trusted, *([signers] if signers is not None else [])]
-        return partial(replay_candidate, trusted=trusted, decode=self.decode_again)
+    def replay(self, candidate: Candidate) -> ReplayedEvidence:
+        """Replay a candidate's evidence, and check its signature if keys are trusted."""
+        return replay_candidate(candidate, self.trusted, self.decode_again)
 
     def decode_again(self, evidence: Evidence) -> list[Finding]:
         """Decode a few samples again, where this command's backend is one that is opened in seconds, and the engine's."""
@@ -89,6 +90,6 @@ class Run:
             console.warning(f"no sample was decoded again: {error}")
             return []
 
-    def decide_under(self, policy: GatePolicy | None) -> Decide:
-        """Return the gates of this command under a policy; they raise GateRefusal when they are looser."""
-        return kept(policy, self.config.gates, partial(decide, gates=self.config.gates))
+    def decide(self, report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
+        """Decide by the gates of this command."""
+        return decide(report, rows, self.config.gates)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 from rich.markup import escape
@@ -24,7 +24,6 @@ from pipeline.run.showing import compare_in_mlflow, show, warned
 from pipeline.terminal import console, next_steps, tables
 from pipeline.terminal.next_steps import Step
 from pipeline.terminal.tables import REPORT
-from pipeline.trust.policy import GatePolicy, read_policy, settle, standing_policy
 from pipeline.verdict.delivery import scale_findings
 from pipeline.verdict.gates import decide
 
@@ -64,16 +63,14 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
         raise UserError(f"stage=promote: no candidates of model {model} in {config.work}/summary.json; {hint}")
     store = run.registry()
     log, find = run.log(store), partial(registered_candidate, config.work / "artifacts")
-    policy = settle(log, read_policy(config.promote.policy), loosen=config.promote.loosen_policy)
-    decide, replay_again = run.decide_under(policy), run.replay_under(policy)
     registered = store.registered()
-    candidates = promotion.judged_again(listed, registered, find, decide, model, name)
-    rival = promotion.incumbent(store.alias("champion"), registered, find, decide, candidates) if name is None else None
+    candidates = promotion.judged_again(listed, registered, find, run.decide, model, name)
+    rival = promotion.incumbent(store.alias("champion"), registered, find, run.decide, candidates) if name is None else None
     if name is not None and not candidates:
         known = [candidate.name for candidate in listed]
         raise UserError(f"promote.name={name}: no candidate of the sweep is called so{suggest(name, known)}")
     with console.doing("replaying the evidence"):
-        move = promotion.promote(candidates, log, replay_again, decide, sweep=last.sweep, name=name, rival=rival)
+        move = promotion.promote(candidates, log, run.replay, run.decide, sweep=last.sweep, name=name, rival=rival)
     candidates += [rival] if rival is not None else []
     with warned(f"{move.message}; {TOLD}"):
         summary.note(config.work, last.sweep, champion=move.champion)
@@ -108,12 +105,12 @@ def _advised(step: Callable[[Exception], Step], refusals: tuple[type[Exception],
 def rollback(run: Run) -> None:
     """Bring the previous champion back.
 
-    Its gates are those that it was judged by: the way back asks for no policy, and for no key of this command.
+    Its gates are those that it was judged by: the way back asks for no key of this command.
     """
 
     def prove(version: Version) -> None:
         candidate, evidence = registered_candidate(run.config.work / "artifacts", version)
-        verify_candidate(candidate, run.replay_under(None), partial(decide, gates=evidence.identity.gates))
+        verify_candidate(candidate, run.replay, partial(decide, gates=evidence.identity.gates))
 
     with _advised(lambda _: next_steps.after_move(run.config), (UserError,)):
         log = run.log(run.registry())
@@ -146,19 +143,8 @@ def _engines(run: Run) -> Engines:
     store = run.registry()
     log = run.log(store)
     log.repair()
-
-    @cache
-    def policy() -> GatePolicy | None:  # the way back of a broken engine must not wait for it
-        return standing_policy(log, log.read())
-
     find = partial(registered_engine, run.config.work / "artifacts")
-    return Engines(
-        log,
-        store.registered,
-        find,
-        replay=lambda candidate: run.replay_under(policy())(candidate),  # noqa: PLW0108  (late)
-        decide=lambda report, rows: run.decide_under(policy())(report, rows),  # noqa: PLW0108
-    )
+    return Engines(log, store.registered, find, run.replay, run.decide)
 
 
 def _say(line: str) -> None:

@@ -1,6 +1,5 @@
 """What all gates go by, and the record of a verdict. `pipeline.verdict.gates` has the gates and decides."""
 
-from enum import Enum
 from typing import Annotated, Literal, Self
 
 from pydantic import Field
@@ -27,18 +26,10 @@ Positive = Annotated[float, Field(gt=0)]
 Margin = Annotated[float, Field(gt=0, lt=1)]
 
 
-class Looser(Enum):
-    """Which value of a threshold is looser than another: a gate policy (`pipeline.trust.policy`) bounds it there."""
-
-    LARGER = "larger"
-    """Of a list: one with more in it."""
-    SMALLER = "smaller"
-
-
 class Limits(StrictModel):
     """Thresholds that all gates go by; each gate adds its own. They are compared with raw values; only texts are rounded."""
 
-    alpha: Annotated[float, Field(gt=0, le=0.2), Looser.LARGER] = 0.05
+    alpha: Annotated[float, Field(gt=0, le=0.2)] = 0.05
     """One-sided error: of a wrong PASS in all looks together, and of a wrong FAIL in all looks and workloads together."""
     attempt: Annotated[int, Field(ge=1, le=20)] = 1
     """Number of this evaluation of a candidate. The evaluation after an INCONCLUSIVE has the next number, and less alpha."""
@@ -46,7 +37,7 @@ class Limits(StrictModel):
     """Probability with which an engine equal to the baseline passes, for the samples that an INCONCLUSIVE asks for."""
     max_rounds: Annotated[int, Field(ge=1, le=20)] = 5
     """Looks at the growing samples; the last look is at all planned samples."""
-    min_samples: Annotated[int, Field(ge=1), Looser.SMALLER] = 15
+    min_samples: Annotated[int, Field(ge=1)] = 15
     """Documents that a kind of work needs for a PASS, and a report without answers as a whole."""
 
     @property

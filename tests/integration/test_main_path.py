@@ -9,7 +9,6 @@ from pathlib import Path
 from main_path import FEW, SECRETS, Swept, command, summary
 
 from pipeline.artifacts.digest import files_digest, tree_files
-from pipeline.artifacts.sbom import SBOM_FILE
 
 
 def test_the_sweep_judges_each_cache_against_the_same_baseline_and_promotes_none(
@@ -67,12 +66,6 @@ def test_the_reports_cite_the_engines_that_were_built(swept: Swept) -> None:
     cited = {report[role] for report in reports for role in ("engine_digest", "baseline_digest")}
     assert len(cited) == 3
     assert cited <= engines
-
-
-def test_every_bundle_has_a_bill_of_all_its_other_files(swept: Swept) -> None:
-    for bundle in (path.parent for path in (swept[0] / "artifacts").glob("build/*/bundle.json")):
-        listed = {part["name"] for part in json.loads((bundle / SBOM_FILE).read_text())["components"] if part["type"] == "file"}
-        assert listed == set(tree_files(bundle)) - {SBOM_FILE}
 
 
 def test_a_second_sweep_reuses_every_artifact(swept: Swept) -> None:

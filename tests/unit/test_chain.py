@@ -14,7 +14,6 @@ import pytest
 from pipeline.artifacts import store as store_module
 from pipeline.artifacts.backend import Backend
 from pipeline.artifacts.digest import reachable_modules, tree_files
-from pipeline.artifacts.sbom import SBOM_LIBRARY
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config import CONF
 from pipeline.config.compose import plan
@@ -181,7 +180,7 @@ def test_the_key_of_plans_has_the_version_of_the_library_that_was_imported(
     parts: Any = made.parts
     assert parts["config"]["versions"] == versions
     assert parts["config"].get("gpu") == (GPU if backend == "tensorrt" else None)
-    assert set(parts["libraries"]) == {"onnx", "numpy", SBOM_LIBRARY}
+    assert set(parts["libraries"]) == {"onnx", "numpy"}
     assert given.keys() - {"adapt"} == {*parts["config"], "policy", "scales", "progress"} - {"kv", "versions"}
     machine.setattr(_Library, "version", "10.15")
     assert _Made(config, Store(tmp_path)).bundle(config.kv).key != made.key

@@ -1,10 +1,9 @@
-"""A gate is declared once: thresholds, the bounds of a policy, the report and the tables of docs/ follow from that."""
+"""A gate is declared once: thresholds, the report and the tables of docs/ follow from that."""
 
 import re
 from pathlib import Path
 
 from pipeline.config.compose import plan
-from pipeline.trust.policy import BOUNDED, LoosestGates
 from pipeline.verdict.gates import GATES, LINES, Gates
 from pipeline.verdict.thresholds import Limits
 
@@ -27,11 +26,9 @@ def test_the_gates_that_look_are_next_to_each_other_and_no_two_have_one_place() 
     assert len({gate.rank for gate in GATES}) == len(GATES)
 
 
-def test_every_threshold_is_a_key_of_the_command_line_and_is_bounded_by_a_policy_where_it_has_a_looser_side() -> None:
+def test_every_threshold_is_a_key_of_the_command_line() -> None:
     (job,) = plan(["stage=evaluate"], multirun=False).jobs
     assert job.gates == Gates()
     own = {name for gate in GATES for name in gate.limits.model_fields}
     assert Gates.model_fields.keys() == own
-    assert LoosestGates.model_fields.keys() == {*BOUNDED, "margins"}
-    assert own - BOUNDED.keys() == {"attempt", "power", "max_rounds", "margins"}
     assert Limits.model_fields.keys() < own

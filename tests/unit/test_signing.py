@@ -129,7 +129,7 @@ def test_evidence_that_was_rewritten_as_a_whole_is_refused(signed: Path, tmp_pat
     shutil.copyfile(signed / SIGNATURE_FILE, forged / SIGNATURE_FILE)
     assert signature_finding(forged, trusted) == "differs, identity.sig was signed for other files"
     promotion = Run(config_of("stage=promote", f"signing.key={ours[0]}", f"signing.trusted=[{ours[1]}]"))
-    before_a_promotion = promotion.replay_under(None)(candidate_of(forged)).findings
+    before_a_promotion = promotion.replay(candidate_of(forged)).findings
     assert [finding.name for finding in before_a_promotion if finding.status == "differs"] == ["signature"]
     with pytest.raises(GateRefusal, match=r"is not what was judged: signature$"):
         verify_stage(stage_verify(forged, ours[1]))

@@ -2,20 +2,19 @@
 
 import math
 from collections.abc import Iterator
-from typing import Annotated
 
 from pipeline import statistics
 from pipeline.verdict import thresholds
 from pipeline.verdict.gates.distances import compared, means
 from pipeline.verdict.registry import Evidence, Line, by_workload, gate
 from pipeline.verdict.report import Acceptance
-from pipeline.verdict.thresholds import Check, Looser, Margin
+from pipeline.verdict.thresholds import Check, Margin
 
 KEY = "max_acceptance_loss"
 
 
 class Limits(thresholds.Limits):
-    max_acceptance_loss: Annotated[Margin, Looser.LARGER] = 0.1
+    max_acceptance_loss: Margin = 0.1
     """Share of the baseline's acceptance length under speculative decoding that a candidate may lose, per workload and drafter,
     where `workloads.speculation` measures it."""
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -21,7 +21,7 @@ from pipeline.core.errors import UserError
 from pipeline.verdict import thresholds
 from pipeline.verdict.registry import Evidence, Line, by_workload, gate
 from pipeline.verdict.report import Accuracy, SampleRow
-from pipeline.verdict.thresholds import MOST_SAMPLES, Check, LineStatus, Looser, Margin
+from pipeline.verdict.thresholds import MOST_SAMPLES, Check, LineStatus, Margin
 
 if TYPE_CHECKING:
     from pipeline.statistics.paired import Pairs
@@ -35,7 +35,7 @@ LEAST_LEVEL = 1e-15
 
 
 class Limits(thresholds.Limits):
-    margin: Annotated[Margin, Looser.LARGER] = 0.05
+    margin: Margin = 0.05
     """Accuracy that a candidate may lose, as a fraction: 0.05 is five points."""
     margins: dict[str, Margin] = Field(default={})
     """Margins of single workloads, in place of `margin`: +gates.margins.retrieval=0.02."""

@@ -8,11 +8,11 @@ from pydantic import Field
 from pipeline.verdict import thresholds
 from pipeline.verdict.delivery import describe_changes
 from pipeline.verdict.registry import Evidence, Line, gate
-from pipeline.verdict.thresholds import Check, LineStatus, Looser, ScaleChangeKind
+from pipeline.verdict.thresholds import Check, LineStatus, ScaleChangeKind
 
 
 class Limits(thresholds.Limits):
-    allow_scale_changes: Annotated[tuple[ScaleChangeKind, ...], Field(strict=False), Looser.LARGER] = ()
+    allow_scale_changes: Annotated[tuple[ScaleChangeKind, ...], Field(strict=False)] = ()
     """What another library may do to the scales of a checkpoint. Anything else is refused before it is judged."""
 
 

@@ -17,7 +17,7 @@ from pipeline.verdict import thresholds
 from pipeline.verdict.record import finite
 from pipeline.verdict.registry import Evidence, Line, by_workload, gate
 from pipeline.verdict.report import SampleRow
-from pipeline.verdict.thresholds import Check, LineStatus, Looser, Positive
+from pipeline.verdict.thresholds import Check, LineStatus, Positive
 
 if TYPE_CHECKING:
     from pipeline.statistics.bets import Mean, Result
@@ -28,13 +28,13 @@ class Limits(thresholds.Limits):
     """The defaults are four times what sound caches of a real model show: SmolLM2 at FP8 has a mean KL of 0.006, with INT4
     values 0.012, while INT4 keys and values in groups of 32, which lose answers, have 0.08 (`make real`)."""
 
-    max_mean_kl: Annotated[Positive, Looser.LARGER] = 0.05
+    max_mean_kl: Positive = 0.05
     """Mean KL(baseline || candidate) per workload, nats per token; a request counts as three times this at most."""
-    min_top10_overlap: Annotated[float, Field(ge=0, lt=1), Looser.SMALLER] = 0.8
+    min_top10_overlap: Annotated[float, Field(ge=0, lt=1)] = 0.8
     """Mean share of the ten most likely tokens that both engines agree on, per workload. SmolLM2 at FP8: 0.95."""
-    max_ppl_ratio: Annotated[float, Field(gt=1), Looser.LARGER] = 1.05
+    max_ppl_ratio: Annotated[float, Field(gt=1)] = 1.05
     """Candidate's perplexity over the baseline's, per workload. SmolLM2 at FP8: 1.005."""
-    max_rms_delta_p: Annotated[float, Field(gt=0, le=1), Looser.LARGER] = 0.08
+    max_rms_delta_p: Annotated[float, Field(gt=0, le=1)] = 0.08
     """Root mean square change of the reference token's probability, per workload. SmolLM2 at FP8: 0.035."""
 
 

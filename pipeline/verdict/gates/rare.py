@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated
 
 from pipeline import statistics
 from pipeline.verdict.gates import distances
 from pipeline.verdict.gates.distances import compared
 from pipeline.verdict.registry import Evidence, Line, gate
-from pipeline.verdict.thresholds import Check, Looser, Margin, Positive
+from pipeline.verdict.thresholds import Check, Margin, Positive
 
 TAIL_SHARE = 0.001
 """Share of all tokens that may be above `max_p999_kl`."""
@@ -25,10 +24,10 @@ EVENTS = {
 
 
 class Limits(distances.Limits):
-    max_ruined_share: Annotated[Margin, Looser.LARGER] = 0.025
+    max_ruined_share: Margin = 0.025
     """Share of the requests whose mean KL is above three times `max_mean_kl`, where there are any. Without any, 60 requests are
     enough for a PASS, and show that at most 5 % of independent ones are."""
-    max_p999_kl: Annotated[Positive, Looser.LARGER] = 1.0
+    max_p999_kl: Positive = 1.0
     """99.9th percentile of the KL over all tokens. Sound caches of SmolLM2 have 0.5 at most, INT4 in groups of 32 has 2.9."""
 
 

@@ -20,7 +20,7 @@ from pipeline.verdict import thresholds
 from pipeline.verdict.record import finite
 from pipeline.verdict.registry import Evidence, Line, by_workload, gate
 from pipeline.verdict.report import SampleRow
-from pipeline.verdict.thresholds import MOST_SAMPLES, Check, LineStatus, Looser, Share
+from pipeline.verdict.thresholds import MOST_SAMPLES, Check, LineStatus, Share
 
 if TYPE_CHECKING:
     from pipeline.statistics.bets import Mean, Result
@@ -31,7 +31,7 @@ BET, STUDENT = 0.4, 1 / 15
 """Shares of a PASS's level that the bet takes, and Student's t over all looks. The rest is for what the bet assumes: where one
 question in eight is broken and the others are perfect, candidates at the limit pass more than twice as often as the bet's level
 says (`python -m benchmarks.gate_recovery`)."""
-_Kept = Annotated[float, Field(gt=0, lt=1), Looser.SMALLER]
+_Kept = Annotated[float, Field(gt=0, lt=1)]
 
 
 class Limits(thresholds.Limits):
@@ -39,7 +39,7 @@ class Limits(thresholds.Limits):
     """Share of the probability of right answers that the candidate keeps, over all questions: llm-compressor's rule."""
     min_workload_recovery: _Kept = 0.8
     """The same for each kind of work. It is what 15 questions can show without passing broken caches."""
-    min_baseline_probability: Annotated[Share, Looser.SMALLER] = 0.02
+    min_baseline_probability: Share = 0.02
     """A kind of work whose right answers are less probable under the baseline, in the mean, has nothing to lose: no PASS."""
 
 

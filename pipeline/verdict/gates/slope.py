@@ -1,19 +1,18 @@
 """Growth of the KL with the context, per workload."""
 
 from collections.abc import Iterator
-from typing import Annotated
 
 from pipeline import statistics
 from pipeline.verdict.gates import distances
 from pipeline.verdict.gates.distances import compared
 from pipeline.verdict.registry import Evidence, Line, by_workload, gate
-from pipeline.verdict.thresholds import Check, Looser, Positive
+from pipeline.verdict.thresholds import Check, Positive
 
 KEY = "max_kl_slope"
 
 
 class Limits(distances.Limits):
-    max_kl_slope: Annotated[Positive, Looser.LARGER] = 0.05
+    max_kl_slope: Positive = 0.05
     """Growth of the mean KL per 1,000 tokens of context. SmolLM2 at FP8: 0.02 at most."""
 
 
