@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long test-ray real faults vllm test-vllm llamacpp test-llamacpp gpu test-gpu-stack gpu-wheels audit check clean
+.PHONY: demo test test-long test-ray real faults vllm test-vllm llamacpp test-llamacpp gpu test-gpu-stack gpu-wheels audit docs check clean
 
 # CPU torch comes first, from the index that has only CPU builds where it can be reached: an unbounded one is several GB of CUDA.
 # Everything else is locked by version and SHA-256 (requirements/lock writes the locks).
@@ -157,6 +157,17 @@ $(AUDIT)/ready: requirements/audit.lock
 	$(AUDIT)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement requirements/audit.lock
 	touch $@
 
+# The documentation as a site, in work/site: strict, so that a broken link fails.
+DOCS := .venv-docs
+docs: $(DOCS)/ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet
+	@echo "work/site/index.html; $(DOCS)/bin/python -m mkdocs serve shows it with search"
+
+$(DOCS)/ready: requirements/docs.lock
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement requirements/docs.lock
+	touch $@
+
 # Every planted fault, judged by the real gates: docs/faults.md and the record behind it. What was judged already stays.
 faults: $(VENV)/for-test
 	PYTHONPATH=tests $(BIN)/python -m faults
@@ -167,4 +178,4 @@ check: $(VENV)/for-test
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(RAY) $(VLLM) $(LLAMACPP) $(GPU_STACK) $(AUDIT) work
+	rm -rf $(VENV) $(RAY) $(VLLM) $(LLAMACPP) $(GPU_STACK) $(AUDIT) $(DOCS) work

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import yaml
 
 from pipeline.config.compose import plan
 from pipeline.config.config import Stage
@@ -65,6 +66,13 @@ def test_the_picture_shows_the_figures_beside_it() -> None:
 @pytest.mark.parametrize(("document", "most"), [("README.md", 100), ("CHANGELOG.md", 40)])
 def test_the_pages_that_everybody_reads_stay_short(document: str, most: int) -> None:
     assert len(TEXT[document].splitlines()) <= most
+
+
+def test_the_hosted_workflow_runs_commands_of_ci() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))["jobs"]
+    hosted = [step["run"].removesuffix(" PYTHON=python") for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert "make test" in hosted
+    assert set(hosted) <= set((ROOT / ".ci/run").read_text(encoding="utf-8").splitlines())
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/reference.md"])
