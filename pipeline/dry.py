@@ -25,7 +25,7 @@ from pipeline.config.suiting import has_chat_template
 from pipeline.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code
 from pipeline.core.kv import KVShape
 from pipeline.gguf.model import inspect_gguf
-from pipeline.loading import open_loader, required_libraries
+from pipeline.loading import open_backend, required_libraries
 from pipeline.planning.shapes import read_model
 from pipeline.registry.promotion import PASS
 from pipeline.registry.reaching import check_reachable
@@ -33,7 +33,6 @@ from pipeline.registry.summary import not_passed
 from pipeline.registry.tracking import locate
 from pipeline.run.chain import Chain
 from pipeline.run.inputs import TRACKED, checks
-from pipeline.run.served import ServedChain
 from pipeline.run.tuning import search
 from pipeline.terminal import console
 from pipeline.terminal.grids import Column, Grid, Row
@@ -139,15 +138,6 @@ class DryChain(Chain):
         return self.store.get(recipe, lambda _: None)
 
 
-class DryServedChain(DryChain, ServedChain):
-    """The same where engines are servers: they are asked what they are."""
-
-
-def open_dry_chain(config: Config, store: DryStore) -> DryChain:
-    """Return the chain of a configuration over a store that makes nothing."""
-    return (DryChain if config.backend.builds else DryServedChain)(config, store)
-
-
 @dataclass
 class Problems:
     found: dict[tuple[int, str], list[int]] = field(default_factory=dict)
@@ -189,7 +179,7 @@ def foretell(planned: Plan) -> int:
         elif EXIT_CODES[UserError] not in codes:
             number = f"job {store.job}: " if planned.sweeping else ""
             console.say(f"{number}[bold]{config.stage} {escape(label)}[/] of {escape(config.model.path)}")
-            chain = open_dry_chain(config, store)
+            chain = DryChain(config, store)
             problems.look(store.job, chain.ask)
             if config.stage in JUDGING and store.job == 1:
                 problems.look(store.job, partial(_say_questions, config))
@@ -212,7 +202,7 @@ def foretell(planned: Plan) -> int:
 def _checks_ahead(config: Config) -> Iterator[Callable[[], object]]:
     """Yield the checks of what a job meets after its inputs: a GPU that is not here, a tracking store that does not open."""
     if config.stage in JUDGING:
-        yield open_loader(config.backend).check_runs
+        yield open_backend(config.backend).check_runs
     if config.stage in MAKING and config.quantize.device == "cuda":
         yield _check_device
     if config.tracking.enabled and config.stage in TRACKED:

@@ -8,22 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 
-from pipeline.artifacts.backend import Backend, Loader
+from pipeline.artifacts.backend import Backend
 from pipeline.artifacts.digest import FIRST_PARTY
 from pipeline.core.backends import BackendConfig
 from pipeline.core.errors import MissingRequirement
 
 
-def open_loader(config: BackendConfig) -> Loader:
-    """Return the backend that a configuration names, from the `backend.py` of its folder in `stages/engines`."""
-    loader: Loader = import_module(f"stages.engines.{config.folder}.backend").open_backend(config)
-    return loader
-
-
 def open_backend(config: BackendConfig) -> Backend:
-    """Return a backend that builds its engines."""
-    backend = open_loader(config)
-    assert isinstance(backend, Backend), f"backend={config.name} builds nothing"
+    """Return the backend that a configuration names, from the `backend.py` of its folder in `stages/engines`."""
+    backend: Backend = import_module(f"stages.engines.{config.folder}.backend").open_backend(config)
     return backend
 
 

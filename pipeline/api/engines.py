@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Any, Self, overload
 
 from pipeline.api.calls import compose, raises_refusals
-from pipeline.artifacts.backend import Backend
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.backends import backend_configs
 from pipeline.core.engine import Engine
@@ -17,7 +16,7 @@ from pipeline.core.kv import KVPolicy
 from pipeline.core.records import MemoryReport, Sample
 from pipeline.evidence.identity import BUNDLE_FILE, IDENTITY_FILE, read_bundle
 from pipeline.evidence.reading import read_evidence
-from pipeline.loading import open_loader, required_libraries
+from pipeline.loading import open_backend, required_libraries
 
 Prompt = str | Sequence[Mapping[str, str]]
 THREADS = "OMP_NUM_THREADS"
@@ -156,9 +155,7 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
     with required_libraries():
         from stages.evaluate.inputs.tokens import BundleTokenizer
 
-        backend = open_loader(config.backend)
-        if not isinstance(backend, Backend):
-            raise UserError(f"{directory}: backend={name} records a server, and has no engine; ask the server itself")
+        backend = open_backend(config.backend)
         return LoadedEngine(
             backend.load(directory), BundleTokenizer(directory), directory, str(name), _longest(directory, record)
         )

@@ -1,7 +1,7 @@
 """What the pipeline asks of a backend. Each folder of `stages/engines` implements it in its `backend.py`.
 
 A backend is made from its configuration by `open_backend(config)` of that module. Making one is
-cheap: methods import the libraries that they need themselves. One that builds nothing and is given servers is a `Loader` alone.
+cheap: methods import the libraries that they need themselves.
 """
 
 from abc import ABC, abstractmethod
@@ -95,14 +95,20 @@ class Audit:
     """What it leaves out or ends with an error on, one line each."""
 
 
-class Loader(ABC):
-    """What every backend can say: one that builds its engines (`Backend`), and one that is given servers.
+FLOAT16_WEIGHTS = "float32, attention weights in float16"
+"""What an engine in float32 computes in whose kernels round the weights of values for the matrix instruction."""
+
+
+class Backend(ABC):
+    """What builds, loads and runs the engines of one library.
 
     `backend.py` itself is not part of any key: it only hands on what the modules and `run_parts` name.
     """
 
     libraries: ClassVar[tuple[str, ...]]
-    """Distributions whose versions are part of the key of what is judged, and of an evaluation's."""
+    """Distributions whose versions are part of the keys of bundles and evaluations."""
+    build_module: ClassVar[str]
+    """Module whose `build_bundle` builds bundles: its source, with all that it can import, is part of a bundle's key."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -117,7 +123,7 @@ class Loader(ABC):
         """Refuse, before any work, what cannot be built or run here.
 
         Raises UserError for what the configuration asks of this backend and it cannot do; MissingRequirement for a library, a
-        GPU, an interpreter or a server that is not here.
+        GPU or an interpreter that is not here.
         """
 
     def check_runs(self) -> None:  # noqa: B027  (most backends run wherever they build)
@@ -139,15 +145,6 @@ class Loader(ABC):
     def run_libraries(self) -> tuple[str, ...]:
         """Return distributions that running takes besides `libraries`."""
         return ()
-
-
-FLOAT16_WEIGHTS = "float32, attention weights in float16"
-"""What an engine in float32 computes in whose kernels round the weights of values for the matrix instruction."""
-
-
-class Backend(Loader):
-    build_module: ClassVar[str]
-    """Module whose `build_bundle` builds bundles: its source, with all that it can import, is part of a bundle's key."""
 
     @property
     def compute_dtype(self) -> str | None:

@@ -23,8 +23,6 @@ class BackendConfig(StrictModel):
     name: str
     in_process: ClassVar[bool] = False
     """Whether its engines open in seconds in this process, on any CPU, and hold their cache in this machine's memory."""
-    builds: ClassVar[bool] = True
-    """Whether it builds its engines; False where it is given running servers."""
     serves_last: ClassVar[bool] = False
     """Whether any other engine that is as good serves in its place: it is written to be read."""
     takes_quantized: ClassVar[bool] = False

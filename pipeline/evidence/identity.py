@@ -35,9 +35,6 @@ BUNDLE_FILE = "bundle.json"
 
 Role = Literal["calibration", "quantized", "engine", "baseline", "answers", "evaluation"]
 ROLES: tuple[Role, ...] = get_args(Role)
-NOT_OF_SERVERS: tuple[Role, ...] = ("calibration", "quantized")
-"""Roles that an engine does not have which was not built here, but recorded as a server."""
-SERVER_STAGE = "server"
 
 
 def answers_input(number: int) -> str:
@@ -123,7 +120,7 @@ class Identity(StrictModel):
     backend: str
     chain: list[Link]
     roles: dict[Role, str]
-    """Role -> key of the artifact with that role; a server has none of NOT_OF_SERVERS."""
+    """Role -> key of the artifact with that role."""
     workloads_file: Annotated[str | None, AfterValidator(_is_beside)]
     """Path of the user's own samples, relative to this file; null when all are generated."""
     gates: Gates
@@ -134,16 +131,10 @@ class Identity(StrictModel):
     @model_validator(mode="after")
     def _roles_are_of_the_chain(self) -> Self:
         keys = {link.key for link in self.chain}
-        wanted = (role for role in ROLES if not (self.served and role in NOT_OF_SERVERS))
-        dangling = next((role for role in wanted if self.roles.get(role) not in keys), None)
+        dangling = next((role for role in ROLES if self.roles.get(role) not in keys), None)
         if dangling is not None:
             raise ValueError(f"roles.{dangling} names no artifact of the chain")
         return self
-
-    @property
-    def served(self) -> bool:
-        """Whether the engine is a server, which was recorded and not built."""
-        return any(link.key == self.roles.get("engine") and link.parts["stage"] == SERVER_STAGE for link in self.chain)
 
     def link(self, role: Role) -> Link:
         return next(link for link in self.chain if link.key == self.roles[role])
@@ -268,21 +259,18 @@ def read_bundle(engine: Path) -> dict[str, Any]:
 def bindings(identity: Identity, record: Mapping[str, Any], report: EvaluationReport) -> dict[str, str]:
     """Return what the identity binds, by name: digests, versions, and the verdict. `record` is the engine's bundle.json."""
     engine, evaluation = identity.link("engine"), identity.link("evaluation")
-    bound = {"kv policy": engine.files[POLICY_FILE], "samples": report.workloads_digest}
-    if identity.served:
-        bound |= {"tokenizer": engine.inputs["tokenizer"], "server": record["url"], "served model": record["model"]}
-        bound["server's release"] = record["release"] or "unknown"
-    else:
-        quantized = identity.link("quantized")
-        # A chain that was altered may lack the weights, which `lineage` says.
-        weights = next((link for link in identity.chain if link.parts["stage"] == "weights"), quantized)
-        bound |= {
-            "checkpoint": quantized.inputs["checkpoint"],
-            "weights": files_digest(weights.files, "checkpoint"),
-            "recipe": json_digest(quantized.parts["config"]),
-            "scales": engine.files[SCALES_FILE],
-            "calibration texts": identity.link("calibration").digest,
-        }
+    quantized = identity.link("quantized")
+    # A chain that was altered may lack the weights, which `lineage` says.
+    weights = next((link for link in identity.chain if link.parts["stage"] == "weights"), quantized)
+    bound = {
+        "kv policy": engine.files[POLICY_FILE],
+        "samples": report.workloads_digest,
+        "checkpoint": quantized.inputs["checkpoint"],
+        "weights": files_digest(weights.files, "checkpoint"),
+        "recipe": json_digest(quantized.parts["config"]),
+        "scales": engine.files[SCALES_FILE],
+        "calibration texts": identity.link("calibration").digest,
+    }
     for link in identity.chain:
         if link.parts["stage"] == "checkpoint":
             bound["gguf"] = link.inputs["gguf"]

@@ -16,7 +16,6 @@ from pipeline.core.kv import KVPolicy
 from pipeline.evidence.identity import (
     BUNDLE_FILE,
     IDENTITY_FILE,
-    NOT_OF_SERVERS,
     Identity,
     Link,
     Role,
@@ -33,7 +32,7 @@ from pipeline.trust.keys import SIGNATURE_FILE
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.tracked import flat_metrics
 
-USER_INPUTS = ("gguf", "checkpoint", "jsonl", "draft", "tokenizer")
+USER_INPUTS = ("gguf", "checkpoint", "jsonl", "draft")
 """Inputs that no artifact of the chain provides: the user's files. The checkpoint of a GGUF is an artifact, though."""
 
 INPUT_ROLES: dict[Role, tuple[Role, ...]] = {"quantized": ("calibration",), "evaluation": ("engine", "baseline", "answers")}
@@ -170,11 +169,9 @@ def registered_engine(store: Path, version: Version) -> Engine:
         policy = KVPolicy.model_validate(evidence.identity.link("engine").parts["config"]["kv"])
     except (KeyError, ValueError) as error:
         raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
-    system, held = report.system, report.system.max_live_tokens
-    if held is None:
-        raise GateRefusal(f"{version}: its memory was not seen, as of a server that was judged by its URL; route engines")
+    system = report.system
     workloads = frozenset(row.workload for row in evidence.rows)
-    return Engine(candidate, policy, held, (system.budget_gib, system.sequence_tokens), workloads)
+    return Engine(candidate, policy, system.max_live_tokens, (system.budget_gib, system.sequence_tokens), workloads)
 
 
 def lineage(identity: Identity) -> list[Finding]:
@@ -209,7 +206,7 @@ def _links(identity: Identity) -> Iterator[Finding]:
             if not known:
                 yield _differs(link, f"its input {name} {digest[:12]} is nothing of this chain")
     for role, inputs in INPUT_ROLES.items():
-        for name in inputs if not (identity.served and role in NOT_OF_SERVERS) else ():
+        for name in inputs:
             link, source = identity.link(role), identity.link(name)
             if link.inputs.get(name) != source.digest:
                 yield _differs(link, f"made from {name} {str(link.inputs.get(name))[:12]}, the {name} is {source.digest[:12]}")

@@ -76,7 +76,7 @@ Replay = Callable[[Candidate], ReplayedEvidence]
 @dataclass(frozen=True)
 class Proof:
     covered: Limits | None
-    """How far the verdict holds; None for a server, of whose steps nothing is seen."""
+    """How far the verdict holds; None if no sample's steps were recorded."""
     verdict: Verdict
 
 

@@ -91,7 +91,7 @@ class Candidate(StrictModel):
     identity: Cited
     """identity.json; the evidence that a replay reads lies beside it."""
     checkpoint: str | None = None
-    """Digest of the checkpoint, as its evidence says; null of a server's, and where the evidence was not read again."""
+    """Digest of the checkpoint, as its evidence says; null where the evidence was not read again."""
     signed_by: str | None = None
     """Id of the key that signed the evidence; null where none did."""
     registration: Registration | None = None

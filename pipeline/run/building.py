@@ -6,7 +6,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts.backend import TORCH, Backend, Fill, Loader
+from pipeline.artifacts.backend import TORCH, Backend, Fill
 from pipeline.artifacts.child import in_child
 from pipeline.artifacts.digest import file_digest, files_digest
 from pipeline.artifacts.store import Artifact, Recipe, Store
@@ -19,7 +19,7 @@ from pipeline.core.formats import Rotation
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.core.records import Progress, give_back, in_threads
 from pipeline.core.scales import SCALES_FILE
-from pipeline.loading import open_backend, open_loader
+from pipeline.loading import open_backend
 from pipeline.terminal import console
 
 MODELOPT = (*TORCH, "nvidia-modelopt")
@@ -58,14 +58,8 @@ class BuildChain:
                 raise UserError(f"{path}: was changed while this command read it; run the command again")
 
     @cached_property
-    def loader(self) -> Loader:
-        """The configured backend, as far as every backend is alike."""
-        return open_loader(self.config.backend)
-
-    @property
     def backend(self) -> Backend:
-        assert isinstance(self.loader, Backend), "a chain of servers builds nothing"
-        return self.loader
+        return open_backend(self.config.backend)
 
     @cached_property
     def checkpoint(self) -> Path:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from stages.evaluate.decoding.stored import Once
     from stages.evaluate.inputs.tokens import BundleTokenizer, Encoded
     from stages.evaluate.joining import Evaluation
-    from stages.evaluate.measure import Subject
+    from stages.evaluate.measure import JudgedEngine
     from stages.evaluate.twins.twin import Twin
 
 
@@ -48,14 +48,6 @@ class Chain(BuildChain):
         if stage == "quantize":
             return (self.exports(policy),)
         return (self.bundle(policy),) if stage == "build" else self.evaluation(policy)
-
-    def engine(self, policy: KVPolicy) -> Artifact:
-        """Return what stands for the engine of `policy` where it is judged."""
-        return self.bundle(policy)
-
-    def made_from(self, policy: KVPolicy) -> dict[Role, Artifact]:
-        """Return what the engine of `policy` was made from, by its roles in an identity."""
-        return {"calibration": self.calibration(), "quantized": self.quantized(policy)}
 
     def twin(self, policy: KVPolicy) -> Artifact:
         """Return the bundle of the oracle under `policy`, from the weights and scales that the engine is built from."""
@@ -78,7 +70,7 @@ class Chain(BuildChain):
     @cached_property
     def encoded_samples(self) -> Artifact:
         """The tokens of every sample, which the engines of all policies are asked."""
-        bundle = self.engine(FP16_POLICY)
+        bundle = self.bundle(FP16_POLICY)
 
         def fill(out: Path, _: Progress) -> None:
             from stages.evaluate.inputs.tokens import encode_rounds
@@ -102,7 +94,7 @@ class Chain(BuildChain):
             from stages.evaluate.measure import measure
 
             measure(
-                self._subject(policy, number),
+                self._judged(policy, number),
                 self._encoded.round(number),
                 self._tokenizer,
                 out,
@@ -129,7 +121,7 @@ class Chain(BuildChain):
 
     def _asked(self, policy: KVPolicy, baseline: Artifact | None) -> dict[str, Artifact]:
         """Return what is asked and what it is compared with, by its name among the inputs of an artifact."""
-        engine = self.engine(policy)
+        engine = self.bundle(policy)
         compared = {"baseline": engine} if baseline is None else {"engine": engine, "answers": baseline}
         return {**compared, **self._beside(policy), "encoded": self.encoded_samples}
 
@@ -137,16 +129,16 @@ class Chain(BuildChain):
         """Return the engines that the engine of `policy` is measured beside: its twin, if it is asked for anything."""
         return {"twin": self.twin(policy)} if self.config.workloads.conformance_samples else {}
 
-    def _subject(self, policy: KVPolicy, number: int) -> "Subject":
+    def _judged(self, policy: KVPolicy, number: int) -> "JudgedEngine":
         """Return what is measured in a round: the engine, and in the first round its twin."""
-        from stages.evaluate.measure import Local
+        from stages.evaluate.measure import JudgedEngine
 
         opened = self._open(policy)
         engine = opened.engine  # first: on a GPU an engine may take a share of all memory, and the twin takes of the rest
         compared = bool(self.config.workloads.conformance_samples)
         twin = opened.twin if number == 1 and compared else None
         changes = self.config.gates.allow_scale_changes
-        return Local(engine, self.config.workloads, twin, changes, uncompared=number == 1 and not compared)
+        return JudgedEngine(engine, self.config.workloads, twin, changes, uncompared=number == 1 and not compared)
 
     def _measured_once(self, policy: KVPolicy, measured: Path, baseline: Path | None, progress: Progress) -> "Once":
         from stages.evaluate.once import once
@@ -175,12 +167,12 @@ class Chain(BuildChain):
 
     def evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
         """Return the report on `policy`'s engine, that engine's bundle, and the baseline engine's bundle."""
-        made = {"baseline": self.engine(FP16_POLICY), "encoded": self.encoded_samples}
+        made = {"baseline": self.bundle(FP16_POLICY), "encoded": self.encoded_samples}
         self._note_length()
         answers = made[answers_input(1)] = self.baseline(1)
         self._require_able(answers)
         made["baseline_once"] = self.once(FP16_POLICY, answers)
-        made["engine"] = self.engine(policy)
+        made["engine"] = self.bundle(policy)
         candidate = made[round_input(1)] = self.round(policy, 1)
         made["once"] = self.once(policy, candidate, answers)
         for number in range(2, self._rounds + 1):
@@ -238,7 +230,8 @@ class Chain(BuildChain):
         """
         (evaluation, engine, baseline), policy = judged, self.config.kv
         members: dict[Role, Artifact] = {
-            **self.made_from(policy),
+            "calibration": self.calibration(),
+            "quantized": self.quantized(policy),
             "engine": engine,
             "baseline": baseline,
             "answers": self.baseline(),
@@ -256,7 +249,7 @@ class Chain(BuildChain):
 
     def _recipe(self, stage: str, module: str, inputs: Mapping[str, Artifact], **config: object) -> Recipe:
         """Return the recipe of a part of an evaluation, which a module of `stages.evaluate` makes."""
-        workloads, backend = self.config.workloads, self.loader
+        workloads, backend = self.config.workloads, self.backend
         digests = {name: artifact.digest for name, artifact in inputs.items()}
         if workloads.file is not None:
             digests["jsonl"] = self.digest_of(workloads.file)
@@ -296,7 +289,7 @@ class Chain(BuildChain):
     def _tokenizer(self) -> "BundleTokenizer":
         from stages.evaluate.inputs.tokens import BundleTokenizer
 
-        return BundleTokenizer(self.engine(FP16_POLICY).path)
+        return BundleTokenizer(self.bundle(FP16_POLICY).path)
 
     @cached_property
     def _encoded(self) -> "Encoded":

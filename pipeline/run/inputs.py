@@ -20,7 +20,7 @@ from pipeline.core.kv import FP16_POLICY
 from pipeline.core.records import Sample
 from pipeline.gguf.model import inspect_gguf
 from pipeline.gguf.vocabulary import UNUSED
-from pipeline.loading import open_loader, required_libraries
+from pipeline.loading import open_backend, required_libraries
 from pipeline.planning.capacity import memory_budget
 from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
@@ -103,8 +103,8 @@ def _check_model(config: Config, opened: set[Path]) -> None:
         check_room(config.work, config.workdir, weight_bytes(checkpoint))
     with required_libraries():
         samples = _check_questions(config, checkpoint)
-        open_loader(config.backend).check_inputs(job)
-        if job.judges and config.backend.builds and config.reference.device == "cuda":
+        open_backend(config.backend).check_inputs(job)
+        if job.judges and config.reference.device == "cuda":
             _check_reference(config)
         from stages.opening import check_opens
 
@@ -196,8 +196,6 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
 
         texts_from_file(config.calibration.file, config.calibration.samples)
     speculation = config.workloads.speculation
-    if speculation is not None and not config.backend.builds:
-        raise UserError("workloads.speculation: a server drafts as it was started to; leave it null with backend=openai")
     if speculation is not None and speculation.draft is not None:
         check_draft(speculation.draft, locate_checkpoint(config.model.path))
     given = config.workloads.file is not None or config.workloads.bfcl is not None or config.workloads.gsm8k > 0

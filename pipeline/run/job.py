@@ -16,7 +16,6 @@ from pipeline.registry.promotion import Finding, ReplayedEvidence
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import Tracking, locate
 from pipeline.run.chain import Chain
-from pipeline.run.served import open_chain
 from pipeline.terminal import console
 from pipeline.trust.keys import Keys, load_keys
 from pipeline.trust.movelog import MoveLog
@@ -53,7 +52,7 @@ class Run:
 
     @cached_property
     def chain(self) -> Chain:
-        return open_chain(self.config, Store(self.config.work / "artifacts"))
+        return Chain(self.config, Store(self.config.work / "artifacts"))
 
     def registry(self) -> "MlflowStore":
         """Open the registry. Raises UserError when tracking is off."""

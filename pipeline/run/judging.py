@@ -69,7 +69,7 @@ def evaluate(run: Run) -> None:
             with console.doing("registering the engine"):
                 candidate = store.conclude(run_id, candidate, rows)
     last = summary.record(config.work, run.sweep, candidate)
-    tables.print_verdict(candidate, report)
+    tables.print_verdict(candidate)
     if run.sweeping:
         return
     promotes = config.stage == "all" and config.tracking.enabled

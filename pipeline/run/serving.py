@@ -12,7 +12,7 @@ from pipeline.config.compose import suggest
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.evidence.reading import find_evidence, read_evidence, registered_candidate, registered_engine
 from pipeline.evidence.verify import replay
-from pipeline.loading import open_loader
+from pipeline.loading import open_backend
 from pipeline.registry import promotion, summary
 from pipeline.registry.promotion import require_same
 from pipeline.registry.promotion import verify as verify_candidate
@@ -165,8 +165,7 @@ def verify(run: Run) -> None:
 
     with _advised(after, (GateRefusal, MissingRequirement)):
         require_same(f"bundle={directory}", [finding for _, findings in replays for finding in findings])
-    built = not any(evidence.identity.served for evidence, _ in replays)
-    next_steps.show(next_steps.after_verify(run.config, built=built))
+    next_steps.show(next_steps.after_verify(run.config))
 
 
 def audit(run: Run) -> None:
@@ -177,7 +176,7 @@ def audit(run: Run) -> None:
         UserError: the checkpoint cannot be read, or the backend loads no scales of it by itself.
     """
     config = run.config
-    found = open_loader(config.backend).audit(locate_checkpoint(config.model.path))
+    found = open_backend(config.backend).audit(locate_checkpoint(config.model.path))
     lines, sides = [*scale_findings(found.layers), *found.problems], 2 * len(found.layers)
     for line in lines:
         _say(line)

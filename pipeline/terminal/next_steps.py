@@ -282,10 +282,8 @@ def after_recommendation(config: Config, candidates: Sequence[Candidate], chosen
     return Step(why="see which sweep judged it, and what serves", command=standing(config, "status"))
 
 
-def after_verify(config: Config, *, built: bool) -> Step:
-    """Say what to do with an engine that is the one that was judged; one that is a server is not `built`."""
-    if not built:
-        return Step(why="it is the evidence that was recorded of the server")
+def after_verify(config: Config) -> Step:
+    """Say how to load an engine that is the one that was judged."""
     loaded = f"load({json.dumps(config.bundle)})"
     program = f'from pipeline.api import load; print({loaded}.generate("Copy: 04 Bergen 14 Tartu"))'
     python = begun().removesuffix(" -m pipeline")

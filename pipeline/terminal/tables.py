@@ -20,7 +20,6 @@ from pipeline.terminal import console
 from pipeline.terminal.commands import command_line
 from pipeline.terminal.grids import Column, Grid, Row, Value
 from pipeline.terminal.progress import duration
-from pipeline.verdict.report import EvaluationReport
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[F
     return Grid(title, "what", columns, rows, remarks="found", colours=FINDING_COLOURS)
 
 
-def print_verdict(candidate: Candidate, report: EvaluationReport) -> None:
+def print_verdict(candidate: Candidate) -> None:
     """Print a verdict in a few lines: what was decided, what is kept, what it costs and saves, how far it holds, and why.
 
     Details are every other reason, what the distances are with their errors, and whether the engine computes its policy.
@@ -135,9 +134,7 @@ def print_verdict(candidate: Candidate, report: EvaluationReport) -> None:
     *kept, memory = candidate.figures
     blind = "not judged, its answers do not depend on the cache; " if candidate.is_blind else ""
     first, *others = candidate.reasons or ("no reason was recorded",)
-    unseen = report.served.unseen if report.served is not None else ()
     held = [f"holds {candidate.covered}"] if passed and candidate.covered is not None else []
-    held += [f"not seen: {'; '.join(unseen)}"] if unseen else []
     held += [f"warning: {_first_of(candidate.warnings)}"] if candidate.warnings else []
     console.result(
         "verdict",

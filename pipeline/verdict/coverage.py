@@ -298,7 +298,7 @@ class Limits(Record):
 
 
 def covered(samples: Exercised | None, probes: EngineProbes) -> Limits | None:
-    """Return how far a verdict holds; None for a server, of whose steps nothing is seen.
+    """Return how far a verdict holds; None if no sample's steps were recorded.
 
     Tokens are those of the samples: quality at a length shows on samples of that length alone. A batch changes no quality, so
     that the probe's counts as well, where several of its sequences were as long.

@@ -1,7 +1,7 @@
-"""What engines of other libraries do by themselves, or do not show: scales on their way from a checkpoint, and servers.
+"""Scales on their way from a checkpoint into an engine of another library.
 
 Another library loads scales by itself. It may not find them, take 1.0 in their place, or merge what it has room for once; an
-evaluation would then judge something that nobody asked for. A server shows no scales at all, and little of its distributions.
+evaluation would then judge something that nobody asked for.
 """
 
 import math
@@ -11,7 +11,7 @@ from pipeline.core.engine import Engine
 from pipeline.core.errors import GateRefusal
 from pipeline.core.kv import Side
 from pipeline.core.records import LayerDelivery
-from pipeline.verdict.record import Number, Record
+from pipeline.verdict.record import Record
 from pipeline.verdict.thresholds import ScaleChangeKind
 
 SAME = 2.0**-9
@@ -129,78 +129,3 @@ def _same(one: Sequence[float], other: Sequence[float]) -> bool:
 def _numbers(scales: Sequence[float]) -> str:
     shown = ", ".join(f"{scale:.4g}" for scale in scales[:4])
     return f"[{shown}{', ...' if len(scales) > 4 else ''}]" if len(scales) != 1 else shown
-
-
-class ServerSeen(Record):
-    """A server by its URL, and what was seen of it."""
-
-    url: str
-    model: str
-    """The name by which it serves the model."""
-    release: str
-    """Empty where it does not say."""
-    says: dict[str, str]
-    """What it says of its cache; none of it was checked."""
-    tokens: int
-    """Scored tokens, each forced in a request of its own."""
-    shown_mass: Number
-    """Mean probability, by the baseline, of the tokens that both servers showed; of the baseline, of those that it showed."""
-    prompt_tokens: int
-    """Of all these requests."""
-    cached_tokens: int | None
-    """Those of them that came from its prefix cache, by its own count; null where it does not count."""
-
-    @staticmethod
-    def merged(parts: "Sequence[ServerSeen]") -> "ServerSeen":
-        """Return what was seen in several rounds."""
-        tokens = sum(part.tokens for part in parts)
-        masses = [None if part.shown_mass is None else part.shown_mass * part.tokens for part in parts]
-        cached = [part.cached_tokens for part in parts]
-        return parts[0].model_copy(
-            update={
-                "tokens": tokens,
-                "shown_mass": None if None in masses else sum(m for m in masses if m is not None) / tokens,
-                "prompt_tokens": sum(part.prompt_tokens for part in parts),
-                "cached_tokens": None if None in cached else sum(count for count in cached if count is not None),
-            }
-        )
-
-    @property
-    def reuse(self) -> str:
-        """Say how much of the prompts came from the cache."""
-        if self.cached_tokens is None:
-            return "how much of the prompts came from its cache it does not say"
-        return f"{self.cached_tokens / self.prompt_tokens:.1%} of the prompts' tokens came from its cache, by its own count"
-
-
-class Served(Record):
-    """Both servers of an evaluation by URL."""
-
-    candidate: ServerSeen
-    baseline: ServerSeen
-    top_logprobs: int
-    canary_url: str | None
-    """The server with a corrupted scale; null where none was given."""
-
-    @property
-    def seen(self) -> str:
-        """Say what was seen of the candidate."""
-        mass = "an unknown share" if self.candidate.shown_mass is None else f"{self.candidate.shown_mass:.2%}"
-        return (
-            f"{self.candidate.tokens:,} tokens, each forced over a reused prefix, of top-{self.top_logprobs} log-probabilities "
-            f"with {mass} of the probability, so that the KL is a lower bound; {self.candidate.reuse}; free answers by its own "
-            "decoding"
-        )
-
-    @property
-    def unseen(self) -> tuple[str, ...]:
-        """Say what was not."""
-        canary = () if self.canary_url is not None else ("whether these gates see its cache (backend.canary_url=null)",)
-        return (
-            "the decode kernel's distributions",
-            "tokens beyond those shown",
-            "codes, scales and whether it computes its policy (conformance, stress test)",
-            "memory and live tokens",
-            "whether it is the engine that it was when it was asked, beyond what it says of itself",
-            *canary,
-        )

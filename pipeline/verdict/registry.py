@@ -54,8 +54,6 @@ class Line:
     """What it judges by itself."""
     equal: float = 0.0
     """The value of an engine that is equal to the baseline."""
-    lower_bound: bool = False
-    """Whether a server shows no more than a lower bound of its value."""
     samples_decide: bool = True
     """Whether more samples may decide what is INCONCLUSIVE."""
     always_said: bool = False

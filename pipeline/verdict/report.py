@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 
 from pipeline.verdict.conformance import ComparedRequest, Conformance
 from pipeline.verdict.coverage import EngineProbes, Exercised, Limits, covered
-from pipeline.verdict.delivery import ScaleChange, Served
+from pipeline.verdict.delivery import ScaleChange
 from pipeline.verdict.record import Number, Record
 
 SCHEMA_VERSION = 1
@@ -223,8 +223,7 @@ class Rung(Record):
 class Canary(Record):
     """The candidate with every key scale multiplied by `factor` after the prefill, on a few samples."""
 
-    factor: float | None
-    """Null for a server, which somebody else corrupted."""
+    factor: float
     rows: list[SampleRow]
     ladder: list[Rung] = Field(default=[])
     """Smaller faults; empty for engines that cannot be given any."""
@@ -235,7 +234,7 @@ MEMORY = "memory"
 
 
 class SystemMetrics(Record):
-    """Times of the fixed load, and the cache's memory: figures marked MEMORY, null for a server, which shows none."""
+    """Times of the fixed load, and the cache's memory (figures marked MEMORY)."""
 
     batch: int
     context_tokens: int
@@ -243,7 +242,7 @@ class SystemMetrics(Record):
     time_to_first_token_ms: float
     decode_tokens_per_s: Number
     decode_tokens_per_s_slow: Number = None
-    """Of the decode step than which one in twenty is slower. Null for a server."""
+    """Of the decode step than which one in twenty is slower."""
     decode_tokens_per_s_fast: Number = None
     """Of the decode step than which one in twenty is faster."""
     inter_token_p50_ms: Number
@@ -253,10 +252,10 @@ class SystemMetrics(Record):
     """Computed from the policy: codes and per-token scales of all layers."""
     kib_per_token_allocated: Annotated[Number, MEMORY]
     """Measured: bytes of the pool that the engine allocated, over the tokens that its pages hold."""
-    pool_bytes: Annotated[int | None, MEMORY]
+    pool_bytes: Annotated[int, MEMORY]
     budget_gib: Annotated[float, MEMORY]
     sequence_tokens: Annotated[int, MEMORY]
-    max_live_tokens: Annotated[int | None, MEMORY]
+    max_live_tokens: Annotated[int, MEMORY]
     threads: int | None = None
     """CPU threads of the engine; null for an engine that is not told how many to use."""
     attention: str | None = None
@@ -301,12 +300,10 @@ class EvaluationReport(Record):
     candidate_noise: Fidelity | None = None
     """The candidate against itself."""
     coverage: Exercised | None = None
-    """Null for a server, of whose steps nothing is seen."""
+    """What the samples took the engine through."""
     probes: EngineProbes
     scale_changes: list[ScaleChange] | None = None
     """Scales that the candidate does not use as its checkpoint carries them; null for engines that load none by themselves."""
-    served: Served | None = None
-    """What was seen of servers by URL; null for engines that run here."""
     drafters: list[str]
     """Those that answers were drafted with: `lookup`, `draft`. Empty where `workloads.speculation` is null."""
 
@@ -331,7 +328,7 @@ class EvaluationReport(Record):
 
     @property
     def limits(self) -> Limits | None:
-        """How far a verdict on this report holds; None for a server, of whose steps nothing is seen."""
+        """How far a verdict on this report holds; None if no sample's steps were recorded."""
         return covered(self.coverage, self.probes)
 
 

@@ -44,4 +44,3 @@ def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
         value = getattr(report.baseline_system, name)
         if value is not None:
             yield "baseline/" + name, value
-    yield from _numbers("quality/served_", report.served.candidate if report.served is not None else None)

@@ -11,10 +11,9 @@ from safetensors.numpy import save_file
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import Conformance
 from pipeline.verdict.coverage import EngineProbes, Exercised
-from pipeline.verdict.delivery import Served, ServerSeen
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, SCHEMA_VERSION, EvaluationReport, SampleRow
 from stages.evaluate.decoding.rows import make_rows
-from stages.evaluate.decoding.stored import Measured, Once, Round
+from stages.evaluate.decoding.stored import Once, Round
 from stages.evaluate.distances import metrics
 from stages.evaluate.distances.distance import Array
 from stages.evaluate.inputs.rounds import planned_shares
@@ -91,7 +90,7 @@ def join(
         compaction=metrics.compaction([kl for record in records for kl in record.missed]),
         conformance=conformance,
         candidate_noise=own.noise,
-        coverage=_coverage([*(record.coverage for record in records), own.coverage]),
+        coverage=Exercised.merged([*(record.coverage for record in records), own.coverage]),
         probes=EngineProbes(
             candidate=own.probe,
             baseline=base.probe,
@@ -104,7 +103,6 @@ def join(
             pressure=own.pressure,
         ),
         scale_changes=first.scale_changes,
-        served=_served(records, bases, own),
         drafters=config.speculation.drafters if config.speculation is not None else [],
     )
     return Evaluation(report, rows, np.concatenate([steps.kl for steps in parts]))
@@ -115,20 +113,3 @@ def _planned_workloads(encoded: Encoded) -> dict[str, bool]:
     for item in encoded.items:
         answered[item.sample.workload] = answered.get(item.sample.workload, False) or item.judged
     return answered
-
-
-def _coverage(parts: Sequence[Exercised | None]) -> Exercised | None:
-    """Return the coverage of all rounds and of the repeated samples; None of a server, of whose steps nothing is seen."""
-    known = [part for part in parts if part is not None]
-    return Exercised.merged(known) if known else None
-
-
-def _served(candidates: Sequence[Measured], baselines: Sequence[Measured], once: Once) -> Served | None:
-    """Return what was seen of servers in all rounds; None for engines that run here."""
-    if once.top_logprobs is None:
-        return None
-    candidate, baseline = (
-        ServerSeen.merged([record.served for record in records if record.served is not None])
-        for records in (candidates, baselines)
-    )
-    return Served(candidate=candidate, baseline=baseline, top_logprobs=once.top_logprobs, canary_url=once.canary_url)

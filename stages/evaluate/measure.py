@@ -5,13 +5,12 @@ While a round runs, `unfinished/` in its directory holds the results of the samp
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from pipeline.core.engine import Engine
 from pipeline.core.errors import UserError
-from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import EngineConformance
@@ -40,26 +39,11 @@ from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, worklo
 from stages.evaluate.twins.conformance import Comparison, spread
 from stages.evaluate.twins.twin import Twin
 
-
-class Subject(Protocol):
-    """What is measured: an engine that runs here (`Local`), or a server (`servers.served.Remote`)."""
-
-    policy: KVPolicy
-    vocab_size: int
-    not_finite: str
-    """How an error about a baseline that is not finite begins."""
-
-    def run(self, run: Run) -> list[SampleResult]:
-        """Ask the samples that are missing, and return the results of all; the first run is compared with a twin."""
-        ...
-
-    def seen(self, results: Sequence[SampleResult], progress: Progress) -> dict[str, Any]:
-        """Return what `Measured` says of the run beside samples, policy and vocabulary."""
-        ...
+NOT_FINITE = "backend.compute_dtype: use float32, the baseline's logits are not finite"
 
 
 def measure(
-    subject: Subject,
+    engine: "JudgedEngine",
     encoded: Sequence[EncodedSample],
     tokenizer: BundleTokenizer,
     out: Path,
@@ -74,7 +58,7 @@ def measure(
     Where the baseline answers rightly and finds its own words likelier than the reference, its own words are scored, of both.
 
     Args:
-        subject: The engine.
+        engine: The engine, and what it is compared with.
         encoded: The samples of the round.
         tokenizer: The tokenizer of the engine bundle.
         out: A directory that is empty, or was left by an interrupted call with the same arguments. It receives what
@@ -92,7 +76,7 @@ def measure(
     known, heads, usual, named, scored = None, None, None, labelled(progress, "baseline: "), list(encoded)
     if baseline is not None:
         known, heads, named = read_round(baseline), StoredHeads(baseline / LOGPROBS).sample, progress
-        if (known.record.samples_digest, known.record.vocab_size) != (digest, subject.vocab_size):
+        if (known.record.samples_digest, known.record.vocab_size) != (digest, engine.vocab_size):
             raise UserError(
                 f"workloads: {baseline} was measured on other samples or another vocabulary than the candidate's; delete that "
                 "directory, so that the baseline is measured again"
@@ -107,11 +91,11 @@ def measure(
         ) -> list[SampleResult]:
             def keep(i: int, result: SampleResult, own: SampleHeads | None) -> None:
                 if heads is None and not np.isfinite(result.statistics.baseline_nll).all():
-                    raise UserError(f"{subject.not_finite} on sample {items[i].sample.id}")
+                    raise UserError(f"{NOT_FINITE} on sample {items[i].sample.id}")
                 into.save(i, result, own)
 
             asked = Run(items, heads, label, greedy, into.load(), keep, noted, repeated=repeated, conformance=usual)
-            return subject.run(asked)
+            return engine.run(asked)
 
         with interruption() as noted:
             results = run(scored, folder, greedy, named)
@@ -135,20 +119,18 @@ def measure(
         answers = {item.sample.id: answer for item, answer in zip(encoded, said, strict=True) if answer is not None}
         record = Measured(
             samples_digest=digest,
-            vocab_size=subject.vocab_size,
-            policy=subject.policy.name,
-            takes_effect=subject.policy.takes_effect,
+            vocab_size=engine.vocab_size,
+            policy=engine.policy.name,
+            takes_effect=engine.policy.takes_effect,
             missed=[finite(kl) for result in results for kl in result.missed.tolist()],
             right_answers={item.sample.id: list(item.reference) for item in scored if item.replaced and heads is None},
-            **subject.seen(results, named),
+            **engine.seen(results, named),
         )
         Round(record, answers, StepStatistics.joined([result.statistics for result in results])).write(out)
 
 
-class Local:
-    """An engine that runs here, beside its twin in the first round."""
-
-    not_finite = "backend.compute_dtype: use float32, the baseline's logits are not finite"
+class JudgedEngine:
+    """An engine beside its twin in the first round."""
 
     def __init__(
         self,

@@ -70,10 +70,6 @@ NAMED = {
         backend.block_size=48 backend.max_model_len=1 backend.gpu_memory_utilization=1.5 backend.kv_cache_gib=inf
     """,
     "backend=sglang": "backend.context_length=0 backend.mem_fraction_static=1.0",
-    "backend=openai": """
-        backend.url=localhost backend.url=http://u:p@h backend.url=http://h:99999 backend.url=ftp://h
-        backend.timeout_s=nan backend.retries=-1 backend.top_logprobs=5
-    """,
 }
 """What stands before -> overrides, each a case, whose line names the key."""
 
@@ -237,16 +233,6 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("backend=vllm backend.enable_chunked_prefill=false", "backend.max_num_batched_tokens"),
     ("backend=vllm backend.dtype=int8",),
     ("backend=vllm backend.python=/bin/false",),
-    ("backend=openai backend.url=http://h backend.baseline_url=http://h",),
-    ("backend=openai stage=evaluate", "backend.url=null"),
-    ("backend=openai stage=evaluate backend.url=http://h kv=fp16",),
-    ("backend=openai stage=evaluate backend.url=http://h weights=fp8",),
-    ("backend=openai stage=build backend.url=http://h", "stage=build: backend=openai builds nothing"),
-    (
-        "backend=openai stage=evaluate backend.url=http://h workloads.speculation={lookup_tokens:4}",
-        "workloads.speculation: a server drafts",
-    ),
-    ("backend=openai backend.api_key_env=sk-hunter2", "backend.api_key_env: must be the name of an environment variable"),
 )
 """Arguments, then what the line says: the last argument where nothing is listed."""
 
@@ -258,11 +244,6 @@ MISSING: tuple[tuple[str, ...], ...] = (
     ("backend=vllm", "backend.python"),
     ("backend=sglang kv=fp8_e5m2", "backend.python"),
     ("backend=sglang kv=fp8_e5m2 backend.python=/etc/passwd", "backend.python=/etc/passwd"),
-    (
-        "backend=openai stage=evaluate backend.url=http://127.0.0.1:9 backend.baseline_url=http://127.0.0.1:19",
-        "backend.url",
-        "http://127.0.0.1:9",
-    ),
 )
 """The same, of what this machine lacks."""
 
@@ -308,5 +289,4 @@ CASES = [
     Case("lists of lists", ("seed=" + "[" * 3000 + "]" * 3000,), ("seed:", "nested too deep")),
     Case("an experiment of two lines", ("tracking.experiment='a\nb'",), ("tracking.experiment",)),
     Case("a model's name that turns the line", ("tracking.model_name='a\u202eb'",), ("tracking.model_name",)),
-    Case("a key with a blank", ("backend=openai", "backend.api_key_env='sk-a b'"), ("backend.api_key_env",)),
 ]

@@ -231,8 +231,6 @@ CASES = [
            text("b/identity.json", content), begins=True) for name, content in IDENTITIES),
     Case("stage=promote without candidates", ("stage=promote",), ("stage=promote: no candidates", "run stage=evaluate"),
          begins=True),
-    Case("backend.url with an empty label", ("backend=openai", "stage=evaluate", "backend.url=http://a..b",
-         "backend.baseline_url=http://b"), ("backend.url=http://a..b", "give its url"), code=4),
     Case("a prompt of 9 MB", ("workloads=jsonl", "workloads.jsonl=s.jsonl"), ("sample s-0001", "bytes", "give less"),
          text("s.jsonl", changed(prompt="a" * 9_000_000)), loads_model=True),
     Case("a directory that begins like a user", ("stage=build", "model.path='~x'"), ("model.path", "begins with a user"),

@@ -152,7 +152,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
         read_encoded=lambda directory: encoded(int((directory / "encoded.json").read_text())),
         BundleTokenizer=lambda _: None,
     )
-    fake("evaluate.measure", measure=_measure, Local=lambda engine, *_, **__: engine)
+    fake("evaluate.measure", measure=_measure, JudgedEngine=lambda engine, *_, **__: engine)
     fake("evaluate.once", once=_once)
     fake("evaluate.twins.twin", Twin=lambda *_: None)
     fake(
@@ -163,7 +163,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     fake("evaluate.joining", join=_join)
     for module in (building, inputs, dry):
-        monkeypatch.setattr(module, "open_loader", FakeBackend)
+        monkeypatch.setattr(module, "open_backend", FakeBackend)
     for module in (building, chain):
         monkeypatch.setattr(module, "open_backend", FakeBackend)
 

@@ -97,16 +97,14 @@ def test_what_is_no_path_and_no_model_is_named(given: Any) -> None:
     [
         ("none", {}, "no such directory"),
         (".", {}, "holds neither bundle.json nor identity.json"),
-        ("server", {}, "backend=openai records a server, and has no engine"),
         ("engine", {"kv": "fp8"}, "give keys of backend.* alone"),
         ("engine", {"backend.treads": 2}, "backend.treads: unknown key, did you mean threads?"),
         ("engine", {"threads": 0}, "backend.threads: input should be greater than or equal to 1"),
     ],
 )
 def test_what_is_no_engine_is_refused(place: str, options: dict[str, Any], said: str, tmp_path: Path) -> None:
-    for name, backend in (("server", "openai"), ("engine", "onnxruntime")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "bundle.json").write_text(json.dumps({"backend": backend}))
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "bundle.json").write_text(json.dumps({"backend": "onnxruntime"}))
     with refused(UserError, "", said):
         load(tmp_path / place, **options)
 

@@ -12,7 +12,6 @@ from unittest.mock import Mock
 import pytest
 
 from pipeline.artifacts import store as store_module
-from pipeline.artifacts.backend import Backend
 from pipeline.artifacts.digest import reachable_modules, tree_files
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.config import CONF
@@ -24,11 +23,9 @@ from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Sample
 from pipeline.core.scales import SCALES_FILE
 from pipeline.evidence.reading import USER_INPUTS
-from pipeline.loading import open_loader, required_libraries
+from pipeline.loading import open_backend, required_libraries
 from pipeline.run.chain import Chain
 from pipeline.run.inputs import check_inputs
-from pipeline.run.served import open_chain
-from stages.engines.openai.backend import OpenAIServer
 from stages.engines.tensorrt.backend import RTXBackend, TensorRTBackend
 from stages.evaluate.inputs.tokens import EncodedSample
 
@@ -88,13 +85,9 @@ BACKEND_NAMES = sorted(backend_configs())
 
 @pytest.mark.parametrize("name", BACKEND_NAMES)
 def test_every_backend_of_the_configuration_has_a_folder_that_builds_and_loads(name: str) -> None:
-    loader = open_loader(plan([f"backend={name}"], multirun=False).jobs[0].backend)
-    if isinstance(loader, OpenAIServer):
-        assert callable(import_module(loader.server_module).write_server)
-    else:
-        assert isinstance(loader, Backend)
-        assert callable(import_module(loader.build_module).build_bundle)  # whose code is part of a bundle's key
-    assert callable(import_module(loader.engine_module).load_engine)
+    backend = open_backend(plan([f"backend={name}"], multirun=False).jobs[0].backend)
+    assert callable(import_module(backend.build_module).build_bundle)  # whose code is part of a bundle's key
+    assert callable(import_module(backend.engine_module).load_engine)
     assert (CONF / "backend" / f"{name}.yaml").is_file()
 
 
@@ -243,11 +236,6 @@ def test_the_key_of_plans_for_rtx_does_not_depend_on_the_plugin() -> None:
         reachable_modules(TensorRTBackend.build_module)
     )
     assert not [name for name in reachable_modules(RTXBackend.build_module) if name.startswith("plugins")]
-
-
-def test_what_is_measured_of_a_server_depends_on_how_servers_are_asked(tmp_path: Path) -> None:
-    chain = open_chain(configured(tmp_path, "backend=openai"), Store(tmp_path))
-    assert "stages.evaluate.servers.served" in chain._recipe("round", "measure", {}).code
 
 
 def test_the_oracle_shares_no_arithmetic_with_the_onnx_engine() -> None:

@@ -11,7 +11,6 @@ from gate_reports import CANARY_ROWS, CLASSES, GATES, answered, drafted, every_c
 from refusals import refused
 from test_conformance_gate import SOUND, engine, record, request
 from test_coverage import BAD, LARGER, probes
-from test_gates_served import served
 
 from pipeline.core.errors import UserError
 from pipeline.statistics.bets import OUTLIER
@@ -191,10 +190,6 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     ),
     "an answer that was not drafted": (
         UNDRAFTED, {"drafters": ["lookup"]}, "FAIL", {"max_acceptance_loss"}, "retrieval, drafts by lookup"),
-    "a server that shows nothing wrong": (
-        every_class(), {"served": served()}, "INCONCLUSIVE", {"reuse"},
-        "98.00% of the probability, so that the KL is a lower bound; 90.0% of the prompts' tokens came",
-    ),
 }  # fmt: skip
 
 

@@ -49,13 +49,11 @@ ROOMS = (
     "stages.engines.vllm",
     "stages.engines.sglang",
     "stages.engines.llamacpp",
-    "stages.engines.openai",
     "stages.quantize",
     "stages.evaluate.distances",
     "stages.evaluate.inputs",
     "stages.evaluate.decoding",
     "stages.evaluate.twins",
-    "stages.evaluate.servers",
     "stages.evaluate",
     "stages.tune",
     "stages.tiny",
@@ -196,11 +194,11 @@ import stages.evaluate.inputs.tokens, stages.quantize.validate
 from pipeline.artifacts.digest import code_digest
 from pipeline.config.compose import plan
 from pipeline.core.backends import backend_configs
-from pipeline.loading import open_loader
+from pipeline.loading import open_backend
 
 code_digest("stages.quantize.run")
 for name in backend_configs():
-    open_loader(plan([f"backend={name}"], False).jobs[0].backend)
+    open_backend(plan([f"backend={name}"], False).jobs[0].backend)
 print(*sys.modules)
 import stages.evaluate.joining  # with scipy, for its bounds
 assert not {"torch", "transformers"} & set(sys.modules)

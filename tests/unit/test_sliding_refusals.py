@@ -10,7 +10,7 @@ from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
 from pipeline.config.compose import plan
 from pipeline.core.errors import UserError
 from pipeline.core.kv import Eviction
-from pipeline.loading import open_loader
+from pipeline.loading import open_backend
 
 SLIDES = r"^model\.path=.*: config\.json: 3 of 3 layers attend to their last 32 tokens alone: .*backend=onnxruntime"
 
@@ -35,7 +35,7 @@ def test_a_backend_that_is_not_known_to_keep_to_windows_refuses_the_model(backen
     policy = "fp8_uncalibrated" if backend in ("vllm", "sglang") else "fp8"
     (config,) = plan([f"kv={policy}", *f"backend={backend}".split()], multirun=False).jobs
     with pytest.raises(UserError, match=message):
-        open_loader(config.backend).check_inputs(Job("all", config.kv, "none", model(tmp_path, 32)))
+        open_backend(config.backend).check_inputs(Job("all", config.kv, "none", model(tmp_path, 32)))
 
 
 @pytest.mark.parametrize("backend", ["tensorrt", "tensorrt_rtx", "vllm", "sglang"])
@@ -53,7 +53,7 @@ def test_an_eviction_is_refused_with_the_backend_that_holds_it(
     (config,) = plan(["kv=fp8_uncalibrated", f"backend={backend}"], multirun=False).jobs
     job = Job("all", config.kv.model_copy(update={"eviction": eviction}), "none", model(tmp_path, None))
     with pytest.raises(UserError, match=holder):
-        open_loader(config.backend).check_inputs(job)
+        open_backend(config.backend).check_inputs(job)
     reached = ["backend=onnxruntime"] if "onnxruntime" in holder else ["backend=torch", "backend.device=cpu"]
     (held,) = plan(["kv=fp8_uncalibrated", *reached], multirun=False).jobs
-    open_loader(held.backend).check_inputs(job)
+    open_backend(held.backend).check_inputs(job)

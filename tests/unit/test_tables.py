@@ -22,7 +22,7 @@ def test_a_verdict_begins_with_what_is_kept_and_the_comparison_with_recovery(
     rows = answered("copy", 64, lost=1, candidate_probability=0.252)
     metrics = flat_metrics(sliced(rows)) | {"memory/kib_per_token": 1.0, "baseline/kib_per_token": 2.0}
     judged = judged_candidate(tmp_path, "fp8", metrics=metrics).model_copy(update=Candidate.decided(verdict(rows)))
-    print_verdict(judged, sliced(rows))
+    print_verdict(judged)
     first = " ".join(capsys.readouterr().out.split()).partition(" warning:")[0]
     assert re.fullmatch(
         r"PASS fp8: keeps 100\.8 % of the probability of right answers \(at least 9\d\.\d %\); right answers 0\.984, of FP16 "
@@ -43,7 +43,7 @@ def test_an_undecided_verdict_says_why_in_one_line_and_what_now_and_details_are_
     said = {}
     for verbose in (False, True):
         console.configure("human", verbose=verbose)
-        print_verdict(judged, sliced(rows))
+        print_verdict(judged)
         said[verbose] = capsys.readouterr().out
     console.close()
     assert judged.verdict == "INCONCLUSIVE"
@@ -61,7 +61,7 @@ def test_a_model_whose_answers_do_not_depend_on_the_cache_is_said_not_to_be_judg
 ) -> None:
     unseen = Check(gate="canary", where="canary", value=0.0, threshold=1.0, status="FAIL", reason="no gate noticed")
     judged = judged_candidate(tmp_path, "fp8", "FAIL", metrics={}).model_copy(update={"checks": (unseen,)})
-    print_verdict(judged, sliced(answered("copy", 8)))
+    print_verdict(judged)
     assert "why: not judged, its answers do not depend on the cache; " in capsys.readouterr().out
     assert not_passed("fp8", "FAIL", judged.checks) == "fp8 is not judged, because its answers do not depend on the cache: FAIL"
 

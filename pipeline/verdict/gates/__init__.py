@@ -69,7 +69,7 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) ->
             answered = {name for name, has_answers in report.planned_workloads.items() if has_answers}
             gates.check_margins(answered | {row.workload for row in whole.judged})
             seen = [_look(some, replace(whole, look=look), gates) for look in looks]
-            checks += _decided(seen, report) if seen else [_no_look(report, rounds, gates)]
+            checks += _decided(seen) if seen else [_no_look(report, rounds, gates)]
             continue
         for gate in some:
             checks += gate.check(whole, gates)
@@ -85,10 +85,7 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) ->
 
 
 def is_final(verdict: Verdict, report: EvaluationReport, gates: Gates) -> bool:
-    """Whether no further round is run: the candidate failed somewhere, passed everywhere, or every planned look was taken.
-
-    What a server does not show stays open, however many samples it is asked.
-    """
+    """Whether no further round is run: the candidate failed somewhere, passed everywhere, or every planned look was taken."""
     open_lines = [check.gate for check in verdict.checks if check.status == "INCONCLUSIVE"]
     undecided = any(name not in LINES or LINES[name].samples_decide for name in open_lines)
     looks = statistics.looks.planned_looks(report.planned_rounds, gates.max_rounds)
@@ -104,25 +101,12 @@ def _look(some: Sequence[Gate], whole: Evidence, gates: Gates) -> list[Check]:
     return [check.model_copy(update={"reason": check.reason + whole.look.place}) for check in checks]
 
 
-def _decided(seen: Sequence[Sequence[Check]], report: EvaluationReport) -> list[Check]:
-    """Return one check for each line and place: its latest that failed, else that of the last look.
-
-    A lower bound of a server's KL passes nothing; above a limit it fails as any other.
-
-    Args:
-        seen: The checks of each look, at least one look.
-        report: What was measured.
-    """
+def _decided(seen: Sequence[Sequence[Check]]) -> list[Check]:
+    """Return one check for each line and place: its latest that failed, else that of the last look."""
     decided: dict[tuple[str, str], Check] = {(check.gate, check.where): check for check in seen[-1]}
     for checks in seen:
         decided |= {(check.gate, check.where): check for check in checks if check.status == "FAIL"}
-    return [_of_server(check) if report.served is not None else check for check in decided.values()]
-
-
-def _of_server(check: Check) -> Check:
-    if not LINES[check.gate].lower_bound or check.status != "PASS":
-        return check
-    return check.model_copy(update={"status": "WARNING", "reason": f"{check.reason}, of a lower bound, which shows no PASS"})
+    return list(decided.values())
 
 
 def _no_look(report: EvaluationReport, rounds: int, gates: Gates) -> Check:

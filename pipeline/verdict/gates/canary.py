@@ -26,25 +26,20 @@ from pipeline.verdict.thresholds import Check
 def canary(evidence: Evidence, limits: Limits) -> Iterator[Check]:
     """FAIL unless the distances would have failed the engine whose key scales were corrupted.
 
-    A corrupted engine whose logits are not finite counts as noticed. Of servers, INCONCLUSIVE where no corrupted one was given.
+    A corrupted engine whose logits are not finite counts as noticed.
     """
-    served, rows, factor = evidence.report.served, evidence.report.canary.rows, evidence.report.canary.factor
-    if served is not None and served.canary_url is None:
-        reason = (
-            "must-fail control: backend.canary_url=null: no server with a corrupted scale shows that these gates see the cache"
-        )
-        yield Check(gate="canary", where="canary", value=None, status="INCONCLUSIVE", reason=reason)
-        return
+    rows, factor = evidence.report.canary.rows, evidence.report.canary.factor
     kl, noticed = _noticed(rows, limits)
-    corrupted = "on the corrupted server" if factor is None else f"with key scales x {factor:g}"
-    unnoticed = ", and no gate noticed: the evaluation does not see the cache" if rows else "; it did not run"
+    outcome = "; it did not run"
+    if rows:
+        outcome = ", noticed" if noticed else ", and no gate noticed: the evaluation does not see the cache"
     yield Check(
         gate="canary",
         where="canary",
         value=finite(kl),
         threshold=limits.max_mean_kl,
         status="PASS" if noticed else "FAIL",
-        reason=f"must-fail control: {corrupted} the mean KL is {kl:.3g}{', noticed' if noticed else unnoticed}",
+        reason=f"must-fail control: with key scales x {factor:g} the mean KL is {kl:.3g}{outcome}",
     )
 
 

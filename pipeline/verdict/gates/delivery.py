@@ -1,4 +1,4 @@
-"""Engines of other libraries: the scales that they use beside those of their checkpoint, and what servers do not show."""
+"""Engines of other libraries: the scales that they use, compared with the scales of their checkpoint."""
 
 from collections.abc import Iterator
 from typing import Annotated
@@ -35,17 +35,3 @@ def scale_delivery(evidence: Evidence, limits: Limits) -> Iterator[Check]:
         status=status,
         reason=f"candidate: scales: {reason}",
     )
-
-
-@gate(
-    thresholds.Limits,
-    {"reuse": Line("Reuse alone", "probability of the tokens that a server shows", per="engine", samples_decide=False)},
-    rank=10,
-)
-def reuse(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
-    """INCONCLUSIVE for a server by URL, always: a forced token over a reused prefix is no decoding."""
-    served = evidence.report.served
-    if served is not None:
-        reason = f"candidate: only reuse over a prefix cache was seen, the decode kernel was not: {served.seen}"
-        mass = served.candidate.shown_mass
-        yield Check(gate="reuse", where="candidate", value=mass, status="INCONCLUSIVE", reason=reason)

@@ -105,7 +105,7 @@ def compared(
 
 CAP = "; but for a FAIL, a document counts as three times the limit at most"
 MEANS = {
-    "max_mean_kl": Line("Mean KL", f"nats per token from FP16{CAP}", per="workload", lower_bound=True),
+    "max_mean_kl": Line("Mean KL", f"nats per token from FP16{CAP}", per="workload"),
     "min_top10_overlap": Line(
         "Top-10 overlap", f"share of the ten most likely tokens that both agree on{CAP}", per="workload", equal=1.0
     ),

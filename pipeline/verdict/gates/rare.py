@@ -16,10 +16,8 @@ NONE_OF = 60
 TOKEN_CORRELATION = 0.01
 """What the correlation of such tokens within a document is taken for before there are any; measured were 0.001 at most."""
 EVENTS = {
-    "max_ruined_share": Line(
-        "Ruined requests", "share whose mean KL is beyond three times its limit", per="all", lower_bound=True
-    ),
-    "max_p999_kl": Line("Far tokens", "share of the tokens with a KL above gates.max_p999_kl", per="all", lower_bound=True),
+    "max_ruined_share": Line("Ruined requests", "share whose mean KL is beyond three times its limit", per="all"),
+    "max_p999_kl": Line("Far tokens", "share of the tokens with a KL above gates.max_p999_kl", per="all"),
 }
 
 

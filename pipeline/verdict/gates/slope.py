@@ -18,7 +18,7 @@ class Limits(distances.Limits):
 
 @gate(
     Limits,
-    {KEY: Line("Growth of KL", "nats per 1,000 tokens of context", per="workload", lower_bound=True)},
+    {KEY: Line("Growth of KL", "nats per 1,000 tokens of context", per="workload")},
     rank=25,
     looks=True,
     tests=lambda _, rows: len({row.workload for row in rows}),

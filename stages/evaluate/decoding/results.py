@@ -33,14 +33,10 @@ class SampleResult:
     """KL over the vocabulary, less that over the head, of each token whose whole distribution is known."""
     trace: Exercised
     """What it took the engine through."""
-    seen: Array | None = None
-    """(reference tokens, 3), of a server: probability, by the baseline, of the tokens that both showed; tokens of the prompt;
-    those from the prefix cache, NaN where the server does not say."""
 
     def scored_anew(self, again: "SampleResult") -> "SampleResult":
         """Return what came of a sample whose answer was forced after its reference: the same answer, scored by that pass."""
-        seen = None if self.seen is None or again.seen is None else np.concatenate([self.seen, again.seen])
-        return replace(again, answer=self.answer, trace=Exercised.merged([self.trace, again.trace]), seen=seen)
+        return replace(again, answer=self.answer, trace=Exercised.merged([self.trace, again.trace]))
 
 
 class ResultFolder:
@@ -66,8 +62,6 @@ class ResultFolder:
         }
         if result.answer is not None:
             arrays["answer"] = np.array(result.answer, np.int64)
-        if result.seen is not None:
-            arrays["seen"] = result.seen
         if heads is not None:
             arrays |= {f"heads/{name}": getattr(heads, name) for name in HEAD_ARRAYS}
         content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
@@ -115,5 +109,4 @@ def _result(arrays: Mapping[str, npt.NDArray[np.generic]]) -> SampleResult:
         answer=tuple(arrays["answer"].tolist()) if "answer" in arrays else None,
         missed=arrays["missed"],  # type: ignore[arg-type]
         trace=Exercised(*arrays["trace"].tolist()),
-        seen=arrays.get("seen"),  # type: ignore[arg-type]
     )

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from pipeline.core.errors import CannotBeJudged
 from pipeline.verdict.conformance import EngineConformance
 from pipeline.verdict.coverage import Exercised, FreeAnswers, Pressure, Probe, ReusedPrefixes, Speculated
-from pipeline.verdict.delivery import ScaleChange, ServerSeen
+from pipeline.verdict.delivery import ScaleChange
 from pipeline.verdict.report import Canary, Fidelity, SystemMetrics, jsonl_lines
 from stages.evaluate.decoding.rows import Answer, probability
 from stages.evaluate.distances.distance import StepStatistics
@@ -34,7 +34,7 @@ _ANSWER = TypeAdapter(tuple[str, Answer])
 
 
 class Measured(BaseModel):
-    """What a round says of an engine besides its answers and statistics. What servers do not show is null."""
+    """What a round says of an engine besides its answers and statistics."""
 
     samples_digest: str
     vocab_size: int
@@ -43,13 +43,12 @@ class Measured(BaseModel):
     """See KVPolicy."""
     missed: list[float | None]
     """KL over the vocabulary, less that over the head, of each token whose whole distribution is known."""
-    coverage: Exercised | None = None
+    coverage: Exercised
     conformance: EngineConformance | None = None
     """Of the first round, where the engine has a twin."""
     compute_dtype: str | None = None
     """Type of the engine's activations, where it was compared with its twin."""
     scale_changes: list[ScaleChange] | None = None
-    served: ServerSeen | None = None
     right_answers: dict[str, list[int]] = {}
     """Of the baseline: the tokens of its own right answers that are scored in place of references, by sample."""
 
@@ -61,7 +60,7 @@ class Once(BaseModel):
     free_answers: FreeAnswers
     noise: Fidelity | None = None
     """None where no sample is repeated."""
-    coverage: Exercised | None = None
+    coverage: Exercised = Exercised()
     """Of the repeated samples; a candidate's."""
     canary: Canary | None = None
     """A candidate's."""
@@ -70,8 +69,6 @@ class Once(BaseModel):
     speculated: Speculated | None = None
     pressure: Pressure | None = None
     """A candidate's."""
-    top_logprobs: int | None = None
-    canary_url: str | None = None
 
     def write(self, out: Path) -> None:
         """Write the file that `read` reads into a directory."""

@@ -1,1 +1,0 @@
-"""backend=openai: engines that run elsewhere and speak OpenAI's API."""

@@ -1,1 +1,0 @@
-"""Engines that are asked over HTTP."""
