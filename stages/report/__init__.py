@@ -1,5 +1,5 @@
-"""report.html: what a command judged, on one page that opens offline.
+"""report.html: the verdicts of a command on one page that opens offline.
 
-`pipeline.run` gathers the evidence of each candidate as an `Exhibit` and says what the page is about as an `Occasion`. The page
-shows what summary.json, report.json and samples.jsonl hold, and decides nothing.
+`pipeline.run` gathers the evidence of each candidate as an `Exhibit`. The page shows what summary.json, report.json and
+samples.jsonl contain, and decides nothing.
 """

@@ -1,4 +1,4 @@
-"""Answers that a policy lost or gained, beside those of FP16, with their prompts; as many as a page has room for."""
+"""Answers that a policy lost or gained, with FP16's answer and the prompt."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from stages.report.exhibit import Exhibit
 from stages.report.text import Excerpt, Segment, differences
 
 MOST_ANSWERS = 200
-"""Of all policies together."""
+"""Maximum answers of all policies together."""
 PROMPT_CHARACTERS, ANSWER_CHARACTERS = 2_000, 1_000
 RANK: tuple[Status, ...] = ("PASS", "INCONCLUSIVE", "FAIL")
 
@@ -21,13 +21,13 @@ Kind = Literal["lost", "gained"]
 
 @dataclass(frozen=True)
 class Flip:
-    """An answer that one of the two engines got right."""
+    """An answer that only one of the two engines got right."""
 
     policy: int
     """Index of the policy."""
     kind: Kind
     before: list[Segment]
-    """The answer of FP16."""
+    """FP16's answer."""
     after: list[Segment]
 
 
@@ -37,7 +37,7 @@ class Card:
 
     row: SampleRow
     prompt: list[tuple[str, Excerpt]]
-    """(role, text) of each message; empty where the prompt is not here."""
+    """(role, text) of each message; empty if the prompt is unknown."""
     reference: Excerpt
     flips: list[Flip] = field(default_factory=list)
 
@@ -46,14 +46,14 @@ class Card:
 class Answers:
     cards: list[Card]
     left_out: Counter[int]
-    """Index of a policy -> its answers for which there was no room."""
+    """Index of a policy -> its answers beyond MOST_ANSWERS."""
     prompts_missing: bool
 
 
 def changed_answers(exhibits: Sequence[Exhibit], most: int = MOST_ANSWERS) -> Answers:
-    """Return the answers that changed: some of each policy, workload and kind before more of any.
+    """Return the answers that changed, taking turns between policies, workloads and kinds.
 
-    Those of policies that passed come first, of failed ones last: they are what serving such a policy would cost.
+    Answers of policies that passed come first: they are the cost of serving such a policy.
     """
     groups: dict[tuple[int, str, Kind], deque[SampleRow]] = {}
     for index, exhibit in enumerate(exhibits):
@@ -75,7 +75,7 @@ def changed_answers(exhibits: Sequence[Exhibit], most: int = MOST_ANSWERS) -> An
         if groups[key]:
             waiting.append(key)
     left_out: Counter[int] = Counter()
-    for (policy, _, _), rows in groups.items():
+    for (policy, *_), rows in groups.items():
         left_out[policy] += len(rows)
     ordered = sorted(cards.values(), key=lambda c: (min(rank[flip.policy] for flip in c.flips), c.row.workload, c.row.id))
     for card in ordered:
@@ -84,14 +84,14 @@ def changed_answers(exhibits: Sequence[Exhibit], most: int = MOST_ANSWERS) -> An
 
 
 def _flip(row: SampleRow, policy: int, kind: Kind) -> Flip:
-    # Secrets go before texts are cut into pieces, which would hide them from the search.
+    # Excerpts mask secrets. Cut into words first, a secret would escape the search.
     texts = (row.baseline_generation or "", row.candidate_generation or "")
     return Flip(policy, kind, *differences(*(Excerpt.of(text, ANSWER_CHARACTERS).whole for text in texts)))
 
 
 def _card(row: SampleRow, sample: Sample | None) -> Card:
     reference = Excerpt.of(row.reference or "", ANSWER_CHARACTERS)
-    if sample is None or sample.reference != row.reference:  # of another sample with the same name
+    if sample is None or sample.reference != row.reference:  # another sample with the same id
         return Card(row, [], reference)
     messages = sample.messages or (("prompt", sample.prompt),)
     return Card(row, [(role, Excerpt.of(text, PROMPT_CHARACTERS)) for role, text in messages], reference)

@@ -1,23 +1,26 @@
-"""The charts as Vega-Lite specifications in plain dictionaries, which the library draws.
+"""The charts of report.html: recovery, quality against bytes, and KL by length, drawn as SVG.
 
-Every chart listens to the page's filters as parameters of its specification: `policy`, `workload` and `measure`. A name that is
-`policy` or `workload` in an expression is a filter, `datum.policy` is a field. Altair's classes would cost every evaluation two
-seconds of imports; a test compiles each specification with the compiler that the page carries.
+Vega-Lite draws each chart when the page is written. Colours are the page's variables, so that a chart follows the theme.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from stages.report.numbers import ALL, BASELINE, FLOOR, TITLES, Datum, Numbers
+import vl_convert
+from markupsafe import Markup
 
-Spec = dict[str, Any]
+from pipeline.verdict.gates.recovery import RECOVERY
+from pipeline.verdict.report import EvaluationReport
+from stages.report.exhibit import Exhibit
+from stages.report.text import quantity, shown
 
-CHOSEN = "(policy === '' || datum.policy === policy)"
-ONLY = "policy !== '' && datum.policy === policy"
-OF_WORKLOAD = "datum.workload === workload"
-WITH_BASELINE = f"{CHOSEN} || indexof(datum.policy, '{BASELINE}') === 0"
-"""Conditions of what is shown: of the policy and the workload that the page's filters ask for."""
-
+BASELINE = "fp16 baseline"
+"""First words of the names of FP16 engines. A policy may be called fp16 itself."""
+FLOOR = 1e-6
+"""Smallest value that a logarithmic axis shows."""
+KL_GATE = "max_mean_kl"
 LIMIT, FAINT = "var(--fail)", "var(--faint)"
 VERDICTS = {
     "PASS": ("var(--pass)", "circle"),
@@ -25,248 +28,295 @@ VERDICTS = {
     "FAIL": (LIMIT, "cross"),
     "baseline": (FAINT, "diamond"),
 }
-"""Colour, one of the page's own that change with its theme, and shape."""
-LOOKS: Spec = {
-    name: {"field": "verdict", "scale": {"domain": list(VERDICTS), "range": [v[i] for v in VERDICTS.values()]}, "title": None}
-    for i, name in enumerate(("color", "shape"))
-}
+"""Colour and shape of a point."""
 SERIES = ("#3a86d4", "#d9772b", "#2a9d8f", "#c0569b", "#a08a1c", "#7d70ec", "#d1495b", "#5c9e3c")
-"""Colours with a contrast of 3 to 1 at least on both of the page's backgrounds."""
+"""Colours with a contrast of at least 3 to 1 on both of the page's backgrounds."""
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3])
-TEXTS = {"place", "policy", "verdict", "workload", "steps", "context", "depth"}
-"""Fields that are no numbers."""
+_TEXT = {"labelColor": FAINT, "titleColor": FAINT, "labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": 500}
+LOOK = {
+    "background": "transparent",
+    "padding": 12,  # browsers have wider fonts
+    "view": {"stroke": None},
+    "axis": {**_TEXT, "titlePadding": 8, "gridColor": "var(--line)", "domainColor": "var(--line)", "tickColor": "var(--line)"},
+    "legend": {**_TEXT, "orient": "top", "columns": 4, "labelLimit": 200},
+    "header": {"labelColor": "var(--ink)", "labelFontSize": 13, "labelFontWeight": 600, "labelAnchor": "start"},
+    "text": {"color": "var(--ink)", "fontSize": 12},
+}
+
+Datum = dict[str, Any]
+Spec = dict[str, Any]
 
 
-def specifications(data: Numbers, names: Sequence[str]) -> dict[str, Spec]:
-    """Return the charts that there are numbers for, by name. `names` are the policies in their order."""
-    kls = [one for one in data["depth"] if one["kl"] is not None]
-    charts = {
-        "recovery": _recovery(data["recovery"]) if data["recovery"] else None,
-        "quality": _quality(data["quality"]) if any(one["verdict"] != "baseline" for one in data["quality"]) else None,
-        "context": _context(data, names) if data["context"] else None,
-        "position": _position(data, names) if data["position"] else None,
-        "depth": _panels(data["depth"], RIGHT) if data["depth"] else None,
-        "depth_kl": _panels(kls, FAR) if kls else None,
-    }
-    return {name: spec for name, spec in charts.items() if spec is not None}
+@dataclass(frozen=True)
+class Chart:
+    """A chart, and the numbers that it shows as a table."""
+
+    title: str
+    note: str
+    svg: Markup
+    headings: list[str]
+    rows: list[list[str]]
+    """The first cell of a row is the policy's name."""
 
 
-def _chart(description: str, data: dict[str, list[Datum]], **rest: Any) -> Spec:
-    """Return a specification that is as wide as its place."""
-    params = {"policy": ALL, "workload": ALL, "measure": TITLES["max_mean_kl"]}
-    return {
-        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",  # a name, which nothing loads
-        "description": description,
-        "width": "container",
-        "autosize": {"type": "fit-x", "contains": "padding"},
-        "datasets": data,
-        "data": {"name": next(iter(data))},
-        "params": [{"name": name, "value": value} for name, value in params.items()],
-        **rest,
-    }
+def draw_charts(exhibits: Sequence[Exhibit]) -> dict[str, Chart]:
+    """Return the charts that have numbers, by name."""
+    recovery, quality, context = recovery_numbers(exhibits), quality_numbers(exhibits), context_numbers(exhibits)
+    charts = {}
+    if recovery:
+        charts["recovery"] = _chart(
+            "How much of the probability of right answers each policy keeps",
+            "Dot: the probability of the right answers under the policy divided by the same under FP16. The line ends at the "
+            "one-sided bound. All of it is to the right of the limit, the tick, if the policy passes.",
+            recovery_spec(recovery),
+            recovery,
+            {"policy": "policy", "work": "place", "recovery": "value", "bound": "bound", "limit": "limit", "line": "verdict"},
+        )
+    if any(row["verdict"] != "baseline" for row in quality):
+        charts["quality"] = _chart(
+            "How far each policy is from FP16, and how many bytes its cache takes",
+            "Down and left is better. The line joins the policies that no other policy beats in both. Values below 1e−6 are "
+            "drawn at 1e−6.",
+            quality_spec(quality, "mean KL [nats/token]", "A/A floor"),
+            quality,
+            {"policy": "policy", "KiB/token": "kib", "mean KL": "exact", "limit": "limit", "on the front": "front"},
+        )
+    if context:
+        charts["context"] = _chart(
+            "How far each policy is from FP16 as the context gets longer",
+            "Mean KL of all questions with contexts of these lengths. The limit is on the mean of a whole workload.",
+            context_spec(context, quality),
+            context,
+            {
+                "policy": "policy",
+                "context [tokens]": "context",
+                "mean KL": "kl",
+                "99th percentile": "p99",
+                "samples": "samples",
+            },
+        )
+    return charts
 
 
-def _where(*conditions: str) -> list[Spec]:
-    return [{"filter": condition} for condition in conditions]
+def _chart(title: str, note: str, spec: Spec, data: Sequence[Datum], columns: dict[str, str]) -> Chart:
+    rows = [[_cell(row[field]) for field in columns.values()] for row in data]
+    return Chart(title, note, Markup(svg(spec)), list(columns), rows)
 
 
-def _of(field: str, title: str | None = None, **more: Any) -> Spec:
+def svg(spec: Spec, **options: Any) -> str:
+    """Return a specification drawn as SVG. Vega escapes the texts."""
+    return str(vl_convert.vegalite_to_svg({"config": LOOK, **_cleaned(spec)}, **options))
+
+
+def _cleaned(value: Any) -> Any:
+    """Return a specification with its texts as the page shows them."""
+    if isinstance(value, dict):
+        return {name: _cleaned(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_cleaned(inner) for inner in value]
+    return shown(value) if isinstance(value, str) else value
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    if isinstance(value, int):
+        return f"{value:,}"
+    return quantity(value) if isinstance(value, float | None) else str(value)
+
+
+def _drawn(value: float | None) -> float | None:
+    """Return a number with three digits that fits on a logarithmic axis."""
+    return None if value is None or not math.isfinite(value) else float(f"{max(value, FLOOR):.3g}")
+
+
+def readable(exhibits: Sequence[Exhibit]) -> list[tuple[Exhibit, EvaluationReport]]:
+    """Return the candidates whose report can be read, with the reports."""
+    return [(exhibit, exhibit.report) for exhibit in exhibits if exhibit.report is not None]
+
+
+def baseline_names(exhibits: Sequence[Exhibit]) -> dict[str, str]:
+    """Return the display name of each baseline by digest. One of several is named after its first policy."""
+    first = {exhibit.candidate.baseline.digest: exhibit.candidate.name for exhibit in reversed(exhibits)}
+    return {digest: BASELINE if len(first) == 1 else f"{BASELINE} of {name}" for digest, name in reversed(first.items())}
+
+
+def recovery_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
+    """Return each policy's recovery, of all questions first and then by kind of work."""
+    return [
+        {"policy": exhibit.candidate.name, "verdict": check.status, "place": check.where}
+        | {"value": check.value, "bound": check.bound, "limit": check.threshold}
+        for exhibit in exhibits
+        for check in exhibit.candidate.checks
+        if check.gate == RECOVERY and check.value is not None and check.bound is not None
+    ]
+
+
+def quality_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
+    """Return each policy's mean KL and bytes per token, then each FP16 engine at its A/A floor."""
+    data: list[Datum] = []
+    baselines: dict[str, EvaluationReport] = {}
+    for exhibit, report in sorted(readable(exhibits), key=lambda pair: len(pair[0].rows)):
+        baselines[exhibit.candidate.baseline.digest] = report
+    for exhibit, report in readable(exhibits):
+        whole = next((part for part in report.slices if part.whole and part.workload is None), None)
+        if report.system.kib_per_token is None or whole is None:
+            continue
+        limit = next((check.threshold for check in exhibit.candidate.checks if check.gate == KL_GATE), None)
+        point = {"policy": exhibit.candidate.name, "verdict": exhibit.candidate.verdict, "kib": report.system.kib_per_token}
+        data.append(point | {"exact": whole.fidelity.kl_mean, "distance": _drawn(whole.fidelity.kl_mean), "limit": limit})
+    mark_front(data)
+    for digest, name in baseline_names(exhibits).items():
+        if digest in baselines:
+            noise, system = baselines[digest].noise, baselines[digest].baseline_system
+            exact = None if noise is None else noise.kl_mean
+            point = {"policy": name, "verdict": "baseline", "kib": system.kib_per_token, "limit": None, "front": False}
+            data.append(point | {"exact": exact, "distance": _drawn(exact) or FLOOR})
+    return data
+
+
+def mark_front(data: Sequence[Datum]) -> None:
+    """Set `front` on each point: whether no other point is better in bytes or distance and at least as good in the other."""
+    places = [(row["kib"], row["distance"]) for row in data if row["distance"] is not None]
+    for row in data:
+        mine = row["kib"], row["distance"]
+        row["front"] = mine in places and not any(p[0] <= mine[0] and p[1] <= mine[1] and p != mine for p in places)
+
+
+def context_numbers(exhibits: Sequence[Exhibit]) -> list[Datum]:
+    """Return the mean KL of every policy by context bin."""
+    data = []
+    for exhibit, report in readable(exhibits):
+        for part in report.slices:
+            if part.context is None or (part.workload, part.depth, part.difficulty) != (None, None, None):
+                continue
+            low, high = part.context
+            tokens = [row.context_tokens for row in exhibit.rows if low <= row.context_tokens < (high or math.inf)]
+            data.append(
+                {
+                    "policy": exhibit.candidate.name,
+                    "samples": part.samples,
+                    "tokens": sum(tokens) / len(tokens) if tokens else low,
+                }
+                | {"context": f"{low:,} and more" if high is None else f"{low:,} to {high - 1:,}"}
+                | {"kl": _drawn(part.fidelity.kl_mean), "p99": _drawn(part.fidelity.kl_p99)}
+            )
+    return data
+
+
+def _number(field: str, title: str | None = None, **more: Any) -> Spec:
     """Return the encoding of a number."""
     return {"field": field, "type": "quantitative", "title": title, **more}
 
 
-def _kl(field: str = "kl", title: str | None = "KL [nats/token]") -> Spec:
-    return _of(field, title, scale={"type": "log"}, axis={"format": ".0e", "tickCount": 6})
+def _logarithmic(field: str, title: str | None) -> Spec:
+    return _number(field, title, scale={"type": "log"}, axis={"format": ".0e", "tickCount": 6})
 
 
-def _tooltip(**fields: str) -> list[Spec]:
-    """Return a tooltip from names of fields and what they are called; numbers with three digits."""
-    return [
-        {"field": field, "title": title} if field in TEXTS else _of(field, title, format=".3~g")
-        for field, title in fields.items()
-    ]
+def _verdict(channel: str) -> Spec:
+    position = ("color", "shape").index(channel)
+    scale = {"domain": list(VERDICTS), "range": [look[position] for look in VERDICTS.values()]}
+    return {channel: {"field": "verdict", "type": "nominal", "title": None, "scale": scale}}
 
 
-def _level(y: Spec, colour: str, dashes: list[int], at: Spec, **source: Any) -> Spec:
-    """Return a level across a chart with its label, which is the field `says` of its source."""
-    label = {"type": "text", "align": at["align"], "dy": -7, "color": colour}
+def _level(axis: Spec, value: float, label: str, colour: str, *, left: bool = False) -> Spec:
+    """Return a labelled horizontal line."""
+    x, align = (4, "left") if left else ("width", "right")
+    text = {"type": "text", "align": align, "dy": -7, "color": colour}
     return {
-        **source,
-        "encoding": {"y": y},
+        "data": {"values": [{"level": value, "label": label}]},
+        "encoding": {"y": {**axis, "field": "level"}},
         "layer": [
-            {"mark": {"type": "rule", "strokeDash": dashes, "color": colour}},
-            {"mark": label, "encoding": {"x": {"value": at["x"]}, "text": {"field": "says"}}},
+            {"mark": {"type": "rule", "strokeDash": [7, 4], "color": colour}},
+            {"mark": text, "encoding": {"x": {"value": x}, "text": {"field": "label"}}},
         ],
     }
 
 
-AT_LEFT, AT_RIGHT = {"x": 4, "align": "left"}, {"x": "width", "align": "right"}
-
-
-def _quality(data: list[Datum]) -> Spec:
-    x = _of("kib", "cache [KiB/token]", scale={"zero": False, "nice": True, "padding": 24}, axis={"tickCount": 8})
-    y = _kl("distance", None)
-    limit = {"aggregate": [{"op": "max", "field": "limit", "as": "limit"}], "groupby": ["gate"]}
-    gate = {"calculate": "'gate ' + datum.gate + ', documents capped: at most ' + format(datum.limit, '.3~g')", "as": "says"}
-    exact = "(isValid(datum.exact) ? format(datum.exact, '.1~e') : 'not measured')"
-    floor = {"calculate": f"'A/A floor: ' + {exact}", "as": "says"}
-    of_baseline = "datum.verdict === 'baseline'"
-    faded = {"condition": {"test": f"{CHOSEN} || {of_baseline}", "value": 1}, "value": 0.25}
-    told = _tooltip(policy="policy", verdict="verdict", kib="KiB/token", exact="distance", limit="gate")
-    front = {"type": "line", "interpolate": "step-after", "strokeWidth": 1.5, "opacity": 0.6, "color": FAINT}
-    point = {"type": "point", "filled": True, "size": 130}
-    return _chart(
-        "Distance from FP16 over bytes of cache per token, a point for each policy. Lower and further left is better.",
-        {"quality": data},
-        height=360,
-        title={"text": {"expr": "measure"}, "anchor": "start"},
-        transform=_where("datum.measure === measure", OF_WORKLOAD, "isValid(datum.distance)"),
-        layer=[
-            _level(_of("limit"), LIMIT, [7, 4], AT_RIGHT, transform=[*_where("isValid(datum.limit)"), limit, gate]),
-            _level(y, FAINT, [2, 3], AT_LEFT, transform=[*_where(of_baseline), floor]),
-            {"transform": _where("datum.front"), "mark": front, "encoding": {"x": x, "y": y}},
-            {"mark": point, "encoding": {"x": x, "y": y, **LOOKS, "opacity": faded, "tooltip": told}},
-            *(
-                {
-                    "transform": _where(condition),
-                    "mark": {"type": "text", "align": align, "dx": dx, "dy": -8, "limit": 190},
-                    "encoding": {"x": x, "y": y, "text": {"field": "policy"}, "opacity": faded},
-                }
-                for condition, align, dx in ((f"!({of_baseline})", "left", 9), (of_baseline, "right", -9))
-            ),
-        ],
-    )
-
-
-def _coloured(names: Sequence[str]) -> Spec:
-    """Return the encodings that tell policies apart: by colour, and by dashes."""
-    colours = [SERIES[i % len(SERIES)] for i, _ in enumerate(names)]
-    dashes = [DASHES[(i // 2 + i // len(SERIES)) % len(DASHES)] for i, _ in enumerate(names)]
-    legend = {"title": None, "legend": {"symbolType": "stroke", "symbolSize": 500, "symbolStrokeWidth": 3, "symbolOpacity": 1}}
-    return {
-        "color": {"field": "policy", "scale": {"domain": names, "range": colours}, **legend},
-        "strokeDash": {"field": "policy", "scale": {"domain": names, "range": dashes}, **legend},
-    }
-
-
-def _by_place(x: Spec, names: Sequence[str], data: Numbers, floor_at: Spec, tooltip: list[Spec], behind: Spec) -> list[Spec]:
-    """Return the layers of a chart of the mean KL: policies' lines, the gate, and the FP16 engine's distance from itself."""
-    of_kl = [one for one in data["quality"] if one["gate"] == "max_mean_kl"]
-    limits = {one["limit"] for one in of_kl} - {None}
-    floors = {one["distance"]: one["exact"] for one in of_kl if one["verdict"] == "baseline" and one["exact"] is not None}
-    levels = [(limit, f"gate max_mean_kl, documents capped: {limit:.3g}", LIMIT, [7, 4], AT_RIGHT) for limit in sorted(limits)]
-    levels += [(floor, f"A/A floor: {exact:.1e}", FAINT, [2, 3], floor_at) for floor, exact in sorted(floors.items())]
-    line = {"type": "line", "point": {"size": 50, "filled": True}, "strokeWidth": 2}
-    return [
-        behind,
-        {
-            "transform": _where(CHOSEN, OF_WORKLOAD, "isValid(datum.kl)"),
-            "mark": line,
-            "encoding": {"x": x, "y": _kl(), **_coloured(names), "tooltip": tooltip},
-        },
-        *(
-            _level(_kl(), colour, dashes, at, data={"values": [{"kl": value, "says": says}]})
-            for value, says, colour, dashes, at in levels
-        ),
-    ]
-
-
-def _context(data: Numbers, names: Sequence[str]) -> Spec:
-    x = _of("tokens", "context [tokens]", scale={"zero": False})
-    told = _tooltip(policy="policy", workload="workload", context="context", kl="mean KL", p99="99 %", samples="samples")
-    dots = {
-        "data": {"name": "dots"},
-        "transform": _where(ONLY, f"workload === '' || {OF_WORKLOAD}"),
-        "mark": {"type": "circle", "size": 18, "opacity": 0.45},
-        "encoding": {"x": x, "y": _kl(), "color": _coloured(names)["color"]},
-    }
-    layers = _by_place(x, names, data, AT_LEFT, told, dots)
-    description = "Mean KL by length of the context, a line for each policy."
-    return _chart(description, {"bins": data["context"], "dots": data["dots"]}, height=300, layer=layers)
-
-
-def _position(data: Numbers, names: Sequence[str]) -> Spec:
-    x = _of("step", "decode step", scale={"type": "log", "base": 2})
-    told = _tooltip(policy="policy", workload="workload", steps="steps", kl="mean KL", p95="95 %", tokens="tokens")
-    tail = {
-        "transform": _where(ONLY, OF_WORKLOAD, "isValid(datum.p95)"),
-        "mark": {"type": "line", "strokeWidth": 1.5, "strokeDash": [2, 3]},
-        "encoding": {"x": x, "y": _kl("p95"), "color": _coloured(names)["color"]},
-    }
-    layers = _by_place(x, names, data, AT_RIGHT, told, tail)
-    description = "Mean KL by decode step, a line for each policy; the 95th percentile of the policy that is chosen is dotted."
-    return _chart(description, {"steps": data["position"]}, height=300, layer=layers)
-
-
-RIGHT: Spec = {
-    "description": "Share of right answers",
-    "says": "datum.right + '/' + datum.judged",
-    "light": "datum.share < 0.15 || datum.share > 0.85",
-    "colour": _of(
-        "share", "right answers", legend={"format": ".0%", "tickCount": 3}, scale={"scheme": "blueorange", "domain": [1, 0]}
-    ),
-}
-FAR: Spec = {
-    "description": "Mean KL",
-    "says": "format(datum.kl, '.0e')",
-    "light": "datum.kl > 0.05",
-    "colour": _of("kl", "mean KL", legend={"format": ".0e"}, scale={"scheme": "oranges", "type": "log", "domain": [FLOOR, 10]}),
-}
-
-
-def _panels(data: list[Datum], shade: Spec) -> Spec:
-    """Return a panel for each engine: depth of the answer by length of the prompt, shaded by right answers or by KL."""
-    told = _tooltip(policy="engine", context="context", depth="depth", right="right", judged="of", kl="mean KL")
-    light = {"condition": {"test": shade["light"], "value": "#ffffff"}, "value": "#111111"}
-    axes = {
-        channel: {"field": field, "type": "ordinal", "title": title, "axis": {"labelAngle": 0}}
-        | {"sort": list(dict.fromkeys(one[field] for one in sorted(data, key=lambda one: one[order])))}
-        for channel, field, title, order in (("x", "context", "context [tokens]", "low"), ("y", "depth", "depth", "order"))
-    }
+def recovery_spec(data: list[Datum]) -> Spec:
+    """Return a panel for each policy, with a row for each kind of work."""
+    x = _number("value", "recovery", scale={"zero": False, "nice": True}, axis={"format": ".0%", "tickCount": 4})
+    places, policies = (list(dict.fromkeys(row[field] for row in data)) for field in ("place", "policy"))
     panel = {
-        "width": 230,
-        "height": 150,
-        "encoding": axes,
-        "layer": [
-            {"mark": {"type": "rect", "cornerRadius": 2}, "encoding": {"color": shade["colour"], "tooltip": told}},
-            {
-                "transform": [{"calculate": shade["says"], "as": "says"}],
-                "mark": {"type": "text", "fontSize": 11},
-                "encoding": {"text": {"field": "says"}, "color": light},
-            },
-        ],
-    }
-    said = f"{shade['description']} by depth of the answer in the prompt and length of the prompt, a panel for each engine."
-    return _side_by_side(said, {"depths": data}, panel, WITH_BASELINE, OF_WORKLOAD)
-
-
-def _recovery(data: list[Datum]) -> Spec:
-    """Return a panel for each policy, a row for each kind of work: recovery, a line to its bound, a tick at its limit."""
-    places = list(dict.fromkeys(one["place"] for one in data))
-    x = _of("value", "recovery", scale={"zero": False, "nice": True}, axis={"format": ".0%", "tickCount": 4})
-    told = _tooltip(policy="policy", place="work", value="recovery", bound="bound", limit="limit")
-    limit = {"type": "tick", "thickness": 2, "size": 16, "color": LIMIT}
-    panel = {
-        "width": 230,
+        "width": 210,
         "height": {"step": 22},
         "encoding": {"y": {"field": "place", "type": "nominal", "sort": places, "title": None}},
         "layer": [
             {
                 "transform": [{"calculate": "max(0, datum.bound)", "as": "low"}],
-                "mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.6},
+                "mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.6, "color": "var(--ink)"},
                 "encoding": {"x": x, "x2": {"field": "low"}},
             },
-            {"mark": limit, "encoding": {"x": {**x, "field": "limit"}}},
-            {"mark": {"type": "point", "filled": True, "size": 90}, "encoding": {"x": x, **LOOKS, "tooltip": told}},
+            {"mark": {"type": "tick", "thickness": 2, "size": 16, "color": LIMIT}, "encoding": {"x": {**x, "field": "limit"}}},
+            {
+                "mark": {"type": "point", "filled": True, "size": 90},
+                "encoding": {"x": x, **_verdict("color"), **_verdict("shape")},
+            },
         ],
     }
-    said = "Share of the probability of right answers that is kept, with its bound and limit, a panel for each policy."
-    return _side_by_side(said, {"recoveries": data}, panel, CHOSEN, f"workload === '' || {OF_WORKLOAD}")
+    facet = {"field": "policy", "type": "nominal", "sort": policies, "title": None}
+    return {"data": {"values": data}, "facet": facet, "columns": 3, "spec": panel}
 
 
-def _side_by_side(said: str, data: dict[str, list[Datum]], panel: Spec, *shown: str) -> Spec:
-    """Return a panel for each engine, in the order of the data, of those that meet all conditions."""
-    engines = list(dict.fromkeys(one["policy"] for some in data.values() for one in some))
-    facet = {"field": "policy", "type": "nominal", "sort": engines, "title": None}
-    panels = _chart(said, data, transform=_where(*shown), facet=facet, columns=3, spec=panel)
-    return {key: value for key, value in panels.items() if key not in ("width", "autosize")}  # each panel has its own
+def quality_spec(data: list[Datum], measure: str, floor: str, unit: str = ".1e") -> Spec:
+    """Return a point for each policy: its distance from FP16 over the bytes of its cache per token."""
+    x = _number("kib", "cache [KiB/token]", scale={"zero": False, "nice": True, "padding": 24}, axis={"tickCount": 8})
+    y = _logarithmic("distance", measure)
+    limits = sorted({row["limit"] for row in data} - {None})
+    floors = {row["distance"]: row["exact"] for row in data if row["verdict"] == "baseline" and row["exact"] is not None}
+    line = {"type": "line", "interpolate": "step-after", "strokeWidth": 1.5, "opacity": 0.6, "color": FAINT}
+    names = (("datum.verdict !== 'baseline'", "left", 9), ("datum.verdict === 'baseline'", "right", -9))
+    return {
+        "data": {"values": data},
+        "width": 780,
+        "height": 340,
+        "layer": [
+            *(_level(y, limit, f"limit: at most {limit:.3g}", LIMIT) for limit in limits),
+            *(_level(y, at, f"{floor}: {exact:{unit}}", FAINT, left=True) for at, exact in sorted(floors.items())),
+            {"transform": [{"filter": "datum.front"}], "mark": line, "encoding": {"x": x, "y": y}},
+            {
+                "transform": [{"filter": "isValid(datum.distance)"}],
+                "mark": {"type": "point", "filled": True, "size": 130},
+                "encoding": {"x": x, "y": y, **_verdict("color"), **_verdict("shape")},
+            },
+            *(
+                {
+                    "transform": [{"filter": f"isValid(datum.distance) && {condition}"}],
+                    "mark": {"type": "text", "align": align, "dx": dx, "dy": -8, "limit": 190},
+                    "encoding": {"x": x, "y": y, "text": {"field": "policy"}},
+                }
+                for condition, align, dx in names
+            ),
+        ],
+    }
+
+
+def context_spec(data: list[Datum], quality: Sequence[Datum]) -> Spec:
+    """Return a line for each policy: its mean KL over the length of the context."""
+    policies = list(dict.fromkeys(row["policy"] for row in data))
+    colours = [SERIES[i % len(SERIES)] for i, _ in enumerate(policies)]
+    dashes = [DASHES[(i // 2 + i // len(SERIES)) % len(DASHES)] for i, _ in enumerate(policies)]
+    legend = {"title": None, "legend": {"symbolType": "stroke", "symbolSize": 500, "symbolStrokeWidth": 3}}
+    series = {
+        channel: {"field": "policy", "type": "nominal", "scale": {"domain": policies, "range": values}, **legend}
+        for channel, values in (("color", colours), ("strokeDash", dashes))
+    }
+    limits = sorted({row["limit"] for row in quality} - {None})
+    y = _logarithmic("kl", "mean KL [nats/token]")
+    return {
+        "data": {"values": data},
+        "width": 780,
+        "height": 300,
+        "layer": [
+            {
+                "transform": [{"filter": "isValid(datum.kl)"}],
+                "mark": {"type": "line", "point": {"size": 50, "filled": True}, "strokeWidth": 2},
+                "encoding": {
+                    "x": _number("tokens", "context [tokens]", scale={"zero": False}),
+                    "y": y,
+                    **series,
+                },
+            },
+            *(_level(y, limit, f"limit: {limit:.3g}", LIMIT) for limit in limits),
+        ],
+    }

@@ -1,4 +1,4 @@
-"""What a page shows, in the order in which it shows it."""
+"""The page's verdicts: an overview of the engines, and a matrix of every check."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,16 +9,14 @@ from pipeline.core.redaction import leaves
 from pipeline.registry.summary import Candidate
 from pipeline.verdict.gates import LINES
 from pipeline.verdict.registry import Line
-from pipeline.verdict.report import Slice, SystemMetrics
 from pipeline.verdict.thresholds import Check, LineStatus
 from stages.report.answers import changed_answers
-from stages.report.charts import specifications
+from stages.report.charts import baseline_names, draw_charts
 from stages.report.exhibit import Exhibit, Occasion
-from stages.report.numbers import TITLES, baseline_names, numbers, reports, shown_range, systems
 from stages.report.text import number, quantity
 
 MOST_POLICIES = 16
-"""Policies that are shown in full; those beyond have their row of the overview."""
+"""Maximum policies that are shown in full. The others have a row of the overview."""
 WORST: tuple[LineStatus, ...] = ("PASS", "WARNING", "INCONCLUSIVE", "FAIL")
 """From the best to the worst."""
 BOUND = "bound"
@@ -31,37 +29,8 @@ OVERVIEW = (
     ("samples", "quality/samples", "", ".0f"),
     ("decode tokens/s", "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s", ",.0f"),
 )
-"""Few enough that a verdict's reason stands beside them on a laptop's screen; every check has the rest.
-Heading, the candidate's metric, the baseline's metric (or its value by definition), format; without one, of any size.
-BOUND is that of the line on recovery."""
-COLUMNS = {
-    "recovery": {"recovery": "value", "bound": "bound", "limit": "limit", "line": "verdict"},
-    "quality": {
-        "KiB/token": "kib",
-        "measure": "measure",
-        "distance from FP16": "exact",
-        "gate": "limit",
-        "on the front": "front",
-    },
-    "context": {"context [tokens]": "context", "mean KL": "kl", "99th percentile": "p99", "samples": "samples"},
-    "position": {"decode steps": "steps", "mean KL": "kl", "95th percentile": "p95", "tokens": "tokens"},
-    "depth": {"context [tokens]": "context", "depth": "depth", "right": "right", "of": "judged", "mean KL": "kl"},
-}
-"""The numbers of each chart as a table: heading -> field."""
-SYSTEM = (
-    ("decode tokens/s", "decode_tokens_per_s", ",.0f"),
-    ("of one step in twenty, slower", "decode_tokens_per_s_slow", ",.0f"),
-    ("faster", "decode_tokens_per_s_fast", ",.0f"),
-    ("between tokens: median [ms]", "inter_token_p50_ms", ".2f"),
-    ("95 %", "inter_token_p95_ms", ".2f"),
-    ("99 %", "inter_token_p99_ms", ".2f"),
-    ("first token [ms]", "time_to_first_token_ms", ".1f"),
-    ("KiB/token", "kib_per_token", ".3f"),
-    ("as allocated", "kib_per_token_allocated", ".3f"),
-    ("pool [bytes]", "pool_bytes", ",.0f"),
-    ("live tokens", "max_live_tokens", ",.0f"),
-)
-"""Heading, metric, format."""
+"""Heading, the candidate's metric, the baseline's metric (or its value by definition), format (empty: of any size).
+BOUND is the bound of the check on recovery."""
 
 
 @dataclass(frozen=True)
@@ -78,43 +47,23 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One line of one policy's verdict."""
-
-    check: Check
-    used: float | None
-    """Share of the limit that the bound takes up; above 1 the limit is broken. None where that means nothing."""
-    figures: tuple[str, str, str]
-    """Value, bound and limit."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """A place of a gate, with the cell of each policy; None where a policy has no such line."""
-
-    where: str
-    workload: str | None
-    cells: tuple[Cell | None, ...]
-
-
-@dataclass(frozen=True)
 class Gate:
-    """A gate: first the worst line of each policy, then all places."""
+    """A row of the matrix: the worst check of each policy, then its checks by place."""
 
-    key: str
     line: Line
-    worst: tuple[Cell | None, ...]
+    worst: tuple[Check | None, ...]
+    """None if a policy was not judged by this gate."""
     counts: tuple[str, ...]
-    """Of each policy: how many of its lines pass."""
-    places: list[Place]
+    """How many checks of each policy pass."""
+    places: list[tuple[str, str | None, tuple[Check | None, ...]]]
+    """Where, the workload if it is one's, and the check of each policy there."""
 
 
 def make_page(exhibits: Sequence[Exhibit], occasion: Occasion) -> dict[str, Any]:
-    """Return what the page shows, by the names that its template has for it."""
+    """Return what the page shows, by the template's names."""
     first = sorted(exhibits, key=lambda e: (e.candidate.name != occasion.champion, e.candidate.verdict != "PASS"))
     full = [exhibit for exhibit in exhibits if exhibit in first[:MOST_POLICIES]]
     workloads = list(dict.fromkeys(row.workload for exhibit in full for row in exhibit.rows))
-    data, timed = numbers(full), systems(full)
     return {
         "occasion": occasion,
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -124,20 +73,8 @@ def make_page(exhibits: Sequence[Exhibit], occasion: Occasion) -> dict[str, Any]
         "policies": [exhibit.candidate for exhibit in full],
         "workloads": workloads,
         "gates": list(_gates(full, workloads)),
-        "bins": list(_bins(full)),
-        "charts": specifications(data, [exhibit.candidate.name for exhibit in full]),
-        "columns": COLUMNS,
-        "numbers": {
-            name: [(one["policy"], one["workload"], *(_cell(one[field]) for field in columns.values())) for one in data[name]]
-            for name, columns in COLUMNS.items()
-        },
-        "measures": list(TITLES.values()),
-        "samples": f"{len(data['dots']):,} of {sum(len(exhibit.rows) for exhibit in full):,} samples",
+        "charts": draw_charts(full),
         "answers": changed_answers(full),
-        "system": [heading for heading, *_ in SYSTEM],
-        "timed": [(name, *(number(getattr(one, metric), form) for _, metric, form in SYSTEM)) for name, one in timed],
-        "load": _load(timed[-1][1]) if timed else "",
-        "asked": list(_asked(full)),
         "engines": [(exhibit, _identity(exhibit), _settings(exhibit)) for exhibit in full],
     }
 
@@ -173,30 +110,20 @@ def _figure(candidate: Candidate, metric: str, form: str) -> str:
     return number(value, form) if form else quantity(value)
 
 
-def _cell(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else ""
-    if isinstance(value, int):
-        return f"{value:,}"
-    return quantity(value) if isinstance(value, float | None) else str(value)
-
-
 def _gates(exhibits: Sequence[Exhibit], workloads: Sequence[str]) -> Iterator[Gate]:
-    """Yield the verdict matrix, its gates and places in the order of the verdicts."""
-    tables = [{(check.gate, check.where): _judged(check) for check in exhibit.candidate.checks} for exhibit in exhibits]
+    """Yield the rows of the matrix, gates and places in the order of the verdicts."""
+    tables = [{(check.gate, check.where): check for check in exhibit.candidate.checks} for exhibit in exhibits]
     places: dict[str, dict[str, None]] = {}
     for key, where in (place for table in tables for place in table):
         places.setdefault(key, {})[where] = None
     for key, wheres in places.items():
-        found = [
-            Place(where, _workload(where, workloads), tuple(table.get((key, where)) for table in tables)) for where in wheres
-        ]
+        found = [(where, _workload(where, workloads), tuple(table.get((key, where)) for table in tables)) for where in wheres]
         columns = [
-            [cell for cell in column if cell is not None] for column in zip(*(place.cells for place in found), strict=True)
+            [check for check in column if check is not None] for column in zip(*(checks for *_, checks in found), strict=True)
         ]
-        worst = (max(c, key=lambda cell: (WORST.index(cell.check.status), cell.used or 0.0), default=None) for c in columns)
-        counts = (f"{sum(cell.check.status == 'PASS' for cell in c)} of {len(c)}" if c else "" for c in columns)
-        yield Gate(key, LINES.get(key, Line(key, "", "all")), tuple(worst), tuple(counts), found)
+        worst = (max(c, key=lambda check: WORST.index(check.status), default=None) for c in columns)
+        counts = (f"{sum(check.status == 'PASS' for check in c)} of {len(c)}" if c else "" for c in columns)
+        yield Gate(LINES.get(key, Line(key, "", "all")), tuple(worst), tuple(counts), found)
 
 
 def _workload(where: str, workloads: Sequence[str]) -> str | None:
@@ -204,80 +131,8 @@ def _workload(where: str, workloads: Sequence[str]) -> str | None:
     return next((name for name in workloads if where == name or where.startswith((f"{name} [", f"{name}, "))), None)
 
 
-def _judged(check: Check) -> Cell:
-    equal = LINES[check.gate].equal if check.gate in LINES else 0.0
-    bound = check.bound if check.bound is not None else check.value if check.gate == "conformance" else None
-    means_something = bound is not None and check.threshold not in (None, equal)
-    used = max(0.0, (bound - equal) / (check.threshold - equal)) if means_something else None  # type: ignore[operator]
-
-    def shown(value: float | None) -> str:
-        if check.gate == "accuracy" and value is not None:  # in points
-            return number(100 * value, "+.1f").replace("+0.0", "0")
-        return number(value, ",.4f") if check.gate == "max_ppl_ratio" else quantity(value)
-
-    return Cell(check, used, (shown(check.value), shown(check.bound), shown(check.threshold)))
-
-
-def _bins(exhibits: Sequence[Exhibit]) -> Iterator[tuple[str, str, list[tuple[Slice, LineStatus | None] | None]]]:
-    """Yield workload, context bin, and each policy's part with the status of its own line: a bin can fail alone."""
-    tables: list[dict[tuple[str, int, int | None], tuple[Slice, LineStatus | None]]] = []
-    for exhibit in exhibits:
-        statuses = {check.where: check.status for check in exhibit.candidate.checks if check.gate == "accuracy"}
-        parts = exhibit.report.slices if exhibit.report is not None else ()
-        tables.append({(p.workload, *p.context): (p, statuses.get(p.place)) for p in parts if p.workload and p.context})
-    for place in sorted({place for table in tables for place in table}, key=lambda place: place[:2]):
-        yield place[0], shown_range(*place[1:]), [table.get(place) for table in tables]
-
-
-def _load(system: SystemMetrics) -> str:
-    threads = f", {system.threads} threads" if system.threads is not None else ""
-    return (
-        f"{system.batch} sequences of {system.context_tokens:,} tokens, {system.new_tokens} decode steps{threads}; live tokens "
-        f"in {system.budget_gib:g} GiB, in sequences of {system.sequence_tokens:,}"
-    )
-
-
-def _asked(exhibits: Sequence[Exhibit]) -> Iterator[tuple[str, ...]]:
-    """Yield the workloads as they were asked of the candidate that was asked most of each."""
-    whole: dict[str, Slice] = {}
-    planned: dict[str, None] = {}
-    for exhibit, report in reports(exhibits):
-        planned |= dict.fromkeys([*report.planned_workloads, *(row.workload for row in exhibit.rows)])
-        for part in report.slices:
-            name = part.workload or ""
-            if part.whole and name and (name not in whole or part.samples > whole[name].samples):
-                whole[name] = part
-    undecided = [e.candidate for e in exhibits if e.candidate.verdict == "INCONCLUSIVE"]
-    for workload in planned:
-        if workload not in whole:
-            yield workload, "0", "0", "not asked yet", "", "–", ""
-            continue
-        part = whole[workload]
-        counted = part.accuracy
-        needed = max((one.samples_needed.get(workload, 0) for one in undecided), default=0)
-        yield (
-            workload,
-            f"{part.samples:,}",
-            f"{part.documents:,}",
-            f"{counted.judged:,}" if counted is not None else "none: distances alone",
-            _scored(workload, exhibits),
-            number(counted.baseline, ".3f") if counted is not None else "–",
-            f"about {needed:,}" if needed else "",
-        )
-
-
-def _scored(workload: str, exhibits: Sequence[Exhibit]) -> str:
-    """Say in whose words right answers were scored."""
-    words = {
-        row.id: row.right_answer for exhibit in exhibits for row in exhibit.rows if row.workload == workload and row.judged
-    }
-    own = sum(of == "baseline" for of in words.values())
-    parts = {"the reference's": len(words) - own, "FP16's own": own}
-    return ", ".join(f"{name} ({count:,})" if own else name for name, count in parts.items() if count)
-
-
 def _identity(exhibit: Exhibit) -> dict[str, str]:
-    """Return of which engine a verdict is: digests, libraries, the machine, and where it is registered."""
+    """Return which engine a verdict is about: digests, libraries, the machine, and the registered version."""
     candidate = exhibit.candidate
     cited = {name: getattr(candidate, name).digest for name in ("engine", "baseline", "report", "identity")}
     found = {**exhibit.binds, **cited, "signed by": candidate.signed_by}

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 from gate_reports import GATES, fidelity, report, row
 from judged_candidates import judged_candidate
-from safetensors.numpy import save_file
 
 from pipeline.core.records import Sample
 from pipeline.registry.summary import Candidate
@@ -17,7 +16,6 @@ from pipeline.verdict.report import SampleRow
 from pipeline.verdict.tracked import flat_metrics
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.distances.metrics import slices
-from stages.evaluate.joining import TOKENS
 from stages.report.exhibit import Exhibit, Occasion
 
 EDGES = [0, 256]
@@ -57,7 +55,7 @@ def asked(of: Sequence[SampleRow], prompt: str = "Which key opens the door?") ->
 def exhibit(
     folder: Path, name: str, of: Sequence[SampleRow], *, kib: float = 1.0, kl: float = 0.001, prompt: str = "Which key?"
 ) -> Exhibit:
-    """A candidate judged by the default gates, with the statistics of its tokens beside its report."""
+    """A candidate judged by the default gates."""
     noise = np.full(len(of) * STEPS, kl)
     steps = StepStatistics(noise, noise, noise, noise, noise, noise)
     parts = [steps.part(i * STEPS, (i + 1) * STEPS) for i in range(len(of))]
@@ -72,7 +70,6 @@ def exhibit(
         }
     )
     candidate: Candidate = judged_candidate(folder, sha256(name.encode()).hexdigest()[:8], metrics=flat_metrics(made))
-    save_file({"kl": noise.astype(np.float32)}, str(candidate.report.path.with_name(TOKENS)))
     decided = Candidate.decided(decide(made, of, GATES))
     return Exhibit(
         candidate.model_copy(update={"name": name, **decided}),

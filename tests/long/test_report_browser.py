@@ -1,4 +1,4 @@
-"""report.html in a headless Chromium: it draws, filters, fits a phone, obeys the keyboard, and requests nothing."""
+"""report.html in a headless Chromium: it filters, fits a phone, obeys the keyboard, follows the theme, and requests nothing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 HOSTILE = "<img src=x onerror=document.title='hit'></script><script>document.title='hit'</script>{{7*7}}"
-READY = "html[data-ready]"
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def opened(browser: "Browser", path: Path, *, wait: bool = True, **options: Any) -> Iterator["Page"]:
+def opened(browser: "Browser", path: Path, **options: Any) -> Iterator["Page"]:
     """Open the page; besides showing itself it must request nothing and say nothing."""
     requests: list[str] = []
     with browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options}) as context:
@@ -41,8 +40,6 @@ def opened(browser: "Browser", path: Path, *, wait: bool = True, **options: Any)
         context.on("request", lambda request: requests.append(request.url))
         context.route("**/*", lambda route: route.continue_() if route.request.url == url else route.abort())
         page.goto(url)
-        if wait:
-            page.wait_for_selector(READY, state="attached", timeout=60_000)
         yield page
         assert requests == [url], "the page requested something"
         assert said == []
@@ -52,13 +49,11 @@ def visible(page: "Page", selector: str) -> int:
     return page.locator(f"{selector} >> visible=true").count()
 
 
-def test_filters_change_charts_checks_and_answers(browser: "Browser", report: Path) -> None:
+def test_filters_change_checks_and_answers(browser: "Browser", report: Path) -> None:
     with opened(browser, report) as page:
         before = page.locator("#count").inner_text()
-        lines = page.locator("[data-chart=position] .mark-line path").count()
         page.select_option("#policy", "int4")
         assert page.locator("#count").inner_text() != before
-        page.wait_for_function(f"document.querySelectorAll('[data-chart=position] .mark-line path').length < {lines}")
         assert visible(page, ".matrix th[data-policy=fp8]") == 0
         assert visible(page, ".matrix th[data-policy=int4]") == 1
         flips = page.locator(".flip >> visible=true")
@@ -123,22 +118,29 @@ def test_nothing_is_wider_than_a_phone(browser: "Browser", report: Path, width: 
         assert outside == []
 
 
-def test_without_scripts_all_tables_are_there(browser: "Browser", report: Path) -> None:
-    with opened(browser, report, wait=False, java_script_enabled=False) as page:
+def test_without_scripts_all_charts_and_tables_are_there(browser: "Browser", report: Path) -> None:
+    with opened(browser, report, java_script_enabled=False) as page:
         assert visible(page, ".matrix .place") > 0
         assert visible(page, ".cards .flip") > 12
+        assert visible(page, "figure svg") == 3
         assert visible(page, ".filters") == 0
-        assert page.get_by_text("Without scripts there are no charts").is_visible()
+        assert page.get_by_text("Without scripts there are no filters").is_visible()
+
+
+def test_charts_follow_the_theme(browser: "Browser", report: Path) -> None:
+    colours = set()
+    for theme in ("light", "dark"):
+        with opened(browser, report, color_scheme=theme) as page:
+            label = page.locator("[data-chart=quality] svg .role-axis-label text").first
+            colours.add(label.evaluate("element => getComputedStyle(element).fill"))
+    assert len(colours) == 2
 
 
 def test_texts_from_outside_do_nothing_in_a_browser_either(browser: "Browser", tmp_path: Path) -> None:
     of = rows(3, (HOSTILE, "copy"), reference=HOSTILE, baseline_generation=f"a {HOSTILE}", candidate_generation=f"b {HOSTILE}")
     path = write_page(tmp_path / "report.html", [exhibit(tmp_path, f"kv {HOSTILE}", of, prompt=HOSTILE)], occasion(tmp_path))
     with opened(browser, path) as page:
-        point = page.locator("[data-chart=quality] .mark-symbol path").first
-        point.hover()
-        page.wait_for_selector("#vg-tooltip-element.visible")
-        assert "{{7*7}}" in page.locator("#vg-tooltip-element").inner_text()
+        assert "{{7*7}}" in (page.locator("[data-chart=recovery] svg").first.text_content() or "")
         page.select_option("#workload", HOSTILE)
         assert page.locator("img").count() == 0
         assert "hit" not in page.title()
