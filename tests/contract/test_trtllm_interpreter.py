@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import yaml
 from fake_interpreter import make_interpreter
 from interpreter_bundles import make_bundle
+from refusals import refused
 from shipped import SHIPPED, conf
 from trtllm_exports import make_exports
 
@@ -193,3 +195,43 @@ def test_llm_arguments_that_the_release_refuses_are_told_with_its_reason(quantiz
     python = make_interpreter(tmp_path / "old" / "bin", release="1.3.0", mode="no speculation")
     with pytest.raises(UserError, match=r"backend\.serving: TensorRT-LLM 1\.3\.0 refuses these .*: ValueError: specul"):
         make_bundle("trtllm", quantized, tmp_path / "old" / "bundle", "fp8", python, serving=draft)
+
+
+def test_16_bit_weights_are_served_without_a_declaration_that_the_release_would_refuse(quantized: Path, tmp_path: Path) -> None:
+    bundle = build(quantized, tmp_path, {"release": "1.3.0"})
+    assert not (bundle / "checkpoint" / "hf_quant_config.json").exists()
+    assert "quantization_config" not in json.loads((bundle / "checkpoint" / "config.json").read_text(encoding="utf-8"))
+    assert yaml.safe_load((bundle / "llm_args.yaml").read_text(encoding="utf-8"))["kv_cache_config"]["dtype"] == "fp8"
+
+
+def declaring(quantized: Path, out: Path, **declared: Any) -> Path:
+    """A copy of exports whose unified export declares this in hf_quant_config.json."""
+    shutil.copytree(quantized, out, symlinks=True)
+    (out / "unified_hf" / "hf_quant_config.json").write_text(json.dumps({"quantization": declared}), encoding="utf-8")
+    return out
+
+
+def test_quantized_weights_are_served_as_they_were_exported(quantized: Path, tmp_path: Path) -> None:
+    exports = declaring(quantized, tmp_path / "exports", quant_algo="FP8", kv_cache_quant_algo="FP8")
+    bundle = build(exports, tmp_path, {"release": "1.3.0"})
+    export = exports / "unified_hf"
+    assert (bundle / "checkpoint" / "config.json").read_bytes() == (export / "config.json").read_bytes()
+    assert (bundle / "checkpoint" / "hf_quant_config.json").read_bytes() == (export / "hf_quant_config.json").read_bytes()
+
+
+def test_a_checkpoint_that_the_release_refuses_or_reads_otherwise_ends_the_build_in_a_line(
+    quantized: Path, tmp_path: Path
+) -> None:
+    other = declaring(quantized, tmp_path / "other", quant_algo="FP8", kv_cache_quant_algo="NVFP4")
+    (tmp_path / "1").mkdir()
+    with refused(
+        UserError,
+        "backend.allow_rewrites=[]: TensorRT-LLM built something else: kv_cache_quant_algo was asked as FP8 and is NVFP4",
+    ):
+        build(other, tmp_path / "1", {"release": "1.3.0"})
+    unknown = declaring(quantized, tmp_path / "unknown", quant_algo="FP7")
+    (tmp_path / "2").mkdir()
+    with refused(
+        UserError, "kv=fp8: TensorRT-LLM 1.3.0 refuses the checkpoint: ValueError: 'FP7' is no algorithm; choose other"
+    ):
+        build(unknown, tmp_path / "2", {"release": "1.3.0"})

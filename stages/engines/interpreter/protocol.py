@@ -41,6 +41,10 @@ class Pinned(Resolved):
 
     pinned: dict[str, Any]
     """The arguments that were asked for, with what the release needs beside them."""
+    quantization: dict[str, str | None]
+    """`quant_algo` and `kv_cache_quant_algo`, as the release reads them from the checkpoint and the arguments."""
+    refused: str
+    """Why the release refuses the checkpoint; empty if it accepts the checkpoint."""
 
 
 class Generation(StrictModel):

@@ -6,6 +6,10 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
+from pipeline.checkpoint.description import MODELOPT_FILE
+from pipeline.checkpoint.exports import algorithm
+from pipeline.checkpoint.files import read_json
+from pipeline.checkpoint.rope import rope_at_top_level
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
@@ -56,7 +60,7 @@ def build_bundle(exports: Path, out: Path, config: TrtllmConfig, *, policy: KVPo
     if target == "engine":
         fields = _build_engine(export, out, config, interpreter)
     else:
-        fields = _pin_llm_args(export, out, config, policy, interpreter)
+        fields = _pin_llm_args(exports, out, config, policy, interpreter)
     progress("build", STEPS - 1, STEPS)
     capabilities = rank_capabilities(interpreter, ranks) if target == "engine" else []
     built_for = BuiltFor(library=PROGRAM.library, version=interpreter.release, compute_capabilities=capabilities)
@@ -101,10 +105,13 @@ def _build_engine(export: Path, out: Path, config: TrtllmConfig, interpreter: In
     }
 
 
-def _pin_llm_args(export: Path, out: Path, config: TrtllmConfig, policy: KVPolicy, interpreter: Interpreter) -> dict[str, Any]:
+def _pin_llm_args(exports: Path, out: Path, config: TrtllmConfig, policy: KVPolicy, interpreter: Interpreter) -> dict[str, Any]:
     """Write a checkpoint with the LLM arguments of serving, and return the fields of its bundle.json."""
     source = out / CHECKPOINT
-    copy_checkpoint(sorted(path.name for path in export.iterdir()), export, source)
+    quantization = {
+        "quant_algo": _write_served(exports / TARGETS["pytorch"].export, exports / "checkpoint", source),
+        "kv_cache_quant_algo": algorithm(policy.key),
+    }
     serving = settings.llm_args(config, policy)
     rewritten: list[settings.Difference] = []
     with Worker(PROGRAM, interpreter.python, **rank_environment(1)) as worker:
@@ -118,7 +125,14 @@ def _pin_llm_args(export: Path, out: Path, config: TrtllmConfig, policy: KVPolic
                 raise UserError(
                     f"backend.serving: TensorRT-LLM {interpreter.release} refuses these LLM arguments: {reason}"
                 ) from error
+            if answer.refused:
+                reason = " ".join(answer.refused.split())
+                raise UserError(
+                    f"kv={policy.name}: TensorRT-LLM {interpreter.release} refuses the checkpoint: {reason}; choose other "
+                    "weights, another kv, or another release as backend.python"
+                )
             rewritten.extend(settings.differences(settings.flatten(answer.pinned), answer.arguments))
+            rewritten.extend(settings.differences(quantization, answer.quantization))
             return answer.pinned
 
         pinned, evaluated_with = pin(serving), pin(settings.evaluation_of_served(serving))
@@ -132,3 +146,19 @@ def _pin_llm_args(export: Path, out: Path, config: TrtllmConfig, policy: KVPolic
         "rewritten": {key: built for key, _, built in rewritten},
         "kv_scales": [1.0] * checkpoint["num_hidden_layers"] if policy.quantized else [],
     }
+
+
+def _write_served(export: Path, plain: Path, out: Path) -> str | None:
+    """Write the checkpoint that is served to the new directory `out`, and return the algorithm of its weights.
+
+    ModelOpt's export of 16-bit weights declares `quant_algo: null`, which TensorRT-LLM refuses. The checkpoint before the
+    export, `plain`, is served instead: the format of the cache is among the LLM arguments.
+    """
+    declared = export / MODELOPT_FILE
+    weights: str | None = read_json(export, MODELOPT_FILE)["quantization"]["quant_algo"] if declared.is_file() else None
+    source = export if weights else plain
+    copy_checkpoint(sorted(path.name for path in source.iterdir()), source, out)
+    if source is plain:
+        config = rope_at_top_level(read_json(plain, checkpoints.CONFIG_FILE))
+        (out / checkpoints.CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    return weights

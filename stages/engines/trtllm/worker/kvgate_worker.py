@@ -56,12 +56,27 @@ def build(flags: list[str]) -> dict[str, Any]:
 
 
 def validate(model: str, llm_args: dict[str, Any]) -> dict[str, Any]:
-    """Return LLM arguments with SWITCHES off, as `pinned`, and as the release's own class reads them, as `arguments`."""
+    """Let the release read LLM arguments and the checkpoint's quantization, as its own LLM class does before loading weights.
+
+    Returns:
+        pinned: The arguments, with SWITCHES off.
+        arguments: The arguments as the release's own class reads them.
+        quantization: The algorithms of weights and cache that the release takes from the checkpoint and the arguments.
+        refused: Why the release refuses the checkpoint; empty if it accepts the checkpoint.
+    """
     from tensorrt_llm.llmapi.llm_args import KvCacheConfig, TorchLlmArgs
+    from tensorrt_llm.llmapi.llm_utils import ModelLoader
 
     cache = {**llm_args["kv_cache_config"], **_switched_off(KvCacheConfig)}
     pinned = {**llm_args, **_switched_off(TorchLlmArgs), "kv_cache_config": cache}
-    return {"arguments": TorchLlmArgs(model=model, **pinned).model_dump(mode="json"), "pinned": pinned}
+    read, refused = TorchLlmArgs(model=model, **pinned), ""
+    arguments = read.model_dump(mode="json")
+    try:
+        ModelLoader(read)._update_from_hf_quant_config()
+    except Exception as error:
+        refused = f"{type(error).__name__}: {error}"
+    quantization = {name: getattr(read.quant_config, name) for name in ("quant_algo", "kv_cache_quant_algo")}
+    return {"arguments": arguments, "pinned": pinned, "quantization": quantization, "refused": refused}
 
 
 def _switched_off(kind: Any) -> dict[str, bool]:

@@ -8,6 +8,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
+from tensorrt_llm.llmapi.llm_utils import ModelLoader
 from tensorrt_llm.toy import Runtime, Toy
 
 
@@ -15,10 +16,11 @@ class LLM(Runtime):
     def __init__(self, model: str, **given: Any) -> None:
         from tensorrt_llm._torch.attention_backend.trtllm import TrtllmAttention
 
-        args = TorchLlmArgs(model=model, **given).values
+        read = TorchLlmArgs(model=model, **given)
+        ModelLoader(read)._update_from_hf_quant_config()
         tensors = load_file(Path(model, "model.safetensors"))
         config = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
         attention, *_ = [TrtllmAttention(layer) for layer in range(config["num_hidden_layers"])]
-        algorithm = "FP8" if args["kv_cache_config"]["dtype"] == "fp8" else None
+        algorithm = read.quant_config.kv_cache_quant_algo
         to_codes, from_codes = float(attention.kv_scale_orig_quant[0]), float(attention.kv_scale_quant_orig[0])
         self.toy = Toy(np.float32(tensors["model.embed_tokens.weight"]), algorithm, to_codes, from_codes)

@@ -15,10 +15,18 @@ class KvCacheConfig:
     model_fields = fields("kv_cache_config.")
 
 
+class QuantConfig:
+    quant_algo: str | None = None
+    kv_cache_quant_algo: str | None = None
+
+
 class TorchLlmArgs:
     model_fields = fields("")
 
     def __init__(self, model: str, **given: Any) -> None:
+        self.model, self.quant_config = model, QuantConfig()
+        dtype = given.get("kv_cache_config", {}).get("dtype")
+        self.quant_config.kv_cache_quant_algo = PYTORCH["checkpoint"]["cache_of_dtype"].get(dtype)
         self.values = {"model": model, **given}
         for key, value in flat(given).items():
             fact = PYTORCH["llm_args"].get(key)
