@@ -2,19 +2,21 @@
 
 import json
 import os
+import site
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from main_path import FEW
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel's content, built from a copy of what the repository tracks."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the source distribution, built from a copy of the files that the repository tracks."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
@@ -22,11 +24,29 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, source], check=True)
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "site")
-    return folder / "site"
+    sdist = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", sdist], cwd=source, check=True, capture_output=True)
+    wheel(source, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path) -> Path:
+    """The wheel's content."""
+    with zipfile.ZipFile(only(built, "*.whl")) as archive:
+        archive.extractall(built / "site")
+    return built / "site"
+
+
+def wheel(source: Path, out: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", out, source], check=True
+    )
+
+
+def only(folder: Path, pattern: str) -> Path:
+    (path,) = folder.glob(pattern)
+    return path
 
 
 def run(installed: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,6 +60,25 @@ def test_a_wheel_composes_every_policy_and_finds_the_tiny_checkpoint(installed: 
     result = run(installed, tmp_path, "stage=quantize", "kv=int8", "calibration.samples=1")
     assert result.returncode == 0, result.stderr
     assert list((tmp_path / "work" / "artifacts" / "quantize").iterdir())
+
+
+def test_a_wheel_made_from_the_source_distribution_is_the_same(built: Path, tmp_path: Path) -> None:
+    wheel(only(built, "*.tar.gz"), tmp_path)
+    ours, theirs = zipfile.ZipFile(only(built, "*.whl")), zipfile.ZipFile(only(tmp_path, "*.whl"))
+    assert {item.filename: item.CRC for item in ours.infolist()} == {item.filename: item.CRC for item in theirs.infolist()}
+
+
+def test_an_installed_wheel_judges_a_cache(built: Path, tmp_path: Path) -> None:
+    """In an environment of its own that sees the dependencies of this one, and nothing of the repository."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    pip: list[object] = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*map(str, pip), str(only(built, "*.whl"))], check=True)
+    only(tmp_path, "venv/lib/python*/site-packages").joinpath("dependencies.pth").write_text(site.getsitepackages()[0] + "\n")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command: list[object] = [python.with_name("kvgate"), "kv=int8", *FEW]
+    result = subprocess.run(list(map(str, command)), check=False, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert (result.returncode, "PASS" in result.stdout) == (0, True), result.stdout + result.stderr
 
 
 def test_a_wheel_carries_no_tests_and_no_benchmarks(installed: Path) -> None:
