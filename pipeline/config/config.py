@@ -121,7 +121,7 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class PromoteConfig(StrictModel):
-    """What stage=promote looks at, and what it may do that it would refuse."""
+    """Which candidates stage=promote looks at, and how it checks them."""
 
     name: Text | None
     """The candidate that is promoted if it passed; null takes the best. Also one that was rolled back, or of a sweep that did
@@ -130,8 +130,6 @@ class PromoteConfig(StrictModel):
     """The sweep whose candidates are looked at; null takes the last one that has a candidate."""
     decode_again: Annotated[int, Field(ge=0, le=1000)]
     """Samples that are decoded again before an alias moves, on engines that open in seconds; 0 asks no engine."""
-    accept_broken_log: bool
-    """Whether to go on where the log of moves cannot be trusted."""
 
 
 class PruneConfig(StrictModel):
@@ -192,8 +190,6 @@ class Config(StrictModel):
             raise ValueError(f"{key}: missing; stage={self.stage} needs {needed}")
         if self.stage == "route" and (self.routing.file is None) == (self.routing.rollback is None):
             raise ValueError("routing: stage=route needs routing.file=FILE or routing.rollback=CLASS, one of the two")
-        if self.signing.trusted and self.signing.key is None and self.stage in MOVING:
-            raise ValueError(f"signing.key: missing; with signing.trusted the moves of stage={self.stage} are signed as well")
         return self
 
     @property

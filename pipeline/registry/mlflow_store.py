@@ -35,7 +35,6 @@ from pipeline.registry.mlflow_client import (
 )
 from pipeline.registry.pages import (
     COLOURS,
-    HIDDEN,
     UNDECIDED,
     chosen,
     collect_evidence,
@@ -43,7 +42,6 @@ from pipeline.registry.pages import (
     of_baseline,
     registered_as,
     run_tables,
-    told,
     verdict_line,
 )
 from pipeline.registry.reaching import named
@@ -52,12 +50,14 @@ from pipeline.registry.tracking import Location, Version
 from pipeline.verdict.report import SampleRow
 
 TAG_CHARS = 5000
+OLD = ("mlflow.kvgate.", "move-")
+"""Prefixes of tags of a registered model that older releases wrote."""
 LOCK = "lock"
 """Tag of a run with the name of its lock, a file of `Location.runs`."""
 
 
 class MlflowStore:
-    """One experiment and one registered model. Implements `pipeline.trust.movelog.Registry`."""
+    """One experiment and one registered model. Implements `pipeline.registry.promotion.Registry`."""
 
     def __init__(self, location: Location) -> None:
         """Open the store and create what it lacks.
@@ -76,6 +76,11 @@ class MlflowStore:
             with suppress(MlflowException):  # it is there
                 said = "Engines with a quantized KV cache; the alias champion serves."
                 self.client.create_registered_model(location.model_name, description=said)
+            if any(name.startswith(OLD) for name in self.client.get_registered_model(location.model_name).tags):
+                raise UserError(
+                    f"{named(location)}: an older kvgate moved the aliases of {location.model_name}, by a log that this kvgate "
+                    "does not read; register in another model: tracking.model_name=NAME"
+                )
         self._locks = location.runs / self.experiment_id
         with locked(self.lock, "closing runs"):  # whose process died; of other work directories' runs that is not known
             for lock in self._locks.glob("*"):
@@ -276,15 +281,13 @@ class MlflowStore:
         """Return every version of the model."""
         return [version_of(one) for one in self.client.search_model_versions(f"name = '{self.location.model_name}'")]
 
-    def set_tags(self, version: str, tags: Mapping[str, str]) -> None:
+    def set_tags(self, version: str, tags: Mapping[str, str | None]) -> None:
+        present = self.tags(version) or {}
         for name, value in tags.items():
-            self.client.set_model_version_tag(self.location.model_name, version, name, redact_text(value))
-
-    def model_tags(self) -> dict[str, str]:
-        return told(self.client.get_registered_model(self.location.model_name).tags)
-
-    def set_model_tag(self, name: str, text: str) -> None:
-        self.client.set_registered_model_tag(self.location.model_name, HIDDEN + name, text)
+            if value is not None:
+                self.client.set_model_version_tag(self.location.model_name, version, name, redact_text(value))
+            elif name in present:
+                self.client.delete_model_version_tag(self.location.model_name, version, name)
 
 
 def _check_files(location: Location, address: str) -> None:

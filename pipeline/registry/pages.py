@@ -6,7 +6,7 @@ which an engine is chosen. All numbers of a report are in summary.json and verdi
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ from pipeline.verdict.report import SampleRow
 COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#bf8700"}
 """Of runs in MLflow's charts, by verdict."""
 UNDECIDED = "#6e7781"
-HIDDEN = "mlflow.kvgate."
-"""Tags of a registered model that begin so are not on MLflow's page of it; those of an older kvgate do not."""
 EVIDENCE_FILES = ("bundle.json", POLICY_FILE, SCALES_FILE)
 REASONS = 5
 """Of a verdict, in the description; report.html has all."""
@@ -163,11 +161,6 @@ def description(candidate: Candidate) -> str:
 def _plain(text: str) -> str:
     """Return text in one line that is no markup."""
     return " ".join(text.split()).replace("<", "&lt;")
-
-
-def told(tags: Mapping[str, str]) -> dict[str, str]:
-    """Return the tags of a registered model by the names that kvgate gave them."""
-    return {name.removeprefix(HIDDEN): text for name, text in tags.items()}
 
 
 def registered_as(model_name: str, version: str) -> str:

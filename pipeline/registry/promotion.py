@@ -5,28 +5,76 @@ The aliases are `candidate` (the version that was registered last, unless it fai
 again, and the registry cites the same (`verify`). This module does not know MLflow; `pipeline.registry.mlflow_store`
 implements `Registry`.
 
-A move is decided by one record of the log (`pipeline.trust.movelog`), which the aliases follow. A rollback makes `previous`
-the champion and removes `previous`, so that a second rollback (two people, a CI retry) is an error instead of bringing the bad
-engine back. What was rolled back stays back until it is judged anew, by another report, or asked for by name.
+A promotion tags the version with who promoted it, when, and over which version, then moves `previous`, then `champion`. A
+promotion that was killed is finished by running it again. A rollback makes `previous` the champion and removes `previous`, so
+that a second rollback (two people, a CI retry) is an error instead of bringing the bad engine back. A version that was rolled
+back is chosen again only after a new evaluation (another report) or by name.
+
+MLflow has no compare-and-swap. The lock covers every process on this host that uses the same store (with SQLite) or the same
+work directory (with a server), but no other hosts.
 """
 
 import math
+import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from getpass import getuser
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
+from pipeline.artifacts.locks import locked
 from pipeline.core.backends import serves_last
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
+from pipeline.core.redaction import redact_text
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import Version
-from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.coverage import Limits
 from pipeline.verdict.gates import Decide
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Verdict
 
 PASS = "PASS"
+PROMOTED_BY, PROMOTED_AT, PROMOTED_OVER = "promoted_by", "promoted_at", "promoted_over"
+ROLLED_BACK_BY, ROLLED_BACK_AT = "rolled_back_by", "rolled_back_at"
+"""Tags of a version: who moved the champion alias to it or away from it, and when."""
+
+
+class Registry(Protocol):
+    """Versions of one registered model with their tags, and the aliases that point at versions."""
+
+    lock: Path
+
+    def alias(self, alias: str) -> str | None: ...
+    def set_alias(self, alias: str, version: str) -> None: ...
+    def delete_alias(self, alias: str) -> None: ...
+    def registered(self) -> list[Version]: ...
+    def tags(self, version: str) -> dict[str, str] | None:
+        """Return the tags of a version; None if the version does not exist."""
+        ...
+
+    def set_tags(self, version: str, tags: Mapping[str, str | None]) -> None:
+        """Set tags of a version; None deletes a tag."""
+        ...
+
+
+def mover(environ: Mapping[str, str] = os.environ) -> str:
+    """Return who moves an alias: the address of the CI run (GitHub, GitLab or Jenkins), or user and host."""
+    github = [environ.get(name, "") for name in ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_RUN_ID")]
+    run = "{}/{}/actions/runs/{}".format(*github) if all(github) else environ.get("CI_JOB_URL") or environ.get("BUILD_URL")
+    if run:
+        return redact_text(run)
+    try:
+        user = getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True)
@@ -206,55 +254,47 @@ def _stays_back(candidate: Candidate, when: str) -> str:
 
 def promote(
     candidates: Sequence[Candidate],
-    log: MoveLog,
+    registry: Registry,
     replay: Replay,
     decide: Decide,
     *,
-    sweep: str,
     name: str | None = None,
     rival: Candidate | None = None,
 ) -> Move:
-    """Make the best candidate that passed the champion, or the one that was asked for by its `name`, which is the only one.
+    """Make the best candidate that passed the champion, or the only candidate, which was asked for by its `name`.
 
-    The `rival` is the champion, which stays where none of them is better; a name displaces it in any case.
+    The `rival` is the champion, which stays if no candidate is better; a name displaces it in any case.
     """
-    best = choose(candidates) if name is not None else choose(candidates, log.read().rolled_back("champion"))
+    best = choose(candidates) if name is not None else choose(candidates, _rolled_back(registry))
     if rival is not None and name is None and choose([best, rival]) is rival and _holds(rival, replay, decide):
         return Move(rival.name, f"{rival.name} (version {rival.version}) stays the champion")
     try:
         covered = verify(best, replay, decide).covered
     except (GateRefusal, MissingRequirement) as error:
         raise type(error)(f"{best.name} is not promoted: {error}") from error
-    version, registry = best.version, log.registry
-    with log.changing() as history:
-        old, previous = registry.alias("champion"), registry.alias("previous")
+    version = best.version
+    with locked(registry.lock, "a promotion"):
+        old = registry.alias("champion")
         if old == version:
             return Move(best.name, f"{best.name} (version {version}) is the champion already")
-        since = history.rolled_back("champion").get(best.report.digest)
+        since = _rolled_back(registry).get(best.report.digest)
         if since is not None and name is None:  # by somebody else, while the evidence was replayed
             raise GateRefusal(f"{best.name} is not promoted: it {_stays_back(best, since)}")
-        tags = {
-            "promoted_by_sweep": sweep,
-            "promoted_over": old or "",
-            "evidence": f"engine {best.engine.digest} baseline {best.baseline.digest} report {best.report.digest}",
-        }
-        if covered is not None:
-            tags |= {"max_tokens": str(covered.tokens), "max_batch": str(covered.batch)}
-            if covered.decoded is not None:
-                tags |= {"max_decoded": str(covered.decoded), "exercised": ", ".join(covered.acts)}
-        log.append(
-            history,
-            "promote",
-            f"best of sweep {sweep}" if name is None else f"asked for by name, of sweep {sweep}",
-            aliases={"champion": version, "previous": old if old is not None else previous},
-            before={"champion": old, "previous": previous},
-            reports={version: best.report.digest},
-            tags={version: tags},
-        )
+        said = {PROMOTED_BY: mover(), PROMOTED_AT: _now(), PROMOTED_OVER: old or "none"}
+        registry.set_tags(version, {**said, ROLLED_BACK_BY: None, ROLLED_BACK_AT: None})
+        if old is not None:
+            registry.set_alias("previous", old)
+        registry.set_alias("champion", version)
     over = f" over version {old}" if old is not None else ""
     note = f"; it had been rolled back at {since}" if since is not None else ""
     held = f", {covered}" if covered is not None else ""
     return Move(best.name, f"{best.name} (version {version}) is the champion{over}{note}{held}")
+
+
+def _rolled_back(registry: Registry) -> dict[str, str]:
+    """Return digest of a report -> when the version with this report was rolled back."""
+    tags = (version.tags for version in registry.registered())
+    return {tag["report_digest"]: tag[ROLLED_BACK_AT] for tag in tags if ROLLED_BACK_AT in tag}
 
 
 def _holds(candidate: Candidate, replay: Replay, decide: Decide) -> bool:
@@ -270,10 +310,9 @@ Prove = Callable[[Version], None]
 """Replays the evidence of a version. Raises what `verify` does."""
 
 
-def rollback(log: MoveLog, prove: Prove) -> Move:
+def rollback(registry: Registry, prove: Prove) -> Move:
     """Bring the previous champion back, once its evidence was replayed."""
-    registry = log.registry
-    with log.changing(urgent=True) as history:
+    with locked(registry.lock, "a rollback"):
         bad, previous = registry.alias("champion"), registry.alias("previous")
         if bad is None or previous is None or previous == bad:
             raise UserError("stage=rollback: there is no previous champion to return to; run stage=promote with a better one")
@@ -284,15 +323,10 @@ def rollback(log: MoveLog, prove: Prove) -> Move:
             prove(Version(previous, tags))
         except (GateRefusal, MissingRequirement) as error:
             raise type(error)(f"stage=rollback: version {previous} does not serve again: {error}") from error
-        left = (registry.tags(bad) or {}).get("report_digest", "")
-        log.append(
-            history,
-            "rollback",
-            f"version {previous} serves again",
-            aliases={"champion": previous, "previous": None},
-            before={"champion": bad, "previous": previous},
-            reports={bad: left, previous: tags.get("report_digest", "")},
-            tags={bad: {}},
-        )
+        if registry.tags(bad) is not None:
+            said = {ROLLED_BACK_BY: mover(), ROLLED_BACK_AT: _now()}
+            registry.set_tags(bad, {**said, PROMOTED_BY: None, PROMOTED_AT: None, PROMOTED_OVER: None})
+        registry.set_alias("champion", previous)
+        registry.delete_alias("previous")
     name = tags.get("kv", f"version {previous}")
     return Move(name, f"{name} (version {previous}) is the champion again, version {bad} is not")

@@ -7,11 +7,10 @@ from typing import get_args
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.workloads import Workload
-from pipeline.registry.promotion import Proof, Replay, verify
+from pipeline.registry.promotion import Proof, Registry, Replay, verify
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import Version
 from pipeline.routing.files import DEFAULT
-from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.gates import Decide
 
 
@@ -43,8 +42,7 @@ class Engine:
 class Engines:
     """The registered engines of a model, and what a promotion asks of one."""
 
-    log: MoveLog
-    registered: Callable[[], list[Version]]
+    registry: Registry
     find: Callable[[Version], Engine]
     """Finds the evidence of a version. Raises GateRefusal where there is none."""
     replay: Replay
@@ -57,7 +55,7 @@ class Engines:
 
         `key` is where the name stands in the routing file.
         """
-        versions = self.registered()
+        versions = self.registry.registered()
         named = [one for one in versions if name in (one.number, one.name)]
         if not named:
             known = ", ".join(sorted({one.tags.get("kv", "") for one in versions} - {""})) or "none"

@@ -3,17 +3,21 @@
 `route-CLASS` is the engine that serves the class, `route-CLASS-previous` the one before, `route-CLASS-fallback` the one that a
 broken route goes to where there is none before. Servers read the first.
 
-Moves of one command in one direction are one record of the log of moves (`pipeline.trust.movelog`), from the aliases on which
-they were decided: where those moved meanwhile, nothing is moved. The record decides for all its classes at once. A command
-that is killed, or fails, before every alias has followed leaves the rest to the next one that reads them.
+A command decides on the aliases that it read. If one of them moved meanwhile, it moves nothing. The alias that serves is
+written last, so that a command that is killed leaves a way back, and is finished by running it again.
+
+A version that a way back leaves gets the class in its tag `left_routes`: no monitor chooses it for this class again until a
+routing file names it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from pipeline.artifacts.locks import locked
 from pipeline.core.errors import GateRefusal
-from pipeline.routing.engines import Engines
-from pipeline.trust.movelog import MoveLog, Registry
+from pipeline.registry.promotion import Registry
+
+LEFT = "left_routes"
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,8 @@ class Move:
     before: Aliases
     after: Aliases
     why: str
-    reports: Mapping[str, str] = field(default_factory=dict)
-    """Version -> digest of its report: of those that were proven for this class, or of the one that is left."""
     back: bool = False
-    """Whether it leaves a broken engine, which no monitor chooses for the class again."""
+    """Whether the move leaves a broken engine."""
 
     def __str__(self) -> str:
         return f"version {self.before.now or 'none'} -> {self.after.now}: {self.why}"
@@ -57,50 +59,53 @@ def read_aliases(registry: Registry, workload: str) -> Aliases:
     return Aliases(*map(registry.alias, Aliases(None).named(workload)))
 
 
-def way_back(engines: Engines, workload: str, before: Aliases, why: str) -> Move:
-    """Return the move to the previous engine of a class, or to its fallback where no previous one can serve.
+def left(tags: Mapping[str, str]) -> set[str]:
+    """Return the classes whose route went back from the version with these tags."""
+    return set(filter(None, tags.get(LEFT, "").split(",")))
 
-    It takes no replay: these were proven for the class when they were routed, and a broken engine must not wait for one. Where
-    the log that says so cannot be trusted, they are replayed.
+
+def way_back(registry: Registry, workload: str, before: Aliases, why: str) -> Move:
+    """Return the move to the previous engine of a class, or to its fallback if no previous engine can serve.
+
+    These engines were proven when they were routed. They are not replayed, because a broken engine must not wait for that.
     """
-    problems, log = [], engines.log
-    history = log.read()
-    proven = history.chosen(alias_of(workload), f"{alias_of(workload)}-fallback")
+    problems = []
     for name, version in (("previous", before.previous), ("fallback", before.fallback)):
         if version is None or version == before.now:
             problems.append(f"no {name}")
-        elif log.registry.tags(version) is None:
+        elif registry.tags(version) is None:
             problems.append(f"its {name}, version {version}, was deleted")
-        elif history.problem is None and version not in proven:
-            problems.append(f"its {name}, version {version}, was never proven for {workload}")
         else:
-            if history.problem is not None:
-                engines.proven(engines.named(version, name), workload, name)
-            bad = before.now or ""
-            reports = {bad: (log.registry.tags(bad) or {}).get("report_digest", "")}
             after = replace(before, now=version, previous=None)
-            return Move(workload, before, after, f"{why}; to its {name}", reports, back=True)
+            return Move(workload, before, after, f"{why}; to its {name}", back=True)
     raise GateRefusal(f"{alias_of(workload)} cannot go back: {', '.join(problems)}")
 
 
-def make_moves(log: MoveLog, title: str, moves: Sequence[Move]) -> None:
-    """Make all moves back, then all others. Raises GateRefusal when an alias was moved by somebody else."""
+def make_moves(registry: Registry, moves: Sequence[Move]) -> None:
+    """Make all moves back, then all others. Raises GateRefusal if an alias was moved by somebody else."""
     for back in (True, False):
         group = [move for move in moves if move.back is back]
-        if not group:
-            continue
-        with log.changing(urgent=back) as history:
+        with locked(registry.lock, "moving routes"):
             for move in group:
-                if read_aliases(log.registry, move.workload) != move.before:
+                if read_aliases(registry, move.workload) != move.before:
                     raise GateRefusal(f"{alias_of(move.workload)} was moved meanwhile: it was left as it is; run it again")
-            before = {alias: version for move in group for alias, version in move.before.named(move.workload).items()}
-            after = {alias: version for move in group for alias, version in move.after.named(move.workload).items()}
-            changed = [alias for alias in after if after[alias] != before[alias]]
-            log.append(
-                history,
-                "rollback" if back else "route",
-                f"{title}: " + "; ".join(f"{move.workload} {move}" for move in group),
-                aliases={alias: after[alias] for alias in changed},
-                before={alias: before[alias] for alias in changed},
-                reports={version: digest for move in group for version, digest in move.reports.items()},
-            )
+            for move in group:
+                _make(registry, move)
+
+
+def _make(registry: Registry, move: Move) -> None:
+    version = move.before.now if move.back else move.after.now
+    tags = registry.tags(version) if version is not None else None
+    if version is not None and tags is not None:
+        classes = left(tags) | {move.workload} if move.back else left(tags) - {move.workload}
+        if classes != left(tags):
+            registry.set_tags(version, {LEFT: ",".join(sorted(classes)) or None})
+    before, after = move.before.named(move.workload), move.after.named(move.workload)
+    # Aliases are set from the last to the first, which serves; what has to go, goes after that.
+    for alias, number in sorted(after.items(), key=lambda item: (item[1] is None, -len(item[0]))):
+        if number == before[alias]:
+            continue
+        if number is None:
+            registry.delete_alias(alias)
+        else:
+            registry.set_alias(alias, number)

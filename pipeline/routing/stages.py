@@ -21,14 +21,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeline import statistics
-from pipeline.artifacts.digest import file_digest
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
-from pipeline.core.strict import absolute
 from pipeline.registry.promotion import PASS
 from pipeline.routing.engines import Engine, Engines, check_classes
 from pipeline.routing.files import DEFAULT, ClassSnapshot, MonitorConfig, RoutingConfig, Share, read_routing_file, read_snapshot
-from pipeline.routing.moves import Move, alias_of, make_moves, read_aliases, way_back
+from pipeline.routing.moves import Move, alias_of, left, make_moves, read_aliases, way_back
 
 
 @dataclass(frozen=True, order=True)
@@ -70,9 +68,8 @@ def _young_values(policy: KVPolicy) -> tuple[object, ...]:
 
 def step_down(engines: Engines, now: Engine, workload: str, quality_holds: bool, say: Callable[[str], None]) -> Engine:
     """Return the first engine in the order that is proven for the class. `say` is told why those before it are not taken."""
-    larger = list[Engine]()
-    rolled_back = engines.log.read().rolled_back(alias_of(workload))
-    for version in engines.registered():
+    larger, broken = list[Engine](), set[str]()
+    for version in engines.registry.registered():
         cites = version.tags.get("baseline_digest") == now.candidate.baseline.digest
         if version.tags.get("verdict") != PASS or not cites or version.number == now.version:
             continue
@@ -81,14 +78,16 @@ def step_down(engines: Engines, now: Engine, workload: str, quality_holds: bool,
         except GateRefusal as error:
             say(f"{workload}: not {error}")
             continue
-        if engine.report in rolled_back:
-            say(f"{workload}: not {engine}: was rolled back")
-        elif engine.load != now.load:
+        if workload in left(version.tags):
+            broken.add(engine.report)
+        if engine.load != now.load:
             say(f"{workload}: not {engine}: its live tokens are of another workloads.load")
         elif engine.live_tokens > now.live_tokens:
             larger.append(engine)
     for engine in sorted(larger, key=lambda engine: (step(now, engine), -int(engine.version))):
         try:
+            if engine.report in broken:
+                raise GateRefusal("was rolled back")
             if step(now, engine).keys and not quality_holds:
                 raise GateRefusal("its keys lose too, and not every monitor of quality is shown to hold")
             engines.prove(engine, workload)
@@ -153,28 +152,27 @@ def route(engines: Engines, routing: RoutingConfig, say: Say) -> None:
         fallback = fallbacks[0] if fallbacks else None
         if fallback is not None and fallback.version == policy.version:
             raise UserError(f"{list(listed)[1]}: is version {policy.version}, the policy itself; give another, or leave it out")
-        before = read_aliases(engines.log.registry, workload)
+        before = read_aliases(engines.registry, workload)
         after = replace(before.moved_to(policy.version), fallback=None if fallback is None else fallback.version)
         if after != before:
-            reports = {engine.version: engine.report for engine in listed.values()}
-            moves.append(Move(workload, before, after, "the routing file", reports))
+            moves.append(Move(workload, before, after, "the routing file"))
         notes = (", as it was" if after == before else "") + (f"; fallback {fallback}" if fallback is not None else "")
         lines.append(f"{alias_of(workload)}: {policy}{notes}")
-    make_moves(engines.log, f"routing file {file_digest(absolute(str(routing.file)))[:12]}", moves)
+    make_moves(engines.registry, moves)
     for line in lines:
         say(line)
 
 
 def roll_back(engines: Engines, workload: str, say: Say) -> None:
     """Bring the previous engine of a class back, or its fallback."""
-    before = read_aliases(engines.log.registry, workload)
+    before = read_aliases(engines.registry, workload)
     if before.now is None:
         raise UserError(f"routing.rollback={workload}: this model has no such route; give a class that stage=status lists")
     try:
-        move = way_back(engines, workload, before, "by hand")
+        move = way_back(engines.registry, workload, before, "by hand")
     except GateRefusal as error:
         raise UserError(f"routing.rollback={workload}: {error}") from error
-    make_moves(engines.log, "route back", [move])
+    make_moves(engines.registry, [move])
     say(f"{alias_of(workload)}: {move}")
 
 
@@ -188,7 +186,7 @@ class Decision:
 
 def monitor(engines: Engines, limits: MonitorConfig, say: Say) -> None:
     """Move routes as a snapshot of the fleet asks: back where a monitor broke, down where memory is short."""
-    snapshot, where, registry = read_snapshot(limits), f"monitor.snapshot={limits.snapshot}", engines.log.registry
+    snapshot, where, registry = read_snapshot(limits), f"monitor.snapshot={limits.snapshot}", engines.registry
     for workload, counted in snapshot.classes.items():
         if read_aliases(registry, workload).now is None:
             raise UserError(f"{where}: classes.{workload}: this model has no such route; give it one with stage=route")
@@ -196,7 +194,7 @@ def monitor(engines: Engines, limits: MonitorConfig, say: Say) -> None:
             raise UserError(f"{where}: classes.{workload}.version={counted.version}: the registry has no such version")
     decisions = {workload: _decide(engines, workload, counted, limits, say) for workload, counted in snapshot.classes.items()}
     moves = [decision.move for decision in decisions.values() if decision.move is not None]
-    make_moves(engines.log, f"snapshot {file_digest(absolute(str(limits.snapshot)))[:12]}", moves)
+    make_moves(registry, moves)
     for workload, decision in decisions.items():
         say(f"{alias_of(workload)}: {decision.text}")
     broken = [workload for workload, decision in decisions.items() if decision.refused]
@@ -205,7 +203,7 @@ def monitor(engines: Engines, limits: MonitorConfig, say: Say) -> None:
 
 
 def _decide(engines: Engines, workload: str, counted: ClassSnapshot, limits: MonitorConfig, say: Say) -> Decision:
-    before = read_aliases(engines.log.registry, workload)
+    before = read_aliases(engines.registry, workload)
     if counted.version != before.now:
         return Decision(f"stays at version {before.now}, since the snapshot is of version {counted.version}")
     readings = read_monitors(counted, limits)
@@ -216,13 +214,13 @@ def _decide(engines: Engines, workload: str, counted: ClassSnapshot, limits: Mon
     try:
         # Slow requests under memory pressure wait for memory, and the engine before holds less.
         if "quality" in broken or broken == {"latency"}:
-            move = way_back(engines, workload, before, why)
+            move = way_back(engines.registry, workload, before, why)
             return Decision(str(move), move, refused=True)
         if "memory" in broken:
-            now = engines.find(next(one for one in engines.registered() if one.number == before.now))
+            now = engines.find(next(one for one in engines.registry.registered() if one.number == before.now))
             smaller = step_down(engines, now, workload, quality_holds(readings), say)
             why = f"{why}; {smaller.candidate.name} takes {step(now, smaller).text}"
-            move = Move(workload, before, before.moved_to(smaller.version), why, {smaller.version: smaller.report})
+            move = Move(workload, before, before.moved_to(smaller.version), why)
             return Decision(str(move), move)
     except GateRefusal as error:
         return Decision(f"stays at version {before.now}: {error} ({why})", refused=True)

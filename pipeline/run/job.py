@@ -18,7 +18,6 @@ from pipeline.registry.tracking import Tracking, locate
 from pipeline.run.chain import Chain
 from pipeline.terminal import console
 from pipeline.trust.keys import Keys, load_keys
-from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Verdict
@@ -61,9 +60,6 @@ class Run:
         if store is None:
             raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")
         return store
-
-    def log(self, store: "MlflowStore") -> MoveLog:
-        return MoveLog(store, self.keys, accept_broken=self.config.promote.accept_broken_log, say=console.warning)
 
     @cached_property
     def keys(self) -> Keys:

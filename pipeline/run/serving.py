@@ -28,7 +28,7 @@ from pipeline.verdict.delivery import scale_findings
 from pipeline.verdict.gates import decide
 
 TOLD = "what follows it failed"
-"""Of what only tells of a move: the move is decided, and no failure takes it back."""
+"""Added to a warning if reporting a move failed: the move itself stands."""
 
 
 def promote(run: Run) -> None:
@@ -62,15 +62,14 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
         hint = f"the last ones are of {others}: give their model.path" if others else "run stage=evaluate first"
         raise UserError(f"stage=promote: no candidates of model {model} in {config.work}/summary.json; {hint}")
     store = run.registry()
-    log, find = run.log(store), partial(registered_candidate, config.work / "artifacts")
-    registered = store.registered()
+    find, registered = partial(registered_candidate, config.work / "artifacts"), store.registered()
     candidates = promotion.judged_again(listed, registered, find, run.decide, model, name)
     rival = promotion.incumbent(store.alias("champion"), registered, find, run.decide, candidates) if name is None else None
     if name is not None and not candidates:
         known = [candidate.name for candidate in listed]
         raise UserError(f"promote.name={name}: no candidate of the sweep is called so{suggest(name, known)}")
     with console.doing("replaying the evidence"):
-        move = promotion.promote(candidates, log, run.replay, run.decide, sweep=last.sweep, name=name, rival=rival)
+        move = promotion.promote(candidates, store, run.replay, run.decide, name=name, rival=rival)
     candidates += [rival] if rival is not None else []
     with warned(f"{move.message}; {TOLD}"):
         summary.note(config.work, last.sweep, champion=move.champion)
@@ -113,9 +112,9 @@ def rollback(run: Run) -> None:
         verify_candidate(candidate, run.replay, partial(decide, gates=evidence.identity.gates))
 
     with _advised(lambda _: next_steps.after_move(run.config), (UserError,)):
-        log = run.log(run.registry())
+        store = run.registry()
         with console.doing("replaying the evidence"):
-            move = promotion.rollback(log, prove)
+            move = promotion.rollback(store, prove)
     with warned(f"{move.message}; {TOLD}"):
         summary.note(run.config.work, None, champion=move.champion)
     console.result("champion", escape(move.message), champion=move.champion, message=move.message)
@@ -140,11 +139,8 @@ def monitor(run: Run) -> None:
 
 
 def _engines(run: Run) -> Engines:
-    store = run.registry()
-    log = run.log(store)
-    log.repair()
     find = partial(registered_engine, run.config.work / "artifacts")
-    return Engines(log, store.registered, find, run.replay, run.decide)
+    return Engines(run.registry(), find, run.replay, run.decide)
 
 
 def _say(line: str) -> None:

@@ -1,1 +1,1 @@
-"""Who may say what serves: signatures, the log of moves, the policy that promotions keep to."""
+"""Signatures of evidence, and files that people write."""

@@ -36,7 +36,7 @@ class SigningConfig(StrictModel):
     """`signing.*` on the command line: paths of PEM files."""
 
     key: str | None
-    """Ed25519 private key that signs evaluations and moves; null signs nothing."""
+    """Ed25519 private key that signs evaluations; null signs nothing."""
     trusted: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Ed25519 public keys; where there are any, promotions and stage=verify refuse what none of them signed."""
 

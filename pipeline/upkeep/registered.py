@@ -1,4 +1,4 @@
-"""Read the registered models of a tracking store: versions, aliases, log of moves. Nothing in the store changes.
+"""Read the registered models of a tracking store: versions and aliases. Nothing in the store changes.
 
 A SQLite file is read directly, since importing MLflow takes two seconds.
 """
@@ -7,15 +7,11 @@ import sqlite3
 from collections import defaultdict
 from collections.abc import Collection
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.registry.pages import told
 from pipeline.registry.reaching import reached
 from pipeline.registry.tracking import IDENTITY_TAG, Location, Version
-from pipeline.trust.keys import Keys
-from pipeline.trust.movelog import History, read_history
 
 
 @dataclass(frozen=True)
@@ -23,28 +19,13 @@ class Model:
     """A registered model: its versions, and where its aliases point."""
 
     name: str
-    tags: dict[str, str]
     versions: dict[str, Version]
     aliases: dict[str, str]
 
-    @cached_property
-    def history(self) -> History:
-        """The log of moves, which decides where aliases belong."""
-        return read_history(self.tags, Keys())
-
     @property
     def pointed_at(self) -> dict[str, Version]:
-        """Alias -> version, as servers read it; where the log of moves has another, that is `ALIAS (log of moves)`.
-
-        A version that the store no longer has is without tags.
-        """
-        logged = {
-            f"{alias} (log of moves)": number
-            for alias, number in self.history.aliases.items()
-            if number is not None and number != self.aliases.get(alias)
-        }
-        every = {**self.aliases, **logged}
-        return {alias: self.versions.get(number, Version(number, {})) for alias, number in every.items()}
+        """Alias -> version, as servers read it. A version that was deleted from the store has no tags."""
+        return {alias: self.versions.get(number, Version(number, {})) for alias, number in self.aliases.items()}
 
 
 def read_registered(location: Location, identities: Collection[str]) -> list[Model]:
@@ -67,11 +48,7 @@ def _of_file(file: Path, timeout_s: float) -> list[Model]:
     """Read MLflow's tables. Only with mode=rw can SQLite undo what a killed process had half written."""
     with closing(sqlite3.connect(f"{file.as_uri()}?mode=rw", timeout_s, isolation_level=None, uri=True)) as store:
         store.execute("BEGIN")  # all tables are read in one state
-        models = {
-            name: Model(name, {}, {}, {}) for (name,) in store.execute("SELECT name FROM registered_models ORDER BY name")
-        }
-        for name, key, value in store.execute("SELECT name, key, value FROM registered_model_tags"):
-            models[name].tags[key] = str(value)
+        models = {name: Model(name, {}, {}) for (name,) in store.execute("SELECT name FROM registered_models ORDER BY name")}
         for name, alias, number in store.execute("SELECT name, alias, version FROM registered_model_aliases"):
             models[name].aliases[alias] = str(number)
         tags = defaultdict[tuple[str, int], dict[str, str]](dict)
@@ -80,7 +57,7 @@ def _of_file(file: Path, timeout_s: float) -> list[Model]:
         versions = "SELECT name, version, run_id, CAST(creation_time AS REAL) FROM model_versions WHERE current_stage IS NOT ?"
         for name, number, run, made in store.execute(versions, ["Deleted_Internal"]):
             models[name].versions[str(number)] = Version(str(number), tags[name, number], run or "", (made or 0.0) / 1000)
-    return [replace(model, tags=told(model.tags)) for model in models.values()]
+    return list(models.values())
 
 
 def _ask(location: Location, identities: Collection[str]) -> list[Model]:
@@ -96,5 +73,5 @@ def _ask(location: Location, identities: Collection[str]) -> list[Model]:
             found = client.search_model_versions(f"name = '{name}'")
             versions = {str(one.version): version_of(one) for one in found}
             aliases = {alias: str(number) for alias, number in model.aliases.items()}
-            models.append(Model(name, told(model.tags), versions, aliases))
+            models.append(Model(name, versions, aliases))
     return models

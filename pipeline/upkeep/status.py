@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 
 from pipeline.config.config import Config
-from pipeline.registry.promotion import PASS
+from pipeline.registry.promotion import PASS, PROMOTED_AT, PROMOTED_BY, PROMOTED_OVER
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import Version
 from pipeline.terminal import console, next_steps
@@ -87,29 +87,25 @@ def _model(model: Model, evidence: Mapping[str, Held], judged: Mapping[str, Cand
         "name": model.name,
         "versions": len(model.versions),
         "aliases": [_alias(model, alias, version, evidence, judged) for alias, version in listed],
-        "log_problem": model.history.problem,
     }
 
 
 def _alias(
     model: Model, alias: str, version: Version, evidence: Mapping[str, Held], judged: Mapping[str, Candidate]
 ) -> Document:
-    """Describe the engine that an alias points at, and the move that put the alias there, as far as the log has one."""
-    last = next((move for move in reversed(model.history.records) if move.aliases.get(alias) == version.number), None)
-    before = model.versions.get((last.before.get(alias) if last is not None else None) or "")
+    """Describe the engine that an alias points at, and its last promotion."""
+    before = model.versions.get(version.tags.get(PROMOTED_OVER, ""))
     tags, candidate = version.tags, judged.get(version.identity_digest)
-    tagged = f"up to {tags['max_tokens']} tokens, batch {tags.get('max_batch', '?')}" if "max_tokens" in tags else None
     return {
         "alias": alias,
         "version": version.number,
         "name": version.name,
         "verdict": tags.get("verdict", "unknown"),
-        "covered": candidate.covered if candidate is not None and candidate.covered is not None else tagged,
+        "covered": candidate.covered if candidate is not None else None,
         "registered_at": _time(version.made),
-        "moved_at": last.at if last is not None else None,
-        "moved_by": last.by if last is not None else None,
-        "moved_why": last.why if last is not None else None,
-        "in_place_of": str(before) if before is not None else None,
+        PROMOTED_AT: tags.get(PROMOTED_AT),
+        PROMOTED_BY: tags.get(PROMOTED_BY),
+        PROMOTED_OVER: str(before) if before is not None else None,
         "evidence": _place(evidence, version.identity_digest),
     }
 
@@ -164,17 +160,14 @@ def _print_model(model: Document) -> None:
     columns = _words("version", "engine", "verdict", "registered")
     console.show("aliases", Grid(f"{model['name']}: versions {model['versions']}", "alias", columns, rows, "holds", COLOURS))
     for one in model["aliases"]:
-        if one["moved_at"] is not None:
-            where = f", in place of {one['in_place_of']}" if one["in_place_of"] is not None else ""
-            moved = f"{one['alias']}: moved {_minute(one['moved_at'])} UTC by {one['moved_by']}, {one['moved_why']}{where}"
-            console.say(f"  {escape(moved)}")
+        if one["alias"] == "champion" and one[PROMOTED_AT] is not None:
+            over = f", over {one[PROMOTED_OVER]}" if one[PROMOTED_OVER] is not None else ""
+            console.say(escape(f"  champion: promoted {_minute(one[PROMOTED_AT])} UTC by {one[PROMOTED_BY]}{over}"))
     names = {one["alias"] for one in model["aliases"]}
     if "champion" not in names:
         console.say(f"{escape(model['name'])} has no champion yet")
     elif "previous" not in names:
         console.say("  no previous champion: stage=rollback has nothing to return to")
-    if model["log_problem"] is not None:
-        console.say(f"[red]its log of moves cannot be trusted:[/] {escape(model['log_problem'])}")
 
 
 def _print_sweep(sweep: Document) -> None:

@@ -88,7 +88,6 @@ class MemoryRegistry:
         self.aliases: dict[str, str] = {}
         self.versions: dict[str, dict[str, str]] = {}
         self.moves: list[tuple[str, str]] = []
-        self.model: dict[str, str] = {}
 
     def add(self, candidate: Candidate) -> Candidate:
         """Register a candidate as the next version; return it with its registration."""
@@ -106,14 +105,12 @@ class MemoryRegistry:
     def delete_alias(self, alias: str) -> None:
         del self.aliases[alias]
 
-    def model_tags(self) -> dict[str, str]:
-        return dict(self.model)
-
-    def set_model_tag(self, name: str, text: str) -> None:
-        self.model[name] = text
+    def registered(self) -> list[Version]:
+        return [Version(number, tags, "run") for number, tags in self.versions.items()]
 
     def tags(self, version: str) -> dict[str, str] | None:
         return self.versions.get(version)
 
-    def set_tags(self, version: str, tags: Mapping[str, str]) -> None:
-        self.versions[version].update(tags)
+    def set_tags(self, version: str, tags: Mapping[str, str | None]) -> None:
+        every = {**self.versions[version], **tags}
+        self.versions[version] = {name: text for name, text in every.items() if text is not None}

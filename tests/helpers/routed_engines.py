@@ -13,7 +13,6 @@ from pipeline.registry.tracking import Version
 from pipeline.routing.engines import Engine, Engines
 from pipeline.routing.files import RoutingConfig
 from pipeline.routing.stages import route
-from pipeline.trust.movelog import MoveLog, Record
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Check, LineStatus, Status, Verdict
 
@@ -46,15 +45,7 @@ class Fleet:
     @property
     def engines(self) -> Engines:
         """As a command opens them: nothing is replayed yet."""
-        return Engines(MoveLog(self.registry), self.registered, self._find, self._replay, self._decide)
-
-    @property
-    def records(self) -> tuple[Record, ...]:
-        """Those of the log of moves."""
-        return MoveLog(self.registry).read().records
-
-    def registered(self) -> list[Version]:
-        return [Version(number, tags, "run") for number, tags in self.registry.versions.items()]
+        return Engines(self.registry, self._find, self._replay, self._decide)
 
     def file(self, text: str) -> RoutingConfig:
         """A routing file with this text."""

@@ -124,9 +124,8 @@ def test_a_status_shows_what_serves_what_was_judged_and_what_lies_on_the_disk(
         "candidate": "fp8k_int4v",
     }
     assert aliases["champion"]["verdict"] == "PASS"
-    assert "@" in aliases["champion"]["moved_by"]
-    assert aliases["champion"]["moved_why"].startswith("asked for by name, of sweep 20260103")
-    assert aliases["champion"]["in_place_of"] == "version 2 (int8)"
+    assert "@" in aliases["champion"]["promoted_by"]
+    assert aliases["champion"]["promoted_over"] == "version 2 (int8)"
     assert [sweep["sweep"] for sweep in status["sweeps"]] == [LAST, *list(SWEEPS)[:0:-1]]
     assert status["sweeps_in_all"] == 4
     assert status["sweeps"][0]["candidates"][0]["version"] == "4"

@@ -21,7 +21,6 @@ from pipeline.artifacts.digest import tree_files
 from pipeline.artifacts.store import _manifest
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.registry import promotion, summary
-from pipeline.trust.movelog import MoveLog
 
 ROUNDS = 2
 
@@ -43,13 +42,13 @@ def take_part(number: int, work: Path, checkpoint: Path, kind: str, uri: str | N
     elif kind == "promote":
         last, store = summary.load(work), open_tracking(work, uri)
         try:
-            promotion.promote(last.candidates, MoveLog(store), replay_without_findings, decide_pass, sweep=last.sweep)
+            promotion.promote(last.candidates, store, replay_without_findings, decide_pass)
         except GateRefusal as error:
             if "rolled back" not in str(error) and "no candidate" not in str(error):
                 raise
     elif kind == "rollback":
         with suppress(UserError):  # there may be no previous champion
-            promotion.rollback(MoveLog(open_tracking(work, uri)), proven)
+            promotion.rollback(open_tracking(work, uri), proven)
     return []
 
 
@@ -77,11 +76,6 @@ def check_nothing_is_lost(work: Path, uri: str | None, versions: list[str], serv
         assert str(model.status) == "READY"
         assert "report.json" in {file.path for file in store.client.list_logged_model_artifacts(model.model_id)}
     assert store.alias("champion") in known or not serves
-    log = MoveLog(store)
-    log.repair()
-    history = log.read()
-    assert history.problem is None, history.problem
-    assert {alias: store.alias(alias) for alias in history.aliases} == history.aliases
     assert [path for path in (work / "artifacts").glob("*/.*-*") if path.is_dir()] == []
     take_part(0, work, work, "verify", uri)
 
@@ -125,17 +119,17 @@ def test_nothing_is_lost_on_a_server_with_postgresql(checkpoint: Path, tmp_path:
 
 def move(work: Path, name: str | None, ready: Callable[[], object] = lambda: None) -> None:
     """Promote the candidate with a name, or roll back."""
-    last, log = summary.load(work), MoveLog(open_tracking(work))
+    last, store = summary.load(work), open_tracking(work)
     ready()
     with suppress(UserError, GateRefusal):
         if name is None:
-            promotion.rollback(log, proven)
+            promotion.rollback(store, proven)
         else:
             asked = [one for one in last.candidates if one.name == name]
-            promotion.promote(asked, log, replay_without_findings, decide_pass, sweep=last.sweep, name=name)
+            promotion.promote(asked, store, replay_without_findings, decide_pass, name=name)
 
 
-def test_four_processes_that_move_at_once_leave_one_log(checkpoint: Path, tmp_path: Path) -> None:
+def test_four_processes_that_move_at_once_leave_a_champion(checkpoint: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
     for policy in ("bf16", "fp8", "int8"):
         in_a_child(work, partial(evaluate, work, checkpoint, policy, "sweep"))

@@ -15,7 +15,6 @@ from pipeline.registry import promotion
 from pipeline.registry.promotion import Finding, Move, Prove, Replay, ReplayedEvidence, choose
 from pipeline.registry.summary import Candidate, Cited, Registration, evidence_digest
 from pipeline.registry.tracking import Version
-from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.coverage import Exercised, Limits
 from pipeline.verdict.gates import Decide
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
@@ -51,11 +50,11 @@ def promote(
     decide: Decide = decide_pass,
     name: str | None = None,
 ) -> Move:
-    return promotion.promote(candidates, MoveLog(registry), replay, decide, sweep="s", name=name)
+    return promotion.promote(candidates, registry, replay, decide, name=name)
 
 
 def rollback(registry: MemoryRegistry, prove: Prove = proven) -> Move:
-    return promotion.rollback(MoveLog(registry), prove)
+    return promotion.rollback(registry, prove)
 
 
 def test_the_smallest_cache_that_passed_becomes_champion(tmp_path: Path, registry: MemoryRegistry) -> None:
@@ -68,8 +67,7 @@ def test_the_smallest_cache_that_passed_becomes_champion(tmp_path: Path, registr
     move = promote(registry, *candidates)
     assert (move.champion, "(version 2) is the champion" in move.message) == ("fp8k_int4v", True)
     assert registry.aliases == {"champion": "2"}
-    assert registry.versions["2"]["promoted_by_sweep"] == "s"
-    assert candidates[1].engine.digest in registry.versions["2"]["evidence"]
+    assert registry.versions["2"]["promoted_over"] == "none"
 
 
 def test_the_champion_stays_where_nothing_better_passed_unless_a_name_is_given(
@@ -84,8 +82,8 @@ def test_the_champion_stays_where_nothing_better_passed_unless_a_name_is_given(
         return promotion.incumbent("1", registered, lambda *_: (champion, evidence), decide, judged)
 
     def moved(*judged: Candidate, name: str | None = None) -> Move:
-        options: dict[str, Any] = {"sweep": "s", "name": name, "rival": rival(*judged)}
-        return promotion.promote(judged, MoveLog(registry), replay_without_findings, decide_pass, **options)
+        options: dict[str, Any] = {"name": name, "rival": rival(*judged)}
+        return promotion.promote(judged, registry, replay_without_findings, decide_pass, **options)
 
     stays = moved(large)
     assert (stays.champion, "(version 1) stays the champion" in stays.message) == ("fp8k_int4v", True)
@@ -187,9 +185,7 @@ def test_promote_refuses_an_identity_that_cannot_be_read(fp8: Candidate, registr
         promote(registry, fp8, replay=replay)
 
 
-def test_a_champion_carries_how_far_its_verdict_holds_and_its_engine_allows_no_more(
-    fp8: Candidate, registry: MemoryRegistry
-) -> None:
+def test_an_engine_that_allows_more_than_its_verdict_covers_is_not_promoted(fp8: Candidate, registry: MemoryRegistry) -> None:
     for limits, expected in (
         (Limits(tokens=4096, batch=16), "up to 1,003 tokens, batch 16, and its bundle allows 4,096 tokens: build it for 1024"),
         (Limits(tokens=1024, batch=32), "and its bundle allows batches of 32: build it for 16"),
@@ -198,7 +194,6 @@ def test_a_champion_carries_how_far_its_verdict_holds_and_its_engine_allows_no_m
             promote(registry, fp8, replay=replay_that_gives(built_for=limits))
     assert registry.moves == []
     move = promote(registry, fp8, replay=replay_that_gives(built_for=Limits(tokens=1024, batch=16)))
-    assert registry.versions["1"].items() >= {"max_tokens": "1003", "max_batch": "16"}.items()
     assert move.message.endswith("is the champion, up to 1,003 tokens, batch 16")
 
 

@@ -1,6 +1,6 @@
 """Routes: what a routing file may say, what an engine must prove, and that aliases move together or not at all."""
 
-import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -8,15 +8,15 @@ from judged_candidates import decide_pass
 from judged_engine import cited_tags, judged_engine
 from routed_engines import Fleet
 
-from pipeline.artifacts.digest import file_digest
+from pipeline.artifacts.locks import locked
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.evidence.reading import registered_engine
 from pipeline.evidence.verify import replay_candidate
 from pipeline.registry import promotion
 from pipeline.registry.tracking import Version
+from pipeline.routing import moves
 from pipeline.routing.moves import Aliases, read_aliases
 from pipeline.routing.stages import roll_back
-from pipeline.trust.movelog import MoveLog
 from pipeline.verdict.report import REPORT_FILE
 
 BOTH = "routes: {retrieval: {policy: fp8, fallback: bf16}, copy: {policy: int8}}"
@@ -51,20 +51,6 @@ def test_each_class_gets_its_engine_and_an_engine_is_replayed_once(fleet: Fleet)
     assert sorted(fleet.replays) == ["bf16", "fp8", "int8"]
 
 
-def test_the_moves_of_a_command_are_one_record_that_says_from_to_and_why(fleet: Fleet) -> None:
-    fleet.routed(BOTH)
-    fleet.routed("routes: {copy: {policy: fp8}}")
-    first, last = fleet.records
-    assert first.aliases == {"route-retrieval": "2", "route-retrieval-fallback": "1", "route-copy": "3"}
-    assert (last.kind, last.aliases, last.before["route-copy"]) == (
-        "route",
-        {"route-copy": "2", "route-copy-previous": "3"},
-        "3",
-    )
-    digest = file_digest(fleet.folder / "routes.yaml")[:12]
-    assert last.why == f"routing file {digest}: copy version 3 -> 2: the routing file"
-
-
 def test_a_number_names_a_version_and_a_name_the_latest_version_that_has_it(fleet: Fleet) -> None:
     fleet.add("fp8")
     fleet.routed("routes: {copy: {policy: 2}, retrieval: {policy: fp8}}")
@@ -75,7 +61,6 @@ def test_the_same_file_again_moves_nothing_and_leaves_the_way_back(fleet: Fleet)
     fleet.routed("routes: {copy: {policy: int8}}")
     fleet.routed("routes: {copy: {policy: fp8}}")
     assert fleet.routed("routes: {copy: {policy: fp8}}") == ["route-copy: version 2 (fp8), as it was"]
-    assert len(fleet.records) == 2
     assert read_aliases(fleet.registry, "copy") == Aliases("2", "3")
 
 
@@ -85,33 +70,23 @@ def test_a_rollback_by_hand_goes_to_the_previous_then_to_the_fallback_then_nowhe
     for expected in ("3", "1"):
         rolled_back(fleet, "retrieval")
         assert fleet.route("retrieval") == expected
-    assert [record.kind for record in fleet.records] == ["route", "route", "rollback", "rollback"]
+    assert {number: tags.get("left_routes") for number, tags in fleet.registry.versions.items()} == {
+        "1": None,
+        "2": "retrieval",
+        "3": "retrieval",
+    }
     with pytest.raises(UserError, match=r"routing\.rollback=retrieval: .* cannot go back: no previous, no fallback"):
         rolled_back(fleet, "retrieval")
     with pytest.raises(UserError, match=r"routing\.rollback=tool_call: this model has no such route"):
         rolled_back(fleet, "tool_call")
 
 
-@pytest.mark.parametrize(("version", "expected"), [("1", "was never proven for copy"), ("9", "was deleted")])
-def test_a_rollback_takes_no_engine_that_was_never_proven_for_the_class(fleet: Fleet, version: str, expected: str) -> None:
-    fleet.routed("routes: {copy: {policy: fp8}}")
-    fleet.registry.aliases["route-copy-previous"] = version  # by hand
-    with pytest.raises(UserError, match=f"its previous, version {version}, {expected}, no fallback"):
+def test_a_rollback_takes_no_engine_that_was_deleted(fleet: Fleet) -> None:
+    for policy in ("int8", "fp8"):
+        fleet.routed(f"routes: {{copy: {{policy: {policy}}}}}")
+    del fleet.registry.versions["3"]
+    with pytest.raises(UserError, match="its previous, version 3, was deleted, no fallback"):
         rolled_back(fleet, "copy")
-
-
-def test_a_way_back_that_the_log_cannot_vouch_for_is_replayed(fleet: Fleet) -> None:
-    for text in ("routes: {copy: {policy: int8}}", "routes: {copy: {policy: fp8}}"):
-        fleet.routed(text)
-    entry = json.loads(fleet.registry.model["move-000002"])
-    entry["record"]["by"] = "nobody"
-    fleet.registry.model["move-000002"] = json.dumps(entry)
-    fleet.lines[fleet.candidates["3"].engine.digest, "copy"] = "FAIL"
-    with pytest.raises(UserError, match="version 3 is not proven: copy is FAIL"):
-        rolled_back(fleet, "copy")
-    fleet.lines.clear()
-    rolled_back(fleet, "copy")
-    assert fleet.route("copy") == "3"
 
 
 @pytest.mark.parametrize(
@@ -149,17 +124,15 @@ def test_what_is_unknown_or_not_proven_is_refused_and_nothing_moves(
     (fleet.candidates["1"].engine.path / "bundle.json").write_text("another")
     with pytest.raises(kind, match=expected):
         fleet.routed(text)
-    assert (fleet.registry.moves, fleet.records) == ([], ())
+    assert fleet.registry.moves == []
 
 
 def test_routes_that_somebody_else_moved_meanwhile_are_left_to_them(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    changing = MoveLog.changing
-
-    def after_somebody_else(self: MoveLog, **options: bool) -> object:
+    def after_somebody_else(path: Path, purpose: str) -> AbstractContextManager[None]:
         fleet.registry.aliases["route-copy"] = "1"
-        return changing(self, **options)
+        return locked(path, purpose)
 
-    monkeypatch.setattr(MoveLog, "changing", after_somebody_else)
+    monkeypatch.setattr(moves, "locked", after_somebody_else)
     with pytest.raises(GateRefusal, match="route-copy was moved meanwhile"):
         fleet.routed(BOTH)
     assert fleet.registry.moves == []

@@ -1,8 +1,7 @@
-"""Signatures: keys that are no keys, evidence that somebody rewrote, and a log of moves that somebody else wrote."""
+"""Signatures: files that are no keys, and evidence that somebody rewrote."""
 
 import base64
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -15,7 +14,6 @@ from cryptography.hazmat.primitives import serialization as pem
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from evidence_copies import edit
-from judged_candidates import MemoryRegistry
 from judged_engine import candidate_of, config_of, exported, judged_engine
 from signing_keys import key_pair, keys
 
@@ -26,8 +24,7 @@ from pipeline.evidence.reading import find_evidence, read_evidence
 from pipeline.evidence.verify import replay
 from pipeline.run.job import Run
 from pipeline.run.serving import verify as verify_stage
-from pipeline.trust.keys import SIGNATURE_FILE, Keys, key_id
-from pipeline.trust.movelog import MoveLog
+from pipeline.trust.keys import SIGNATURE_FILE, Keys
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +94,6 @@ def test_a_key_itself_on_the_command_line_is_refused_and_not_repeated(ours: tupl
     assert text.splitlines()[1] not in str(caught.value)
 
 
-def test_whoever_trusts_keys_signs_the_moves_too() -> None:
-    with pytest.raises(UserError, match=r"signing\.key: missing; .* moves of stage=promote"):
-        plan(["stage=promote", "signing.trusted=[a.pem]"], multirun=False)
-    assert plan(["stage=verify", "bundle=x", "signing.trusted=[a.pem]"], multirun=False).jobs[0].signing.trusted == ("a.pem",)
-
-
 def signature_finding(evidence: Path, trusted: Keys) -> str:
     (finding,) = (one for one in replay(read_evidence(evidence), [trusted]) if one.name == "signature")
     return f"{finding.status}, {finding.detail}"
@@ -128,7 +119,7 @@ def test_evidence_that_was_rewritten_as_a_whole_is_refused(signed: Path, tmp_pat
     assert signature_finding(forged, trusted) == "differs, it is not signed"
     shutil.copyfile(signed / SIGNATURE_FILE, forged / SIGNATURE_FILE)
     assert signature_finding(forged, trusted) == "differs, identity.sig was signed for other files"
-    promotion = Run(config_of("stage=promote", f"signing.key={ours[0]}", f"signing.trusted=[{ours[1]}]"))
+    promotion = Run(config_of("stage=promote", f"signing.trusted=[{ours[1]}]"))
     before_a_promotion = promotion.replay(candidate_of(forged)).findings
     assert [finding.name for finding in before_a_promotion if finding.status == "differs"] == ["signature"]
     with pytest.raises(GateRefusal, match=r"is not what was judged: signature$"):
@@ -190,31 +181,3 @@ def test_no_file_of_the_store_holds_the_private_key(signed: Path, ours: tuple[Pa
     files = [path for path in signed.parent.parent.rglob("*") if path.is_file()]
     assert any(path.name == IDENTITY_FILE for path in files)
     assert not [path for path in files if secret in path.read_bytes() or base64.b64decode(secret)[-32:] in path.read_bytes()]
-
-
-def moved(log: MoveLog, version: str) -> None:
-    with log.changing() as history:
-        log.append(history, "promote", "a test", aliases={"champion": version}, before={"champion": None})
-
-
-def test_a_log_is_trusted_while_its_last_record_is_signed(
-    tmp_path: Path, ours: tuple[Path, Path], theirs: tuple[Path, Path]
-) -> None:
-    registry = MemoryRegistry(tmp_path)
-    registry.versions = {"1": {}, "2": {}, "3": {}}
-    trusting = MoveLog(registry, keys(ours[0], ours[1]))
-    moved(trusting, "1")
-    assert json.loads(registry.model["move-000001"])["signature"]["keyid"] == keys(ours[0]).signer_id
-    for forger, expected in ((Keys(), "it is not signed"), (keys(theirs[0]), "which is no trusted key")):
-        before = dict(registry.model), dict(registry.aliases)
-        moved(MoveLog(registry, forger), "2")  # consistent, by somebody who may write to the registry
-        with pytest.raises(GateRefusal, match=f"cannot be trusted: move 2: .*{expected}"):
-            moved(trusting, "3")
-        registry.model, registry.aliases = before
-    entry = json.loads(registry.model["move-000001"])
-    entry["record"]["aliases"]["champion"] = "2"
-    registry.model["move-000001"] = json.dumps(entry)
-    assert "is forged" in str(trusting.read().problem)
-    moved(MoveLog(registry, trusting.keys, accept_broken=True), "3")
-    assert trusting.read().problem is None
-    assert key_id(next(iter(trusting.keys.trusted.values()))) == trusting.keys.signer_id

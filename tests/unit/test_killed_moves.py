@@ -1,0 +1,124 @@
+"""Promotions, rollbacks and routes that are killed at any of their writes, and the same command run again."""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from judged_candidates import MemoryRegistry, decide_pass, judged_candidate, proven, replay_without_findings
+
+from pipeline.core.errors import UserError
+from pipeline.registry.promotion import mover, promote, rollback
+from pipeline.registry.summary import Candidate
+from pipeline.routing.moves import Aliases, Move, make_moves, read_aliases
+
+
+class Killed(BaseException):
+    """The process died: nothing after it runs."""
+
+
+class Dying(MemoryRegistry):
+    """A registry whose process dies before one of its writes."""
+
+    dies_in = -1
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith(("set_", "delete_")):
+            if self.dies_in == 0:
+                raise Killed
+            self.dies_in -= 1
+        return super().__getattribute__(name)
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Dying:
+    return Dying(tmp_path)
+
+
+@pytest.fixture
+def three(registry: Dying, tmp_path: Path) -> list[Candidate]:
+    return [registry.add(judged_candidate(tmp_path, policy, metrics={})) for policy in ("int8", "fp8", "bf16")]
+
+
+def put_forward(registry: MemoryRegistry, *candidates: Candidate) -> None:
+    for candidate in candidates:
+        promote([candidate], registry, replay_without_findings, decide_pass)
+
+
+def killed(registry: Dying, act: Callable[[], object]) -> Iterator[dict[str, str]]:
+    """Kill `act` before each of its writes in turn, each time from the same beginning, and yield the aliases."""
+    begin = deepcopy((registry.aliases, registry.versions))
+    for writes in range(100):
+        registry.aliases, registry.versions = deepcopy(begin)
+        registry.dies_in = writes
+        try:
+            act()
+        except Killed:
+            registry.dies_in = -1
+            yield dict(registry.aliases)
+        else:
+            assert writes > 1, "it writes"
+            return
+    raise AssertionError("it never ended")
+
+
+def test_a_killed_promotion_leaves_a_champion_and_is_finished_by_running_it_again(
+    registry: Dying, three: list[Candidate]
+) -> None:
+    put_forward(registry, *three[:2])
+    for left in killed(registry, lambda: put_forward(registry, three[2])):
+        assert left["champion"] == "2", "the champion moves last"
+        put_forward(registry, three[2])
+        assert registry.aliases == {"champion": "3", "previous": "2"}
+        assert registry.versions["3"]["promoted_over"] == "2"
+        assert registry.versions["3"].keys() >= {"promoted_by", "promoted_at"}
+
+
+def test_a_promotion_by_name_of_what_was_rolled_back_is_finished_too(registry: Dying, three: list[Candidate]) -> None:
+    put_forward(registry, *three[:2])
+    rollback(registry, proven)
+
+    def by_name() -> None:
+        promote([three[1]], registry, replay_without_findings, decide_pass, name="fp8")
+
+    for _ in killed(registry, by_name):
+        by_name()
+        assert registry.aliases == {"champion": "2", "previous": "1"}
+        assert "rolled_back_at" not in registry.versions["2"]
+
+
+def test_a_killed_rollback_leaves_a_champion_and_never_brings_the_bad_one_back(registry: Dying, three: list[Candidate]) -> None:
+    put_forward(registry, *three[:2])
+    for left in killed(registry, lambda: rollback(registry, proven)):
+        if left["champion"] == "2":
+            rollback(registry, proven)
+        else:
+            with pytest.raises(UserError, match="no previous champion to return to"):
+                rollback(registry, proven)
+        assert registry.aliases["champion"] == "1"
+        assert "rolled_back_at" in registry.versions["2"]
+        assert "promoted_at" not in registry.versions["2"]
+
+
+def test_a_killed_route_leaves_a_way_back_and_is_finished_by_running_it_again(registry: Dying, three: list[Candidate]) -> None:
+    assert len(three) == 3
+
+    def route(version: str, fallback: str | None) -> None:
+        before = read_aliases(registry, "copy")
+        after = before.moved_to(version)
+        make_moves(registry, [Move("copy", before, Aliases(after.now, after.previous, fallback), "a test")])
+
+    route("1", "2")
+    for left in killed(registry, lambda: route("3", None)):
+        assert left["route-copy"] in ("1", "3")
+        assert left["route-copy"] == "1" or left["route-copy-previous"] == "1"
+        route("3", None)
+        assert read_aliases(registry, "copy") == Aliases("3", "1")
+
+
+def test_a_move_says_who_made_it_and_never_a_password() -> None:
+    github = {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "a/b", "GITHUB_RUN_ID": "7"}
+    assert mover(github) == "https://github.com/a/b/actions/runs/7"
+    assert mover({"CI_JOB_URL": "https://u:secret@ci/job/1"}) == "https://***@ci/job/1"
+    assert "@" in mover({}) or mover({}).startswith("uid")
