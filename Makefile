@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long test-ray real faults vllm test-vllm llamacpp test-llamacpp gpu test-gpu-stack gpu-wheels audit docs check clean
+.PHONY: demo test test-long test-ray test-tensorrt-bindings real faults vllm test-vllm llamacpp test-llamacpp gpu test-gpu-stack gpu-wheels audit docs check clean
 
 # CPU torch comes first, from the index that has only CPU builds where it can be reached: an unbounded one is several GB of CUDA.
 # Everything else is locked by version and SHA-256 (requirements/lock writes the locks).
@@ -79,6 +79,18 @@ test-ray: $(VENV)/for-test $(RAY)/ready
 
 $(RAY)/ready: requirements/ray.lock | $(VENV)/torch
 	$(LOCKED) requirements/ray.lock --target $(RAY) --upgrade
+	touch $@
+
+# The attention plugin on NVIDIA's Python bindings of other TensorRT releases than test.lock's, each in a folder of its own (1 MB).
+BINDINGS := .venv-tensorrt
+BINDINGS_RELEASES := 10.16.1.11 11.0.0.114 11.4.0.106
+test-tensorrt-bindings: $(VENV)/for-test $(BINDINGS_RELEASES:%=$(BINDINGS)/%/ready)
+	for release in $(BINDINGS_RELEASES); do \
+	PYTHONPATH=$(abspath $(BINDINGS))/$$release REQUIRE_TENSORRT=$$release $(BIN)/python -m pytest -q \
+	tests/contract/test_tensorrt_facts.py tests/integration/test_tensorrt_plugin.py tests/integration/test_tensorrt_plugin_bundle.py || exit 1; done
+
+$(BINDINGS)/%/ready: requirements/tensorrt-%.lock | $(VENV)/torch
+	$(LOCKED) $< --target $(@D) --upgrade
 	touch $@
 
 # vLLM's CPU build, in an interpreter of its own: backend=vllm backend.python=.venv-vllm/bin/python.
@@ -178,4 +190,4 @@ check: $(VENV)/for-test
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(RAY) $(VLLM) $(LLAMACPP) $(GPU_STACK) $(AUDIT) $(DOCS) work
+	rm -rf $(VENV) $(RAY) $(BINDINGS) $(VLLM) $(LLAMACPP) $(GPU_STACK) $(AUDIT) $(DOCS) work
