@@ -1,21 +1,18 @@
 """`dry=true`: what each job of a command line would make or reuse, and what it would fail on. Nothing is written.
 
-The chain of artifacts runs over a store that makes nothing: what is there is found, what is not is stood in for (`StandIn`).
-
-The key of an artifact holds the digests of its inputs, which nobody knows before the inputs are made. A stand-in's digests are
-words in their place, the same words wherever the same recipe is met again: the second job of a sweep reuses artifacts of the
-first one.
+Each job walks its chain over a store that makes nothing (`DryStore`): it finds the artifacts that exist, and returns a stand-in
+for each of the others. The key of an artifact holds the digests of its inputs, which nobody knows before they are made. So a
+stand-in has made-up digests, the same for the same recipe: the second job of a sweep reuses the stand-ins of the first one.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 from rich.markup import escape
 
-from pipeline.artifacts.backend import Fill
 from pipeline.artifacts.digest import json_digest
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.checkpoint.places import locate_checkpoint
@@ -23,8 +20,6 @@ from pipeline.config.compose import Plan
 from pipeline.config.config import JUDGING, MAKING, Config
 from pipeline.config.suiting import has_chat_template
 from pipeline.core.errors import DEFECT, EXIT_CODES, SEVERITY, GateRefusal, UserError, describe, exit_code
-from pipeline.core.kv import KVShape
-from pipeline.gguf.model import inspect_gguf
 from pipeline.loading import open_backend, required_libraries
 from pipeline.planning.shapes import read_model
 from pipeline.registry.promotion import PASS
@@ -33,7 +28,6 @@ from pipeline.registry.summary import not_passed
 from pipeline.registry.tracking import locate
 from pipeline.run.chain import Chain
 from pipeline.run.inputs import TRACKED, checks
-from pipeline.run.tuning import search
 from pipeline.terminal import console
 from pipeline.terminal.grids import Column, Grid, Row
 from pipeline.terminal.tables import verdict_lines
@@ -45,7 +39,7 @@ COLUMNS = Column("job", "job"), Column("is", "is", words=True), Column("seconds"
 
 
 class _Words(dict[str, str]):
-    """The files and folders of an artifact that is not there: each has a word in place of its digest."""
+    """Made-up digests of the files and folders of an artifact that does not exist."""
 
     def __init__(self, key: str) -> None:
         super().__init__()
@@ -58,16 +52,16 @@ class _Words(dict[str, str]):
 class StandIn(Artifact):
     """Stands in for an artifact that is not in the store."""
 
+    exists = False
+
     def digest_under(self, folder: str) -> str:
         return self.files[folder]
 
 
-def is_there(*artifacts: Artifact) -> bool:
-    return not any(isinstance(artifact, StandIn) for artifact in artifacts)
-
-
 class DryStore(Store):
-    """A store from which nothing is made: `get` returns an artifact that is there and intact, else a stand-in."""
+    """A store that makes nothing: `get` returns an artifact that exists and is intact, else a stand-in."""
+
+    makes = False
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -83,59 +77,6 @@ class DryStore(Store):
         self.maker.setdefault(recipe.key, self.job)
         path, key = self.path(recipe), recipe.key
         return StandIn(path, recipe.stage, key, key, _Words(key), recipe.parts, False, 0.0)
-
-
-class DryChain(Chain):
-    """The artifacts of one configuration, as far as they are known before they are made."""
-
-    store: DryStore
-    verdict: Verdict | None = None
-
-    def ask(self) -> None:
-        """Ask for all that the configured stage makes; the identity only where it is known of what."""
-        if self.config.stage == "tune":
-            search(self)
-            return
-        made = self.made_by(self.config.stage)
-        if self.config.stage in JUDGING and is_there(made[0]):
-            report, rows = load_report(made[0].path), load_rows(made[0].path)
-            self.verdict = decide(report, rows, self.config.gates)
-            if is_there(*(artifact for _, artifact in self.finished)):
-                self.identity(made, report, self.verdict)
-
-    @cached_property
-    def checkpoint_digest(self) -> str:
-        return super().checkpoint_digest if self.checkpoint.is_dir() else self.finished[0][1].digest
-
-    @property
-    def shape(self) -> KVShape:
-        if self.checkpoint.is_dir():
-            return super().shape
-        return inspect_gguf(locate_checkpoint(self.config.model.path)).info.shape
-
-    @cached_property
-    def _rounds(self) -> int:
-        """How many rounds there are, also of samples that nobody encoded yet."""
-        if is_there(self.encoded_samples):
-            return super()._rounds
-        from stages.evaluate.inputs.rounds import assign_rounds
-
-        return len(assign_rounds(self._samples, self.config.workloads.rounds))
-
-    def _note_length(self) -> None:
-        if is_there(self.encoded_samples):
-            super()._note_length()
-
-    def _require_able(self, answers: Artifact) -> None:
-        if is_there(answers):
-            super()._require_able(answers)
-
-    def _is_decided(self, made: Mapping[str, Artifact]) -> bool:
-        """Whether the gates want no further round: after rounds that are not there, every round may be wanted."""
-        return is_there(*made.values()) and super()._is_decided(made)
-
-    def _get(self, recipe: Recipe, fill: Fill, title: str, resumable: bool) -> Artifact:  # noqa: ARG002
-        return self.store.get(recipe, lambda _: None)
 
 
 @dataclass
@@ -179,13 +120,11 @@ def foretell(planned: Plan) -> int:
         elif EXIT_CODES[UserError] not in codes:
             number = f"job {store.job}: " if planned.sweeping else ""
             console.say(f"{number}[bold]{config.stage} {escape(label)}[/] of {escape(config.model.path)}")
-            chain = DryChain(config, store)
-            problems.look(store.job, chain.ask)
+            chain = Chain(config, store)
+            problems.look(store.job, partial(_walk, chain, label, verdicts))
             if config.stage in JUDGING and store.job == 1:
                 problems.look(store.job, partial(_say_questions, config))
-            rows += _rows(chain)
-            if chain.verdict is not None:
-                verdicts[label] = chain.verdict
+            rows += _rows(chain, store)
     if rows:
         _print(rows)
     for label, verdict in verdicts.items():
@@ -197,6 +136,16 @@ def foretell(planned: Plan) -> int:
     code = problems.report(planned.sweeping)
     console.say("dry=true: nothing was written")
     return code
+
+
+def _walk(chain: Chain, label: str, verdicts: dict[str, Verdict]) -> None:
+    """Ask a chain for all that its stage makes, and note its verdict if it is known already."""
+    last = chain.made()
+    if chain.config.stage in JUDGING and last.exists:
+        report = load_report(last.path)
+        verdicts[label] = decide(report, load_rows(last.path), chain.config.gates)
+        if all(artifact.exists for _, artifact in chain.finished):  # the identity binds all of them
+            chain.identity(last, report, verdicts[label])
 
 
 def _checks_ahead(config: Config) -> Iterator[Callable[[], object]]:
@@ -221,16 +170,15 @@ def _check_tracking(config: Config) -> None:
         check_reachable(location)
 
 
-def _rows(chain: DryChain) -> Iterator[Row]:
-    job = chain.store.job
+def _rows(chain: Chain, store: DryStore) -> Iterator[Row]:
     for title, artifact in chain.finished:
-        maker = chain.store.maker.get(artifact.key, job)
-        if is_there(artifact) or maker != job:
-            word = "reused" if is_there(artifact) else f"made by job {maker}"
-            yield Row(title, (job, word, ""), style="dim")
+        maker = store.maker.get(artifact.key, store.job)
+        if artifact.exists or maker != store.job:
+            word = "reused" if artifact.exists else f"made by job {maker}"
+            yield Row(title, (store.job, word, ""), style="dim")
         else:
-            took = [manifest["seconds"] for _, manifest in chain.store.manifests(artifact.stage)]
-            yield Row(title, (job, "made", median(took) if took else None))
+            took = [manifest["seconds"] for _, manifest in store.manifests(artifact.stage)]
+            yield Row(title, (store.job, "made", median(took) if took else None))
 
 
 def _print(rows: list[Row]) -> None:

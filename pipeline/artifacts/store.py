@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pipeline.artifacts.digest import code_digest, files_digest, json_digest, tree_files
 from pipeline.artifacts.files import STORE_FILE, sweep_pool, write_whole
@@ -49,6 +49,8 @@ RESUMABLE_S = 30 * 24 * 3600.0
 class Artifact:
     """A finished directory of the store. `digest` covers every file in it."""
 
+    exists: ClassVar[bool] = True
+    """False for an artifact of a dry run that is still to be made."""
     path: Path
     stage: str
     key: str
@@ -100,6 +102,9 @@ class Recipe:
 
 
 class Store:
+    makes: ClassVar[bool] = True
+    """Whether `get` makes what is missing: False for a dry run."""
+
     def __init__(self, root: Path) -> None:
         self.root = root
         self._prepared = False

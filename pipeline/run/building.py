@@ -1,6 +1,7 @@
 """The chain of artifacts from a checkpoint to an engine: each is made from the ones before it, or found in the store."""
 
 import json
+import platform
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -8,19 +9,22 @@ from typing import Any
 
 from pipeline.artifacts.backend import TORCH, Backend, Fill
 from pipeline.artifacts.child import in_child
-from pipeline.artifacts.digest import file_digest, files_digest
+from pipeline.artifacts.digest import file_digest, files_digest, json_digest
 from pipeline.artifacts.store import Artifact, Recipe, Store
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.config.config import Config
+from pipeline.config.policies import tuned_policies
 from pipeline.core.backends import BackendConfig
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Rotation
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.core.records import Progress, give_back, in_threads
-from pipeline.core.scales import SCALES_FILE
+from pipeline.core.scales import SCALES_FILE, KVScales
+from pipeline.gguf.model import inspect_gguf
 from pipeline.loading import open_backend
 from pipeline.terminal import console
+from stages.engines.oracle.config import TorchConfig
 
 MODELOPT = (*TORCH, "nvidia-modelopt")
 
@@ -61,29 +65,34 @@ class BuildChain:
     def backend(self) -> Backend:
         return open_backend(self.config.backend)
 
-    @cached_property
-    def checkpoint(self) -> Path:
-        """The directory of the user's checkpoint; of a GGUF, what it was converted to."""
-        return self._converted(self.given).path if self.given.is_file() else self.given
-
     @property
     def given(self) -> Path:
         """The directory or GGUF that model.path names."""
         return locate_checkpoint(self.config.model.path)
 
     @property
+    def checkpoint(self) -> Path:
+        """The directory of the user's checkpoint, or the checkpoint that a GGUF was converted to."""
+        return self._converted.path if self._converted is not None else self.given
+
+    @property
     def shape(self) -> KVShape:
-        return inspect_checkpoint(self.checkpoint).shape
+        given = self.given
+        return inspect_gguf(given).info.shape if given.is_file() else inspect_checkpoint(given).shape
 
     @cached_property
     def checkpoint_digest(self) -> str:
-        checkpoint = self.checkpoint
+        if self._converted is not None:
+            return self._converted.digest
         with console.doing("reading the model's files"):
-            return self.digest_of_model(checkpoint)
+            return self.digest_of_model(self.given)
 
-    def _converted(self, gguf: Path) -> Artifact:
-        """Return the Hugging Face checkpoint of a GGUF; every later stage works on it alone."""
-        libraries = (*TORCH, "gguf", "numpy")
+    @cached_property
+    def _converted(self) -> Artifact | None:
+        """The Hugging Face checkpoint of a GGUF, from which every later stage works; None if model.path is a checkpoint."""
+        gguf, libraries = self.given, (*TORCH, "gguf", "numpy")
+        if not gguf.is_file():
+            return None
         recipe = Recipe("checkpoint", ("stages.gguf.convert",), {}, {"gguf": self.digest_of(gguf)}, libraries)
 
         def fill(out: Path, progress: Progress) -> None:
@@ -187,6 +196,45 @@ class BuildChain:
         max_length, seed = self.config.calibration.max_length, self.config.seed
         return {"weights": self.config.weights.format, "max_length": max_length, "seed": seed}
 
+    @cached_property
+    def twin_config(self) -> TorchConfig:
+        threads = getattr(self.config.backend, "threads", None)
+        return TorchConfig.model_validate({"name": "torch", "device": "cpu", "threads": threads})
+
+    def tuned(self) -> Artifact:
+        """Return the search of stage=tune for policies with fewer bytes."""
+        options, texts, weights = self.config.tune, self.config.calibration.file, self.weights()
+        policies = tuned_policies(self.config, self.shape)
+        quantized = [self.quantized(policy) for policy in policies]
+        inputs = {"checkpoint": weights.digest_under("checkpoint")}
+        if texts is not None:
+            inputs["jsonl"] = self.digest_of(texts)
+        inputs |= {f"scales {policy.name}": made.files[SCALES_FILE] for policy, made in zip(policies, quantized, strict=True)}
+        content = {
+            "tune": options.model_dump(exclude={"policies"}),
+            "seed": self.config.seed,
+            "python": platform.python_version(),  # the texts of some workloads are its own
+            "policies": json_digest([policy.model_dump(mode="json") for policy in policies]),
+        }
+        recipe = Recipe("tune", ("stages.tune.run",), content, inputs, (*TORCH, "numpy", "scipy"))
+
+        def fill(out: Path, progress: Progress) -> None:
+            from stages.tune.run import tune
+
+            scales = [KVScales.model_validate_json((made.path / SCALES_FILE).read_bytes()) for made in quantized]
+            tune(
+                weights.path / "checkpoint",
+                out,
+                jsonl=texts,
+                seed=self.config.seed,
+                uniform=list(zip(policies, scales, strict=True)),
+                config=options,
+                threads=self.twin_config.threads,
+                progress=progress,
+            )
+
+        return self.make(recipe, fill, resumable=True)
+
     def _recipe_config(self, policy: KVPolicy | None = None) -> dict[str, Any]:
         kv = {} if policy is None else {"kv": policy.model_dump()}
         return {**self._options(), **kv, "device": self.config.quantize.device}
@@ -226,6 +274,8 @@ class BuildChain:
         return artifact
 
     def _get(self, recipe: Recipe, fill: Fill, title: str, resumable: bool) -> Artifact:
+        if not self.store.makes:
+            return self.store.get(recipe, lambda _: None)
         with console.progress(title) as progress:
 
             def fill_with_progress(out: Path) -> None:

@@ -1,7 +1,7 @@
 """The chain of artifacts from an engine to its identity: what it and its baseline answer, round by round, and the report."""
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, takewhile
@@ -25,13 +25,10 @@ from pipeline.trust.keys import load_keys
 from pipeline.verdict.gates import decide, is_final
 from pipeline.verdict.report import EvaluationReport
 from pipeline.verdict.thresholds import Verdict
-from stages.engines.oracle.config import TorchConfig
 
 if TYPE_CHECKING:
-    from stages.evaluate.decoding.stored import Once
     from stages.evaluate.inputs.tokens import BundleTokenizer, Encoded
     from stages.evaluate.joining import Evaluation
-    from stages.evaluate.measure import JudgedEngine
     from stages.evaluate.twins.twin import Twin
 
 
@@ -42,21 +39,19 @@ class Chain(BuildChain):
     _opened: "_Opened | None" = field(default=None, init=False)
     """The engine that was asked last."""
 
-    def made_by(self, stage: str) -> tuple[Artifact, ...]:
-        """Return what a stage makes of the configured policy; one that judges makes an identity besides, of what it found."""
-        policy = self.config.kv
-        if stage == "quantize":
-            return (self.exports(policy),)
-        return (self.bundle(policy),) if stage == "build" else self.evaluation(policy)
+    def made(self) -> Artifact:
+        """Return the last artifact that the configured stage makes; a verdict is made into an identity besides.
+
+        A command, each job of a sweep and a dry run all walk the chain by asking for it.
+        """
+        stage, policy = self.config.stage, self.config.kv
+        if stage == "tune":
+            return self.tuned()
+        return {"quantize": self.exports, "build": self.bundle}.get(stage, self.evaluation)(policy)
 
     def twin(self, policy: KVPolicy) -> Artifact:
         """Return the bundle of the oracle under `policy`, from the weights and scales that the engine is built from."""
         return self.bundle(policy, self.twin_config)
-
-    @cached_property
-    def twin_config(self) -> TorchConfig:
-        threads = getattr(self.config.backend, "threads", None)
-        return TorchConfig.model_validate({"name": "torch", "device": "cpu", "threads": threads})
 
     @cached_property
     def reference_device(self) -> str:
@@ -91,14 +86,19 @@ class Chain(BuildChain):
         inputs = self._asked(policy, baseline)
 
         def fill(out: Path, progress: Progress) -> None:
-            from stages.evaluate.measure import measure
+            from stages.evaluate.measure import JudgedEngine, measure
 
+            opened, config = self._open(policy), self.config.workloads
+            engine = opened.engine  # first: on a GPU an engine may take a share of all memory, and the twin takes of the rest
+            compared = bool(config.conformance_samples)
+            twin = opened.twin if number == 1 and compared else None
+            changes = self.config.gates.allow_scale_changes
             measure(
-                self._judged(policy, number),
+                JudgedEngine(engine, config, twin, changes, uncompared=number == 1 and not compared),
                 self._encoded.round(number),
                 self._tokenizer,
                 out,
-                config=self.config.workloads,
+                config=config,
                 progress=progress,
                 baseline=None if baseline is None else baseline.path,
             )
@@ -114,7 +114,20 @@ class Chain(BuildChain):
         inputs = {**self._asked(policy, baseline), "measured": measured}
 
         def fill(out: Path, progress: Progress) -> None:
-            self._measured_once(policy, measured.path, None if baseline is None else baseline.path, progress).write(out)
+            from stages.evaluate.once import once
+
+            opened, self._opened = self._open(policy), None  # the must-fail control leaves its fault in the engine
+            once(
+                opened.engine,
+                self._encoded.round(1),
+                self._tokenizer,
+                measured.path,
+                config=self.config.workloads,
+                progress=progress,
+                twin=opened.twin if self.config.workloads.conformance_samples else None,
+                baseline=None if baseline is None else baseline.path,
+                planned=self._encoded.items,
+            ).write(out)
 
         stage = "once" if baseline is not None else "baseline_once"
         return self.make(self._recipe(stage, "once", inputs), fill, policy)
@@ -122,39 +135,10 @@ class Chain(BuildChain):
     def _asked(self, policy: KVPolicy, baseline: Artifact | None) -> dict[str, Artifact]:
         """Return what is asked and what it is compared with, by its name among the inputs of an artifact."""
         engine = self.bundle(policy)
-        compared = {"baseline": engine} if baseline is None else {"engine": engine, "answers": baseline}
-        return {**compared, **self._beside(policy), "encoded": self.encoded_samples}
-
-    def _beside(self, policy: KVPolicy) -> dict[str, Artifact]:
-        """Return the engines that the engine of `policy` is measured beside: its twin, if it is asked for anything."""
-        return {"twin": self.twin(policy)} if self.config.workloads.conformance_samples else {}
-
-    def _judged(self, policy: KVPolicy, number: int) -> "JudgedEngine":
-        """Return what is measured in a round: the engine, and in the first round its twin."""
-        from stages.evaluate.measure import JudgedEngine
-
-        opened = self._open(policy)
-        engine = opened.engine  # first: on a GPU an engine may take a share of all memory, and the twin takes of the rest
-        compared = bool(self.config.workloads.conformance_samples)
-        twin = opened.twin if number == 1 and compared else None
-        changes = self.config.gates.allow_scale_changes
-        return JudgedEngine(engine, self.config.workloads, twin, changes, uncompared=number == 1 and not compared)
-
-    def _measured_once(self, policy: KVPolicy, measured: Path, baseline: Path | None, progress: Progress) -> "Once":
-        from stages.evaluate.once import once
-
-        opened, self._opened = self._open(policy), None  # the must-fail control leaves its fault in the engine
-        return once(
-            opened.engine,
-            self._encoded.round(1),
-            self._tokenizer,
-            measured,
-            config=self.config.workloads,
-            progress=progress,
-            twin=opened.twin if self.config.workloads.conformance_samples else None,
-            baseline=baseline,
-            planned=self._encoded.items,
-        )
+        asked = {"baseline": engine} if baseline is None else {"engine": engine, "answers": baseline}
+        if self.config.workloads.conformance_samples:
+            asked["twin"] = self.twin(policy)
+        return {**asked, "encoded": self.encoded_samples}
 
     def _open(self, policy: KVPolicy) -> "_Opened":
         """Return the engine of `policy`; it takes the place of another one, because two may not fit beside each other."""
@@ -165,18 +149,21 @@ class Chain(BuildChain):
             self._opened = _Opened(self, policy)
         return self._opened
 
-    def evaluation(self, policy: KVPolicy) -> tuple[Artifact, Artifact, Artifact]:
-        """Return the report on `policy`'s engine, that engine's bundle, and the baseline engine's bundle."""
+    def evaluation(self, policy: KVPolicy) -> Artifact:
+        """Return the report on the engine of `policy`, after as many rounds as the gates want."""
         made = {"baseline": self.bundle(FP16_POLICY), "encoded": self.encoded_samples}
-        self._note_length()
+        if self.encoded_samples.exists:
+            self._note_length()
         answers = made[answers_input(1)] = self.baseline(1)
-        self._require_able(answers)
+        if answers.exists:
+            self._require_able(answers)
         made["baseline_once"] = self.once(FP16_POLICY, answers)
         made["engine"] = self.bundle(policy)
         candidate = made[round_input(1)] = self.round(policy, 1)
         made["once"] = self.once(policy, candidate, answers)
         for number in range(2, self._rounds + 1):
-            if self._is_decided(made):
+            # A dry run expects every round that follows one that is still to be run.
+            if all(artifact.exists for artifact in made.values()) and self._is_decided(made):
                 break
             made[answers_input(number)] = self.baseline(number)
             made[round_input(number)] = self.round(policy, number)
@@ -185,7 +172,7 @@ class Chain(BuildChain):
         def fill(out: Path, _: Progress) -> None:
             self._joined(made).write(out)
 
-        return self.make(self._recipe("evaluate", "joining", made), fill, policy), made["engine"], made["baseline"]
+        return self.make(self._recipe("evaluate", "joining", made), fill, policy)
 
     def _note_length(self) -> None:
         """Say before anything is asked that a promotion will refuse an engine which allows longer sequences than are asked."""
@@ -223,17 +210,15 @@ class Chain(BuildChain):
             found = self._joined(made)
             return is_final(decide(found.report, found.rows, gates), found.report, gates)
 
-    def identity(self, judged: Sequence[Artifact], report: EvaluationReport, verdict: Verdict) -> Artifact:
-        """Return what binds the judged engine to all that made it and to the verdict, with the evidence itself.
-
-        `judged` is what `evaluation` returned of the configured policy.
-        """
-        (evaluation, engine, baseline), policy = judged, self.config.kv
+    def identity(self, evaluation: Artifact, report: EvaluationReport, verdict: Verdict) -> Artifact:
+        """Return what binds the judged engine to all that made it and to the verdict, with the evidence itself."""
+        policy = self.config.kv
+        engine = self.bundle(policy)
         members: dict[Role, Artifact] = {
             "calibration": self.calibration(),
             "quantized": self.quantized(policy),
             "engine": engine,
-            "baseline": baseline,
+            "baseline": self.bundle(FP16_POLICY),
             "answers": self.baseline(),
             "evaluation": evaluation,
         }
@@ -283,7 +268,12 @@ class Chain(BuildChain):
 
     @cached_property
     def _rounds(self) -> int:
-        return max(self._encoded.numbers)
+        """Rounds of samples; a dry run counts them before the samples are encoded."""
+        if self.encoded_samples.exists:
+            return max(self._encoded.numbers)
+        from stages.evaluate.inputs.rounds import assign_rounds
+
+        return len(assign_rounds(self._samples, self.config.workloads.rounds))
 
     @cached_property
     def _tokenizer(self) -> "BundleTokenizer":

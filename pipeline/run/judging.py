@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 
 from pipeline.core.errors import GateRefusal
+from pipeline.core.kv import FP16_POLICY
 from pipeline.evidence.identity import IDENTITY_FILE
 from pipeline.registry import summary
 from pipeline.registry.promotion import PASS
@@ -17,7 +18,7 @@ from pipeline.verdict.tracked import flat_metrics
 
 
 def quantize(run: Run) -> None:
-    (exports,) = run.chain.made_by("quantize")
+    exports = run.chain.made()
     checkpoint = exports.path / "checkpoint"
     lines = f"quantized checkpoint: {checkpoint}", f"with the cache's scales and ModelOpt's exports: {exports.path}"
     console.result("quantized", *lines, paste=True, checkpoint=checkpoint, exports=exports.path)
@@ -26,7 +27,7 @@ def quantize(run: Run) -> None:
 
 
 def build(run: Run) -> None:
-    (bundle,) = run.chain.made_by("build")
+    bundle = run.chain.made()
     lines = f"engine bundle: {bundle.path}", f"digest: {bundle.digest}"
     console.result("engine", *lines, paste=True, bundle=bundle.path, digest=bundle.digest)
     for line in run.chain.backend.describe(bundle.path):
@@ -46,11 +47,12 @@ def evaluate(run: Run) -> None:
     whole = config.model_dump(mode="json", exclude={"log", "verbose", "dry"})
     recorded = nullcontext("") if store is None else store.candidate(run.sweep, run.label, config.backend.name, whole)
     with recorded as run_id:
-        evaluation, engine, baseline = judged = chain.evaluation(config.kv)
+        evaluation = chain.made()
+        engine, baseline = chain.bundle(config.kv), chain.bundle(FP16_POLICY)
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         with console.doing("deciding"):
             verdict = decide(report, rows, config.gates)
-        identity = chain.identity(judged, report, verdict)
+        identity = chain.identity(evaluation, report, verdict)
         report_path = evaluation.path / REPORT_FILE
         candidate = Candidate(
             name=run.label,

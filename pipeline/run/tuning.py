@@ -1,20 +1,14 @@
-"""`stage=tune`: the artifact of the search, the policies that it leaves for later commands, and its table."""
+"""`stage=tune`: the policies that the search leaves for later commands, and its table."""
 
 import json
-import platform
 import shutil
 import tempfile
 from pathlib import Path
 
-from pipeline.artifacts.backend import TORCH
-from pipeline.artifacts.digest import json_digest
-from pipeline.artifacts.store import Artifact, Recipe
 from pipeline.checkpoint.exports import layer_algorithms
-from pipeline.config.policies import policy_yaml, tuned_policies
+from pipeline.config.policies import policy_yaml
 from pipeline.core.errors import GateRefusal
 from pipeline.core.kv import KVShape
-from pipeline.core.records import Progress
-from pipeline.core.scales import SCALES_FILE, KVScales
 from pipeline.planning.tuning import TUNE_FILE, TuneReport
 from pipeline.run.chain import Chain
 from pipeline.terminal import console, next_steps
@@ -24,45 +18,9 @@ FOLDER = "tuned"
 """In the work directory: a configuration folder with the policies that were found, as `kv/NAME.yaml`, and their record."""
 
 
-def search(chain: Chain) -> Artifact:
-    config, options = chain.config, chain.config.tune
-    policies = tuned_policies(config, chain.shape)
-    quantized = [chain.quantized(policy) for policy in policies]
-    weights, texts = chain.weights(), config.calibration.file
-    inputs = {"checkpoint": weights.digest_under("checkpoint")}
-    if texts is not None:
-        inputs["jsonl"] = chain.digest_of(texts)
-    inputs |= {f"scales {policy.name}": made.files[SCALES_FILE] for policy, made in zip(policies, quantized, strict=True)}
-    content = {
-        "tune": options.model_dump(exclude={"policies"}),
-        "seed": config.seed,
-        "python": platform.python_version(),  # the texts of some workloads are its own
-        "policies": json_digest([policy.model_dump(mode="json") for policy in policies]),
-    }
-    recipe = Recipe("tune", ("stages.tune.run",), content, inputs, (*TORCH, "numpy", "scipy"))
-
-    def fill(out: Path, progress: Progress) -> None:
-        from stages.tune.run import tune
-
-        files = (made.path / SCALES_FILE for made in quantized)
-        scales = [KVScales.model_validate_json(file.read_text(encoding="utf-8")) for file in files]
-        tune(
-            weights.path / "checkpoint",
-            out,
-            jsonl=texts,
-            seed=config.seed,
-            uniform=list(zip(policies, scales, strict=True)),
-            config=options,
-            threads=chain.twin_config.threads,
-            progress=progress,
-        )
-
-    return chain.make(recipe, fill, resumable=True)
-
-
 def tune(chain: Chain) -> None:
     """Search, leave the policies on the front for later commands, and print them."""
-    artifact, shape = search(chain), chain.shape
+    artifact, shape = chain.made(), chain.shape
     report = TuneReport.model_validate_json((artifact.path / TUNE_FILE).read_text(encoding="utf-8"))
     folder = chain.config.work / FOLDER
     _leave(report, artifact.path, folder, shape)

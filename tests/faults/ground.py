@@ -17,7 +17,7 @@ from faults.drill import Day, cost, serve
 from faults.fault import MODELS, POLICIES, SETUPS, EngineName, Fault
 from faults.record import Cost
 from pipeline.artifacts.backend import Backend
-from pipeline.artifacts.store import Artifact, Store
+from pipeline.artifacts.store import Store
 from pipeline.config.compose import plan
 from pipeline.config.config import Config
 from pipeline.core.engine import Engine
@@ -203,7 +203,7 @@ class Ground:
     def _judge(self, config: Config, fault: Fault | None) -> Judgement:
         chain = self._chain(config, fault)
         with _silence():
-            evaluation: Artifact = chain.evaluation(config.kv)[0]
+            evaluation = chain.evaluation(config.kv)
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         shutil.rmtree(self.work / "faulty")
         return Judgement(decide(report, rows, config.gates), report, rows)

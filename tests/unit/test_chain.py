@@ -245,5 +245,6 @@ def test_the_oracle_shares_no_arithmetic_with_the_onnx_engine() -> None:
 def test_without_compared_requests_no_reference_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     (job,) = plan(["experiment=quick", "kv=fp8"], multirun=False).jobs
     chain = Chain(job, Store(Path("nowhere")))
+    vars(chain).update(encoded_samples=Mock(), bundle=Mock())
     monkeypatch.setattr(Chain, "twin", lambda *_: pytest.fail("the reference engine is not asked for anything"))
-    assert chain._beside(job.kv) == {}
+    assert "twin" not in chain._asked(job.kv, None)
