@@ -10,17 +10,20 @@ processes that died left goes when the store is next written to; a living one ho
 """
 
 import json
+import os
 import platform
 import re
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
+from secrets import token_hex
+from socket import gethostname
 from typing import Any, ClassVar
 
 from pipeline.artifacts.digest import code_digest, files_digest, json_digest, tree_files
@@ -38,7 +41,9 @@ SCRATCH = re.compile(r"\.([0-9a-f]{32})-.+")
 PARTIAL = ".partial"
 """Folder of a store with what is being made and may be gone on with: `STAGE/KEY`."""
 USE_LOCK = ".lock"
-"""At the root of a store: every command that uses its artifacts holds it together with others, and what removes some alone."""
+"""At the root of a store: a removal of artifacts holds it."""
+USERS = ".users"
+"""Folder of a store with a locked file for each command that uses its artifacts, named for its process."""
 MOST_BYTES = 64 << 20
 """Of a manifest."""
 RESUMABLE_S = 30 * 24 * 3600.0
@@ -200,15 +205,38 @@ class Store:
 def used(root: Path, *, make: bool) -> Iterator[None]:
     """Keep others from removing artifacts of a store while the block runs; waits while somebody does.
 
-    Unless it may `make` what is missing, a store that is not there is left so.
+    Unless it may `make` what is missing, a store that does not exist, or that this user may only read, is left as it is.
     """
-    lock = root / USE_LOCK
-    if not make and not lock.is_file():
+    lock, folder = root / USE_LOCK, root / USERS
+    if not make and not (lock.is_file() and os.access(folder if folder.is_dir() else root, os.W_OK)):
         yield
         return
-    root.mkdir(parents=True, exist_ok=True)
-    with locked(lock, f"the artifacts in {root}, of which some are being removed", together=True):
+    folder.mkdir(parents=True, exist_ok=True)
+    own = folder / f"{gethostname()}-{os.getpid()}-{token_hex(4)}"
+    with ExitStack() as stack:
+        with locked(lock, f"the artifacts in {root}, of which some are being removed"):
+            stack.enter_context(locked_at_once(own))
+            stack.callback(own.unlink, missing_ok=True)
         yield
+
+
+@contextmanager
+def alone(root: Path) -> Iterator[list[str]]:
+    """Keep commands from beginning to use a store while the block runs; it gets the processes that use the store, in words."""
+    with locked_at_once(root / USE_LOCK) as free:
+        yield _users(root) if free else ["a command that just begins"]
+
+
+def _users(root: Path) -> list[str]:
+    users = []
+    for own in sorted((root / USERS).glob("*")):
+        with locked_at_once(own) as died:
+            if died:
+                own.unlink(missing_ok=True)
+            else:
+                host, number, _ = own.name.rsplit("-", 2)
+                users.append(f"process {number} on {host}")
+    return users
 
 
 def check_store(root: Path) -> None:

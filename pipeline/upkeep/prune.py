@@ -1,15 +1,14 @@
 """`stage=prune`: what goes of a store, and how. An artifact goes whole, or stays whole: it is verified by all of its files.
 
-Nothing of a store is removed while another process uses it: commands hold the store's lock together (`pipeline.artifacts.store.
-used`), and a prune alone. A removal first renames, to a name that every later command removes as what a dead process left: who
-is killed in the middle leaves only whole artifacts.
+Nothing of a store is removed while another process uses it (`pipeline.artifacts.store.used` and `alone`). A removal first
+renames, to a name that every later command removes as what a dead process left: who is killed in the middle leaves only whole
+artifacts.
 """
 
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +16,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 
 from pipeline.artifacts.files import POOL
-from pipeline.artifacts.locks import holder, locked_at_once
-from pipeline.artifacts.store import USE_LOCK
+from pipeline.artifacts.store import USE_LOCK, alone
 from pipeline.config.config import Config
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.terminal import console, next_steps
@@ -50,7 +48,13 @@ def prune(config: Config) -> None:
         console.say(f"{escape(str(root))}: there are no artifacts")
         return
     if config.prune.apply:
-        with alone(root):  # what is needed is read while nobody can change it
+        _check_lock(root)
+        with alone(root) as users:  # what is needed is read while nobody can change it
+            if users:
+                raise MissingRequirement(
+                    f"stage=prune: the artifacts in {root} are used by {', '.join(users)}; nothing was removed: wait until it "
+                    "ends, or end it"
+                )
             plan = make_plan(config)
             remove(root, plan.gone)
     else:
@@ -97,19 +101,10 @@ def _check_known(config: Config, found: Found) -> None:
             )
 
 
-@contextmanager
-def alone(root: Path) -> Iterator[None]:
-    """Hold a store alone while the block runs: commands that begin meanwhile wait."""
+def _check_lock(root: Path) -> None:
     lock = root / USE_LOCK
-    if lock.exists() and not os.access(lock, os.R_OK):
-        raise UserError(f"stage=prune: {lock} may not be read by this user, so that nobody is waited for; give the permission")
-    with locked_at_once(lock) as free:
-        if not free:
-            who = holder(lock)
-            raise MissingRequirement(
-                f"stage=prune: {who} uses the artifacts in {root}; nothing was removed: wait until it ends, or end it"
-            )
-        yield
+    if lock.exists() and not os.access(lock, os.W_OK):
+        raise UserError(f"stage=prune: {lock} may not be written to by this user, so it cannot be held; give the permission")
 
 
 def remove(root: Path, gone: Sequence[Piece]) -> None:

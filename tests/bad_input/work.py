@@ -237,7 +237,7 @@ CASES = [
          place("~x/config.json", lambda path: path.write_text("{}"))),
     Case("a directory that may not be searched", ("stage=build", "model.path=model"), ("config.json", "Permission denied"),
          place("model", lambda path: checkpoint(path).chmod(0o444)), unprivileged=True),
-    Case("a lock that may not be read", ("stage=prune", "prune.apply=true"), ("work/artifacts/.lock", "may not be read"),
+    Case("a lock that may not be read", ("stage=prune", "prune.apply=true"), ("work/artifacts/.lock", "may not be written to"),
          place("work/artifacts/.lock", lambda path: path.touch(0)), begins=True, unprivileged=True),
     Case("a draft without weights", ("stage=evaluate", "workloads.speculation={draft:model}"),
          ("workloads.speculation.draft=", "model.safetensors", "download it again"), with_file("model.safetensors", "x"),

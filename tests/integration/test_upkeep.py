@@ -17,7 +17,7 @@ from judged_engine import candidate_of, config_of, judged_engine
 
 from pipeline.artifacts.digest import file_digest, tree_files
 from pipeline.artifacts.locks import LIMIT
-from pipeline.artifacts.store import MANIFEST, Recipe, Store, used
+from pipeline.artifacts.store import MANIFEST, USERS, Recipe, Store, alone, used
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.evidence.identity import read_identity
 from pipeline.registry import summary
@@ -26,7 +26,7 @@ from pipeline.registry.tracking import ENVIRONMENT, Location, Tracking, locate
 from pipeline.run import runner
 from pipeline.upkeep import registered
 from pipeline.upkeep.needs import Piece, distinct_bytes, find, last_sweeps, needs_of, walk
-from pipeline.upkeep.prune import Plan, alone, make_plan, remove
+from pipeline.upkeep.prune import Plan, make_plan, remove
 from pipeline.upkeep.registered import read_registered
 from pipeline.upkeep.status import show_status
 
@@ -96,7 +96,8 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
 
 
 def contents(folder: Path) -> dict[str, tuple[int, str]]:
-    return {str(p.relative_to(folder)): (p.stat().st_mtime_ns, file_digest(p)) for p in folder.rglob("*") if p.is_file()}
+    files = (path for path in folder.rglob("*") if path.is_file() and path.parent.name != USERS)
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, file_digest(path)) for path in files}
 
 
 def broken(artifacts: Path) -> list[str]:
@@ -278,7 +279,10 @@ def test_nothing_is_removed_while_a_process_uses_artifacts_and_a_killed_one_hold
     assert contents(ground.artifacts) == before
     # The other way round: a command that begins while artifacts are removed waits, and says for what.
     monkeypatch.setenv(LIMIT, "0.2")
-    with alone(ground.artifacts), pytest.raises(MissingRequirement, match=r"of which some are being removed: process \d+ held"):
+    with (
+        alone(ground.artifacts),
+        pytest.raises(MissingRequirement, match=r"of which some are being removed: another process held"),
+    ):
         command(ground.work, "stage=recommend")
 
 
