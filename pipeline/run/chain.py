@@ -86,21 +86,20 @@ class Chain(BuildChain):
         inputs = self._asked(policy, baseline)
 
         def fill(out: Path, progress: Progress) -> None:
-            from stages.evaluate.measure import JudgedEngine, measure
+            from stages.evaluate.measure import measure
 
             opened, config = self._open(policy), self.config.workloads
             engine = opened.engine  # first: on a GPU an engine may take a share of all memory, and the twin takes of the rest
-            compared = bool(config.conformance_samples)
-            twin = opened.twin if number == 1 and compared else None
-            changes = self.config.gates.allow_scale_changes
             measure(
-                JudgedEngine(engine, config, twin, changes, uncompared=number == 1 and not compared),
+                engine,
                 self._encoded.round(number),
                 self._tokenizer,
                 out,
                 config=config,
                 progress=progress,
                 baseline=None if baseline is None else baseline.path,
+                twin=opened.twin if number == 1 and config.conformance_samples else None,
+                allow_scale_changes=self.config.gates.allow_scale_changes,
             )
 
         recipe = self._recipe(stage, "measure", inputs, round=number)

@@ -262,15 +262,6 @@ class SystemMetrics(Record):
     """What computes a decode step's attention, where the engine has a choice: "graph", or "native in 30 of 30 layers"."""
 
 
-class Compaction(Record):
-    """What storing heads of the baseline's distributions instead of all of them costs, on some scored tokens."""
-
-    tokens: int
-    """Scored tokens whose whole distribution was kept as well."""
-    difference: Number
-    """Mean KL over the vocabulary, less that over head and rest, which is never more but for rounding."""
-
-
 class EvaluationReport(Record):
     """Everything that was measured of one engine against one baseline."""
 
@@ -294,7 +285,6 @@ class EvaluationReport(Record):
     system: SystemMetrics
     baseline_system: SystemMetrics
     """The same load on the baseline, timed when the baseline was measured."""
-    compaction: Compaction | None = None
     conformance: Conformance | None = None
     """Both engines against the oracle under their own policies; null without twins."""
     candidate_noise: Fidelity | None = None

@@ -34,7 +34,6 @@ def _flatten(report: EvaluationReport) -> Iterator[tuple[str, float]]:
         if seen is not None:
             yield f"quality/acceptance_engine_{side}", seen.tokens / seen.passes
     yield "quality/samples", float(report.samples)
-    yield from _numbers("quality/compaction_", report.compaction)
     yield from _numbers("noise/", report.noise)
     for name, value in _numbers("covered_", report.limits):
         yield "quality/" + name, value

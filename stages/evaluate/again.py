@@ -66,9 +66,9 @@ def decode_again(
         return {}
     heads: dict[str, SampleHeads] = {}
 
-    def keep(i: int, _: SampleResult, own: SampleHeads | None) -> None:
-        assert own is not None, "a baseline's heads are made"
-        heads[encoded[i].sample.id] = own
+    def keep(i: int, result: SampleResult) -> None:
+        assert result.heads is not None, "a baseline's heads are made"
+        heads[encoded[i].sample.id] = result.heads
 
     run_samples(baseline, Run(encoded, None, no_progress, done=keep), batch_size)
     del baseline  # two engines may not fit beside each other

@@ -87,7 +87,6 @@ def join(
         canary=own.canary,
         system=own.system,
         baseline_system=base.system,
-        compaction=metrics.compaction([kl for record in records for kl in record.missed]),
         conformance=conformance,
         candidate_noise=own.noise,
         coverage=Exercised.merged([*(record.coverage for record in records), own.coverage]),

@@ -5,7 +5,6 @@ While a round runs, `unfinished/` in its directory holds the results of the samp
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,13 +15,13 @@ from pipeline.core.workloads import WorkloadsConfig
 from pipeline.verdict.conformance import EngineConformance
 from pipeline.verdict.coverage import Exercised
 from pipeline.verdict.delivery import audit_scales
-from pipeline.verdict.record import finite
 from pipeline.verdict.thresholds import ScaleChangeKind
 from stages.evaluate.decoding.batches import Greedy
 from stages.evaluate.decoding.noise import repeated_samples
 from stages.evaluate.decoding.results import ResultFolder, SampleResult, unfinished
 from stages.evaluate.decoding.rows import (
     Answer,
+    Observer,
     Run,
     greedy_of,
     interruption,
@@ -34,7 +33,7 @@ from stages.evaluate.decoding.rows import (
 from stages.evaluate.decoding.speculation import speculated
 from stages.evaluate.decoding.stored import LOGPROBS, Measured, Round, read_round
 from stages.evaluate.distances.distance import StepStatistics
-from stages.evaluate.distances.scores import SampleHeads, StoredHeads
+from stages.evaluate.distances.scores import StoredHeads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, workloads_digest
 from stages.evaluate.twins.conformance import Comparison, spread
 from stages.evaluate.twins.twin import Twin
@@ -43,7 +42,7 @@ NOT_FINITE = "backend.compute_dtype: use float32, the baseline's logits are not 
 
 
 def measure(
-    engine: "JudgedEngine",
+    engine: Engine,
     encoded: Sequence[EncodedSample],
     tokenizer: BundleTokenizer,
     out: Path,
@@ -51,6 +50,8 @@ def measure(
     config: WorkloadsConfig,
     progress: Progress,
     baseline: Path | None = None,
+    twin: Twin | None = None,
+    allow_scale_changes: Collection[ScaleChangeKind] = (),
 ) -> None:
     """Ask an engine the samples of a round; a candidate is compared with the baseline.
 
@@ -58,20 +59,23 @@ def measure(
     Where the baseline answers rightly and finds its own words likelier than the reference, its own words are scored, of both.
 
     Args:
-        engine: The engine, and what it is compared with.
+        engine: The engine.
         encoded: The samples of the round.
         tokenizer: The tokenizer of the engine bundle.
         out: A directory that is empty, or was left by an interrupted call with the same arguments. It receives what
             `stored.read_round` and `scores.StoredHeads` read.
-        config: Batch size and limits.
+        config: Batch size, limits, and how many samples are compared with the twin.
         progress: Called with a label, the tokens done, and the tokens in all.
         baseline: What this function wrote of the baseline in the same round; None for the baseline itself.
+        twin: What the engine is compared with; None compares nothing.
+        allow_scale_changes: What the engine may make of the scales that its checkpoint carries.
 
     Raises:
         UserError: The baseline's logits are not finite, or the candidate's vocabulary is another one.
         GateRefusal: The engine uses other scales than its checkpoint carries.
         KeyboardInterrupt: The user asked for an end; the samples that have finished are kept.
     """
+    changes = audit_scales(engine, allow_scale_changes)
     digest, greedy = workloads_digest(encoded), greedy_of(tokenizer, config)
     known, heads, usual, named, scored = None, None, None, labelled(progress, "baseline: "), list(encoded)
     if baseline is not None:
@@ -83,28 +87,41 @@ def measure(
             )
         usual, scored = known.record.conformance, known.scored(encoded)
     repeated = {item.sample.id for item in repeated_samples(scored, config)}
+    comparison = None
+    if twin is not None:  # a candidate may be as far from its twin as its baseline makes usual
+        limit, layers = twin.limits(usual)
+        chosen = spread(scored, config.conformance_samples)
+        comparison = Comparison(
+            engine,
+            twin.beside(usual),
+            Run(scored, heads, named),
+            chosen,
+            batch_size=config.batch_size,
+            limit=limit,
+            layers=layers,
+        )
 
     with unfinished(out, workloads_digest(scored)) as folder:
 
         def run(
-            items: Sequence[EncodedSample], into: ResultFolder, greedy: Greedy | None, label: Progress
+            items: Sequence[EncodedSample], into: ResultFolder, greedy: Greedy | None, label: Progress, observe: Observer | None
         ) -> list[SampleResult]:
-            def keep(i: int, result: SampleResult, own: SampleHeads | None) -> None:
+            def keep(i: int, result: SampleResult) -> None:
                 if heads is None and not np.isfinite(result.statistics.baseline_nll).all():
                     raise UserError(f"{NOT_FINITE} on sample {items[i].sample.id}")
-                into.save(i, result, own)
+                into.save(i, result)
 
-            asked = Run(items, heads, label, greedy, into.load(), keep, noted, repeated=repeated, conformance=usual)
-            return engine.run(asked)
+            asked = Run(items, heads, label, greedy, into.load(), keep, noted, repeated)
+            return run_samples(engine, asked, config.batch_size, observe=observe)
 
         with interruption() as noted:
-            results = run(scored, folder, greedy, named)
+            results = run(scored, folder, greedy, named, None if comparison is None else comparison.take)
             said = judged_answers(scored, results, tokenizer, greedy)
             own = in_own_words(scored, results, said, greedy) if heads is None else {}
             items, kept = list(own.values()), [(folder, i) for i in range(len(scored))]
             if items:
                 again = folder.beside(workloads_digest(items))
-                anew = run(items, again, None, labelled(named, "own answers: "))
+                anew = run(items, again, None, labelled(named, "own answers: "), None)
                 for place, (i, result) in enumerate(zip(own, anew, strict=True)):
                     if likelier(result, results[i]):
                         scored[i], results[i], kept[i] = items[place], results[i].scored_anew(result), (again, place)
@@ -116,84 +133,26 @@ def measure(
         StoredHeads.write(out / LOGPROBS, stored)
         beside: Sequence[Answer | None] = known.answers_to(encoded) if known is not None else ()
         said = speculated(said, scored, config.speculation, greedy, named, beside)
+        conformance = None
+        if comparison is not None:
+            comparison.decode_missing()  # requests that had finished before an interruption
+            named("conformance", 0, 1)
+            conformance = comparison.result()
+        elif not config.conformance_samples:
+            conformance = EngineConformance(policy=engine.policy.name, requests=[])  # which passes nothing
         answers = {item.sample.id: answer for item, answer in zip(encoded, said, strict=True) if answer is not None}
         record = Measured(
             samples_digest=digest,
             vocab_size=engine.vocab_size,
             policy=engine.policy.name,
             takes_effect=engine.policy.takes_effect,
-            missed=[finite(kl) for result in results for kl in result.missed.tolist()],
+            coverage=Exercised.merged([result.trace for result in results]),
+            conformance=conformance,
+            compute_dtype=None if twin is None else twin.compute_dtype,
+            scale_changes=changes,
             right_answers={item.sample.id: list(item.reference) for item in scored if item.replaced and heads is None},
-            **engine.seen(results, named),
         )
         Round(record, answers, StepStatistics.joined([result.statistics for result in results])).write(out)
-
-
-class JudgedEngine:
-    """An engine beside its twin in the first round."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        config: WorkloadsConfig,
-        twin: Twin | None = None,
-        allow_scale_changes: Collection[ScaleChangeKind] = (),
-        *,
-        uncompared: bool = False,
-    ) -> None:
-        """Audit the scales of an engine.
-
-        Args:
-            engine: The engine.
-            config: Batch size, samples that are compared with the twin, and context bins.
-            twin: What it is compared with; None compares nothing.
-            allow_scale_changes: What the engine may make of the scales that its checkpoint carries.
-            uncompared: Whether the record says that no request was compared, so that nothing passes.
-
-        Raises:
-            GateRefusal: The engine uses other scales than its checkpoint carries.
-        """
-        self.engine, self.config, self.twin, self.uncompared = engine, config, twin, uncompared
-        self.policy, self.vocab_size = engine.policy, engine.vocab_size
-        self.changes = audit_scales(engine, allow_scale_changes)
-        self.comparison: Comparison | None = None
-
-    def run(self, run: Run) -> list[SampleResult]:
-        """Decode the samples, forced, the first time while the twin looks on."""
-        observe = None
-        if self.twin is not None and self.comparison is None:
-            self.comparison = self._comparison(self.twin, run)
-            observe = self.comparison.take
-        return run_samples(self.engine, run, self.config.batch_size, observe=observe)
-
-    def seen(self, results: Sequence[SampleResult], progress: Progress) -> dict[str, Any]:
-        """Return coverage, scales, and how far the engine is from its twin."""
-        conformance = None
-        if self.comparison is not None:  # requests that had finished before an interruption are decoded again for it
-            self.comparison.decode_missing()
-            progress("conformance", 0, 1)
-            conformance = self.comparison.result()
-        elif self.uncompared:
-            conformance = EngineConformance(policy=self.policy.name, requests=[])  # which passes nothing
-        return {
-            "coverage": Exercised.merged([result.trace for result in results]),
-            "conformance": conformance,
-            "compute_dtype": None if self.twin is None else self.twin.compute_dtype,
-            "scale_changes": self.changes,
-        }
-
-    def _comparison(self, twin: Twin, run: Run) -> Comparison:
-        """Prepare the comparison; a candidate may be as far from its twin as its baseline makes usual."""
-        limit, layers = twin.limits(run.conformance)
-        return Comparison(
-            self.engine,
-            twin.beside(run.conformance),
-            run,
-            spread(run.encoded, self.config.conformance_samples),
-            batch_size=self.config.batch_size,
-            limit=limit,
-            layers=layers,
-        )
 
 
 UNLIKELY = 0.1

@@ -172,7 +172,7 @@ def _heads(engine: OracleEngine, text: Text) -> list[Head]:
     found: list[Head] = []
     for rows in _distributions(engine.forced(text.tokens, text.first)):
         # Only the distance counts here, not what the text goes on with: any token serves as the reference.
-        found += [head_of(rows, row, 0, check=False) for row in range(len(rows.finite))]
+        found += [head_of(rows, row, 0) for row in range(len(rows.finite))]
     return found
 
 

@@ -14,7 +14,7 @@ from pipeline.verdict.report import EvaluationReport
 from stages.evaluate.decoding.stored import Once, read_round
 from stages.evaluate.inputs.tokens import Encoded, encode, encode_rounds
 from stages.evaluate.joining import Evaluation, join
-from stages.evaluate.measure import JudgedEngine, measure
+from stages.evaluate.measure import measure
 from stages.evaluate.once import once
 from stages.evaluate.twins.twin import Twin
 
@@ -59,7 +59,7 @@ def measure_candidate(
     engine, twin = open_engine(), None if open_twin is None else open_twin()
     options: dict[str, Any] = {"config": config, "progress": progress, "baseline": baseline}
     encoded = encode(samples, tokenizer, config.max_scored_tokens)
-    measure(JudgedEngine(engine, config, twin), encoded, tokenizer, out, **options)
+    measure(engine, encoded, tokenizer, out, twin=twin, **options)
     once(engine, encoded, tokenizer, out, twin=twin, **options).write(out)
 
 

@@ -100,9 +100,9 @@ UNDECIDED = ("int8",)
 """Policies that take a second round; LOST ones fail, the others pass at once."""
 
 
-def _measure(subject: Any, encoded: Sequence[Sample], _: object, out: Path, **__: object) -> None:
+def _measure(engine: Any, encoded: Sequence[Sample], _: object, out: Path, **__: object) -> None:
     (out / "answers.jsonl").write_text("{}\n" * len(encoded))
-    (out / "round.json").write_text(json.dumps({"policy": subject.policy, "ended": time.time_ns()}))
+    (out / "round.json").write_text(json.dumps({"policy": engine.policy, "ended": time.time_ns()}))
 
 
 def _once(*_: object, **__: object) -> Any:
@@ -152,7 +152,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
         read_encoded=lambda directory: encoded(int((directory / "encoded.json").read_text())),
         BundleTokenizer=lambda _: None,
     )
-    fake("evaluate.measure", measure=_measure, JudgedEngine=lambda engine, *_, **__: engine)
+    fake("evaluate.measure", measure=_measure)
     fake("evaluate.once", once=_once)
     fake("evaluate.twins.twin", Twin=lambda *_: None)
     fake(

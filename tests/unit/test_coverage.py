@@ -49,7 +49,7 @@ def test_rounds_are_merged() -> None:
 def test_a_trace_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
     trace = Exercised(longest_context=6, longest_decode=2, batch=2, forks=1, shared_prefixes=1)
     folder = ResultFolder(tmp_path)
-    folder.save(0, SampleResult(StepStatistics.empty(1), None, np.zeros(0), trace), None)
+    folder.save(0, SampleResult(StepStatistics.empty(1), None, trace))
     assert folder.load()[0].trace == trace
 
 

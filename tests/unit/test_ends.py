@@ -99,7 +99,7 @@ def test_a_right_answer_with_another_end_is_scored_with_its_own() -> None:
     items = encode(SAMPLES, CharTokenizer(), 9)
     unlikely = StepStatistics(*repeat(np.full(len(items[0].reference), 9.0), 6))
     answers = [(*item.reference[:-1], TOOL_CALL) for item in items]
-    results = [SampleResult(unlikely, answer, np.zeros(0), None) for answer in answers]  # type: ignore[arg-type]
+    results = [SampleResult(unlikely, answer, None) for answer in answers]  # type: ignore[arg-type]
     judged = judged_answers(items, results, CharTokenizer(), GREEDY)
     assert [one.text for one in judged if one] == [sample.reference for sample in SAMPLES]
     instead = in_own_words(items, results, judged, GREEDY)

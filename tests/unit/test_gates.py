@@ -16,7 +16,7 @@ from pipeline.core.errors import UserError
 from pipeline.statistics.bets import OUTLIER
 from pipeline.verdict.conformance import Conformance, EngineConformance
 from pipeline.verdict.coverage import ReusedPrefixes
-from pipeline.verdict.report import Canary, Compaction, Rung, SampleRow
+from pipeline.verdict.report import Canary, Rung, SampleRow
 from pipeline.verdict.thresholds import MOST_SAMPLES, Check, Verdict
 
 Rows = list[SampleRow]
@@ -59,10 +59,6 @@ def every_class_keeping(share: float, baseline: float = 0.25) -> Rows:
 
 def losing(count: int, rows: Rows) -> Rows:
     return [r.model_copy(update={"candidate_correct": i >= count}) for i, r in enumerate(rows)]
-
-
-def missing(difference: float | None) -> Compaction:
-    return Compaction(tokens=100, difference=difference)
 
 
 NEVER: dict[str, Any] = {"baseline_probability": 1e-3, "candidate_probability": 1e-3}
@@ -161,12 +157,6 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
         every_class(), {"candidate_noise": fidelity(kl_mean=1.0)}, "INCONCLUSIVE", {"max_mean_kl"},
         "the candidate's own noise"),
     "noise that nobody measured": (every_class(), {"noise": None}, "INCONCLUSIVE", {"noise_floor"}, ""),
-    "a baseline that is stored well enough": (every_class(), {"compaction": missing(4e-4)}, "PASS", set(), ""),
-    "a baseline that is stored too coarsely": (
-        every_class(), {"compaction": missing(6e-4)}, "INCONCLUSIVE", {"compaction"},
-        "miss 0.0006 nats of the mean KL, more than 1% of max_mean_kl=0.05"),
-    "a baseline that is stored nobody knows how": (
-        every_class(), {"compaction": missing(None)}, "INCONCLUSIVE", {"compaction"}, "miss not a number nats"),
     "a code that one request of seven stores wrong": (
         every_class(), {"conformance": STORED_WRONG}, "FAIL", {"conformance"}, "1 of 7 requests"),
     "a fork that shares a page it should have copied": (

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 from pipeline.verdict import thresholds
 from pipeline.verdict.gates.rare import Limits
-from pipeline.verdict.record import finite
 from pipeline.verdict.registry import Evidence, Line, by_workload, gate
 from pipeline.verdict.report import SampleRow
 from pipeline.verdict.thresholds import Check
@@ -14,8 +13,6 @@ REQUIRED_NUMBERS = (
     "mean_kl", "max_kl", "baseline_nll", "candidate_nll", "top1_agreement", "top10_overlap", "mean_squared_delta_p",
 )  # fmt: skip
 """Fields of a row that must be finite."""
-MISSED_SHARE = 0.01
-"""Most of the threshold of the mean KL that compact storage may miss."""
 
 
 @gate(thresholds.Limits, {"complete": Line("Complete", "nothing where all samples are whole", per="all")}, rank=0, stops=True)
@@ -94,21 +91,6 @@ def noise_floor(evidence: Evidence, limits: Limits) -> Iterator[Check]:
             if value is None or value >= limit:
                 reason = f"all: {key}={limit:g} is finer than the {engine}'s own noise ({label} {_rounded(value)})"
                 yield Check(gate=key, where="A/A noise", value=value, threshold=limit, status="INCONCLUSIVE", reason=reason)
-
-
-@gate(Limits, {"compaction": Line("Compact storage", "nats of the mean KL that stored heads miss", per="all")}, rank=32)
-def compaction(evidence: Evidence, limits: Limits) -> Iterator[Check]:
-    """INCONCLUSIVE where the stored heads of the baseline's distributions miss a share of the KL that matters."""
-    record = evidence.report.compaction
-    limit = MISSED_SHARE * limits.max_mean_kl
-    if record is None or (record.difference is not None and record.difference <= limit):
-        return
-    reason = (
-        f"all: the stored heads of the baseline's distributions miss {_rounded(record.difference)} nats of the mean KL, "
-        f"more than {MISSED_SHARE:.0%} of max_mean_kl={limits.max_mean_kl:g} (measured on {record.tokens} tokens)"
-    )
-    value = finite(record.difference)
-    yield Check(gate="compaction", where="all", value=value, threshold=limit, status="INCONCLUSIVE", reason=reason)
 
 
 def _rounded(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""What came of each sample, saved as soon as it is known, so that an interrupted measurement goes on where it stopped."""
+"""Per-sample results, saved as they finish, so that an interrupted measurement can resume."""
 
 import hashlib
 import re
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from safetensors.numpy import load, save
 
 from pipeline.verdict.coverage import Exercised
-from stages.evaluate.distances.distance import Array, StepStatistics
+from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.distances.scores import HEAD_ARRAYS, SampleHeads
 
 UNFINISHED = "unfinished"
@@ -23,16 +23,16 @@ FILE = re.compile(r"(\d+)-([0-9a-f]{64})\.safetensors")
 
 @dataclass(frozen=True)
 class SampleResult:
-    """What came of one sample."""
+    """The result of one sample."""
 
     statistics: StepStatistics
     """Of its reference tokens."""
     answer: tuple[int, ...] | None
     """The greedy answer with the stop token that ended it; None for a sample that is not judged."""
-    missed: Array
-    """KL over the vocabulary, less that over the head, of each token whose whole distribution is known."""
     trace: Exercised
     """What it took the engine through."""
+    heads: SampleHeads | None = None
+    """The engine's own distributions, until they are saved."""
 
     def scored_anew(self, again: "SampleResult") -> "SampleResult":
         """Return what came of a sample whose answer was forced after its reference: the same answer, scored by that pass."""
@@ -53,17 +53,16 @@ class ResultFolder:
         """Return the folder of what is scored anew of some of these samples, which goes with this one."""
         return ResultFolder(self.directory.with_name(f"{self.directory.name}-{digest}"))
 
-    def save(self, sample: int, result: SampleResult, heads: SampleHeads | None) -> None:
-        """Save what came of a sample; `heads` are the baseline's."""
+    def save(self, sample: int, result: SampleResult) -> None:
+        """Save the result of a sample."""
         arrays: dict[str, npt.NDArray[np.generic]] = {
             **{f"statistics/{name}": array for name, array in vars(result.statistics).items()},
             "trace": np.array(astuple(result.trace), np.int64),
-            "missed": result.missed,
         }
         if result.answer is not None:
             arrays["answer"] = np.array(result.answer, np.int64)
-        if heads is not None:
-            arrays |= {f"heads/{name}": getattr(heads, name) for name in HEAD_ARRAYS}
+        if result.heads is not None:
+            arrays |= {f"heads/{name}": getattr(result.heads, name) for name in HEAD_ARRAYS}
         content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
         path = self.directory / f"{sample}-{hashlib.sha256(content).hexdigest()}.safetensors"
         unfinished = self.directory / f"{sample}.part"
@@ -107,6 +106,5 @@ def _result(arrays: Mapping[str, npt.NDArray[np.generic]]) -> SampleResult:
     return SampleResult(
         statistics=StepStatistics(*(arrays[f"statistics/{item.name}"] for item in fields(StepStatistics))),  # type: ignore[arg-type]
         answer=tuple(arrays["answer"].tolist()) if "answer" in arrays else None,
-        missed=arrays["missed"],  # type: ignore[arg-type]
         trace=Exercised(*arrays["trace"].tolist()),
     )

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 
 import numpy as np
@@ -15,19 +15,18 @@ import numpy as np
 from pipeline.core.engine import Engine
 from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
-from pipeline.verdict.conformance import EngineConformance
 from pipeline.verdict.record import finite
 from pipeline.verdict.report import Acceptance, SampleRow
 from stages.evaluate.decoding.batches import Finished, Greedy, Step
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.results import SampleResult
-from stages.evaluate.distances.distance import Array, Distributions, Head, StepStatistics, compare_head, kl_of_logits
-from stages.evaluate.distances.scores import CHECK_EVERY, Heads, SampleHeads, head_of
+from stages.evaluate.distances.distance import Array, Distributions, Head, StepStatistics, compare_head
+from stages.evaluate.distances.scores import Heads, SampleHeads, head_of
 from stages.evaluate.inputs.checks import Judgement, judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 
-Done = Callable[[int, SampleResult, SampleHeads | None], None]
-"""Takes a sample's place, what came of it, and the engine's own heads of it where these are made."""
+Done = Callable[[int, SampleResult], None]
+"""Called with the index of a sample and its result, with the engine's own heads if they are made."""
 Observer = Callable[[Step], None]
 
 
@@ -114,19 +113,14 @@ class _InFlight:
     """The baseline's heads; None while the baseline itself is measured."""
     own: dict[int, Head] | None
     """The engine's own heads, where they are made."""
-    missed: list[float] = field(default_factory=list)
 
 
 class Scorer:
     """Turns the steps of a forced decode into statistics, by sample."""
 
-    def __init__(
-        self, encoded: Sequence[EncodedSample], baseline: Heads | None, vocab_size: int, repeated: Collection[str] = ()
-    ) -> None:
-        self.encoded, self.baseline, self.vocab_size, self.repeated = encoded, baseline, vocab_size, repeated
+    def __init__(self, encoded: Sequence[EncodedSample], baseline: Heads | None, repeated: Collection[str] = ()) -> None:
+        self.encoded, self.baseline, self.repeated = encoded, baseline, repeated
         self.in_flight: dict[int, _InFlight] = {}
-        self._starts = np.cumsum([0, *(len(item.reference) for item in encoded)])
-        """Scored tokens before each sample, which say of which tokens whole distributions are kept."""
 
     def score(self, step: Step) -> None:
         """Compare the rows of a step with the baseline's heads, or with their own where the baseline runs."""
@@ -136,23 +130,16 @@ class Scorer:
             token = self.encoded[i].reference[position]
             own = None
             if sample.own is not None:
-                check = (self._starts[i] + position) % CHECK_EVERY == 0
-                own = sample.own[position] = head_of(distributions, row, token, check=check)
+                own = sample.own[position] = head_of(distributions, row, token)
             head = own if sample.heads is None else sample.heads.head(position)
             assert head is not None
-            values = compare_head(head, distributions, row, token, step.greedy[row])
-            sample.statistics.put_token(position, values)
-            if sample.heads is not None and head.full is not None:
-                sample.missed.append(kl_of_logits(head.full[None], step.logits_BV[row : row + 1]).item() - values[0])
+            sample.statistics.put_token(position, compare_head(head, distributions, row, token, step.greedy[row]))
 
-    def finish(self, event: Finished) -> tuple[SampleResult, SampleHeads | None]:
-        """Return what came of a sample, and the engine's own heads where they were made."""
+    def finish(self, event: Finished) -> SampleResult:
+        """Return the result of a sample."""
         sample = self.in_flight.pop(event.sample)
-        result = SampleResult(sample.statistics, event.answer, np.array(sample.missed, np.float64), event.trace)
-        if sample.own is None:
-            return result, None
-        ordered = [sample.own[position] for position in range(len(sample.own))]
-        return result, SampleHeads.of(ordered, self.vocab_size)
+        own = None if sample.own is None else SampleHeads.of([sample.own[position] for position in range(len(sample.own))])
+        return SampleResult(sample.statistics, event.answer, event.trace, own)
 
     def _sample(self, i: int) -> _InFlight:
         if i in self.in_flight:
@@ -183,8 +170,6 @@ class Run:
     """Whether to finish the samples in flight and stop."""
     repeated: Collection[str] = ()
     """Ids of samples whose own heads are made of a candidate as well."""
-    conformance: EngineConformance | None = None
-    """How the baseline compares with its twin; None where that is not known."""
 
     @property
     def missing(self) -> list[int]:
@@ -197,10 +182,10 @@ class Run:
         counts = [len(item.reference) for item in self.encoded]
         return sum(counts[i] for i in self.results), sum(counts)
 
-    def finish(self, i: int, result: SampleResult, heads: SampleHeads | None) -> None:
-        """Keep what came of a sample."""
-        self.done(i, result, heads)
-        self.results[i] = result
+    def finish(self, i: int, result: SampleResult) -> None:
+        """Keep the result of a sample, without its heads, which are large."""
+        self.done(i, result)
+        self.results[i] = replace(result, heads=None)
 
     def whole(self) -> list[SampleResult]:
         """Return the result of each sample. Raises KeyboardInterrupt where some are missing, because an end was asked for."""
@@ -235,7 +220,7 @@ def run_samples(
         KeyboardInterrupt: Samples are missing, because an end was asked for.
     """
     noted, missing, (decoded, total) = run.interruption, run.missing, run.tokens
-    scorer = Scorer(run.encoded, run.heads, engine.vocab_size, run.repeated)
+    scorer = Scorer(run.encoded, run.heads, run.repeated)
     events = decode(
         engine,
         run.encoded,
@@ -259,7 +244,7 @@ def run_samples(
                 observe(event)
             decoded += len(event.samples)
         else:
-            run.finish(event.sample, *scorer.finish(event))
+            run.finish(event.sample, scorer.finish(event))
         if decoded < total:
             run.progress("forced decode [tokens]", decoded, total)
         else:

@@ -41,8 +41,6 @@ class Measured(BaseModel):
     policy: str
     takes_effect: dict[str, int] = {}
     """See KVPolicy."""
-    missed: list[float | None]
-    """KL over the vocabulary, less that over the head, of each token whose whole distribution is known."""
     coverage: Exercised
     conformance: EngineConformance | None = None
     """Of the first round, where the engine has a twin."""

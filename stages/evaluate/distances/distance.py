@@ -125,8 +125,6 @@ class Head:
     """Probability of all other tokens together."""
     reference: float
     """Log-probability of the reference token, which may be one of the rest."""
-    full: npt.NDArray[np.float32] | None
-    """The log-probabilities of the whole vocabulary (V), kept of some tokens as a check."""
 
 
 def longest_head(vocab_size: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pipeline.verdict.record import finite
-from pipeline.verdict.report import STEP_FLAG_KL, Acceptance, Accuracy, Compaction, Fidelity, SampleRow, Slice
+from pipeline.verdict.report import STEP_FLAG_KL, Acceptance, Accuracy, Fidelity, SampleRow, Slice
 from stages.evaluate.distances.distance import Array, StepStatistics
 
 DEPTHS = ("early", "middle", "late")
@@ -140,13 +140,3 @@ def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edge
             )
         )
     return summaries
-
-
-def compaction(missed: Sequence[float | None]) -> Compaction | None:
-    """Summarize what heads miss of the KL of the tokens whose whole distribution is known; None when there are none.
-
-    A KL that is missing makes the mean null: it is never left out.
-    """
-    if not missed:
-        return None
-    return Compaction(tokens=len(missed), difference=finite(float(np.array(missed, np.float64).mean())))

@@ -1,14 +1,14 @@
-"""The baseline's distributions as they are stored: the head of each, and of every CHECK_EVERY-th scored token all of it.
+"""The baseline's distributions as they are stored: the head of each.
 
 A head lists the most likely tokens with their log-probabilities until the others together have less than REST_MASS, so that
 its length follows the distribution: tens of tokens where the model is sure, thousands where it is not. At most vocab_size / 8
 tokens are listed (LEAST_CAP in small vocabularies).
 
-`logprobs.safetensors` holds the arrays of `SampleHeads` for each sample, named `<id>/<array>`. Where heads may be longer than
-LEAST_CAP, the arrays are packed into a third of the bytes: a head's most likely tokens as they are, the others in steps. The
-others are kept by their ids, whose gaps are small, with log-probabilities in steps of STEP, and together weigh what they
-weighed: their log-probabilities are shifted so that they, the tokens before them and the rest have a mass of 1. What is read
-back is STEP ** 2 / 24 nats, 2.5e-6, or less beside what was kept (tests/unit/test_evaluate_scores.py).
+`logprobs.safetensors` holds the arrays of `SampleHeads` for each sample, named `<id>/<array>`. If a head is longer than
+LEAST_CAP, the sample's arrays are packed into a third of the bytes: the EXACT most likely tokens of a head as they are, the
+others by their ids, whose gaps are small, with log-probabilities in steps of STEP. Reading shifts the log-probabilities of the
+others so that all tokens and the rest have a mass of 1. What is read is at most STEP ** 2 / 24 nats, 2.5e-6, from what was
+written (tests/unit/test_evaluate_scores.py).
 """
 
 import zlib
@@ -22,14 +22,12 @@ import numpy.typing as npt
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from stages.evaluate.distances.distance import LEAST_CAP, Distributions, Head, Tokens, longest_head
-
-CHECK_EVERY = 64
+from stages.evaluate.distances.distance import LEAST_CAP, Distributions, Head, Tokens
 
 
 @dataclass(frozen=True)
 class SampleHeads:
-    """The heads of a sample's N scored tokens, one after the other; the whole distributions (V) of M of them."""
+    """The heads of a sample's N scored tokens, one after the other."""
 
     offsets: npt.NDArray[np.int64]
     """(N + 1): head n is tokens[offsets[n] : offsets[n + 1]]."""
@@ -39,37 +37,22 @@ class SampleHeads:
     """(N)."""
     reference: npt.NDArray[np.float64]
     """(N)."""
-    checked: npt.NDArray[np.int64]
-    """(M): the scored tokens whose whole distribution is kept."""
-    full: npt.NDArray[np.float32]
-    """(M, V)."""
 
     @classmethod
-    def of(cls, heads: Sequence[Head], vocab_size: int) -> "SampleHeads":
+    def of(cls, heads: Sequence[Head]) -> "SampleHeads":
         """Join the heads of a sample's scored tokens."""
-        full = [head.full for head in heads if head.full is not None]
         return cls(
             offsets=np.cumsum([0, *(len(head.tokens) for head in heads)], dtype=np.int64),
             tokens=np.concatenate([head.tokens for head in heads]),
             logp=np.concatenate([head.logp for head in heads]),
             rest=np.array([head.rest for head in heads]),
             reference=np.array([head.reference for head in heads]),
-            checked=np.flatnonzero([head.full is not None for head in heads]),
-            full=np.stack(full) if full else np.zeros((0, vocab_size), np.float32),
         )
 
     def head(self, position: int) -> Head:
         """Return the head of a scored token."""
         part = slice(self.offsets[position], self.offsets[position + 1])
-        place = int(np.searchsorted(self.checked, position))
-        kept = place < len(self.checked) and self.checked[place] == position
-        return Head(
-            self.tokens[part],
-            self.logp[part],
-            float(self.rest[position]),
-            float(self.reference[position]),
-            self.full[place] if kept else None,
-        )
+        return Head(self.tokens[part], self.logp[part], float(self.rest[position]), float(self.reference[position]))
 
 
 HEAD_ARRAYS = tuple(item.name for item in fields(SampleHeads))
@@ -78,23 +61,15 @@ Heads = Callable[[str], SampleHeads]
 """Gives the baseline's heads of a sample by its id."""
 
 
-def head_of(distributions: Distributions, row: int, token: int, *, check: bool) -> Head:
-    """Return what is stored of a row; everything is NaN where a logit is not finite.
-
-    Args:
-        distributions: The baseline's distributions.
-        row: One of their rows.
-        token: The reference token.
-        check: Whether the whole distribution is kept as well.
-    """
+def head_of(distributions: Distributions, row: int, token: int) -> Head:
+    """Return what is stored of a row whose reference token is `token`; everything is NaN where a logit is not finite."""
     logits = distributions.logits_BV[row]
     ids = np.uint16 if len(logits) <= 1 << 16 else np.uint32
     if not distributions.finite[row]:
-        return Head(np.zeros(1, ids), np.full(1, np.nan, np.float32), np.nan, np.nan, None)
+        return Head(np.zeros(1, ids), np.full(1, np.nan, np.float32), np.nan, np.nan)
     tokens = distributions.head(row)
     logp, rest, log_sum = distributions.split(row, tokens)
-    full = (logits.astype(np.float64) - log_sum).astype(np.float32) if check else None
-    return Head(tokens.astype(ids), logp.astype(np.float32), rest, float(logits[token]) - log_sum, full)
+    return Head(tokens.astype(ids), logp.astype(np.float32), rest, float(logits[token]) - log_sum)
 
 
 class StoredHeads:
@@ -114,7 +89,7 @@ class StoredHeads:
         arrays: dict[str, npt.NDArray[Any]] = {}
         for name, heads in samples:
             stored: Mapping[str, npt.NDArray[Any]] = {array: getattr(heads, array) for array in HEAD_ARRAYS}
-            if longest_head(heads.full.shape[1]) > LEAST_CAP:
+            if np.diff(heads.offsets).max() > LEAST_CAP:
                 stored = packed(stored, LEAST_CAP)
             arrays |= {f"{name}/{array}": values for array, values in stored.items()}
         save_file(arrays, str(path))
@@ -139,7 +114,7 @@ def packed(arrays: Arrays, longest: int) -> dict[str, npt.NDArray[Any]]:
         arrays: The arrays by name.
         longest: Tokens up to which a head is stored as it is.
     """
-    offsets, tokens, logp, full = (arrays[name] for name in ("offsets", "tokens", "logp", "full"))
+    offsets, tokens, logp = (arrays[name] for name in ("offsets", "tokens", "logp"))
     listed, gaps, steps = np.ones(len(tokens), bool), [], []
     for start, stop in _long(offsets, longest):
         rest = np.sort(tokens[start + EXACT : stop])
@@ -152,14 +127,12 @@ def packed(arrays: Arrays, longest: int) -> dict[str, npt.NDArray[Any]]:
         "tokens": tokens[listed],
         "logp": logp[listed],
         "others": _compressed(np.concatenate([*gaps, np.zeros(0)]), np.concatenate([*steps, np.zeros(0)])),
-        "full": _compressed(_steps(full.reshape(-1))),
-        "vocab_size": np.array([full.shape[1]]),
     }
 
 
 def unpacked(stored: Arrays, longest: int) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays that `packed` was given, but for the rounding of what is kept in steps."""
-    offsets, rest, checked = stored["offsets"], stored["rest"], stored["checked"]
+    offsets, rest = stored["offsets"], stored["rest"]
     parts = _long(offsets, longest)
     gaps, steps = _decompressed(stored["others"], 2)
     tokens = np.empty(int(offsets[-1]), stored["tokens"].dtype)
@@ -176,13 +149,7 @@ def unpacked(stored: Arrays, longest: int) -> dict[str, npt.NDArray[Any]]:
         mass = 1.0 - known - float(rest[np.searchsorted(offsets, start)])
         logp[start + EXACT : stop] = others + np.log(mass / np.exp(others).sum())
         begin = end
-    (whole,) = _decompressed(stored["full"], 1)
-    full = (-STEP * whole.astype(np.float64)).astype(np.float32).reshape(len(checked), int(stored["vocab_size"][0]))
-    for row, position in zip(full, checked, strict=True):
-        part = slice(offsets[position], offsets[position + 1])
-        row[tokens[part]] = logp[part]
-    names = ("offsets", "rest", "reference", "checked")
-    return {**{name: stored[name] for name in names}, "tokens": tokens, "logp": logp, "full": full}
+    return {"offsets": offsets, "rest": rest, "reference": stored["reference"], "tokens": tokens, "logp": logp}
 
 
 def _long(offsets: npt.NDArray[np.int64], longest: int) -> list[tuple[int, int]]:
