@@ -5,19 +5,11 @@ The quantize stage skips an export that would lie; a backend that is built from 
 
 from pipeline.checkpoint.description import CheckpointInfo
 from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy, KVShape
+from pipeline.core.kv import KVPolicy
 
 UNIFIED_HF_KV = ("FP8",)
 TENSORRT_LLM_KV = ("FP8", "INT8")
 """Algorithms of the cache that each export can declare: one for keys and values, with one scale per layer."""
-
-
-LAYERS = "kv_cache_quantized_layers"
-LAYERS_SCHEMA = 1
-"""Where newer ModelOpt declares an algorithm for each layer's cache, and the version of that form. Layers that are not listed
-stay at 16 bits."""
-
-FP8 = Format(dtype="fp8_e4m3", granularity="per_tensor", scale="calibrated")
 
 
 def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
@@ -85,21 +77,3 @@ def describe_format(form: Format) -> str:
     blocks = f" block_scale={form.block_scale}" if form.block_scale != "none" else ""
     whose = f" arithmetic={form.arithmetic}" if form.arithmetic != "kvgate" else ""
     return f"{form.dtype} {form.granularity}{'' if form.symmetric else ' asymmetric'}{blocks}{rotated}{whose}"
-
-
-def layer_algorithms(policy: KVPolicy, shape: KVShape) -> dict[str, object] | None:
-    """Return ModelOpt's declaration of a policy whose layers are FP8 or at 16 bits; None for any other policy."""
-    if policy.exact_tokens or policy.window is not None or policy.eviction is not None:
-        return None
-    layers: dict[str, dict[str, str]] = {}
-    for layer in range(shape.layers):
-        formats = list(policy.sides(layer).values())
-        if all(form == FP8 for form in formats):
-            layers[f"model.layers.{layer}.self_attn"] = {"quant_algo": "FP8"}
-        elif not all(form.exact for form in formats):
-            return None
-    if not layers:
-        return None
-    algorithm = "FP8" if len(layers) == shape.layers else "MIXED_PRECISION"
-    declared = {"kv_cache_quant_algo": algorithm, LAYERS: layers, "kv_cache_schema_version": LAYERS_SCHEMA}
-    return {"producer": {"name": "modelopt"}, "quantization": declared}

@@ -31,8 +31,6 @@ class TuneConfig(StrictModel):
 
     policies: Annotated[list[str], Field(min_length=2, max_length=16)]
     """Names of uniform policies of conf/kv: each place gets the format of one of them."""
-    unit: Literal["side", "layer"]
-    """What gets a format of its own: each layer's keys and values apart, or a layer as a whole."""
     max_kl: Annotated[float, Field(gt=0)]
     """Largest mean KL from the FP16 cache, in nats per token."""
     workloads: Annotated[list[Workload], Field(min_length=1)]
@@ -41,8 +39,6 @@ class TuneConfig(StrictModel):
     """How many: half are searched on, a quarter checks what is proposed, a quarter is held out."""
     max_length: Annotated[int, Field(ge=64, le=131_072)]
     """Longer texts are cut, in tokens."""
-    points: Annotated[int, Field(ge=0, le=100)]
-    """Budgets between the uniform policies' KL, for the Pareto front."""
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> Self:
@@ -95,14 +91,13 @@ def mixed_scales(policy: KVPolicy, shape: KVShape, known: Sequence[tuple[KVPolic
     )
 
 
-class UnitSensitivity(Record):
-    """What one layer's keys, values or both cost alone in each format, everything else at 16 bits."""
+class Sensitivity(Record):
+    """What one layer's keys or values cost alone in each format, everything else at 16 bits."""
 
     layer: int
-    side: Side | None
-    """None: both."""
+    side: Side
     kl: dict[str, Number]
-    """Mean KL in nats per token, of the texts searched on, by the uniform policy that the formats are of."""
+    """Mean KL in nats per token, of the texts searched on, by the uniform policy that the format is of."""
 
 
 class MeasuredPolicy(Record):
@@ -130,11 +125,10 @@ class TuneReport(Record):
 
     schema_version: Literal[1] = 1
     policies: list[str]
-    unit: str
     max_kl: float
     tokens: dict[str, int]
     """Scored tokens of each part of the texts."""
-    sensitivities: list[UnitSensitivity]
+    sensitivities: list[Sensitivity]
     measured: list[MeasuredPolicy]
     chosen: str | None
     """The policy of fewest bytes within `max_kl` where it was measured; None when none has fewer bytes than 16 bits."""

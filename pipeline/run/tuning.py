@@ -1,11 +1,9 @@
 """`stage=tune`: the policies that the search leaves for later commands, and its table."""
 
-import json
 import shutil
 import tempfile
 from pathlib import Path
 
-from pipeline.checkpoint.exports import layer_algorithms
 from pipeline.config.policies import policy_yaml
 from pipeline.core.errors import GateRefusal
 from pipeline.core.kv import KVShape
@@ -23,7 +21,7 @@ def tune(chain: Chain) -> None:
     artifact, shape = chain.made(), chain.shape
     report = TuneReport.model_validate_json((artifact.path / TUNE_FILE).read_text(encoding="utf-8"))
     folder = chain.config.work / FOLDER
-    _leave(report, artifact.path, folder, shape)
+    _leave(report, artifact.path, folder)
     console.say("")
     console.show("front", front(report, shape))
     if report.chosen is None:
@@ -42,7 +40,7 @@ def tune(chain: Chain) -> None:
     next_steps.show(next_steps.after_tuning(chain.config, report.chosen, folder if chosen.origin != "uniform" else None))
 
 
-def _leave(report: TuneReport, artifact: Path, folder: Path, shape: KVShape) -> None:
+def _leave(report: TuneReport, artifact: Path, folder: Path) -> None:
     """Replace what an earlier search left by the policies of this one."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{FOLDER}-", dir=folder.parent) as scratch:
@@ -54,11 +52,6 @@ def _leave(report: TuneReport, artifact: Path, folder: Path, shape: KVShape) -> 
             held_out = _number(one.kl_held_out)
             comment = f"Found by stage=tune: {one.bytes_per_token} bytes a token, mean KL {held_out} on texts held out."
             (new / "kv" / f"{one.policy.name}.yaml").write_text(policy_yaml(one.policy, comment), encoding="utf-8")
-            declared = layer_algorithms(one.policy, shape)
-            if declared is not None:
-                (new / "modelopt").mkdir(exist_ok=True)
-                text = json.dumps(declared, indent=2) + "\n"
-                (new / "modelopt" / f"{one.policy.name}.json").write_text(text, encoding="utf-8")
         shutil.copyfile(artifact / TUNE_FILE, new / TUNE_FILE)
         if folder.exists():
             folder.rename(Path(scratch) / "old")

@@ -25,9 +25,9 @@ from pipeline.planning.tuning import (
     TUNE_FILE,
     MeasuredPolicy,
     Place,
+    Sensitivity,
     TuneConfig,
     TuneReport,
-    UnitSensitivity,
     beaten,
     choose,
     is_on_front,
@@ -46,31 +46,31 @@ ATTEMPTS = 4
 MARGINS = (0.9, 0.5)
 """What share of a uniform policy's KL a policy that is to beat it may have where it is checked: elsewhere it may have more."""
 
-Unit = tuple[Place, ...]
-"""What gets a format of its own: a layer's keys, its values, or both."""
+POINTS = 5
+"""Budgets between the KL of the uniform policies, for the Pareto front."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """What one unit costs in one format."""
+    """What one place costs in one format."""
 
     bytes: int
     """Bytes of one token."""
     kl: float
-    """Mean KL of this unit alone, in nats per token; infinite or NaN where it cannot be taken."""
+    """Mean KL of this place alone, in nats per token; infinite or NaN where it cannot be taken."""
 
 
-def fewest_bytes(units: Sequence[Sequence[Option]], budget: float) -> tuple[int, ...] | None:
-    """Return the number of every unit's option, so that the bytes are fewest and the sum of KL stays within `budget`; None
+def fewest_bytes(places: Sequence[Sequence[Option]], budget: float) -> tuple[int, ...] | None:
+    """Return the number of every place's option, so that the bytes are fewest and the sum of KL stays within `budget`; None
     where no choice does."""
-    owner = np.array([number for number, options in enumerate(units) for _ in options])
-    flat = [option for options in units for option in options]
+    owner = np.array([number for number, options in enumerate(places) for _ in options])
+    flat = [option for options in places for option in options]
     kl = np.array([option.kl / budget for option in flat])
     allowed = kl <= 1  # false for NaN
     kl = np.where(allowed, kl, 0.0)
     # Bytes are whole numbers, and the sum of KL within the budget is worth half a byte: it decides between equals alone.
     cost = np.array([option.bytes for option in flat]) + 0.5 * kl
-    one_each = csr_array((np.ones(len(flat)), (owner, np.arange(len(flat)))), shape=(len(units), len(flat)))
+    one_each = csr_array((np.ones(len(flat)), (owner, np.arange(len(flat)))), shape=(len(places), len(flat)))
     solution = milp(
         cost,
         integrality=np.ones(len(flat)),
@@ -81,7 +81,7 @@ def fewest_bytes(units: Sequence[Sequence[Option]], budget: float) -> tuple[int,
     if solution.x is None:
         return None
     taken = np.flatnonzero(solution.x > 0.5)
-    first = np.searchsorted(owner, np.arange(len(units)))
+    first = np.searchsorted(owner, np.arange(len(places)))
     return tuple(int(index - first[owner[index]]) for index in taken)
 
 
@@ -101,28 +101,22 @@ class Tuner:
     held_out: TextSet
     """Texts on which what is found is measured."""
     progress: Progress
-    alone: dict[tuple[Unit, int], float] = field(default_factory=dict)
-    """Mean KL of a unit in the formats of a uniform policy, by its number, everything else at 16 bits."""
+    alone: dict[tuple[Place, int], float] = field(default_factory=dict)
+    """Mean KL of a place in the format of a uniform policy, by its number, everything else at 16 bits."""
 
     @cached_property
-    def units(self) -> list[Unit]:
-        """What gets a format of its own: each layer's keys and values apart, or each layer as a whole."""
-        layers = range(self.shape.layers)
-        if self.config.unit == "layer":
-            return [tuple((layer, side) for side in SIDES) for layer in layers]
-        return [((layer, side),) for layer in layers for side in SIDES]
+    def places(self) -> list[Place]:
+        """The keys and the values of each layer."""
+        return [(layer, side) for layer in range(self.shape.layers) for side in SIDES]
 
-    def measure_units(self) -> None:
-        """Measure every unit alone in the formats of every uniform policy; formats that policies share are measured once."""
-        cells = [(unit, number) for unit in self.units for number in range(len(self.uniform))]
-        for done, (unit, number) in enumerate(cells):
+    def measure_places(self) -> None:
+        """Measure every place alone in the format of every uniform policy; formats that policies share are measured once."""
+        cells = [(place, number) for place in self.places for number in range(len(self.uniform))]
+        for done, (place, number) in enumerate(cells):
             self.progress("sensitivity [cells]", done, len(cells))
-            formats = dict(zip(unit, _formats(self.uniform[number], unit), strict=True))
-            if all(form.exact for form in formats.values()):
-                self.alone[unit, number] = 0.0
-            else:
-                kl = self.bench.kl(self._policy(formats), self.search, above=unit[0][0])
-                self.alone[unit, number] = float(kl.mean())
+            form = _format(self.uniform[number], place)
+            kl = 0.0 if form.exact else float(self.bench.kl(self._policy({place: form}), self.search, above=place[0]).mean())
+            self.alone[place, number] = kl
         self.progress("sensitivity [cells]", len(cells), len(cells))
 
     def propose(self, target: float) -> KVPolicy | None:
@@ -149,7 +143,7 @@ class Tuner:
         uniform = sorted(kl for kl in (self._kl(policy, self.check) for policy in self.uniform) if np.isfinite(kl) and kl > 0)
         if not uniform:
             return [self.config.max_kl]
-        between = np.geomspace(uniform[0], uniform[-1], self.config.points + 2)[1:-1]
+        between = np.geomspace(uniform[0], uniform[-1], POINTS + 2)[1:-1]
         return sorted({self.config.max_kl, *(share * kl for share in MARGINS for kl in uniform), *between.tolist()})
 
     def measured(self, policy: KVPolicy, origin: Literal["uniform", "tuned"]) -> MeasuredPolicy:
@@ -166,37 +160,33 @@ class Tuner:
             kl_held_out_upper=finite(float(np.percentile(sums[:, 0] / sums[:, 1], 95))),
         )
 
-    def sensitivities(self) -> list[UnitSensitivity]:
-        """Return what was measured of each unit."""
+    def sensitivities(self) -> list[Sensitivity]:
+        """Return what was measured of each place."""
+        names = [policy.name for policy in self.uniform]
         return [
-            UnitSensitivity(
-                layer=unit[0][0],
-                side=unit[0][1] if len(unit) == 1 else None,
-                kl={policy.name: finite(self.alone[unit, number]) for number, policy in enumerate(self.uniform)},
-            )
-            for unit in self.units
+            Sensitivity(layer=place[0], side=place[1], kl={name: finite(self.alone[place, n]) for n, name in enumerate(names)})
+            for place in self.places
         ]
 
     def _options(self) -> list[list[Option]]:
         return [
-            [Option(self._unit_bytes(unit, policy), self.alone[unit, number]) for number, policy in enumerate(self.uniform)]
-            for unit in self.units
+            [Option(self._place_bytes(place, policy), self.alone[place, number]) for number, policy in enumerate(self.uniform)]
+            for place in self.places
         ]
 
-    def _unit_bytes(self, unit: Unit, policy: KVPolicy) -> int:
-        return self.shape.kv_heads * sum(form.token_bytes(self.shape.head_dim) for form in _formats(policy, unit))
+    def _place_bytes(self, place: Place, policy: KVPolicy) -> int:
+        return self.shape.kv_heads * _format(policy, place).token_bytes(self.shape.head_dim)
 
     def _sum_of(self, policy: KVPolicy) -> float:
-        """The sum of what a policy's units cost alone."""
+        """Return the sum of what a policy's places cost alone."""
 
-        def number(unit: Unit) -> int:
-            return next(n for n, other in enumerate(self.uniform) if _formats(other, unit) == _formats(policy, unit))
+        def number(place: Place) -> int:
+            return next(n for n, other in enumerate(self.uniform) if _format(other, place) == _format(policy, place))
 
-        return sum(self.alone[unit, number(unit)] for unit in self.units)
+        return sum(self.alone[place, number(place)] for place in self.places)
 
     def _mixed(self, chosen: Sequence[int]) -> KVPolicy:
-        units = zip(self.units, chosen, strict=True)
-        return self._policy({p: f for unit, n in units for p, f in zip(unit, _formats(self.uniform[n], unit), strict=True)})
+        return self._policy({place: _format(self.uniform[n], place) for place, n in zip(self.places, chosen, strict=True)})
 
     def _policy(self, formats: Mapping[Place, Format]) -> KVPolicy:
         exact = {(layer, side): FP16_POLICY.key for layer in range(self.shape.layers) for side in SIDES}
@@ -210,8 +200,9 @@ class Tuner:
         return float(self.bench.kl(policy, texts).mean())
 
 
-def _formats(policy: KVPolicy, unit: Unit) -> list[Format]:
-    return [policy.sides(layer)[side] for layer, side in unit]
+def _format(policy: KVPolicy, place: Place) -> Format:
+    layer, side = place
+    return policy.sides(layer)[side]
 
 
 def tune(
@@ -232,7 +223,7 @@ def tune(
     shape = shape_for(model, FP16_POLICY)
     bench = Bench(model, lambda policy: mixed_scales(policy, shape, uniform), out)
     tuner = Tuner(bench, shape, [policy for policy, _ in uniform], config, search, check, held_out, progress)
-    tuner.measure_units()
+    tuner.measure_places()
     proposed: dict[str, KVPolicy] = {}
     targets = tuner.targets()
     for done, target in enumerate(targets):  # ascending: of two with the same bytes, and so name, the first has less KL
@@ -252,7 +243,6 @@ def tune(
     chosen = choose(measured, config.max_kl, FP16_POLICY.bytes_per_token(shape))
     report = TuneReport(
         policies=[policy.name for policy, _ in uniform],
-        unit=config.unit,
         max_kl=config.max_kl,
         tokens={part.name: part.scored for part in (search, check, held_out)},
         sensitivities=tuner.sensitivities(),

@@ -54,7 +54,7 @@ NAMED = {
     "stage=recommend": "capacity.concurrency=0 capacity.reserve_gib=-1.0",
     "stage=tune": """
         tune.policies=[fp16] tune.policies=[fp16,fp16] tune.policies=fp16 tune.policies=[../kv/fp8,fp16] tune.max_kl=nan
-        tune.texts=1 tune.points=-1
+        tune.texts=1
     """,
     "workloads=bfcl": "workloads.bfcl.categories=[] workloads.bfcl.samples=0",
     "workloads=jsonl": "workloads.jsonl=",
@@ -186,7 +186,6 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("stage=capacity capacity.gpu_gib=0.001", "capacity.gpu_gib=0.001: capacity.reserve_gib=4 leaves nothing"),
     ("stage=recommend capacity.gpu_gib=0.001", "capacity.gpu_gib=0.001: capacity.reserve_gib=4 leaves nothing"),
     ("stage=tune tune.policies=[fp16,fp9]", "tune.policies=fp9: no such policy in conf/kv, did you mean fp8?"),
-    ("stage=tune tune.unit=head",),
     ("workloads=bfcl workloads.bfcl.categories=[web_search]", "workloads.bfcl.categories=web_search"),
     ("workloads=jsonl", "workloads.jsonl"),
     ("workloads=jsonl workloads.jsonl=.",),

@@ -18,7 +18,6 @@ CHECKPOINT = Path(__file__).resolve().parents[2] / "stages" / "tiny" / "checkpoi
 SHORT = [
     "tune.policies=[fp16,fp8,int8,int4_g32]",
     "tune.texts=48",
-    "tune.points=1",
     "tune.workloads=[prose,copy]",
     "calibration.samples=8",
     "backend.threads=1",

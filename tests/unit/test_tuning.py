@@ -1,4 +1,4 @@
-"""Policies whose formats differ by layer and side: how they are put together, chosen and declared to ModelOpt."""
+"""Policies whose formats differ by layer and side: how they are put together and chosen."""
 
 from itertools import product
 
@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from pipeline.checkpoint.exports import layer_algorithms
 from pipeline.config.policies import load_policies, policy_yaml
 from pipeline.core.kv import FP16_POLICY, KVPolicy, KVShape, LayerOverride, Side
 from pipeline.core.scales import KVScales, SideScales
@@ -109,25 +108,3 @@ def test_the_choice_has_the_fewest_bytes_within_the_budget_where_it_was_measured
     sound, exact = measured(INT8, 8, 0.05), measured(FP16_POLICY, 16, 0.0)
     assert choose([lucky, sound, exact], 0.1, 16) is sound
     assert choose([lucky, exact], 0.1, 16) is None
-
-
-def test_a_policy_of_fp8_layers_is_declared_in_modelopts_form() -> None:
-    override = LayerOverride(layers=(0, 2), key=FP8.key, value=FP8.value)
-    policy = KVPolicy(name="modelopt", key=FP16_POLICY.key, value=FP16_POLICY.value, overrides=(override,))
-    declared = layer_algorithms(policy, SHAPE)
-    assert declared is not None
-    assert declared["quantization"] == {
-        "kv_cache_quant_algo": "MIXED_PRECISION",
-        "kv_cache_quantized_layers": {
-            "model.layers.0.self_attn": {"quant_algo": "FP8"},
-            "model.layers.2.self_attn": {"quant_algo": "FP8"},
-        },
-        "kv_cache_schema_version": 1,
-    }
-
-
-def test_what_modelopt_has_no_name_for_is_not_declared() -> None:
-    keys_alone = KVPolicy(name="keys", key=FP8.key, value=FP16_POLICY.value)
-    assert layer_algorithms(keys_alone, SHAPE) is None
-    assert layer_algorithms(INT8, SHAPE) is None
-    assert layer_algorithms(FP16_POLICY, SHAPE) is None
