@@ -1,9 +1,9 @@
-"""kvgate from Python: `evaluate` a model, `promote` it, `load` an engine or the `champion` (docs/start.md#from-python)."""
+"""kvgate from Python: `evaluate` a model, `load` an engine or the `champion` (docs/start.md#from-python)."""
 
 from pipeline.api.calls import KVPolicy
-from pipeline.api.champions import champion, promote
+from pipeline.api.champions import champion
 from pipeline.api.engines import LoadedEngine, load
-from pipeline.api.evaluations import Evaluation, comparison, evaluate
+from pipeline.api.evaluations import Evaluation, evaluate
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 
 __all__ = [
@@ -14,8 +14,6 @@ __all__ = [
     "MissingRequirement",
     "UserError",
     "champion",
-    "comparison",
     "evaluate",
     "load",
-    "promote",
 ]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from pipeline.api.calls import compose, raises_refusals
 from pipeline.api.engines import LoadedEngine, load
-from pipeline.api.evaluations import model_key
 from pipeline.artifacts.digest import file_digest
 from pipeline.checkpoint.places import checkpoint_label
 from pipeline.config.config import Config
@@ -17,10 +16,6 @@ from pipeline.evidence.reading import read_evidence, registered_candidate
 from pipeline.evidence.verify import replay
 from pipeline.registry.promotion import require_same
 from pipeline.registry.tracking import locate
-from pipeline.run.inputs import check_inputs
-from pipeline.run.job import open_store
-from pipeline.run.runner import run
-from pipeline.terminal import console
 from pipeline.trust.keys import load_keys
 
 ALIAS = "champion"
@@ -79,33 +74,6 @@ def champion(
         raise
     loaded.downloaded = scratch
     return loaded
-
-
-@raises_refusals
-def promote(model: str | Path = "tiny", *, name: str | None = None, **overrides: object) -> str:
-    """Make the best candidate that was judged last the champion: `python -m pipeline stage=promote`, in this process.
-
-    Args:
-        model: The checkpoint that was judged, or an option of `model=`.
-        name: That of the candidate; None is the best one that passed.
-        overrides: Other keys of the configuration, with the `gates.*` that the candidates were judged by.
-
-    Returns:
-        The name of the candidate that serves now.
-
-    Raises:
-        UserError: Nothing was judged, or no candidate is called so.
-        GateRefusal: None passed, or the best one's evidence does not hold.
-    """
-
-    config = compose({"stage": "promote", **model_key(model), "promote.name": name, **overrides})
-    check_inputs(config)
-    with console.silent():
-        run(config, "")
-    store = open_store(config.tracking, config.work, config.model.label)
-    assert store is not None, "a promotion without a registry is refused"
-    serves = store.alias(ALIAS)
-    return next(version.name for version in store.registered() if version.number == serves)
 
 
 def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -> Path:

@@ -1,23 +1,18 @@
 """`evaluate`: what `stage=evaluate` does, with the verdict and its report as objects."""
 
-from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pipeline.api.calls import compose, raises_refusals
 from pipeline.config import CONF
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.core.kv import KVPolicy
-from pipeline.loading import required_libraries
 from pipeline.registry import summary
 from pipeline.registry.summary import Candidate
 from pipeline.run.inputs import check_inputs
 from pipeline.run.runner import run
 from pipeline.terminal import console
-from pipeline.terminal.tables import MEASURES, measured
-from pipeline.terminal.tables import comparison as table
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Check, Status
 
@@ -55,29 +50,7 @@ class Evaluation:
 
     def __repr__(self) -> str:
         held = f" {self.candidate.covered}" if self.candidate.covered is not None else ""
-        cells = ", ".join(f"{name.replace('-', '')} {value}" for name, value in self._metrics())
-        return f"Evaluation({self.candidate.name} of {self.candidate.model}: {self.verdict}{held}; {cells})"
-
-    def _metrics(self) -> list[tuple[str, str]]:
-
-        shown = [one for one in MEASURES if measured(self.candidate.metrics, one.candidate) is not None]
-        headings = [one.column.heading.replace("\n", " ") for one in shown]
-        texts = [one.column.text(measured(self.candidate.metrics, one.candidate)) for one in shown]
-        return list(zip(headings, texts, strict=True))
-
-
-@raises_refusals
-def comparison(evaluations: Iterable[Evaluation]) -> Any:
-    """Return the console's table of evaluations as a pandas.DataFrame: a row for each baseline, then one for each evaluation.
-
-    Raises:
-        MissingRequirement: pandas is not installed.
-    """
-
-    with required_libraries():
-        import pandas as pd  # type: ignore[import-untyped]
-
-        return pd.DataFrame(table([one.candidate for one in evaluations]).records()).set_index("policy")
+        return f"Evaluation({self.candidate.name} of {self.candidate.model}: {self.verdict}{held})"
 
 
 NOT_HERE = {

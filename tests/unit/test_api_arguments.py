@@ -8,24 +8,19 @@ from typing import Any
 import pytest
 from fake_engine import CharTokenizer
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from judged_candidates import judged_candidate
 from judged_engine import cited_tags, config_of, judged_engine
 from omegaconf import OmegaConf
 from refusals import refused
 
 from pipeline.api import (
-    Evaluation,
     GateRefusal,
     KVPolicy,
     MissingRequirement,
     UserError,
     champion,
-    champions,
-    comparison,
     engines,
     evaluate,
     load,
-    promote,
 )
 from pipeline.api.engines import LoadedEngine
 from pipeline.core.overrides import written
@@ -141,21 +136,6 @@ def test_a_policy_that_is_none_is_said_a_line_a_problem() -> None:
     assert [line.partition(":")[0] for line in lines] == ["KVPolicy.sink_tokens", "KVPolicy.sinks"]
 
 
-def test_nothing_is_promoted_where_nothing_was_judged(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no candidates of model tiny"):
-        promote("tiny", workdir=str(tmp_path))
-
-
-def test_the_name_of_what_serves_is_the_registrys_where_no_summary_could_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    versions = [Version("1", {"kv": "fp8"}), Version("2", {"kv": "int8"})]
-    store = SimpleNamespace(alias=lambda _: "2", registered=lambda: versions)
-    monkeypatch.setattr(champions, "run", lambda *_: None)  # a promotion whose summary is a warning
-    monkeypatch.setattr(champions, "open_store", lambda *_: store)
-    assert promote("tiny", workdir=str(tmp_path)) == "int8"
-
-
 def test_a_champion_that_other_rules_judged_is_judged_again_and_not_registered_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,13 +172,6 @@ def test_samples_of_a_champion_that_was_judged_on_generated_ones_are_refused(dow
     (downloaded / "engine").mkdir()
     with refused(UserError, "samples=mine.jsonl: the champion was judged on generated samples alone"):
         champion("tiny", workdir=tmp_path / "elsewhere", samples="mine.jsonl")
-
-
-def test_evaluations_compare_as_rows_of_a_frame(tmp_path: Path) -> None:
-    judged = [judged_candidate(tmp_path, name, metrics={"quality/kl_mean": 0.25}) for name in ("fp8", "int8")]
-    frame = comparison([Evaluation(one, None, ()) for one in judged])  # type: ignore[arg-type]
-    assert list(frame.index) == ["fp16", "fp8", "int8"]
-    assert list(frame["kl_mean"][1:]) == [0.25, 0.25]
 
 
 def test_a_downloaded_champion_is_loaded_from_its_engine_and_not_from_the_record_beside_its_evidence(
