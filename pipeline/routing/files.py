@@ -11,6 +11,8 @@ from pipeline.trust.files import read_yaml
 
 DEFAULT = "default"
 """The route of every class that has none of its own."""
+MAX_AGE_S = 900
+"""Seconds from now to `taken_at` of a snapshot."""
 ALIAS_ENDINGS = ("-previous", "-fallback")
 """Of a route's other aliases: no class may end like one."""
 
@@ -45,8 +47,6 @@ class MonitorConfig(StrictModel):
 
     snapshot: PathText | None
     """Counts of a serving fleet by class of work, a JSON file."""
-    alpha: Annotated[float, Field(gt=0, le=0.05)]
-    """One-sided error of each monitor in one snapshot."""
     min_within_limit: Part
     """Of the requests: the share within `limit_ms`."""
     min_json_validity: Part
@@ -55,8 +55,6 @@ class MonitorConfig(StrictModel):
     """Of questions with known answers in the traffic: the least share that is answered rightly."""
     max_live_share: Annotated[float, Field(gt=0, le=1)]
     """Of the tokens that fit; more is memory pressure."""
-    max_age_s: Annotated[int, Field(ge=1)]
-    """Seconds between now and `taken_at`; a snapshot that is farther away is refused."""
 
 
 class Route(StrictModel):
@@ -140,9 +138,9 @@ def read_snapshot(monitor: MonitorConfig) -> Snapshot:
     snapshot = read_yaml(Snapshot, "monitor.snapshot", monitor.snapshot)
     if snapshot.taken_at is not None:
         away = abs((datetime.now(UTC) - snapshot.taken_at).total_seconds())
-        if away > monitor.max_age_s:
+        if away > MAX_AGE_S:
             raise UserError(
                 f"monitor.snapshot={monitor.snapshot}: taken_at={snapshot.taken_at.isoformat()} is {away:,.0f} s from now, "
-                f"monitor.max_age_s={monitor.max_age_s} allows fewer; take a new one"
+                f"more than {MAX_AGE_S}; take a new one"
             )
     return snapshot

@@ -1,7 +1,7 @@
 """stage=route and stage=monitor: what they decide, and the lines that they say.
 
 A monitor is a share of good requests with a least that it may be. It is **broken** where the exact one-sided upper bound of
-the share is below that (Clopper-Pearson at `monitor.alpha`), it **holds** where the lower bound is not below it, and between
+the share is below that (Clopper-Pearson at ALPHA), it **holds** where the lower bound is not below it, and between
 the two it is **unknown**: too few requests to tell. Noise moves nothing. The bounds take requests for independent of each
 other.
 
@@ -98,6 +98,8 @@ def step_down(engines: Engines, now: Engine, workload: str, quality_holds: bool,
     raise GateRefusal(f"no smaller engine is proven for {workload}")
 
 
+ALPHA = 0.001
+"""One-sided error of each monitor in one snapshot: how often a class that is exactly at a limit is taken for broken."""
 Status = Literal["holds", "broken", "unknown"]
 Kind = Literal["latency", "quality", "memory"]
 
@@ -119,9 +121,9 @@ def quality_holds(readings: Sequence[Reading]) -> bool:
 def read_monitors(snapshot: ClassSnapshot, limits: MonitorConfig) -> list[Reading]:
 
     def reading(kind: Kind, name: str, share: Share, least: float) -> Reading:
-        upper, lower = (statistics.bounds.share_bound(share.good, share.of, limits.alpha, lower=side) for side in (False, True))
+        upper, lower = (statistics.bounds.share_bound(share.good, share.of, ALPHA, lower=side) for side in (False, True))
         status: Status = "broken" if upper < least else "holds" if lower >= least else "unknown"
-        bounds = f"{100 * (1 - limits.alpha):g} % bounds {lower:.4f} to {upper:.4f}"
+        bounds = f"{100 * (1 - ALPHA):g} % bounds {lower:.4f} to {upper:.4f}"
         return Reading(kind, name, status, f"{share.good:,} of {share.of:,}, {bounds}, least {least:g}")
 
     latency, memory, most = snapshot.latency, snapshot.memory, limits.max_live_share

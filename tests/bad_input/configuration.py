@@ -45,7 +45,7 @@ NAMED = {
     "-m": "seed=range(0,100000000) seed=choice()",
     "stage=verify": "bundle=",
     "stage=route": "routing.file=5",
-    "stage=monitor monitor.snapshot=x": "monitor.alpha=nan monitor.max_live_share=1.5 monitor.min_within_limit=inf",
+    "stage=monitor monitor.snapshot=x": "monitor.max_live_share=1.5 monitor.min_within_limit=inf",
     "stage=capacity": """
         capacity.gpu_gib=0 capacity.gpu_gib=nan capacity.ceiling=2.0 capacity.contexts=[]
         capacity.contexts=[{tokens:0,requests:1}] capacity.contexts=[{tokens:10,requests:2000}]

@@ -95,8 +95,7 @@ def test_headers_of_safetensors(length: int | None, entry: dict[str, Any], cut: 
 
 
 MONITOR = {
-    "alpha": 0.001, "min_within_limit": 0.9, "min_json_validity": 0.9, "min_canary_accuracy": 0.9, "max_live_share": 0.9,
-    "max_age_s": 900,
+    "min_within_limit": 0.9, "min_json_validity": 0.9, "min_canary_accuracy": 0.9, "max_live_share": 0.9,
 }  # fmt: skip
 
 READERS: dict[str, Callable[[Path], object]] = {

@@ -12,7 +12,7 @@ from pipeline.config.compose import plan
 from pipeline.core.errors import GateRefusal, UserError
 from pipeline.routing.files import ClassSnapshot, MonitorConfig, read_snapshot
 from pipeline.routing.moves import Aliases, read_aliases
-from pipeline.routing.stages import Reading, monitor, quality_holds, read_monitors, step
+from pipeline.routing.stages import ALPHA, Reading, monitor, quality_holds, read_monitors, step
 
 LIMITS = plan(["stage=monitor", "monitor.snapshot=s"], multirun=False).jobs[0].monitor
 WELL: dict[str, Any] = {
@@ -80,7 +80,7 @@ def test_a_monitor_breaks_where_the_bound_shows_it_and_too_few_requests_are_unkn
 def test_a_fleet_at_the_limit_is_taken_for_broken_no_more_often_than_alpha() -> None:
     n, least = 300, LIMITS.min_json_validity
     broken = [good for good in range(n + 1) if validity(good, n) == "broken"]
-    assert 0 < sum(math.comb(n, good) * least**good * (1 - least) ** (n - good) for good in broken) <= LIMITS.alpha
+    assert 0 < sum(math.comb(n, good) * least**good * (1 - least) ** (n - good) for good in broken) <= ALPHA
 
 
 def test_a_class_without_json_or_canaries_has_no_such_monitor_and_its_quality_is_not_shown_to_hold() -> None:
@@ -224,7 +224,7 @@ def test_a_snapshot_that_is_not_of_now_is_refused(fleet: Fleet, seconds: int) ->
     now = datetime.now(UTC)
     fresh = {"taken_at": now.isoformat(), "classes": {"copy": WELL}}
     assert read_snapshot(limits(fleet, json.dumps(fresh, indent="\t"))).taken_at == now
-    with pytest.raises(UserError, match=r"taken_at=.* s from now, monitor\.max_age_s=900 allows fewer"):
+    with pytest.raises(UserError, match=r"taken_at=.* s from now, more than 900; take a new one"):
         read_snapshot(limits(fleet, {**fresh, "taken_at": (now + timedelta(seconds=seconds)).isoformat()}))
 
 
