@@ -33,7 +33,7 @@ RECORDS = {
         "pipeline.registry.summary.FILE": "the last evaluation or sweep, for programs: candidates, checks, metrics, exit code",
         "pipeline.terminal.tables.REPORT": "the tables that the command printed",
         "pipeline.run.showing.PAGE": "charts, and the answers that changed, on one page for people",
-        "pipeline.terminal.junit.JUNIT": "the checks for a CI system: a suite a candidate, a case a check",
+        "pipeline.terminal.junit.JUNIT": "the verdicts for a CI system: a test for each candidate",
         "pipeline.artifacts.files.STORE_FILE": "the version of the store's form, in `artifacts/`",
         "pipeline.planning.tuning.TUNE_FILE": "what `stage=tune` measured, in `tuned/`; `tuned/kv/` has its policies",
     },

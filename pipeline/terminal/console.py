@@ -217,13 +217,11 @@ def say(text: str, *, paste: bool = False, detail: bool = False) -> None:
 
 def show(kind: str, grid: "Grid") -> None:
     """Print a table, or write its rows as a result."""
-    from pipeline.terminal.grids import lay_out
-
     if _speech.mode == "json":
         _write({RESULT: kind, "title": grid.title, "rows": grid.records()})
     target = _speech.target
     if target is not None:
-        target.print(*lay_out(grid, target.width), sep="\n", crop=False)
+        target.print(grid.table(target.width), crop=False)
 
 
 def step(title: str, path: Path, seconds: float | None) -> None:

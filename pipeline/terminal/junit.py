@@ -1,4 +1,4 @@
-"""`junit.xml` at the top of the work directory: what CI systems show of a sweep, a test case for each check of a candidate."""
+"""`junit.xml` at the top of the work directory: what CI systems show of a sweep, a test for each candidate."""
 
 import re
 from pathlib import Path
@@ -6,19 +6,17 @@ from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from pipeline.artifacts.files import write_whole
 from pipeline.core.redaction import redact_text
+from pipeline.registry.promotion import PASS
 from pipeline.registry.summary import Candidate, Summary
 
 JUNIT = "junit.xml"
 
-SHOWN = ("PASS", "WARNING")
-"""Statuses of a case that is green. An INCONCLUSIVE is red, because it keeps a candidate from being promoted."""
-
 FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that XML has no form for."""
+"""Characters that XML cannot express."""
 
 
 def write_junit(path: Path, last: Summary) -> None:
-    """Write the cases of a sweep's candidates, and an error where a job gave no verdict.
+    """Write a test for each candidate of a sweep, and an error if a job gave no verdict.
 
     Args:
         path: The file.
@@ -35,27 +33,22 @@ def write_junit(path: Path, last: Summary) -> None:
 
 
 def _suite(candidate: Candidate) -> Element:
-    """Return a candidate's cases: its verdict, and each check by gate and place."""
+    """Return a candidate's verdict as a test: red unless it passed, with every check as its text."""
     suite = Element("testsuite", {"name": _text(f"{candidate.model} {candidate.name}")})
     properties = SubElement(suite, "properties")
     version = candidate.registration.model_version if candidate.registration is not None else ""
     facts = {"policy": candidate.policy, "backend": candidate.backend, "covered": candidate.covered or "", "version": version}
     for name, value in {**facts, **candidate.citations}.items():
         SubElement(properties, "property", {"name": name, "value": _text(value)})
-    _case(suite, candidate, "verdict", candidate.verdict, "; ".join(candidate.reasons))
-    for check in candidate.checks:
-        _case(suite, candidate, f"{check.gate} [{check.where}]", check.status, check.reason)
+    case = SubElement(suite, "testcase", {"classname": _text(f"kvgate.{candidate.model}"), "name": _text(candidate.name)})
+    checks = "\n".join(f"{check.status} {check.gate} [{check.where}]: {check.reason}" for check in candidate.checks)
+    if candidate.verdict == PASS:
+        SubElement(case, "system-out").text = _text(checks)
+    else:
+        reasons = _text("; ".join(candidate.reasons))
+        SubElement(case, "failure", {"type": candidate.verdict, "message": reasons}).text = _text(checks)
     suite.attrib |= _counts([suite])
     return suite
-
-
-def _case(suite: Element, candidate: Candidate, name: str, status: str, reason: str) -> None:
-    group = _text(f"kvgate.{candidate.model}.{candidate.name}")
-    case = SubElement(suite, "testcase", {"classname": group, "name": _text(name)})
-    if status in SHOWN:
-        SubElement(case, "system-out").text = _text(f"{status}: {reason}")
-    else:
-        SubElement(case, "failure", {"type": status, "message": _text(reason)}).text = _text(f"{status}: {reason}")
 
 
 def _without_verdict(missing: int, last: Summary) -> Element:

@@ -3,9 +3,8 @@
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 from rich.markup import escape
 
@@ -16,14 +15,13 @@ from pipeline.config.policies import load_policies
 from pipeline.core.kv import KVShape
 from pipeline.core.overrides import differing, written
 from pipeline.core.strict import StrictModel
-from pipeline.core.workloads import GSM8K_PROBLEMS, TRAINED, Workload
+from pipeline.core.workloads import GSM8K_PROBLEMS, TRAINED
 from pipeline.registry.promotion import PASS
 from pipeline.registry.summary import Candidate
 from pipeline.terminal import console
 from pipeline.terminal.commands import begun, carried, command_line, defaults, judging, promoting, standing, typed
 from pipeline.terminal.progress import duration
-from pipeline.verdict.gates import GATES, LINES
-from pipeline.verdict.thresholds import Check
+from pipeline.verdict.gates import LINES
 
 MOST_SAMPLES = 100_000
 """Of a workload (`workloads.samples`)."""
@@ -35,10 +33,6 @@ BFCL = "bfcl_"
 """How workloads of BFCL begin."""
 SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
 """By whose bytes policies are compared."""
-DISTANCES = {key for gate in GATES if gate.tests is not None for key in gate.lines}
-"""Lines that more samples decide, and that say no number."""
-COUNTED = {key for gate in GATES if gate.needed is not None for key in gate.lines}
-"""Lines that say with how many samples they are decided."""
 
 
 class Step(StrictModel):
@@ -58,10 +52,9 @@ def show(step: Step) -> None:
 
 
 def after_making(stage: str, base: Sequence[str], *, sweep: bool = False) -> Step:
-    """Say what to do with what stage=quantize or stage=build made."""
-    following, why = {"quantize": ("build", "build the engine"), "build": ("evaluate", "judge it against the FP16-KV engine")}[
-        stage
-    ]
+    """Return what follows stage=quantize or stage=build."""
+    after = {"quantize": ("build", "build the engine"), "build": ("evaluate", "judge it against the FP16-KV engine")}
+    following, why = after[stage]
     return Step(why=why, command=judging(base, f"stage={following}", sweep=sweep))
 
 
@@ -74,12 +67,12 @@ def after_judging(
     unfinished: bool = False,
     asking_s: float = 0.0,
 ) -> Step:
-    """Say what to do after an evaluation, or after a sweep: what follows from why it ended so.
+    """Return what follows from the verdicts of an evaluation or a sweep.
 
     Args:
-        config: Of the command; of a sweep, its first job's.
-        candidates: What it judged, at least one.
-        base: What was typed.
+        config: Configuration of the command, or of a sweep's first job.
+        candidates: The judged candidates, at least one.
+        base: The arguments that were typed.
         swept: Keys that differ between the jobs.
         unfinished: Whether jobs of the sweep are missing.
         asking_s: Seconds that the questions of a quick look took.
@@ -88,21 +81,18 @@ def after_judging(
         return Step(why="finish the sweep; what was made is reused", command=judging(base, sweep=bool(swept)))
     if all(one.is_blind for one in candidates):
         return Step(
-            why="ask a trained model questions whose answers stand in the prompt: a corrupted cache changed nothing that was "
-            "measured, so that no policy can be told from another here (docs/verdict.md#inconclusive-what-now)"
+            why="ask a trained model questions whose answers are in the prompt: a corrupted cache changed nothing that was "
+            "measured, so no policy can be told from another (docs/verdict.md#inconclusive-what-now)"
         )
     if QUICK in base and any(one.verdict != "FAIL" for one in candidates):
-        takes = f", about {duration(FULL_TIMES * asking_s)} more where all are asked" if asking_s else ""
-        whole = judging([part for part in base if part != QUICK], sweep=bool(swept))
-        return Step(
-            why=f"judge it in full ({FULL_TIMES} times the questions at most{takes}), and promote it if it passes",
-            command=whole,
-        )
+        takes = f", about {duration(FULL_TIMES * asking_s)} more if all are asked" if asking_s else ""
+        why = f"judge it in full ({FULL_TIMES} times the questions at most{takes}), and promote it if it passes"
+        return Step(why=why, command=judging([part for part in base if part != QUICK], sweep=bool(swept)))
     if any(one.verdict == PASS for one in candidates):
         if config.tracking.enabled:
             return Step(why="make the best that passed the champion", command=promoting(config))
         without = [part for part in base if not part.lstrip("+").startswith("tracking")]
-        why = "register what passed, without which nothing is promoted (what was made is reused)"
+        why = "register the candidates that passed, so that one can be promoted (what was made is reused)"
         return Step(why=why, command=judging(without, "stage=evaluate", sweep=bool(swept)))
     undecided = [one for one in candidates if one.verdict == "INCONCLUSIVE"]
     failed = [one.policy for one in candidates]
@@ -110,21 +100,13 @@ def after_judging(
 
 
 def after_weak(config: Config, weak: Sequence[str], able: Sequence[str], base: Sequence[str], *, sweep: bool = False) -> Step:
-    """Say what else to ask of a model whose baseline cannot answer some kinds of work.
-
-    Args:
-        config: Of the command.
-        weak: The kinds of work that it cannot answer.
-        able: Those that it can.
-        base: What was typed.
-        sweep: Whether the command is a sweep.
-    """
+    """Return what else to ask a model whose baseline cannot answer the kinds of work in `weak`, but those in `able`."""
     asked = config.workloads.samples
     if able and all(asked.get(name) for name in weak):  # type: ignore[call-overload]
         without = [f"++workloads.samples.{name}=0" for name in weak]
         return Step(why=f"judge it on what it can do ({', '.join(able)})", command=judging(base, *without, sweep=sweep))
     if set(weak) <= TRAINED:
-        why = "ask what models of language can do, instead of what the tiny model was trained on"
+        why = "ask what language models can do, instead of what the tiny model was trained on"
         return Step(why=why, command=judging(base, "workloads=chat", "calibration=chat", sweep=sweep))
     return Step(
         why="ask questions that this model answers: your own, one JSON object a line, as workloads=jsonl workloads.jsonl=FILE "
@@ -133,72 +115,42 @@ def after_weak(config: Config, weak: Sequence[str], able: Sequence[str], base: S
 
 
 def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> Step:
-    """Say what of these candidates is open, and by what another evaluation of them would be decided."""
+    """Return the command that asks enough questions to decide these candidates, or say why no number decides them."""
     needed: dict[str, int] = {}
     for workload, count in (item for one in undecided for item in one.samples_needed.items()):
         needed[workload] = max(count, needed.get(workload, 0))
     still_open = [check for one in undecided for check in one.checks if check.status == "INCONCLUSIVE"]
-    stuck = [check for check in still_open if not _samples_decide(check, needed)]
-    said = f"{', '.join(one.name for one in undecided)}: open is {_places(still_open)}"
-    if stuck or not still_open:
-        reason = stuck[0].reason if stuck else "no check was recorded"
-        return Step(
-            why=f"{said}; more samples would not decide: {reason}; docs/verdict.md#inconclusive-what-now says what to do"
-        )
+    titles = dict.fromkeys(LINES[check.gate].title if check.gate in LINES else check.gate for check in still_open)
+    said = f"{', '.join(one.name for one in undecided)}: open is {', '.join(t[0].lower() + t[1:] for t in titles)}"
+    # Checks without a bound, such as the engine's own noise, are not decided by questions.
+    stuck = next((check for check in still_open if not needed and check.bound is None), None)
     attempt = config.gates.model_copy(update={"attempt": min(MOST_ATTEMPTS, config.gates.attempt + 1)})
-    # The next attempt errs with less: what bounds take grows with its logarithm. Distances that are open say no number.
-    more = math.log(attempt.pass_alpha) / math.log(config.gates.pass_alpha)
-    asked = {name: count for name, count in config.workloads.samples.items() if count}
-    counts = _generated(asked, needed, 2 * more if any(check.gate in DISTANCES for check in still_open) else more)
-    if max((*counts.values(), *needed.values()), default=0) > MOST_SAMPLES:
-        finer = _finer(config, [one.policy for one in undecided], base, swept)
-        return finer.model_copy(update={"why": f"{said}, too near the limit for any number of samples: {finer.why}"})
+    # The bounds of the next attempt are wider by the logarithm of its level. A check without a number takes twice as many.
+    more = math.log(attempt.pass_alpha) / math.log(config.gates.pass_alpha) * (1 if needed else 2)
+    counts = {
+        name: max(math.ceil(more * count), needed.get(name, needed.get("all", 0)))
+        for name, count in config.workloads.samples.items()
+        if count
+    }
     changes = [f"++workloads.samples.{name}={count}" for name, count in counts.items()]
     bfcl = [count for name, count in needed.items() if name.startswith(BFCL)]
     changes += [f"workloads.bfcl.samples={max(bfcl)}"] if bfcl else []
     changes += [f"workloads.gsm8k={min(needed['gsm8k'], GSM8K_PROBLEMS)}"] if "gsm8k" in needed else []
+    own = [name for name in needed if name not in (*counts, "all", "gsm8k") and not name.startswith(BFCL)]
+    if stuck is not None or not (changes or own):
+        reason = next((check.reason for check in (stuck, *still_open) if check is not None), "no check was recorded")
+        return Step(why=f"{said}; more questions would not decide: {reason}; see docs/verdict.md#inconclusive-what-now")
+    if max((*counts.values(), *needed.values())) > MOST_SAMPLES:
+        finer = _finer(config, [one.policy for one in undecided], base, swept)
+        return finer.model_copy(update={"why": f"{said}, too near the limit for any number of questions: {finer.why}"})
     changes.append(f"gates.attempt={attempt.attempt}")
     only_policies = all(key == "kv" for key in swept)
     if swept and only_policies:
         changes.insert(0, "kv=" + ",".join(dict.fromkeys(one.policy for one in undecided)))
-    given = [name for name in needed if name not in (*asked, "all", "gsm8k") and not name.startswith(BFCL)]
-    asking = ", ".join(f"{needed[name]:,} of {name}" for name in given)
-    parts = [f"add questions to {config.workloads.jsonl} (about {asking})"] if given else []
-    why = "; ".join([said, *parts, "ask so many samples that it is decided"])
+    asking = ", ".join(f"{needed[name]:,} of {name}" for name in own)
+    parts = [f"add questions to {config.workloads.jsonl} (about {asking})"] if own else []
+    why = "; ".join([said, *parts, "ask enough questions to decide it"])
     return Step(why=why, command=judging(base, *changes, sweep=len(undecided) > 1 or not only_policies))
-
-
-def _samples_decide(check: Check, needed: Mapping[str, int]) -> bool:
-    """Whether more samples decide an open line; the line of an engine's own noise has no bound."""
-    if check.gate in DISTANCES:
-        return check.bound is not None
-    return check.gate in COUNTED and (check.where in needed or (check.where == "all" and bool(needed)))
-
-
-def _places(still_open: Sequence[Check]) -> str:
-    """Say what is open: `recovery (all, copy), mean KL (prose)`."""
-    places: dict[str, dict[str, None]] = {}
-    for check in still_open:
-        title = LINES[check.gate].title if check.gate in LINES else check.gate
-        places.setdefault(title[0].lower() + title[1:], {})[check.where] = None
-    return ", ".join(f"{title} ({', '.join(wheres)})" for title, wheres in places.items())
-
-
-def _generated(asked: Mapping[Workload, int], needed: Mapping[str, int], more: float) -> dict[str, int]:
-    """Return how many generated samples of each workload to ask.
-
-    Args:
-        asked: How many there were.
-        needed: How many answers take, by workload; "all" is the least of every one.
-        more: How many times as many are asked in any case.
-    """
-    counts = {name: count for name, count in needed.items() if name in get_args(Workload)}
-    least = needed.get("all", 0)
-    for name, count in asked.items():
-        wanted = max(least, counts.get(name, 0), math.ceil(more * count))
-        if 0 < count < wanted:
-            counts[name] = wanted
-    return counts
 
 
 def _finer(config: Config, failed: Sequence[str], base: Sequence[str], swept: Sequence[str] = ()) -> Step:

@@ -27,12 +27,12 @@ class Measure:
     """A column of the comparison."""
 
     column: Column
-    candidate: str | tuple[str, str]
-    """The candidate's metric, or two that make a range."""
-    baseline: str | tuple[str, str]
-    """The baseline's, or its value by definition."""
+    candidate: str
+    """The candidate's metric."""
+    baseline: str
+    """The baseline's metric, or its value by definition."""
     always: bool = True
-    """Whether it is shown also where no candidate has it."""
+    """Whether the column is shown even if no candidate has the metric."""
 
 
 def _both(name: str, column: Column, *, always: bool = True) -> Measure:
@@ -50,13 +50,6 @@ MEASURES = (
     Measure(
         Column("decode_tokens_per_s", "decode\ntokens/s", ".0f"), "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s"
     ),
-    # a slow and a fast decode step: of twenty one is slower, and one faster
-    Measure(
-        Column("decode_tokens_per_s_range", "nine steps\nin ten", ".0f"),
-        ("perf/decode_tokens_per_s_slow", "perf/decode_tokens_per_s_fast"),
-        ("baseline/decode_tokens_per_s_slow", "baseline/decode_tokens_per_s_fast"),
-        always=False,
-    ),
     # tokens a pass under speculative decoding
     _both("quality/acceptance_lookup", Column("acceptance_lookup", "a pass,\nlookup", ".2f"), always=False),
     _both("quality/acceptance_draft", Column("acceptance_draft", "a pass,\ndraft", ".2f"), always=False),
@@ -64,9 +57,7 @@ MEASURES = (
 )
 
 REPORT = "report.txt"
-"""In the work directory: the tables of the last sweep or promotion."""
-
-INCONCLUSIVE_PAGE = "docs/verdict.md#inconclusive-what-now"
+"""File in the work directory with the tables of the last sweep or promotion."""
 
 FINDING_COLOURS = {"same": "green", "missing": "yellow", "differs": "red"}
 COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
@@ -102,16 +93,13 @@ def _baselines(candidates: Sequence[Candidate]) -> list[tuple[str, Candidate]]:
     return [("" if len(found) == 1 else f" of {judged.name}", judged) for judged in reversed(found.values())]
 
 
-def measured(metrics: Mapping[str, float], name: str | tuple[str, str]) -> Value:
-    """Return a metric, a range of two of them, or what is no metric's name as it is; None for what was not measured."""
-    if isinstance(name, tuple):
-        low, high = (metrics.get(one) for one in name)
-        return None if low is None or high is None else (low, high)
+def measured(metrics: Mapping[str, float], name: str) -> Value:
+    """Return a metric, or `name` itself if it is not the name of one; None if it was not measured."""
     return metrics.get(name) if "/" in name else name
 
 
 def print_comparison(candidates: Sequence[Candidate]) -> None:
-    """Print the candidates beside their baselines."""
+    """Print a table of the candidates and their baselines."""
     console.say("")
     console.show("comparison", comparison(candidates))
 
@@ -126,23 +114,20 @@ def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[F
 
 
 def print_verdict(candidate: Candidate) -> None:
-    """Print a verdict in a few lines: what was decided, what is kept, what it costs and saves, how far it holds, and why.
+    """Print a verdict in a few lines: the decision, recovery and memory, what the verdict covers, and why it is no PASS.
 
-    Details are every other reason, what the distances are with their errors, and whether the engine computes its policy.
+    Details are all other reasons, and whether the engine computes its policy.
     """
-    colour, passed = COLOURS[candidate.verdict], candidate.verdict == PASS
-    *kept, memory = candidate.figures
+    passed = candidate.verdict == PASS
+    *kept, memory = _few_questions(candidate) or candidate.figures
     blind = "not judged, its answers do not depend on the cache; " if candidate.is_blind else ""
     first, *others = candidate.reasons or ("no reason was recorded",)
-    held = [f"holds {candidate.covered}"] if passed and candidate.covered is not None else []
-    held += [f"warning: {_first_of(candidate.warnings)}"] if candidate.warnings else []
     console.result(
         "verdict",
-        f"[{colour}]{candidate.verdict}[/] {escape(candidate.name)}: {'; '.join(kept)}",
-        f"  {memory}{_beside_baseline(candidate)}",
-        *(f"  {escape(line)}" for line in held),
-        *([] if passed else [f"  why: {blind}{escape(_first_of((first, *others)))}"]),
-        *([f"  what now: {INCONCLUSIVE_PAGE}"] if candidate.verdict == "INCONCLUSIVE" else []),
+        f"[{COLOURS[candidate.verdict]}]{candidate.verdict}[/] {escape(candidate.name)}: {'; '.join(kept)}",
+        f"  {memory}{_saved(candidate)}",
+        *([f"  holds {escape(candidate.covered)}"] if passed and candidate.covered is not None else []),
+        *([] if passed else [f"  why: {blind}{escape(first)}{f' (and {len(others)} more in the report)' if others else ''}"]),
         candidate=candidate.name,
         model=candidate.model,
         backend=candidate.backend,
@@ -154,23 +139,23 @@ def print_verdict(candidate: Candidate) -> None:
         metrics={one.column.key: measured(candidate.metrics, one.candidate) for one in MEASURES},
     )
     conforms = [check.reason for check in candidate.checks if check.gate == "conformance"]
-    for line in (*(candidate.reasons if passed else others), *conforms):
+    for line in (*(candidate.reasons if passed else others), *conforms, *candidate.warnings):
         console.say(f"  {escape(line)}", detail=True)
 
 
-def _first_of(reasons: Sequence[str]) -> str:
-    """Return the first of some reasons, and how many more the report has."""
-    return reasons[0] if len(reasons) == 1 else f"{reasons[0]} (and {len(reasons) - 1} more in the report)"
+def _few_questions(candidate: Candidate) -> list[str]:
+    """Say how many questions would decide, and the memory. Empty if the verdict is decided, or no number would decide it."""
+    needed, asked = candidate.samples_needed, candidate.metrics.get("quality/samples")
+    if candidate.verdict != "INCONCLUSIVE" or not needed or asked is None:
+        return []
+    counts = ", ".join(f"{count:,} {'of each kind' if name == 'all' else f'of {name}'}" for name, count in needed.items())
+    return [f"{asked:,.0f} questions are too few to decide; ask about {counts}", *candidate.figures[-1:]]
 
 
-def _beside_baseline(candidate: Candidate) -> str:
-    """Say what the memory and the speed of a candidate are beside its baseline's, as far as both are known."""
-    said = ""
+def _saved(candidate: Candidate) -> str:
+    """Say how much more fits into the same memory than with FP16; empty if unknown."""
     own, base = (candidate.metrics.get(f"{of}kib_per_token") for of in ("memory/", "baseline/"))
-    if own and base:
-        said += f", FP16 {base:.3f}: the same memory holds {base / own:.2f} times the tokens"
-    own, base = (candidate.metrics.get(f"{of}decode_tokens_per_s") for of in ("perf/", "baseline/"))
-    return said + (f"; decode {own:,.0f} tokens/s, FP16 {base:,.0f}" if own and base else "")
+    return f", FP16 {base:.3f}: the same memory holds {base / own:.2f} times the tokens" if own and base else ""
 
 
 def print_promotion(candidates: Sequence[Candidate], move: Move) -> None:
@@ -210,25 +195,23 @@ def _disadvantage(candidate: Candidate, champion: Candidate) -> str:
 
 KIB, MIB = 1024, 1024**2
 
-MEASURED = "SmolLM2-135M-Instruct on two cores (`make real`)"
-MEASURED_PARAMETERS = 134_515_008
-FIRST_ROUND_S, ALL_ROUNDS_S = 136.0, 444.0
-"""Seconds of one policy and its baseline there: one that the first round decides, and one that all five decide."""
-BYTES_PER_PARAMETER, BESIDE_GIB = 8, 1.5
-"""The engine and the oracle beside it compute in float32; libraries, pages and distributions took the rest of 2.6 GiB there."""
+MEASURED_PARAMETERS, FIRST_ROUND_S, ALL_ROUNDS_S = 134_515_008, 136.0, 444.0
+"""SmolLM2-135M-Instruct on two cores (`make real`), and the seconds of one policy and its baseline: a verdict that the first
+round decides, and one that takes all five."""
+BYTES_PER_PARAMETER, REST_GIB = 8, 1.5
+"""Memory there: engine and reference engine in float32, then libraries, pages and distributions."""
 
 
 def verdict_lines(parameters: int) -> list[str]:
-    """Say what a verdict on a model takes, and what that rests on."""
+    """Say how much time and memory a verdict on a model takes; nothing for small models, whose verdicts take seconds."""
     times = parameters / MEASURED_PARAMETERS
-    if times < 0.1:  # what does not grow with the parameters takes longer
+    if times < 0.1:
         return []
-    memory = BYTES_PER_PARAMETER * parameters / GIB + BESIDE_GIB
+    memory = BYTES_PER_PARAMETER * parameters / GIB + REST_GIB
     return [
         f"a verdict on a CPU (backend=onnxruntime) takes about {memory:.3g} GiB of memory, and "
-        f"{duration(times * FIRST_ROUND_S)} where the first round decides, {duration(times * ALL_ROUNDS_S)} where all five are "
-        "asked",
-        f"  estimated from {MEASURED}: time and memory grow with the parameters, here {parameters / 1e9:.3g} billion",
+        f"{duration(times * FIRST_ROUND_S)} if the first round decides, {duration(times * ALL_ROUNDS_S)} if all five are asked "
+        "(SmolLM2-135M on two cores, scaled by parameters)"
     ]
 
 

@@ -1,6 +1,5 @@
 """junit.xml: what a CI system reads of a sweep."""
 
-import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -42,36 +41,20 @@ def written(folder: Path, *candidates: Candidate, jobs: int | None = None, exit_
     return root
 
 
-def outcomes(root: ElementTree.Element) -> dict[str, str]:
-    """Name of a case -> the type of its failure, or PASS."""
-    return {case.attrib["name"]: (case.find("failure").attrib["type"] if case.find("failure") is not None else "PASS")  # type: ignore[union-attr]
-            for case in root.iter("testcase")}  # fmt: skip
-
-
-def test_each_check_is_a_case_and_what_keeps_from_promoting_is_a_failure(tmp_path: Path) -> None:
-    checks = [check("max_mean_kl", "PASS"), check("margin", "FAIL"), check("max_kl_slope", "INCONCLUSIVE", where="all")]
-    judged = candidate(tmp_path, "int8", *checks, verdict="FAIL", reasons=("4 of 16 answers lost",))
-    root = written(tmp_path, judged)
-    assert outcomes(root) == {
-        "verdict": "FAIL",
-        "max_mean_kl [copy]": "PASS",
-        "margin [copy]": "FAIL",
-        "max_kl_slope [all]": "INCONCLUSIVE",
-    }
-    (verdict,) = [case for case in root.iter("testcase") if case.attrib["name"] == "verdict"]
-    assert verdict.find("failure").attrib["message"] == "4 of 16 answers lost"  # type: ignore[union-attr]
-    assert {case.attrib["classname"] for case in root.iter("testcase")} == {"kvgate.tiny.int8"}
-
-
-def test_a_warning_is_green_and_says_so(tmp_path: Path) -> None:
-    root = written(tmp_path, candidate(tmp_path, "int8", check("max_mean_kl", "WARNING", "not clearly within")))
-    assert set(outcomes(root).values()) == {"PASS"}
-    assert [output.text for output in root.iter("system-out")][1:] == ["WARNING: not clearly within"]
-
-
-def test_a_verdict_without_checks_is_never_green_by_itself(tmp_path: Path) -> None:
-    """Summaries of before checks were written have none."""
-    assert outcomes(written(tmp_path, candidate(tmp_path, "int8", verdict="INCONCLUSIVE"))) == {"verdict": "INCONCLUSIVE"}
+def test_a_candidate_is_one_test_that_is_red_unless_it_passed(tmp_path: Path) -> None:
+    checks = (check("max_mean_kl", "PASS"), check("margin", "FAIL"), check("max_kl_slope", "WARNING", "not asked"))
+    failed = candidate(tmp_path, "int8", *checks, verdict="FAIL", reasons=("4 of 16 answers lost",))
+    root = written(tmp_path, candidate(tmp_path, "fp8", *checks[::2]), failed, candidate(tmp_path, "a", verdict="INCONCLUSIVE"))
+    cases = {case.attrib["name"]: case for case in root.iter("testcase")}
+    failures = {name: case.find("failure") for name, case in cases.items()}
+    assert {name: failure is not None and failure.attrib["type"] for name, failure in failures.items()} == {
+        "fp8": False, "int8": "FAIL", "a": "INCONCLUSIVE"
+    }  # fmt: skip
+    said = failures["int8"]
+    assert said is not None
+    assert said.attrib["message"] == "4 of 16 answers lost"
+    assert str(said.text).splitlines()[1] == "FAIL margin [copy]: a reason"
+    assert "WARNING max_kl_slope [copy]: not asked" in str(cases["fp8"].findtext("system-out"))
 
 
 def test_a_job_without_a_verdict_is_an_error(tmp_path: Path) -> None:
@@ -83,10 +66,9 @@ def test_a_job_without_a_verdict_is_an_error(tmp_path: Path) -> None:
 
 def test_texts_are_escaped_and_characters_that_xml_forbids_are_replaced(tmp_path: Path) -> None:
     hostile = "</failure><script> & \x00 \x1b[31m \ud800 \uffff \t\n ü 🎉 ]]>"
-    root = written(tmp_path, candidate(tmp_path, "int8", check("margin", "FAIL", hostile)))
+    root = written(tmp_path, candidate(tmp_path, "int8", check("margin", "FAIL", hostile), verdict="FAIL"))
     (failure,) = root.iter("failure")
-    assert failure.text == "FAIL: </failure><script> & \ufffd \ufffd[31m \ufffd \ufffd \t\n ü 🎉 ]]>"
-    assert re.sub(r"\s+", " ", failure.attrib["message"]) == re.sub(r"\s+", " ", str(failure.text).removeprefix("FAIL: "))
+    assert failure.text == "FAIL margin [copy]: </failure><script> & \ufffd \ufffd[31m \ufffd \ufffd \t\n ü 🎉 ]]>"
 
 
 def test_secrets_are_masked(tmp_path: Path) -> None:

@@ -65,8 +65,8 @@ def candidate(
     folder: Path, name: str, verdict: Status, needed: dict[str, int] | None = None, gate: str = "accuracy"
 ) -> Candidate:
     judged = judged_candidate(folder, name.partition(" ")[0], verdict, metrics={})
-    where = next(iter(needed or ["copy"]))
-    check = Check(gate=gate, where=where, value=0.0, bound=0.0, threshold=0.0, status=verdict, reason="mean KL")
+    where, bound = next(iter(needed or ["copy"])), None if gate == "noise_floor" else 0.0
+    check = Check(gate=gate, where=where, value=0.0, bound=bound, threshold=0.0, status=verdict, reason="mean KL")
     return judged.model_copy(update={"name": name, "samples_needed": needed or {}, "checks": (check,)})
 
 
@@ -120,7 +120,7 @@ def test_an_inconclusive_one_says_how_many_samples_to_ask(tmp_path: Path) -> Non
     base = [*TYPED, "workloads=builtin", "kv=int8"]
     judged = candidate(tmp_path, "int8", "INCONCLUSIVE", {"copy": 700, "retrieval": 400}, RECOVERY)
     step = next_steps.after_judging(config_of(*base), [judged], base)
-    assert step.why == "int8: open is recovery (copy); ask so many samples that it is decided"
+    assert step.why == "int8: open is recovery; ask enough questions to decide it"
     after = composed(step)
     assert (after.kv.name, after.gates.attempt) == ("int8", 2)
     assert (after.workloads.samples["copy"], after.workloads.samples["retrieval"]) == (700, 400)
@@ -136,10 +136,10 @@ def test_an_inconclusive_one_says_how_many_samples_to_ask(tmp_path: Path) -> Non
         (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {"custom": 500}, "accuracy", "500 of custom"),
         (["workloads.samples.copy=4"], {"all": 32}, "min_samples", "workloads.samples.copy=32"),
         ([], {}, "max_mean_kl", "workloads.samples.copy=619"),
-        ([], {"copy": 700}, "max_mean_kl", "workloads.samples.retrieval=619"),
+        ([], {"copy": 700}, "max_mean_kl", "workloads.samples.retrieval=310"),
         (["gates.attempt=2"], {}, "max_ruined_share", "workloads.samples.copy=358"),
-        ([], {}, "noise_floor", "more samples would not decide: mean KL"),
-        (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {}, RECOVERY, "more samples would not decide: mean KL"),
+        ([], {}, "noise_floor", "more questions would not decide: mean KL"),
+        (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {}, RECOVERY, "more questions would not decide: mean KL"),
         ([], {"copy": 1_000_000}, "accuracy", "judge int8, which keeps more"),  # no number of samples decides it
     ],
 )

@@ -9,7 +9,7 @@ from judged_candidates import judged_candidate
 
 from pipeline.registry.summary import Candidate, not_passed
 from pipeline.terminal import console
-from pipeline.terminal.tables import INCONCLUSIVE_PAGE, comparison, print_verdict
+from pipeline.terminal.tables import comparison, print_verdict
 from pipeline.verdict.thresholds import Check
 from pipeline.verdict.tracked import flat_metrics
 
@@ -23,11 +23,11 @@ def test_a_verdict_begins_with_what_is_kept_and_the_comparison_with_recovery(
     metrics = flat_metrics(sliced(rows)) | {"memory/kib_per_token": 1.0, "baseline/kib_per_token": 2.0}
     judged = judged_candidate(tmp_path, "fp8", metrics=metrics).model_copy(update=Candidate.decided(verdict(rows)))
     print_verdict(judged)
-    first = " ".join(capsys.readouterr().out.split()).partition(" warning:")[0]
+    first = " ".join(capsys.readouterr().out.split())
     assert re.fullmatch(
         r"PASS fp8: keeps 100\.8 % of the probability of right answers \(at least 9\d\.\d %\); right answers 0\.984, of FP16 "
         r"1\.000; gains probability of right answers and loses greedy ones; mean KL 0\.0e\+00 "
-        r"1\.000 KiB/token, FP16 2\.000: the same memory holds 2\.00 times the tokens; decode 1 tokens/s, FP16 1",
+        r"1\.000 KiB/token, FP16 2\.000: the same memory holds 2\.00 times the tokens",
         first,
     )
     grid = comparison([judged])
@@ -35,25 +35,22 @@ def test_a_verdict_begins_with_what_is_kept_and_the_comparison_with_recovery(
     assert [row.values[1] for row in grid.rows] == ["1", pytest.approx(1.008)]
 
 
-def test_an_undecided_verdict_says_why_in_one_line_and_what_now_and_details_are_for_who_asks(
+def test_an_undecided_verdict_says_how_many_questions_would_decide_and_details_are_for_who_asks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = answered("copy", 8)
-    judged = judged_candidate(tmp_path, "fp8", metrics={}).model_copy(update=Candidate.decided(verdict(rows)))
+    decided = Candidate.decided(verdict(rows)) | {"samples_needed": {"copy": 60}}
+    judged = judged_candidate(tmp_path, "fp8", metrics={"quality/samples": 8}).model_copy(update=decided)
     said = {}
     for verbose in (False, True):
         console.configure("human", verbose=verbose)
         print_verdict(judged)
         said[verbose] = capsys.readouterr().out
     console.close()
-    assert judged.verdict == "INCONCLUSIVE"
-    assert len(said[False].splitlines()) <= 5
-    assert f"more in the report)\n  what now: {INCONCLUSIVE_PAGE}\n" in said[False]
+    assert said[False].startswith("INCONCLUSIVE fp8: 8 questions are too few to decide; ask about 60 of copy\n")
+    assert len(said[False].splitlines()) <= 4
     assert said[True].startswith(said[False])
     assert all(reason in said[True] for reason in judged.reasons)
-    page, _, anchor = INCONCLUSIVE_PAGE.partition("#")
-    headings = re.findall("^## (.+)$", (Path(__file__).parents[2] / page).read_text(), re.MULTILINE)
-    assert anchor in [re.sub("[^a-z -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def test_a_model_whose_answers_do_not_depend_on_the_cache_is_said_not_to_be_judged(
@@ -80,11 +77,6 @@ def test_an_engine_that_fails_the_stress_test_is_not_called_not_good_enough(wher
     [
         ({"quality/acceptance_lookup_candidate": 2.718}, "acceptance_lookup", "2.72"),
         ({"perf/decode_tokens_per_s": 3024.6}, "decode_tokens_per_s", "3025"),
-        (
-            {"perf/decode_tokens_per_s_slow": 1141.2, "perf/decode_tokens_per_s_fast": 3600.9},
-            "decode_tokens_per_s_range",
-            "1141-3601",
-        ),
     ],
 )
 def test_what_was_measured_of_some_is_a_column_that_others_leave_open(
