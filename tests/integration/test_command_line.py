@@ -1,6 +1,7 @@
 """The command line as a user meets it: what it shows, finds and leaves. What it refuses is in tests/bad_input."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -54,3 +55,13 @@ def test_sigterm_is_a_control_c(tmp_path: Path) -> None:
     process = subprocess.run([sys.executable, "-c", stopped], check=False, capture_output=True, text=True, cwd=tmp_path)
     assert process.returncode == 130
     assert process.stderr == "pipeline: interrupted; what was finished is kept, run it again to go on\n"
+
+
+@pytest.mark.parametrize(("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_threads_do_not_spin_while_they_wait_unless_the_user_wants_that(given: dict[str, str], policy: str) -> None:
+    script = "import os, pipeline.__main__ as command; command.main(); print(os.environ['OMP_WAIT_POLICY'])"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
+    printed = subprocess.run(
+        [sys.executable, "-c", script, "--version"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert printed.stdout.split()[-1] == policy
