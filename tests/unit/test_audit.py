@@ -140,7 +140,7 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "code", "said"),
     [
-        (OWN, 0, "vLLM 0.32, compressed-tensors: all 4 scales are used as carried, from 0.0625 to 0.5"),
+        (OWN, 0, "vLLM 0.32 and 0.33, compressed-tensors: all 4 scales are used as carried, from 0.0625 to 0.5"),
         (without("1.self_attn.v"), 3, f"missing: layer 1 values: {NONE}"),
     ],
 )

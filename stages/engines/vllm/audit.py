@@ -1,4 +1,4 @@
-"""The scales that a checkpoint carries, and the scales that vLLM 0.32 would use: read from headers and scale tensors alone.
+"""The scales that a checkpoint carries, and the scales that vLLM 0.32 and 0.33 would use, from headers and scale tensors alone.
 
 Source: vLLM's model_executor/layers/quantization. base_config.py and fp8.py have the names that vLLM reads; kv_cache.py and
 compressed_tensors.py have the numbers that vLLM uses. vLLM skips any other name without a word.
@@ -21,7 +21,8 @@ from pipeline.core.kv import Side
 from pipeline.core.records import LayerDelivery
 from pipeline.planning.shapes import ModelShape, read_model
 
-RELEASE = "vLLM 0.32"
+RELEASES = ("0.32", "0.33")
+"""Releases whose rules these are: tests/contract/facts/vllm.json has digests of vLLM's functions."""
 SIDES = {"k": (Side.KEY,), "v": (Side.VALUE,), "kv": (Side.KEY, Side.VALUE)}
 SCALE = re.compile(
     r"(?!.*(?:vision|visual))(?:.*\.)?layers\.(\d+)\.((?:.*\.)?(?:(kv|k|v)(?:_cache\.|_)scale|([kv])_proj\.output_scale))"
@@ -69,7 +70,7 @@ def audit(path: Path) -> Audit:
                 problems.append(f"{name}: is no name that it reads")
     used = [_used(number, scales, method, scheme, model, problems) for number, scales in enumerate(found)]
     layers = [LayerDelivery(carried=given, used=taken) for given, taken in zip(carried, used, strict=True)]
-    return Audit(f"{RELEASE}, {method or 'no quantization declared'}", layers, problems)
+    return Audit(f"vLLM {' and '.join(RELEASES)}, {method or 'no quantization declared'}", layers, problems)
 
 
 def _declared(path: Path) -> tuple[str, Mapping[str, Any], list[str]]:

@@ -79,7 +79,7 @@ PROGRAM = Program(
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
     },
-    read=("0.26", "0.32"),
+    read=("0.26", "0.32", "0.33"),
     oldest=(0, 26),
     description=Description,
 )

@@ -1,6 +1,6 @@
 """Runs in vLLM's interpreter, and answers the requests of `kvgate_channel`.
 
-Needs what vLLM brings (numpy, torch) and nothing else. Read against release 0.32. The engine runs in this process
+Needs what vLLM brings (numpy, torch) and nothing else. Read against releases 0.32 and 0.33. The engine runs in this process
 (VLLM_ENABLE_V1_MULTIPROCESSING=0), so that its steps can be looked at; its workers do, too, but with tensor parallelism.
 """
 

@@ -1,0 +1,130 @@
+"""What vLLM's sources say about the names and rules that kvgate relies on, for each release, in contract/facts/vllm.json.
+
+A release is added from its unpacked source distribution; nothing of vLLM is imported or built:
+
+    PYTHONPATH=.:tests/helpers python tests/helpers/vllm_facts.py vllm-0.33.0/vllm
+"""
+
+import ast
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FACTS = Path(__file__).resolve().parents[1] / "contract" / "facts" / "vllm.json"
+
+LAYERS = "model_executor/layers"
+CALLED = {
+    "engine/arg_utils.py": ("EngineArgs.create_engine_config",),
+    "entrypoints/llm.py": ("LLM.__init__", "LLM.get_metrics"),
+    "v1/engine/llm_engine.py": ("LLMEngine.add_request", "LLMEngine.step", "LLMEngine.has_unfinished_requests"),
+    "v1/executor/abstract.py": ("Executor.collective_rpc",),
+    "v1/core/kv_cache_manager.py": ("KVCacheManager.free", "KVCacheManager.get_block_ids"),
+    "v1/core/block_pool.py": ("BlockPool.get_num_free_blocks",),
+    "v1/attention/backends/cpu_attn.py": ("CPUAttentionBackendImpl.do_kv_cache_update",),
+    "v1/sample/logits_processor/__init__.py": ("AdapterLogitsProcessor.new_req_logits_processor",),
+}
+"""Functions that the worker calls, overrides or replaces."""
+RULES = {
+    f"{LAYERS}/quantization/kv_cache.py": (
+        "BaseKVCacheMethod.create_weights",
+        "BaseKVCacheMethod.process_weights_after_loading",
+    ),
+    f"{LAYERS}/quantization/compressed_tensors/compressed_tensors.py": (
+        "CompressedTensorsKVCacheMethod.validate_kv_cache_scheme",
+        "CompressedTensorsKVCacheMethod.create_weights",
+        "CompressedTensorsKVCacheMethod.process_weights_after_loading",
+    ),
+    f"{LAYERS}/quantization/base_config.py": ("QuantizationConfig.get_cache_scale_mapper",),
+    f"{LAYERS}/quantization/fp8.py": ("Fp8Config.get_cache_scale_mapper",),
+    f"{LAYERS}/quantization/quark/quark.py": ("QuarkConfig.get_cache_scale_mapper",),
+    f"{LAYERS}/attention/attention.py": ("set_default_quant_scales",),
+    "model_executor/model_loader/weight_utils.py": ("maybe_remap_kv_scale_name",),
+    "v1/sample/sampler.py": ("Sampler.apply_logits_processors",),
+}
+"""Functions whose rules stages/engines/vllm/audit.py and the worker repeat."""
+
+
+SAMPLING = ("temperature", "max_tokens", "ignore_eos", "detokenize", "logprobs", "extra_args")
+"""What a request of the worker sets."""
+
+
+def recorded() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(FACTS.read_text(encoding="utf-8")) if FACTS.is_file() else {}
+    return loaded
+
+
+def engine_arguments() -> set[str]:
+    """Return the engine arguments that kvgate gives: in serving, in an evaluation, under pressure and with speculation."""
+    from interpreter_bundles import config_of
+
+    from stages.engines.vllm.build import engine_args
+    from stages.engines.vllm.engine import EVALUATED
+
+    serving = engine_args(config_of("vllm", "python3", kv_cache_gib=1), "auto", ["0"])
+    return {"model", *serving, *EVALUATED, "num_gpu_blocks_override", "speculative_config"}
+
+
+def facts(source: Path) -> dict[str, Any]:
+    """Return the facts of a source tree."""
+    arguments = dict(_definitions(source / "engine/arg_utils.py"))["EngineArgs"]
+    sampling = dict(_definitions(source / "sampling_params.py"))["SamplingParams"]
+    called = {name: _parameters(node) for name, node in _named(source, CALLED)}
+    rules = {name: _digest(node) for name, node in _named(source, RULES)}
+    return {
+        "CacheDType": _literals(source / "config/cache.py", "CacheDType"),
+        "EngineArgs": sorted(engine_arguments() & set(_fields(arguments))),
+        "SamplingParams": sorted(set(SAMPLING) & set(_fields(sampling))),
+        "called": called,
+        "rules": rules,
+    }
+
+
+def _named(source: Path, names: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, Any]]:
+    for file, wanted in names.items():
+        found = dict(_definitions(source / file)) if (source / file).is_file() else {}
+        yield from ((name, found[name]) for name in wanted if name in found)
+
+
+def _definitions(path: Path) -> Iterator[tuple[str, Any]]:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            yield from ((f"{node.name}.{each.name}", each) for each in node.body if isinstance(each, ast.FunctionDef))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield node.name, node
+
+
+def _fields(node: ast.ClassDef) -> list[str]:
+    return [each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
+
+
+def _parameters(node: ast.FunctionDef) -> list[str]:
+    return [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+
+
+def _digest(node: ast.FunctionDef) -> str:
+    """Return a digest of the function's statements, without documentation."""
+    body = [each for each in node.body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
+    return hashlib.sha256("".join(map(ast.dump, body)).encode()).hexdigest()[:16]
+
+
+def _literals(path: Path, name: str) -> list[str]:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name:
+            return [str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
+    raise LookupError(name)
+
+
+def main(source: str) -> None:
+    """Add a release's facts to the file."""
+    version = re.search(r"-(\d+\.\d+\.\d+)", str(Path(source).resolve()))
+    assert version is not None, "name the folder of the unpacked source distribution"
+    known = recorded() | {version[1]: facts(Path(source))}
+    FACTS.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
