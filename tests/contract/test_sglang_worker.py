@@ -57,11 +57,33 @@ def test_an_engine_that_makes_another_cache_is_refused(bundle: Path, tmp_path: P
         engine.forced(TOKENS, 4)
 
 
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (
+            "misses a field",
+            r"SGLang 0\.5\.23 refuses these server arguments: TypeError: .* unexpected keyword argument 'mem_fraction_static'",
+        ),
+        (
+            "other chunks",
+            r"^backend\.chunked_prefill_size: SGLang 0\.5\.23 makes something else of it: .* as 2048 and is 64; ask",
+        ),
+    ],
+)
+def test_arguments_that_the_release_lacks_or_changes_are_refused_in_the_build(
+    mode: str, expected: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    python = make_sglang_interpreter(tmp_path / "bin", mode=mode)
+    with pytest.raises(UserError, match=expected):
+        make_bundle("sglang", tiny_checkpoint, tmp_path / "bundle", "fp8_uncalibrated", python)
+
+
 def test_a_machine_without_a_gpu_builds_and_does_not_judge(tiny_checkpoint: Path, tmp_path: Path) -> None:
     without = config_of("sglang", make_sglang_interpreter(tmp_path / "cpu", gpu=False))
     job = Job("evaluate", SHIPPED["fp8_uncalibrated"], "none", inspect_checkpoint(tiny_checkpoint))
     with pytest.raises(MissingRequirement, match="SGLang finds no GPU there"):
         SglangBackend(without).check_inputs(job)
+    assert make_bundle("sglang", tiny_checkpoint, tmp_path / "bundle", "fp8_uncalibrated", str(without.python)).is_dir()
     SglangBackend(config_of("sglang", make_sglang_interpreter(tmp_path / "gpu"))).check_inputs(job)
 
 

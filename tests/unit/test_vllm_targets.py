@@ -12,8 +12,8 @@ from shipped import SHIPPED, conf
 
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
+from stages.engines.interpreter import bundle
 from stages.engines.interpreter.process import Interpreter, WorkerError, probe
-from stages.engines.vllm import build
 from stages.engines.vllm.engine import VllmEngine
 from stages.engines.vllm.library import (
     PROGRAM,
@@ -125,9 +125,9 @@ def test_engine_arguments_that_vllm_refuses_or_changes_are_told(
     started = worker.return_value.__enter__.return_value
     started.refusal = UserError
     started.call.side_effect = [answer if isinstance(answer, Exception) else SimpleNamespace(arguments=answer)]
-    monkeypatch.setattr(build, "Worker", worker)
+    monkeypatch.setattr(bundle, "Worker", worker)
     with pytest.raises(UserError, match=expected):
-        build._resolve(interpreter(), Path("checkpoint"), {"block_size": 64, "dtype": "auto"}, 5)
+        bundle.resolve(interpreter(), Path("checkpoint"), "engine_args", {"block_size": 64, "dtype": "auto"}, 5)
 
 
 def test_a_bundle_of_another_platform_is_refused_with_both(monkeypatch: pytest.MonkeyPatch) -> None:

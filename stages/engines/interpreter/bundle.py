@@ -1,7 +1,7 @@
 """The bundle of a library that runs in an interpreter of its own: a checkpoint, and the arguments that serve it."""
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +9,15 @@ from pipeline.artifacts.digest import tree_files
 from pipeline.artifacts.files import link_or_copy_all
 from pipeline.checkpoint.description import CheckpointInfo, inspect_checkpoint
 from pipeline.checkpoint.exports import holder
+from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.core.records import Progress
 from pipeline.core.scales import KVScales
 from stages.engines import bundle
 from stages.engines.bundle import BuiltFor, ModelRecord, write_bundle
 from stages.engines.interpreter.config import InterpreterConfig
-from stages.engines.interpreter.process import Interpreter, Program, probe
+from stages.engines.interpreter.process import Interpreter, Program, Worker, WorkerError, probe
+from stages.engines.interpreter.protocol import Resolved
 
 CHECKPOINT = "checkpoint"
 """Folder of the checkpoint that is served."""
@@ -66,6 +68,29 @@ def copy_checkpoint(names: Iterable[str], source: Path, out: Path) -> None:
     for name in names:
         if not name.endswith(".safetensors"):
             shutil.copyfile(source / name, out / name)
+
+
+def resolve(
+    interpreter: Interpreter, checkpoint: Path, field: str, arguments: Mapping[str, Any], timeout_s: int
+) -> dict[str, Any]:
+    """Return the arguments, which the worker takes as `field`, as the library resolves them for a checkpoint.
+
+    Raises UserError if the library refuses or changes an argument.
+    """
+    title = f"{interpreter.program.library} {interpreter.release}"
+    asked = {"model": str(checkpoint.absolute()), field: dict(arguments)}
+    with Worker(interpreter.program, interpreter.python) as worker:
+        try:
+            resolved = worker.call("validate", timeout_s, key="backend.request_timeout_s", answer=Resolved, **asked).arguments
+        except WorkerError as error:
+            refused = f"{interpreter.release} refuses these {field.replace('_args', ' arguments')}"
+            raise worker.refusal(f"{refused}: {error}") from error
+    # `auto` is the library's own choice.
+    changed = [name for name, value in arguments.items() if name in resolved and value != "auto" and value != resolved[name]]
+    if changed:
+        listed = "; ".join(f"{name} was asked as {arguments[name]} and is {resolved[name]}" for name in changed)
+        raise UserError(f"backend.{changed[0]}: {title} makes something else of it: {listed}; ask for what it makes")
+    return resolved
 
 
 def end_bundle(out: Path, record: type[ServedBundle], interpreter: Interpreter, info: CheckpointInfo, **fields: Any) -> None:

@@ -7,7 +7,15 @@ from pipeline.checkpoint.exports import beyond_one_format, describe_format
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
-from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, begin_bundle, cannot_hold, copy_checkpoint, end_bundle
+from stages.engines.interpreter.bundle import (
+    CHECKPOINT,
+    ServedBundle,
+    begin_bundle,
+    cannot_hold,
+    copy_checkpoint,
+    end_bundle,
+    resolve,
+)
 from stages.engines.interpreter.process import Program
 from stages.engines.sglang import worker
 from stages.engines.sglang.config import SglangConfig
@@ -33,6 +41,7 @@ def build_bundle(
     interpreter, info, _ = begin_bundle(PROGRAM, config, checkpoint, out, policy, scales, progress)
     copy_checkpoint((*info.weight_files, *info.other_files), info.path, out / CHECKPOINT)
     arguments = server_args(config, cache_dtype(policy, config))
+    resolve(interpreter, out / CHECKPOINT, "server_args", arguments, config.request_timeout_s)
     flags = [f"--{name.replace('_', '-')} {value}" for name, value in arguments.items() if not isinstance(value, bool)]
     command = f"python -m sglang.launch_server --model-path {CHECKPOINT} {' '.join(flags)}\n"
     (out / COMMAND_FILE).write_text(command, encoding="utf-8")

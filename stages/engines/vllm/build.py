@@ -1,18 +1,15 @@
 """Builds a bundle of vLLM: the checkpoint with the cache's scales, and the engine arguments of `vllm serve`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
-from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, begin_bundle, end_bundle
+from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, begin_bundle, end_bundle, resolve
 from stages.engines.interpreter.config import InterpreterConfig
-from stages.engines.interpreter.process import Interpreter, Worker, WorkerError
-from stages.engines.interpreter.protocol import Resolved
 from stages.engines.vllm.checkpoint import delivers_scales, write_checkpoint
 from stages.engines.vllm.config import VllmConfig
 from stages.engines.vllm.library import PROGRAM, cache_dtype, skipped_layers
@@ -43,7 +40,7 @@ def build_bundle(
     write_checkpoint(info, out / CHECKPOINT, policy, measured)
     arguments = engine_args(config, cache_dtype(policy, config), skipped_layers(policy) or [])
     progress("build", 1, STEPS)
-    resolved = _resolve(interpreter, out / CHECKPOINT, arguments, config.request_timeout_s)
+    resolved = resolve(interpreter, out / CHECKPOINT, "engine_args", arguments, config.request_timeout_s)
     flags = OmegaConf.to_yaml({name.replace("_", "-"): value for name, value in arguments.items()})
     command = f"# vLLM {interpreter.release}: vllm serve {CHECKPOINT} --config {ENGINE_ARGS_FILE}"
     (out / ENGINE_ARGS_FILE).write_text(f"{command}\n{flags}", encoding="utf-8")
@@ -66,21 +63,3 @@ def engine_args(config: VllmConfig, cache_dtype: str, skipped: Sequence[str] = (
     if config.kv_cache_gib is not None:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
     return arguments
-
-
-def _resolve(interpreter: Interpreter, checkpoint: Path, arguments: Mapping[str, Any], timeout_s: int) -> dict[str, Any]:
-    """Return the engine arguments as vLLM resolves them. Raises UserError for those that it refuses or changes."""
-    asked = {"model": str(checkpoint.absolute()), "engine_args": dict(arguments)}
-    with Worker(PROGRAM, interpreter.python) as worker:
-        try:
-            resolved = worker.call("validate", timeout_s, key="backend.request_timeout_s", answer=Resolved, **asked).arguments
-        except WorkerError as error:
-            raise worker.refusal(f"{interpreter.release} refuses these engine arguments: {error}") from error
-    # `auto` is vLLM's own choice.
-    changed = [name for name, value in arguments.items() if name in resolved and value != "auto" and value != resolved[name]]
-    if changed:
-        listed = "; ".join(f"{name} was asked as {arguments[name]} and is {resolved[name]}" for name in changed)
-        raise UserError(
-            f"backend.{changed[0]}: vLLM {interpreter.release} makes something else of it: {listed}; ask for what it makes"
-        )
-    return resolved

@@ -1,6 +1,7 @@
 """Runs in SGLang's interpreter, and answers the requests of `kvgate_channel`.
 
-Needs what SGLang brings (numpy, torch) and nothing else. Read against release 0.5.23; it has not run against a real one.
+Needs what SGLang brings (numpy, torch) and nothing else. Read against release 0.5.23. `make test-sglang-source` runs it on that
+release's own Python on a CPU, with stand-ins for compiled parts; no CUDA kernel has run.
 """
 
 import itertools
@@ -18,6 +19,24 @@ def describe() -> dict[str, Any]:
 
     described: dict[str, Any] = kvgate_rows.described(sglang.__version__)
     return described
+
+
+def validate(model: str, server_args: dict[str, Any]) -> dict[str, Any]:
+    """Return server arguments as the release resolves them for this model and this machine.
+
+    The release resolves nothing without a GPU. In that case only the names of the arguments are checked.
+    """
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import get_device
+
+    given = ServerArgs(model_path=model, **server_args)
+    try:
+        get_device()
+    except RuntimeError:
+        return {"arguments": {}}
+    given.resolve_once()
+    resolved = given.resolved_dict()
+    return {"arguments": {name: resolved[name] for name in server_args}}
 
 
 class Model:
@@ -77,4 +96,4 @@ def _greedy(tokens: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    kvgate_channel.serve({"describe": describe}, Model)
+    kvgate_channel.serve({"describe": describe, "validate": validate}, Model)

@@ -1,0 +1,25 @@
+"""Server arguments by the recorded names."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import sglang
+
+FACTS = json.loads((Path(__file__).resolve().parents[3] / "facts" / "sglang-0.5.23.json").read_text(encoding="utf-8"))
+MISSING = {"mem_fraction_static"} if sglang.MODE == "misses a field" else set()
+
+
+class ServerArgs:
+    def __init__(self, **given: Any) -> None:
+        unknown = given.keys() - (set(FACTS["server_args"]) - MISSING)
+        if unknown:
+            raise TypeError(f"ServerArgs.__init__() got an unexpected keyword argument '{min(unknown)}'")
+        self.given = given
+
+    def resolve_once(self) -> None:
+        if sglang.MODE == "other chunks":
+            self.given["chunked_prefill_size"] = 64
+
+    def resolved_dict(self) -> dict[str, Any]:
+        return self.given
