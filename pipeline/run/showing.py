@@ -98,6 +98,7 @@ def _exhibit(candidate: Candidate) -> "Exhibit":
             own = {sample.id for sample in samples} - {sample.id for sample in generated}
     except REFUSALS as error:
         problem = problem or f"its prompts cannot be made again: {error}"
+    built = dict(identity.link("engine").parts["config"])
     return Exhibit(
         candidate,
         problem=problem,
@@ -107,7 +108,8 @@ def _exhibit(candidate: Candidate) -> "Exhibit":
         own=own,
         binds=identity.binds,
         settings={
-            "kv": identity.link("engine").parts["config"].get("kv", {}),
+            "kv": built.pop("kv", {}),
+            "engine": built,
             "gates": identity.gates.model_dump(mode="json"),
             **identity.link("evaluation").parts["config"],
         },

@@ -26,8 +26,8 @@ FIRST = 4
 VOCABULARY = 1344
 
 
-def trtllm_bundle(checkpoint: Path, out: Path, kv: str, python: str) -> Path:
-    return make_bundle("trtllm", make_exports(checkpoint, out.with_name("quantized"), kv), out, kv, python)
+def trtllm_bundle(target: str, checkpoint: Path, out: Path, kv: str, python: str) -> Path:
+    return make_bundle("trtllm", make_exports(checkpoint, out.with_name("quantized"), kv), out, kv, python, target=target)
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,15 @@ class Library:
 
 LIBRARIES = {
     "trtllm engine": Library(
-        TRTLLM, make_interpreter, trtllm_bundle, "1.2.1", "max_seq_len",
+        TRTLLM, make_interpreter, partial(trtllm_bundle, "engine"), "1.2.1", "max_seq_len",
         ("nvcr.io/nvidia/tensorrt-llm/release:1.2.1", "https://pypi.nvidia.com", "Python 3.10 or 3.12", "==1.2.1"),
         r"libth_common\.so",
     ),
     "trtllm pytorch": Library(
-        TRTLLM, make_interpreter, trtllm_bundle, "1.3.0rc20", "max_seq_len", (), r"libth_common\.so"
+        TRTLLM, make_interpreter, partial(trtllm_bundle, "pytorch"), "1.3.0rc20", "max_seq_len", (), r"libth_common\.so"
+    ),
+    "trtllm pytorch 1.2": Library(
+        TRTLLM, make_interpreter, partial(trtllm_bundle, "pytorch"), "1.2.1", "max_seq_len", (), r"libth_common\.so"
     ),
     "sglang": Library(
         SGLANG, make_sglang_interpreter, partial(make_bundle, "sglang"), "0.5.23", "context_length",

@@ -85,7 +85,7 @@ def test_an_engine_for_another_gpu_is_refused_with_both_named(work: Path, bundle
     with pytest.raises(MissingRequirement, match=r"1\.2\.1 and SM 9\.0.*1\.2\.1 and SM 8\.9"):
         open_engine(bundles["fp8"], mixed)  # it would run on the first
     newer = make_interpreter(work / "newer", release="1.3.0rc20")
-    served = make_bundle("trtllm", work / "quantized-fp8", work / "pytorch", "fp8", newer)
+    served = make_bundle("trtllm", work / "quantized-fp8", work / "pytorch", "fp8", newer, target="pytorch")
     without = make_interpreter(work / "without", release="1.3.0rc20", gpus=())
     with pytest.raises(MissingRequirement, match="needs 1 NVIDIA GPU"):
         open_engine(served, without)

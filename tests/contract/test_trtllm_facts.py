@@ -144,9 +144,13 @@ def test_llm_arguments_are_recorded_keys_with_recorded_choices() -> None:
             for key, value in settings.flatten(arguments).items():
                 assert value in PYTORCH["llm_args"][key].get("choices", [value]), key
         judged, engine = settings.evaluation_of_served(pinned), settings.evaluation_of_engine(options())
+        apart = {"speculative_config", "skip_tokenizer_init", "disable_overlap_scheduler"}
+        assert {key: judged[key] for key in judged if key not in apart} == {
+            key: pinned[key] for key in pinned if key not in apart
+        }
         assert "speculative_config" not in judged
-        for arguments in (judged, engine):
-            assert arguments["kv_cache_config"]["enable_block_reuse"] is False
+        assert pinned["enable_chunked_prefill"] is False, "the logits processor is called once for each chunk"
+        assert engine["kv_cache_config"]["enable_block_reuse"] is False
         assert set(engine) <= set(ENGINE["llm"])
         assert set(engine["kv_cache_config"]) <= set(ENGINE["kv_cache_config"])
         assert pinned["kv_cache_config"]["host_cache_size"] == 1_610_612_736

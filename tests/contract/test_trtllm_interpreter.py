@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 import yaml
-from fake_interpreter import make_interpreter
-from interpreter_bundles import make_bundle
+from fake_interpreter import make_interpreter, script
+from interpreter_bundles import make_bundle, open_engine
 from refusals import refused
 from shipped import SHIPPED, conf
 from trtllm_exports import make_exports
 
+from pipeline.artifacts.backend import Job
 from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.errors import MissingRequirement, UserError
-from stages.engines.interpreter.process import CHANNEL, Interpreter, probe
+from stages.engines.interpreter.process import CHANNEL, Interpreter, Worker, probe
 from stages.engines.trtllm.config import TrtllmConfig
-from stages.engines.trtllm.library import PROGRAM, TargetName, refuse, refuse_unread, resolve
+from stages.engines.trtllm.library import PROGRAM, TargetName, check_inputs, refuse, refuse_fp8, refuse_unread, require_target
 
 
 @pytest.fixture(scope="module")
@@ -34,32 +35,31 @@ def gpus(here: Interpreter) -> list[tuple[str, str, str]]:
 
 def build(quantized: Path, tmp_path: Path, interpreter: dict[str, Any] | None = None, **changes: Any) -> Path:
     python = make_interpreter(tmp_path / "bin", **(interpreter or {}))
-    return make_bundle("trtllm", quantized, tmp_path / "bundle", "fp8", python, **changes)
+    target = "pytorch" if "release" in (interpreter or {}) else "engine"
+    return make_bundle("trtllm", quantized, tmp_path / "bundle", "fp8", python, **{"target": target, **changes})
 
 
 @pytest.mark.parametrize(
-    ("release", "asked", "target"),
-    [
-        ("1.2.0", "auto", "engine"),
-        ("1.2.1", "engine", "engine"),
-        ("1.3.0rc20", "auto", "pytorch"),
-        ("1.3rc1", "auto", "pytorch"),
-        ("1.4.0rc1", "pytorch", "pytorch"),
-    ],
+    ("release", "target"),
+    [("1.2.0", "engine"), ("1.2.1", "engine"), ("1.2.1", "pytorch"), ("1.3.0rc20", "pytorch"), ("1.3rc1", "pytorch")],
 )
-def test_the_release_decides_the_target(tmp_path: Path, release: str, asked: str, target: str) -> None:
+def test_the_pytorch_target_has_every_release_and_the_engine_the_last_that_builds_one(
+    tmp_path: Path, release: str, target: TargetName
+) -> None:
     here = probe(PROGRAM, make_interpreter(tmp_path / "bin", release=release))
-    assert (here.release, resolve(asked, here)) == (release, target)
+    require_target(target, here)
+    assert here.release == release
     assert gpus(here) == [("Fake H0", "9.0", "580.95")]
 
 
-@pytest.mark.parametrize(
-    ("release", "asked"), [("1.1.0", "auto"), ("0.21.0", "engine"), ("1.3.0", "engine"), ("1.2.1", "pytorch")]
-)
-def test_another_release_is_refused_with_the_one_that_is_needed(tmp_path: Path, release: str, asked: str) -> None:
-    here = probe(PROGRAM, make_interpreter(tmp_path / "bin", release=release))
-    with pytest.raises(MissingRequirement, match=rf"has TensorRT-LLM {release}, backend\.target={asked} needs 1\.[23]"):
-        resolve(asked, here)
+def test_another_release_is_refused_with_the_one_that_is_needed(tmp_path: Path) -> None:
+    python = make_interpreter(tmp_path / "old", release="1.1.0")
+    with refused(MissingRequirement, f"backend.python={python}: has TensorRT-LLM 1.1.0, backend=trtllm needs 1.2 or later; "):
+        probe(PROGRAM, python)
+    here = probe(PROGRAM, make_interpreter(tmp_path / "new", release="1.3.0"))
+    said = f"backend.python={here.python}: has TensorRT-LLM 1.3.0, backend.target=engine needs 1.2 (1.2.1 is the last"
+    with refused(MissingRequirement, said, "set backend.target=pytorch"):
+        require_target("engine", here)
 
 
 @pytest.mark.parametrize("place", ["attention_backend", "attention/backends"])
@@ -158,8 +158,9 @@ def test_what_a_prompt_needs_is_checked_with_the_configuration() -> None:
 def test_a_build_that_fails_or_makes_something_else_is_told_with_the_reason(
     quantized: Path, tmp_path: Path, mode: str, release: str, expected: str
 ) -> None:
+    target = "engine" if release == "1.2.1" else "pytorch"
     with pytest.raises(UserError, match=expected):
-        build(quantized, tmp_path, {"mode": mode, "release": release})
+        build(quantized, tmp_path, {"mode": mode, "release": release}, target=target)
 
 
 def test_a_setting_that_the_builder_rewrites_is_an_error_unless_it_is_allowed(quantized: Path, tmp_path: Path) -> None:
@@ -194,7 +195,7 @@ def test_llm_arguments_that_the_release_refuses_are_told_with_its_reason(quantiz
     (tmp_path / "old").mkdir()
     python = make_interpreter(tmp_path / "old" / "bin", release="1.3.0", mode="no speculation")
     with pytest.raises(UserError, match=r"backend\.serving: TensorRT-LLM 1\.3\.0 refuses these .*: ValueError: specul"):
-        make_bundle("trtllm", quantized, tmp_path / "old" / "bundle", "fp8", python, serving=draft)
+        make_bundle("trtllm", quantized, tmp_path / "old" / "bundle", "fp8", python, serving=draft, target="pytorch")
 
 
 def test_16_bit_weights_are_served_without_a_declaration_that_the_release_would_refuse(quantized: Path, tmp_path: Path) -> None:
@@ -235,3 +236,74 @@ def test_a_checkpoint_that_the_release_refuses_or_reads_otherwise_ends_the_build
         UserError, "kv=fp8: TensorRT-LLM 1.3.0 refuses the checkpoint: ValueError: 'FP7' is no algorithm; choose other"
     ):
         build(unknown, tmp_path / "2", {"release": "1.3.0"})
+
+
+def job(checkpoint: Path, kv: str) -> Job:
+    return Job(stage="build", policy=SHIPPED[kv], weights="none", checkpoint=inspect_checkpoint(checkpoint))
+
+
+def test_speculation_that_the_release_refuses_is_refused_before_any_work(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    shipped = conf("backend", "trtllm")
+    serving = {**shipped["serving"], "speculation": {"decoding_type": "NGram", "max_draft_len": 4}}
+    for mode in ("sound", "no speculation"):
+        python = make_interpreter(tmp_path / mode.replace(" ", "-"), release="1.3.0", mode=mode)
+        config = TrtllmConfig.model_validate({**shipped, "python": python, "serving": serving})
+        if mode == "sound":
+            check_inputs(config, job(tiny_checkpoint, "fp8"))
+        else:
+            with refused(UserError, "backend.serving: TensorRT-LLM 1.3.0 refuses these LLM arguments: ValueError: speculative"):
+                check_inputs(config, job(tiny_checkpoint, "fp8"))
+
+
+@pytest.mark.parametrize(("capability", "fits"), [("8.6", False), ("8.9", True), ("12.0", True)])
+def test_fp8_is_refused_on_gpus_that_do_not_compute_in_it(tmp_path: Path, capability: str, fits: bool) -> None:
+    here = probe(PROGRAM, make_interpreter(tmp_path / "bin", gpus=(capability,)))
+    refuse_fp8(SHIPPED["int8_tensor"], "none", here, 1)
+    if fits:
+        refuse_fp8(SHIPPED["fp8"], "fp8", here, 1)
+        return
+    with refused(
+        UserError, "kv=fp8: TensorRT-LLM has FP8 caches from SM 8.9 on, this is Fake H0, SM 8.6; choose kv=int8_tensor"
+    ):
+        refuse_fp8(SHIPPED["fp8"], "none", here, 1)
+    with refused(UserError, "weights=fp8: TensorRT-LLM has FP8 weights from SM 8.9 on"):
+        refuse_fp8(SHIPPED["fp16"], "fp8", here, 1)
+
+
+def test_a_container_without_nvidia_smi_is_described_without_a_driver(tmp_path: Path) -> None:
+    python = make_interpreter(tmp_path / "bin")
+    (tmp_path / "bin" / "nvidia-smi").unlink()
+    assert gpus(probe(PROGRAM, python)) == [("Fake H0", "9.0", "")]
+
+
+def test_a_worker_gets_the_folder_of_its_library_and_neither_another_folder_nor_a_jobs_mpi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "library" / "tensorrt_llm").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'other'}:{tmp_path / 'library'}")
+    for name in ("SLURM_PROCID", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.setenv(name, "3")
+    seen = tmp_path / "seen"
+    python = script(tmp_path / "python", f"env > {seen}; exec cat > /dev/null")
+    with Worker(PROGRAM, python) as worker:
+        worker._process.stdin.close()  # type: ignore[union-attr]
+        worker._process.wait(30)
+    given = dict(line.partition("=")[::2] for line in seen.read_text(encoding="utf-8").splitlines())
+    assert given["PYTHONPATH"].split(":") == [str(PROGRAM.script.parent), str(CHANNEL), str(tmp_path / "library")]
+    assert not [name for name in given if name.startswith(("SLURM_", "PMIX_", "OMPI_"))]
+    assert given["TRTLLM_NO_USAGE_STATS"] == given["HF_HUB_OFFLINE"] == "1", "nothing is sent, and no hub is asked"
+
+
+@pytest.mark.parametrize("mode", ["chunks by default", "chunks"])
+def test_prompts_in_chunks_are_switched_off_and_told_where_the_release_makes_them_all_the_same(
+    quantized: Path, tmp_path: Path, mode: str
+) -> None:
+    bundle = build(quantized, tmp_path, {"release": "1.3.0", "mode": mode})
+    engine = open_engine(bundle, str(tmp_path / "bin" / "python"))
+    if mode == "chunks":
+        with pytest.raises(RuntimeError, match="the logits processor of 5 tokens was called more often"):
+            engine.forced([1, 2, 3, 4, 5], 1)
+    else:
+        assert len(engine.forced([1, 2, 3, 4, 5], 1)) == 4
+    engine.close()

@@ -17,7 +17,7 @@ KEY_SCALE, VALUE_SCALE = 0.04, 0.02
 SMALL: dict[str, dict[str, Any]] = {
     "llamacpp": {"n_ctx": 512, "n_seq_max": 3, "n_batch": 96, "threads": 1},
     "sglang": {"context_length": 512, "request_timeout_s": 120},
-    "trtllm": {"max_seq_len": 512, "max_input_len": 500, "request_timeout_s": 60, "build_timeout_s": 60},
+    "trtllm": {"target": "engine", "max_seq_len": 512, "max_input_len": 500, "request_timeout_s": 60, "build_timeout_s": 60},
     "vllm": {
         "max_model_len": 512, "max_num_batched_tokens": 512, "kv_cache_gib": 0.05, "threads": 1, "request_timeout_s": 300
     },

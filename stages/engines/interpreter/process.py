@@ -58,6 +58,10 @@ class Program:
     """The oldest release that has the names which the worker uses."""
     description: type[Description] = Description
     """The record of its answer to `describe`."""
+    package: str | None = None
+    """Package of the library. A folder of PYTHONPATH that has the package is passed on to a worker."""
+    hidden: tuple[str, ...] = ()
+    """Prefixes of variables that a worker does not get."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +163,11 @@ class Worker:
         self.folder = Path(self._scratch.name)
         """Directory for the worker's files, removed when it ends."""
         self._log = self.folder / "log"
-        hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # our libraries are of another Python
-        inherited = {name: value for name, value in child_environment().items() if name not in hidden}
-        modules = os.pathsep.join((str(self.program.script.parent), str(CHANNEL)))
+        hidden = ("PYTHONHOME", "VIRTUAL_ENV", *self.program.hidden)  # our libraries are of another Python
+        inherited = {name: value for name, value in child_environment().items() if not name.startswith(hidden)}
+        folders = inherited.get("PYTHONPATH", "").split(os.pathsep) if self.program.package else []
+        passed = [folder for folder in folders if folder and Path(folder, str(self.program.package)).is_dir()]
+        modules = os.pathsep.join((str(self.program.script.parent), str(CHANNEL), *passed))
         self._python, self._buffer, self._ended = python, bytearray(), False
         try:
             with self._log.open("ab") as log:

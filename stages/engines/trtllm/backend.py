@@ -5,11 +5,11 @@ from pipeline.core.kv import KVPolicy
 from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.process import probe
 from stages.engines.trtllm.config import TrtllmConfig
-from stages.engines.trtllm.library import PROGRAM, check_inputs, rank_capabilities, resolve
+from stages.engines.trtllm.library import JUDGED, PROGRAM, check_inputs, rank_capabilities
 
 
 class TrtllmBackend(InterpreterBackend):
-    """A TensorRT engine (release 1.2), or a checkpoint with pinned LLM arguments (from 1.3 on)."""
+    """A checkpoint with pinned LLM arguments, or a TensorRT engine (release 1.2)."""
 
     build_module = "stages.engines.trtllm.build"
     engine_module = "stages.engines.trtllm.engine"
@@ -18,7 +18,7 @@ class TrtllmBackend(InterpreterBackend):
     config: TrtllmConfig
 
     def check_inputs(self, job: Job) -> None:
-        """Refuse what neither target holds, a missing interpreter and missing GPUs."""
+        """Refuse what the target does not hold, a missing interpreter and missing GPUs."""
         if job.builds:
             check_inputs(self.config, job)
 
@@ -28,11 +28,10 @@ class TrtllmBackend(InterpreterBackend):
         return Source(exports.path, exports.digest)
 
     def build_parts(self) -> dict[str, object]:
-        """Return the target and the GPUs as well, which the interpreter decides."""
+        """Return how an evaluation's engine differs from the served one, and the GPUs for which an engine is built."""
         interpreter, ranks = probe(PROGRAM, self.config.python), self.config.tensor_parallel_size
-        target = resolve(self.config.target, interpreter)
-        capabilities = rank_capabilities(interpreter, ranks) if target == "engine" else []
-        return {**super().build_parts(), "target": target, "compute_capabilities": capabilities}
+        capabilities = rank_capabilities(interpreter, ranks) if self.config.target == "engine" else []
+        return {**super().build_parts(), "judged": JUDGED[self.config.target], "compute_capabilities": capabilities}
 
 
 open_backend = TrtllmBackend

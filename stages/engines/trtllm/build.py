@@ -15,12 +15,12 @@ from pipeline.core.kv import KVPolicy
 from pipeline.core.records import Progress
 from stages.engines.bundle import BuiltFor
 from stages.engines.interpreter.bundle import CHECKPOINT, ServedBundle, begin_bundle, copy_checkpoint, end_bundle
-from stages.engines.interpreter.process import Interpreter, Worker, WorkerError, probe
-from stages.engines.interpreter.protocol import EmptyAnswer, Pinned
+from stages.engines.interpreter.process import Interpreter, Worker, WorkerError
+from stages.engines.interpreter.protocol import EmptyAnswer
 from stages.engines.trtllm import checkpoint as checkpoints
 from stages.engines.trtllm import settings
 from stages.engines.trtllm.config import TrtllmConfig
-from stages.engines.trtllm.library import PROGRAM, TARGETS, rank_capabilities, rank_environment, resolve
+from stages.engines.trtllm.library import PROGRAM, TARGETS, rank_capabilities, rank_environment, read_llm_args
 
 STEPS = 3
 ENGINE = "engine"
@@ -38,7 +38,7 @@ class TrtllmBundle(ServedBundle):
     tensor_parallel_size: int
     max_input_len: int
     evaluated_with: dict[str, Any]
-    """LLM arguments of an evaluation: those of serving, except for block reuse and speculation."""
+    """LLM arguments of an evaluation. Target pytorch: the served arguments without speculation and overlap."""
     rewritten: dict[str, Any]
     """The values of settings that TensorRT-LLM built otherwise; backend.allow_rewrites allowed each of them."""
     kv_scales: list[float]
@@ -48,7 +48,7 @@ class TrtllmBundle(ServedBundle):
 
 def build_bundle(exports: Path, out: Path, config: TrtllmConfig, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
     """Write a bundle of ModelOpt's exports, as stage=quantize writes them with the quantized checkpoint, to the empty `out`."""
-    ranks, target = config.tensor_parallel_size, resolve(config.target, probe(PROGRAM, config.python))
+    ranks, target = config.tensor_parallel_size, config.target
     export = exports / TARGETS[target].export
     if not export.is_dir():
         reason = json.loads((exports / "exports.json").read_text(encoding="utf-8"))[export.name].get(
@@ -67,7 +67,7 @@ def build_bundle(exports: Path, out: Path, config: TrtllmConfig, *, policy: KVPo
     end_bundle(
         out, TrtllmBundle, interpreter, info,
         built_for=built_for, target=target, tensor_parallel_size=ranks,
-        gpus=[f"{device.name}, driver {device.driver}" for device in interpreter.devices[:ranks]],
+        gpus=[f"{device.name}, driver {device.driver or 'unknown'}" for device in interpreter.devices[:ranks]],
         max_tokens=config.max_seq_len, max_batch=config.max_batch_size, max_input_len=config.max_input_len, **fields,
     )  # fmt: skip
     progress("build", STEPS, STEPS)
@@ -114,28 +114,20 @@ def _pin_llm_args(exports: Path, out: Path, config: TrtllmConfig, policy: KVPoli
     }
     serving = settings.llm_args(config, policy)
     rewritten: list[settings.Difference] = []
-    with Worker(PROGRAM, interpreter.python, **rank_environment(1)) as worker:
 
-        def pin(arguments: settings.Settings) -> settings.Settings:
-            asked = {"model": str(source.absolute()), "llm_args": arguments}
-            try:
-                answer = worker.call("validate", config.build_timeout_s, key="backend.build_timeout_s", answer=Pinned, **asked)
-            except WorkerError as error:
-                reason = " ".join(str(error).split())
-                raise UserError(
-                    f"backend.serving: TensorRT-LLM {interpreter.release} refuses these LLM arguments: {reason}"
-                ) from error
-            if answer.refused:
-                reason = " ".join(answer.refused.split())
-                raise UserError(
-                    f"kv={policy.name}: TensorRT-LLM {interpreter.release} refuses the checkpoint: {reason}; choose other "
-                    "weights, another kv, or another release as backend.python"
-                )
-            rewritten.extend(settings.differences(settings.flatten(answer.pinned), answer.arguments))
-            rewritten.extend(settings.differences(quantization, answer.quantization))
-            return answer.pinned
+    def pin(arguments: settings.Settings) -> settings.Settings:
+        answer = read_llm_args(interpreter, config, source, arguments)
+        if answer.refused:
+            reason = " ".join(answer.refused.split())
+            raise UserError(
+                f"kv={policy.name}: TensorRT-LLM {interpreter.release} refuses the checkpoint: {reason}; choose other weights, "
+                "another kv, or another release as backend.python"
+            )
+        rewritten.extend(settings.differences(settings.flatten(answer.pinned), answer.arguments))
+        rewritten.extend(settings.differences(quantization, answer.quantization))
+        return answer.pinned
 
-        pinned, evaluated_with = pin(serving), pin(settings.evaluation_of_served(serving))
+    pinned, evaluated_with = pin(serving), pin(settings.evaluation_of_served(serving))
     settings.refuse_rewrites(rewritten, config.allow_rewrites)
     command = f"# TensorRT-LLM {interpreter.release}: trtllm-serve {CHECKPOINT} --config {LLM_ARGS_FILE}"
     (out / LLM_ARGS_FILE).write_text(f"{command}\n{OmegaConf.to_yaml(pinned)}", encoding="utf-8")

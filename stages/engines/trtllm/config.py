@@ -50,8 +50,8 @@ class TrtllmConfig(InterpreterConfig):
     length_key = "max_seq_len"
     takes_quantized = True
     finer = ("fp8", "int8_tensor")
-    target: Literal["auto", "engine", "pytorch"]
-    """engine: a TensorRT engine, release 1.2; pytorch: checkpoint and LLM arguments, from 1.3 on; auto: by the release."""
+    target: Literal["engine", "pytorch"]
+    """pytorch: the checkpoint and LLM arguments for `trtllm-serve`; engine: a TensorRT engine, which release 1.2 builds."""
     build_timeout_s: Annotated[int, Field(ge=1)]
     """Seconds that a build may take."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)]

@@ -13,8 +13,9 @@ from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVPolicy
 from stages.engines.interpreter.bundle import cannot_hold
-from stages.engines.interpreter.process import Interpreter, Program, probe
-from stages.engines.trtllm import worker
+from stages.engines.interpreter.process import Interpreter, Program, Worker, WorkerError, probe
+from stages.engines.interpreter.protocol import Pinned
+from stages.engines.trtllm import settings, worker
 from stages.engines.trtllm.config import TrtllmConfig
 
 PROGRAM = Program(
@@ -22,11 +23,19 @@ PROGRAM = Program(
     "TensorRT-LLM",
     Path(worker.__file__).with_name("kvgate_worker.py"),
     # PyPI itself has only a stub.
-    "run kvgate in the container nvcr.io/nvidia/tensorrt-llm/release:1.2.1 (backend.target=engine; a 1.3 tag for "
-    "target=pytorch) with backend.python=python3, or give the python of an environment of Python 3.10 or 3.12 with "
-    "pip install tensorrt-llm==1.2.1 --extra-index-url https://pypi.nvidia.com as backend.python=PATH",
+    "run kvgate in the container nvcr.io/nvidia/tensorrt-llm/release:1.2.1 with backend.python=python3, or give the python of "
+    "an environment of Python 3.10 or 3.12 with pip install tensorrt-llm==1.2.1 --extra-index-url https://pypi.nvidia.com as "
+    "backend.python=PATH",
+    {
+        "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TRTLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+    },
     read=("1.2", "1.3", "1.4"),
-)
+    oldest=(1, 2),
+    package="tensorrt_llm",
+    # A worker is an MPI world of its own: with the variables of a job's launcher, MPI would join the job or fail to start.
+    hidden=("OMPI_", "PMI_", "PMIX_", "SLURM_", "I_MPI_", "HYDRA_"),
+)  # fmt: skip
 """The releases were read from their sources (tests/contract/facts)."""
 
 
@@ -64,6 +73,10 @@ def require_gpus(interpreter: Interpreter, count: int, purpose: str) -> None:
 
 
 TargetName = Literal["engine", "pytorch"]
+FP8_SM = 89
+"""TensorRT-LLM computes in FP8 from SM 8.9 on: neither FP8 caches nor FP8 weights run on older GPUs."""
+ENGINE_RELEASE = (1, 2)
+ENGINES = "1.2 (1.2.1 is the last that builds engines)"
 NO_INTEGERS_SM = range(100, 120)
 """TensorRT-LLM 1.2 builds neither INT8 caches nor INT8 or INT4 weights for SM 10.0 to 11.9 (tensorrt_llm/builder.py)."""
 INTEGER_WEIGHTS: tuple[WeightsFormat, ...] = ("int8_sq", "int4_awq")
@@ -79,6 +92,12 @@ READ_BY: dict[TargetName, dict[str, Any]] = {
 }
 """Keys of `backend` that one target alone reads, with their values when they are not set (conf/backend/trtllm.yaml)."""
 
+JUDGED: dict[TargetName, str] = {
+    "engine": "no block reuse: the engine computes prompts in one way, with and without",
+    "pytorch": "block reuse as served, with a cache_salt for each request; no speculation",
+}
+"""How an evaluation runs what is served, for the report."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -86,7 +105,6 @@ class Target:
 
     export: str
     """The folder of the quantized checkpoint that it is made from."""
-    releases: str
     caches: tuple[str, ...]
     """Algorithms of a quantized cache; each has one scale a layer."""
     weights: tuple[WeightsFormat, ...]
@@ -99,7 +117,6 @@ class Target:
 TARGETS: dict[TargetName, Target] = {
     "engine": Target(
         export="tensorrt_llm",
-        releases="1.2 (1.2.1 is the last that builds engines)",
         caches=TENSORRT_LLM_KV,
         weights=("none", "fp8", "int8_sq", "int4_awq"),
         sharded_weights=("none", "fp8"),
@@ -107,7 +124,6 @@ TARGETS: dict[TargetName, Target] = {
     ),
     "pytorch": Target(
         export="unified_hf",
-        releases="1.3 or later",
         caches=UNIFIED_HF_KV,
         weights=("none", "fp8", "int4_awq"),
         sharded_weights=("none", "fp8", "int4_awq"),
@@ -124,21 +140,21 @@ def check_inputs(config: TrtllmConfig, job: Job) -> None:
         MissingRequirement: naming the interpreter or the GPU that is not here.
     """
     refuse_other_attention(job.checkpoint, "backend=trtllm was not shown to keep to that")
-    candidates: tuple[TargetName, ...] = ("engine", "pytorch") if config.target == "auto" else (config.target,)
-    refusals = [_refuse_all(name, config, job) for name in candidates]
-    if all(refusals):  # no target holds it, so that the interpreter need not be asked
-        raise UserError(str(refusals[0]))
-    interpreter = probe(PROGRAM, config.python)
-    name = resolve(config.target, interpreter)
-    refusal = _refuse_all(name, config, job)
+    ranks = config.tensor_parallel_size
+    refusal = refuse(config.target, job.policy, job.weights, job.checkpoint, ranks) or refuse_unread(config.target, config)
     if refusal is not None:
         raise UserError(refusal)
-    if name == "engine":
+    interpreter = probe(PROGRAM, config.python)
+    require_target(config.target, interpreter)
+    if config.target == "engine":
         require_gpus(interpreter, 1, "building an engine")
-        rank_capabilities(interpreter, config.tensor_parallel_size)  # refuses GPUs that differ
-        refuse_integers(job.policy, job.weights, interpreter, config.tensor_parallel_size)
+        rank_capabilities(interpreter, ranks)  # refuses GPUs that differ
+        refuse_integers(job.policy, job.weights, interpreter, ranks)
+    refuse_fp8(job.policy, job.weights, interpreter, ranks)
     if job.judges:
-        check_judging(name, config, job.policy, interpreter)
+        check_judging(config.target, config, job.policy, interpreter)
+    if config.serving.speculation is not None:
+        read_llm_args(interpreter, config, job.checkpoint.path, settings.llm_args(config, job.policy))
 
 
 def check_judging(name: TargetName, config: TrtllmConfig, policy: KVPolicy, interpreter: Interpreter) -> None:
@@ -156,20 +172,27 @@ def check_judging(name: TargetName, config: TrtllmConfig, policy: KVPolicy, inte
         )
 
 
-def resolve(target: str, installed: Interpreter) -> TargetName:
-    """Return the target of the installed release. Raises MissingRequirement when the release lacks the configured one."""
-    available: TargetName | None = None
-    if installed.number == (1, 2):
-        available = "engine"
-    elif installed.number >= (1, 3):
-        available = "pytorch"
-    if available is None or target not in ("auto", available):
-        releases = TARGETS[target].releases if target in TARGETS else "1.2 or later"
+def require_target(target: TargetName, installed: Interpreter) -> None:
+    """Raise MissingRequirement if the release does not have the target."""
+    if target == "engine" and installed.number != ENGINE_RELEASE:
         raise MissingRequirement(
-            f"backend.python={installed.python}: has TensorRT-LLM {installed.release}, backend.target={target} needs "
-            f"{releases}; {PROGRAM.hint}"
+            f"backend.python={installed.python}: has TensorRT-LLM {installed.release}, backend.target=engine needs {ENGINES}; "
+            f"set backend.target=pytorch, or {PROGRAM.hint}"
         )
-    return available
+
+
+def read_llm_args(interpreter: Interpreter, config: TrtllmConfig, model: Path, arguments: settings.Settings) -> Pinned:
+    """Return LLM arguments as the release reads them. Raises UserError if the release refuses them."""
+    request = {"model": str(model.absolute()), "llm_args": arguments}
+    with Worker(PROGRAM, interpreter.python, **rank_environment(1)) as worker:
+        try:
+            return worker.call("validate", config.build_timeout_s, key="backend.build_timeout_s", answer=Pinned, **request)
+        except WorkerError as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"backend.serving: TensorRT-LLM {interpreter.release} refuses these LLM arguments: {reason}; choose others, or "
+                "another release as backend.python"
+            ) from error
 
 
 def refuse(name: TargetName, policy: KVPolicy, weights: WeightsFormat, info: CheckpointInfo, ranks: int) -> str | None:
@@ -178,7 +201,7 @@ def refuse(name: TargetName, policy: KVPolicy, weights: WeightsFormat, info: Che
     reason = export_refusal(policy, target.caches)
     if reason is not None:
         engine = TARGETS["engine"]
-        older = "" if export_refusal(policy, engine.caches) else f", backend.target=engine with TensorRT-LLM {engine.releases}"
+        older = "" if export_refusal(policy, engine.caches) else f", backend.target=engine with TensorRT-LLM {ENGINES}"
         return cannot_hold(policy, f"trtllm, target {name},", reason, f"{target.choices}{older}")
     if weights not in target.weights:
         return f"weights={weights}: backend.target={name} takes {', '.join(target.weights)}; choose one of them"
@@ -188,7 +211,7 @@ def refuse(name: TargetName, policy: KVPolicy, weights: WeightsFormat, info: Che
             return f"model.path={info.path}: backend.target={name}: {reason}; use backend=vllm"
     reason = tensorrt_llm_refusal(info) if name == "engine" else None
     if reason is not None:
-        return f"model.path={info.path}: {reason}; use backend.target=pytorch with TensorRT-LLM 1.3"
+        return f"model.path={info.path}: {reason}; use backend.target=pytorch"
     return _refuse_split(target, weights, info, ranks) if ranks > 1 else None
 
 
@@ -238,6 +261,14 @@ def refuse_integers(policy: KVPolicy, weights: WeightsFormat, interpreter: Inter
             )
 
 
-def _refuse_all(name: TargetName, config: TrtllmConfig, job: Job) -> str | None:
-    refusal = refuse(name, job.policy, job.weights, job.checkpoint, config.tensor_parallel_size)
-    return refusal or refuse_unread(name, config)
+def refuse_fp8(policy: KVPolicy, weights: WeightsFormat, interpreter: Interpreter, ranks: int) -> None:
+    """Raise UserError for an FP8 cache or FP8 weights on a GPU that does not compute in FP8."""
+    for device in interpreter.devices[:ranks]:
+        if int(device.compute_cap.replace(".", "")) >= FP8_SM:
+            continue
+        gpu = f"{device.name}, SM {device.compute_cap}"
+        if policy.key.dtype == "fp8_e4m3":
+            other = "kv=int8_tensor with backend.target=engine"
+            raise UserError(f"kv={policy.name}: TensorRT-LLM has FP8 caches from SM 8.9 on, this is {gpu}; choose {other}")
+        if weights == "fp8":
+            raise UserError(f"weights=fp8: TensorRT-LLM has FP8 weights from SM 8.9 on, this is {gpu}; choose weights=none")

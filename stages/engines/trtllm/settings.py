@@ -82,6 +82,7 @@ def llm_args(options: TrtllmConfig, policy: KVPolicy) -> Settings:
         "backend": "pytorch",
         "tensor_parallel_size": options.tensor_parallel_size,
         **options.model_dump(include=SIZES),
+        "enable_chunked_prefill": False,
         "kv_cache_config": cache,
     }
     if serving.speculation is not None:
@@ -98,11 +99,12 @@ def evaluation_of_engine(options: TrtllmConfig) -> Settings:
 def evaluation_of_served(serving: Settings) -> Settings:
     """Return the LLM arguments of evaluating what is served with `serving`.
 
-    There is no speculation and no overlap, with which a logits processor would see each token a step late.
+    Block reuse stays as it is served: it decides by which kernel, and in which type, prompts are computed. Each request has a
+    salt of its own, so that none finds another's blocks. There is no speculation and no overlap, with which a logits processor
+    would see each token a step late.
     """
     kept = {key: value for key, value in serving.items() if key != "speculative_config"}
-    cache = {**serving["kv_cache_config"], "enable_block_reuse": False}
-    return {**kept, "skip_tokenizer_init": True, "disable_overlap_scheduler": True, "kv_cache_config": cache}
+    return {**kept, "skip_tokenizer_init": True, "disable_overlap_scheduler": True}
 
 
 def differences(expected: Settings, built: Mapping[str, Any]) -> list[Difference]:

@@ -5,9 +5,25 @@ A module of its own because TensorRT-LLM may send the processor to another proce
 
 import contextlib
 import importlib
+from pathlib import Path
 from typing import Any
 
 import kvgate_rows
+
+CALLS = ".calls"
+"""Ending of the file that exists if a request's processor was called more often than it has tokens."""
+
+
+def refuse_more_calls(requests: list[dict[str, Any]], paths: list[str]) -> None:
+    """Raise RuntimeError if a processor was called more often than its request has tokens.
+
+    A release that computes a prompt in chunks calls the processor once per chunk, and every token after it is a step late.
+    """
+    for request, path in zip(requests, paths, strict=True):
+        if Path(path + CALLS).exists():
+            raise RuntimeError(
+                f"the logits processor of {request['tokens']} tokens was called more often: is the prompt computed in chunks?"
+            )
 
 
 class ForcedTokens:
@@ -29,6 +45,8 @@ class ForcedTokens:
         client_id: int | None,  # noqa: ARG002
     ) -> None:
         forced = self.request["forced"]
+        if self.step >= self.request["tokens"]:
+            Path(self.path + CALLS).touch()
         with _on_stream(stream_ptr):
             row = logits.reshape(-1)
             kvgate_rows.put(self.path, self.request, self.step, row)

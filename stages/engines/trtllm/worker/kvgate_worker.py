@@ -5,11 +5,14 @@ recorded in tests/contract/facts/.
 """
 
 import asyncio
+import copy
 import importlib
 import itertools
+import shutil
 import subprocess
 import sys
 import time
+import uuid
 from functools import partial
 from typing import Any
 
@@ -34,16 +37,18 @@ def describe() -> dict[str, Any]:
     """Return what is installed here, and the GPUs that CUDA shows this process, in its order.
 
     nvidia-smi ignores CUDA_VISIBLE_DEVICES and lists GPUs in another order; only the driver's version, which all GPUs share, is
-    read from it.
+    read from it. A container for computing alone has no nvidia-smi: the version is empty then.
     """
     import tensorrt_llm
 
     described: dict[str, Any] = kvgate_rows.described(tensorrt_llm.__version__)
-    if described["devices"]:
+    driver = ""
+    if described["devices"] and shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[0].strip()
-        for device in described["devices"]:
-            device["driver"] = driver
+        said = subprocess.run(command, check=False, capture_output=True, text=True)
+        driver = said.stdout.partition("\n")[0].strip() if said.returncode == 0 else ""
+    for device in described["devices"]:
+        device["driver"] = driver
     return described
 
 
@@ -64,19 +69,30 @@ def validate(model: str, llm_args: dict[str, Any]) -> dict[str, Any]:
         quantization: The algorithms of weights and cache that the release takes from the checkpoint and the arguments.
         refused: Why the release refuses the checkpoint; empty if it accepts the checkpoint.
     """
-    from tensorrt_llm.llmapi.llm_args import KvCacheConfig, TorchLlmArgs
+    from tensorrt_llm.llmapi.llm_args import KvCacheConfig, TorchLlmArgs, update_llm_args_with_extra_dict
     from tensorrt_llm.llmapi.llm_utils import ModelLoader
 
     cache = {**llm_args["kv_cache_config"], **_switched_off(KvCacheConfig)}
     pinned = {**llm_args, **_switched_off(TorchLlmArgs), "kv_cache_config": cache}
-    read, refused = TorchLlmArgs(model=model, **pinned), ""
-    arguments = read.model_dump(mode="json")
+    try:  # as trtllm-serve reads its file: early releases take `decoding_type` in no other way
+        read = TorchLlmArgs(**update_llm_args_with_extra_dict({"model": model}, copy.deepcopy(pinned)))
+    except ValueError as error:
+        raise ValueError(_in_one_line(error)) from error
+    arguments, refused = read.model_dump(mode="json"), ""
+    if read.speculative_config is not None:
+        arguments["speculative_config"]["decoding_type"] = read.speculative_config.decoding_type
     try:
         ModelLoader(read)._update_from_hf_quant_config()
     except Exception as error:
         refused = f"{type(error).__name__}: {error}"
     quantization = {name: getattr(read.quant_config, name) for name in ("quant_algo", "kv_cache_quant_algo")}
     return {"arguments": arguments, "pinned": pinned, "quantization": quantization, "refused": refused}
+
+
+def _in_one_line(error: ValueError) -> str:
+    """Return the first problem of a pydantic error, which names every field of a union that it tried."""
+    problems = error.errors() if hasattr(error, "errors") else []
+    return f"{'.'.join(map(str, problems[0]['loc']))}: {problems[0]['msg']}" if problems else str(error)
 
 
 def _switched_off(kind: Any) -> dict[str, bool]:
@@ -88,6 +104,7 @@ class Model:
 
     def __init__(self, target: str, model: str, llm_args: dict[str, Any], key_fault: float) -> None:
         run = partial(kvgate_rows.run, generate=self.generate)
+        self.salts = target == "pytorch"
         self.operations: kvgate_channel.Operations = {"run": run, "load": self.load}
         if target == "engine":
             self.llm = importlib.import_module("tensorrt_llm._tensorrt_engine").LLM(model=model, **llm_args)
@@ -103,7 +120,10 @@ class Model:
             _greedy(request["tokens"], logits_processor=kvgate_forcing.ForcedTokens(request, path))
             for request, path in zip(requests, paths, strict=True)
         ]
-        return [output.outputs[0].token_ids for output in self.llm.generate(prompts, sampling, use_tqdm=False)]
+        salt = {"cache_salt": [_salt() for _ in prompts]} if self.salts else {}
+        outputs = self.llm.generate(prompts, sampling, use_tqdm=False, **salt)
+        kvgate_forcing.refuse_more_calls(requests, paths)
+        return [output.outputs[0].token_ids for output in outputs]
 
     def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Return the times of `tokens` tokens for each prompt: to the first token of one prompt after the other, then of every
@@ -122,12 +142,18 @@ class Model:
 
     async def _arrivals(self, prompt: list[int], tokens: int) -> list[float]:
         times: list[float] = []
-        async for output in self.llm.generate_async(prompt, _greedy(tokens), streaming=True):
+        salt = {"cache_salt": _salt()} if self.salts else {}
+        async for output in self.llm.generate_async(prompt, _greedy(tokens), streaming=True, **salt):
             arrived = len(output.outputs[0].token_ids) - len(times)
             times += [time.perf_counter()] * arrived
         if len(times) != tokens:
             raise RuntimeError(f"{len(times)} tokens arrived, {tokens} were asked for")
         return times
+
+
+def _salt() -> str:
+    """Return a text that no other request has: block reuse stays on, as served, and no request finds another's blocks."""
+    return uuid.uuid4().hex
 
 
 def _greedy(tokens: int, **more: Any) -> Any:

@@ -14,6 +14,7 @@ from tensorrt_llm.toy import Runtime, Toy
 
 class LLM(Runtime):
     def __init__(self, **given: Any) -> None:
+        super().__init__()
         only(ENGINE["llm"], given, "LLM")
         only(ENGINE["kv_cache_config"], given["kv_cache_config"], "KvCacheConfig")
         if MODE == "crash while loading":

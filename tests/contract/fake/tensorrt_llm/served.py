@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from tensorrt_llm.facts import MODE, PYTORCH
 from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
 from tensorrt_llm.llmapi.llm_utils import ModelLoader
 from tensorrt_llm.toy import Runtime, Toy
@@ -16,6 +17,7 @@ class LLM(Runtime):
     def __init__(self, model: str, **given: Any) -> None:
         from tensorrt_llm._torch.attention_backend.trtllm import TrtllmAttention
 
+        super().__init__()
         read = TorchLlmArgs(model=model, **given)
         ModelLoader(read)._update_from_hf_quant_config()
         tensors = load_file(Path(model, "model.safetensors"))
@@ -23,4 +25,12 @@ class LLM(Runtime):
         attention, *_ = [TrtllmAttention(layer) for layer in range(config["num_hidden_layers"])]
         algorithm = read.quant_config.kv_cache_quant_algo
         to_codes, from_codes = float(attention.kv_scale_orig_quant[0]), float(attention.kv_scale_quant_orig[0])
-        self.toy = Toy(np.float32(tensors["model.embed_tokens.weight"]), algorithm, to_codes, from_codes)
+        cache = {
+            "enable_block_reuse": PYTORCH["llm_args"]["kv_cache_config.enable_block_reuse"]["default"],
+            **given["kv_cache_config"],
+        }
+        self.toy = Toy(
+            np.float32(tensors["model.embed_tokens.weight"]), algorithm, to_codes, from_codes,
+            prompts_read=cache["enable_block_reuse"] and PYTORCH["block_reuse"]["prompts_read_the_cache"],
+            chunks=2 if given.get("enable_chunked_prefill", MODE == "chunks by default") or MODE == "chunks" else 1,
+        )  # fmt: skip

@@ -1,7 +1,8 @@
 """A toy with a cache: its logits are a decaying sum over the tokens before, each read back from FP8 or INT8 codes.
 
 The vectors are the checkpoint's own embedding. The prompt's pass sees exact vectors, decoding sees what the cache gives
-back, as in TensorRT-LLM: so the format and a wrong scale change decoded logits, and those only.
+back, as in TensorRT-LLM: so the format and a wrong scale change decoded logits, and those only. With block reuse on, prompts
+see what the cache gives back, too.
 """
 
 import asyncio
@@ -55,9 +56,18 @@ class RequestOutput:
 
 
 class Toy:
-    """`to_codes` and `from_codes` are the two scales of the cache; algorithm FP8, INT8 or None."""
+    """`to_codes` and `from_codes` are the two scales of the cache; algorithm FP8, INT8 or None. A prompt has `chunks`."""
 
-    def __init__(self, embedding: Any, algorithm: str | None, to_codes: float, from_codes: float) -> None:
+    def __init__(
+        self,
+        embedding: Any,
+        algorithm: str | None,
+        to_codes: float,
+        from_codes: float,
+        prompts_read: bool = False,
+        chunks: int = 1,
+    ) -> None:
+        self.prompts_read, self.chunks = prompts_read, chunks
         self.vectors = embedding / np.linalg.norm(embedding, axis=1, keepdims=True)
         codes = rounded(self.vectors * to_codes, algorithm)
         self.read = codes * from_codes if algorithm else self.vectors.astype(np.float16).astype(np.float32)
@@ -65,7 +75,7 @@ class Toy:
     def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
         state = np.zeros(self.vectors.shape[1], np.float32)
         for token in prompt[:-1]:
-            state = DECAY * (state + self.vectors[token])
+            state = DECAY * (state + (self.read if self.prompts_read else self.vectors)[token])
         fresh = state + self.vectors[prompt[-1]]
         tokens = [prompt[-1]]
         state *= 0
@@ -74,7 +84,7 @@ class Toy:
         for step in range(params.max_tokens):
             seen = fresh if step == 0 else state + self.vectors[tokens[-1]]
             row = (LOUDNESS * self.vectors @ seen).astype(np.float32).view(Tensor)
-            if params.processor is not None:
+            for _ in range(self.chunks if step == 0 else 1) if params.processor is not None else ():
                 params.processor(1, row[None, None], [[*prompt, *tokens[1:]]], None, None)
             state = DECAY * (state + self.read[tokens[-1]])
             tokens.append(int(row.argmax()))
@@ -86,14 +96,34 @@ class Runtime:
 
     toy: Toy
 
-    def generate(self, inputs: Any, sampling_params: Any, use_tqdm: bool) -> list[RequestOutput]:  # noqa: ARG002
+    def __init__(self) -> None:
+        self.salts: set[str] = set()
+        """Salts of the requests so far: with block reuse on, a request of the same salt would find their blocks."""
+
+    def _refuse_salt(self, salt: str | None) -> None:
+        if self.toy.prompts_read and (salt is None or salt in self.salts):
+            raise RuntimeError("a request would find another's blocks")
+        self.salts.add(str(salt))
+
+    def generate(
+        self,
+        inputs: Any,
+        sampling_params: Any,
+        use_tqdm: bool,  # noqa: ARG002
+        cache_salt: Sequence[str] = (),
+    ) -> list[RequestOutput]:
+        for number in range(len(inputs)):
+            self._refuse_salt(cache_salt[number] if cache_salt else None)
         if MODE == "hang while generating":
             time.sleep(600)
         pairs = zip(inputs, sampling_params, strict=True)
         return [RequestOutput(self.toy.generate(prompt, params)) for prompt, params in pairs]
 
-    async def generate_async(self, inputs: Any, sampling_params: Any, streaming: bool) -> AsyncIterator[RequestOutput]:
+    async def generate_async(
+        self, inputs: Any, sampling_params: Any, streaming: bool, cache_salt: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
         assert streaming
+        self._refuse_salt(cache_salt)
         tokens = self.toy.generate(inputs, sampling_params).token_ids
         for end in range(1, len(tokens) + 1):
             await asyncio.sleep(1e-4)
