@@ -20,7 +20,7 @@ import re
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from pipeline.core.errors import REFUSALS, UserError
 from pipeline.evidence.identity import IDENTITY_FILE, Identity, read_identity
 from pipeline.registry import summary
 from pipeline.registry.summary import Summary
-from pipeline.registry.tracking import Version, locate
+from pipeline.registry.tracking import locate
 from pipeline.upkeep.registered import Model, read_registered
 
 UNFINISHED, SCRATCH_KIND = "unfinished", "scratch"
@@ -187,10 +187,12 @@ def last_sweeps(sweeps: Iterable[Sweep], number: int) -> list[Sweep]:
 def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, str]]:
     """Return place of a piece -> who needs it first, and who needs something -> what of it is not in the store.
 
-    Who lacks NO_IDENTITY may need its pieces: whether it does cannot be read. `keep_sweeps` is that of `last_sweeps`.
+    An alias whose identity is not found (it was altered or removed, or lies in another work directory) needs its engine alone.
+    `keep_sweeps` is that of `last_sweeps`.
     """
     reasons, missing = dict[str, str](), dict[str, str]()
     there = {piece.place for piece in found.pieces if piece.is_artifact}
+    engines = {f"build/{path.name}": files_digest(manifest["files"]) for path, manifest in Store(found.root).manifests("build")}
 
     def keep(digest: str, who: str, *, built: bool = False, measured: bool = False) -> None:
         held = found.evidence.get(digest)
@@ -205,12 +207,13 @@ def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, 
             elif place in read:
                 missing.setdefault(who, place)
 
-    doubts = dict[str, str]()
     for model in found.models:
         for alias, version in sorted(model.pointed_at.items(), key=lambda item: (item[0] != "champion", item[0])):
             if alias != REGISTERED_LAST:
                 keep(version.identity_digest, f"{alias} of {model.name}")
-                doubts |= dict.fromkeys(_perhaps(version, found), f"{alias} of {model.name}")
+                engine = version.tags.get("engine_digest")
+                for place in (place for place, digest in engines.items() if digest == engine):
+                    reasons.setdefault(place, f"{alias} of {model.name}")
     recent, newest = last_sweeps(found.sweeps, keep_sweeps), last_sweeps(found.sweeps, 1)
     for sweep in recent:
         for candidate in sweep.summary.candidates:
@@ -221,22 +224,4 @@ def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, 
             reasons.setdefault(piece.place, "the command that was interrupted, which goes on from it")
         elif piece.is_artifact and first is not None and piece.made >= first.began:
             reasons.setdefault(piece.place, f"sweep {first.name}, which did not finish")
-    return {**{place: who for place, who in doubts.items() if place in there}, **reasons}, missing
-
-
-def _perhaps(version: Version, found: Found) -> Iterator[str]:
-    """Yield the places of artifacts that a version may need although its identity is not found: of its engine, or of anyone.
-
-    A version without the tag of its identity may be any that no version cites. With the tag, its identity may have been altered
-    or removed here, or lie in another work directory.
-    """
-    if version.identity_digest in found.evidence:
-        return
-    engine = version.tags.get("engine_digest")
-    for path, manifest in Store(found.root).manifests("build"):
-        if files_digest(manifest["files"]) == engine:
-            yield f"build/{path.name}"
-    cited = {one.identity_digest for model in found.models for one in model.versions.values()}
-    for digest, held in found.evidence.items():
-        if held.identity.link("engine").digest == engine or not (version.identity_digest or digest in cited):
-            yield from (*held.places, *(link.place for link in held.identity.reads))
+    return reasons, missing

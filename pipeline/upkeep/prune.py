@@ -8,7 +8,7 @@ artifacts.
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from pipeline.config.config import Config
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.terminal import console, next_steps
 from pipeline.terminal.grids import Column, Grid, Row
-from pipeline.upkeep.needs import NO_IDENTITY, Found, Piece, distinct_bytes, find, needs_of
+from pipeline.upkeep.needs import Found, Piece, distinct_bytes, find, needs_of
 
 FIRST = ("baseline", "round", "baseline_once", "once", "identity", "evaluate")
 """The order in which kinds go: the baseline's log-probabilities are the largest, and no identity outlives what it names."""
@@ -36,8 +36,6 @@ class Plan:
     """Free afterwards; a file that something shares which stays is none of them."""
     stays: dict[str, int]
     """Who needs something -> how many pieces they are the first to need."""
-    doubts: Mapping[str, str]
-    """Place of a piece of which it cannot be read whether it is needed -> who may need it."""
     left_behind: tuple[str, ...]
 
 
@@ -70,8 +68,7 @@ def make_plan(config: Config) -> Plan:
         line = str(problem).splitlines()[0]
         raise type(problem)(f"stage=prune: {line}; repair it or remove it: what it names may be needed")
     _check_known(config, found)
-    reasons, missing = needs_of(found, config.prune.keep_sweeps)
-    doubts = {place: who for place, who in reasons.items() if missing.get(who) == NO_IDENTITY}
+    reasons, _ = needs_of(found, config.prune.keep_sweeps)
     order = {kind: number for number, kind in enumerate(FIRST)}
     gone = [piece for piece in found.pieces if piece.place not in reasons]
     gone.sort(key=lambda piece: (order.get(piece.kind, len(order)), piece.kind, piece.place))
@@ -85,7 +82,7 @@ def make_plan(config: Config) -> Plan:
     ]
     stays = [piece for piece in found.pieces if piece.place in reasons]
     freed = distinct_bytes(found.pieces) - distinct_bytes(stays)
-    return Plan(tuple(gone), freed, dict(Counter(reasons.values())), doubts, tuple(behind))
+    return Plan(tuple(gone), freed, dict(Counter(reasons.values())), tuple(behind))
 
 
 def _check_known(config: Config, found: Found) -> None:
@@ -132,7 +129,5 @@ def _print(plan: Plan, *, applied: bool) -> None:
         console.say("Nothing goes: everything is needed")
     for who, count in plan.stays.items():
         console.say(f"stays: {count} for {escape(who)}")
-    for place, who in plan.doubts.items():
-        console.say(f"[yellow]note:[/] {escape(place)} stays: {escape(who)}, whose identity is not found, may need it")
     for version in plan.left_behind:
         console.say(f"[yellow]note:[/] {escape(version)} can be promoted no more without being judged again")
