@@ -8,19 +8,13 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from pipeline import __version__
 from pipeline.config import CONF
 from pipeline.core.errors import INTERRUPTED, UserError, exit_code
 from pipeline.core.redaction import open_closed, redact_output
 from pipeline.terminal import console
-
-if TYPE_CHECKING:
-    from pipeline.config.compose import Plan
-
-JSON = "--json"
-"""The one option that is kvgate's own."""
 
 
 def _refuse_argument(message: str) -> NoReturn:
@@ -46,16 +40,6 @@ def _check_options(arguments: Namespace) -> None:
             raise UserError(f"{option if value is True else f'{option}={value}'}: {why}")
     if arguments.config_dir is not None and not Path(arguments.config_dir).is_dir():
         raise UserError(f"--config-dir={arguments.config_dir}: no such directory; give the one with your own kv/")
-
-
-def _check_json(planned: "Plan") -> None:
-    """Refuse `--json` where there is no one document to print."""
-    first = planned.jobs[0]
-    if planned.sweeping or first.stage != "status":
-        raise UserError(f"{JSON}: only stage=status prints JSON, of one work directory; leave it out")
-    if first.log == "json" or first.dry:
-        other = "log=json" if first.log == "json" else "dry=true"
-        raise UserError(f"{JSON}: prints one document, and {other} other lines; leave one of them out")
 
 
 def _asked_mode(argv: Sequence[str]) -> str:
@@ -104,10 +88,9 @@ def _completion(parser: ArgumentParser, arguments: Namespace) -> int:
 def _dispatch(argv: Sequence[str]) -> int:
     from hydra._internal.utils import get_args_parser
 
-    as_json = JSON in argv
     parser = get_args_parser()
     parser.error = _refuse_argument  # type: ignore[method-assign]
-    arguments = parser.parse_intermixed_args([argument for argument in argv if argument != JSON])
+    arguments = parser.parse_intermixed_args(argv)
     if arguments.shell_completion and not re.fullmatch("(un)?install=(bash|zsh|fish)|query=.*", " ".join(arguments.overrides)):
         raise UserError("--shell-completion: give install=bash, zsh or fish, or uninstall= of one")
     if arguments.help:
@@ -126,8 +109,6 @@ def _dispatch(argv: Sequence[str]) -> int:
     if arguments.cfg:
         print(*configurations(planned), sep="", end="")
         return 0
-    if as_json:
-        _check_json(planned)
     console.configure(planned.jobs[0].log, verbose=planned.jobs[0].verbose)
     if any(job.dry for job in planned.jobs):
         from pipeline.dry import foretell
@@ -142,7 +123,7 @@ def _dispatch(argv: Sequence[str]) -> int:
 
     folder = ["--config-dir", str(arguments.config_dir)] if arguments.config_dir else []
     commands.remember([*folder, *arguments.overrides])
-    return run_command(planned, as_json=as_json)
+    return run_command(planned)
 
 
 def main() -> int:

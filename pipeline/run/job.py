@@ -46,8 +46,6 @@ class Run:
     sweeping: bool = False
     label: str = ""
     """Display name of its candidate, unique within the sweep: the policy, and what else was overridden."""
-    as_json: bool = False
-    """Whether stage=status prints one JSON document (`--json`)."""
 
     @cached_property
     def chain(self) -> Chain:

@@ -35,7 +35,7 @@ STAGES: dict[str, Callable[[Run], None]] = {
     **serving.STAGES,
     "capacity": lambda run: show_capacity(run.config),
     "recommend": lambda run: recommend_policy(run.config),
-    "status": lambda run: show_status(run.config, as_json=run.as_json),
+    "status": lambda run: show_status(run.config),
     "prune": lambda run: prune(run.config),
 }
 
@@ -51,7 +51,7 @@ def holding(config: Config) -> AbstractContextManager[None]:
     return used(root, make=config.stage in MAKING or root.is_dir())
 
 
-def run(config: Config, sweep: str, job: console.Job | None = None, *, sweeping: bool = False, as_json: bool = False) -> None:
+def run(config: Config, sweep: str, job: console.Job | None = None, *, sweeping: bool = False) -> None:
     """Run one job, and record in summary.json what it judged and how it ended.
 
     Raises UserError, GateRefusal, MissingRequirement: what a person or CI can act on; any other exception is a defect.
@@ -63,7 +63,7 @@ def run(config: Config, sweep: str, job: console.Job | None = None, *, sweeping:
     try:
         console.begin(job, f" of {config.model.path}" if config.stage in (*MAKING, *PLANNING) else None)
         with holding(config), required_libraries():
-            STAGES[config.stage](Run(config, sweep, sweeping, job.policy, as_json))
+            STAGES[config.stage](Run(config, sweep, sweeping, job.policy))
         code = 0
     except Exception as error:
         code = exit_code(error)

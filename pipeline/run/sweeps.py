@@ -67,10 +67,10 @@ class Task:
         return _attempt(config, self.sweep, job)
 
 
-def _attempt(config: Config, sweep: str, job: console.Job, *, sweeping: bool = True, as_json: bool = False) -> Ended:
+def _attempt(config: Config, sweep: str, job: console.Job, *, sweeping: bool = True) -> Ended:
     """Run a job, and say what ends it; a sweep goes on with the next one."""
     try:
-        run(config, sweep, job, sweeping=sweeping, as_json=as_json)
+        run(config, sweep, job, sweeping=sweeping)
     except Exception as error:
         step = None
         if isinstance(error, CannotBeJudged):
@@ -84,12 +84,12 @@ def _attempt(config: Config, sweep: str, job: console.Job, *, sweeping: bool = T
     return Ended(0)
 
 
-def run_command(planned: Plan, *, as_json: bool = False) -> int:
+def run_command(planned: Plan) -> int:
     if planned.sweeping:
         with holding(planned.jobs[0]):  # between its jobs as well
             return _sweep(planned, new_sweep())
     config, name = planned.jobs[0], planned.names[0]
-    return _attempt(config, new_sweep(), console.Job(config.stage, name), sweeping=False, as_json=as_json).code
+    return _attempt(config, new_sweep(), console.Job(config.stage, name), sweeping=False).code
 
 
 def _sweep(planned: Plan, sweep: str) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from interruptions import FORK, attempt
 from judged_engine import candidate_of, config_of, judged_engine
+from rich.filesize import decimal
 
 from pipeline.artifacts.digest import file_digest, tree_files
 from pipeline.artifacts.locks import LIMIT
@@ -28,7 +30,6 @@ from pipeline.upkeep import registered
 from pipeline.upkeep.needs import Piece, distinct_bytes, find, last_sweeps, needs_of, walk
 from pipeline.upkeep.prune import Plan, make_plan, remove
 from pipeline.upkeep.registered import read_registered
-from pipeline.upkeep.status import show_status
 
 MODEL = "model.path=/models/some-llm"
 SWEEPS = {"20260101-000000-1-a": "int8_tensor", "20260102-000000-1-b": "int8", "20260103-000000-1-c": "fp8"}
@@ -113,33 +114,23 @@ def test_a_status_shows_what_serves_what_was_judged_and_what_lies_on_the_disk(
     ground: Ground, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(ground.work)
-    show_status(config_of(f"workdir={ground.work}", MODEL, "stage=status"), as_json=True)
-    status = json.loads(capsys.readouterr().out)
-    assert contents(ground.work) == before, "it writes nothing"
-    assert status["schema_version"] == 1
-    (model,) = status["models"]
-    aliases = {one["alias"]: one for one in model["aliases"]}
-    assert {name: one["name"] for name, one in aliases.items()} == {
-        "champion": "fp8",
-        "previous": "int8",
-        "candidate": "fp8k_int4v",
-    }
-    assert aliases["champion"]["verdict"] == "PASS"
-    assert "@" in aliases["champion"]["promoted_by"]
-    assert aliases["champion"]["promoted_over"] == "version 2 (int8)"
-    assert [sweep["sweep"] for sweep in status["sweeps"]] == [LAST, *list(SWEEPS)[:0:-1]]
-    assert status["sweeps_in_all"] == 4
-    assert status["sweeps"][0]["candidates"][0]["version"] == "4"
-    kinds = {kind["kind"]: kind for kind in status["kinds"]}
-    assert (kinds["build"]["count"], kinds["identity"]["count"]) == (5, 4)
-    files = {(p.stat().st_ino, p.stat().st_size) for p in ground.artifacts.glob("[!.]*/[!.]*/**/*") if p.is_file()}
-    assert status["store_bytes"] == sum(size for _, size in files)
-    assert "stage=promote" in status["next"]["command"], "the last sweep passed and nobody promoted it"
-
     command(ground.work, "stage=status")
     shown = capsys.readouterr().out
-    assert "champion" in shown
-    assert "fp8k_int4v" in shown
+    assert contents(ground.work) == before, "it writes nothing"
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    serves = [line.split()[:4] for line in lines if line.startswith(("champion ", "previous ", "candidate 4"))]
+    assert serves == [
+        ["champion", "3", "fp8", "PASS"],
+        ["previous", "2", "int8", "PASS"],
+        ["candidate", "4", "fp8k_int4v", "PASS"],
+    ]
+    assert re.search(r"champion: promoted \S+ \S+ UTC by \S+@\S+, over version 2 \(int8\)", shown)
+    assert [line.split()[1] for line in lines if line.startswith("sweep ")] == [LAST, *list(SWEEPS)[:0:-1]]
+    assert "and 1 sweeps before them" in lines
+    assert {"build 5", "identity 4"} <= {" ".join(line.split()[:2]) for line in lines}
+    files = {(p.stat().st_ino, p.stat().st_size) for p in ground.artifacts.glob("[!.]*/[!.]*/**/*") if p.is_file()}
+    assert f"{decimal(sum(size for _, size in files))} in all: kinds share files" in lines
+    assert "stage=promote" in shown, "the last sweep passed and nobody promoted it"
 
 
 def test_a_dry_run_shows_what_would_go_and_removes_nothing(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
