@@ -212,6 +212,8 @@ def used(root: Path, *, make: bool) -> Iterator[None]:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
+    with suppress(PermissionError):  # another user made it
+        folder.chmod(0o777)  # in a shared work directory the umask would keep other users out
     own = folder / f"{gethostname()}-{os.getpid()}-{token_hex(4)}"
     with ExitStack() as stack:
         with locked(lock, f"the artifacts in {root}, of which some are being removed"):

@@ -13,7 +13,7 @@ import stages
 from pipeline.artifacts import digest
 from pipeline.artifacts.files import STORE_FILE
 from pipeline.artifacts.locks import locked_at_once
-from pipeline.artifacts.store import MANIFEST, Recipe, Store
+from pipeline.artifacts.store import MANIFEST, USERS, Recipe, Store, alone, used
 from pipeline.core.errors import MissingRequirement, UserError
 
 ENGINES = Path(stages.__file__).parent / "engines"
@@ -119,6 +119,21 @@ def test_what_was_begun_long_ago_is_given_up(tmp_path: Path) -> None:
     os.utime(begun, (0, 0))
     Store(tmp_path).get(recipe(a=1), write_one)
     assert not begun.exists()
+
+
+def test_a_store_says_who_uses_it_and_lets_other_users_say_it_too(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        with used(tmp_path / "store", make=True), used(tmp_path / "store", make=True):
+            assert (tmp_path / "store" / USERS).stat().st_mode & 0o777 == 0o777
+            with alone(tmp_path / "store") as users:
+                assert [user.split(" on ")[0] for user in users] == [f"process {os.getpid()}"] * 2
+    finally:
+        os.umask(before)
+    with alone(tmp_path / "store") as users:
+        assert users == []
+    with used(tmp_path / "nothing", make=False):
+        assert not (tmp_path / "nothing").exists()
 
 
 def test_a_moved_store_is_reused_as_it_is(tmp_path: Path) -> None:
