@@ -74,6 +74,5 @@ def algorithm(form: Format) -> str | None:
 def describe_format(form: Format) -> str:
     """Return a format in words: `fp8_e4m3 per_tensor`."""
     rotated = f" rotation={form.rotation}" if form.rotation != "none" else ""
-    blocks = f" block_scale={form.block_scale}" if form.block_scale != "none" else ""
     whose = f" arithmetic={form.arithmetic}" if form.arithmetic != "kvgate" else ""
-    return f"{form.dtype} {form.granularity}{'' if form.symmetric else ' asymmetric'}{blocks}{rotated}{whose}"
+    return f"{form.dtype} {form.granularity}{'' if form.symmetric else ' asymmetric'}{rotated}{whose}"

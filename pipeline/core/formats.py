@@ -16,8 +16,7 @@ from pipeline.formats.table import ARITHMETICS, CODES
 Granularity = Literal["none", "per_tensor", "per_head", "per_channel", "per_token", "per_group"]
 ScaleSource = Literal["none", "uncalibrated", "calibrated", "dynamic"]
 Rotation = Literal["none", "hadamard", "hadamard_64", "signed_hadamard"]
-BlockScale = Literal["none", "max", "4over6"]
-Arithmetic = Literal["kvgate", "vllm_turboquant", "vllm_centroids", "vllm_token_head"]
+Arithmetic = Literal["kvgate", "vllm_turboquant", "vllm_token_head"]
 
 
 class Format(StrictModel):
@@ -34,24 +33,21 @@ class Format(StrictModel):
 
     dtype=nvfp4 has two scales: x ~ code * block scale * layer scale. Codes are E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6, and a sign).
     Each 16 channels of a token and KV head have an E4M3 scale, dynamic and stored beside the codes; it is in units of one
-    float32 scale of the layer and side, which is calibrated. block_scale says how it is chosen: `max` makes the block's largest
-    magnitude 6; `4over6` makes it 6 or 4, whichever has the smaller squared error, because E2M1 has nothing between them.
+    float32 scale of the layer and side, which is calibrated. The block's largest magnitude becomes 6.
 
-    dtype=q8_0, q5_1, q4_1, q4_0 and iq4_nl are llama.cpp's types: blocks of 32 channels, in its rounding and bytes.
-    rotation=hadamard_64 is of them alone: the Hadamard matrix of each 64 channels, as llama.cpp rotates values.
+    dtype=q8_0 and q4_0 are llama.cpp's types: blocks of 32 channels, in its rounding and bytes. Only they take
+    rotation=hadamard_64, the Hadamard matrix of each 64 channels, as llama.cpp rotates values.
 
-    arithmetic is whose rounding codes, scales and zeros have. Three are vLLM's, of a scale a token and head, so that an
-    engine here computes what vLLM computes. `vllm_turboquant` are the values of its turboquant types: INT4 or INT3 codes of
-    the unrounded range and minimum, rounded half up, where kvgate's are of the stored ones. `vllm_centroids` are the keys of
-    those with `nc`: the nearest of 16 or 8 numbers in a rotated vector of length 1, and that length. `vllm_token_head` are its
-    int8_per_token_head and fp8_per_token_head, whose scales are float32; and its int4_per_token_head:
-    rotation=signed_hadamard (vLLM's own signs, then the Hadamard matrix of -1 and 1), a zero that is a whole number of codes,
-    and one float32 for both, the zero in the four lowest bits of the scale.
+    arithmetic names the library whose rounding codes, scales and zeros have. Two are vLLM's, with a scale per token and head,
+    so that an engine here computes what vLLM computes. `vllm_turboquant`: values of turboquant_k8v4, INT4 codes of the
+    unrounded range and minimum, rounded half up; kvgate's own are of the stored ones. `vllm_token_head`: int8_per_token_head
+    and fp8_per_token_head, whose scales are float32; and int4_per_token_head: rotation=signed_hadamard (vLLM's own signs, then
+    the Hadamard matrix of -1 and 1), a zero that is a whole number of codes, and one float32 for both, the zero in the four
+    lowest bits of the scale.
     """
 
     dtype: str
-    """Type of a code: fp16, bf16, fp8_e4m3, fp8_e5m2, int8, int4, nvfp4; int3 of vLLM's arithmetics; llama.cpp's q8_0, q5_1,
-    q4_1, q4_0 and iq4_nl."""
+    """Type of a code: fp16, bf16, fp8_e4m3, fp8_e5m2, int8, int4, nvfp4; llama.cpp's q8_0 and q4_0."""
     granularity: Granularity = "none"
     """What shares a scale: a layer, a KV head, a channel, a token of a head, or a group of channels of a token."""
     group_size: int | None = None
@@ -62,8 +58,6 @@ class Format(StrictModel):
     """Where the scale comes from: ModelOpt's calibration, 1.0 (uncalibrated), or the token itself (dynamic)."""
     rotation: Rotation = "none"
     """Exact rotation of every head before quantization; hadamard_64 is of llama.cpp's types, signed_hadamard of vLLM's."""
-    block_scale: BlockScale = "none"
-    """Of nvfp4: whether a block's largest magnitude becomes 6 (max), or 6 or 4 (4over6)."""
     arithmetic: Arithmetic = "kvgate"
     """Whose rounding a scale per token and head has."""
 
@@ -73,9 +67,6 @@ class Format(StrictModel):
             raise ValueError(f"dtype must be one of {', '.join(CODES)}, got {self.dtype}")
         if self.arithmetic != "kvgate" or self.rotation == "signed_hadamard":
             self._check_vllm()
-        if self.block_scale not in self.code.block_scales:
-            choices = " or ".join(self.code.block_scales)
-            raise ValueError(f"block_scale must be {choices} for dtype {self.dtype}, got {self.block_scale}")
         block = self.code.block
         if block is not None and (self.granularity, self.group_size) != ("per_group", block):
             raise ValueError(
@@ -108,11 +99,10 @@ class Format(StrictModel):
         return self
 
     def _check_llamacpp(self) -> None:
-        if self.code.only is not None and (self.granularity, self.group_size, self.symmetric) != ("per_group", *self.code.only):
-            size, symmetric = self.code.only
+        size = self.code.dynamic_group
+        if size is not None and (self.granularity, self.group_size, self.symmetric) != ("per_group", size, True):
             raise ValueError(
-                f"dtype {self.dtype} is of granularity=per_group group_size={size} symmetric={str(symmetric).lower()} alone: "
-                "set these"
+                f"dtype {self.dtype} is of granularity=per_group group_size={size} symmetric=true alone: set these"
             )
         if self.rotation == "hadamard_64" and self.code.llamacpp is None:
             raise ValueError(
@@ -159,7 +149,7 @@ class Format(StrictModel):
     @property
     def largest(self) -> float:
         """The largest magnitude in units of a symmetric static scale, which is amax over this."""
-        return self.code.limit * self.code.block_scales.get(self.block_scale, 1.0)
+        return self.code.limit * self.code.block_limit
 
     def static_scales(self, kv_heads: int, head_dim: int) -> int:
         """Return the number of a layer's scales that are fixed at build time: 1, H or H * D; 0 when they are dynamic."""

@@ -28,7 +28,6 @@ class Options:
     symmetric: bool
     static: bool
     """Whether all scales are fixed at build time."""
-    block_scale: str
     scale: str
     """Name of the static scale, where there is one."""
     zero: str

@@ -59,7 +59,6 @@ class Options:
     groups: int
     """Scales of one token of one head; 0 where they are static."""
     symmetric: bool
-    block_scale: str
     towards_zero: bool = False
     """Codes are the nearest that are not larger, as a cast that truncates makes them, instead of the nearest."""
 
@@ -194,12 +193,8 @@ def pack(signed: Tensor, bits: int) -> Tensor:
     """Whole numbers (..., D) -> int8 (..., D * bits / 8).
 
     Part j of the 8 / bits equal parts of the channels sits in bits j * bits and up; all but the top part are offset by
-    half their range, so that the byte's own sign is the top part's. Three bits are a stream of bits, offset likewise.
+    half their range, so that the byte's own sign is the top part's.
     """
-    if 8 % bits:
-        stream = (signed.long() + (1 << bits - 1)).unsqueeze(-1) >> torch.arange(bits, device=signed.device) & 1
-        places = stream.reshape(*signed.shape[:-1], -1, 8) << torch.arange(8, device=signed.device)
-        return places.sum(-1).to(torch.uint8).view(torch.int8)
     parts = signed.chunk(8 // bits, dim=-1)
     byte = parts[-1] * (1 << 8 - bits)
     for j, part in enumerate(parts[:-1]):
@@ -210,9 +205,5 @@ def pack(signed: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """The inverse of `pack`, as float32."""
     mask, half = (1 << bits) - 1, 1 << bits - 1
-    if 8 % bits:
-        stream = packed.long().unsqueeze(-1) >> torch.arange(8, device=packed.device) & 1
-        codes = stream.reshape(*packed.shape[:-1], -1, bits) << torch.arange(bits, device=packed.device)
-        return (codes.sum(-1) - half).float()
     low = [((packed >> bits * j) & mask) - half for j in range(8 // bits - 1)]
     return torch.cat([*low, packed >> 8 - bits], dim=-1).float()

@@ -26,8 +26,8 @@ E4M3 = Element("FLOAT8E4M3FN", "uint8", "float8_e4m3fn", 1)
 E5M2 = Element("FLOAT8E5M2", "uint8", "float8_e5m2", 1)
 PACKED = Element("INT8", "int8", "int8", 1)
 """n = 8 / bits codes in a byte: number j of byte i, from the lowest bits up, is the code of channel j * D / n + i. The topmost
-number of integer codes is signed; the others are stored plus half their range, 2 ** (bits - 1). Codes of 3 bits, all plus
-half their range, are a stream of bits from the lowest up. The type is int8 because TensorRT takes no uint8."""
+number of integer codes is signed; the others are stored plus half their range, 2 ** (bits - 1). The type is int8 because
+TensorRT takes no uint8."""
 
 GROUP_SIZES = (16, 32, 64, 128)
 
@@ -60,16 +60,16 @@ class Spec:
     """Of the zeros beside asymmetric codes' stored scales; None where a stored scale holds its zero in bits."""
     block: int | None = None
     """Channels of a block, whose stored scale is in units of a static scale of the layer; None without blocks."""
-    block_scales: Mapping[str, float] = field(default_factory=lambda: {"none": 1.0})
-    """Ways to choose the scale of a block -> the block scale that the largest magnitude of calibration gets."""
+    block_limit: float = 1.0
+    """Scale of the block that holds the largest magnitude of calibration, in units of the layer's scale."""
 
     arithmetic: str = "kvgate"
     """Whose rounding it is."""
     refines: tuple[str, bool, str] = ("", True, "none")
     """Of an arithmetic that another library has for the codes of a dtype: that dtype, whether its codes are symmetric, and the
     rotation that goes with it."""
-    only: tuple[int, bool] | None = None
-    """Of a type that another library defines: the group_size, and whether it is symmetric; its scales are dynamic."""
+    dynamic_group: int | None = None
+    """The one group_size of a type that another library defines; such a type is symmetric, and its scales are dynamic."""
     oracle_only: bool = False
     """Whether the oracle alone computes it."""
     neighbour: str | None = None
@@ -84,7 +84,7 @@ class Spec:
     modelopt_export: bool = True
     """Whether the exports of that name are right."""
     vllm: Mapping[str, str] = field(default_factory=dict)
-    """Granularity, or the way to choose the scale of a block -> the type of vLLM's cache that means the same arithmetic."""
+    """Granularity -> the type of vLLM's cache that means the same arithmetic."""
     llamacpp: str | None = None
     """The type of llama.cpp's cache."""
     vllm_beside: Mapping[str, str] = field(default_factory=dict)

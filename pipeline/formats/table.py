@@ -5,7 +5,7 @@ from pipeline.formats.ggml.spec import TYPES as GGML
 from pipeline.formats.nvfp4.spec import NVFP4
 from pipeline.formats.spec import BFLOAT16, E4M3, E5M2, FLOAT16, PACKED, Spec
 from pipeline.formats.vllm_token_head.spec import VLLM_TOKEN_HEAD, VLLM_TOKEN_HEAD_FP8, VLLM_TOKEN_HEAD_INT8
-from pipeline.formats.vllm_turboquant.spec import TYPES as VLLM_TURBOQUANTS
+from pipeline.formats.vllm_turboquant.spec import VLLM_TURBOQUANT
 
 FP16 = Spec("fp16", "exact", 16, FLOAT16, native=(0, None), llamacpp="f16")
 """The type of the baseline's cache."""
@@ -45,6 +45,6 @@ INT4 = Spec("int4", "integer", 4, PACKED, 7.0, native=(6, 7), modelopt_bits=4)
 CODES: dict[str, Spec] = {spec.name: spec for spec in (FP16, BF16, FP8_E4M3, FP8_E5M2, INT8, INT4, NVFP4, *GGML)}
 """By kv.*.dtype."""
 
-REFINED = (*VLLM_TURBOQUANTS, VLLM_TOKEN_HEAD, VLLM_TOKEN_HEAD_INT8, VLLM_TOKEN_HEAD_FP8)
+REFINED = (VLLM_TURBOQUANT, VLLM_TOKEN_HEAD, VLLM_TOKEN_HEAD_INT8, VLLM_TOKEN_HEAD_FP8)
 ARITHMETICS: dict[tuple[str, str], Spec] = {(spec.arithmetic, spec.refines[0]): spec for spec in REFINED}
 """By kv.*.arithmetic and kv.*.dtype: formats that refine a dtype."""

@@ -30,8 +30,8 @@ INT8 = SHIPPED["int8"]
 EVICTING = INT8.model_copy(update={"name": "int8_evicting", "eviction": Eviction(window_tokens=64)})
 HEAVY = INT8.model_copy(update={"name": "h2o", "eviction": Eviction(window_tokens=64, heavy_tokens=64)})
 NAMES = (
-    "fp16", "fp8k_int4v", "fp8k_int4v_aged", "int8", "int4_hadamard", "int4_sinks", "nvfp4_4over6", "llamacpp_q4_0",
-    "vllm_int4", "vllm_3bit_nc",
+    "fp16", "fp8k_int4v", "fp8k_int4v_aged", "int8", "int4_hadamard", "int4_sinks", "nvfp4", "llamacpp_q4_0",
+    "vllm_int4", "vllm_k8v4",
 )  # fmt: skip
 POLICIES = [*(SHIPPED[name] for name in NAMES), GUARDED, EVICTING, HEAVY]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from pipeline.core.formats import BlockScale, Format, Granularity, Rotation, ScaleSource
+from pipeline.core.formats import Format, Granularity, Rotation, ScaleSource
 from pipeline.core.scales import SideScales
 from pipeline.formats.oracle import Static, Stored
 from pipeline.formats.spec import GROUP_SIZES
@@ -35,10 +35,12 @@ def add_int2(monkeypatch: pytest.MonkeyPatch) -> None:
 def every_format() -> list[Format]:
     """Return all formats that pipeline.core.formats.Format accepts."""
     formats = []
-    rotations, sources, blocks = get_args(Rotation), get_args(ScaleSource), get_args(BlockScale)
-    keys = ("dtype", "granularity", "group_size", "symmetric", "scale", "rotation", "block_scale")
-    own = [name for name, code in CODES.items() if code.only is None]  # tests/unit/test_llamacpp_formats.py has the others
-    for values in product(own, get_args(Granularity), (None, *GROUP_SIZES), (True, False), sources, rotations, blocks):
+    rotations, sources = get_args(Rotation), get_args(ScaleSource)
+    keys = ("dtype", "granularity", "group_size", "symmetric", "scale", "rotation")
+    own = [
+        name for name, code in CODES.items() if code.dynamic_group is None
+    ]  # tests/unit/test_llamacpp_formats.py has the others
+    for values in product(own, get_args(Granularity), (None, *GROUP_SIZES), (True, False), sources, rotations):
         try:
             formats.append(Format.model_validate(dict(zip(keys, values, strict=True))))
         except ValidationError:
@@ -58,7 +60,7 @@ def fitting(formats: list[Format], head_dim: int) -> list[Format]:
 
 def name(form: Format) -> str:
     """Return a name that tells the format from all others."""
-    scales = (form.granularity, form.group_size, "" if form.symmetric else "asymmetric", form.scale, form.block_scale)
+    scales = (form.granularity, form.group_size, "" if form.symmetric else "asymmetric", form.scale)
     parts = (form.dtype, *scales, form.rotation)
     return " ".join(str(part) for part in parts if part not in (None, "", "none"))
 

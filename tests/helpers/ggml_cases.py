@@ -6,17 +6,15 @@ import torch
 from torch import Tensor
 
 from pipeline.core.formats import Format
-from pipeline.formats.ggml.spec import TYPES
+from pipeline.formats.ggml.spec import BLOCK, TYPES
 from pipeline.formats.oracle import Stored
 
 NAMES = [spec.name for spec in TYPES]
 
 
 def form_of(name: str, rotation: str = "none") -> Format:
-    only = next(spec.only for spec in TYPES if spec.name == name)
-    assert only is not None
-    fields = {"dtype": name, "granularity": "per_group", "group_size": only[0], "symmetric": only[1], "scale": "dynamic"}
-    return Format.model_validate({**fields, "rotation": rotation})
+    fields = {"dtype": name, "granularity": "per_group", "group_size": BLOCK, "scale": "dynamic", "rotation": rotation}
+    return Format.model_validate(fields)
 
 
 def vectors() -> Tensor:
@@ -29,11 +27,11 @@ def vectors() -> Tensor:
 
 
 def raw(stored: Stored) -> npt.NDArray[np.uint8]:
-    """The bytes as ggml has them: of each block its scale, its minimum, its codes."""
+    """The bytes as ggml has them: of each block its scale and its codes."""
     assert stored.scale is not None
     blocks = stored.scale.shape[-1]
-    parts = [part.unsqueeze(-1).contiguous().view(torch.uint8) for part in (stored.scale, stored.zero) if part is not None]
+    scales = stored.scale.unsqueeze(-1).contiguous().view(torch.uint8)
     codes = stored.codes.contiguous().view(torch.uint8)
-    joined = torch.cat([*parts, codes.reshape(*codes.shape[:-1], blocks, -1)], dim=-1)
+    joined = torch.cat([scales, codes.reshape(*codes.shape[:-1], blocks, -1)], dim=-1)
     bytes_: npt.NDArray[np.uint8] = joined.flatten(-2).numpy()
     return bytes_

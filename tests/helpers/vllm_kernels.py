@@ -3,11 +3,10 @@
     python vllm_kernels.py VECTORS.npy STORED.npz
 
 VECTORS.npy holds keys and values (2, T, H, D) float32. STORED.npz gets the bytes that vLLM stores of them: `turboquant`
-(T, H, slot); where D is a power of two `turboquant_44`, `_34` and `_33` alike, of the bits of keys and values, and `read_44`
-(1, H, D) and so on, the attention of the last key as a query; `key`, `value` (T, H, D / 2) and the float32 `key_scale`,
-`value_scale` (T, H) of int4_per_token_head, and its `rotated_back` (2, T, H, D) of the vectors. `int8_key` and `fp8_key`
-(T, H, D) are the codes of the same keys in int8_per_token_head and fp8_per_token_head, `int8_key_scale` and `fp8_key_scale`
-(T, H) their scales; `value` alike.
+(T, H, slot) of turboquant_k8v4; `key`, `value` (T, H, D / 2) and the float32 `key_scale`, `value_scale` (T, H) of
+int4_per_token_head, and its `rotated_back` (2, T, H, D) of the vectors. `int8_key` and `fp8_key` (T, H, D) are the codes of
+the same keys in int8_per_token_head and fp8_per_token_head, `int8_key_scale` and `fp8_key_scale` (T, H) their scales; `value`
+alike.
 """
 
 import os
@@ -23,12 +22,9 @@ import triton.backends
 # vLLM's CPU build turns Triton off unless it has a backend for CPUs; the interpreter needs none.
 triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
 
-from vllm.model_executor.layers.quantization.turboquant.centroids import get_centroids  # noqa: E402
-from vllm.v1.attention.backends.turboquant_attn import _build_hadamard  # noqa: E402
 from vllm.v1.attention.ops import int4_per_token_head as token_head  # noqa: E402
 from vllm.v1.attention.ops import triton_reshape_and_cache_flash as absmax  # noqa: E402
 from vllm.v1.attention.ops import triton_turboquant_store as turboquant  # noqa: E402
-from vllm.v1.attention.ops.triton_turboquant_decode import triton_turboquant_decode_attention  # noqa: E402
 from vllm.v1.kv_cache_interface import KVQuantMode  # noqa: E402
 
 BLOCK = 16
@@ -52,18 +48,6 @@ def main(source: str, target: str) -> None:
         key, value, cache, slots.int(), None, None, mse_bits=4, key_packed_size=dim, value_quant_bits=4, key_fp8=True
     )
     whole: dict[str, np.ndarray] = {}
-    if dim == block_of(dim):
-        for bits, value_bits in ((4, 4), (3, 4), (3, 3)):
-            sizes = {"mse_bits": bits, "key_packed_size": dim * bits // 8 + 2, "value_quant_bits": value_bits}
-            few = torch.zeros(blocks, BLOCK, heads, dim * (bits + value_bits) // 8 + 6, dtype=torch.uint8)
-            points, matrix = get_centroids(dim, bits), _build_hadamard(dim, "cpu")
-            turboquant.triton_turboquant_store(key, value, few, slots.int(), matrix, (points[1:] + points[:-1]) / 2, **sizes)
-            whole[f"turboquant_{bits}{value_bits}"] = few.flatten(0, 1)[:tokens].numpy()
-            read = triton_turboquant_decode_attention(
-                key[-1:] / 4096, few, torch.arange(blocks).int()[None], torch.tensor([tokens]).int(), matrix, points,
-                dim**-0.5, norm_correction=True, max_num_kv_splits=2, **sizes,
-            )  # fmt: skip
-            whole[f"read_{bits}{value_bits}"] = read.numpy()
     packed = [torch.zeros(blocks, BLOCK, heads, dim // 2, dtype=torch.uint8) for _ in range(2)]
     scales = [torch.zeros(blocks, BLOCK, heads) for _ in range(2)]
     token_head.reshape_and_cache_int4(key, value, *packed, slots, k_scale_cache=scales[0], v_scale_cache=scales[1])

@@ -77,7 +77,7 @@ def test_every_type_is_the_oracles_but_for_rounding(
 def test_values_of_16_bits_need_no_flash_attention(
     tmp_path: Path, tiny_checkpoint: Path, texts: list[list[int]], llamacpp_python: str
 ) -> None:
-    policy = policy_of(form_of("q4_1", "hadamard"), Format(dtype="fp16"))
+    policy = policy_of(form_of("q4_0", "hadamard"), Format(dtype="fp16"))
     engine = make_engine(tiny_checkpoint, tmp_path / "bundle", policy, llamacpp_python, flash_attn=False)
     check(engine, tiny_checkpoint, texts)
 

@@ -47,7 +47,6 @@ PER_GROUP: dict[str, Any] = {"granularity": "per_group", "scale": "dynamic"}
         ({"value": Format(dtype="int8", group_size=64, **PER_GROUP)}, "kv.value.granularity=per_group"),
         ({"value": Format(dtype="int4", group_size=16, **PER_GROUP)}, "kv.value.group_size=16"),
         ({"value": Format(dtype="int4", granularity="per_tensor", scale="calibrated")}, "kv.value.granularity=per_tensor"),
-        ({"value": SHIPPED["nvfp4_4over6"].value}, "kv.value.block_scale=4over6"),
         ({"key": FP8.model_copy(update={"rotation": "hadamard"})}, "kv.key.rotation=hadamard"),
         (
             {"value": Format(dtype="int8", granularity="per_token", scale="dynamic", symmetric=False)},

@@ -34,7 +34,6 @@ def policy_format(side: SideLayout) -> Format:
         granularity=side.granularity,
         group_size=side.group_size,
         scale=source,
-        block_scale="max" if side.layer_scale else "none",
     )
 
 

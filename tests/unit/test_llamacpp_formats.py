@@ -46,15 +46,15 @@ def test_queries_are_rounded_to_blocks_of_8_bits() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"group_size": 64}, "dtype q4_1 is of granularity=per_group group_size=32 symmetric=false alone"),
-        ({"symmetric": True}, "dtype q4_1 is of granularity=per_group group_size=32 symmetric=false alone"),
-        ({"scale": "calibrated"}, "scale must be dynamic for q4_1 per_group"),
+        ({"group_size": 64}, "dtype q4_0 is of granularity=per_group group_size=32 symmetric=true alone"),
+        ({"symmetric": False}, "dtype q4_0 is of granularity=per_group group_size=32 symmetric=true alone"),
+        ({"scale": "calibrated"}, "scale must be dynamic for q4_0 per_group"),
         ({"dtype": "int4", "rotation": "hadamard_64"}, "rotation hadamard_64 is of llama.cpp's types alone, got dtype int4"),
     ],
 )
 def test_what_llama_cpp_has_no_such_type_of_is_refused(changed: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        Format.model_validate(form_of("q4_1").model_dump() | changed)
+        Format.model_validate(form_of("q4_0").model_dump() | changed)
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt_rtx"])

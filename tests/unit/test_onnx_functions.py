@@ -73,8 +73,7 @@ FORMATS = [Format(dtype="fp16"), Format(dtype="bf16")] + [
     for rotation in ("none", "hadamard")
 ]  # fmt: skip
 TURBOQUANT = Format(dtype="int4", granularity="per_token", symmetric=False, scale="dynamic", arithmetic="vllm_turboquant")
-NVFP4S = [SHIPPED["nvfp4"].key.model_copy(update={"block_scale": choice, "rotation": rotation})
-          for choice in ("max", "4over6") for rotation in ("none", "hadamard")]  # fmt: skip
+NVFP4S = [SHIPPED["nvfp4"].key.model_copy(update={"rotation": rotation}) for rotation in ("none", "hadamard")]
 
 
 def assert_stores_what_the_oracle_stores(form: Format, compute: Compute = "float32") -> None:

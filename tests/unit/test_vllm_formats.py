@@ -13,13 +13,12 @@ from torch import Tensor
 from pipeline.config.compose import plan
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
-from pipeline.core.kv import KVPolicy
 from pipeline.formats.oracle import Stored
 from pipeline.formats.vllm_token_head.oracle import signs
 from pipeline.run.inputs import check_inputs
 from stages.engines.oracle.formats import dequantize, quantize
 
-K8V4, INT4, INT8, FP8, NC, NC3 = (SHIPPED[f"vllm_{name}"] for name in ("k8v4", "int4", "int8", "fp8", "4bit_nc", "3bit_nc"))
+K8V4, INT4 = SHIPPED["vllm_k8v4"], SHIPPED["vllm_int4"]
 
 
 def vectors() -> Tensor:
@@ -32,24 +31,20 @@ def vectors() -> Tensor:
     return x
 
 
-def unpacked(stored: Stored, bits: int = 4) -> Tensor:
-    """Codes from 0 up: halves of a byte, or a stream of bits."""
-    if bits == 3:
-        stream = np.unpackbits(stored.codes.numpy().view(np.uint8), axis=-1, bitorder="little")
-        return torch.from_numpy(stream.reshape(*stored.codes.shape[:-1], -1, 3) @ np.array([1, 2, 4]))
+def unpacked(stored: Stored) -> Tensor:
+    """Codes from 0 up: halves of a byte."""
     byte = stored.codes.to(torch.int16)
     return torch.cat([byte & 15, (byte >> 4) + 8], dim=-1)
 
 
-@pytest.mark.parametrize(("policy", "bits"), [(K8V4, 4), (NC3, 3)])
-def test_turboquant_values_are_rounded_half_up_from_the_unrounded_range(policy: KVPolicy, bits: int) -> None:
-    x, levels = vectors(), 2**bits - 1
-    stored = quantize(x, policy.value, None)
+def test_turboquant_values_are_rounded_half_up_from_the_unrounded_range() -> None:
+    x, levels = vectors(), 15
+    stored = quantize(x, K8V4.value, None)
     assert stored.scale is not None
     assert stored.zero is not None
     for vector, codes, scale, zero in zip(
         x.flatten(0, 1).numpy(),
-        unpacked(stored, bits).flatten(0, 1).numpy(),
+        unpacked(stored).flatten(0, 1).numpy(),
         stored.scale.flatten().numpy(),
         stored.zero.flatten().numpy(),
         strict=True,
@@ -59,9 +54,9 @@ def test_turboquant_values_are_rounded_half_up_from_the_unrounded_range(policy: 
         expected = [min(int(np.float32((number - low) / step) + np.float32(0.5)), levels) for number in vector]
         assert codes.tolist() == expected
         assert (scale, zero) == (np.float16(step), np.float16(low))
-    numbers = unpacked(stored, bits) * stored.scale.float() + stored.zero.float()
-    torch.testing.assert_close(dequantize(stored, policy.value, None), numbers)
-    assert stored.codes.shape[-1] == 8 * bits
+    numbers = unpacked(stored) * stored.scale.float() + stored.zero.float()
+    torch.testing.assert_close(dequantize(stored, K8V4.value, None), numbers)
+    assert stored.codes.shape[-1] == 32
 
 
 def test_token_head_keeps_a_whole_zero_in_the_lowest_bits_of_a_float32() -> None:
@@ -109,7 +104,6 @@ def test_what_vllm_has_no_such_format_of_is_refused(changed: dict[str, object], 
     ("backend", "kv", "instead"),
     [
         ("onnxruntime", "vllm_int4", r"kv\.key\.arithmetic=kvgate kv\.key\.rotation=hadamard$"),
-        ("onnxruntime", "vllm_3bit_nc", r"kv\.key\.arithmetic=kvgate kv\.key\.dtype=int4$"),
         ("tensorrt_rtx", "vllm_int8", r"kv\.key\.arithmetic=kvgate$"),
     ],
 )

@@ -49,11 +49,7 @@ def test_a_release_that_is_too_old_is_refused_with_the_one_that_is_needed(tmp_pa
         ("vllm_fp8", "fp8_per_token_head"),
         ("vllm_int4", "int4_per_token_head"),
         ("vllm_k8v4", "turboquant_k8v4"),
-        ("vllm_4bit_nc", "turboquant_4bit_nc"),
-        ("vllm_k3v4_nc", "turboquant_k3v4_nc"),
-        ("vllm_3bit_nc", "turboquant_3bit_nc"),
         ("nvfp4", "nvfp4"),
-        ("nvfp4_4over6", "nvfp4_4over6"),
     ],
 )
 def test_a_policy_is_the_type_of_vllms_cache_that_means_it_with_layers_skipped(kv: str, dtype: str) -> None:

@@ -14,32 +14,17 @@ E2M1_OF_BYTES = (_E2M1[_BYTES % 16], _E2M1[_BYTES // 16])
 
 
 class Blocks(Graph):
-    """E2M1 codes in blocks of channels, whose E4M3 scale is in units of the layer's.
-
-    `max` makes a block's largest magnitude 6; `4over6` makes it 6 or 4, whichever has the smaller squared error.
-    """
+    """E2M1 codes in blocks of channels, whose E4M3 scale is in units of the layer's. A block's largest magnitude becomes 6."""
 
     def write(self, body: Body, x: str, options: Options) -> list[str]:
         blocks = body.reshape(body.to_float32(x), 0, 0, 0, options.groups, -1)
         amax = body.op("ReduceMax", body.op("Abs", blocks), body.ints([-1]), keepdims=1)
         low, high = (body.const(bound, np.float32) for bound in (SMALLEST_SCALE, LARGEST_SCALE))
         one, stored_type = body.const(1.0, np.float32), onnx_type(self.spec.scale_storage)
-
-        def rounded(largest_code: float) -> tuple[str, str, str]:
-            """Scales that make the largest magnitude this code, the codes 0 to 15, and each block's squared error."""
-            over = body.op("Mul", options.scale, body.const(largest_code, np.float32))
-            wanted = body.op("Clip", body.op("Div", amax, over), low, high)
-            scale = body.op("DequantizeLinear", body.op("QuantizeLinear", wanted, one, output_dtype=stored_type), one)
-            step = body.op("Mul", scale, options.scale)
-            codes, values = _e2m1(body, body.op("Div", blocks, step))
-            off = body.op("Sub", body.op("Mul", values, step), blocks)
-            return scale, codes, body.op("ReduceSum", body.op("Mul", off, off), body.ints([-1]), keepdims=1)
-
-        scale, codes, error = rounded(6.0)
-        if options.block_scale == "4over6":
-            other_scale, other_codes, other_error = rounded(4.0)
-            better = body.op("Less", other_error, error)
-            scale, codes = (body.op("Where", better, *pair) for pair in ((other_scale, scale), (other_codes, codes)))
+        over = body.op("Mul", options.scale, body.const(6.0, np.float32))
+        wanted = body.op("Clip", body.op("Div", amax, over), low, high)
+        scale = body.op("DequantizeLinear", body.op("QuantizeLinear", wanted, one, output_dtype=stored_type), one)
+        codes = _e2m1(body, body.op("Div", blocks, body.op("Mul", scale, options.scale)))
         codes = body.reshape(codes, 0, 0, 0, -1)
         first, second = body.ops("Split", 2, codes, axis=-1, num_outputs=2)
         byte = body.op("Add", first, body.op("Mul", second, body.const(16.0, np.float32)))
@@ -59,8 +44,8 @@ class Blocks(Graph):
         return body.op("Mul", gather(wide, options.groups), options.scale)
 
 
-def _e2m1(body: Body, steps: str) -> tuple[str, str]:
-    """The nearest codes 0 to 15 of float32 numbers in units of their scale, ties to even codes, and what they stand for."""
+def _e2m1(body: Body, steps: str) -> str:
+    """The nearest codes 0 to 15 of float32 numbers in units of their scale, ties to even codes."""
 
     def real(value: float) -> str:
         return body.const(value, np.float32)
@@ -71,14 +56,10 @@ def _e2m1(body: Body, steps: str) -> tuple[str, str]:
     def by_size(*values: float) -> str:
         return body.op("Where", small, real(values[0]), body.op("Where", medium, real(values[1]), real(values[2])))
 
-    unit = by_size(0.5, 1.0, 2.0)
-    whole = body.op("Round", body.op("Div", magnitude, unit))
-    negative = body.op("Less", steps, real(0.0))
+    whole = body.op("Round", body.op("Div", magnitude, by_size(0.5, 1.0, 2.0)))
     # Codes 0 to 4 are halves, 4 to 6 ones above 2, and 6 and 7 twos above 4.
     codes = body.op("Add", whole, by_size(0.0, 2.0, 4.0))
-    codes = body.op("Where", negative, body.op("Add", codes, real(8.0)), codes)
-    value = body.op("Mul", whole, unit)
-    return codes, body.op("Where", negative, body.op("Neg", value), value)
+    return body.op("Where", body.op("Less", steps, real(0.0)), body.op("Add", codes, real(8.0)), codes)
 
 
 GRAPH = Blocks(NVFP4)

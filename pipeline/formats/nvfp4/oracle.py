@@ -8,29 +8,13 @@ from pipeline.formats.oracle import Arithmetic, Options, Static, Stored, constan
 
 
 class Blocks(Arithmetic):
-    """E2M1 codes in blocks of channels, whose E4M3 scale is in units of the layer's.
-
-    `max` makes a block's largest magnitude 6; `4over6` makes it 6 or 4, whichever has the smaller squared error.
-    """
+    """E2M1 codes in blocks of channels, whose E4M3 scale is in units of the layer's. A block's largest magnitude becomes 6."""
 
     def store(self, x: Tensor, static: Static | None, options: Options) -> Stored:
         assert static is not None, "NVFP4 has a scale of the layer"
         layer_scale, blocks = static.scale, groups_of(x, options.groups)
-        amax = blocks.abs().amax(-1)
-
-        def rounded(largest_code: float) -> tuple[Tensor, Tensor, Tensor]:
-            """Scales that make the largest magnitude this code, the codes, and each block's squared error."""
-            scale = (amax / (largest_code * layer_scale)).clamp(SMALLEST_SCALE, LARGEST_SCALE).to(torch.float8_e4m3fn)
-            step = (scale.float() * layer_scale).unsqueeze(-1)
-            codes = _encode(blocks / step, towards_zero=options.towards_zero)
-            return scale, codes, (_decode(codes) * step - blocks).square().sum(-1)
-
-        scale, codes, error = rounded(6.0)
-        if options.block_scale == "4over6":
-            other_scale, other_codes, other_error = rounded(4.0)
-            better = other_error < error
-            codes = torch.where(better.unsqueeze(-1), other_codes, codes)
-            scale = torch.where(better, other_scale.float(), scale.float()).to(torch.float8_e4m3fn)
+        scale = (blocks.abs().amax(-1) / (6.0 * layer_scale)).clamp(SMALLEST_SCALE, LARGEST_SCALE).to(torch.float8_e4m3fn)
+        codes = _encode(blocks / (scale.float() * layer_scale).unsqueeze(-1), towards_zero=options.towards_zero)
         low, high = codes.flatten(-2).chunk(2, dim=-1)
         return Stored((low + 16 * high).to(torch.uint8).view(torch.int8), scale, None)
 

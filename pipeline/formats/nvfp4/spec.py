@@ -19,11 +19,9 @@ NVFP4 = Spec(
     6.0,
     scale_storage=E4M3,
     block=16,
-    # `4over6` leaves room, since a block that takes its largest magnitude as 4 has a scale of 6 / 4 of that: 384 is one that
-    # E4M3 has (arXiv 2512.02010).
-    block_scales={"max": 448.0, "4over6": 256.0},
+    block_limit=LARGEST_SCALE,
     native=(8, None),
     modelopt_name="NVFP4",
     modelopt_export=False,
-    vllm={"max": "nvfp4", "4over6": "nvfp4_4over6"},
+    vllm={"per_group": "nvfp4"},
 )

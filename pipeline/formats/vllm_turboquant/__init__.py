@@ -1,1 +1,1 @@
-"""The values of vLLM's turboquant types, and the keys of those with `nc`, in its rounding: of 4 bits and of 3."""
+"""Values of vLLM's turboquant_k8v4, in its rounding."""

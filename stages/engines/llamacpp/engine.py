@@ -63,7 +63,7 @@ class LlamaCppEngine(ShowingEngine):
         return MemoryReport(pool, 0, 0, claimed.pages, claimed.live_tokens)
 
     def _copy(self, stored: Bytes, layer: int, side: Side, form: Format) -> StoredCopy:  # noqa: ARG002  (vLLM's scales are by layer)
-        """Split the bytes (n, H, W) into codes, scales and minima: each block's scales come first."""
+        """Split the bytes (n, H, W) into codes and scales: each block begins with its scale."""
         part = stored.reshape(-1, self.shape.kv_heads, form.token_bytes(self.shape.head_dim)).swapaxes(0, 1)
         if form.exact:
             numbers = np.ascontiguousarray(part).view(np.float16)
@@ -71,11 +71,9 @@ class LlamaCppEngine(ShowingEngine):
                 numbers = np.concatenate([numbers[..., ::2], numbers[..., 1::2]], axis=-1)
             return StoredCopy(0, np.ascontiguousarray(numbers).view(np.uint8), None, None, None, None)
         blocks = part.reshape(*part.shape[:2], form.scales_per_token(self.shape.head_dim), -1)
-        lead = form.parameter_bytes
-        numbers = np.ascontiguousarray(blocks[..., :lead]).view(np.float16)
-        zero = None if form.symmetric else np.ascontiguousarray(numbers[..., 1])
-        codes = np.ascontiguousarray(blocks[..., lead:]).reshape(*part.shape[:2], -1)
-        return StoredCopy(0, codes, np.ascontiguousarray(numbers[..., 0]), zero, None, None)
+        scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
+        codes = np.ascontiguousarray(blocks[..., 2:]).reshape(*part.shape[:2], -1)
+        return StoredCopy(0, codes, np.ascontiguousarray(scales), None, None, None)
 
 
 load_engine = LlamaCppEngine

@@ -62,12 +62,12 @@ def cache_types(policy: KVPolicy, config: LlamaCppConfig, head_dim: int) -> dict
         named = ", ".join(sorted(f"{code.name}" for code in CODES.values() if code.llamacpp is not None))
         raise UserError(cannot_hold(policy, "llamacpp", reason, f"kv=llamacpp_q8_0, or keys and values of dtype {named}"))
     for side, form in forms.items():
-        if form.code.only and head_dim % form.code.only[0]:
+        if form.code.dynamic_group and head_dim % form.code.dynamic_group:
             raise UserError(
-                f"kv.{side}.dtype={form.dtype}: its blocks of {form.code.only[0]} channels do not divide the model's head_dim "
-                f"{head_dim}; choose kv=fp16"
+                f"kv.{side}.dtype={form.dtype}: its blocks of {form.code.dynamic_group} channels do not divide the model's "
+                f"head_dim {head_dim}; choose kv=fp16"
             )
-    if policy.value.code.only and not config.flash_attn:
+    if policy.value.code.dynamic_group and not config.flash_attn:
         raise UserError(
             f"backend.flash_attn=false: llama.cpp quantizes values with flash attention alone, and kv.value.dtype="
             f"{policy.value.dtype}; set true, or kv.value to fp16"
@@ -84,7 +84,7 @@ def rotates(policy: KVPolicy, head_dim: int) -> bool:
     """
     own = {Side.KEY: head_dim & -head_dim, Side.VALUE: LEAST_ROTATED}
     sizes = {"hadamard": head_dim, "hadamard_64": LEAST_ROTATED}
-    forms = {side: form for side, form in ((Side.KEY, policy.key), (Side.VALUE, policy.value)) if form.code.only}
+    forms = {side: form for side, form in ((Side.KEY, policy.key), (Side.VALUE, policy.value)) if form.code.dynamic_group}
     rotated = [side for side, form in forms.items() if form.rotation != "none"]
     for side in rotated:
         if head_dim % LEAST_ROTATED or sizes.get(forms[side].rotation) != own[side] or len(rotated) != len(forms):

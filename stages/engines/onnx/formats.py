@@ -36,7 +36,7 @@ class SideCodec(StoredSide):
     def options(self) -> Options:
         """What the format's arithmetic needs to know of the side."""
         form, names = self.form, (f"{self.side}_scale", f"{self.side}_zero")
-        return Options(self.head_dim, self.groups, form.symmetric, form.static, form.block_scale, *names)
+        return Options(self.head_dim, self.groups, form.symmetric, form.static, *names)
 
     def encode(self, body: Body, x: str) -> list[str]:
         """Write the nodes that quantize new tokens x (B, H, S, D). Returns the results in the order of `arrays`."""

@@ -17,12 +17,12 @@ from stages.engines.oracle.formats import rotated
 def as_llamacpp(config: Any, storages: Sequence[LayerStorage]) -> Taken | None:
     """Return what llama.cpp makes of queries and keys; None where no layer has a type of its own."""
     forms = [layer[Side.KEY].form for layer in storages]
-    if not any(form.code.only and form.code.llamacpp for form in forms):
+    if not any(form.code.dynamic_group for form in forms):
         return None
 
     def taken(layer: int, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         form = forms[layer]
-        if not form.code.only:
+        if not form.code.dynamic_group:
             return query, key
         places = order(str(config.model_type), key.shape[-1], key.device)
         return rotated(asked(rotated(query[..., places], form)), form), key[..., places]

@@ -16,11 +16,11 @@ from pipeline.formats.nvfp4.oracle import ORACLE as NVFP4
 from pipeline.formats.oracle import KINDS, Arithmetic, Options, Static, Stored, groups_of
 from pipeline.formats.spec import Spec
 from pipeline.formats.vllm_token_head.oracle import ORACLES as VLLM_TOKEN_HEADS
-from pipeline.formats.vllm_turboquant.oracle import ORACLES as VLLM_TURBOQUANTS
+from pipeline.formats.vllm_turboquant.oracle import ORACLE as VLLM_TURBOQUANT
 
 CPU = torch.device("cpu")
 
-OWN: dict[str, Arithmetic] = {one.spec.name: one for one in (NVFP4, *VLLM_TURBOQUANTS, *VLLM_TOKEN_HEADS, *GGML)}
+OWN: dict[str, Arithmetic] = {one.spec.name: one for one in (NVFP4, VLLM_TURBOQUANT, *VLLM_TOKEN_HEADS, *GGML)}
 """Formats whose arithmetic is not that of their kind."""
 
 
@@ -55,7 +55,7 @@ def dequantize(stored: Stored, form: Format, static: Static | None) -> Tensor:
 
 
 def _options(form: Format, head_dim: int, towards_zero: bool = False) -> Options:
-    return Options(form.scales_per_token(head_dim), form.symmetric, form.block_scale, towards_zero)
+    return Options(form.scales_per_token(head_dim), form.symmetric, towards_zero)
 
 
 def rotated(x: Tensor, form: Format) -> Tensor:

@@ -96,10 +96,6 @@ def _refusals(policy: KVPolicy, shape: KVShape, layer: int, q_heads: int) -> Ite
         elif shape.head_dim % (form.group_size or 1):
             reason = f"does not divide the model's head_dim {shape.head_dim}"
             yield KernelRefusal(f"{key}.group_size", form.group_size, reason)
-        if form.block_scale == "4over6":
-            yield KernelRefusal(
-                f"{key}.block_scale", form.block_scale, "the CUDA kernels choose a block's scale by its maximum"
-            )
     yield from _of_the_model(shape, layer, q_heads)
 
 

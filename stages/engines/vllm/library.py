@@ -107,9 +107,9 @@ def cache_dtype(policy: KVPolicy, config: VllmConfig) -> str:
     """
     skips = skipped_layers(policy)
     everywhere = policy.model_copy(update={"overrides": ()}) if skips is not None else policy
-    form, kind = describe_format(policy.key), policy.key.block_scale if policy.key.code.block else policy.key.granularity
+    form = describe_format(policy.key)
     plain = policy.key.arithmetic != "kvgate" or (policy.key.symmetric and policy.key.rotation == "none")
-    held = "auto" if policy.key.exact else policy.key.code.vllm.get(kind) if plain else None
+    held = "auto" if policy.key.exact else policy.key.code.vllm.get(policy.key.granularity) if plain else None
     beside = policy.value.code.vllm_beside.get(form) if policy.key.scale != "calibrated" else None
     if beside is not None:
         everywhere, held = everywhere.model_copy(update={"key": policy.value}), beside

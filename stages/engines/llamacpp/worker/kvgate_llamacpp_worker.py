@@ -13,9 +13,8 @@ from typing import Any
 import kvgate_channel
 import numpy as np
 
-SCALED = {1: (2, 1), 2: (18, 1), 3: (20, 2), 7: (24, 2), 8: (34, 1), 20: (18, 1)}
-"""Number of a ggml_type -> bytes of a block, and how many float16 at its beginning its numbers are proportional to: of f16 the
-number itself, else the scale, and the minimum where there is one."""
+BLOCK_BYTES = {1: 2, 2: 18, 8: 34}
+"""Number of a ggml_type (f16, q4_0, q8_0) -> bytes of a block, which begins with a float16: the number itself, or the scale."""
 
 
 class State:
@@ -70,11 +69,10 @@ class State:
     def multiply_keys(self, factor: float, first: int) -> int:
         """Multiply the keys from token `first` on; return the tokens."""
         for kind, part in list(zip(self.kinds, self.parts, strict=True))[: len(self.parts) // 2]:
-            size, scales = SCALED[kind]
             chosen = part[first:]
-            blocks = np.ascontiguousarray(chosen).reshape(len(chosen), -1, size)
-            numbers = np.ascontiguousarray(blocks[..., : 2 * scales]).view("<f2")
-            blocks[..., : 2 * scales] = (numbers * np.float16(factor)).view(np.uint8)
+            blocks = np.ascontiguousarray(chosen).reshape(len(chosen), -1, BLOCK_BYTES[kind])
+            numbers = np.ascontiguousarray(blocks[..., :2]).view("<f2")
+            blocks[..., :2] = (numbers * np.float16(factor)).view(np.uint8)
             part[first:] = blocks.reshape(chosen.shape)
         return self.tokens
 
