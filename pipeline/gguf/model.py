@@ -11,20 +11,13 @@ from typing import Any
 
 from pipeline.checkpoint.description import CheckpointInfo, describe_checkpoint
 from pipeline.checkpoint.families import FAMILIES
-from pipeline.checkpoint.files import SINGLE, refusal
-from pipeline.checkpoint.rope import FULL, SLIDING, rope_at_top_level
-from pipeline.core.errors import short
+from pipeline.checkpoint.files import SINGLE
+from pipeline.checkpoint.rope import FULL, SLIDING
 from pipeline.gguf.header import Header, read_header
 from pipeline.gguf.vocabulary import Vocabulary, read_vocabulary
 
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 """general.architecture -> the model_type of transformers that computes the same."""
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""model_type of a checkpoint that is written as a GGUF -> general.architecture. Gemma 3 is only read."""
-WRITTEN: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-"""Key of config.json -> its one value in a checkpoint that is written as a GGUF; a file says none of them."""
-YARN = {"attention_factor": None, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": None, "mscale_all_dim": None, "truncate": True}
-"""Key of rope_scaling -> transformers' default, which llama.cpp takes; None where the default follows from other keys."""
 
 SIZES = {
     "block_count": "num_hidden_layers",
@@ -109,27 +102,9 @@ def inspect_gguf(path: Path) -> GGUFModel:
     return GGUFModel(header, config, names, vocabulary, info)
 
 
-def architecture_of(path: Path, config: dict[str, Any]) -> str:
-    """Return the general.architecture with which a checkpoint is written. Raises UserError for one that is not written."""
-    model_type = config["model_type"]
-    if model_type not in ARCHITECTURES:
-        raise refusal(
-            path,
-            f"config.json: model_type={model_type} is not written as a GGUF here; give a GGUF of the model, or one of "
-            f"{', '.join(ARCHITECTURES)}",
-        )
-    scaling = rope_at_top_level(config).get("rope_scaling") or {}
-    given = {key: config[key] for key, value in WRITTEN.items() if config.get(key, value) != value}
-    given |= {f"rope_scaling.{key}": scaling[key] for key, value in YARN.items() if scaling.get(key) not in (None, value)}
-    if given:
-        said = ", ".join(f"{key}={short(value)}" for key, value in given.items())
-        raise refusal(path, f"config.json: {said} is not written as a GGUF here; give a GGUF of the model")
-    return ARCHITECTURES[model_type]
-
-
 def pairs_neighbours(model_type: str) -> bool:
     """Whether rotary embedding pairs neighbouring channels of a GGUF's queries and keys, where transformers pairs halves."""
-    return ARCHITECTURES.get(model_type) == "llama"
+    return model_type == "llama"
 
 
 def _refuse_unread(header: Header, architecture: str) -> None:
@@ -229,13 +204,13 @@ def _llama3_scaling(header: Header, config: dict[str, Any]) -> dict[str, Any] | 
     if all(factor == 1 for factor in found):
         return None
     scaling = {"rope_type": "llama3", "factor": _shortest(max(found)), **LLAMA3_ROPE}
-    expected = llama3_factors(half, config["rope_theta"], scaling)
+    expected = _llama3_factors(half, config["rope_theta"], scaling)
     if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, expected, strict=True)):
         raise header.error(f"{ROPE_FACTORS} is not the rotary scaling of Llama 3; use the model's Hugging Face checkpoint")
     return scaling
 
 
-def llama3_factors(half: int, theta: float, scaling: dict[str, Any]) -> list[float]:
+def _llama3_factors(half: int, theta: float, scaling: dict[str, Any]) -> list[float]:
     """Return what the frequency of each of `half` pairs is divided by (transformers: `_compute_llama3_parameters`)."""
     low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
     factors = []
@@ -248,7 +223,7 @@ def llama3_factors(half: int, theta: float, scaling: dict[str, Any]) -> list[flo
 
 def _tensor_names(header: Header, architecture: str, config: dict[str, Any]) -> dict[str, str]:
     """Check that exactly the model's tensors are there, in their shapes; return GGUF's name -> transformers' name."""
-    expected = tensors_of(architecture, config)
+    expected = _expected_tensors(architecture, config)
     for name, (_, shape) in expected.items():
         tensor = header.tensors.get(name)
         if tensor is None or tensor.shape != shape:
@@ -260,7 +235,7 @@ def _tensor_names(header: Header, architecture: str, config: dict[str, Any]) -> 
     return {name: target for name, (target, _) in expected.items()}
 
 
-def tensors_of(architecture: str, config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _expected_tensors(architecture: str, config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """GGUF's name of each tensor -> transformers' name and shape."""
     hidden, inner, head_dim, vocab = (config[k] for k in ("hidden_size", "intermediate_size", "head_dim", "vocab_size"))
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim

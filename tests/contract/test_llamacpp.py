@@ -1,6 +1,5 @@
-"""backend=llamacpp without llama.cpp: what is refused before any work, the GGUF that is written, and the bytes of a state."""
+"""backend=llamacpp without llama.cpp: what is refused before any work, and the bytes of a state."""
 
-import json
 import struct
 import sys
 from pathlib import Path
@@ -8,26 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from ggml_cases import form_of
+from gguf_files import random_model, write_gguf
 from interpreter_bundles import config_of
-from safetensors.torch import load_file, save_file
 
-from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.config.compose import plan
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import no_progress
-from pipeline.gguf.header import read_header
-from pipeline.gguf.model import architecture_of, inspect_gguf
 from pipeline.run.inputs import check_inputs
-from stages.checkpoints import load_tokenizer
 from stages.engines.interpreter.process import CHANNEL
 from stages.engines.llamacpp import worker
 from stages.engines.llamacpp.library import cache_types, rotates
-from stages.gguf.convert import convert_gguf
-from stages.gguf.write import write_gguf
 
 FP16 = Format(dtype="fp16")
 
@@ -69,71 +60,20 @@ def test_its_own_rotation_is_taken(head_dim: int, key: str) -> None:
 
 
 @pytest.mark.parametrize("python", ["null", "/no/such/python"])
-def test_a_missing_interpreter_is_named_with_its_command(python: str) -> None:
-    (job,) = plan(["backend=llamacpp", f"backend.python={python}", "kv=llamacpp_q8_0"], multirun=False).jobs
+def test_a_missing_interpreter_is_named_with_its_command(python: str, tmp_path: Path) -> None:
+    model = random_model("Llama", head_dim=64, max_position_embeddings=32768)
+    given = [f"model.path={write_gguf(tmp_path / 'model.gguf', 'Llama', model)}", "workloads=builtin", "kv=llamacpp_q8_0"]
+    (job,) = plan([*given, "backend=llamacpp", f"backend.python={python}"], multirun=False).jobs
     with pytest.raises(MissingRequirement, match=rf"^backend\.python={python}: .*make llamacpp compiles it"):
         check_inputs(job)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"model_type": "gemma3_text"}, "model_type=gemma3_text is not written"),  # its norms have another form there
-        ({"model_type": "llama", "attention_bias": True}, "attention_bias=True is not written"),
-        ({"model_type": "mistral", "hidden_act": "gelu"}, "hidden_act=gelu is not written"),
-        (
-            {"model_type": "qwen3", "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 1}},
-            r"rope_scaling\.beta_fast=16\.0 is not written",
-        ),
-    ],
-)
-def test_a_model_that_would_be_written_as_another_one_is_refused(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=rf"^model\.path=/m: config\.json: {message} as a GGUF here; give a GGUF of the model"):
-        architecture_of(Path("/m"), config)
-
-
-@pytest.mark.parametrize(
-    "change", [{"rms_norm_eps": None}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}], ids=["default eps", "linear"]
-)
-def test_a_written_gguf_is_the_checkpoint(change: dict[str, Any], tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """It is read back by the reader of GGUFs, which wants a tokenizer: one that llama.cpp has is given to the model."""
-    given = tmp_path / "given"
-    given.mkdir()
-    for path in tiny_checkpoint.iterdir():
-        (given / path.name).write_bytes(path.read_bytes())
-    config = json.loads((given / "config.json").read_text()) | change
-    stated = {key: value for key, value in config.items() if change.get(key, key) is not None}
-    (given / "config.json").write_text(json.dumps(stated))
-    config["rms_norm_eps"] = config["rms_norm_eps"] or 1e-6  # what transformers takes where none is stated
-    tokenizer = json.loads((given / "tokenizer.json").read_text())
-    tokenizer["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    (given / "tokenizer.json").write_text(json.dumps(tokenizer))
-    write_gguf(inspect_checkpoint(given), tmp_path / "model.gguf", no_progress)
-    back = tmp_path / "back"
-    back.mkdir()
-    convert_gguf(tmp_path / "model.gguf", back, progress=no_progress)
-    before, after = load_file(given / "model.safetensors"), load_file(back / "model.safetensors")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(tensor.float(), after[name].float()) for name, tensor in before.items())
-    read = inspect_gguf(tmp_path / "model.gguf").config
-    same = ("hidden_size", "rms_norm_eps", "rope_theta", "max_position_embeddings", "bos_token_id", "eos_token_id")
-    assert {key: read[key] for key in same} == {key: config[key] for key in same}
-    assert (read["rope_scaling"] or {}).get("factor") == (config["rope_scaling"] or {}).get("factor")
-    text = "Once upon a time, 1,234 <|user|>hens."
-    assert load_tokenizer(given)(text)["input_ids"] == load_tokenizer(back)(text)["input_ids"]
-
-
-def test_a_tokenizer_that_llama_cpp_lacks_and_a_weight_beyond_float16(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    info = inspect_checkpoint(tiny_checkpoint)
-    write_gguf(info, tmp_path / "model.gguf", no_progress)
-    assert read_header(tmp_path / "model.gguf").metadata["tokenizer.ggml.model"] == "none"
-    for path in tiny_checkpoint.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    tensors = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
-    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = 1e6
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight holds a value that float16 does not"):
-        write_gguf(inspect_checkpoint(tmp_path), tmp_path / "other.gguf", no_progress)
+def test_a_checkpoint_is_refused_with_the_converter_that_writes_a_gguf_of_it() -> None:
+    (job,) = plan(["backend=llamacpp", "backend.python=python", "kv=llamacpp_q8_0"], multirun=False).jobs
+    with pytest.raises(
+        UserError, match=r"^model\.path=\S+: backend=llamacpp takes a GGUF; write one with .*convert_hf_to_gguf\.py"
+    ):
+        check_inputs(job)
 
 
 def state_bytes(tokens: int, *, transposed: bool) -> tuple[bytes, np.ndarray, np.ndarray]:

@@ -11,6 +11,8 @@ from gguf.quants import dequantize, quantize
 from tokenizers import pre_tokenizers  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
+from stages.checkpoints import load_causal_lm
+
 CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 WORDS = ("Ġthe", "he", "in", "th", "er", "Ġa", "Ġt", "12")
 MERGES = ("h e", "i n", "e r", "t h", "Ġ a", "Ġ t", "Ġt he", "1 2")
@@ -128,6 +130,15 @@ def write_gguf(path: Path, family: str, model: PreTrainedModel, kind: str = "F32
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write_without_tokenizer(path: Path, checkpoint: Path) -> Path:
+    """Write a Llama checkpoint as a GGUF that takes token ids alone."""
+    model = load_causal_lm(checkpoint, dtype=torch.float32)
+    keys = dict.fromkeys((key.replace(".", "__") for key in bpe_metadata()), None)
+    keys |= {"tokenizer__ggml__model": "none", "llama__vocab_size": model.config.vocab_size}
+    keys["llama__rope__freq_base"] = float(model.config.rope_parameters["rope_theta"])
+    return write_gguf(path, "Llama", model, "F16", **keys)
 
 
 def bpe_metadata() -> dict[str, Any]:

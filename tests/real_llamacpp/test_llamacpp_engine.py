@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 from engine_rows import FIRST, assert_batches_steps_and_answers_agree, assert_reads_what_it_stored, mean_kl, two_stories
 from ggml_cases import NAMES, form_of
+from gguf_files import write_without_tokenizer
 from interpreter_bundles import config_of, write_scales
 from shipped import SHIPPED
 
-from pipeline.checkpoint.description import inspect_checkpoint
 from pipeline.core.errors import UserError
 from pipeline.core.formats import Format
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import no_progress
 from stages.engines.llamacpp.build import build_bundle
 from stages.engines.llamacpp.engine import LlamaCppEngine
-from stages.gguf.write import write_gguf
 
 ROUNDING = 2.0**-11
 """What a rounding of a float16 activation is."""
@@ -38,7 +37,7 @@ def make_engine(checkpoint: Path, out: Path, policy: KVPolicy, python: str, **ch
     """An engine over a bundle in `out`, as the chain builds it."""
     out.mkdir(parents=True)
     gguf, config = out.with_suffix(".gguf"), config_of("llamacpp", python, **changes)
-    write_gguf(inspect_checkpoint(checkpoint), gguf, no_progress)
+    write_without_tokenizer(gguf, checkpoint)
     scales = write_scales(out.with_suffix(".json"), policy)
     build_bundle(checkpoint, out, config, gguf=gguf, policy=policy, scales=scales, progress=no_progress)
     return LlamaCppEngine(out, config)

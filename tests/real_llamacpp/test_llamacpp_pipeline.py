@@ -1,4 +1,4 @@
-"""`python -m pipeline backend=llamacpp` on llama.cpp, from a checkpoint and from a GGUF to a verdict."""
+"""`python -m pipeline backend=llamacpp` on llama.cpp, from a GGUF to a verdict."""
 
 from pathlib import Path
 
@@ -26,9 +26,15 @@ CHAT = (
 )
 
 
-def check(work: Path, python: str, *given: str) -> None:
-    """Too few questions for a PASS; the cache is what its policy says."""
-    directory, _ = judge(job_of(work, f"kv={KV}", f"backend.python={python}", *FEW, *given), "is not decided: INCONCLUSIVE")
+@pytest.fixture(scope="module")
+def gguf_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gguf") / "work"
+
+
+def test_a_ggufs_cache_is_what_its_policy_says(gguf_work: Path, llamacpp_python: str) -> None:
+    """Two questions are too few for a PASS."""
+    job = job_of(gguf_work, f"kv={KV}", f"backend.python={llamacpp_python}", *FEW, *CHAT)
+    directory, _ = judge(job, "is not decided: INCONCLUSIVE")
     report = load_report(directory)
     for line, policy in zip(lines("conformance", report), ("fp16", KV), strict=True):
         assert line.status == "PASS", line.reason
@@ -37,20 +43,6 @@ def check(work: Path, python: str, *given: str) -> None:
     for free in (report.probes.free_candidate, report.probes.free_baseline):
         assert free.contradictions == []
     assert report.system.kib_per_token_allocated == report.system.kib_per_token
-
-
-def test_the_tiny_models_cache_is_what_its_policy_says(tmp_path: Path, llamacpp_python: str) -> None:
-    samples = "workloads.samples={prose: 2, retrieval: 1, copy: 1, tool_call: 1, multi_turn: 0}"
-    check(tmp_path / "work", llamacpp_python, samples, "calibration.max_length=64")
-
-
-@pytest.fixture(scope="module")
-def gguf_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("gguf") / "work"
-
-
-def test_a_ggufs_cache_is_what_its_policy_says(gguf_work: Path, llamacpp_python: str) -> None:
-    check(gguf_work, llamacpp_python, *CHAT)
 
 
 def test_a_rotation_that_the_policy_has_and_the_engine_lacks_fails(

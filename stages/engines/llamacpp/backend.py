@@ -1,23 +1,18 @@
 """backend=llamacpp: llama.cpp, by llama-cpp-python in an interpreter of its own."""
 
-from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.backend import Artifacts, Job, Source
-from pipeline.artifacts.store import Recipe
-from pipeline.checkpoint.description import read_config
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy
-from pipeline.core.records import Progress
-from pipeline.gguf.model import architecture_of
 from stages.engines.interpreter.backend import InterpreterBackend
 from stages.engines.interpreter.process import probe
 from stages.engines.llamacpp.config import LlamaCppConfig
-from stages.engines.llamacpp.library import GGUF, PROGRAM, cache_types
+from stages.engines.llamacpp.library import PROGRAM, cache_types
 
 
 class LlamaCppBackend(InterpreterBackend):
-    """A GGUF, the user's own or one written of the checkpoint, and the arguments with which llama-server serves it."""
+    """The user's GGUF, and the arguments with which llama-server serves it."""
 
     build_module = "stages.engines.llamacpp.build"
     engine_module = "stages.engines.llamacpp.engine"
@@ -30,14 +25,17 @@ class LlamaCppBackend(InterpreterBackend):
     measures_rounding = True
 
     def check_inputs(self, job: Job) -> None:
-        """Refuse what llama.cpp's cache cannot hold, a model that is not written as a GGUF, and a missing interpreter."""
+        """Refuse what llama.cpp's cache cannot hold, a model that is no GGUF, and a missing interpreter."""
         if not job.builds:
             return
         types = cache_types(job.policy, self.config, job.checkpoint.shape.head_dim)
-        self._check_checkpoint(job)
         path = job.checkpoint.path
         if path.is_dir():
-            architecture_of(path, read_config(path))
+            raise UserError(
+                f"model.path={path}: backend=llamacpp takes a GGUF; write one with llama.cpp's convert_hf_to_gguf.py {path} "
+                "--outfile model.gguf, and give model.path=model.gguf"
+            )
+        self._check_checkpoint(job)
         described = probe(PROGRAM, self.config.python).description
         for side, name in types.items():
             if name not in described.types:
@@ -47,23 +45,9 @@ class LlamaCppBackend(InterpreterBackend):
                 )
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
-        """Return the checkpoint, whose GGUF `build` takes: the one that was given, or one that is written of it once."""
-        base, given = super().source(artifacts, policy), artifacts.given
-        if given.is_file():
-            self._gguf = given
-            return Source(base.path, artifacts.digest_of(given))
-        libraries = ("gguf", "torch", "safetensors", "numpy")
-        recipe = Recipe("gguf", ("stages.gguf.write",), {}, {"checkpoint": base.digest}, libraries)
-
-        def fill(out: Path, progress: Progress) -> None:
-            from pipeline.checkpoint.description import inspect_checkpoint
-            from stages.gguf.write import write_gguf
-
-            write_gguf(inspect_checkpoint(base.path), out / GGUF, progress)
-
-        made = artifacts.make(recipe, fill)
-        self._gguf = made.path / GGUF
-        return Source(base.path, made.digest)
+        """Return the checkpoint that the reference engine computes, with the digest of the GGUF that `build` takes."""
+        self._gguf = artifacts.given
+        return Source(super().source(artifacts, policy).path, artifacts.digest_of(self._gguf))
 
     def build_arguments(self) -> dict[str, Any]:
         return {**super().build_arguments(), "gguf": self._gguf}

@@ -19,7 +19,7 @@ from stages.engines.llamacpp.config import LlamaCppConfig
 READ = "0.3.36"
 """The release of llama-cpp-python that the worker was read against."""
 GGUF = "model.gguf"
-"""In a bundle, and where one is written of a checkpoint."""
+"""Name of the model in a bundle."""
 LEAST_ROTATED = 64
 """llama.cpp rotates heads of a multiple of so many channels, and values in blocks of so many."""
 
