@@ -27,27 +27,24 @@ class Layout:
     needed: tuple[str, ...]
     """The parts without which the codes are no numbers."""
     others: tuple[str, ...] = ()
-    packed: int | None = None
-    """The dimension along which one int32 holds several codes."""
+    packed: bool = False
+    """Whether one int32 holds the codes of several columns."""
     transposed: bool = False
     """Whether the codes lie as (in, out)."""
 
     def bits(self, stored: Shape, plain: Shape) -> int | None:
         """Return the bits of a code; None where a part of shape `stored` holds no weight of shape `plain` (out, in)."""
         plain = plain[::-1] if self.transposed else plain
-        if self.packed is None or len(stored) != 2 or len(plain) != 2:
+        if not self.packed or len(stored) != 2 or len(plain) != 2:
             return 8 if stored == plain else None
-        bits, rest = divmod(32 * stored[self.packed], plain[self.packed])
-        same = stored[1 - self.packed] == plain[1 - self.packed]
-        return bits if same and not rest and bits in (4, 8) else None
+        bits, rest = divmod(32 * stored[1], plain[1])
+        return bits if stored[0] == plain[0] and not rest and bits in (4, 8) else None
 
 
 _STATIC = ("input_scale", "input_zero_point", "output_scale", "input_global_scale")
 SCALED = Layout("weight", ("weight_scale",), ("weight_zero_point", *_STATIC))
-BLOCKS = Layout("weight", ("weight_scale_inv",), _STATIC)
-PACKED = Layout("weight_packed", ("weight_scale", "weight_shape"), ("weight_zero_point",), packed=1)
-GPTQ = Layout("qweight", ("scales", "g_idx"), ("qzeros",), packed=0, transposed=True)
-AWQ = Layout("qweight", ("scales", "qzeros"), packed=1, transposed=True)
+PACKED = Layout("weight_packed", ("weight_scale", "weight_shape"), ("weight_zero_point",), packed=True)
+AWQ = Layout("qweight", ("scales", "qzeros"), packed=True, transposed=True)
 
 Inputs = Literal["exact", "int8_token", "other"]
 INT8_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -58,8 +55,6 @@ Allowed = Mapping[str, tuple[object, ...]]
 METHODS: dict[str, tuple[tuple[Layout, ...], Allowed]] = {
     "compressed-tensors": ((SCALED, PACKED), {"transform_config": (None, {}), "sparsity_config": (None, {})}),
     "modelopt": ((SCALED,), {"quant_algo": ("FP8",)}),
-    "fp8": ((BLOCKS, SCALED), {"activation_scheme": ("dynamic", "static"), "fmt": (None, "e4m3")}),
-    "gptq": ((GPTQ,), {"bits": (4, 8), "sym": (True,), "checkpoint_format": (None, "gptq", "gptq_v2")}),
     "awq": ((AWQ,), {"bits": (4,), "version": ("gemm", "GEMM")}),
 }
 """quant_method -> how its weights lie, and the values of its keys that kvgate reads."""
@@ -131,11 +126,11 @@ def read_quantized(path: Path, config: Mapping[str, Any]) -> Quantized | None:
     if method not in METHODS:
         raise _unknown(path, ".quant_method", declared.get("quant_method"), tuple(METHODS))
     layouts, allowed = METHODS[method]
+    inputs: Inputs
     _check(path, "", declared, allowed)
     if method != "compressed-tensors":
-        bits = "" if method in ("modelopt", "fp8") else f" {declared['bits']} bits"
-        block = _block(path, declared.get("weight_block_size"))
-        return Quantized(method, f"{method}{bits}", layouts, "exact" if bits else "other", block)
+        title, inputs = ("awq 4 bits", "exact") if method == "awq" else (method, "other")
+        return Quantized(method, title, layouts, inputs, None)
     groups = declared.get("config_groups") or {}
     forms, blocks, found = dict[str, None](), list[Any](), set[Inputs]()
     for name, group in groups.items() if isinstance(groups, dict) else [("", groups)]:
@@ -153,7 +148,7 @@ def read_quantized(path: Path, config: Mapping[str, Any]) -> Quantized | None:
         as_int8 = isinstance(rounded, dict) and all(rounded.get(key) == value for key, value in INT8_TOKEN.items())
         found.add("int8_token" if as_int8 else "other" if rounded else "exact")
     title = f"{method} {' and '.join(forms)}" if forms else f"{method}, scales of the cache alone"
-    inputs: Inputs = "other" if len(found) > 1 else next(iter(found), "exact")
+    inputs = "other" if len(found) > 1 else next(iter(found), "exact")
     return Quantized(method, title, layouts, inputs, _block(path, next(filter(None, blocks), None)))
 
 
@@ -168,7 +163,7 @@ def _block(path: Path, declared: object) -> Shape | None:
         return None
     if isinstance(declared, list) and len(declared) == 2 and all(type(size) is int and size > 0 for size in declared):
         return tuple(declared)
-    raise _unknown(path, ".weight_block_size", declared, ("two sizes",))
+    raise _unknown(path, ".config_groups.weights.block_structure", declared, ("two sizes",))
 
 
 def _unknown(path: Path, where: str, got: object, known: tuple[object, ...]) -> UserError:

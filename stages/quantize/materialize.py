@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 
 from pipeline.artifacts.files import link_or_copy_all
 from pipeline.checkpoint.description import MODELOPT_FILE, CheckpointInfo, read_config
-from pipeline.checkpoint.files import INDEX
-from pipeline.checkpoint.quantized import AWQ, CACHE_SCALE, GPTQ, PACKED, ROUNDED, Layout, Shape
+from pipeline.checkpoint.files import INDEX, refusal
+from pipeline.checkpoint.quantized import AWQ, CACHE_SCALE, ROUNDED, SCALED, Layout, Shape
 from pipeline.checkpoint.weights import tensors_on_disk
+from pipeline.core.errors import short
 from pipeline.core.kv import KVPolicy, KVShape, Side
 from pipeline.core.records import Progress
 from pipeline.core.scales import KVScales, SideScales
@@ -105,10 +106,6 @@ def _cast(name: str, values: torch.Tensor, source: torch.dtype) -> torch.Tensor:
     return halves
 
 
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place within an int32 of each of eight neighbouring columns."""
-
-
 def write_plain(info: CheckpointInfo, out: Path, progress: Progress) -> None:
     """Write a checkpoint to `out`, a new directory, with the weights of quantized layers as float32.
 
@@ -134,7 +131,11 @@ def write_plain(info: CheckpointInfo, out: Path, progress: Progress) -> None:
             parts = () if layout is None else (layout.weight, *layout.needed, *layout.others)
             if layout is not None and part == layout.weight:
                 stored = {key: read_tensor(info, places, f"{layer}.{key}") for key in parts if f"{layer}.{key}" in places}
-                tensors[f"{layer}.weight"] = dequantized(layout, stored, info.quantized.block)
+                try:
+                    tensors[f"{layer}.weight"] = dequantized(layout, stored, info.quantized.block)
+                except (RuntimeError, ValueError) as error:
+                    reason = f"compressed-tensors cannot decompress {layer} ({short(error)}); download the checkpoint again"
+                    raise refusal(info.path, reason) from None
             elif part not in parts and not CACHE_SCALE.fullmatch(name):
                 tensors[name] = read_tensor(info, places, name)
         save_file(tensors, out / file, metadata={"format": "pt"})
@@ -184,43 +185,22 @@ def read_tensor(info: CheckpointInfo, places: Mapping[str, str], name: str) -> t
 
 
 def dequantized(layout: Layout, parts: Mapping[str, torch.Tensor], block: Shape | None = None) -> torch.Tensor:
-    """Return the float32 weight (out, in) that the parts of a layer stand for.
+    """Return the float32 weight (out, in) that the parts of a layer stand for, computed by the library compressed-tensors."""
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
 
-    Sources of the layouts: compressed-tensors 0.17 (compressors), vLLM 0.32 (auto_gptq.py, auto_awq.py, modelopt.py, fp8.py).
-    """
-    codes = parts[layout.weight]
-    if layout is GPTQ:
-        groups = parts["g_idx"].long()
-        bits = 32 * codes.shape[0] // len(groups)
-        return ((_unpacked(codes, bits, 0) - (1 << bits - 1)).float() * parts["scales"].float()[groups]).T.contiguous()
     if layout is AWQ:
-        order = [8 * (column // 8) + AWQ_ORDER[column % 8] for column in range(8 * codes.shape[1])]
-        zeros, scales = _unpacked(parts["qzeros"], 4, 1)[:, order].float(), parts["scales"].float()
-        size = codes.shape[0] // len(scales)
-        numbers = _unpacked(codes, 4, 1)[:, order].float() - zeros.repeat_interleave(size, 0)
-        return (numbers * scales.repeat_interleave(size, 0)).T.contiguous()
-    zero = parts.get("weight_zero_point")
-    if layout is PACKED:
-        bits = 32 * codes.shape[1] // int(parts["weight_shape"][1])
-        codes = _unpacked(codes, bits, 1) - (1 << bits - 1)
-        zero = None if zero is None else _unpacked(zero, bits, 0) - (1 << bits - 1)
-    shape = tuple(codes.shape)
-    numbers = codes.float() if zero is None else codes.float() - _spread(zero, shape, block)
-    return (numbers * _spread(parts[layout.needed[0]], shape, block)).contiguous()
-
-
-def _unpacked(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """Return the unsigned codes that int32 words hold along a dimension, the lowest bits first."""
-    codes = words.unsqueeze(dim + 1) >> torch.arange(0, 32, bits, dtype=torch.int32).view(-1, *([1] * (1 - dim)))
-    return (codes & (1 << bits) - 1).flatten(dim, dim + 1)
-
-
-def _spread(scales: torch.Tensor, shape: Shape, block: Shape | None) -> torch.Tensor:
-    """Return for each weight the scale, or the zero point, of the tensor, row, group or block that the weight is in."""
-    spread = scales.float()
-    spread = spread.reshape(-1, 1) if spread.dim() < 2 else spread
-    for dim, size in enumerate(shape):
-        count = spread.shape[dim]
-        each = block[dim] if block is not None and -(-size // block[dim]) == count else -(-size // count)
-        spread = spread.repeat_interleave(each, dim).narrow(dim, 0, size)
-    return spread
+        packed = AutoAWQConverter().process({f"layer.{name}": part for name, part in parts.items()})
+        parts = {name.removeprefix("layer."): part for name, part in packed.items()}
+    scale, zero = parts["weight_scale"].float(), parts.get("weight_zero_point")
+    scale = scale.reshape(-1, 1) if scale.dim() < 2 else scale
+    if layout is SCALED:
+        blocks = None if block is None else QuantizationArgs(strategy="block", block_structure=list(block))
+        weight: torch.Tensor = dequantize(parts["weight"], scale, zero, blocks)
+        return weight.contiguous()
+    bits = 32 * parts["weight_packed"].shape[1] // int(parts["weight_shape"][1])
+    scheme = QuantizationScheme(targets=[], weights=QuantizationArgs(num_bits=bits, symmetric=zero is None, strategy="channel"))
+    weight = PackedQuantizationCompressor.decompress({**parts, "weight_scale": scale}, scheme)["weight"]
+    return weight.contiguous()

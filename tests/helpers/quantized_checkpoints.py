@@ -52,7 +52,7 @@ def _blocks(weight: torch.Tensor) -> Made:
     scale = torch.stack([torch.stack(row) for row in parts]) / 448
     each = torch.tensor([[float(scale[i // 48, j // 32]) for j in range(weight.shape[1])] for i in range(weight.shape[0])])
     codes = (weight / each).to(torch.float8_e4m3fn)
-    return {"weight": codes, "weight_scale_inv": scale}, codes.float() * each
+    return {"weight": codes, "weight_scale": scale}, codes.float() * each
 
 
 def _four_bits(weight: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -77,17 +77,6 @@ def _int4(weight: torch.Tensor) -> Made:
     return {"weight_packed": _packed(codes), "weight_scale": scale, "weight_shape": shape}, (codes - 8) * each
 
 
-def _gptq(weight: torch.Tensor) -> Made:
-    """The columns are in groups by turns, as with desc_act."""
-    groups = torch.arange(weight.shape[1]) % (weight.shape[1] // 32)
-    scale = torch.stack([weight[:, groups == group].abs().amax(1) for group in range(int(groups.max()) + 1)]).half() / 7
-    each = torch.stack([scale[group] for group in groups.tolist()], 1).float()
-    codes = (weight / each).round().clamp(-8, 7) + 8
-    zeros = _packed(torch.full(scale.shape, 7))
-    parts = {"qweight": _packed(codes).T.contiguous(), "qzeros": zeros, "scales": scale, "g_idx": groups.int()}
-    return parts, (codes - 8) * each
-
-
 def _awq(weight: torch.Tensor) -> Made:
     codes, _, scale = _four_bits(weight, 32)
     zeros = (torch.arange(scale.numel()) % 16).reshape(scale.shape)  # any
@@ -101,10 +90,9 @@ def _awq(weight: torch.Tensor) -> Made:
 FORMS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Made]]] = {
     "W8A8 INT8": (_group("int-quantized", 8, "int", "channel", inputs=True), _int8),
     "FP8": (_group("float-quantized", 8, "float", "channel", inputs=True), _fp8),
+    "FP8 by blocks": (_group("float-quantized", 8, "float", "block", inputs=True, block_structure=[48, 32]), _blocks),
     "W4A16": (_group("pack-quantized", 4, "int", "group", inputs=False, group_size=32), _int4),
     "ModelOpt FP8": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, _modelopt),
-    "FP8 by blocks": ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [48, 32]}, _blocks),
-    "GPTQ": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": True}, _gptq),
     "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, _awq),
 }
 

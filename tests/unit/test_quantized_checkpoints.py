@@ -25,10 +25,9 @@ from stages.quantize.materialize import copy_without_scales, own_scales, write_p
 TITLES = {
     "W8A8 INT8": ("compressed-tensors int-quantized", "int8_token"),
     "FP8": ("compressed-tensors float-quantized", "other"),
+    "FP8 by blocks": ("compressed-tensors float-quantized", "other"),
     "W4A16": ("compressed-tensors pack-quantized", "exact"),
     "ModelOpt FP8": ("modelopt", "other"),
-    "FP8 by blocks": ("fp8", "other"),
-    "GPTQ": ("gptq 4 bits", "exact"),
     "AWQ": ("awq 4 bits", "exact"),
 }
 
@@ -107,3 +106,12 @@ def test_a_code_that_is_no_number_is_refused(tiny_checkpoint: Path, tmp_path: Pa
     save_file(stored, tmp_path / "given" / "model.safetensors")
     with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.up_proj\.weight holds NaN"):
         check_finite(inspect_checkpoint(tmp_path / "given"))
+
+
+def test_a_scale_that_does_not_fit_its_codes_is_refused_by_the_layer(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(tiny_checkpoint, tmp_path / "given", "W8A8 INT8")
+    stored = load_file(tmp_path / "given" / "model.safetensors")
+    stored["model.layers.0.mlp.up_proj.weight_scale"] = torch.ones(7, 1)
+    save_file(stored, tmp_path / "given" / "model.safetensors")
+    with pytest.raises(UserError, match=r"^model\.path=.*cannot decompress model\.layers\.0\.mlp\.up_proj \(.*; download"):
+        write_plain(inspect_checkpoint(tmp_path / "given"), tmp_path / "plain", lambda *_: None)
