@@ -44,7 +44,7 @@ KERNELS: dict[Kernel, tuple[Any, Callable[[Setting], Variant]]] = {
     "append": (append, append_variant),
     "gather": (gather, gather_variant),
 }
-"""Each operation's kernel, and what specialises it."""
+"""Kernel of each operation, and the function that specialises it."""
 
 POINTERS = {
     "float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32", "int8": "*i8", "float8_e4m3fn": "*u8", "int32": "*i32"
@@ -52,7 +52,7 @@ POINTERS = {
 """Triton's pointer type for each of torch's element types. Kernels load float8 as bytes."""
 
 PORTABLE_PTX = 81
-"""PTX ISA 8.1 (CUDA 12.1): every driver since then loads it, and it is the first that converts float8 on sm_89."""
+"""PTX ISA 8.1 (CUDA 12.1): every later driver loads it. Earlier versions do not convert float8 on sm_89."""
 
 NEWER_PTX = 100
 """First compute capability that PORTABLE_PTX does not know; from here on Triton chooses the PTX version."""
@@ -83,7 +83,7 @@ def compile_operation(operation: Kernel, setting: Setting) -> CompiledKernel:
     context_reduce (X * Hq), append (ceil(H / R), B, L), gather (P + blocks of 64 new
     tokens, H, B), with Y the rows of the work list, blocks as context_blocks counts them, S = context_splits(splits),
     R = append_variant(...).constants["R"].
-    context_partial is that of sequences with as many new tokens each, `tokens`.
+    context_partial is compiled for sequences that all have `tokens` new tokens.
     """
     kernel, specialise = KERNELS[operation]
     assert setting.sm is not None, "kernels are compiled for a compute capability"
@@ -91,11 +91,11 @@ def compile_operation(operation: Kernel, setting: Setting) -> CompiledKernel:
 
 
 def parameter_types(operation: Kernel, setting: Setting) -> dict[str, str | None]:
-    """Return Triton's type of every parameter that is no constexpr, by name; None for a tensor that there is not.
+    """Return Triton's type of every parameter except constexprs, by name; None for an absent tensor.
 
-    Kernels name what they have in common alike. The int32 extras are the number of columns of page_table (`table_width`), of
-    new tokens of a sequence (`tokens`), of splits, programs and sequences (`batch`), and the second dimensions of the append's
-    pools and exact buffers (`pages`, `buffers`).
+    Parameters of one name mean the same in all kernels. The int32 extras are the number of columns of page_table
+    (`table_width`), of new tokens of a sequence (`tokens`), of splits, programs and sequences (`batch`), and the second
+    dimensions of the append's pools and exact buffers (`pages`, `buffers`).
     """
     layout, new = setting.layout, POINTERS[setting.dtype]
     sides = {"key": layout.key, "value": layout.value}
@@ -115,7 +115,7 @@ def parameter_types(operation: Kernel, setting: Setting) -> dict[str, str | None
     }
     if operation == "append":
         return types
-    # The attention kernels take dynamic scales by the name of static ones, and those of blocks beside the layer's.
+    # The attention kernels take dynamic scales by the name of static ones; scales of blocks have a name of their own.
     types |= {f"{name}_scale": _scale_pointer(side) for name, side in sides.items()}
     types["value_block_scale"] = POINTERS[layout.value.codes.scale_storage] if layout.value.layer_scale else None
     if operation == "context_partial":
@@ -124,9 +124,9 @@ def parameter_types(operation: Kernel, setting: Setting) -> dict[str, str | None
 
 
 def compile_kernel(kernel: Any, types: Mapping[str, str | None], variant: Variant, sm: int) -> CompiledKernel:
-    """Compile one of the kernels.
+    """Compile a kernel.
 
-    The compiler is told that pointers are 16-byte aligned; otherwise it would load byte by byte.
+    Pointers are declared as 16-byte aligned; otherwise the compiler would load byte by byte.
     """
     if not isinstance(kernel, triton.JITFunction):
         raise RuntimeError("Triton interprets its kernels: unset TRITON_INTERPRET before the first import of triton to compile")

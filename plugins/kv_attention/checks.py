@@ -10,7 +10,7 @@ from plugins.kv_attention.kernels.variants import Compute
 from plugins.kv_attention.layout import CacheLayout, Dims, misfit
 
 ALIGNMENT = 16
-"""A row of a page is a multiple of this size; the compiler is told that pools begin at a multiple of it."""
+"""Bytes. The size of a page's row and the address of a pool are multiples; the compiler relies on both."""
 
 INT32 = ("int32",)
 Wanted = tuple[tuple[str, ...], Dims]
@@ -24,17 +24,17 @@ def check_launch(
     rows: str = "B",
     layers: tuple[str, ...] = (),
 ) -> None:
-    """Check what a kernel is given, by name; `lengths` is given always.
+    """Check the tensors of a launch, by name; `lengths` is always present.
 
     Args:
         layout: Format of the cache.
-        tensors: All but those of the cache; None for one that there is not.
+        tensors: Every tensor except the cache's; None for an absent one.
         cache: Exactly the layout's tensors.
         rows: Letter of the new tokens.
-        layers: Letter of a leading dimension of the cache and the new tokens, where several layers are launched at once.
+        layers: Letter of a leading dimension of the cache and the new tokens, if several layers are launched at once.
 
     Raises:
-        ValueError: A tensor is not what the kernels read.
+        ValueError: A tensor has a type, shape, stride, address or device that the kernels do not read.
     """
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     new: Wanted = (get_args(Compute), (*layers, rows, layout.kv_heads, layout.head_dim))
@@ -52,7 +52,7 @@ def check_launch(
     held: dict[str, Wanted] = {name: ((kind,), (*layers, *dims)) for name, (kind, dims) in layout.any_size().items()}
     if cache.keys() != held.keys():
         names = " and ".join(", ".join(sorted(tensors)) or "nothing" for tensors in (held, cache))
-        raise ValueError(f"the cache's tensors must be those of the layout; wanted and got: {names}")
+        raise ValueError(f"the cache must have the layout's tensors; wanted and got: {names}")
     if layout.exact_tokens and "exact_slots" not in given:
         raise ValueError(f"exact_slots must be given: the layout keeps {layout.exact_tokens} exact tokens")
     check({**given, **cache}, {name: known[name] for name in given} | held)
@@ -61,7 +61,7 @@ def check_launch(
 
 
 def check(tensors: Mapping[str, Tensor], wanted: Mapping[str, Wanted]) -> None:
-    """Check tensors against what is wanted of each. All but the new tokens must be contiguous, and pools aligned."""
+    """Check tensors against the wanted types and dimensions. All but the new tokens must be contiguous, and pools aligned."""
     sizes: dict[str, int] = {}
     device = next(iter(tensors.values())).device
     for name, (types, dims) in wanted.items():

@@ -42,20 +42,20 @@ from plugins.kv_attention.kernels.variants import (
 from plugins.kv_attention.layout import PAGE_TOKENS, CacheLayout
 
 INTERPRETED_PROGRAMS = 4
-"""Programs of all KV heads in the interpreter, which runs one after the other: a few, so that the reduce has work."""
+"""Programs of all KV heads in the interpreter, which runs them in turn: a few, so that the reduce has work."""
 
 
 class Plan(NamedTuple):
     """The work list of a decode step, which all layers with the same exact tokens share (kernels/decode.py)."""
 
     work: Tensor
-    """(Y, 5) int32: sequences and pages of each program."""
+    """(Y, 5) int32: sequences and pages of every program."""
     sequences: Tensor
-    """(B, 4) int32: pages and parts of each sequence."""
+    """(B, 4) int32: pages and parts of every sequence."""
 
 
 def choose_programs(batch: int, kv_heads: int, max_pages: int, sm_count: int, resident: int) -> int:
-    """Return K, as many programs over the pages of a KV head as run at once for all heads.
+    """Return K, the programs over the pages of a KV head that run at once for all heads.
 
     The number is rounded down, because a few programs more than run at once would double the time. It depends on shapes only,
     so that a CUDA graph can capture the launch. `resident`: programs that one SM runs at once.
@@ -92,7 +92,7 @@ def plan_decode(layout: CacheLayout, lengths: Tensor, *, programs: int) -> Plan:
 
 
 def decode_attention(layout: CacheLayout, query: Tensor, *inputs: Any, plan: Plan, **options: Any) -> Tensor:
-    """Run the attention of one decode step of one layer, (B, Hq, D) in the query's type. Takes what decode_partials takes."""
+    """Run the attention of one decode step of one layer: (B, Hq, D) in the query's type. Arguments as in decode_partials."""
     return reduce_partials(layout, *decode_partials(layout, query, *inputs, plan=plan, **options), plan, query.dtype)
 
 
@@ -119,9 +119,9 @@ def decode_partials(
         cache: Tensors of layout.pools, layout.static_scales and layout.exact_buffers by name.
         page_table: (B, P) int32.
         lengths: (B) int32, tokens before the current one.
-        plan: As plan_decode makes it of these lengths.
+        plan: The result of plan_decode for the same lengths.
         scaling: Factor of the scores before the softmax.
-        exact_slots: (B) int32, exact buffer of each sequence; required with exact tokens.
+        exact_slots: (B) int32, exact buffer of every sequence; required with exact tokens.
 
     Returns:
         partial_acc (R, Hq, D) in partial_type(query.dtype), partial_ml (R, Hq, 2) float32, R = Y + B; numbers that no part has
@@ -202,8 +202,8 @@ def append(
 ) -> None:
     """Quantize one new token of every row into the caches of L layers. Rows are sequences, or tokens of sequences.
 
-    Token b is written at position lengths[b], which the page table must reach; where that is negative, nothing is. The lengths
-    are not changed. No two rows may write to the same page and row, nor to the same exact slot.
+    Token b is written at position lengths[b], which the page table must reach; nothing is written at a negative position. The
+    lengths are not changed. No two rows may write to the same page and row, nor to the same exact slot.
 
     Args:
         layout: Format of the cache.
@@ -212,7 +212,7 @@ def append(
         cache: As in decode_attention, each tensor with a leading dimension L; written in place.
         page_table: (B, P) int32; (B, 1) is the page of that position.
         lengths: (B) int32, tokens before the new one.
-        exact_slots: (B) int32, required with exact tokens: buffer m, or -1 - m of a token that is none of the newest.
+        exact_slots: (B) int32, required with exact tokens: buffer m, or -1 - m for a token outside the ring of recent tokens.
 
     Raises:
         ValueError: A tensor does not fit the layout. Nothing has been written then.
@@ -261,7 +261,7 @@ def sm_count(device: torch.device) -> int:
 
 
 def choose_splits(blocks: int, kv_heads: int, max_pages: int, programs: int) -> int:
-    """Return the number of splits over pages that fills the GPU: many of a few drafted tokens, one of a long chunk.
+    """Return the number of splits over pages that fills the GPU: many for a few drafted tokens, a single one for a long chunk.
 
     `blocks`: blocks of query rows of a KV head. `programs`: those that the GPU runs at once.
     """
@@ -284,8 +284,9 @@ def context_attention(
 ) -> Tensor:
     """Run the attention of new tokens in one layer, (X, Hq, D) in the query's type.
 
-    Takes what context_partials takes. `dense`: whether dense_attention computes it, and not the kernels over the quantized
-    pages; None chooses by shapes, which is not the default before a GPU has run and timed it. Splits are the kernels'.
+    Takes the arguments of context_partials. `dense`: whether dense_attention computes it, and not the kernels over the
+    quantized pages; None chooses by shapes, which is not the default before a GPU has run and timed it. Splits are the
+    kernels'.
     """
     if dense is None:
         page_table = options["page_table"] if "page_table" in options else inputs[3]
@@ -298,8 +299,8 @@ def context_attention(
 def prefers_dense(layout: CacheLayout, query: Tensor, page_table: Tensor) -> bool:
     """Return whether dense_attention should be faster than the kernels over the pages, judged by shapes alone.
 
-    float32 queries are left to the kernels, because FlashAttention computes in 16 bits; so are caches with exact tokens, whose
-    positions lie in the pages as well.
+    float32 queries are left to the kernels, because FlashAttention computes in 16 bits; so are caches with exact tokens,
+    because their positions lie in the pages too.
     """
     if layout.exact_tokens or query.dtype == torch.float32 or not query.is_floating_point():
         return False
@@ -328,9 +329,9 @@ def dense_attention(
 ) -> Tensor:
     """Dequantize the history into float16 and run torch's FlashAttention over it and the new tokens, in float16.
 
-    Takes what context_partials takes, but neither float32 queries nor a layout with exact tokens. Each number of the history is
-    rounded once, to 11 bits. A bfloat16 query beyond 65504 overflows. The host reads no lengths, so a CUDA graph can capture
-    the launches.
+    Takes the arguments of context_partials, but neither float32 queries nor a layout with exact tokens. Each number of the
+    history is rounded once, to 11 bits. A bfloat16 query beyond 65504 overflows. The host reads no lengths, so a CUDA graph can
+    capture the launches.
 
     Returns:
         (X, Hq, D) in the query's type.
@@ -362,7 +363,8 @@ def dense_attention(
     if query.device.type == "cpu":
         out = _attend_each(half, keys, values, starts, key_starts, scaling)
     else:
-        # As torch.nn.attention.varlen calls it: causal from the lower right, of grouped query heads, over ragged sequences.
+        # Call FlashAttention as torch.nn.attention.varlen does: causal from the lower right, grouped query heads, ragged
+        # sequences.
         out = torch.ops.aten._flash_attention_forward(
             half, keys, values, starts, key_starts, most, columns * PAGE_TOKENS + most, 0.0, True, False, scale=scaling
         )[0]
@@ -391,7 +393,7 @@ def _check_context(
     query_starts: Tensor | None,
     exact_slots: Tensor | None,
 ) -> None:
-    """Check the tensors of several new tokens of each sequence, as context_partials takes them."""
+    """Check the arguments of context_partials."""
     new = {"query": query, "key_new": key_new, "value_new": value_new}
     tables = {"page_table": page_table, "lengths": lengths, "exact_slots": exact_slots, "query_starts": query_starts}
     check_launch(layout, new | tables, cache, rows="X")
@@ -417,7 +419,7 @@ def context_partials(
     splits: int | None = None,
     exact_slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run context_partial: the attention of every split of several new tokens of each sequence, in one layer.
+    """Run context_partial: the attention of every split for the new tokens of all sequences, in one layer.
 
     Args:
         layout: Format of the cache.
@@ -427,10 +429,10 @@ def context_partials(
         cache: As in decode_partials.
         page_table: (B, P) int32.
         lengths: (B) int32, tokens before the new ones.
-        query_starts: (B + 1) int32, ascending from 0: the first new token of each sequence, and X. None: each has X / B.
+        query_starts: (B + 1) int32, ascending from 0: the first new token of every sequence, and X. None: each has X / B.
         scaling: Factor of the scores before the softmax.
         splits: Splits over pages; None chooses them for this device.
-        exact_slots: (B) int32, exact buffer of each sequence; required with exact tokens.
+        exact_slots: (B) int32, exact buffer of every sequence; required with exact tokens.
 
     Returns:
         partial_acc (X, Hq, S, D) in partial_type(query.dtype), partial_ml (X, Hq, S, 2) float32, S = context_splits(splits).

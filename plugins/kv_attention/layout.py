@@ -3,8 +3,8 @@
 Shapes: N pages, M exact buffers, H KV heads, D head_dim, W storage elements per token and head, g stored scales per token
 and head, E = sink_tokens + recent_tokens. A scale is a dequantization factor: x ~ code * scale.
 
-A page holds PAGE_TOKENS tokens of every head, head-major. One (page, head) is one tile of the attention kernels, and every
-row of it begins at a 16-byte boundary. Codes and scales are separate tensors.
+A page holds PAGE_TOKENS tokens of every head, head-major. One (page, head) is one tile of the attention kernels, and every row
+begins at a 16-byte boundary. Codes and scales are separate tensors.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ Spec = tuple[str, tuple[int, ...]]
 """Element type and shape of a tensor. The type is named as torch and numpy with ml_dtypes name it."""
 
 Dims = tuple[int | str, ...]
-"""Dimensions of a tensor, a letter for one that may be any. Equal letters are equal dimensions."""
+"""Dimensions of a tensor; a letter is a dimension of any size. Equal letters are equal dimensions."""
 
 NVFP4_GROUP = 16
 """Channels of a block of nvfp4."""
@@ -37,14 +37,14 @@ NVFP4_GROUP = 16
 
 @dataclass(frozen=True)
 class Codes:
-    """What the kernels know of a dtype's codes."""
+    """Storage and range of a dtype's codes."""
 
     storage: str
     """Element type of the pool."""
     bits: int
     granularities: tuple[Granularity, ...]
     limit: float = 0.0
-    """Largest magnitude of a code; 0 where there is no scale."""
+    """Largest magnitude of a code; 0 for a dtype without scales."""
     group_sizes: tuple[int, ...] = ()
     scale_storage: str = "float16"
     """Element type of stored scales."""
@@ -78,7 +78,7 @@ class SideLayout:
 
     `granularity` is the set of numbers that share a scale. Static scales are float32 and calibrated before anything is
     written: `per_tensor` has one per layer, `per_head` one per KV head. Dynamic scales are float16, computed from the numbers
-    that are written and stored beside the codes: `per_token` has one per token and KV head, `per_group` one per token, KV head
+    that are written, and stored with the codes: `per_token` has one per token and KV head, `per_group` one per token, KV head
     and `group_size` neighbouring channels. `none` has no scale. nvfp4 has both: an E4M3 scale per block of 16 channels,
     computed from the numbers that are written, in units of one calibrated scale of the layer.
 
@@ -100,7 +100,7 @@ class SideLayout:
 
     @property
     def codes(self) -> Codes:
-        """What the kernels know of its codes."""
+        """Storage and range of the side's codes."""
         return CODES[self.dtype]
 
     @property
@@ -170,9 +170,9 @@ class CacheLayout:
     key: SideLayout
     value: SideLayout
     sink_tokens: int = 0
-    """First tokens of a sequence, kept in float16 besides the pages."""
+    """First tokens of a sequence that are also kept in float16."""
     recent_tokens: int = 0
-    """Newest tokens of a sequence, kept in float16 besides the pages."""
+    """Newest tokens of a sequence that are also kept in float16."""
 
     def __post_init__(self) -> None:
         _check_choice("head_dim", self.head_dim, HEAD_DIMS)
@@ -235,9 +235,9 @@ class CacheLayout:
 
 
 def misfit(name: str, dims: Sequence[int | None], wanted: Dims, sizes: dict[str, int]) -> str | None:
-    """Return what is wrong with a tensor's dimensions, None for those that vary; None where they are the wanted ones.
+    """Return the problem with a tensor's dimensions, or None. In `shape`, None is a dimension that varies.
 
-    `sizes`: the size of each letter so far; the sizes of new letters are added.
+    `sizes`: Size of every known letter; sizes of new letters are added.
     """
     if len(dims) == len(wanted) and all(
         dim == size if isinstance(size, int) else dim is None or sizes.setdefault(size, dim) == dim

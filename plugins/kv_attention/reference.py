@@ -1,9 +1,9 @@
-"""Reference of the cache and its attention in plain torch, float32. The kernels must agree with it. Slow, and easy to check.
+"""Reference of the cache and its attention in plain torch, float32: slow, and easy to check. The kernels must agree.
 
 Shapes: B sequences, H KV heads, Hq query heads in groups of G = Hq / H per KV head, D head_dim, W storage elements and g
 stored scales of a token, T tokens of one sequence, X new tokens of all, P columns of the page table. A cache is a dict of one
-layer's tensors, named and shaped as in `CacheLayout`. page_table (B, P), lengths (B) and exact_slots (B), which numbers the
-exact buffer of each sequence, are int32. lengths count the tokens before the current one.
+layer's tensors, named and shaped as in `CacheLayout`. page_table (B, P), lengths (B) and exact_slots (B), the exact buffer of
+every sequence, are int32. lengths count the tokens before the current one.
 """
 
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ def quantize(x: Tensor, side: SideLayout, static_scale: Tensor | None = None) ->
         groups, dim = side.groups(x.shape[-1]), x.shape[-1]
         grouped = x.reshape(*x.shape[:-1], groups, dim // groups)
         amax = grouped.abs().masked_fill(grouped.isnan(), 0.0).amax(-1)
-        # Codes use the scale as it is stored, rounded to float16, since decoding multiplies by that one.
+        # Codes use the stored scale, rounded to float16, because decoding multiplies by that scale.
         scale = (amax / side.codes.limit).clamp(MIN_SCALE, MAX_SCALE).half()
         steps = (grouped / scale.float().unsqueeze(-1)).flatten(-2)
     steps = steps.clamp(-side.codes.limit, side.codes.limit).masked_fill(nan, 0.0)
@@ -92,10 +92,10 @@ def append(
     lengths: Tensor,
     exact_slots: Tensor | None = None,
 ) -> None:
-    """Write one new token (B, H, D) of every row into the cache, at position lengths[b], or nowhere where that is negative.
+    """Write one new token (B, H, D) of every row into the cache, at position lengths[b]; a negative position writes nothing.
 
     The lengths are not changed. No two rows may write to the same place: rows are sequences, or tokens of sequences. A page
-    table (B, 1) is the page of that position; an exact slot -1 - m is buffer m of a token that is none of the newest.
+    table (B, 1) is the page of that position; an exact slot -1 - m is buffer m for a token outside the ring of recent tokens.
     """
     stored = [(b, position) for b, position in enumerate(lengths.tolist()) if position >= 0]
     for name, side, new in (("key", layout.key, key_new), ("value", layout.value, value_new)):
@@ -153,11 +153,11 @@ def attend(
     query_starts: Tensor | None = None,
     exact_slots: Tensor | None = None,
 ) -> Tensor:
-    """Run the attention of the new tokens of each sequence, one or several, before any of them is appended.
+    """Run the attention of every sequence's new tokens, one or several, before any is appended.
 
     A query attends to the sinks and the recent tokens from the exact buffers, to all other tokens from the pages, as a token
     at position lengths[b] reads them, and to the new tokens up to its own, unquantized. `query_starts` (B + 1): the first new
-    token of each sequence, and X; None: each has X / B.
+    token of every sequence, and X; None: every sequence has X / B.
 
     Returns:
         (X, Hq, D) float32.

@@ -3,8 +3,8 @@
 Imports neither TensorRT nor Triton: tensors are descriptors of TensorRT's Python package (tensorrt.plugin.TensorDesc).
 
 Shapes: B sequences, Hq query heads on H KV heads, D head_dim, P pages of a sequence, N pages, M exact buffers,
-E exact slots, W storage elements and g stored scales of a token, Y programs of a KV head, R parts, X new tokens of each
-sequence, S splits of their results.
+E exact slots, W storage elements and g stored scales of a token, Y programs of a KV head, R parts, X new tokens per sequence, S
+splits of their results.
 
     kv::plan_work       lengths (B) -> work (Y, 5), sequences (B, 4), once a step for all layers with the same exact tokens
     kv::decode_partial  query (B, Hq, 1, D), key, value (B, H, 1, D), key_pool, value_pool (N, H, 64, W)[, scales of keys]
@@ -15,14 +15,14 @@ sequence, S splits of their results.
                         -> partial_acc (B, X, Hq, S, D), partial_ml (B, X, Hq, S, 2), S = splits + 1
     kv::context_reduce  partial_acc, partial_ml -> out (B, X, Hq, D)
 
-partial_ml is float32, and so is partial_acc of float32 queries; that of float16 and bfloat16 ones is float16.
+partial_ml is float32. partial_acc is float32 for float32 queries, else float16.
 Static scales are `key_scale` (1, 1 or H, 1, 1) float32, dynamic ones `key_scale_pool` (N, H, 64, g) float16. nvfp4 has both,
 `value_scale` (1, 1, 1, 1) and `value_scale_pool` (N, H, 64, g) float8. Inputs have the
 names and shapes of the inputs of the ONNX graphs' local function kv.PagedAttention, whose node decode_partial and
 decode_reduce replace. Their order is the order of the kernels' parameters, because TensorRT passes them in that order.
 
-A TensorRT plugin has a fixed number of tensors, and an ahead-of-time plugin passes each of them to its kernel. Which tensors
-exist depends on the layout. Each set of tensors is therefore an operation of its own, named after the tensors it takes:
+A TensorRT plugin has a fixed number of tensors, and an ahead-of-time plugin passes all of them to its kernel. The layout
+decides which tensors exist. Each set of tensors is therefore an operation of its own, named after the tensors it takes:
 `kv::decode_partial_kstatic_vdynamic_exact`. A single operation with one-element placeholders for absent tensors would give
 kernels parameters that they do not have.
 """
@@ -58,8 +58,8 @@ _INTEGERS = (
 )
 ATTRIBUTES: dict[str, type] = {**dict.fromkeys(_INTEGERS, int), "scaling": float}
 """Types of the attributes of every operation: the fields of the setting that its kernel is compiled for. All are required.
-value_group is the values' group size, or 0 without one. None is a text, of which TensorRT's Python package passes the first
-letter alone where numpy is of version 2."""
+value_group is the values' group size, or 0 without one. No attribute is a text: with numpy 2 TensorRT's Python package passes
+the first letter alone."""
 
 Spec = tuple[str, Dims]
 """Element type, as torch names the type, and dimensions of a tensor; a dimension that may vary is its letter."""
@@ -87,8 +87,7 @@ class Node:
 
     @property
     def attributes(self) -> dict[str, type]:
-        """Types of its attributes by name, in order: those of its setting, and of a work list the programs over the pages of a
-        KV head."""
+        """Attribute types by name, in order: the setting's, for a work list also the programs over the pages of a KV head."""
         return ATTRIBUTES | ({"programs": int} if self.operation == "plan_work" else {})
 
     @property
@@ -133,7 +132,7 @@ def _node(operation: Layered, key: Scales, value: Scales, exact: bool) -> Node:
 
 
 def input_specs(node: Node, setting: Setting) -> dict[str, Spec]:
-    """Return the type and shape of each of an operation's inputs, by name, in order."""
+    """Return the type and shape of an operation's inputs, by name, in order."""
     layout, dtype, dim = setting.layout, setting.dtype, setting.layout.head_dim
     several = node.operation.startswith("context")
     parts: Dims = ("B", "X", setting.q_heads, context_splits(setting.splits)) if several else ("R", setting.q_heads)
@@ -211,12 +210,12 @@ class Call:
     tensors: dict[str, Any]
     """By name, in order."""
     setting: Setting
-    """What the kernel is compiled for: of several new tokens, for a chunk of a prompt."""
+    """Setting that the kernel is compiled for; a kernel for several new tokens is compiled for a chunk of a prompt."""
     programs: int = 0
     """Programs over the pages of a KV head, of a work list."""
 
     def dims(self, name: str) -> list[int | None]:
-        """Return a tensor's dimensions, None for those that vary."""
+        """Return a tensor's dimensions, None for a dimension that varies."""
         tensor = self.tensors[name]
         if tensor.has_shape:
             return [None if dim == -1 else dim for dim in tensor.shape]

@@ -1,5 +1,6 @@
-"""TensorRT plugins, compiled ahead of time from the Triton kernels: a decode step's work list, its attention and that of
-several new tokens, each with the join of its parts.
+"""TensorRT plugins, compiled ahead of time from the Triton kernels.
+
+They make a decode step's work list, its attention, the attention of several new tokens, and the joins of their parts.
 
 Importing this module registers every operation of tensorrt_nodes with TensorRT (10.14 to 11.4) as a quickly deployable plugin,
 for nodes of an ONNX graph (domain `kv`) and for networks made in Python:

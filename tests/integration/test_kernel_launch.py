@@ -67,7 +67,7 @@ WRONG: list[tuple[str, Callable[[Tensor], Any], str]] = [
     ("key_pool", Tensor.float, r"key_pool must be torch\.int8, got torch\.float32"),
     ("value_pool", lambda x: x[..., :2, :, :, :].contiguous(), r"value_pool must be \(.*3, 2, 64, 32\), got \(.*2, 2, 64"),
     ("value_exact", lambda x: x[..., :1, :, :, :].contiguous(), r"value_exact must be \(.*2, 2, 3, 64\), got"),
-    ("value_exact", lambda _: None, r"must be those of the layout; wanted and got: .*value_exact.* and"),
+    ("value_exact", lambda _: None, r"must have the layout's tensors; wanted and got: .*value_exact.* and"),
     ("key_scale", Tensor.double, r"key_scale must be torch\.float32, got torch\.float64"),
     ("key_scale", lambda x: x.repeat_interleave(3, -1), r"key_scale must be \(.*1,?\), got \(.*3,?\)"),
     ("value_new", lambda x: x[..., :1, :], r"value_new must be \(.*2, 2, 64\), got \(.*2, 1, 64\)"),

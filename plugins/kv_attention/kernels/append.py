@@ -3,7 +3,7 @@
 Shapes: L layers, B sequences, H KV heads, D head_dim, N pages of a layer, P columns of the page table, M exact buffers, W
 storage elements and g stored scales of a token, R heads of one program, n groups of s channels in a tile (R, n, s).
 
-The arithmetic is bit for bit that of plugins/kv_attention/reference.py, in float32: divisions are correctly rounded, ties go
+The arithmetic equals plugins/kv_attention/reference.py bit for bit, in float32: divisions are correctly rounded, ties go
 to even codes, and the sign of NaN is read from the bits of the input, because a GPU's arithmetic does not keep it.
 """
 
@@ -29,13 +29,13 @@ def append(
 ):  # fmt: skip
     """Quantize and store one token of R heads of one sequence and layer. Grid (ceil(H / R), B, L).
 
-    Tensors that the layout does not have are None. float8 pools are passed as uint8.
+    Tensors that the layout lacks are None. float8 pools are passed as uint8.
 
     Args:
         key_new, value_new: (L, B, H, D) float32, float16 or bfloat16.
         page_table: (B, P) int32, which must reach position lengths[b], or (B, 1): the page of that position.
-        lengths: (B) int32, the position that is written; nothing is written of a row where it is negative.
-        exact_slots: (B) int32, exact buffer m of each sequence; -1 - m: a sink goes there, and the token is none of the newest.
+        lengths: (B) int32, the position that is written; a row with a negative position writes nothing.
+        exact_slots: (B) int32, exact buffer m of every sequence; -1 - m: a sink is written to buffer m, a recent token is not.
         key_scale, value_scale: Static scales (L, KEY_SCALES) and (L, VALUE_SCALES) float32, one or H per layer; of nvfp4 one.
         pages, table_width, buffers: N, P and M.
         key_pool, value_pool: (L, N, H, 64, W).
@@ -224,7 +224,7 @@ def _magnitude_e4m3(x, FP8: tl.constexpr):
         nearest = tl.minimum(tl.abs(x), 448.0).to(tl.float8e4nv)
         return nearest.to(tl.uint8, bitcast=True).to(tl.int32)
     bits = tl.minimum(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x43E00000)
-    # Add half a unit of the last of three mantissa bits, less one where that bit is even; then take 127 - 7 off the exponent.
+    # Add half a unit of the third mantissa bit, minus one if that bit is even; then take 127 - 7 off the exponent.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     # Below 2^-6 codes are multiples of 2^-9, which is the unit in the last place of 2^14 as a float32.
     subnormal = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000

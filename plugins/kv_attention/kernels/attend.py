@@ -65,8 +65,8 @@ def attend_tile(
 ):  # fmt: skip
     """Attend to tile number `block` of a pool, which is T tokens of a (page, head). Returns the new m, l, unit and sums.
 
-    MASKED: only tokens that are `visible` (T) are read. `unit`: bits of a float32 power of two; where value scales are folded
-    into p, `sums` are in multiples of it.
+    MASKED: only tokens that are `visible` (T) are read. `unit`: bits of a float32 power of two; if value scales are folded into
+        p, it is the unit of `sums`.
     """
     STREAMS: tl.constexpr = streams_of(VALUE)
     W: tl.constexpr = D // STREAMS
@@ -134,8 +134,8 @@ def store(
     """Store the results of a part: its means of the values, m and l. row (N): number of the (part, query head); rows (N): query
     heads that exist.
 
-    A mean is no larger than the largest value, so that float16 holds it where the cache's values are of its range; a larger
-    one becomes the largest float16. Infinity and NaN stay what they are.
+    A mean is no larger than the largest value, so that float16 holds it if the cache's values are in float16's range; a larger
+    mean becomes the largest float16. Infinity and NaN are kept.
     """
     STREAMS: tl.constexpr = streams_of(VALUE)
     C: tl.constexpr = D // STREAMS // CHUNKS
@@ -160,9 +160,9 @@ def attend_exact(
 ):  # fmt: skip
     """Attend to the sinks and the recent tokens of one exact buffer and head. Returns the new m, l and sums.
 
-    origin: None, or the address of a 0 that is read in each turn: else the address of every slot is kept in registers.
+    origin: None, or the address of a 0 that every turn reads; otherwise the address of every slot would stay in registers.
     """
-    # There are few of these wide rows; larger tiles of them would take registers from the whole kernel.
+    # These wide rows are few; larger tiles would take registers from the whole kernel.
     T: tl.constexpr = 16
     queries = query_parts(scaled, PARTS, "fp16", PTX)
     unit = tl.full((), MIN_SCALE_BITS, tl.int32)
@@ -191,7 +191,7 @@ def attend_pages(
     CHUNKS: tl.constexpr, SINK: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend to the positions from SINK to before `end` of tiles [low, high). Returns the new m, l, unit and sums."""
-    # Of the tiles those in [whole_low, whole_high) are whole; at most one before and one after is not.
+    # Tiles in [whole_low, whole_high) are whole; at most the tile before and the tile after are not.
     PER: tl.constexpr = 64 // T  # tiles of a page
     whole_low = tl.minimum(tl.maximum(low, (SINK + T - 1) // T), high)
     whole_high = tl.maximum(tl.minimum(high, end // T), whole_low)

@@ -1,4 +1,4 @@
-"""Decoding of the cache's codes to float16 inside a kernel: exact, and with as few instructions as the hardware allows.
+"""Decoding of the cache's codes to float16 inside a kernel: exact, with the fewest instructions that the hardware allows.
 
 Every function has two bodies, chosen by the constexpr PTX: packed inline assembly for the GPU, and plain arithmetic for
 Triton's interpreter. Both give the same numbers. A byte becomes a float16 by placing it below the constant byte 0x64: the
@@ -150,7 +150,7 @@ def decode_e4m3(x, PTX: tl.constexpr, FP8: tl.constexpr):
 def decode(x, DTYPE: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr):
     """Decode a stored tile of 8 or 16 bits per element to the type of the matrix product.
 
-    That is float16, or bfloat16 for bf16 (float32 in the interpreter, which has no bfloat16 arithmetic).
+    The type is float16, or bfloat16 for bf16 (float32 in the interpreter, which has no bfloat16 arithmetic).
     """
     if DTYPE == "fp8_e4m3":
         decoded = decode_e4m3(x, PTX, FP8)
@@ -165,13 +165,14 @@ def decode(x, DTYPE: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr):
 
 @triton.jit
 def decode_words(even, odd, DTYPE: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr):
-    """Decode words of four bytes of an even token and of the odd token after it.
+    """Decode words of four bytes of an even token and of the next, odd token.
 
     A matrix product takes two neighbouring tokens of a channel in one register, while memory holds four channels of a token
     in one word. PRMT joins the bytes of two tokens before they are widened, which is all of the transposition.
 
     Returns:
-        float16 codes: for each byte a pair (even, odd); for int4, for each byte a pair of the low and one of the high bits.
+        float16 codes: for each byte a pair (even, odd); for int4, for each byte a pair for the low bits and a pair for the high
+        bits.
     """
     if PTX and DTYPE == "int4":
         codes = tl.inline_asm_elementwise(

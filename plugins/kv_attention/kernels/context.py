@@ -1,16 +1,16 @@
-"""Attention of several new tokens of each sequence over the quantized pages: chunks of a prompt, and drafts to be verified.
+"""Attention of several new tokens per sequence over the quantized pages: chunks of a prompt, and drafts to be verified.
 
-Shapes: B sequences, X new tokens of all of them, H KV heads, G query heads of each, Hq = H * G, D head_dim, T tokens of a tile
+Shapes: B sequences, X new tokens in all, H KV heads, G query heads per KV head, Hq = H * G, D head_dim, T tokens of a tile
 of the cache, U tokens of a tile of new ones, S splits, E exact slots. The query rows of a sequence and KV head are its new
-tokens' G heads, one token after the other; N of them are the columns of one program.
+tokens' G heads, token by token; N rows are the columns of one program.
 
 Every new token attends to all cached tokens and, unquantized, to the new ones up to itself. One program attends to the pages of
-one (block of N query rows, KV head, split); those of the last split to the new tokens, the sinks and the recent ones.
-context_reduce joins the splits.
+one (block of N query rows, KV head, split); programs of the last split attend to the new tokens, the sinks and the recent
+tokens. context_reduce joins the splits.
 
 Operands are swapped as in plugins/kv_attention/kernels/decode.py, whose tiles these are: scores (T, N) = keys (T, D) x query^T
 and sums (D, N) += values^T (D, T) x p (T, N). The codes become the matrix instruction's first operand in registers, so that
-only p passes through shared memory, and what a tile costs to decode is shared by N columns.
+only p passes through shared memory, and N columns share the cost of decoding a tile.
 """
 
 import triton
@@ -35,15 +35,15 @@ SEARCHED = tl.constexpr(128)
 LOWEST = tl.constexpr(-3e38)
 """Below all scores."""
 SPLIT_TOKENS = tl.constexpr(512)
-"""Tokens of a split at least: writing and reading its means of 64 columns takes as much traffic as some 170 of them."""
+"""Fewest tokens of a split: writing and reading its means of 64 columns takes the traffic of some 170 tokens."""
 
 
 @triton.jit
 def _block_of(query_starts, sequences, tokens, block, G: tl.constexpr, N: tl.constexpr):
-    """Return what a block of query rows is of: the sequence, its first new token, its number of them, and the block's number.
+    """Return a block's sequence, the sequence's first new token and number of new tokens, and the block's number.
 
-    A sequence's first block is (its first row // N) + its number, so that shapes alone give the number of blocks, and some of
-    them are of no rows.
+    A sequence's first block is (its first row // N) + its number, so that shapes alone give the number of blocks, and some
+    blocks have no rows.
     """
     if query_starts is None:
         each = tl.cdiv(tokens * G, N)
@@ -128,7 +128,7 @@ def _page_split(
     KEY: tl.constexpr, KEY_SCALE: tl.constexpr, VALUE: tl.constexpr, VALUE_SCALE: tl.constexpr, GROUPS: tl.constexpr,
     CHUNKS: tl.constexpr, SINK: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the positions from SINK to before `end` of tiles [low, high), from the pages. There is one at least."""
+    """Attend to the positions from SINK to before `end` of tiles [low, high), from the pages. The split is never empty."""
     queries = query_parts(scaled, PARTS, KEY, PTX)
     unit = tl.full((), MIN_SCALE_BITS, tl.int32)
     factor = 1.0
@@ -172,21 +172,21 @@ def context_partial(
 ):  # fmt: skip
     """Attend to the tokens of one (block of query rows, KV head, split). Grid (blocks, H, S), see `_block_of`.
 
-    The last split is that of the new tokens and the exact ones, the others those of the pages. Tensors that the layout does not
-    have are None. Without `query_starts` every sequence has `tokens` new tokens; with it, `tokens` is not read.
+    The last split has the new tokens and the exact tokens, the others have the pages. Tensors that the layout lacks are None.
+    Without `query_starts` every sequence has `tokens` new tokens; otherwise `tokens` is not read.
 
     Args:
         query: (X, Hq, D).
         key_new, value_new: (X, H, D), of the query's type.
         key_pool, value_pool, key_scale, value_scale, value_block_scale: As in decode_partial.
-        query_starts: (B + 1) int32, the first new token of each sequence, and X.
+        query_starts: (B + 1) int32, the first new token of every sequence, and X.
         page_table: (B, table_width) int32.
         lengths: (B) int32, tokens before the new ones.
         key_exact, value_exact: (buffers, H, E, D) float16, as of `lengths`.
-        exact_slots: (B) int32, exact buffer of each sequence.
+        exact_slots: (B) int32, exact buffer of every sequence.
         sequences: B.
-        partial_acc: Output (X, Hq, S, D) float16 or float32, means of the values by their weights; those of an empty split
-            are not written.
+        partial_acc: Output (X, Hq, S, D) float16 or float32, means of the values by their weights; an empty split writes
+            nothing.
         partial_ml: Output (X, Hq, S, 2) float32, m and l; -inf and 0 of an empty split.
         NEW: Type of the new tokens: "fp16", "bf16" or "fp32".
     """
@@ -248,7 +248,7 @@ def context_reduce(partial_acc, partial_ml, splits, out, D: tl.constexpr, BLOCK:
     """Join the splits of one new token's query head. Grid (X * Hq).
 
     Args:
-        partial_acc: (X, Hq, S, D) float16 or float32, means of the values; those of empty splits are not read.
+        partial_acc: (X, Hq, S, D) float16 or float32, means of the values; empty splits are not read.
         partial_ml: (X, Hq, S, 2) float32, m and l.
         splits: S.
         out: (X, Hq, D).

@@ -1,23 +1,23 @@
 """Attention of a decode step, split-K: a work list, partial sums over the quantized pages by the list, and their join.
 
-Shapes: B sequences, H KV heads, G query heads of each, Hq = H * G, D head_dim, N = max(8, G rounded up to a power of two)
-columns, T tokens of a tile, which is a page of 64 or a half or a quarter of one, W stored elements of a value row, C channels
-of a chunk of it, E exact slots, K programs of a KV head that run at once, Y = K, with exact tokens one more of each sequence,
-R parts, which are what programs compute of a sequence each.
+Shapes: B sequences, H KV heads, G query heads per KV head, Hq = H * G, D head_dim, N = max(8, G rounded up to a power of two)
+columns, T tokens of a tile, which is a page of 64, half a page or a quarter, W stored elements of a value row, C channels of a
+row's chunk, E exact slots, K programs of a KV head that run at once, Y = K, plus B with exact tokens, R parts (a part is the
+result of one program for one sequence).
 
-The work list is made on the GPU from the real lengths. The pages of all sequences, one after the other, are cut into shares of
-equal length, one a program. A share may end within a sequence and begin the next one. Every sequence counts a page at least, so
-that one without pages has a result too. Program p's part of sequence b has the number p + b, or p + 2 b + 1 with exact tokens,
-whose own part lies before the sequence's others: numbers grow along the pages, no two parts share one, and those of a sequence
-follow each other.
+The work list is made on the GPU from the real lengths. The pages of all sequences, laid end to end, are cut into shares of
+equal length, one a program. A share may end within a sequence and begin the next one. Every sequence counts at least one page,
+so that a sequence without pages has a result too. Program p's part of sequence b has the number p + b, or p + 2 b + 1 with
+exact tokens, whose own part lies before the sequence's others: numbers grow along the pages, no two parts share a number, and
+the parts of a sequence have successive numbers.
 
 One program attends with one KV head to its share of all sequences' pages, sequence by sequence. Operands are swapped: scores
 (T, N) = keys (T, D) x query^T (D, N) and sums (D, N) += values^T (D, T) x p (T, N), so that the query group is the matrix
 instruction's N of 8 and nothing is computed for padding when G is 8.
 
 Scores are in log2 units. The weights p are 2^(score - m) with m = maximum - 15, so that float16 holds them with full
-precision down to 2^-29 of the largest. A value scale is folded into p, divided by the largest scale of this part so far
-rounded up to a power of two, so that neither tiny nor huge scales leave float16's range. Of nvfp4 the product of a code and its
+precision down to 2^-29 of the largest. A value scale is folded into p, divided by this part's largest scale up to now, rounded
+up to a power of two, so that neither tiny nor huge scales leave float16's range. For nvfp4 the product of a code and its
 block's scale is a float16 without rounding, and the layer's scale is one factor of the sums.
 """
 
@@ -62,11 +62,10 @@ def plan_work(
         lengths: (B) int32, tokens before the current one.
         batch: B.
         programs: K.
-        work: Output (Y, 5) int32, a row of each program: its first sequence, the one after its last, its first page, the one
-            after its last, and the number of its first part. Where there is no work, the second is below the first. With
-            exact tokens, first come rows for those of each sequence, whose second is the first, with pages from 0 to 0.
-        sequences: Output (B, 4) int32: the first page of each, the one after its last, the number of its first part, and how
-            many parts it has.
+        work: Output (Y, 5) int32, a row per program: its sequences [first, end), its pages [first, end), and the number of its
+            first part. A program without work has end < first. With exact tokens, the first B rows are for the sequences' exact
+            tokens: end = first, and pages [0, 0).
+        sequences: Output (B, 4) int32: pages [first, end), the number of the first part, and the number of parts.
         ROWS: Programs of decode_partial that one program of this kernel plans.
         BLOCK: Sequences that are read at once.
     """
@@ -148,7 +147,7 @@ def _exact_part(
 ):  # fmt: skip
     """Attend to the current token, the sinks and the recent tokens, all unquantized.
 
-    part: The last of the program's row of the work list, whose first page is 0.
+    part: Last column of the program's row of the work list; the row's first page is 0.
     """
     m, l, sums = _seed(True, score_new, value_new, 1.0, N, D, "fp16", 1)
     m, l, sums = attend_exact(
@@ -159,7 +158,7 @@ def _exact_part(
 
 @triton.jit
 def _tiles(length, low_page, high_page, T: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr):
-    """Return the first tile with a position from SINK to length - RECENT in a range of pages, and the one after the last.
+    """Return the first tile with a position from SINK to length - RECENT in a range of pages, and the tile after the last.
 
     Pages count from the one with position SINK.
     """
@@ -181,7 +180,7 @@ def _pool_part(
 ):  # fmt: skip
     """Attend to tiles [low, high), from the pages, and if `seeded` to the current token.
 
-    part: The last of the program's row of the work list; this is the i-th part from there.
+    part: Last column of the program's row of the work list; this is the i-th part from there.
     """
     queries = query_parts(scaled, PARTS, KEY, PTX)
     unit = tl.full((), MIN_SCALE_BITS, tl.int32)
@@ -245,8 +244,8 @@ def decode_partial(
 ):  # fmt: skip
     """Attend with one KV head to the pages that a row of the work list names. Grid (H, Y).
 
-    With exact tokens, rows of their own name the sequences whose exact buffers are read. Tensors that the layout does not have
-    are None.
+    With exact tokens, rows of their own name the sequences whose exact buffers are read. Tensors that the layout lacks are
+    None.
 
     Args:
         query: (B, Hq, D).
@@ -259,9 +258,9 @@ def decode_partial(
         lengths: (B) int32, tokens before the current one.
         work, sequences: (Y, 5) and (B, 4) int32, as plan_work writes them.
         key_exact, value_exact: (buffers, H, E, D) float16.
-        exact_slots: (B) int32, exact buffer of each sequence.
-        partial_acc: Output (R, Hq, D) float16 or float32, means of the values by their weights; those of numbers
-            without a part are not written.
+        exact_slots: (B) int32, exact buffer of every sequence.
+        partial_acc: Output (R, Hq, D) float16 or float32, means of the values by their weights; numbers without a part are not
+            written.
         partial_ml: Output (R, Hq, 2) float32, m and l, the sum of the weights; -inf and 0 of a part without tokens.
     """
     if PDL:  # decode_reduce's programs may take the places that are free, and wait there

@@ -27,16 +27,16 @@ def gather(
 ):  # fmt: skip
     """Write 64 tokens of one sequence and KV head. Grid (P + blocks of 64 new tokens, H, B).
 
-    Sequences follow one another without gaps. Tensors that the layout lacks are None.
+    Sequences follow one another without gaps. Tensors that the layout lacks: None.
 
     Args:
         key_new, value_new: (X, H, D) float16 or bfloat16.
         key_pool, value_pool, key_scale, value_scale, value_block_scale: As in decode_partial.
-        query_starts: (B + 1) int32, the first new token of each sequence, and X.
+        query_starts: (B + 1) int32, the first new token of every sequence, and X.
         page_table: (B, table_width) int32.
         lengths: (B) int32, tokens before the new ones.
         keys, values: Output (Z, H, D) float16. Rows after the last sequence are not written.
-        key_starts: Output (B + 1) int32, the first row of each sequence, and the row after the last one.
+        key_starts: Output (B + 1) int32, the first row of every sequence, and the row after the last.
     """
     block = tl.program_id(0)
     h = tl.program_id(1)

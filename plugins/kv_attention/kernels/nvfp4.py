@@ -2,8 +2,8 @@
 
 A code becomes a float16 by moving its exponent and mantissa, three bits, to the lowest bits of the exponent and the highest of
 the mantissa: that float16 is 2^-14 times the code, subnormals included. Its product with the block's scale is a multiple of
-2^-24 of at most six bits, which float16 holds without rounding. As in codes.py, every function has a body of packed inline
-assembly and one of plain arithmetic, and both give the same numbers.
+2^-24 of at most six bits, which float16 holds without rounding. Every function has two bodies that give the same numbers, like
+those in codes.py: packed inline assembly and plain arithmetic.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 from plugins.kv_attention.kernels.codes import decode_e4m3, for_bytes
 
 NVFP4_GAIN = tl.constexpr(16384.0)
-"""2^14: what decoded numbers are to be multiplied with, besides the layer's scale."""
+"""2^14: a factor of decoded numbers, in addition to the layer's scale."""
 
 
 SCALED_WORDS = for_bytes(
@@ -40,7 +40,8 @@ def decode_blocks(stored, T: tl.constexpr, C: tl.constexpr, PTX: tl.constexpr, F
     """Decode words (T / 2, C / 4) of four bytes of an even and of the odd token, times their blocks' scales.
 
     Returns:
-        As decode_words of int4: for each byte a pair (even, odd) of the low and one of the high bits, over NVFP4_GAIN.
+        As decode_words of int4: for each byte a pair (even, odd) for the low bits and a pair for the high bits, divided by
+        NVFP4_GAIN.
     """
     even, odd, low_even, low_odd, high_even, high_odd = stored
     if PTX:

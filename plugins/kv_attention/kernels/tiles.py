@@ -49,7 +49,7 @@ def load_scales(scales, block, visible, T: tl.constexpr, GROUPS: tl.constexpr, M
 
 @triton.jit
 def _halves(words):
-    """Return the float16 in the low and in the high half of each word, as float32."""
+    """Return the float16 numbers in the low and in the high half of every word, as float32."""
     low = words.to(tl.int16).to(tl.float16, bitcast=True)
     high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     return low.to(tl.float32), high.to(tl.float32)
@@ -92,7 +92,7 @@ def with_block_scales(
 ):
     """Add its scales to each chunk of nvfp4 that load_values loaded: bytes of E4M3 (T / 2, C / 16), one for each block.
 
-    Those of the even and of the odd tokens for the low bits' channels, then the same for the high bits'.
+    Streams of the even and of the odd tokens: first for the low bits' channels, then for the high bits'.
     """
     G: tl.constexpr = D // 16
     even = scales + block * (T * G) + (tl.arange(0, T // 2)[:, None] * (2 * G) + tl.arange(0, G)[None, :])
@@ -124,7 +124,7 @@ def _cut(tile, ROWS: tl.constexpr, LAST: tl.constexpr, CHUNKS: tl.constexpr):
 def decode_values(stored, T: tl.constexpr, C: tl.constexpr, VALUE: tl.constexpr, PTX: tl.constexpr, FP8: tl.constexpr):
     """Decode a chunk that load_values loaded to its streams (T, C). Columns are in the order that `channels` returns.
 
-    A chunk of nvfp4 has its scales beside it (with_block_scales): the streams are the codes times those, over NVFP4_GAIN.
+    A chunk of nvfp4 comes with its scales (with_block_scales): the streams are codes times scales, divided by NVFP4_GAIN.
     """
     STREAMS: tl.constexpr = streams_of(VALUE)
     if VALUE == "fp16" or VALUE == "bf16":
@@ -159,7 +159,7 @@ def _interleave(e0, o0, e1, o1, e2, o2, e3, o3, T: tl.constexpr, C: tl.constexpr
 
 @triton.jit
 def channels(VALUE: tl.constexpr, C: tl.constexpr):
-    """Return the channel of each row of the sums (C).
+    """Return the channel of every row of the sums (C).
 
     The order is byte 0 of eight words, then byte 1 of the same words, and so on: the rows of a matrix instruction, eight in
     different threads and two in one, then come from eight words.
@@ -175,7 +175,7 @@ def channels(VALUE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def by_channel(rows, N: tl.constexpr, VALUE: tl.constexpr, C: tl.constexpr):
-    """Sort rows (C, N), whose order is that of `channels`, by channel. A thread then stores 16 bytes at a time."""
+    """Sort rows (C, N) from the order of `channels` by channel. A thread then stores 16 bytes at a time."""
     if VALUE != "fp16" and VALUE != "bf16":
         rows = tl.reshape(tl.permute(tl.reshape(rows, (2, C // 32, 2, 8, N)), (1, 3, 0, 2, 4)), (C, N))
     return rows

@@ -1,4 +1,4 @@
-"""Constexprs, launch options and grids of each kernel, for launches and ahead-of-time compilation alike. Imports no torch."""
+"""Constexprs, launch options and grids of every kernel, for launches and ahead-of-time compilation alike. Imports no torch."""
 
 import math
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ DIRECT_FP8_SM = 90
 """First compute capability for which Triton converts float32 to float8 directly; below, it rounds to float16 on the way."""
 
 PDL_SM = 90
-"""First compute capability with programmatic dependent launches: a kernel begins before the one that it waits for has ended."""
+"""First compute capability with programmatic dependent launches: a kernel begins before its predecessor has ended."""
 
 GROUP_LIMIT = 16
 """Largest number of query heads per KV head."""
@@ -22,7 +22,7 @@ APPEND_TILE = 512
 """Numbers that a warp of the append quantizes at once: 16 per thread, so that a thread stores its 8-bit codes in 16 bytes."""
 
 PLAN_ROWS = 16
-"""Programs of decode_partial that one program of plan_work plans: few, so that many of them compare them with all sequences."""
+"""Programs of decode_partial that one program of plan_work plans: few, so that they share the comparison with all."""
 
 PLAN_BLOCK = 256
 """Sequences that plan_work reads at once."""
@@ -33,15 +33,15 @@ WIDE = ("fp16", "bf16")
 STAGES = 5
 """Software pipeline stages of the loop over tiles: the page number, the copy of a tile to shared memory, its use.
 
-Five is the first number with which Triton holds two tiles, so that one is copied while the other is used. The largest query,
+From five on Triton holds two tiles, so that one is copied while the other is used. The largest query,
 16 heads of 256 channels in two terms, leaves neither registers nor shared memory for that, and has 1 stage.
 """
 
 SM_SHARED = {80: 164 * 1024, 87: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024, 103: 228 * 1024}
-"""Bytes of shared memory of an SM by compute capability; others have 100 KB. A program takes 1 KB beyond what it asks for."""
+"""Bytes of shared memory of an SM by compute capability; others have 100 KB. A program takes 1 KB more than it asks for."""
 
 UNDER_WAY = 57 * 1024
-"""Bytes of tiles that an SM has under way, one tile of each program. With fewer bytes the memory waits; with more programs come
+"""Bytes of tiles that an SM has under way, one tile per program. With fewer bytes the memory waits; with more programs come
 more parts to join (benchmarks/results/attention_variants_h200.json)."""
 
 REDUCE_WARPS, REDUCE_PARTS = 1, 8
@@ -72,12 +72,12 @@ class Variant:
 
     @property
     def resident(self) -> int:
-        """Programs that one SM is given: `most`, or what its 65536 registers, 256 a thread, and its memory hold at once."""
+        """Programs that an SM gets: `most`, or the number that its 65536 registers (256 a thread) and its memory hold."""
         return min(self.most, 65536 // (32 * self.num_warps * 256), self.sm_shared // (self.shared_bytes + 1024))
 
     @property
     def options(self) -> dict[str, int]:
-        """Options of Triton besides the constexprs, at a launch and ahead of time."""
+        """Triton's options, without the constexprs, for a launch and ahead of time."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         options |= {"launch_pdl": True} if self.overlaps else {}
         return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
@@ -88,7 +88,7 @@ Compute = Literal["float32", "float16", "bfloat16"]
 
 @dataclass(frozen=True)
 class Setting:
-    """What kernels are specialised for. Each kernel depends on a part of a setting.
+    """Values that kernels are specialised for. Each kernel depends on a part of a setting.
 
     Raises:
         ValueError: The group or the scaling is out of range.
@@ -179,18 +179,18 @@ def decode_variant(setting: Setting) -> Variant:
 
 
 def _tile_and_warps(layout: CacheLayout, size: int, sm: int | None) -> tuple[int, int]:
-    """Return the tokens of a tile and the warps of a program: one warp, which waits for no other, where its registers allow.
+    """Return the tokens of a tile and the warps of a program: one warp, which waits for no other, if its registers allow.
 
     Args:
         layout: Format of the cache.
-        size: Numbers that a program's query takes, all terms of it, padding included.
+        size: Numbers of a program's query, with all terms and padding.
         sm: Compute capability (80), or None for Triton's interpreter.
     """
     dim, value = layout.head_dim, layout.value
-    # Where the hardware does not convert fp8_e4m3, the kernel decodes it by integer instructions, which take more registers.
+    # If the hardware does not convert fp8_e4m3, the kernel decodes it by integer instructions, which take more registers.
     below = sm is not None and sm < FP8_SM
     software = below and "fp8_e4m3" in (layout.key.dtype, value.dtype)
-    # Values of the largest head in bytes, beside exact tokens, need more than one warp's 255 registers there.
+    # With exact tokens, byte values of the largest head need more than one warp's 255 registers there.
     crowded = below and dim == 256 and value.dtype in ("fp8_e4m3", "int8") and layout.exact_tokens > 0
     if any(side.dtype in WIDE for side in (layout.key, value)):
         halvings = 2
@@ -219,7 +219,7 @@ def plan_grid(programs: int) -> int:
 
 
 def work_rows(programs: int, batch: Any, *, exact: bool) -> Any:
-    """Return Y, the programs of a KV head: `programs` over the pages, and one over the exact tokens of each sequence.
+    """Return Y, the programs of a KV head: `programs` over the pages, and one per sequence over the exact tokens.
 
     `batch` may be a symbolic expression, and the result is one then.
     """
@@ -287,12 +287,16 @@ NARROW = 16
 """Query rows of the smallest block: drafts of a few tokens."""
 
 WIDEST = 64
-"""Query rows of the largest block where the matrix instruction takes queries from shared memory; half of it below sm_90, where
-each warp holds them in registers."""
+"""Query rows of the largest block from sm_90 on, where the matrix instruction takes queries from shared memory.
+
+Half below sm_90: every warp holds the queries in registers.
+"""
 
 QUERY_NUMBERS = 8192
-"""Numbers of a block of 64 rows' queries at most, all terms of them: 16 KB of shared memory beside two tiles. The sums are as
-many, which 8 warps hold in 32 registers a thread."""
+"""Most numbers in the queries of a block of 64 rows, all terms: 16 KB of shared memory next to two tiles.
+
+8 warps hold the same number of sums in 32 registers a thread.
+"""
 
 NEW = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 """The kernels' names of the types of new tokens, by torch's."""
@@ -302,12 +306,12 @@ def context_variant(setting: Setting) -> Variant:
     """Return the variant of context_partial."""
     decode, layout, sm = decode_variant(setting), setting.layout, setting.sm
     dim, terms = layout.head_dim, decode.constants["PARTS"]
-    # Sinks, recent and new tokens take more registers of float32: they are as wide as the queries, and in terms as well.
+    # Sinks, recent and new tokens take more registers of float32: they are as wide as the queries, and also split into terms.
     numbers = dim * (4 if setting.dtype == "float32" else terms)
     widest = WIDEST if sm is None or sm >= WGMMA_SM else WIDEST // 2
     columns = NARROW if setting.rows <= NARROW else max(NARROW, min(widest, QUERY_NUMBERS * widest // WIDEST // numbers))
     wide = any(side.dtype in WIDE for side in (layout.key, layout.value))
-    # The largest tiles leave no shared memory for two of them.
+    # The largest tiles leave no shared memory for a second one.
     stages = 1 if wide and dim == 256 else STAGES
     tile = 16 if wide or dim == 256 else 32
     constants = {name: value for name, value in decode.constants.items() if name != "PDL"} | {
@@ -323,7 +327,7 @@ def context_variant(setting: Setting) -> Variant:
 
 
 def context_blocks(tokens: int, sequences: int, variant: Variant, *, ragged: bool) -> int:
-    """Return the blocks of query rows of a KV head, those without rows included."""
+    """Return the blocks of query rows of a KV head, including blocks without rows."""
     group, columns = int(variant.constants["G"]), int(variant.constants["N"])
     if ragged:
         return tokens * group // columns + sequences
@@ -346,7 +350,7 @@ GATHER_WARPS = 4
 """Warps of gather, which has 64 tokens of 64 to 256 channels at once."""
 
 GATHERED = ("H", "D", "KEY", "KEY_SCALE", "VALUE", "VALUE_SCALE", "GROUPS", "PTX", "FP8")
-"""Constexprs of decode_partial that gather has as well."""
+"""Constexprs of decode_partial that gather has, too."""
 
 
 def gather_variant(setting: Setting) -> Variant:
