@@ -24,12 +24,13 @@ from hydra.types import HydraContext, RunMode
 from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigTypeError, OmegaConfBaseException
+from omegaconf.errors import ValidationError as OmegaValidationError
 from pydantic import ValidationError
 
 from pipeline.config import CONF, options  # noqa: F401 - importing options stores them
 from pipeline.config.config import JUDGING, MAKING, MOVING, PLANNING, Config
 from pipeline.config.launchers import BASIC, check_sweep
-from pipeline.config.overrides import MOST_JOBS, OPTION, as_text, check_overrides, readable, refuse_code
+from pipeline.config.overrides import LAUNCHER_KEYS, MOST_JOBS, OPTION, as_text, check_overrides, readable, refuse_code
 from pipeline.config.suiting import AUTO, SUITING, is_tiny
 from pipeline.core.backends import backend_configs
 from pipeline.core.errors import UserError, short
@@ -153,8 +154,10 @@ def _explain_key(key: str, cause: Exception, overrides: Sequence[str]) -> str:
     """Return one line for an override of a key that takes no such value, or that does not exist."""
     parent, _, name = key.rpartition(".")
     siblings = _siblings(tuple(key.split(".")))
-    if key.startswith("hydra.launcher."):  # one that may be set, and that the launcher's configuration has no place for
-        return f"{key}: is not set yet; write +{key}=..."
+    if key.startswith(LAUNCHER_KEYS):
+        if isinstance(cause, OmegaValidationError):
+            return f"{key}: {str(cause).splitlines()[0]}; give another value"
+        return f"{key}: the launcher has no such key; choose hydra/launcher=NAME, or write +{key}=VALUE to pass it on"
     if isinstance(cause, ConfigTypeError):
         return f"{key}: write {'a list, in brackets' if cause.object_type is list else 'keys with values, in braces'}"
     if parent == "backend" and name in siblings:
@@ -205,8 +208,37 @@ class Plan:
         return tuple(" ".join([job.kv.name, *parts]) for job, parts in zip(self.jobs, own, strict=True))
 
 
+class _Typo(UserError):
+    """An unknown key or option, which hides those after it."""
+
+
 def plan(overrides: Sequence[str], multirun: bool) -> Plan:
-    """Compose and validate the configuration of every job, before any of them runs."""
+    """Compose and validate the configuration of every job, before any of them runs. Raises UserError with all typos."""
+    problems, rest = list[str](), list(overrides)
+    while True:
+        try:
+            planned = _plan(rest, multirun)
+        except _Typo as error:
+            problems.append(str(error))
+            named = re.split("[:=]", str(error), maxsplit=1)[0]
+            left = [override for override in rest if not f"{_key(override)}.".startswith(f"{named}.")]
+            if len(left) < len(rest):
+                rest = left
+                continue
+        except UserError:
+            if not problems:
+                raise
+        else:
+            if not problems:
+                return planned
+        raise UserError("\n".join(problems))
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
+
+
+def _plan(overrides: Sequence[str], multirun: bool) -> Plan:
     for override in overrides:
         key, _, value = override.partition("=")
         if len(key) > MOST_KEY or len(value) > MOST_VALUE:
@@ -228,7 +260,8 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
             hydras = [str(o.input_line) for o in parsed if _is_hydras(o)]
             plain, composed = _suited(plain)
             refuse_code(composed.hydra)
-            launcher, launcher_keys = check_sweep(composed.hydra)
+            typed = [o.key_or_group.removeprefix(LAUNCHER_KEYS) for o in parsed if o.key_or_group.startswith(LAUNCHER_KEYS)]
+            launcher, launcher_keys = check_sweep(composed.hydra, typed)
             sweeping = multirun or composed.hydra.mode == RunMode.MULTIRUN
             if not sweeping:
                 if swept:
@@ -250,7 +283,7 @@ def plan(overrides: Sequence[str], multirun: bool) -> Plan:
                 raise UserError(f"stage={alone}: {ALONE[alone]}")
             return Plan(jobs, each, True, keys, launcher, launcher_keys, tuple(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_explain_hydra(error, overrides)) from error
+        raise _Typo(_explain_hydra(error, overrides)) from error
     except RecursionError:
         deepest = max(overrides, key=lambda override: override.count("[") + override.count("{"), default="")
         raise UserError(f"{short(deepest.partition('=')[0])}: is nested too deep; give less") from None

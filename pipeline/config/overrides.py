@@ -30,6 +30,7 @@ OPTION = re.compile(r"[\w-]+")
 BRACKETED = re.compile(r"\[.*\]|\{.*\}", re.DOTALL)
 SEARCHPATH, SEARCHED = "hydra.searchpath", "file://"
 LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
+LAUNCHER_KEYS = "hydra.launcher."
 
 
 def searching(*folders: str | Path) -> str:
@@ -92,18 +93,15 @@ def as_text(argument: str) -> str:
 
 def check_overrides(overrides: Sequence[Override], options_of: Callable[[str], Sequence[str]]) -> None:
     """Refuse overrides that mean nothing, or something else than they seem to."""
-    asked = (o.value() for o in overrides if o.key_or_group == LAUNCHER)
-    launcher = next((value for value in asked if isinstance(value, str)), launchers.BASIC)
-    problems = [problem for o in overrides if (problem := _problem(o, options_of, launcher)) is not None]
+    problems = [problem for o in overrides if (problem := _problem(o, options_of)) is not None]
     if problems:
         raise UserError("\n".join(problems))
-    launchers.check_installed(launcher)
 
 
-def _problem(override: Override, options_of: Callable[[str], Sequence[str]], launcher: str) -> str | None:
+def _problem(override: Override, options_of: Callable[[str], Sequence[str]]) -> str | None:
     key, line = override.key_or_group, redact_text(str(override.input_line))
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
-        return _hydra_problem(override, line, launcher)
+        return _hydra_problem(override, line)
     for wrong, problem in (
         (not key, "has no key; write KEY=VALUE"),
         (override.package is not None, f"a group has one place; write {key}=OPTION"),
@@ -124,7 +122,7 @@ def _problem(override: Override, options_of: Callable[[str], Sequence[str]], lau
     return None
 
 
-def _hydra_problem(override: Override, line: str, launcher: str) -> str | None:
+def _hydra_problem(override: Override, line: str) -> str | None:
     key, value = override.key_or_group, override.value()
     if key == SEARCHPATH and isinstance(value, list):
         for place in value:
@@ -136,11 +134,11 @@ def _hydra_problem(override: Override, line: str, launcher: str) -> str | None:
     if key == SWEEPER:
         return f"{line}: {launchers.NO_NUMBER}"
     plain = not override.is_sweep_override() and not override.is_delete() and override.package is None
-    if key == LAUNCHER:
-        known = isinstance(value, str) and value in launchers.LAUNCHERS
-        return None if plain and known else f"{line}: choose one launcher of {', '.join(launchers.LAUNCHERS)}"
-    if key.startswith("hydra.launcher.") and plain and launcher in launchers.LAUNCHERS:
-        return launchers.problem(launcher, key.removeprefix("hydra.launcher."), value)
+    if key == LAUNCHER and plain:
+        launchers.check_installed(value)
+        return None
+    if key.startswith(LAUNCHER_KEYS) and key != f"{LAUNCHER_KEYS}_target_" and plain:
+        return None
     return f"{line}: kvgate sets hydra.* itself; leave it out (only the launcher of a sweep may be another one)"
 
 

@@ -15,9 +15,10 @@ from subprocess import CalledProcessError
 from typing import Any
 
 import psutil
+from omegaconf import OmegaConf
 
-from pipeline.config.launchers import LAUNCHERS
-from pipeline.core.errors import MissingRequirement, short
+from pipeline.config.launchers import install
+from pipeline.core.errors import MissingRequirement, UserError, short
 
 SLURM = "submitit_slurm"
 SLURM_COMMANDS = ("sbatch", "srun", "sacct")
@@ -63,8 +64,11 @@ def start(name: str, keys: Mapping[str, object]) -> list[str]:
         return SLURM_OVERRIDES
     if name != RAY:
         return []
-    prefix = "ray.init."
-    options = {key.removeprefix(prefix): value for key, value in keys.items() if key.startswith(prefix) and value is not None}
+    asked = OmegaConf.create()
+    for key, value in keys.items():
+        if value is not None:
+            OmegaConf.update(asked, key, value)
+    options = {str(key): value for key, value in (OmegaConf.select(asked, "ray.init") or {}).items()}
     variables = dict(RAY_LINES)
     if options.get("address", "local") == "local" and "RAY_ADDRESS" not in os.environ:
         variables |= RAY_HERE
@@ -86,19 +90,22 @@ def start(name: str, keys: Mapping[str, object]) -> list[str]:
         said = short(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", 200)
         raise MissingRequirement(
             f"hydra/launcher=ray: Ray did not start ({said}); run less beside it, or mend hydra.launcher.ray.init.* or the "
-            f"installation ({LAUNCHERS[RAY].install})"
+            f"installation ({install(RAY)})"
         ) from error
     signal.signal(signal.SIGTERM, terminated)  # Ray's would abort this process
     return RAY_OVERRIDES
 
 
-def lost_worker(name: str, error: Exception) -> MissingRequirement | None:
-    """Return what to say of a launcher's exception where a worker died, or no job was taken; None for any other."""
+def explained(name: str, error: Exception) -> Exception:
+    """Return the refusal that a launcher's exception stands for: a worker died, no job was taken, or a key is wrong."""
+    if isinstance(error, ValueError):
+        said = short(" ".join(str(error).split()), 200)
+        return UserError(f"hydra/launcher={name}: {said}; correct what it names in hydra.launcher.*")
     if isinstance(error.__cause__, CalledProcessError):  # as submitit raises it, with the class of a job that failed
         said = short(" ".join(str(error.__cause__.stderr or error).split()), 200)
         return MissingRequirement(f"hydra/launcher={name}: sbatch failed ({said}); mend what it names in hydra.launcher.*")
     if LOST.isdisjoint(kind.__name__ for kind in type(error).__mro__):
-        return None
+        return error
     lines = [line for line in str(error).splitlines() if line.strip()]
     # submitit's FailedJobError holds the traceback of what the process died of.
     detail = f" ({short(lines[-1], 200)})" if type(error).__name__ == "FailedJobError" and lines else ""

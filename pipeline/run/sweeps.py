@@ -9,8 +9,8 @@ from omegaconf import DictConfig
 
 from pipeline.config.compose import Plan, launch, to_config
 from pipeline.config.config import JUDGING, Config
-from pipeline.config.launchers import BASIC, LAUNCHERS
-from pipeline.config.workers import SLURM, end_workers, finish, lost_worker, start
+from pipeline.config.launchers import BASIC, LOGS
+from pipeline.config.workers import SLURM, end_workers, explained, finish, start
 from pipeline.core.errors import (
     EXIT_CODES,
     INTERRUPTED,
@@ -94,13 +94,13 @@ def run_command(planned: Plan) -> int:
 
 def _sweep(planned: Plan, sweep: str) -> int:
     first, launcher = planned.jobs[0], planned.launcher
-    output = LAUNCHERS[launcher].output
+    has_logs = launcher.startswith("submitit")  # their jobs write into files
     with console.doing(f"starting {launcher}"):
         more = start(launcher, planned.launcher_keys)
     # Noted before the first of them runs: they may run in processes of their own, on other machines.
     summary.begin(first.work, sweep, planned.names, latest=first.stage in JUDGING, command=commands.whole(sweep=True))
-    if output is not None:
-        console.LOGGER.info("jobs write what they print below %s", first.work / output)
+    if has_logs:
+        console.LOGGER.info("jobs write what they print below %s", first.work / LOGS)
     try:
         if launcher == BASIC:
             jobs = enumerate(zip(planned.jobs, planned.names, strict=True), start=1)
@@ -114,12 +114,12 @@ def _sweep(planned: Plan, sweep: str) -> int:
             console.LOGGER.info("jobs that Slurm has go on; scancel ends them")
         _conclude(planned, sweep, INTERRUPTED)
         raise KeyboardInterrupt from error
-    except Exception as error:  # of the launcher: those of jobs do not come here
+    except Exception as error:  # raised by the launcher: jobs return their errors
         end_workers(launcher)
-        error = lost_worker(launcher, error) or error
+        error = explained(launcher, error)
         console.ended_by(error)
         return _conclude(planned, sweep, exit_code(error))
-    if output is not None:
+    if has_logs:
         _repeat(planned, ended)
     return _conclude(planned, sweep, step=next((one.step for one in ended if one.step is not None), None))
 

@@ -145,7 +145,7 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("hydra.launcher._target_=os.system", "hydra.launcher"),
     ("hydra.sweeper._target_=os.system", "hydra.sweeper"),
     ("hydra/launcher=joblib", "hydra/launcher=joblib", "add -m"),
-    ("hydra.launcher.n_jobs=2", "hydra.launcher.n_jobs", "add hydra/launcher"),
+    ("hydra.launcher.n_jobs=2", "hydra.launcher.n_jobs", "choose hydra/launcher"),
     ("hydra/sweeper=optuna", "hydra/sweeper=optuna", "stage=tune"),
     ("hydra.help.template=x", "hydra.help"),
     ("--config-name nope", "--config-name", "nope"),
