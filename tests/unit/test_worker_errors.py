@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core.errors import MissingRequirement
+from pipeline.core.errors import MissingRequirement, UserError
 from stages.engines.interpreter.process import MOST_SAID, Program, Worker, WorkerError, probe
 from stages.engines.interpreter.protocol import EmptyAnswer
 
@@ -30,3 +30,23 @@ def test_a_long_error_of_a_library_is_cut_to_a_line(program: Program) -> None:
     with pytest.raises(MissingRequirement) as refused:
         probe(program, sys.executable)
     assert len(str(refused.value)) < 2 * MOST_SAID
+
+
+@pytest.mark.parametrize(
+    ("printed", "told"),
+    [
+        (("ValueError: no such cache", "a child has failed"), "ValueError: no such cache"),
+        (("some.module.OwnError: one", "KeyError: two", "bye"), "KeyError: two"),
+        (("loading", "bye"), "bye"),
+    ],
+)
+def test_a_worker_that_ends_is_told_with_the_last_exception_that_it_printed(
+    printed: tuple[str, ...], told: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(f"import sys\nsys.stderr.write({chr(10).join(printed)!r})\nsys.exit(input() and 3)\n")
+    with (
+        Worker(Program("vllm", "vLLM", script, "pip install vllm"), sys.executable) as worker,
+        pytest.raises(UserError, match=rf"vLLM ended with exit code 3 in open; .*; it last said: {told}$"),
+    ):
+        worker.call("open", 60, key="k", answer=EmptyAnswer)

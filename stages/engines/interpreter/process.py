@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -34,6 +35,8 @@ MOST_SAID = 300
 """Characters of an error of a library that a message quotes."""
 LOG_TAIL_BYTES = 8 << 10
 """Bytes at the end of the log in which the last line is looked for: a build may print hundreds of megabytes."""
+RAISED = re.compile(r"[\w.]+(Error|Exception): .")
+"""The end of a traceback. A parent of the process that raised may print more after it."""
 
 A = TypeVar("A", bound=BaseModel)
 
@@ -247,10 +250,11 @@ class Worker:
         return UserError(f"backend.python={self._python}: {self.program.library} {' '.join(reason.split())}")
 
     def last_line(self) -> str:
-        """Return the last line that the library printed."""
+        """Return the last line that names an exception, or if there is none the last line that the library printed."""
         with self._log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
             lines = log.read().decode(errors="replace").strip().splitlines()
+        lines = [line for line in lines if RAISED.match(line)] or lines
         return lines[-1].strip()[:MOST_SAID] if lines else ""
 
     def _exchange(self, op: str, request: bytes, deadline: float) -> bytes:
