@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long test-ray test-tensorrt-bindings real faults vllm test-vllm llamacpp test-llamacpp gpu test-gpu-stack gpu-wheels audit docs check clean
+.PHONY: demo test test-long test-ray test-tensorrt-bindings real faults vllm test-vllm test-sglang-source llamacpp test-llamacpp gpu test-gpu-stack gpu-wheels audit docs check clean
 
 # CPU torch comes first, from the index that has only CPU builds where it can be reached: an unbounded one is several GB of CUDA.
 # Everything else is locked by version and SHA-256 (requirements/lock writes the locks).
@@ -108,6 +108,15 @@ $(VLLM)/ready: requirements/vllm.lock
 test-vllm: $(VENV)/for-test vllm
 	REQUIRE_VLLM=1 KVGATE_VLLM_PYTHON=$(VLLM)/bin/python $(BIN)/python -m pytest -n auto --maxprocesses 2 --dist loadfile --durations 10 tests/real_vllm
 
+# backend=sglang on SGLang's own Python, in a folder of its own (260 MB), on a CPU: stand-ins for compiled parts, no CUDA kernel.
+SGLANG := .venv-sglang
+test-sglang-source: $(VENV)/for-test $(SGLANG)/ready
+	KVGATE_SGLANG_PACKAGES=$(abspath $(SGLANG)) $(BIN)/python -m pytest --durations 5 tests/sglang_source
+
+$(SGLANG)/ready: requirements/sglang.lock | $(VENV)/torch
+	$(LOCKED) $< --target $(SGLANG) --upgrade
+	touch $@
+
 # llama.cpp, compiled from PyPI's sources in an interpreter of its own: backend=llamacpp backend.python=.venv-llamacpp/bin/python.
 LLAMACPP := .venv-llamacpp
 llamacpp: $(LLAMACPP)/ready
@@ -190,4 +199,4 @@ check: $(VENV)/for-test
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(RAY) $(BINDINGS) $(VLLM) $(LLAMACPP) $(GPU_STACK) $(AUDIT) $(DOCS) work
+	rm -rf $(VENV) $(RAY) $(BINDINGS) $(VLLM) $(SGLANG) $(LLAMACPP) $(GPU_STACK) $(AUDIT) $(DOCS) work

@@ -14,7 +14,7 @@ class ServerArgs:
     def __init__(self, **given: Any) -> None:
         unknown = given.keys() - (set(FACTS["server_args"]) - MISSING)
         if unknown:
-            raise TypeError(f"ServerArgs.__init__() got an unexpected keyword argument '{min(unknown)}'")
+            raise TypeError(f"Unexpected keyword argument '{min(unknown)}'")
         self.given = given
 
     def resolve_once(self) -> None:

@@ -1,0 +1,146 @@
+"""kvgate's worker and bundles on the Python of a real SGLang release, which computes with PyTorch alone on a CPU.
+
+`make test-sglang-source` installs the release. Compiled packages have stand-ins: no CUDA kernel runs.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_rows import FIRST, assert_batches_steps_and_answers_agree, mean_kl, two_stories
+from fake_interpreter import script
+from interpreter_bundles import config_of, make_bundle
+from shipped import SHIPPED
+
+from pipeline.core.errors import UserError
+from pipeline.loading import open_backend
+from stages.checkpoints import load_causal_lm
+from stages.engines.interpreter.process import Worker, WorkerError, probe
+from stages.engines.interpreter.protocol import Resolved
+from stages.engines.sglang.build import PROGRAM, READ, cache_dtype, server_args
+from stages.engines.sglang.engine import EVALUATION
+
+ON_A_CPU: dict[str, Any] = {
+    "attention_backend": "torch_native", "mem_fraction_static": 0.05, "chunked_prefill_size": 64, "request_timeout_s": 600
+}  # fmt: skip
+"""Attention by PyTorch, little memory, prompts in several chunks, and time for three processes to import the release."""
+CACHES = {"fp16": "float16", "bf16": "bfloat16", "fp8_uncalibrated": "bfloat16", "fp8_e5m2": "bfloat16"}
+"""Every policy that the backend takes -> a type of activations."""
+READ_FLAGS = """
+import json, sys
+from sglang.srt.server_args import prepare_server_args
+flags, names = map(json.loads, sys.argv[1:])
+parsed = map(prepare_server_args, flags)
+print(json.dumps([{name: getattr(each, name) for name in names} for each in parsed]))
+"""
+"""Prints the arguments that the server's own parser makes of lists of flags."""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Python that has the release."""
+    stand_ins, packages = Path(__file__).with_name("stand_ins"), os.environ["KVGATE_SGLANG_PACKAGES"]
+    return script(
+        tmp_path_factory.mktemp("bin") / "python",
+        f'export PYTHONPATH="{stand_ins}:{packages}:$PYTHONPATH"\nexec "{sys.executable}" "$@"',
+    )
+
+
+@pytest.fixture(scope="module")
+def bundle_of(python: str, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns the bundle of a cache. The build gives its arguments and checkpoint to the release."""
+    folder = tmp_path_factory.mktemp("bundles")
+
+    @cache
+    def made(kv: str) -> Path:
+        return make_bundle("sglang", tiny_checkpoint, folder / kv, kv, python, dtype=CACHES[kv], **ON_A_CPU)
+
+    return made
+
+
+def load(bundle: Path, python: str) -> Any:
+    return open_backend(config_of("sglang", python, **ON_A_CPU)).load(bundle)
+
+
+@pytest.fixture(scope="module")
+def texts(tiny_checkpoint: Path) -> list[list[int]]:
+    return two_stories(tiny_checkpoint)
+
+
+def test_the_release_is_the_one_that_the_worker_was_read_against(python: str) -> None:
+    assert probe(PROGRAM, python).release == READ
+
+
+def test_the_servers_own_command_line_reads_what_is_judged(bundle_of: Callable[[str], Path], python: str) -> None:
+    given = {}
+    for kv, dtype in CACHES.items():
+        flags = (bundle_of(kv) / "launch.txt").read_text(encoding="utf-8").split()[3:]
+        config = config_of("sglang", python, dtype=dtype, **ON_A_CPU)
+        given[kv] = flags, server_args(config, flags[flags.index("--kv-cache-dtype") + 1])
+    done = subprocess.run(
+        [python, "-c", READ_FLAGS, json.dumps([flags for flags, _ in given.values()]), json.dumps(list(given["fp16"][1]))],
+        cwd=bundle_of("fp16"), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [asked for _, asked in given.values()]
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.0", "12.0"])
+def test_a_gpus_defaults_leave_every_argument_as_it_was_asked(
+    capability: str, bundle_of: Callable[[str], Path], python: str, tmp_path: Path
+) -> None:
+    """The release chooses its kernels; nothing is loaded."""
+    shows_gpu = script(tmp_path / "python", f'export KVGATE_SHOWN_GPU={capability}\nexec "{python}" "$@"')
+    with Worker(PROGRAM, shows_gpu) as worker:
+        for kv, dtype in CACHES.items():
+            config = config_of("sglang", shows_gpu, dtype=dtype)
+            for more in ({}, EVALUATION):
+                asked = {**server_args(config, cache_dtype(SHIPPED[kv], config)), **more}
+                given = {"model": str(bundle_of(kv) / "checkpoint"), "server_args": asked}
+                assert worker.call("validate", 600, key="key", answer=Resolved, **given).arguments == asked
+
+
+def test_an_argument_that_the_release_lacks_is_refused_by_its_name(bundle_of: Callable[[str], Path], python: str) -> None:
+    checkpoint = str(bundle_of("fp16") / "checkpoint")
+    with (
+        Worker(PROGRAM, python) as worker,
+        pytest.raises(WorkerError, match=r"^TypeError: Unexpected keyword argument 'kv_cache_scales'$"),
+    ):
+        worker.call("validate", 600, key="k", answer=Resolved, model=checkpoint, server_args={"kv_cache_scales": "x"})
+
+
+def test_forced_tokens_go_through_the_releases_sampler(
+    bundle_of: Callable[[str], Path], python: str, texts: list[list[int]], tiny_checkpoint: Path
+) -> None:
+    model = load_causal_lm(tiny_checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        reference = model(torch.tensor([texts[0]])).logits[0, FIRST:].numpy()
+    engine = load(bundle_of("bf16"), python)
+    rows = assert_batches_steps_and_answers_agree(engine, texts, 1e-3)[0]
+    engine.corrupt_key_scale(0.25)
+    wrong = engine.forced(texts[0], FIRST)
+    engine.close()
+    assert mean_kl(reference, rows) < 0.005
+    assert mean_kl(reference, wrong) > 10 * mean_kl(reference, rows)
+
+
+@pytest.mark.parametrize(
+    ("kv", "reason"),
+    [
+        ("fp8_uncalibrated", "ValueError: CPU FP8 KV cache requires Intel AMX support."),
+        ("fp8_e5m2", "ValueError: --kv-cache-dtype fp8_e5m2 is not supported on CPU."),
+    ],
+)
+def test_why_a_release_does_not_load_is_told_in_a_line(
+    kv: str, reason: str, bundle_of: Callable[[str], Path], python: str
+) -> None:
+    with pytest.raises(UserError, match=rf"^backend\.python=.*: SGLang was ended .* said: {re.escape(reason)}$"):
+        load(bundle_of(kv), python).forced(list(range(10, 40)), 20)
