@@ -24,8 +24,8 @@ from pipeline.checkpoint.places import locate_checkpoint
 from pipeline.core.formats import Format, Granularity, Rotation
 from pipeline.core.kv import FP16_POLICY, KVPolicy
 from pipeline.core.scales import KVScales
+from pipeline.statistics.bets import Array
 from pipeline.statistics.bootstrap import resampled_sums
-from pipeline.statistics.bounds import Array
 from stages.engines.oracle.engine import OracleEngine
 from stages.evaluate.distances.distance import kl_of_logits, log_softmax
 from stages.evaluate.inputs.tokens import BundleTokenizer, encode

@@ -15,7 +15,6 @@ from pipeline.core.redaction import copy_redacted, redact, redact_text
 from pipeline.core.scales import SCALES_FILE
 from pipeline.registry.summary import DECIDED, Candidate
 from pipeline.trust.keys import SIGNATURE_FILE
-from pipeline.verdict.gates import slope
 from pipeline.verdict.report import SampleRow
 
 COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#bf8700"}
@@ -27,7 +26,6 @@ REASONS = 5
 LIMIT = 40
 KL, LOG_KL, LEAST_KL = "quality/kl_mean", "quality/kl_mean_log10", 1e-9
 """MLflow's bars have no logarithmic axis: the logarithm is a metric of its own, of LEAST_KL where the distance is smaller."""
-SLOPE = "quality/kl_slope_per_1k_tokens"
 """Of the kind of work whose distance grows fastest with the context."""
 FIRST = ("quality/recovery", "memory/kib_per_token", LOG_KL)
 """What the comparison opens on: the share of the probability of right answers that is kept, memory, distance."""
@@ -50,7 +48,6 @@ THEN = (
     "quality/rms_delta_p",
     "quality/kl_p999",
     "quality/kl_max",
-    SLOPE,
     "noise/kl_mean",
     "quality/samples",
     "quality/covered_tokens",
@@ -140,8 +137,6 @@ def chosen(candidate: Candidate) -> dict[str, float]:
         after = found.get(f"{prefix}accuracy_candidate")
         if ending and not rest and after is not None:
             found[f"{prefix}accuracy_loss"] = before - after
-    slopes = [check.value for check in candidate.checks if check.gate == slope.KEY and check.value is not None]
-    found |= {SLOPE: max(slopes)} if slopes else {}
     parts = (name.split("/") for name in found)
     workloads = sorted({part[1] for part in parts if len(part) == 3 and part[0] == "quality" and part[2] == "kl_mean"})
     order = [*FIRST, *THEN, *(f"quality/{workload}/{name}" for workload in workloads for name in BY_WORKLOAD)]

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pipeline import statistics
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.core.kv import KVPolicy
 from pipeline.registry.promotion import PASS
@@ -118,10 +117,19 @@ def quality_holds(readings: Sequence[Reading]) -> bool:
     return {reading.status for reading in readings if reading.kind == "quality"} == {"holds"}
 
 
+def _bounds(share: Share) -> tuple[float, float]:
+    """Return the exact one-sided 1 - ALPHA bounds of a share (Clopper-Pearson), the lower one first."""
+    from scipy.special import betaincinv
+
+    good, bad = share.good, share.of - share.good
+    lower = float(betaincinv(good, bad + 1, ALPHA)) if good else 0.0
+    return lower, float(betaincinv(good + 1, bad, 1 - ALPHA)) if bad else 1.0
+
+
 def read_monitors(snapshot: ClassSnapshot, limits: MonitorConfig) -> list[Reading]:
 
     def reading(kind: Kind, name: str, share: Share, least: float) -> Reading:
-        upper, lower = (statistics.bounds.share_bound(share.good, share.of, ALPHA, lower=side) for side in (False, True))
+        lower, upper = _bounds(share)
         status: Status = "broken" if upper < least else "holds" if lower >= least else "unknown"
         bounds = f"{100 * (1 - ALPHA):g} % bounds {lower:.4f} to {upper:.4f}"
         return Reading(kind, name, status, f"{share.good:,} of {share.of:,}, {bounds}, least {least:g}")

@@ -204,10 +204,9 @@ class Chain(BuildChain):
 
     def _is_decided(self, made: Mapping[str, Artifact]) -> bool:
         """Whether the gates want no round after those that ran."""
-        gates = self.config.gates
         with console.doing("deciding whether to ask more"):
             found = self._joined(made)
-            return is_final(decide(found.report, found.rows, gates), found.report, gates)
+            return is_final(decide(found.report, found.rows, self.config.gates), found.report)
 
     def identity(self, evaluation: Artifact, report: EvaluationReport, verdict: Verdict) -> Artifact:
         """Return what binds the judged engine to all that made it and to the verdict, with the evidence itself."""

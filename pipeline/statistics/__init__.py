@@ -1,6 +1,6 @@
 """The statistics of the gates: they know numbers and documents, and nothing of reports.
 
-A module is imported with its first use: neither a configuration error nor a completion waits for NumPy and SciPy.
+A module is imported with its first use: neither a configuration error nor a completion waits for NumPy.
 """
 
 import pkgutil
@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipeline.statistics import bets as bets
-    from pipeline.statistics import bounds as bounds
-    from pipeline.statistics import looks as looks
-    from pipeline.statistics import paired as paired
 else:
 
     def __getattr__(name: str) -> object:

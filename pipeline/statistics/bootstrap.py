@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from pipeline.statistics.bounds import Array, document_sums
+from pipeline.statistics.bets import Array, document_sums
 
 REPLICATES = 2000
 SEED = 20_260_101

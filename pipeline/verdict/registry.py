@@ -1,16 +1,15 @@
-"""What a gate is: a function of the evidence that is declared once. Whatever names gates goes by `GATES` and `LINES`."""
+"""What gates are made of: the evidence that they read, the figures that a bet decides, and the lines that they write."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
+from pipeline.verdict.record import finite
 from pipeline.verdict.report import EvaluationReport, SampleRow
-from pipeline.verdict.thresholds import Check, Limits
+from pipeline.verdict.thresholds import Check, Gates
 
 if TYPE_CHECKING:
-    from pipeline.statistics.looks import Look
-
-L = TypeVar("L", bound=Limits)
+    from pipeline.statistics.bets import Mean, Result
 
 
 @dataclass(frozen=True)
@@ -20,10 +19,6 @@ class Evidence:
     report: EvaluationReport
     rows: Sequence[SampleRow]
     """The samples, those of later rounds left out."""
-    look: "Look"
-    """The look at these samples; for a gate that does not look, the last one."""
-    together: int = 1
-    """Distances that are tested together, which share `alpha` for a FAIL."""
 
     @property
     def judged(self) -> list[SampleRow]:
@@ -39,8 +34,61 @@ def by_workload(rows: Iterable[SampleRow]) -> dict[str, list[SampleRow]]:
     return dict(sorted(found.items()))
 
 
-Judge = Callable[[Evidence, L], Iterable[Check]]
-Needed = Callable[[Evidence, L, Collection[str]], Mapping[str, int]]
+@dataclass(frozen=True)
+class Figure:
+    """A mean over documents that a bet decides."""
+
+    gate: str
+    where: str
+    mean: "Mean"
+    threshold: float
+    """As it is configured."""
+    label: str = ""
+    shown: Callable[[float], float] = float
+    """From a mean to what is configured and shown."""
+    must_pass: bool = True
+    """False for a figure that can fail and otherwise has no line: too few documents could show that it is within its limit."""
+
+    def test(self, fail_level: float, gates: Gates, *, last: bool) -> "Result":  # noqa: ARG002  # of `Recovery`
+        """Test the figure.
+
+        Args:
+            fail_level: The error of a wrong FAIL.
+            gates: The thresholds, with the error of a wrong PASS.
+            last: Whether this is the last planned look.
+        """
+        return self.mean.test(fail_level, gates.pass_alpha)
+
+    def check(self, result: "Result", gates: Gates) -> Check:  # noqa: ARG002  # of `Recovery`
+        """Return the line of a test's result."""
+        value, bound = self.shown(result.value), self.shown(result.bound)
+        judgement = {"PASS": "within", "FAIL": "outside", None: "not clearly within"}[result.decision]
+        side = "at least" if self.gate.startswith("min_") else "at most"
+        reason = (
+            f"{self.where}: {self.label} {value:.4g}{self._uncut(result)}, {100 * (1 - result.level):.4g} % bound {bound:.4g}, "
+            f"{judgement} {self.gate} ({side} {self.threshold:g})"
+        )
+        return self.line(result, value, bound, reason)
+
+    def line(self, result: "Result", value: float, bound: float, reason: str) -> Check:
+        """Return a line, INCONCLUSIVE where the test decided nothing."""
+        return Check(
+            gate=self.gate,
+            where=self.where,
+            value=finite(value),
+            bound=finite(bound),
+            threshold=self.threshold,
+            status=result.decision or "INCONCLUSIVE",
+            reason=reason,
+        )
+
+    def _uncut(self, result: "Result") -> str:
+        """Say what the mean is with outliers whole, as tables and charts have it; nothing where none is cut."""
+        values, cap = self.mean.values, self.mean.cap
+        if result.decision == "FAIL" or not (values > cap).any():
+            return ""
+        whole = self.shown(float(values.mean()))
+        return f" where a document counts as {self.shown(cap):.3g} at most ({whole:.4g} whole)"
 
 
 @dataclass(frozen=True)
@@ -56,45 +104,15 @@ class Line:
     """The value of an engine that is equal to the baseline."""
     samples_decide: bool = True
     """Whether more samples may decide what is INCONCLUSIVE."""
-    always_said: bool = False
-    """Whether its reason is among those of every verdict."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """A gate. Its functions take the thresholds of `limits`, which all gates' thresholds together are."""
+    """A gate, which has figures or checks."""
 
-    check: Judge[Any]
-    limits: type[Limits]
-    """What it goes by: the thresholds that it adds to those of all gates."""
     lines: Mapping[str, Line]
-    rank: int
-    """Its place in a verdict. Those that look are next to each other."""
-    looks: bool = False
-    """Whether it looks at the growing samples, after each round. The others judge the report as it stands."""
-    stops: bool = False
-    """Whether nothing else can be judged where it fails."""
-    is_main: bool = False
-    """Whether a PASS is for its reasons. Its open lines say how many samples would decide."""
-    tests: Callable[[EvaluationReport, Sequence[SampleRow]], int] | None = None
-    """How many of the distances that are tested together are its own."""
-    needed: Needed[Any] | None = None
-    """From the places of open lines to samples, by place, with which the next attempt would decide if rates stay the same."""
-
-
-GATES: list[Gate] = []
-"""All gates, in the order of a verdict's lines."""
-LINES: dict[str, Line] = {}
-"""All kinds of lines, by their keys."""
-
-
-def gate(limits: type[L], lines: Mapping[str, Line], rank: int, **how: Any) -> Callable[[Judge[L]], Judge[L]]:
-    """Declare the function below to be a gate. Arguments: the fields of `Gate`."""
-
-    def declare(check: Judge[L]) -> Judge[L]:
-        GATES.append(Gate(check, limits, lines, rank, **how))
-        GATES.sort(key=lambda one: one.rank)
-        LINES.update(lines)
-        return check
-
-    return declare
+    """By their keys."""
+    figures: Callable[[Evidence, Gates], Iterable[Figure]] | None = None
+    """Returns what is tested after each round."""
+    check: Callable[[Evidence, Gates], Iterable[Check]] | None = None
+    """Judges the report as it stands."""

@@ -24,8 +24,7 @@ STEP_FLAG_KL = 0.15
 """A decode step with a larger KL to the baseline, in nats, counts as flagged."""
 
 LEAST_STEP = 0.01
-"""The smallest share of the planned samples that a round may have; the levels of looks that are closer would be inexact."""
-
+"""The smallest share of the planned samples that a round may have."""
 
 Count = Annotated[int, Field(ge=1, lt=1 << 53)]
 """Counts enter means and bounds as float64, which tells larger ones no longer apart."""

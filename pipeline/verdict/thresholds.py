@@ -1,4 +1,4 @@
-"""What all gates go by, and the record of a verdict. `pipeline.verdict.gates` has the gates and decides."""
+"""The thresholds of all gates, and the record of a verdict. `pipeline.verdict.gates` has the gates and decides."""
 
 from typing import Annotated, Literal, Self
 
@@ -26,19 +26,43 @@ Positive = Annotated[float, Field(gt=0)]
 Margin = Annotated[float, Field(gt=0, lt=1)]
 
 
-class Limits(StrictModel):
-    """Thresholds that all gates go by; each gate adds its own. They are compared with raw values; only texts are rounded."""
+class Gates(StrictModel):
+    """The thresholds of the gates, `gates.*` on the command line. They are compared with raw values; only texts are rounded.
+
+    Those of distances are four times what sound caches of a real model show: SmolLM2 at FP8 has a mean KL of 0.006, with INT4
+    values 0.012, while INT4 keys and values in groups of 32, which lose answers, have 0.08 (`make real`).
+    """
 
     alpha: Annotated[float, Field(gt=0, le=0.2)] = 0.05
-    """One-sided error: of a wrong PASS in all looks together, and of a wrong FAIL in all looks and workloads together."""
+    """Error: of a wrong PASS of a gate in all looks together, and of a wrong FAIL in all looks and gates together."""
     attempt: Annotated[int, Field(ge=1, le=20)] = 1
     """Number of this evaluation of a candidate. The evaluation after an INCONCLUSIVE has the next number, and less alpha."""
-    power: Annotated[float, Field(ge=0.5, lt=1)] = 0.9
-    """Probability with which an engine equal to the baseline passes, for the samples that an INCONCLUSIVE asks for."""
-    max_rounds: Annotated[int, Field(ge=1, le=20)] = 5
-    """Looks at the growing samples; the last look is at all planned samples."""
     min_samples: Annotated[int, Field(ge=1)] = 15
     """Documents that a kind of work needs for a PASS, and a report without answers as a whole."""
+    min_recovery: Margin = 0.95
+    """Share of the probability of right answers that the candidate keeps, over all questions: llm-compressor's rule."""
+    min_workload_recovery: Margin = 0.8
+    """The same for each kind of work. It is what 15 questions can show without passing broken caches."""
+    min_baseline_probability: Share = 0.02
+    """A kind of work whose right answers are less probable under the baseline, in the mean, has nothing to lose: no PASS."""
+    margin: Margin = 0.05
+    """Greedy answers that a candidate may lose, as a fraction: 0.05 is five points. More is a FAIL."""
+    max_acceptance_loss: Margin = 0.1
+    """Share of the baseline's acceptance length under speculative decoding that a candidate may lose, per workload and drafter,
+    where `workloads.speculation` measures it."""
+    max_mean_kl: Positive = 0.05
+    """Mean KL(baseline || candidate) per workload, nats per token; a request counts as three times this at most."""
+    min_top10_overlap: Annotated[float, Field(ge=0, lt=1)] = 0.8
+    """Mean share of the ten most likely tokens that both engines agree on, per workload. SmolLM2 at FP8: 0.95."""
+    max_ppl_ratio: Annotated[float, Field(gt=1)] = 1.05
+    """Candidate's perplexity over the baseline's, per workload. SmolLM2 at FP8: 1.005."""
+    max_ruined_share: Margin = 0.025
+    """Share of the requests whose mean KL is above three times `max_mean_kl`, where there are any. Without any, 60 requests are
+    enough for a PASS, and show that at most 5 % of independent ones are."""
+    max_p999_kl: Positive = 1.0
+    """KL that no more than a token in a thousand may exceed; more is a FAIL. INT4 in groups of 32 on SmolLM2: 2.9."""
+    allow_scale_changes: Annotated[tuple[ScaleChangeKind, ...], Field(strict=False)] = ()
+    """What another library may do to the scales of a checkpoint. Anything else is refused before it is judged."""
 
     @property
     def pass_alpha(self) -> float:

@@ -22,10 +22,10 @@ NAMED = {
         workloads.probe=null workloads.probe.max_batch=1 workloads.speculation={lookup_tokens:0}
         workloads.speculation=yes workloads.gsm8k=-1 workloads.gsm8k=1320 workloads.gsm8k=many workloads.gsm8k={samples:9}
         gates=null gates.max_mean_kl=nan gates.max_mean_kl=inf gates.max_mean_kl=-0.1 gates.max_mean_kl=low
-        gates.max_mean_kl=null gates.alpha=0 gates.alpha=nan gates.alpha=0.9 gates.power=1.0 gates.margin=-0.05
-        gates.margin=inf gates.margin=1.0 gates.margins=[] +gates.margins.copy=nan +gates.margins.poems=0.1
+        gates.max_mean_kl=null gates.alpha=0 gates.alpha=nan gates.alpha=0.9 gates.margin=-0.05
+        gates.margin=inf gates.margin=1.0 gates.margins=[] gates.power=1.0
         gates.max_p999_kl=-inf gates.min_top10_overlap=1.5 gates.min_top10_overlap=-.inf gates.max_ppl_ratio=0.5
-        gates.max_rms_delta_p=.nan gates.max_kl_slope=nan gates.max_ruined_share=2.0 gates.min_samples=0 gates.attempt=0
+        gates.max_ruined_share=2.0 gates.min_samples=0 gates.attempt=0
         gates.max_rounds=1000 gates.max_acceptance_loss=nan gates.allow_scale_changes=[anything]
         backend=null backend={} backend.threads=0 backend.threads=all backend.threads=1e6
         tracking=null tracking.enabled=maybe tracking.uri=ftp://host tracking.uri=5 tracking.uri=file:///tmp/mlruns

@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.statistics.looks import planned_looks
-from pipeline.verdict import registry
 from pipeline.verdict.coverage import EngineProbes, FreeAnswers, Pressure
-from pipeline.verdict.gates import Gates, decide
+from pipeline.verdict.gates import GATES as ALL_GATES
+from pipeline.verdict.gates import Gates, decide, look
+from pipeline.verdict.registry import Evidence
 from pipeline.verdict.report import (
     Acceptance,
     Accuracy,
@@ -140,16 +140,12 @@ def verdict(rows: list[SampleRow], thresholds: Gates = GATES, **changes: object)
     return decide(report(rows, **changes), rows, thresholds)
 
 
-def together(judged: EvaluationReport, rows: Sequence[SampleRow]) -> int:
-    """How many distances are tested together."""
-    return sum(one.tests(judged, rows) for one in registry.GATES if one.tests is not None)
-
-
 def lines(key: str, judged: EvaluationReport, rows: Sequence[SampleRow] = (), thresholds: Gates = GATES) -> list[Check]:
-    """The lines that the gate with such a line writes, at a look at all samples."""
-    gate = next(one for one in registry.GATES if key in one.lines)
-    evidence = registry.Evidence(judged, rows, planned_looks(judged.planned_rounds, 1)[0], together(judged, rows))
-    return list(gate.check(evidence, thresholds))
+    """The lines with this key that the gates write."""
+    evidence = Evidence(judged, rows)
+    gate = next(one for one in ALL_GATES if key in one.lines)
+    checks = gate.check(evidence, thresholds) if gate.check is not None else ()
+    return [check for check in (*(look(evidence, thresholds) if rows else ()), *checks) if check.gate in gate.lines]
 
 
 def pressure_line(found: Pressure) -> Check:

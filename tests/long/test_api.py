@@ -50,7 +50,7 @@ ASKS: dict[str, Any] = {
     },
     "calibration.samples": 1,
     "backend.threads": 1,
-    "+gates.margins.reminders": 0.1,
+    "gates.margin": 0.1,
     "gates.max_ruined_share": 0.1,
 }
 """The example's own samples, and what makes a run short."""

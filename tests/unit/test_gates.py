@@ -5,19 +5,15 @@ A verdict passes where no line stops it. A fault that one gate alone stops passe
 
 from typing import Any
 
-import numpy as np
 import pytest
-from gate_reports import CANARY_ROWS, CLASSES, GATES, answered, drafted, every_class, fidelity, gates, prose, row, verdict
-from refusals import refused
+from gate_reports import CLASSES, GATES, answered, drafted, every_class, fidelity, gates, prose, row, verdict
 from test_conformance_gate import SOUND, engine, record, request
 from test_coverage import BAD, LARGER, probes
 
-from pipeline.core.errors import UserError
 from pipeline.statistics.bets import OUTLIER
-from pipeline.verdict.conformance import Conformance, EngineConformance
 from pipeline.verdict.coverage import ReusedPrefixes
-from pipeline.verdict.report import Canary, Rung, SampleRow
-from pipeline.verdict.thresholds import MOST_SAMPLES, Check, Verdict
+from pipeline.verdict.report import Canary, SampleRow
+from pipeline.verdict.thresholds import Check, Verdict
 
 Rows = list[SampleRow]
 
@@ -63,12 +59,11 @@ def losing(count: int, rows: Rows) -> Rows:
 
 NEVER: dict[str, Any] = {"baseline_probability": 1e-3, "candidate_probability": 1e-3}
 HOPELESS = [*answered("retrieval", 160), *answered("tool_call", 160, **NEVER)]
-GROWING = [r.model_copy(update={"mean_kl": 1e-4 * r.context_tokens}) for r in every_class()]
 WITHIN_A_BIN = [
     r.model_copy(update={"context_tokens": 100 if i < 25 else 900, "candidate_correct": i >= 12})
     for i, r in enumerate(answered("retrieval", 128))
 ]
-OPEN_MEANS = {"max_mean_kl", "min_top10_overlap", "max_ppl_ratio", "max_rms_delta_p"}
+OPEN_MEANS = {"max_mean_kl", "min_top10_overlap", "max_ppl_ratio"}
 FAR_APART = [*prose(1), prose(2, context_tokens=1100, mean_kl=0.04)[1]]
 BLIND, ABSENT = (Canary(factor=0.1, rows=rows) for rows in (answered("retrieval", 8), []))
 UNDRAFTED = [r if i else r.model_copy(update={"acceptance": {}}) for i, r in enumerate(drafted(every_class(), 25))]
@@ -77,16 +72,15 @@ STORED_WRONG = record(engine(*SOUND.requests, request(stored=3e-3)))
 
 CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     # name: samples, thresholds (`gates`) and changes of the report, status, gates that stop a PASS, words of the first reason
-    "nothing flips": (every_class(), {}, "PASS", set(), "all: keeps 100.0 % of the probability of right answers (at least 99."),
+    "nothing flips": (every_class(), {}, "PASS", set(), "all: keeps 100.0 % of the probability of right answers (at least 100"),
     "2 answers are lost": (every_class(retrieval=2), {}, "PASS", set(), ""),
     "12 answers are lost": (every_class(retrieval=4, copy=4, tool_call=4), {}, "PASS", set(), ""),
     "2 of 60 answers are lost": (losing(2, pages(15)), {}, "PASS", set(), ""),
-    "3 of 60 are lost, nearly the margin": (
-        losing(3, pages(15)), {}, "INCONCLUSIVE", {"accuracy"}, "all: 3 of 60 answers lost, 0 gained; accuracy 0.950 vs 1.000"),
-    "20 answers are lost": (every_class(retrieval=20), {}, "FAIL", {"accuracy"}, ""),
+    "6 of 60 answers are lost": (losing(6, pages(15)), {}, "PASS", set(), ""),
+    "22 answers are lost": (every_class(retrieval=22), {}, "FAIL", {"accuracy"}, ""),
     "answers are lost while every distribution stays close": (
         every_class(retrieval=25), {}, "FAIL", {"accuracy"},
-        "retrieval: 25 of 128 answers lost, 0 gained; accuracy 0.805 vs 1.000, upper 98.75 % bound -0.12",
+        "retrieval: 25 of 128 answers lost, 0 gained; accuracy 0.805 vs 1.000, upper 99.87 % bound -0.0",
     ),
     "a failure is the only reason": (every_class(retrieval=25, copy=5), {}, "FAIL", {"accuracy"}, "retrieval: 25 of 128"),
     "60 samples pass alone": (answered("retrieval", 60), {}, "PASS", set(), ""),
@@ -94,8 +88,7 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     "14 pages do not": (
         pages(14), {}, "INCONCLUSIVE", {"min_recovery", "max_ruined_share"}, "14 documents, gates.min_samples is 15"),
     "59 questions do not": (pages(15)[:59], {}, "INCONCLUSIVE", {"min_recovery", "max_ruined_share"}, ""),
-    "a margin of a workload": (
-        every_class(retrieval=12), {"gates": {"margins": {"retrieval": 0.02}}}, "FAIL", {"accuracy"}, "retrieval"),
+    "a smaller margin": (every_class(retrieval=12), {"gates": {"margin": 0.02}}, "FAIL", {"accuracy"}, "retrieval"),
     "what the baseline cannot do": (HOPELESS, {}, "INCONCLUSIVE", {"min_recovery"}, "0.001, is below gates.min_baseline_prob"),
     "what nobody asks of it": (HOPELESS, {"gates": {"min_baseline_probability": 0.0}}, "PASS", set(), ""),
     "samples of few documents": (shared(every_class(), 8), {}, "INCONCLUSIVE", {"min_recovery", *OPEN_MEANS}, ""),
@@ -117,19 +110,17 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     "noise that straddles the limit": (with_kl(0.09, 0.001), {}, "INCONCLUSIVE", {"max_mean_kl"}, "not clearly within"),
     "likely tokens that change places": (copies(top10_overlap=0.5), {}, "FAIL", {"min_top10_overlap"}, "(at least 0.8)"),
     "a text that is less likely": (copies(candidate_nll=0.5), {}, "FAIL", {"max_ppl_ratio"}, ""),
-    "probabilities that move both ways": (copies(mean_squared_delta_p=0.2), {}, "FAIL", {"max_rms_delta_p"}, ""),
-    "one request in twenty with another's page": (every(20, mean_kl=0.7), {}, "FAIL", {"max_ruined_share"}, ""),
+    "one request in ten with another's page": (every(10, mean_kl=0.3), {}, "FAIL", {"max_ruined_share"}, ""),
     "3 ruined requests": (first(3, mean_kl=9.0), {}, "PASS", set(), ""),
     "10 ruined requests": (
         first(10, mean_kl=9.0), {}, "INCONCLUSIVE", {"max_ruined_share"},
-        "all: requests with a mean KL above 0.15: 10 of 512, share 0.01953",
+        "all: requests with a mean KL above 0.15: 10 of 512, share by document 0.01953",
     ),
     "40 ruined requests": (first(40, mean_kl=9.0), {}, "FAIL", {"max_ruined_share", "max_mean_kl"}, ""),
     "one request far away": (first(1, mean_kl=60.0), {}, "PASS", set(), ""),
     "single tokens that are far off": (every(4, kl_tail=[9.0] * 10), {}, "FAIL", {"max_p999_kl"}, ""),
-    "an error that grows with the context": (GROWING, {}, "FAIL", {"max_kl_slope"}, "growth of KL per 1k tokens 0.1,"),
     "prose beside answers": (every_class() + prose(24), {}, "PASS", set(), ""),
-    "broken prose beside answers": (every_class() + prose(4, mean_kl=3.0), {}, "FAIL", {"max_mean_kl"}, ""),
+    "broken prose beside answers": (every_class() + prose(3, mean_kl=3.0), {}, "FAIL", {"max_mean_kl"}, ""),
     "fewer documents than anyone should trust": (
         prose(14), {"gates": {"max_ruined_share": 0.3, "max_p999_kl": 100.0}}, "INCONCLUSIVE", {"min_samples"},
         "all: no sample has an answer to judge, 14 documents have distances; gates.min_samples is 15",
@@ -170,7 +161,7 @@ CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
         "logits over reused prefixes are not finite"),
     "drafts that a cache ruins although its answers are right": (
         drafted(every_class(), 34), {"drafters": ["lookup"]}, "FAIL", {"max_acceptance_loss"},
-        "loss of acceptance length 0.2647, 99.81 % bound 0.2359, outside max_acceptance_loss (at most 0.1)",
+        "loss of acceptance length 0.2647, 99.89 % bound 0.2",
     ),
     "drafts that a wider limit allows": (
         drafted(every_class(), 34), {"drafters": ["lookup"], "gates": {"max_acceptance_loss": 0.4}}, "PASS", set(), ""),
@@ -199,48 +190,17 @@ def line(outcome: Verdict, gate: str) -> Check:
     return next(check for check in outcome.checks if check.gate == gate)
 
 
-def test_ten_documents_that_lose_nothing_show_recovery_and_nine_do_not() -> None:
-    """Each multiplies the bet by 1.5; the line passes at 1 / 0.018. With Student's t beside it the level is 0.021."""
-    found = {n: line(verdict(answered("copy", n), gates(min_samples=1)), "min_recovery") for n in (9, 10)}
-    assert {n: check.status for n, check in found.items()} == {9: "INCONCLUSIVE", 10: "PASS"}
-    assert "with 97.9 % certainty" in found[10].reason
+def test_eight_documents_that_lose_nothing_double_the_score_often_enough_and_seven_do_not() -> None:
+    """The score is the mean of 2^n and 1.15^n, and passes at 1 / 0.009; with Student's t the level is 0.0135."""
+    found = {n: line(verdict(answered("copy", n), gates(min_samples=1)), "min_recovery") for n in (7, 8)}
+    assert {n: check.status for n, check in found.items()} == {7: "INCONCLUSIVE", 8: "PASS"}
+    assert "with 98.65 % certainty" in found[8].reason
 
 
-@pytest.mark.parametrize("name", ["retreival", "prose"])
-def test_a_margin_of_a_workload_without_answers_is_refused(name: str) -> None:
-    could = "copy, multi_turn, retrieval, tool_call could have a margin"
-    with refused(UserError, f"gates.margins.{name}=0.02: {name} has no answers to judge; {could}"):
-        verdict(every_class() + prose(24), gates(margins={name: 0.02}))
-
-
-def test_holm_asks_more_of_a_fail_when_there_are_more_classes() -> None:
-    for others, status in (([], "FAIL"), (["retrieval", "tool_call", "multi_turn"], "PASS")):
-        rows = answered("copy", 100, lost=11) + [r for name in others for r in answered(name, 100)]
-        assert verdict(rows).status == status
-
-
-def test_the_samples_that_an_open_verdict_asks_for_pass_at_the_next_attempt() -> None:
-    kept: dict[str, Any] = {"candidate_probability": 0.25 * 0.962}
-    rows = copies(**kept, count=20)
-    needed = verdict([r for r in rows if r.workload == "copy"], gates(max_ruined_share=0.5)).samples_needed
-    assert needed["copy"] > 20
-    assert verdict(answered("copy", needed["copy"], **kept), gates(attempt=2, max_ruined_share=0.5)).status == "PASS"
-
-
-def test_kinds_that_passed_are_asked_more_too_where_the_next_attempt_errs_with_less() -> None:
-    open_kind = [r.model_copy(update={"candidate_probability": 0.25 * 0.82}) for r in answered("copy", 15)]
-    needed = verdict([*answered("retrieval", 15), *open_kind], gates(max_ruined_share=0.5)).samples_needed
-    assert needed["copy"] > 15
-    assert needed["retrieval"] > 15
-
-
-def test_answers_that_are_open_say_with_how_many_their_loss_is_shown_to_be_within_the_margin() -> None:
-    needed = verdict(losing(22, pages(144))).samples_needed
-    count = max(needed.values())
-    assert needed == dict.fromkeys(CLASSES, count)
-    assert 144 < count < MOST_SAMPLES
-    assert verdict(losing(22 * count // 144, pages(count)), gates(attempt=2)).status == "PASS"
-    assert set(verdict(losing(32, pages(144))).samples_needed.values()) == {MOST_SAMPLES}
+def test_a_fail_takes_more_where_more_is_tested_with_it() -> None:
+    lost = every_class(retrieval=25)
+    alone, beside = ([c.bound or 0.0 for c in verdict(rows).checks if c.gate == "accuracy"] for rows in (lost[:128], lost))
+    assert alone[0] < beside[0] < -GATES.margin
 
 
 @pytest.mark.parametrize(("rows", "needed"), [(HOPELESS, {}), (prose(2), {"all": 15})])
@@ -249,70 +209,22 @@ def test_no_samples_are_asked_for_that_would_not_help(rows: Rows, needed: dict[s
 
 
 @pytest.mark.parametrize(
-    ("rows", "gate", "count"),
-    [
-        (every(100, kl_tail=[9.0] * 10), "max_p999_kl", 1),
-        (every(10_000, kl_tail=[9.0] * 10), "max_p999_kl", 0),
-        (every_class() + prose(4), "max_mean_kl", 4),
-        (every_class() + prose(24), "max_mean_kl", 0),
-    ],
+    ("rows", "gate"), [(every(100, kl_tail=[9.0] * 10), "max_p999_kl"), (every_class() + prose(4), "max_mean_kl")]
 )
-def test_what_is_not_shown_to_be_small_is_a_warning_and_keeps_nothing_from_passing(rows: Rows, gate: str, count: int) -> None:
+def test_what_too_few_documents_could_show_can_fail_and_has_no_line_otherwise(rows: Rows, gate: str) -> None:
     outcome = verdict(rows)
-    assert outcome.status == "PASS"
-    assert len(outcome.warnings) == count
-    assert all(check.gate == gate or "prose" in check.reason for check in outcome.checks if check.status == "WARNING")
+    assert (outcome.status, outcome.warnings) == ("PASS", [])
+    assert not [check for check in outcome.checks if check.gate == gate and check.where in ("all", "prose")]
 
 
-def test_a_growth_that_is_not_shown_small_is_a_warning_and_nothing_more() -> None:
-    kls = np.random.default_rng(0).exponential(0.02, 512)
-    rows = [
-        r.model_copy(update={"mean_kl": float(kl), "context_tokens": 300 + r.context_tokens // 50})
-        for r, kl in zip(every_class(), kls, strict=True)
-    ]
-    outcome = verdict(rows)
-    assert outcome.status == "PASS"
-    assert outcome.warnings
-    assert all("growth of KL per 1k tokens" in text and "not clearly within max_kl_slope" in text for text in outcome.warnings)
-
-
-def test_ruined_requests_are_counted_by_raw_values_and_bounded_by_the_rule_of_three() -> None:
-    assert line(verdict(every_class()), "max_ruined_share").bound == pytest.approx(1 - 0.045 ** (1 / 512))
+def test_ruined_requests_are_counted_by_raw_values() -> None:
     ruin = OUTLIER * GATES.max_mean_kl
     rows = [r.model_copy(update={"mean_kl": ruin + 1e-12 * (i % 100 < 50)}) for i, r in enumerate(every_class())]
     assert line(verdict(rows), "max_ruined_share").value == pytest.approx(262 / 512), "ruined above, and no earlier"
 
 
-def rung(fault: str, kl: float, roundings: float) -> Rung:
-    near = {"kl_mean": 1e-12, "kl_max": 1e-12, "stored_error": 0.0, "stored_mean": 0.0}
-    far = {**near, "kl_mean": 1e-12 * roundings**2}
-    beside = {"sample": "a", "prompt_tokens": 9, "decoded_tokens": 4, "engine": far, "rounding": near}
-    rows = [r.model_copy(update={"mean_kl": kl}) for r in answered("retrieval", 2)]
-    return Rung.model_validate({"fault": fault, "rows": rows, "requests": [beside]})
-
-
-LADDER = [rung("key scale x2", 1.0, 1.0), rung("values x1.1", 1e-3, 1e4), rung("key scale x1.05", 1e-3, 2.0)]
-
-
-@pytest.mark.parametrize(
-    ("compute_dtype", "told"),
-    [
-        ("float32", "noticed: key scale x2, values x1.1; not: key scale x1.05"),
-        (None, "noticed: key scale x2; not: values x1.1, key scale x1.05"),
-    ],
-)
-def test_the_ladder_says_which_small_faults_were_noticed_and_decides_nothing(compute_dtype: str | None, told: str) -> None:
-    sound = EngineConformance(policy="fp16", requests=rung("none", 0.0, 1.0).requests)
-    conformance = Conformance(compute_dtype=compute_dtype, baseline=sound, candidate=sound)
-    canary = Canary(factor=0.1, rows=CANARY_ROWS, ladder=LADDER)
-    outcome = verdict(every_class(), canary=canary, conformance=conformance)
-    assert outcome.status == "PASS"
-    assert f"planted faults {told}" in outcome.reasons
-    assert "ladder" not in {check.gate for check in verdict(every_class()).checks}
-
-
 def test_one_more_lost_sample_never_makes_a_verdict_better() -> None:
-    order = ["PASS", "INCONCLUSIVE", "FAIL"]
+    order = ["PASS", "FAIL"]
     samples = [answered("retrieval", 100, lost, context_tokens=900) for lost in range(31)]  # of one context bin
     statuses = [verdict(rows).status for rows in samples]
     assert statuses == sorted(statuses, key=order.index)

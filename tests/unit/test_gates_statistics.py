@@ -1,124 +1,147 @@
-"""The statistics behind the gates: against the literature's numbers, by simulation, and by hand."""
+"""The bet behind the gates, by hand and by simulation: levels at every look, bounds, known ranges, and documents."""
 
-import itertools
 import math
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import t as student
 
+from pipeline.statistics import bets
+from pipeline.statistics.bets import Array, Mean, log_score
 from pipeline.statistics.bootstrap import resampled_sums
-from pipeline.statistics.bounds import EVENT_CORRELATION
-from pipeline.statistics.paired import (
-    EXACT_LIMIT,
-    Pairs,
-    difference_bound,
-    effective_pairs,
-    holm_levels,
-    inferiority_p,
-    noninferiority_p,
+
+RUNS = 2000
+LIMIT = 0.05
+CUT = bets.OUTLIER * LIMIT
+
+
+def at_most(rate: float, runs: int = RUNS) -> float:
+    """The largest share of `runs` that a true rate gives, but for one time in a thousand."""
+    return rate + 3.1 * math.sqrt(rate * (1 - rate) / runs)
+
+
+def two_points(rng: np.random.Generator, documents: int, high: float) -> Array:
+    """Documents whose mean is the limit exactly: most have 0, the others `high`."""
+    return np.where(rng.random((RUNS, documents)) < LIMIT / high, high, 0.0)
+
+
+@pytest.mark.parametrize("high", [0.0501, 0.08, CUT])
+def test_a_mean_at_its_limit_passes_wrongly_at_most_as_often_as_its_level_over_all_looks(high: float) -> None:
+    drawn = two_points(np.random.default_rng(0), 120, high)
+    gains = Mean(drawn, LIMIT).pass_gains(LIMIT)
+    passed = np.logical_or.reduce([log_score(gains[:, :n], bets.PASS_STAKES) >= -math.log(0.05) for n in range(1, 121)])
+    assert passed.mean() <= at_most(0.05)
+
+
+@pytest.mark.parametrize("high", [0.0501, 0.5, 5.0, 500.0])
+def test_a_mean_at_its_limit_fails_wrongly_at_most_as_often_as_its_level_over_all_looks(high: float) -> None:
+    drawn = two_points(np.random.default_rng(1), 120, high)
+    gains = Mean(drawn, LIMIT).fail_gains(LIMIT)
+    failed = np.logical_or.reduce([log_score(gains[:, :n], bets.FAIL_STAKES) >= -math.log(0.05) for n in range(1, 121)])
+    assert failed.mean() <= at_most(0.05)
+
+
+def test_the_expected_score_at_the_limit_is_one_document_after_document() -> None:
+    """By the sum over all outcomes of a known range: a bet can win nothing in the mean."""
+    for share in np.linspace(0.02, 0.98, 25):
+        low = LIMIT - (CUT - LIMIT) * share / (1 - share)
+        if low < 0:
+            continue
+        values = np.array([[low], [CUT]])
+        for gains, stakes in (
+            (Mean(values, LIMIT).pass_gains(LIMIT), bets.PASS_STAKES),
+            (Mean(values, LIMIT).fail_gains(LIMIT), bets.FAIL_STAKES),
+        ):
+            assert np.exp(log_score(gains, stakes)) @ [1 - share, share] == pytest.approx(1)
+
+
+def test_a_score_is_the_product_over_documents_averaged_over_stakes() -> None:
+    values = np.array([0.0, 0.02, 0.15])
+    factors = [[1 + stake * (0.05 - x) / 0.1 for x in values] for stake in bets.PASS_STAKES]
+    assert math.exp(log_score(Mean(values, 0.05).pass_gains(0.05), bets.PASS_STAKES)) == pytest.approx(
+        np.mean([math.prod(of_stake) for of_stake in factors])
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    values=st.lists(st.floats(0, 0.4), min_size=2, max_size=60),
+    level=st.sampled_from([0.05, 0.01]),
 )
-
-
-@pytest.mark.parametrize("n", [59, 90, 128])
-def test_zero_flips_are_never_more_convincing_than_the_exact_bound_allows(n: int) -> None:
-    assert noninferiority_p(Pairs(n, 0, 0), 0.05) >= 0.95**n
-
-
-def _multinomial(n: int, lost: int, gained: int, p_lost: float, p_gained: float) -> float:
-    rest = n - lost - gained
-    ways = math.comb(n, lost) * math.comb(n - lost, gained)
-    return ways * p_lost**lost * p_gained**gained * (1 - p_lost - p_gained) ** rest
-
-
-@pytest.mark.parametrize("margin", [0.05, 0.1])
-def test_the_exact_test_keeps_its_level_over_every_true_rate(margin: float) -> None:
-    """The size, summed over all outcomes, of the rule `p <= 0.05` where the candidate is just inferior, and beyond."""
-    n = 50
-    outcomes = [(c, b) for c, b in itertools.product(range(n + 1), repeat=2) if b + c <= n and c <= 12]
-    passing = [(c, b) for c, b in outcomes if noninferiority_p(Pairs(n, c, b), margin) <= 0.05]
-    assert passing
-    for p_gained, extra in itertools.product((0.0, 0.003, 0.01, 0.03, 0.1, 0.2, 0.35), (0.0, 0.02)):
-        p_lost = p_gained + margin + extra
-        size = sum(_multinomial(n, c, b, p_lost, p_gained) for c, b in passing)
-        assert size <= 0.05 + 1e-6, (p_gained, size)
-
-
-@pytest.mark.parametrize(("n", "p_gained"), [(97, 0.0), (128, 0.01), (128, 0.05), (1000, 0.02)])
-def test_type_one_error_and_coverage_by_simulation(n: int, p_gained: float) -> None:
-    rng = np.random.default_rng(1)
-    draws = 1500
-    margin = 0.05
-    counts = rng.multinomial(n, [p_gained + margin, p_gained, 1 - 2 * p_gained - margin], size=draws)
-    pairs = [Pairs(n, int(c), int(b)) for c, b, _ in counts]
-    wrongly_passed = np.mean([noninferiority_p(p, margin) <= 0.05 for p in pairs])
-    wrongly_failed = np.mean([inferiority_p(p, margin) <= 0.05 for p in pairs])
-    allowed = 0.05 + 3 * math.sqrt(0.05 * 0.95 / draws)
-    assert wrongly_passed <= allowed
-    assert wrongly_failed <= allowed
-    assert max(wrongly_passed, wrongly_failed) > 0.01  # not so careful that nothing is ever decided
-
-
-@pytest.mark.parametrize("pairs", [Pairs(96, 0, 0), Pairs(96, 11, 1), Pairs(128, 2, 1), Pairs(40, 0, 5), Pairs(900, 30, 9)])
-def test_bounds_are_the_inversion_of_the_tests(pairs: Pairs) -> None:
-    lower, upper = difference_bound(pairs, 0.05, lower=True), difference_bound(pairs, 0.05, lower=False)
-    assert lower < pairs.difference < upper or lower <= pairs.difference <= upper
-    assert noninferiority_p(pairs, -(lower - 0.002)) <= 0.05 < noninferiority_p(pairs, -(lower + 0.002))
-    assert inferiority_p(pairs, -(upper + 0.002)) <= 0.05 < inferiority_p(pairs, -(upper - 0.002))
-
-
-def test_the_bound_without_flips_is_the_rule_of_three() -> None:
-    assert difference_bound(Pairs(96, 0, 0), 0.05, lower=True) == pytest.approx(-(1 - 0.05 ** (1 / 96)), abs=2e-4)
-
-
-def test_exact_and_asymptotic_tests_agree_where_they_meet() -> None:
-    for lost, gained in ((12, 4), (25, 10), (40, 2)):
-        exact = noninferiority_p(Pairs(EXACT_LIMIT, lost, gained), 0.05)
-        asymptotic = noninferiority_p(Pairs(EXACT_LIMIT + 1, lost, gained), 0.05)
-        assert exact == pytest.approx(asymptotic, abs=0.02)
+def test_the_bound_is_the_limit_that_the_same_documents_would_just_be_rejected_at(values: list[float], level: float) -> None:
+    mean = Mean(np.array(values), LIMIT)
+    result = mean.test(level, level)
+    stakes: tuple[float, ...]
+    if result.decision == "FAIL":
+        assert LIMIT <= result.bound <= result.value
+        rejected, stakes = mean.fail_gains, bets.FAIL_STAKES
+    else:
+        assert result.value <= result.bound <= mean.cap
+        assert (result.decision == "PASS") == (log_score(mean.pass_gains(LIMIT), bets.PASS_STAKES) >= -math.log(level))
+        rejected, stakes = mean.pass_gains, bets.PASS_STAKES
+    if LIMIT < result.bound < mean.cap or (result.decision == "PASS" and result.bound < LIMIT):
+        assert log_score(rejected(result.bound), stakes) >= -math.log(level) - 1e-6
 
 
 @settings(max_examples=40, deadline=None)
-@given(n=st.sampled_from([60, 128]), lost=st.integers(0, 20), gained=st.integers(0, 10))
-def test_losing_more_is_never_better(n: int, lost: int, gained: int) -> None:
-    now, worse = Pairs(n, lost, gained), Pairs(n, lost + 1, gained)
-    assert noninferiority_p(worse, 0.05) >= noninferiority_p(now, 0.05)
-    assert inferiority_p(worse, 0.05) <= inferiority_p(now, 0.05)
+@given(values=st.lists(st.floats(0, 0.4), min_size=5, max_size=40), seed=st.integers(0, 9))
+def test_the_order_of_documents_changes_nothing_and_a_worse_document_never_helps(values: list[float], seed: int) -> None:
+    def score(of: Array) -> float:
+        return float(log_score(Mean(of, LIMIT).pass_gains(LIMIT), bets.PASS_STAKES))
+
+    drawn = np.array(values)
+    assert score(np.random.default_rng(seed).permutation(drawn)) == pytest.approx(score(drawn))
+    worse = drawn.copy()
+    worse[0] += 0.1
+    assert score(worse) <= score(drawn) + 1e-12
 
 
-def test_holm_spends_alpha_step_by_step_and_stops() -> None:
-    assert holm_levels([0.03, 0.001, 0.02], 0.06, float) == pytest.approx([0.06, 0.02, 0.03])
-    assert holm_levels([0.5, 0.001, 0.4], 0.05, float) == pytest.approx([0.0, 0.05 / 3, 0.025])
+def test_a_document_outside_of_the_range_ends_its_stake_and_no_other() -> None:
+    values = np.array([0.0] * 40 + [0.2])
+    ended = log_score(Mean(values, LIMIT, worst=0.1, whole=True).pass_gains(LIMIT), (1.0,))
+    assert ended == -math.inf
+    both = log_score(Mean(values, LIMIT, worst=0.1, whole=True).pass_gains(LIMIT), bets.WHOLE_STAKES)
+    assert both == pytest.approx(40 * math.log(1.15) + math.log(1 - 0.15 * 3) - math.log(2))
 
 
-def test_holm_tests_each_hypothesis_at_the_looks_level_of_its_share() -> None:
-    assert holm_levels([0.03, 0.001, 0.004], 0.06, lambda alpha: alpha / 10) == pytest.approx([0.0, 0.002, 0.003])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_fails(bad: float) -> None:
+    assert Mean(np.array([0.0] * 100 + [bad]), LIMIT).test(1e-9, 0.05).decision == "FAIL"
 
 
-def test_independent_samples_keep_their_counts() -> None:
-    assert effective_pairs([-1, 0, 1, 0], ["a", "b", "c", "d"]) == Pairs(4, 1, 1)
+def test_the_number_of_documents_that_is_asked_for_decides() -> None:
+    rng = np.random.default_rng(2)
+    for center in (0.02, 0.1):
+        few = Mean(np.abs(rng.normal(center, 0.03, 6)), LIMIT)
+        more = few.needed(0.001, 10_000)
+        assert 6 < more < 500
+        decided = [Mean(rng.choice(few.values, more), LIMIT).test(0.001, 0.001).decision for _ in range(50)]
+        assert sum(decision is not None for decision in decided) >= 40
+    assert Mean(np.full(9, LIMIT), LIMIT).needed(0.05, 777) == 777
 
 
-def test_documents_without_flips_count_by_the_correlation_that_is_assumed() -> None:
-    together = effective_pairs([0] * 160, [f"d{i // 4}" for i in range(160)])
-    assert together == Pairs(int(160 / (1 + 3 * EVENT_CORRELATION)), 0, 0)
+def test_ten_documents_can_pass_and_nine_cannot() -> None:
+    assert [bets.can_pass(n, 0.045) for n in (9, 10, 11)] == [False, True, True]
 
 
-def test_flips_that_come_by_documents_count_ever_less_the_more_of_them_there_are() -> None:
-    def effective(flipped: int, documents: int) -> float:
-        flips = [-1] * (4 * flipped) + [0] * (4 * (documents - flipped))
-        return 4 * documents / effective_pairs(flips, [f"d{i // 4}" for i in range(4 * documents)]).n
+def test_student_s_t_allows_for_skewed_values_and_is_plain_where_there_is_no_skew() -> None:
+    even = np.array([-1.0, 1.0] * 20)
+    plain = float(even.std(ddof=1)) / math.sqrt(40) * float(student.isf(0.01, 39))
+    assert bets.skewed_upper_bound(even, 0.01) == pytest.approx(plain)
+    losses = np.random.default_rng(0).exponential(size=(4000, 40))
+    wrong = (bets.skewed_upper_bound(losses, 0.01) < 1).mean()
+    means, errors = losses.mean(axis=1), losses.std(axis=1, ddof=1) / math.sqrt(40)
+    assert wrong < 0.02 < (means + student.isf(0.01, 39) * errors < 1).mean()
+    assert bets.skewed_upper_bound(np.full(40, 0.3), 0.01) == pytest.approx(0.3)
 
-    assert effective(0, 40) < effective(4, 40) < effective(40, 400) < 4
-    assert effective(200, 2000) == pytest.approx(4, rel=0.06), "where whole documents flip, a sample is worth a quarter"
 
-
-def test_many_flips_that_ignore_their_documents_count_almost_fully() -> None:
-    rng = np.random.default_rng(0)
-    flips = (-(rng.random(800) < 0.2).astype(int)).tolist()
-    spread = effective_pairs(flips, [f"d{i // 4}" for i in range(800)])
-    assert 650 <= spread.n <= 800
+def test_the_mean_over_documents_counts_each_document_once_and_the_totals_each_sample() -> None:
+    documents = ["a", "a", "a", "b"]
+    assert bets.by_document([1.0, 1.0, 4.0, 0.0], [1.0, 1.0, 1.0, 1.0], documents) == pytest.approx([2.0, 0.0])
+    assert bets.document_totals([1.0, 1.0, 4.0, 0.0], documents).mean() == pytest.approx(1.5)
+    assert math.isnan(bets.by_document([None, 1.0], [1.0, 1.0], ["a", "b"])[0])
 
 
 def test_bootstrap_by_document_has_the_variance_of_documents() -> None:

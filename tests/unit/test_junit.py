@@ -42,7 +42,7 @@ def written(folder: Path, *candidates: Candidate, jobs: int | None = None, exit_
 
 
 def test_a_candidate_is_one_test_that_is_red_unless_it_passed(tmp_path: Path) -> None:
-    checks = (check("max_mean_kl", "PASS"), check("margin", "FAIL"), check("max_kl_slope", "WARNING", "not asked"))
+    checks = (check("max_mean_kl", "PASS"), check("margin", "FAIL"), check("max_ruined_share", "WARNING", "not asked"))
     failed = candidate(tmp_path, "int8", *checks, verdict="FAIL", reasons=("4 of 16 answers lost",))
     root = written(tmp_path, candidate(tmp_path, "fp8", *checks[::2]), failed, candidate(tmp_path, "a", verdict="INCONCLUSIVE"))
     cases = {case.attrib["name"]: case for case in root.iter("testcase")}
@@ -54,7 +54,7 @@ def test_a_candidate_is_one_test_that_is_red_unless_it_passed(tmp_path: Path) ->
     assert said is not None
     assert said.attrib["message"] == "4 of 16 answers lost"
     assert str(said.text).splitlines()[1] == "FAIL margin [copy]: a reason"
-    assert "WARNING max_kl_slope [copy]: not asked" in str(cases["fp8"].findtext("system-out"))
+    assert "WARNING max_ruined_share [copy]: not asked" in str(cases["fp8"].findtext("system-out"))
 
 
 def test_a_job_without_a_verdict_is_an_error(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from judged_candidates import judged_candidate
 from pipeline.registry.pages import FIRST, LIMIT, chosen, of_baseline, run_tables
 from pipeline.registry.summary import Candidate
 from pipeline.verdict.report import SampleRow
-from pipeline.verdict.thresholds import Check
 from pipeline.verdict.tracked import flat_metrics
 
 
@@ -29,16 +28,6 @@ def test_a_run_has_few_metrics_however_many_kinds_of_work_there_are(tmp_path: Pa
     metrics = chosen(judged(tmp_path, rows))
     assert len(metrics) == LIMIT == 40
     assert "quality/kind00/kl_mean" in metrics
-
-
-def test_the_slope_is_of_the_kind_of_work_whose_distance_grows_fastest(tmp_path: Path) -> None:
-    def slope(where: str, value: float) -> Check:
-        return Check(gate="max_kl_slope", where=where, value=value, bound=None, threshold=0.05, status="PASS", reason="")
-
-    candidate = judged_candidate(tmp_path, "fp8", metrics={"quality/kl_mean": 0.1})
-    assert "quality/kl_slope_per_1k_tokens" not in chosen(candidate)
-    checks = (slope("copy", 0.01), slope("retrieval", 0.03), slope("tool_call", -0.2))
-    assert chosen(candidate.model_copy(update={"checks": checks}))["quality/kl_slope_per_1k_tokens"] == 0.03
 
 
 def test_the_fp16_engine_is_a_bar_of_every_chart_that_a_comparison_opens_on(tmp_path: Path) -> None:

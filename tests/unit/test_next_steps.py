@@ -26,7 +26,6 @@ TYPED = [
     f"model.path={TINY}",
     "workdir='a dir/it\\'s'",
     "gates.margin=0.1",
-    "+gates.margins.copy=0.2",
     "tracking.experiment='other one'",
     "backend.threads=1",
 ]
@@ -95,14 +94,14 @@ def test_after_judging_the_next_command_has_what_was_typed(
     assert after.tracking.enabled
     assert "tracking=none" in base or after.tracking.experiment == "other one"
     if stage != "tune":
-        assert (after.gates.margin, after.gates.margins) == (0.1, {"copy": 0.2})
+        assert after.gates.margin == 0.1
 
 
 @pytest.mark.parametrize(("verdict", "kv", "quick"), [("INCONCLUSIVE", "fp8", False), ("FAIL", "int8", True)])
 def test_after_a_quick_look_comes_a_whole_verdict_or_a_quick_look_at_what_keeps_more(
     verdict: Status, kv: str, quick: bool, tmp_path: Path
 ) -> None:
-    base = [*(one for one in TYPED if "margins" not in one), "experiment=quick", "kv=fp8"]
+    base = [*TYPED, "experiment=quick", "kv=fp8"]
     step = next_steps.after_judging(config_of(*base), [candidate(tmp_path, "fp8", verdict)], base, asking_s=30.0)
     after = composed(step)
     assert (after.kv.name, after.tracking.enabled) == (kv, not quick)

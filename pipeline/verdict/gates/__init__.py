@@ -1,50 +1,112 @@
 """The gates: `decide` turns a report into PASS, FAIL or INCONCLUSIVE. It is pure and deterministic.
 
-A gate is a file of this folder: what it adds to the thresholds (`gates.*` on the command line), what it calls its lines, and
-the function that writes them (`pipeline.verdict.registry`). To add one, add a file, and a row to the table of docs/verdict.md.
+To add a gate, add a function to a file of this folder, its lines to GATES, and a row to the table of docs/verdict.md.
 
-The samples were run in rounds, and the gates look at all samples up to a round after each one (`pipeline.statistics.looks`:
-alpha spending, so that all looks together err with alpha). `decide` repeats every look up to the last round that it gets.
-`is_final` says whether another round would be run. Levels are one-sided and the look's own. What a PASS may err with is the
-attempt's share of alpha (`Limits.pass_alpha`); PASS needs no Holm, because the verdict needs every gate to pass, an
-intersection-union test (Berger, Technometrics 24 (1982) 295-300).
+Samples are run in rounds, and after each round all figures are tested on all samples so far. A bet may be looked at any time
+(`pipeline.statistics.bets`); Student's t is used at the last planned look alone. A PASS needs every gate, so that no gate's
+level is corrected for the others (an intersection-union test: Berger, Technometrics 24 (1982) 295-300). FAILs share alpha: the
+figures of recovery have one half, all others the other half (Bonferroni).
 
-What failed at any look has failed. Other gates judge the report as it stands, and spend nothing. A value that is missing or
-not finite never passes.
+A figure that failed at any look has failed. Other gates judge the report as it stands. A value that is missing or not finite
+never passes.
 """
 
-import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
-from typing import TYPE_CHECKING
 
-from pydantic import create_model
-
-from pipeline import statistics
-from pipeline.verdict.registry import GATES, LINES, Evidence, Gate, Needed
+from pipeline.verdict.gates import acceptance, answers, canary, conformance, delivery, distances, evaluation, pressure, probes
+from pipeline.verdict.gates.recovery import RECOVERY, needed, recovery
+from pipeline.verdict.registry import Evidence, Gate, Line
 from pipeline.verdict.report import EvaluationReport, SampleRow
-from pipeline.verdict.thresholds import MOST_SAMPLES, RULES, Check, Status, Verdict
+from pipeline.verdict.thresholds import MOST_SAMPLES, RULES, Check, Gates, Status, Verdict
 
-__all__ = ["GATES", "LINES", "Decide", "Gates", "conclude", "decide", "is_final"]
-
-for _module in pkgutil.iter_modules(__path__):
-    __import__(f"{__name__}.{_module.name}")
-
-if TYPE_CHECKING:
-    from pipeline.verdict.gates import answers, delivery, rare, recovery
-
-    class Gates(answers.Limits, recovery.Limits, rare.Limits, delivery.Limits):
-        """The thresholds that are read outside of their gates."""
-
-else:
-    _limits = dict.fromkeys(gate.limits for gate in reversed(GATES))
-    _widest = (one for one in _limits if not any(issubclass(other, one) and other is not one for other in _limits))
-    Gates = create_model("Gates", __base__=tuple(_widest), __module__=__name__)
-    Gates.__doc__ = "The thresholds of all gates, `gates.*` on the command line."
+__all__ = ["GATES", "LINES", "Decide", "Gates", "conclude", "decide", "is_final", "look"]
 
 Decide = Callable[[EvaluationReport, Sequence[SampleRow]], Verdict]
 """The gates, bound to their thresholds."""
+
+_CUT = "; but for a FAIL, a document counts as three times the limit at most"
+GATES = (
+    Gate({"complete": Line("Complete", "nothing where all samples are whole", per="all")}),
+    Gate(
+        {RECOVERY: Line("Recovery", "share of the probability of right answers that is kept", per="workload", equal=1.0)},
+        figures=recovery,
+    ),
+    Gate(
+        {answers.ACCURACY: Line("Right answers", "points that the policy gains or loses against FP16", per="workload")},
+        figures=answers.accuracy,
+    ),
+    Gate(
+        {acceptance.KEY: Line("Acceptance loss", "share of the tokens a pass under speculative decoding", per="workload")},
+        figures=acceptance.acceptance,
+        check=acceptance.unmeasured,
+    ),
+    Gate(
+        {
+            evaluation.MIN_SAMPLES: Line(
+                "Documents", "of a planned workload; without answers, of distances that decide alone", per="all"
+            )
+        },
+        check=evaluation.documents,
+    ),
+    Gate(
+        {
+            "max_mean_kl": Line("Mean KL", f"nats per token from FP16{_CUT}", per="workload"),
+            "min_top10_overlap": Line(
+                "Top-10 overlap", f"share of the ten most likely tokens that both agree on{_CUT}", per="workload", equal=1.0
+            ),
+            "max_ppl_ratio": Line("Perplexity ratio", f"the policy's over that of FP16{_CUT}", per="workload", equal=1.0),
+        },
+        figures=distances.distances,
+    ),
+    Gate(
+        {
+            "max_ruined_share": Line("Ruined requests", "share whose mean KL is beyond three times its limit", per="all"),
+            "max_p999_kl": Line("Far tokens", "share of the tokens with a KL above gates.max_p999_kl", per="all"),
+        },
+        figures=distances.rare,
+    ),
+    Gate({"noise_floor": Line("A/A noise", "distance of an engine from itself", per="engine")}, check=evaluation.noise_floor),
+    Gate(
+        {
+            "canary": Line(
+                "Must-fail control",
+                "mean KL of the policy with corrupted key scales, which has to be noticed",
+                per="engine",
+                samples_decide=False,
+            )
+        },
+        check=canary.canary,
+    ),
+    Gate(
+        {"conformance": Line("Conformance", "distance from the oracle, as a share of what rounding explains", per="engine")},
+        check=conformance.conformance,
+    ),
+    Gate(
+        {
+            "probe": Line("Stress test", "sequences of random tokens that deviate from the oracle", per="engine"),
+            "allocation": Line("Allocation", "bytes that are not those of the policy", per="engine"),
+            "free_answers": Line("Free answers", "samples whose free answer contradicts the forced one", per="engine"),
+            "reused_prefixes": Line("Reused prefixes", "samples that differ over reused prefixes", per="engine"),
+        },
+        check=probes.probes,
+    ),
+    Gate(
+        {"scale_delivery": Line("Delivered scales", "scales that are not the checkpoint's", per="engine")},
+        check=delivery.scale_delivery,
+    ),
+    Gate(
+        {"pressure": Line("Full pool", "requests that a full pool changes beyond noise", per="engine", samples_decide=False)},
+        check=pressure.pressure,
+    ),
+    Gate(
+        {"takes_effect": Line("Long enough", "tokens of the longest sample", per="all", samples_decide=False)},
+        check=evaluation.takes_effect,
+    ),
+)
+"""All gates, in the order of a verdict's lines; nothing else is judged where `complete` fails."""
+LINES: Mapping[str, Line] = {key: line for gate in GATES for key, line in gate.lines.items()}
+"""All kinds of lines, by their keys."""
 
 
 def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) -> Verdict:
@@ -54,105 +116,80 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) ->
         report: What was measured.
         rows: The report's samples, of all rounds so far.
         gates: The thresholds.
-
-    Raises:
-        UserError: for a margin of a workload that has no answers.
     """
-    rounds = max((row.round for row in rows), default=0)
-    planned = statistics.looks.planned_looks(report.planned_rounds, gates.max_rounds)
-    looks = [look for look in planned if look.last_round <= rounds]
-    whole = Evidence(report, rows, (looks or planned)[-1])
-    checks: list[Check] = []
-    for looking, group in groupby(GATES, key=lambda gate: gate.looks):
-        some = list(group)
-        if looking:
-            answered = {name for name, has_answers in report.planned_workloads.items() if has_answers}
-            gates.check_margins(answered | {row.workload for row in whole.judged})
-            seen = [_look(some, replace(whole, look=look), gates) for look in looks]
-            checks += _decided(seen) if seen else [_no_look(report, rounds, gates)]
-            continue
-        for gate in some:
-            checks += gate.check(whole, gates)
-            if gate.stops and any(check.status == "FAIL" for check in checks):
-                return conclude(checks, {}, looks=0)
-    needed: dict[str, int] = {}
-    for gate in GATES if looks else ():
-        if gate.needed is not None:
-            checks, numbers = _advised(checks, gate, gate.needed, whole, gates)
-            needed |= {where: max(count, needed.get(where, 0)) for where, count in numbers.items()}
-    verdict = conclude(checks, needed, len(looks))
+    whole = Evidence(report, rows)
+    problems = list(evaluation.complete(whole, gates))
+    if problems:
+        return conclude(problems, {}, looks=0)
+    failed: dict[tuple[str, str], Check] = {}
+    looks = max(row.round for row in rows)
+    for number in range(1, looks + 1):
+        evidence = replace(whole, rows=[row for row in rows if row.round <= number])
+        found = {(check.gate, check.where): check for check in look(evidence, gates, number)}
+        failed |= {place: check for place, check in found.items() if check.status == "FAIL"}
+    figures = list((found | failed).values())
+    checks = [
+        check
+        for gate in GATES
+        for check in (*(one for one in figures if one.gate in gate.lines), *(gate.check(whole, gates) if gate.check else ()))
+    ]
+    checks, numbers = _advised(checks, whole, gates)
+    verdict = conclude(checks, numbers, looks)
     return verdict.model_copy(update={"covered": None if report.limits is None else str(report.limits)})
 
 
-def is_final(verdict: Verdict, report: EvaluationReport, gates: Gates) -> bool:
+def is_final(verdict: Verdict, report: EvaluationReport) -> bool:
     """Whether no further round is run: the candidate failed somewhere, passed everywhere, or every planned look was taken."""
     open_lines = [check.gate for check in verdict.checks if check.status == "INCONCLUSIVE"]
     undecided = any(name not in LINES or LINES[name].samples_decide for name in open_lines)
-    looks = statistics.looks.planned_looks(report.planned_rounds, gates.max_rounds)
-    return verdict.status == "FAIL" or not undecided or verdict.round >= len(looks)
+    return verdict.status == "FAIL" or not undecided or verdict.round >= len(report.planned_rounds)
 
 
-def _look(some: Sequence[Gate], whole: Evidence, gates: Gates) -> list[Check]:
-    """Return the checks of one look."""
-    rows = [row for row in whole.rows if row.round <= whole.look.last_round]
-    together = sum(gate.tests(whole.report, rows) for gate in some if gate.tests is not None)
-    evidence = replace(whole, rows=rows, together=together)
-    checks = [check for gate in some for check in gate.check(evidence, gates)]
-    return [check.model_copy(update={"reason": check.reason + whole.look.place}) for check in checks]
+def look(evidence: Evidence, gates: Gates, number: int | None = None) -> Iterator[Check]:
+    """Yield the lines of the figures at the look after a round, by default the last planned one."""
+    rounds = len(evidence.report.planned_rounds)
+    number = rounds if number is None else number
+    place = f"; round {number} of {rounds}" if rounds > 1 else ""
+    figures = [figure for gate in GATES if gate.figures is not None for figure in gate.figures(evidence, gates)]
+    main = sum(figure.gate == RECOVERY for figure in figures)
+    for figure in figures:
+        together = main if figure.gate == RECOVERY else len(figures) - main
+        result = figure.test(gates.alpha / 2 / together, gates, last=number == rounds)
+        if figure.must_pass or result.decision == "FAIL":
+            check = figure.check(result, gates)
+            yield check.model_copy(update={"reason": check.reason + place})
 
 
-def _decided(seen: Sequence[Sequence[Check]]) -> list[Check]:
-    """Return one check for each line and place: its latest that failed, else that of the last look."""
-    decided: dict[tuple[str, str], Check] = {(check.gate, check.where): check for check in seen[-1]}
-    for checks in seen:
-        decided |= {(check.gate, check.where): check for check in checks if check.status == "FAIL"}
-    return list(decided.values())
-
-
-def _no_look(report: EvaluationReport, rounds: int, gates: Gates) -> Check:
-    reason = (
-        f"all: {rounds} of {len(report.planned_rounds)} rounds were run, and gates.max_rounds={gates.max_rounds} leaves one "
-        "look at all of them: run the others, or judge with the gates.max_rounds of the evaluation"
-    )
-    return Check(gate="max_rounds", where="all", value=rounds, status="INCONCLUSIVE", reason=reason)
-
-
-def _advised(
-    checks: Sequence[Check], gate: Gate, samples: Needed[Gates], whole: Evidence, gates: Gates
-) -> tuple[list[Check], Mapping[str, int]]:
-    """Return the checks with how many samples would decide the open ones of a gate, and these numbers by place."""
-    still_open = {check.where for check in checks if check.gate in gate.lines and check.status == "INCONCLUSIVE"}
-    needed = samples(whole, gates, still_open)
-    if not gate.is_main:
-        return list(checks), needed
-    attempt = gates.next_attempt.attempt
+def _advised(checks: Sequence[Check], whole: Evidence, gates: Gates) -> tuple[list[Check], dict[str, int]]:
+    """Return the checks with how many samples would decide recovery where it is open, and these numbers by place."""
+    still_open = {check.where for check in checks if check.gate == RECOVERY and check.status == "INCONCLUSIVE"}
+    numbers = needed(whole, gates, still_open)
+    if any(check.gate == evaluation.MIN_SAMPLES and check.where == "all" and check.status != "PASS" for check in checks):
+        numbers["all"] = gates.min_samples
 
     def said(check: Check) -> Check:
-        count = needed.get(check.where, sum(needed.values()) if check.where == "all" else 0)
-        if check.gate not in gate.lines or check.status != "INCONCLUSIVE" or not count:
+        count = numbers.get(check.where, sum(numbers.values()) if check.where == "all" else 0)
+        if check.gate != RECOVERY or check.status != "INCONCLUSIVE" or not count:
             return check
         amount = f"{count:,}" if count < MOST_SAMPLES else "over a million"
-        advice = f"; about {amount} samples would decide with gates.attempt={attempt}"
+        advice = f"; about {amount} samples would decide with gates.attempt={gates.next_attempt.attempt}"
         return check.model_copy(update={"reason": check.reason + advice})
 
-    return [said(check) for check in checks], needed
+    return [said(check) for check in checks], numbers
 
 
-def conclude(checks: Sequence[Check], needed: Mapping[str, int], looks: int) -> Verdict:
-    """The verdict is the worst status of its checks; its reasons are those of the checks with that status, and what every
-    verdict says."""
-    main = {key for gate in GATES if gate.is_main for key in gate.lines}
-    always = {key for key, line in LINES.items() if line.always_said}
+def conclude(checks: Sequence[Check], numbers: Mapping[str, int], looks: int) -> Verdict:
+    """The verdict is the worst status of its checks; its reasons are those of the checks with that status."""
     failures = [check.reason for check in checks if check.status == "FAIL"]
     undecided = [check.reason for check in checks if check.status == "INCONCLUSIVE"]
     status: Status = "FAIL" if failures else "INCONCLUSIVE" if undecided else "PASS"
-    passes = [check.reason for check in checks if check.gate in main] or [check.reason for check in checks]
+    passes = [check.reason for check in checks if check.gate == RECOVERY] or [check.reason for check in checks]
     return Verdict(
         status=status,
-        reasons=[*(failures or undecided or passes), *(check.reason for check in checks if check.gate in always)],
+        reasons=failures or undecided or passes,
         checks=list(checks),
         warnings=[check.reason for check in checks if check.status == "WARNING"],
-        samples_needed=dict(needed) if status == "INCONCLUSIVE" else {},
+        samples_needed=dict(numbers) if status == "INCONCLUSIVE" else {},
         round=looks,
         rules=RULES,
     )

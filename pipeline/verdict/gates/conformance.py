@@ -2,19 +2,13 @@
 
 from collections.abc import Iterator
 
-from pipeline.verdict import thresholds
 from pipeline.verdict.conformance import describe, limits
 from pipeline.verdict.record import finite
-from pipeline.verdict.registry import Evidence, Line, gate
-from pipeline.verdict.thresholds import Check, Status
+from pipeline.verdict.registry import Evidence
+from pipeline.verdict.thresholds import Check, Gates, Status
 
 
-@gate(
-    thresholds.Limits,
-    {"conformance": Line("Conformance", "distance from the oracle, as a share of what rounding explains", per="engine")},
-    rank=35,
-)
-def conformance(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
+def conformance(evidence: Evidence, _: Gates) -> Iterator[Check]:
     """FAIL where any request of an engine is farther from its twin than rounding takes it."""
     record = evidence.report.conformance
     if record is None:

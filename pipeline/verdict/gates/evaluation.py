@@ -3,20 +3,20 @@
 import math
 from collections.abc import Iterator
 
-from pipeline.verdict import thresholds
-from pipeline.verdict.gates.rare import Limits
-from pipeline.verdict.registry import Evidence, Line, by_workload, gate
+from pipeline.verdict.registry import Evidence, by_workload
 from pipeline.verdict.report import SampleRow
-from pipeline.verdict.thresholds import Check
+from pipeline.verdict.thresholds import Check, Gates
 
+MIN_SAMPLES = "min_samples"
 REQUIRED_NUMBERS = (
     "mean_kl", "max_kl", "baseline_nll", "candidate_nll", "top1_agreement", "top10_overlap", "mean_squared_delta_p",
 )  # fmt: skip
 """Fields of a row that must be finite."""
+UNSEEN = {"kv.eviction": "nothing was evicted", "kv.window": "no token left the window"}
+"""What a key of a policy has not done, by the part before its last name."""
 
 
-@gate(thresholds.Limits, {"complete": Line("Complete", "nothing where all samples are whole", per="all")}, rank=0, stops=True)
-def complete(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
+def complete(evidence: Evidence, _: Gates) -> Iterator[Check]:
     """FAIL where samples are missing, doubled, lack a finite number or are of a round that was not planned."""
     report, rows = evidence.report, evidence.rows
     problems: list[tuple[str, str]] = []
@@ -43,25 +43,29 @@ def _is_complete(row: SampleRow) -> bool:
     return measured and answered and row.scored_tokens > 0 and row.non_finite_steps == 0
 
 
-@gate(thresholds.Limits, {"planned_workloads": Line("Asked", "samples of a planned workload", per="workload")}, rank=30)
-def planned_workloads(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
-    """INCONCLUSIVE for planned workloads of which nothing was run yet: few documents may be in later rounds."""
+def documents(evidence: Evidence, gates: Gates) -> Iterator[Check]:
+    """INCONCLUSIVE for planned workloads of which nothing was run yet, and for few documents where no sample has an answer.
+
+    Documents of all workloads are counted together: few texts beside samples with answers are fine.
+    """
     asked, judged = {row.workload for row in evidence.rows}, {row.workload for row in evidence.judged}
     for name, answered in sorted(evidence.report.planned_workloads.items()):
         if name not in (judged if answered else asked):
             reason = f"{name}: no sample of it was run yet; a later round has them"
-            yield Check(gate="planned_workloads", where=name, value=0, status="INCONCLUSIVE", reason=reason)
+            yield Check(gate=MIN_SAMPLES, where=name, value=0, status="INCONCLUSIVE", reason=reason)
+    if not judged:
+        count, least = len({row.document for row in evidence.rows}), gates.min_samples
+        yield Check(
+            gate=MIN_SAMPLES,
+            where="all",
+            value=count,
+            threshold=least,
+            status="PASS" if count >= least else "INCONCLUSIVE",
+            reason=f"all: no sample has an answer to judge, {count} documents have distances; gates.min_samples is {least}",
+        )
 
 
-UNSEEN = {"kv.eviction": "nothing was evicted", "kv.window": "no token left the window"}
-
-
-@gate(
-    thresholds.Limits,
-    {"takes_effect": Line("Long enough", "tokens of the longest sample", per="all", samples_decide=False)},
-    rank=39,
-)
-def takes_effect(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
+def takes_effect(evidence: Evidence, _: Gates) -> Iterator[Check]:
     """INCONCLUSIVE if the policy evicts, ages or rounds tokens only in sequences longer than every sample."""
     longest = max((row.context_tokens + row.scored_tokens - 1 for row in evidence.rows), default=0)
     tokens, key = max(((tokens, key) for key, tokens in evidence.report.takes_effect.items()), default=(0, ""))
@@ -74,8 +78,7 @@ def takes_effect(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
         yield Check(gate="takes_effect", where="all", value=longest, threshold=tokens, status="INCONCLUSIVE", reason=reason)
 
 
-@gate(Limits, {"noise_floor": Line("A/A noise", "distance of an engine from itself", per="engine")}, rank=31)
-def noise_floor(evidence: Evidence, limits: Limits) -> Iterator[Check]:
+def noise_floor(evidence: Evidence, gates: Gates) -> Iterator[Check]:
     """INCONCLUSIVE where a KL threshold is not above an engine's KL to itself, or where that is unknown."""
     report = evidence.report
     if report.noise is None:
@@ -85,8 +88,8 @@ def noise_floor(evidence: Evidence, limits: Limits) -> Iterator[Check]:
         if noise is None:
             continue
         for key, label, value, limit in (
-            ("max_mean_kl", "mean KL", noise.kl_mean, limits.max_mean_kl),
-            ("max_p999_kl", "99.9th percentile of KL", noise.kl_p999, limits.max_p999_kl),
+            ("max_mean_kl", "mean KL", noise.kl_mean, gates.max_mean_kl),
+            ("max_p999_kl", "99.9th percentile of KL", noise.kl_p999, gates.max_p999_kl),
         ):
             if value is None or value >= limit:
                 reason = f"all: {key}={limit:g} is finer than the {engine}'s own noise ({label} {_rounded(value)})"

@@ -2,20 +2,14 @@
 
 from collections.abc import Iterator
 
-from pipeline.verdict import thresholds
 from pipeline.verdict.conformance import bounded
-from pipeline.verdict.registry import Evidence, Line, gate
-from pipeline.verdict.thresholds import Check, Status
+from pipeline.verdict.registry import Evidence
+from pipeline.verdict.thresholds import Check, Gates, Status
 
 SHOWN = 3
 
 
-@gate(
-    thresholds.Limits,
-    {"pressure": Line("Full pool", "requests that a full pool changes beyond noise", per="engine", samples_decide=False)},
-    rank=38,
-)
-def pressure(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
+def pressure(evidence: Evidence, _: Gates) -> Iterator[Check]:
     """FAIL where any request differs from itself with room by more than noise; INCONCLUSIVE where the pool was never full."""
     found = evidence.report.probes.pressure
     if found is None:

@@ -2,25 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 
-from pipeline.verdict import thresholds
 from pipeline.verdict.conformance import bounded
-from pipeline.verdict.registry import Evidence, Line, gate
-from pipeline.verdict.thresholds import Check, LineStatus
+from pipeline.verdict.registry import Evidence
+from pipeline.verdict.thresholds import Check, Gates, LineStatus
 
 FAILURES_SHOWN = 4
 
 
-@gate(
-    thresholds.Limits,
-    {
-        "probe": Line("Stress test", "sequences of random tokens that deviate from the oracle", per="engine"),
-        "allocation": Line("Allocation", "bytes that are not those of the policy", per="engine"),
-        "free_answers": Line("Free answers", "samples whose free answer contradicts the forced one", per="engine"),
-        "reused_prefixes": Line("Reused prefixes", "samples that differ over reused prefixes", per="engine"),
-    },
-    rank=36,
-)
-def probes(evidence: Evidence, _: thresholds.Limits) -> Iterator[Check]:
+def probes(evidence: Evidence, _: Gates) -> Iterator[Check]:
     """FAIL where an engine deviates from the oracle on random tokens, allocates other bytes than its policy claims, or answers
     what its forced decode contradicts."""
     found = evidence.report.probes

@@ -1,0 +1,208 @@
+"""How often the gates pass and fail wrongly at their limits, and how often they decide about sound and broken caches.
+
+    python -m benchmarks.recovery                     # two hours: 3,000 questions to SmolLM2, a file that this reads
+    python -m benchmarks.gates                        # five minutes: the figures of docs/verdict.md, results/error_rates.json
+
+**Recovery.** A candidate at its limit is made from measured ones: by a loss in proportion to the probability (`proportional`),
+by the losses of a cache that loses more, made smaller (`scaled`), or by a broken cache's rows for some questions (`questions`)
+or for some whole pages (`pages`). Pages are drawn with replacement. The last is what no test can exclude with few pages: where
+one page in eight is broken, 15 pages hold none in 13 %.
+
+**Mean KL.** A measured shape (`benchmarks.gate_shapes`) is scaled until the mean of its documents, each cut at OUTLIER times
+the limit, is the limit: a PASS is wrong there. Where nothing is cut, a FAIL is wrong.
+
+**Greedy answers.** Documents of four answers, which flip with the correlation rho: a document flips as a whole with probability
+rho and otherwise answer by answer.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import gate_shapes
+from benchmarks.recovery import Answers, load
+from pipeline.statistics.bets import (
+    FAIL_STAKES,
+    MANY,
+    OUTLIER,
+    PASS_STAKES,
+    WHOLE_STAKES,
+    Array,
+    Mean,
+    log_score,
+    skewed_upper_bound,
+)
+from pipeline.verdict.gates import Gates
+from pipeline.verdict.gates.recovery import BET, STUDENT, WORST
+
+FILE = Path(__file__).resolve().parent / "results" / "error_rates.json"
+GATES = Gates()
+RUNS, SEED = 500, 20_261_125
+MIXTURES = 40
+"""How often each candidate at the limit is made: which questions are broken changes what passes."""
+LOOKS = ((15,), (36,), (144,), (15, 36, 72, 108, 144))
+"""Pages at each look. The last are the looks of conf/workloads/chat.yaml."""
+SOUND = ("int8", "fp8")
+SOUND_KL = ("fp8", "int8", "fp8k_int4v")
+RHO = (0.0, 0.2, 0.5)
+LOST = ((0.05, 0.0), (0.1, 0.05), (0.2, 0.0))
+"""Shares of greedy answers that are lost and gained: two candidates at the margin, and a broken one."""
+Shapes = Iterator[tuple[str, Array, Array]]
+
+
+def losses(base: Array, kept: Array, limit: float) -> Mean:
+    """Return the losses of runs, shape (runs, pages), in units of the allowed loss (`pipeline.verdict.gates.recovery`)."""
+    allowed = (1 - limit) * base.mean(axis=1, keepdims=True)
+    return Mean(1 - (kept - limit * base) / allowed, 1.0, -OUTLIER, WORST, whole=True)
+
+
+def passing(base: Array, kept: Array, limit: float, looks: Sequence[int]) -> Array:
+    """Return in which runs the gate on recovery passes at any look."""
+    passed, level = np.zeros(len(base), bool), GATES.pass_alpha
+    for pages in looks:
+        mean = losses(base[:, :pages], kept[:, :pages], limit)
+        passed |= log_score(mean.pass_gains(1.0), WHOLE_STAKES) >= -math.log(BET * level)
+        if pages == looks[-1] and pages >= MANY:
+            passed |= skewed_upper_bound(mean.values, STUDENT * level) <= 1
+    return passed
+
+
+def failing(base: Array, kept: Array, limit: float, looks: Sequence[int], figures: int) -> Array:
+    """Return in which runs the gate on recovery, one of so many figures, fails at any look."""
+    means = [losses(base[:, :pages], kept[:, :pages], limit) for pages in looks]
+    enough = -math.log(GATES.alpha / 2 / figures)
+    return np.asarray(np.logical_or.reduce([log_score(mean.fail_gains(1.0), FAIL_STAKES) >= enough for mean in means]))
+
+
+def _mixed(base: Array, kept: Array, broken: Array, limit: float, rng: np.random.Generator, *, pages: bool) -> Array:
+    """Return `kept` with as many questions, or pages, of `broken` as bring recovery to the limit; shape (pages, questions)."""
+    have, lose = kept.sum() / base.sum(), (kept.sum() - broken.sum()) / base.sum()
+    chosen = rng.random((len(base), 1) if pages else base.shape) < (have - limit) / lose
+    mixed = np.where(chosen, broken, kept)
+    return np.asarray(mixed * (limit * base.sum() / mixed.sum()))
+
+
+def at_limit(answers: Answers, limit: float, columns: Sequence[int], rng: np.random.Generator) -> Shapes:
+    """Yield candidates whose recovery is the limit: name, and the probabilities of baseline and candidate by question."""
+    worst = min(answers.candidates, key=lambda policy: answers.candidates[policy].mean())
+    broken = answers.candidates[worst][:, columns]
+    for policy, rows in answers.candidates.items():
+        kept, base = rows[:, columns], answers.baseline[: len(rows), columns]
+        recovery = kept.sum() / base.sum()
+        yield f"{policy}, proportional", base, kept * (limit / recovery)
+        if recovery < limit:
+            yield f"{policy}, scaled", base, base - (base - kept) * (1 - limit) / (1 - recovery)
+        else:
+            yield f"{policy}, questions", base, _mixed(base, kept, broken, limit, rng, pages=False)
+            yield f"{policy}, pages", base, _mixed(base, kept, broken, limit, rng, pages=True)
+
+
+def drawn(base: Array, kept: Array, pages: int, rng: np.random.Generator, runs: int = RUNS) -> tuple[Array, Array]:
+    """Draw pages of both engines with replacement, shape (runs, pages)."""
+    chosen = rng.integers(len(base), size=(runs, pages))
+    return base.mean(axis=1)[chosen], kept.mean(axis=1)[chosen]
+
+
+def recovery(answers: Answers, columns: Sequence[int], limit: float, looks: Sequence[int], figures: int) -> dict[str, float]:
+    """Return error rates and power of the gate on recovery, in percent."""
+    passed: dict[str, list[float]] = {}
+    failed: dict[str, list[float]] = {}
+    for rng in np.random.default_rng(SEED).spawn(MIXTURES):
+        for name, base, kept in at_limit(answers, limit, columns, rng):
+            runs = drawn(base, kept, looks[-1], rng)
+            passed.setdefault(name, []).append(float(passing(*runs, limit, looks).mean()))
+            failed.setdefault(name, []).append(float(failing(*runs, limit, looks, figures).mean()))
+    pages = [name for name in passed if name.endswith("pages")]
+    rates = {
+        "wrong PASS": max(float(np.mean(shares)) for name, shares in passed.items() if name not in pages),
+        "wrong PASS, broken pages": max(float(np.mean(passed[name])) for name in pages),
+        "wrong FAIL": max(float(np.mean(shares)) for shares in failed.values()),
+    }
+    for policy, rows in answers.candidates.items():
+        runs = drawn(answers.baseline[:, columns], rows[:, columns], looks[-1], np.random.default_rng(SEED), MIXTURES * RUNS)
+        decided = passing(*runs, limit, looks) if policy in SOUND else failing(*runs, limit, looks, figures)
+        rates[f"{policy} {'PASS' if policy in SOUND else 'FAIL'}"] = float(decided.mean())
+    return {name: round(100 * rate, 1) for name, rate in rates.items()}
+
+
+def scaled(values: Array, limit: float) -> Array | None:
+    """Return `values` times the factor with which their cut mean is `limit`; None where so few have all of the KL."""
+    cut = OUTLIER * limit
+    if float((values > 0).mean()) * cut <= limit:
+        return None
+    low, high = -40.0, 80.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.minimum(math.exp(middle) * values, cut).mean() < limit else (low, middle)
+    return np.asarray(math.exp(low) * values)
+
+
+def mean_kl(documents: int) -> dict[str, float]:
+    """Return error rates and power of the gate on the mean KL of one look, in percent."""
+    rng, limit, wrong, wrong_fail, power = np.random.default_rng(SEED), GATES.max_mean_kl, 0.0, 0.0, 1.0
+    for shape in gate_shapes.load():
+        kl = shape.values["mean_kl"]
+        at = scaled(kl, limit)
+        if at is not None:
+            mean = Mean(rng.choice(at, size=(2 * RUNS, documents)), limit)
+            wrong = max(wrong, float((log_score(mean.pass_gains(limit), PASS_STAKES) >= -math.log(GATES.pass_alpha)).mean()))
+        mean = Mean(rng.choice(kl * (limit / kl.mean()), size=(2 * RUNS, documents)), limit)
+        wrong_fail = max(wrong_fail, float((log_score(mean.fail_gains(limit), FAIL_STAKES) >= -math.log(GATES.alpha)).mean()))
+        if shape.policy in SOUND_KL:
+            mean = Mean(rng.choice(kl, size=(2 * RUNS, documents)), limit)
+            power = min(power, float((log_score(mean.pass_gains(limit), PASS_STAKES) >= -math.log(GATES.pass_alpha)).mean()))
+    rates = {"wrong PASS": wrong, "wrong FAIL, alone": wrong_fail, "sound PASS, least": power}
+    return {name: round(100 * rate, 1) for name, rate in rates.items()}
+
+
+def greedy(documents: int, rates: tuple[float, float], rho: float, figures: int) -> float:
+    """Return how often greedy answers, one of so many figures, fail in documents of four, at any tenth look; in percent."""
+    rng, shape = np.random.default_rng(SEED), (4 * RUNS, documents, 4)
+    together = rng.random((*shape[:2], 1)) < rho
+    chance = np.where(together, rng.random((*shape[:2], 1)), rng.random(shape))
+    lost = (chance < rates[0]).astype(float) - (chance > 1 - rates[1])
+    gains = Mean(lost.mean(axis=2), GATES.margin, -OUTLIER * GATES.margin).fail_gains(GATES.margin)
+    enough = -math.log(GATES.alpha / 2 / figures)
+    steps = [math.ceil(documents * tenth / 10) for tenth in range(1, 11)]
+    return round(100 * float(np.logical_or.reduce([log_score(gains[:, :n], FAIL_STAKES) >= enough for n in steps]).mean()), 1)
+
+
+def measure() -> dict[str, Any]:
+    """Return all figures."""
+    answers = load()
+    places = {"all": (list(range(len(answers.kinds))), GATES.min_recovery)}
+    places |= {kind: ([number], GATES.min_workload_recovery) for number, kind in enumerate(answers.kinds)}
+    return {
+        "recovery": {
+            place: {"+".join(map(str, looks)): recovery(answers, *how, looks, len(places)) for looks in LOOKS}
+            for place, how in places.items()
+        },
+        "mean_kl": {str(documents): mean_kl(documents) for documents in (24, 144, 576)},
+        "greedy FAIL": {
+            f"{100 * lost:g} % lost, {100 * gained:g} % gained, rho {rho:g}": {
+                str(documents): greedy(documents, (lost, gained), rho, 1 if (lost, gained) in LOST[:2] else 30)
+                for documents in (15, 40, 160)
+            }
+            for lost, gained in LOST
+            for rho in RHO
+        },
+    }
+
+
+def main(command_line: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=FILE)
+    arguments = parser.parse_args(command_line)
+    stored = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {}
+    text = json.dumps(stored | {"rules 11": measure()}, indent=1)
+    arguments.out.write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
