@@ -143,17 +143,24 @@ class Probe(Record):
     """Later chunks of sequences that had decoded."""
     prefixes: int
     """Prompts that began like one before, on an engine that keeps beginnings."""
+    steps: int = 0
+    """Decode steps of the engine."""
+    preempted: int = 0
+    """How often requests gave way in a full pool, and were computed again."""
     seed: int = 0
     """What tokens, lengths and order were drawn from."""
 
     def __str__(self) -> str:
-        counts = (("forks", self.forks), ("turns", self.turns), ("reused prefixes", self.prefixes))
+        counts = (
+            *(("forks", self.forks), ("turns", self.turns), ("reused prefixes", self.prefixes)),
+            ("preemptions in a full pool", self.preempted),
+        )
         also = "".join(f", {count} {name}" for name, count in counts if count)
         prompts = f", {self.prompts} of prompts" if self.prompts else ""
         return (
             f"{self.rows} tokens{prompts} as the oracle computes them, up to {self.tokens:,} tokens, "
             f"{self.decoded} of them decoded, batch {self.batch}, {self.page_offsets} of {PAGE_TOKENS} page offsets{also}, "
-            f"{self.requests:,} requests"
+            f"{self.requests:,} requests, {self.steps:,} decode steps"
         )
 
 
@@ -314,7 +321,7 @@ def covered(samples: Exercised | None, probes: EngineProbes) -> Limits | None:
         ("turns", probe.turns),
         ("forks", probe.forks + samples.forks),
         ("reused prefixes", probe.prefixes),
-        ("a full pool", probes.pressure.preempted if probes.pressure is not None else 0),
+        ("a full pool", probe.preempted + (probes.pressure.preempted if probes.pressure is not None else 0)),
     )
     return Limits(
         tokens=tokens,

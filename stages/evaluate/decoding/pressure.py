@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.core.engine import Engine
 from pipeline.core.kv import PAGE_TOKENS, page_count
-from pipeline.core.records import Pressed, Progress
+from pipeline.core.records import Pressed, Progress, no_progress
 from pipeline.verdict.coverage import Deviation, Pressure
 from pipeline.verdict.record import finite, or_infinite
 from stages.evaluate.decoding.noise import answered
@@ -35,7 +35,7 @@ Named = tuple[str, Request]
 
 
 def pressure(engine: Engine, encoded: Sequence[EncodedSample], count: int, progress: Progress) -> Pressure | None:
-    """Compare an engine in a small pool with itself; None where no request is asked for.
+    """Send samples' requests to an engine in a small pool; return None if `count` is 0.
 
     Args:
         engine: The engine. No sequence is left in it.
@@ -47,7 +47,12 @@ def pressure(engine: Engine, encoded: Sequence[EncodedSample], count: int, progr
         return None
     if not engine.can(Engine.press):
         return Pressure(asked=count)
-    named = list(requests(encoded, count, engine.max_tokens))
+    return press(engine, list(requests(encoded, count, engine.max_tokens)), progress)
+
+
+def press(engine: Engine, named: Sequence[Named], progress: Progress = no_progress) -> Pressure:
+    """Compare requests in a pool that holds a third of their pages with the same requests on an engine that has room."""
+    count = len(named)
     sizes = [page_count(len(tokens)) for _, (tokens, _) in named]
     pages = max(sum(sizes) // SHARE, max(sizes) + 1)
     total = count * (PLAYS + 2)

@@ -120,15 +120,15 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
         for number in range(2):
             handles, _ = engine.prefill([prompt])
             engine.release(handles)
-            after = _resident()
+            after = resident_bytes()
             moved = abs(after - before) if number else 0
             before = after
         for _ in range(2):
-            before, reported, held = _resident(), _reported(engine), list[int]()
+            before, reported, held = resident_bytes(), _reported(engine), list[int]()
             try:
                 for _ in range(count):
                     held += engine.prefill([prompt])[0]
-                grown.append(_resident() - before)
+                grown.append(resident_bytes() - before)
                 added.append(_reported(engine) - reported)  # an engine that gives pages back allocates them again
             finally:
                 engine.release(held)
@@ -149,7 +149,7 @@ def _reported(engine: Engine) -> int:
     return memory.pool_bytes + memory.exact_bytes + memory.window_bytes
 
 
-def _resident() -> int:
+def resident_bytes() -> int:
     """Return the bytes of this process that are in memory, after what was freed is given back."""
     give_back_freed()
     return int(STATM.read_text().split()[1]) * resource.getpagesize()

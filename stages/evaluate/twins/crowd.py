@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.engine import Engine
+from stages.evaluate.decoding.system import STATM, resident_bytes
 from stages.evaluate.twins.request import PASS_TOKENS
 from stages.evaluate.twins.stage import Actor, Stage
 
@@ -31,6 +32,11 @@ WATCHED_LOGITS = 512
 """Logits of a row that are kept: what reads another page changes them all."""
 NOISE = 4.0
 """How many times as much as a repetition strangers may change."""
+
+WEAR_STEPS = 16
+"""Decode steps of a request that is asked again and again."""
+LEAK_BYTES = 512 << 10
+"""Least growth of the process that counts, in each of the last three quarters of these requests."""
 
 Marks = npt.NDArray[np.float32]
 
@@ -57,6 +63,38 @@ def crowd(stage: Stage) -> None:
             f"isolation: {influenced.sum()} of {len(changed)} tokens of a crowd depend on what other requests hold: "
             f"logits change by up to {changed.max():.2g} when only the others' tokens do, by {usual}"
         )
+
+
+def wear(stage: Stage) -> None:
+    """Two short requests again and again: they get the logits of the first time, and the process's memory stands still."""
+    count = stage.config.requests
+    if stage.engine.can(Engine.forced_together) or stage.max_tokens < 4 * WEAR_STEPS:
+        return
+    pair = [stage.actor(f"one of {count} equal requests", length, WEAR_STEPS) for length in (37, 5)[: stage.largest]]
+    first, changed, resident = list[Marks](), list[float](), list[int]()
+    for number in range(count):
+        again = [Actor(one.role, one.prompt, list(one.ahead), watched=number == 0) for one in pair]
+        stage.prefill(*again)
+        stage.decode(*again, steps=WEAR_STEPS)
+        stage.leave(*again)
+        marks = [mark for actor in again for mark in _marks(actor)]
+        first = first or marks
+        changed += _difference(first, marks).tolist()
+        if STATM.exists() and 4 * (number + 1) // count > len(resident):
+            resident.append(resident_bytes())
+    largest = max(float(np.abs(mark).max()) for mark in first)
+    allowed = max(NOISE * float(np.median(changed)), stage.engine.logit_step * largest)
+    wrong = ~(np.array(changed) <= allowed)
+    if wrong.any():
+        where = int(wrong.argmax()) // len(first) + 1
+        stage.failures.append(
+            f"wear: {wrong.sum()} tokens of {count} equal requests, first of request {where}, differ from the first time by up "
+            f"to {max(changed):.2g} ({allowed:.2g} allowed)"
+        )
+    grown = int(np.diff(resident).min(initial=1 << 62)) if len(resident) == 4 else 0  # the first quarter may allocate
+    if grown >= LEAK_BYTES:
+        each = 4 * grown / (count * len(pair)) / 1024
+        stage.failures.append(f"wear: the process grows by {each:.1f} KiB with each of {count} equal requests")
 
 
 def _asleep(stage: Stage) -> list[int]:

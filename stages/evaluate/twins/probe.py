@@ -6,6 +6,7 @@ that the engine stored, and these codes by themselves.
 """
 
 import secrets
+import time
 from collections.abc import Iterator
 
 from pipeline.core.engine import Engine
@@ -19,8 +20,14 @@ from stages.evaluate.twins.scenes import SCENES
 from stages.evaluate.twins.stage import Stage
 from stages.evaluate.twins.twin import Twin
 
-COUNTS = ("tokens", "decoded", "batch", "requests", "rows", "together", "prompts", "forks", "turns", "prefixes")
+COUNTS = (
+    *("tokens", "decoded", "batch", "requests", "rows", "together", "prompts", "forks", "turns", "prefixes", "steps"),
+    "preempted",
+)
 """Fields of `Probe` that a `Stage` counts."""
+
+IDLE_SECONDS = 1 / 64
+"""Seconds that an engine is idle while a sequence is live, for each request of `workloads.probe.requests`."""
 
 
 def probe(
@@ -70,8 +77,16 @@ def probe(
 
 
 def _played(stage: Stage) -> Iterator[int]:
-    """Run the scenarios that the engine is able to, and yield how many have ended, before the first and after each."""
+    """Run the scenarios that the engine is able to, and yield how many have ended, before the first and after each.
+
+    A sequence rests through all of them, with a token after each, and once for `IDLE_SECONDS` a request.
+    """
     yield 0
+    engine = stage.engine
+    if not engine.can(Engine.forced_together) and (engine.max_sequences is None or engine.max_sequences > stage.largest):
+        stage.scene = "rest"
+        stage.resting = stage.actor("a sequence that rests while others come and go", stage.length(40, 90))
+        stage.prefill(stage.resting)
     for ended, scene in enumerate(SCENES, start=1):
         if all(stage.engine.can(need) for need in scene.needs):
             stage.scene = scene.name
@@ -80,4 +95,11 @@ def _played(stage: Stage) -> Iterator[int]:
             except UserError as error:
                 stage.failures.append(f"{scene.name}: the engine refused it: {error}")
             stage.end()
+            if stage.resting is not None:
+                stage.decode(stage.resting)
         yield ended
+    if stage.resting is not None:
+        stage.scene, resting, stage.resting = "rest", stage.resting, None
+        time.sleep(max(0.0, IDLE_SECONDS * stage.config.requests - stage.idle))
+        stage.decode(resting, steps=4)
+        stage.end()

@@ -10,7 +10,8 @@ import numpy as np
 
 from pipeline.core.engine import Engine
 from pipeline.core.kv import PAGE_TOKENS
-from stages.evaluate.twins.crowd import crowd
+from stages.evaluate.decoding.pressure import press
+from stages.evaluate.twins.crowd import crowd, wear
 from stages.evaluate.twins.stage import Actor, Stage
 
 STEPS = 4
@@ -36,6 +37,9 @@ LONGEST_ANSWER = 200
 
 WAITING = 80
 """Prompts that are asked in one call."""
+
+PRESSED, PRESSED_STEPS = 8, 24
+"""Requests in a full pool, and tokens that each decodes, over a border of a page."""
 
 
 @dataclass(frozen=True)
@@ -299,6 +303,25 @@ def answers(stage: Stage) -> None:
             stage.ask([actor], [limit], [other, *stop])
 
 
+def full_pool(stage: Stage) -> None:
+    """Requests in a pool that holds a third of them, half of which begin alike: they wait, give way, and come again.
+
+    An engine that is asked with samples by default is not asked here.
+    """
+    if stage.engine.pressed_requests or stage.max_tokens < 5 * PAGE_TOKENS:
+        return
+    page, named = stage.draw(PAGE_TOKENS), []
+    for number in range(PRESSED):
+        length = (1 + number % 3) * PAGE_TOKENS + stage.length(PAGE_TOKENS - PRESSED_STEPS + 6, PAGE_TOKENS - 1)
+        begin = page if number % 2 else stage.draw(PAGE_TOKENS)
+        tokens = [*begin, *stage.draw(length - PAGE_TOKENS + PRESSED_STEPS)]
+        named.append((f"request {number} of {length} and {PRESSED_STEPS} tokens", (tokens, length)))
+    found = press(stage.engine, named)
+    stage.requests += found.requests
+    stage.preempted += found.preempted
+    stage.failures += [f"full pool: {deviation}" for deviation in found.deviations[:3]]
+
+
 SCENES = (
     Scene(batch),
     Scene(equal),
@@ -311,5 +334,7 @@ SCENES = (
     Scene(schedule),
     Scene(lengths),
     Scene(answers),
+    Scene(full_pool, (Engine.press,)),
     Scene(crowd),
+    Scene(wear),
 )

@@ -4,6 +4,7 @@ The engine goes first. What it stored of a sequence is looked at before it is fr
 sequences of a scenario together over these codes.
 """
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -109,6 +110,14 @@ class Stage:
     decoded: int = 0
     batch: int = 0
     rows: int = 0
+    steps: int = 0
+    """Decode steps of the engine."""
+    preempted: int = 0
+    """How often requests gave way in a full pool."""
+    idle: float = 0.0
+    """Longest time in seconds that the engine was left alone while a sequence was live."""
+    resting: Actor | None = None
+    """A sequence that lives through all scenarios, and decodes a token after each."""
     prompts: int = 0
     """Rows of prompts and later chunks among them."""
     offsets: set[int] = field(default_factory=set)
@@ -170,6 +179,7 @@ class Stage:
         for _ in range(steps):
             tokens = [actor.ahead.pop(0) if actor.ahead else self.draw(1)[0] for actor in actors]
             logits = self.engine.decode([actor.handle for actor in actors], tokens)
+            self.steps += 1
             for row, (actor, token) in enumerate(zip(actors, tokens, strict=True)):
                 self._take(actor, [token], logits[row], row, len(actors), decoded=True)
             self._look([actor for actor in actors if self.loses and (len(actor.tokens) + 1) % PAGE_TOKENS == 0])
@@ -258,7 +268,7 @@ class Stage:
     def _weigh(self, live: Sequence[Actor]) -> None:
         """Note pages that the policy gave back, and that the only live sequences still hold."""
         policy, shape = self.engine.policy, self.engine.shape
-        lengths = [len(actor.tokens) for actor in live]
+        lengths = [len(actor.tokens) for actor in (*live, *([self.resting] if self.resting else ()))]
         due = sum(policy.kept_pages(length, shape) + policy.window_pages(length) for length in lengths)
         held = 0 if self.engine.keeps_prefixes else self.engine.memory().held_pages
         if held > due + len(live):  # a page may leave a step later
@@ -285,9 +295,11 @@ class Stage:
     # --- the reference engine -----------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """End a scenario: let the sequences leave that a refusal left, and compare."""
-        self.leave(*[actor for actor in self.playing if actor.handle >= 0])
+        """End a scenario: release the sequences that a refusal left, and compare while the engine is idle."""
+        self.leave(*[actor for actor in self.playing if actor.handle >= 0 and actor is not self.resting])
+        started = time.monotonic()
         self.compare()
+        self.idle = max(self.idle, time.monotonic() - started)
         self._check_answers()
 
     def compare(self, least: int = 0) -> None:
