@@ -170,7 +170,8 @@ def given(name: str, edit: Edit, at: When = always, mode: Mode = "decode") -> Pl
             return
         session = engine._sessions[mode]
         put = session.put
-        session.put = lambda given, values: put(given, edited(values) if given == name else values)
+        # One session may serve both modes.
+        session.put = lambda given, values: put(given, edited(values) if given == name and run().mode == mode else values)
 
     return Plant(f"{mode}: {name}", apply)
 
@@ -207,7 +208,7 @@ def reads(arrays: str, edit: Edit, at: When = always, layers: Sequence[int] = ra
         def faulty() -> None:
             step, kept = current(), {}
             used = sorted({page for handle in step.handles for page in step.pages(handle)})
-            if used and at(step):
+            if used and step.mode == "decode" and at(step):
                 for name, array in engine.pool.arrays.items():
                     side, _, layer = name.partition(".")
                     if side in wanted and int(layer) in layers:
@@ -263,16 +264,30 @@ def static(side: str, edit: Callable[[Array], Any], layers: Sequence[int] = rang
     """
 
     def apply(engine: Any) -> None:
-        for name, values in engine._constants.items():
-            array, _, layer = name.partition(".")
-            if array != f"{side}_scale" or int(layer) not in layers:
-                continue
-            if mode is None:
+        chosen = {
+            name: values
+            for name, values in engine._constants.items()
+            for array, _, layer in [name.partition(".")]
+            if array == f"{side}_scale" and int(layer) in layers
+        }
+        if mode is None:
+            for values in chosen.values():
                 values[...] = edit(values)
-            else:
-                own = engine.__dict__.setdefault("own_constants", [])
-                own.append(np.ascontiguousarray(np.broadcast_to(edit(values.copy()), values.shape), values.dtype))
-                engine._sessions[mode].bind_input(name, own[-1])
+            return
+        own = {
+            name: np.ascontiguousarray(np.broadcast_to(edit(values.copy()), values.shape), values.dtype)
+            for name, values in chosen.items()
+        }
+        current, session = steps(engine), engine._sessions[mode]
+        run = session.run
+
+        def faulty() -> None:  # one session may serve both modes
+            bound = own if current().mode == mode else chosen
+            for name, values in bound.items():
+                session.bind_input(name, values)
+            run()
+
+        session.run = faulty
 
     return Plant(f"static {side} scales{'' if mode is None else f' of {mode}'}", apply)
 
