@@ -1,0 +1,71 @@
+"""Wrong FAILs of the stress test: sound caches of the tiny model on every engine of a CPU, several seeds each.
+
+python -m benchmarks.stress_table --match int8 --json benchmarks/results/stress_cpu.json    # adds these policies
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+from benchmarks.benchlib import CHECKPOINT, load_model, load_policy, make_bundle, static_scales_on, story_tokens
+from benchmarks.recording import ROOT, log, results_record, write_json
+from pipeline.core.kv import KVPolicy
+from pipeline.core.records import no_progress
+from pipeline.core.workloads import ProbeConfig
+from stages.engines.onnx.engine import load_engine
+from stages.engines.oracle.engine import OracleEngine
+from stages.evaluate.twins.probe import probe
+from stages.evaluate.twins.twin import Twin
+
+CONFIG = ProbeConfig(max_tokens=448, decode_steps=24, offset_steps=4, max_batch=10, requests=16)
+BATCH, CLAIMED = 8, 400
+Kind = Literal["native", "graph", "reference"]
+TOO_WIDE = {"int4_g128"}
+"""Policies whose groups are wider than a head of the tiny model."""
+
+
+def engines(policy: KVPolicy) -> tuple[Kind, ...]:
+    """Return the engines that compute a policy on a CPU."""
+    only_reference = any(form.code.oracle_only for _, form in policy.formats)
+    return ("reference",) if only_reference else ("native", "graph", "reference")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--match", default="", help="regular expression that a policy's name begins with")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--json", type=Path, required=True, help="results file; rows of other policies stay")
+    options = parser.parse_args()
+
+    names = [path.stem for path in sorted((ROOT / "conf" / "kv").glob("*.yaml")) if re.match(options.match, path.stem)]
+    held = json.loads(options.json.read_text())["results"] if options.json.exists() else []
+    rows = {(row["policy"], row["engine"]): row for row in held}
+    model, scales_of = load_model(), static_scales_on(CHECKPOINT, story_tokens(8, 512).tolist())
+    for name in [name for name in names if name not in TOO_WIDE]:
+        policy = load_policy(name)
+        scales = scales_of(policy)
+        for kind in engines(policy):
+            with TemporaryDirectory() as work:
+                failures: list[str] = []
+                for seed in range(options.seeds):
+                    engine: Any = OracleEngine.from_model(model, policy, scales)
+                    twin = Twin(OracleEngine.from_model(model, policy, scales), "float32")
+                    if kind != "reference":
+                        bundle = Path(work) / name
+                        bundle = bundle if bundle.exists() else make_bundle(policy, scales, Path(work))
+                        engine = load_engine(bundle, threads=1, attention=kind)
+                    config = CONFIG.model_copy(update={"seed": seed})
+                    found = probe(engine, twin, config, BATCH, CLAIMED, no_progress)
+                    failures += [f"seed {seed}: {failure}" for failure in found.failures[:1]]
+            rows[name, kind] = {"policy": name, "engine": kind, "seeds": options.seeds, "failures": failures}
+            log(f"{name} {kind}: {len(failures)} of {options.seeds} fail {failures[:1]}")
+            write_json(options.json, results_record([rows[key] for key in sorted(rows)]))
+    runs, wrong = sum(row["seeds"] for row in rows.values()), sum(len(row["failures"]) for row in rows.values())
+    print(f"{len({row['policy'] for row in rows.values()})} policies, {runs} runs, {wrong} wrong FAILs")
+
+
+if __name__ == "__main__":
+    main()
