@@ -17,8 +17,8 @@ from pipeline.core.records import no_progress
 from pipeline.core.workloads import ProbeConfig
 from stages.engines.onnx.engine import load_engine
 from stages.engines.oracle.engine import OracleEngine
-from stages.evaluate.twins.probe import probe
-from stages.evaluate.twins.twin import Twin
+from stages.evaluate.reference.engine import ReferenceEngine
+from stages.evaluate.reference.probe import probe
 
 CONFIG = ProbeConfig(max_tokens=448, decode_steps=24, offset_steps=4, max_batch=10, requests=16)
 BATCH, CLAIMED = 8, 400
@@ -52,13 +52,13 @@ def main() -> None:
                 failures: list[str] = []
                 for seed in range(options.seeds):
                     engine: Any = OracleEngine.from_model(model, policy, scales)
-                    twin = Twin(OracleEngine.from_model(model, policy, scales), "float32")
+                    reference = ReferenceEngine(OracleEngine.from_model(model, policy, scales), "float32")
                     if kind != "reference":
                         bundle = Path(work) / name
                         bundle = bundle if bundle.exists() else make_bundle(policy, scales, Path(work))
                         engine = load_engine(bundle, threads=1, attention=kind)
                     config = CONFIG.model_copy(update={"seed": seed})
-                    found = probe(engine, twin, config, BATCH, CLAIMED, no_progress)
+                    found = probe(engine, reference, config, BATCH, CLAIMED, no_progress)
                     failures += [f"seed {seed}: {failure}" for failure in found.failures[:1]]
             rows[name, kind] = {"policy": name, "engine": kind, "seeds": options.seeds, "failures": failures}
             log(f"{name} {kind}: {len(failures)} of {options.seeds} fail {failures[:1]}")

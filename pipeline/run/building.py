@@ -197,7 +197,7 @@ class BuildChain:
         return {"weights": self.config.weights.format, "max_length": max_length, "seed": seed}
 
     @cached_property
-    def twin_config(self) -> TorchConfig:
+    def reference_config(self) -> TorchConfig:
         threads = getattr(self.config.backend, "threads", None)
         return TorchConfig.model_validate({"name": "torch", "device": "cpu", "threads": threads})
 
@@ -229,7 +229,7 @@ class BuildChain:
                 seed=self.config.seed,
                 uniform=list(zip(policies, scales, strict=True)),
                 config=options,
-                threads=self.twin_config.threads,
+                threads=self.reference_config.threads,
                 progress=progress,
             )
 

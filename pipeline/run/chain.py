@@ -29,7 +29,7 @@ from pipeline.verdict.thresholds import Verdict
 if TYPE_CHECKING:
     from stages.evaluate.inputs.tokens import BundleTokenizer, Encoded
     from stages.evaluate.joining import Evaluation
-    from stages.evaluate.twins.twin import Twin
+    from stages.evaluate.reference.engine import ReferenceEngine
 
 
 @dataclass
@@ -49,13 +49,13 @@ class Chain(BuildChain):
             return self.tuned()
         return {"quantize": self.exports, "build": self.bundle}.get(stage, self.evaluation)(policy)
 
-    def twin(self, policy: KVPolicy) -> Artifact:
+    def reference(self, policy: KVPolicy) -> Artifact:
         """Return the bundle of the oracle under `policy`, from the weights and scales that the engine is built from."""
-        return self.bundle(policy, self.twin_config)
+        return self.bundle(policy, self.reference_config)
 
     @cached_property
     def reference_device(self) -> str:
-        """Device of the twin: `cpu` or `cuda`."""
+        """Device of the reference: `cpu` or `cuda`."""
         from stages.engines.oracle.device import reference_device
 
         given = self.given
@@ -89,7 +89,9 @@ class Chain(BuildChain):
             from stages.evaluate.measure import measure
 
             opened, config = self._open(policy), self.config.workloads
-            engine = opened.engine  # first: on a GPU an engine may take a share of all memory, and the twin takes of the rest
+            engine = (
+                opened.engine
+            )  # first: on a GPU an engine may take a share of all memory, and the reference engine takes of the rest
             measure(
                 engine,
                 self._encoded.round(number),
@@ -98,7 +100,7 @@ class Chain(BuildChain):
                 config=config,
                 progress=progress,
                 baseline=None if baseline is None else baseline.path,
-                twin=opened.twin if number == 1 and config.conformance_samples else None,
+                reference=opened.reference if number == 1 and config.conformance_samples else None,
                 allow_scale_changes=self.config.gates.allow_scale_changes,
             )
 
@@ -123,7 +125,7 @@ class Chain(BuildChain):
                 measured.path,
                 config=self.config.workloads,
                 progress=progress,
-                twin=opened.twin if self.config.workloads.conformance_samples else None,
+                reference=opened.reference if self.config.workloads.conformance_samples else None,
                 baseline=None if baseline is None else baseline.path,
                 planned=self._encoded.items,
             ).write(out)
@@ -136,7 +138,7 @@ class Chain(BuildChain):
         engine = self.bundle(policy)
         asked = {"baseline": engine} if baseline is None else {"engine": engine, "answers": baseline}
         if self.config.workloads.conformance_samples:
-            asked["twin"] = self.twin(policy)
+            asked["reference"] = self.reference(policy)
         return {**asked, "encoded": self.encoded_samples}
 
     def _open(self, policy: KVPolicy) -> "_Opened":
@@ -243,7 +245,7 @@ class Chain(BuildChain):
         # What is measured a single time is no part of a round: another probe asks no question anew.
         apart = {"probe", "load"} if module in ("measure", "inputs.tokens") else set[str]()
         parts = {"workloads": workloads.model_dump(exclude=apart), "python": python, **backend.run_parts(), **config}
-        if "twin" in inputs and self.reference_device == "cuda":
+        if "reference" in inputs and self.reference_device == "cuda":
             from stages.engines.oracle.device import gpu_identity
 
             parts["reference"] = gpu_identity()
@@ -288,7 +290,7 @@ class Chain(BuildChain):
 
 
 class _Opened:
-    """An engine that is loaded when it is asked for, and its twin."""
+    """An engine that is loaded when it is asked for, and its reference."""
 
     def __init__(self, chain: Chain, policy: KVPolicy) -> None:
         self.chain, self.policy = chain, policy
@@ -298,12 +300,12 @@ class _Opened:
         return self.chain.backend.load(self.chain.bundle(self.policy).path)
 
     @cached_property
-    def twin(self) -> "Twin":
-        from stages.evaluate.twins.twin import Twin
+    def reference(self) -> "ReferenceEngine":
+        from stages.evaluate.reference.engine import ReferenceEngine
 
         chain = self.chain
-        backend: Any = open_backend(chain.twin_config)
-        oracle = backend.load_reference(chain.twin(self.policy).path, chain.reference_device)
+        backend: Any = open_backend(chain.reference_config)
+        oracle = backend.load_reference(chain.reference(self.policy).path, chain.reference_device)
         quantized = inspect_checkpoint(chain.checkpoint).quantized
         other = quantized is not None and quantized.inputs == "other"  # which the oracle does not round
-        return Twin(oracle, None if other else chain.backend.compute_dtype, chain.backend.measures_rounding)
+        return ReferenceEngine(oracle, None if other else chain.backend.compute_dtype, chain.backend.measures_rounding)

@@ -17,8 +17,8 @@ from stages.evaluate.decoding.noise import canary_samples
 from stages.evaluate.decoding.rows import Observer, Run, labelled, run_samples, unjudged_rows
 from stages.evaluate.distances.scores import Heads
 from stages.evaluate.inputs.tokens import EncodedSample
-from stages.evaluate.twins.conformance import Comparison
-from stages.evaluate.twins.twin import Twin
+from stages.evaluate.reference.conformance import Comparison
+from stages.evaluate.reference.engine import ReferenceEngine
 
 KEY_FACTORS = (1.05, 1.25, 2.0)
 """Small factors of the key scales of one head."""
@@ -39,7 +39,7 @@ def canary(
     heads: Heads,
     config: WorkloadsConfig,
     progress: Progress,
-    twin: Twin | None = None,
+    reference: ReferenceEngine | None = None,
     limit: float = ALLOWED,
 ) -> Canary:
     """Run forced decode that reads wrong keys: prefill some samples together, corrupt the key scale once, then decode.
@@ -50,14 +50,14 @@ def canary(
         heads: The baseline's distributions of these.
         config: Size of the must-fail control, and its factor.
         progress: Called with what is being done, and how much of how much.
-        twin: The candidate's twin, beside which small faults show.
-        limit: The roundings from which on a request counts as off its twin.
+        reference: The candidate's reference, beside which small faults show.
+        limit: The roundings from which on a request counts as off its reference.
     """
     policy, ladder = engine.policy, []
     least = policy.exact_tokens + 2 * PAGE_TOKENS + (policy.window.tokens if policy.window is not None else 0)
     subset = canary_samples(encoded, config, least)
     if engine.can(Engine.corrupt_scale):
-        ladder = _ladder(engine, subset[:1], heads, progress, twin, limit)
+        ladder = _ladder(engine, subset[:1], heads, progress, reference, limit)
     run = Run(subset, heads, labelled(progress, "must-fail control: "))
     rows = _decoded(engine, run, partial(engine.corrupt_key_scale, config.canary_factor))
     return Canary(factor=config.canary_factor, rows=rows, ladder=ladder)
@@ -88,21 +88,26 @@ def small_faults(policy: KVPolicy, shape: KVShape) -> list[SmallFault]:
 
 
 def _ladder(
-    engine: Engine, chosen: Sequence[EncodedSample], heads: Heads, progress: Progress, twin: Twin | None, limit: float
+    engine: Engine,
+    chosen: Sequence[EncodedSample],
+    heads: Heads,
+    progress: Progress,
+    reference: ReferenceEngine | None,
+    limit: float,
 ) -> list[Rung]:
     """Run the chosen sample with one small fault after the other, through the steps that serve, until one is noticed.
 
-    Each costs a decode and a replay of the sample, and beside the twin the first one shows already.
+    Each costs a decode and a replay of the sample, and beside the reference engine the first one shows already.
     """
     rungs: list[Rung] = []
     faults = small_faults(engine.policy, engine.shape)
     for number, fault in enumerate(faults):
-        if rungs and _shows(rungs[-1], twin, limit):
+        if rungs and _shows(rungs[-1], reference, limit):
             break
         named = labelled(progress, f"must-fail control {number + 1} of {len(faults)}, {fault.name}: ")
         every = range(len(chosen))
         run = Run(chosen, heads, named)
-        beside = None if twin is None else Comparison(engine, twin, run, every, batch_size=len(chosen))
+        beside = None if reference is None else Comparison(engine, reference, run, every, batch_size=len(chosen))
         observe = None if beside is None else beside.take
         rows = _decoded(engine, run, partial(fault.plant, engine), observe, one_pass=False)
         fault.take_back(engine)
@@ -110,9 +115,9 @@ def _ladder(
     return rungs
 
 
-def _shows(rung: Rung, twin: Twin | None, limit: float) -> bool:
-    """Whether a fault shows beside a twin that the engine is judged by."""
-    judged = twin is not None and twin.compute_dtype is not None
+def _shows(rung: Rung, reference: ReferenceEngine | None, limit: float) -> bool:
+    """Whether a fault shows beside a reference engine that the engine is judged by."""
+    judged = reference is not None and reference.compute_dtype is not None
     return judged and any(request.times_allowed(limit) > 1 for request in rung.requests)
 
 

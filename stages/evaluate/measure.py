@@ -35,8 +35,8 @@ from stages.evaluate.decoding.stored import LOGPROBS, Measured, Round, read_roun
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.distances.scores import StoredHeads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, workloads_digest
-from stages.evaluate.twins.conformance import Comparison, spread
-from stages.evaluate.twins.twin import Twin
+from stages.evaluate.reference.conformance import Comparison, spread
+from stages.evaluate.reference.engine import ReferenceEngine
 
 NOT_FINITE = "backend.compute_dtype: use float32, the baseline's logits are not finite"
 
@@ -50,7 +50,7 @@ def measure(
     config: WorkloadsConfig,
     progress: Progress,
     baseline: Path | None = None,
-    twin: Twin | None = None,
+    reference: ReferenceEngine | None = None,
     allow_scale_changes: Collection[ScaleChangeKind] = (),
 ) -> None:
     """Ask an engine the samples of a round; a candidate is compared with the baseline.
@@ -64,10 +64,10 @@ def measure(
         tokenizer: The tokenizer of the engine bundle.
         out: A directory that is empty, or was left by an interrupted call with the same arguments. It receives what
             `stored.read_round` and `scores.StoredHeads` read.
-        config: Batch size, limits, and how many samples are compared with the twin.
+        config: Batch size, limits, and how many samples are compared with the reference.
         progress: Called with a label, the tokens done, and the tokens in all.
         baseline: What this function wrote of the baseline in the same round; None for the baseline itself.
-        twin: What the engine is compared with; None compares nothing.
+        reference: What the engine is compared with; None compares nothing.
         allow_scale_changes: What the engine may make of the scales that its checkpoint carries.
 
     Raises:
@@ -88,12 +88,12 @@ def measure(
         usual, scored = known.record.conformance, known.scored(encoded)
     repeated = {item.sample.id for item in repeated_samples(scored, config)}
     comparison = None
-    if twin is not None:  # a candidate may be as far from its twin as its baseline makes usual
-        limit, layers = twin.limits(usual)
+    if reference is not None:  # a candidate may be as far from its reference engine as its baseline makes usual
+        limit, layers = reference.limits(usual)
         chosen = spread(scored, config.conformance_samples)
         comparison = Comparison(
             engine,
-            twin.beside(usual),
+            reference.with_rounding_of(usual),
             Run(scored, heads, named),
             chosen,
             batch_size=config.batch_size,
@@ -148,7 +148,7 @@ def measure(
             takes_effect=engine.policy.takes_effect,
             coverage=Exercised.merged([result.trace for result in results]),
             conformance=conformance,
-            compute_dtype=None if twin is None else twin.compute_dtype,
+            compute_dtype=None if reference is None else reference.compute_dtype,
             scale_changes=changes,
             right_answers={item.sample.id: list(item.reference) for item in scored if item.replaced and heads is None},
         )

@@ -19,8 +19,8 @@ from stages.evaluate.decoding.stored import LOGPROBS, Once, read_round
 from stages.evaluate.decoding.system import measure_system
 from stages.evaluate.distances.scores import StoredHeads
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
-from stages.evaluate.twins.probe import probe
-from stages.evaluate.twins.twin import Twin
+from stages.evaluate.reference.engine import ReferenceEngine
+from stages.evaluate.reference.probe import probe
 
 
 def once(
@@ -31,7 +31,7 @@ def once(
     *,
     config: WorkloadsConfig,
     progress: Progress,
-    twin: Twin | None = None,
+    reference: ReferenceEngine | None = None,
     baseline: Path | None = None,
     planned: Sequence[EncodedSample] = (),
 ) -> Once:
@@ -44,7 +44,7 @@ def once(
         measured: What `measure` wrote of the engine in that round.
         config: Batch size, repeated samples, must-fail control, probe, and the load that is timed.
         progress: Called with a label, units done, and units in all.
-        twin: What the stress test compares the engine with; None runs no stress test.
+        reference: What the stress test compares the engine with; None runs no stress test.
         baseline: What `measure` wrote of the baseline in that round; None for the baseline, which runs no control.
         planned: The samples of all rounds, the longest of which the claim is about.
     """
@@ -55,8 +55,8 @@ def once(
     named = progress if baseline is not None else labelled(progress, "baseline: ")
     floor, own = labelled(named, "noise floor: "), StoredHeads(measured / LOGPROBS).sample
     usual = None if baseline is None else first_round.record.conformance
-    if twin is not None:
-        twin = twin.beside(usual)
+    if reference is not None:
+        reference = reference.with_rounding_of(usual)
     # Another batch composition: a quarter of the sequences at once, pairs of few ones and where they ran one by one; batched
     # and token by token where they ran in one pass. Whole requests stay whole requests: each step of one would be a request
     # of its own.
@@ -71,7 +71,7 @@ def once(
         free_answers=free_answers(engine, subset, batch, greedy, named, [result.answer for result in second]),
         reused=reused_prefixes(engine, subset),
         speculated=speculated_by(engine, answers.answers_to(subset), subset, config.speculation, greedy),
-        probe=None if twin is None else probe(engine, twin, config.probe, batch, longest, named, usual),
+        probe=None if reference is None else probe(engine, reference, config.probe, batch, longest, named, usual),
         system=measure_system(engine, config.load, named),
     )
     if baseline is None:
@@ -80,5 +80,5 @@ def once(
     crowded = pressure(engine, encoded, asked, named)
     repeated = Exercised.merged([*(result.trace for result in second), Exercised(room=longest)])
     heads = StoredHeads(baseline / LOGPROBS).sample
-    corrupted = canary(engine, encoded, heads, config, named, twin, allowed(usual.requests if usual is not None else []))
+    corrupted = canary(engine, encoded, heads, config, named, reference, allowed(usual.requests if usual is not None else []))
     return found.model_copy(update={"coverage": repeated, "canary": corrupted, "pressure": crowded})

@@ -1,6 +1,6 @@
 """A day of service, the same for every engine: what a fault costs a user is how the day differs from a sound engine's.
 
-No gate and no twin is asked: an engine is held against itself without the fault, which repeats every logit bit by bit.
+No gate is asked: an engine is compared with itself without the fault, which repeats every logit bit by bit.
 """
 
 from collections.abc import Sequence

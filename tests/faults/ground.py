@@ -69,7 +69,7 @@ class FaultyChain(Chain):
     """The chain of a configuration whose engines have a fault."""
 
     fault: Fault | None = None
-    twins: dict[str, Any]
+    references: dict[str, Any]
     """Twins by the name of their policy, which are the same for every fault."""
 
     @cached_property
@@ -95,9 +95,9 @@ class FaultyChain(Chain):
 
     def _open(self, policy: KVPolicy) -> Any:
         opened = super()._open(policy)
-        if policy.name not in self.twins:
-            self.twins[policy.name] = remembering(opened.twin)
-        opened.__dict__["twin"] = self.twins[policy.name]
+        if policy.name not in self.references:
+            self.references[policy.name] = remembering(opened.reference)
+        opened.__dict__["reference"] = self.references[policy.name]
         return opened
 
 
@@ -107,9 +107,9 @@ def set_up(engine: Any) -> Engine:
     return engine  # type: ignore[no-any-return]
 
 
-def remembering(twin: Any) -> Any:
-    """Let a twin compute what it is asked about a sequence of its own once."""
-    oracle, answers = twin.engine, dict[Any, Any]()
+def remembering(reference: Any) -> Any:
+    """Let a reference engine compute what it is asked about a sequence of its own once."""
+    oracle, answers = reference.engine, dict[Any, Any]()
     forced, replay = oracle.forced, oracle.replay
 
     def known(key: Any, compute: Callable[[], Any]) -> Any:
@@ -128,7 +128,7 @@ def remembering(twin: Any) -> Any:
         return known((asked, *sorted(options.items())), lambda: replay(sequences, **options))
 
     oracle.forced, oracle.replay = in_one_pass, over_own_cache
-    return twin
+    return reference
 
 
 class Ground:
@@ -137,7 +137,7 @@ class Ground:
     def __init__(self, work: Path, overrides: Sequence[str] = (), workloads: Sequence[str] = SMALLEST) -> None:
         self.work, self.workloads, self.overrides = work, workloads, overrides
         self._configs: dict[Any, Config] = {}
-        self._twins: dict[tuple[str, str, int], dict[str, Any]] = {}
+        self._references: dict[tuple[str, str, int], dict[str, Any]] = {}
         self._days: dict[tuple[str, EngineName, bool], Day] = {}
 
     def config(
@@ -197,7 +197,7 @@ class Ground:
             (own / stage).symlink_to((self.work / "sound" / stage).resolve())
         chain = FaultyChain(config, Store(own))
         chain.fault = fault
-        chain.twins = self._twins.setdefault((str(config.model.path), config.backend.name, config.seed), {})
+        chain.references = self._references.setdefault((str(config.model.path), config.backend.name, config.seed), {})
         return chain
 
     def _judge(self, config: Config, fault: Fault | None) -> Judgement:

@@ -1,4 +1,4 @@
-"""Engines of the tiny model beside their twins."""
+"""Engines of the tiny model beside their reference engines."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +21,8 @@ from stages.engines.oracle.engine import OracleEngine
 from stages.evaluate.decoding.rows import Run
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
-from stages.evaluate.twins.conformance import Comparison
-from stages.evaluate.twins.twin import Twin
+from stages.evaluate.reference.conformance import Comparison
+from stages.evaluate.reference.engine import ReferenceEngine
 
 POLICIES = {
     policy.name: policy
@@ -47,15 +47,15 @@ def conformance_config(**changes: Any) -> WorkloadsConfig:
     return WorkloadsConfig.model_validate({**base, "rounds": [1.0], "load": load, **values, **changes})
 
 
-def compare(engine: Engine, twin: Twin, encoded: Sequence[EncodedSample], batch_size: int) -> EngineConformance:
-    """Decode samples on an engine, forced, and compare every one of them with the twin."""
-    comparison = Comparison(engine, twin, Run(encoded, None, no_progress), range(len(encoded)), batch_size=batch_size)
+def compare(engine: Engine, reference: ReferenceEngine, encoded: Sequence[EncodedSample], batch_size: int) -> EngineConformance:
+    """Decode samples on an engine, forced, and compare every one of them with the reference."""
+    comparison = Comparison(engine, reference, Run(encoded, None, no_progress), range(len(encoded)), batch_size=batch_size)
     comparison.decode_missing()
     return comparison.result()
 
 
 class Conformity:
-    """The tiny model: its samples in tokens, and engines and twins by policy."""
+    """The tiny model: its samples in tokens, and engines and reference engines by policy."""
 
     def __init__(self, checkpoint: Path, factory: pytest.TempPathFactory) -> None:
         self.checkpoint, self.factory, self.work = checkpoint, factory, factory.mktemp("conformity")
@@ -71,9 +71,9 @@ class Conformity:
         fault(engine)
         return engine
 
-    def twin(self, policy: KVPolicy, engine: OnnxEngine) -> Twin:
+    def reference(self, policy: KVPolicy, engine: OnnxEngine) -> ReferenceEngine:
         oracle = OracleEngine.from_model(self.model, policy, static_scales(policy, engine.shape))
-        return Twin(oracle, "float32")
+        return ReferenceEngine(oracle, "float32")
 
     def compared(self, policy: KVPolicy, engine: OnnxEngine) -> EngineConformance:
-        return compare(engine, self.twin(policy, engine), self.encoded, BATCH)
+        return compare(engine, self.reference(policy, engine), self.encoded, BATCH)

@@ -16,7 +16,7 @@ from stages.evaluate.inputs.tokens import Encoded, encode, encode_rounds
 from stages.evaluate.joining import Evaluation, join
 from stages.evaluate.measure import measure
 from stages.evaluate.once import once
-from stages.evaluate.twins.twin import Twin
+from stages.evaluate.reference.engine import ReferenceEngine
 
 LOAD = {"batch": 2, "context_tokens": 80, "new_tokens": 5, "warmup_steps": 1, "budget_gib": 0.001, "sequence_tokens": 64}
 
@@ -52,15 +52,15 @@ def measure_candidate(
     tokenizer: Any = CHARACTERS,
     config: WorkloadsConfig = BRIEF,
     progress: Progress = no_progress,
-    open_twin: Callable[[], Twin] | None = None,
+    open_reference: Callable[[], ReferenceEngine] | None = None,
 ) -> None:
     """Measure a candidate on samples that are one round, and a single time."""
     out.mkdir(parents=True, exist_ok=True)
-    engine, twin = open_engine(), None if open_twin is None else open_twin()
+    engine, reference = open_engine(), None if open_reference is None else open_reference()
     options: dict[str, Any] = {"config": config, "progress": progress, "baseline": baseline}
     encoded = encode(samples, tokenizer, config.max_scored_tokens)
-    measure(engine, encoded, tokenizer, out, twin=twin, **options)
-    once(engine, encoded, tokenizer, out, twin=twin, **options).write(out)
+    measure(engine, encoded, tokenizer, out, reference=reference, **options)
+    once(engine, encoded, tokenizer, out, reference=reference, **options).write(out)
 
 
 def joined(encoded: Encoded, rounds: Sequence[tuple[Path, Path]], config: WorkloadsConfig) -> Evaluation:
@@ -80,10 +80,10 @@ def evaluate(
     tokenizer: Any = CHARACTERS,
     config: WorkloadsConfig = BRIEF,
     progress: Progress = no_progress,
-    open_twin: Callable[[], Twin] | None = None,
+    open_reference: Callable[[], ReferenceEngine] | None = None,
 ) -> EvaluationReport:
     """Run a candidate on samples that are one round, and write its report into `out`."""
-    round_dir, options = out / "round", {"config": config, "progress": progress, "open_twin": open_twin}
+    round_dir, options = out / "round", {"config": config, "progress": progress, "open_reference": open_reference}
     measure_candidate(open_engine, samples, baseline, round_dir, tokenizer=tokenizer, **options)  # type: ignore[arg-type]
     encoded = encode_rounds(samples, tokenizer, config)
     evaluation = joined(encoded, [(baseline, round_dir)], config)

@@ -154,7 +154,7 @@ def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     fake("evaluate.measure", measure=_measure)
     fake("evaluate.once", once=_once)
-    fake("evaluate.twins.twin", Twin=lambda *_: None)
+    fake("evaluate.reference.engine", ReferenceEngine=lambda *_: None)
     fake(
         "evaluate.decoding.stored",
         Once=nothing,

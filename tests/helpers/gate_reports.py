@@ -84,7 +84,7 @@ def drafted(rows: list[SampleRow], candidate_passes: int) -> list[SampleRow]:
 
 NO_ANSWERS = FreeAnswers(samples=0, tokens=0, contradictions=[])
 PROBES = EngineProbes(candidate=None, baseline=None, free_candidate=NO_ANSWERS, free_baseline=NO_ANSWERS)
-"""Of engines without a twin, of which no answer was repeated."""
+"""Of engines without a reference engine, of which no answer was repeated."""
 
 CANARY_ROWS = [r.model_copy(update={"mean_kl": 3.0}) for r in answered("retrieval", 8)]
 

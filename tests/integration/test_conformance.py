@@ -1,4 +1,4 @@
-"""An engine beside its twin: sound ones are within rounding, planted faults are found and located."""
+"""An engine beside its reference: sound ones are within rounding, planted faults are found and located."""
 
 from itertools import cycle
 from pathlib import Path
@@ -18,7 +18,7 @@ from pipeline.verdict.thresholds import Check
 from stages.engines.onnx.engine import OnnxEngine
 from stages.evaluate.inputs.samples import load_samples
 from stages.evaluate.inputs.tokens import BundleTokenizer
-from stages.evaluate.twins.twin import Twin
+from stages.evaluate.reference.engine import ReferenceEngine
 
 SOUND = sorted(POLICIES)[:: 1 if STRIDE == 1 else 2 * STRIDE]
 PAGE_END_UNWRITTEN = FAULTS["shared_page_end_unwritten"].plant
@@ -173,11 +173,11 @@ def test_an_evaluation_of_two_engines_that_share_a_fault_fails(bench: Conformity
     def engine() -> OnnxEngine:
         return bench.engine(FP16_POLICY, fault=PAGE_END_UNWRITTEN)
 
-    def twin() -> Twin:
-        return bench.twin(FP16_POLICY, bench.engine(FP16_POLICY))
+    def reference() -> ReferenceEngine:
+        return bench.reference(FP16_POLICY, bench.engine(FP16_POLICY))
 
-    measure_baseline(engine, samples, stored, tokenizer=tokenizer, config=config, open_twin=twin)
-    report = evaluate(engine, samples, stored, tmp_path, tokenizer=tokenizer, config=config, open_twin=twin)
+    measure_baseline(engine, samples, stored, tokenizer=tokenizer, config=config, open_reference=reference)
+    report = evaluate(engine, samples, stored, tmp_path, tokenizer=tokenizer, config=config, open_reference=reference)
     assert report.overall.fidelity.kl_max == pytest.approx(0.0, abs=1e-6)
     assert report.conformance is not None
     checks, where = lines("conformance", report), report.conformance.baseline.deviation

@@ -28,8 +28,8 @@ from pipeline.verdict.coverage import Probe, ProcessMemory
 from stages.engines.onnx.engine import OnnxEngine, load_engine
 from stages.engines.oracle.engine import OracleEngine
 from stages.evaluate.decoding.system import process_memory
-from stages.evaluate.twins.probe import probe
-from stages.evaluate.twins.twin import Twin
+from stages.evaluate.reference.engine import ReferenceEngine
+from stages.evaluate.reference.probe import probe
 
 SMALL = ProbeConfig(max_tokens=192, decode_steps=72, offset_steps=4, max_batch=6, requests=8, seed=0)
 WIDE = SMALL.model_copy(update={"max_batch": 20})
@@ -49,15 +49,17 @@ def int8(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def twin(model: Any) -> Twin:
+def reference(model: Any) -> ReferenceEngine:
     """The oracle under int8."""
-    return Twin(OracleEngine.from_model(model, BY_NAME["int8"]), "float32")
+    return ReferenceEngine(OracleEngine.from_model(model, BY_NAME["int8"]), "float32")
 
 
 @pytest.mark.parametrize(("name", "attention"), [("int8", "graph"), ("evicted_ages", "native")])
 def test_a_sound_onnx_engine_passes(name: str, attention: Any, model: Any, decoder: Path, tmp_path: Path) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME[name], attention=attention)
-    found = probe(engine, Twin(make_oracle(model, BY_NAME[name], engine.shape), "float32"), SMALL, 4, 150, no_progress)
+    found = probe(
+        engine, ReferenceEngine(make_oracle(model, BY_NAME[name], engine.shape), "float32"), SMALL, 4, 150, no_progress
+    )
     assert found.failures == []
     assert found.allocation.problem is None
     assert (found.tokens, found.batch, found.page_offsets) == (192, 6, PAGE_TOKENS)
@@ -74,18 +76,20 @@ def test_a_page_that_leaves_too_early_for_a_fork_or_is_never_free_again_is_caugh
     name: str, said: str, model: Any, decoder: Path, tmp_path: Path
 ) -> None:
     engine = make_engine(decoder, tmp_path / "bundle", BY_NAME["streaming"])
-    twin = Twin(make_oracle(model, BY_NAME["streaming"], engine.shape), "float32")
+    reference = ReferenceEngine(make_oracle(model, BY_NAME["streaming"], engine.shape), "float32")
     long = SMALL.model_copy(update={"max_tokens": 320})
-    assert probe(engine, twin, long, 4, 150, no_progress).failures == []
+    assert probe(engine, reference, long, 4, 150, no_progress).failures == []
     FAULTS[name].plant(engine)
-    found = probe(engine, twin, long, 4, 150, no_progress)
+    found = probe(engine, reference, long, 4, 150, no_progress)
     assert any(said in failure for failure in found.failures), found.failures
 
 
 def test_the_torch_engine_steps_through_its_own_pages_and_passes(model: Any) -> None:
-    engine, twin = (make_oracle(model, BY_NAME["evicted_ages"], KVShape(layers=2, kv_heads=2, head_dim=64)) for _ in range(2))
+    engine, reference = (
+        make_oracle(model, BY_NAME["evicted_ages"], KVShape(layers=2, kv_heads=2, head_dim=64)) for _ in range(2)
+    )
     engine.decode = decode = Mock(wraps=engine.decode)  # type: ignore[method-assign]
-    found = probe(engine, Twin(twin, "float32"), SMALL, 4, 150, no_progress)
+    found = probe(engine, ReferenceEngine(reference, "float32"), SMALL, 4, 150, no_progress)
     assert found.failures == []
     assert found.allocation.problem is None
     assert {1, 4, 6} <= {len(step.args[0]) for step in decode.call_args_list}
@@ -145,11 +149,11 @@ WHERE_SAMPLES_DO_NOT_LEAD = [
     ("name", "config", "expected"), [one for one in WHERE_SAMPLES_DO_NOT_LEAD if STRIDE == 1 or one[1] is WIDE]
 )
 def test_a_fault_where_samples_do_not_lead_is_named(
-    name: str, config: ProbeConfig, expected: str, int8: Path, twin: Twin
+    name: str, config: ProbeConfig, expected: str, int8: Path, reference: ReferenceEngine
 ) -> None:
     engine = load_engine(int8, threads=1)
     (a_breath_of_another if name == "a_breath_of_another" else FAULTS[name].plant)(engine)
-    failures = probe(engine, twin, config, 16, 700 if config is FAR else 150, no_progress).failures
+    failures = probe(engine, reference, config, 16, 700 if config is FAR else 150, no_progress).failures
     assert any(expected in failure for failure in failures), failures
 
 
@@ -253,30 +257,30 @@ IN_LATER_SCENARIOS = [
 
 
 @pytest.mark.parametrize(("plant", "expected"), IN_LATER_SCENARIOS, ids=[plant.__name__ for plant, _ in IN_LATER_SCENARIOS])
-def test_a_fault_of_a_serving_day_is_named(plant: Any, expected: str, int8: Path, twin: Twin) -> None:
+def test_a_fault_of_a_serving_day_is_named(plant: Any, expected: str, int8: Path, reference: ReferenceEngine) -> None:
     engine = load_engine(int8, threads=1)
     plant(engine)
-    failures = probe(engine, twin, DAY, 4, 150, no_progress).failures
+    failures = probe(engine, reference, DAY, 4, 150, no_progress).failures
     assert any(failure.startswith(expected) for failure in failures), failures
 
 
-def test_another_run_draws_another_seed_and_says_which(int8: Path, twin: Twin) -> None:
+def test_another_run_draws_another_seed_and_says_which(int8: Path, reference: ReferenceEngine) -> None:
     brief = ProbeConfig(max_tokens=128, decode_steps=8, offset_steps=1, max_batch=2, requests=1)
     engine = load_engine(int8, threads=1)
-    drawn = [probe(engine, twin, brief, 2, 100, no_progress).seed for _ in range(2)]
+    drawn = [probe(engine, reference, brief, 2, 100, no_progress).seed for _ in range(2)]
     assert drawn[0] != drawn[1]
-    assert probe(engine, twin, brief.model_copy(update={"seed": 7}), 2, 100, no_progress).seed == 7
+    assert probe(engine, reference, brief.model_copy(update={"seed": 7}), 2, 100, no_progress).seed == 7
 
 
-def test_only_what_is_influenced_is_called_isolation(int8: Path, twin: Twin) -> None:
+def test_only_what_is_influenced_is_called_isolation(int8: Path, reference: ReferenceEngine) -> None:
     engine = load_engine(int8, threads=1)
     FAULTS["prompt_logits_one_off"].plant(engine)
-    failures = probe(engine, twin, SMALL, 4, 150, no_progress).failures
+    failures = probe(engine, reference, SMALL, 4, 150, no_progress).failures
     assert failures
     assert not any(failure.startswith("isolation") for failure in failures)
 
 
-def test_an_engine_that_repeats_itself_up_to_noise_passes(int8: Path, twin: Twin) -> None:
+def test_an_engine_that_repeats_itself_up_to_noise_passes(int8: Path, reference: ReferenceEngine) -> None:
     engine: Any = load_engine(int8, threads=1)
     decode, rng = engine._decode, np.random.default_rng(0)
 
@@ -285,19 +289,19 @@ def test_an_engine_that_repeats_itself_up_to_noise_passes(int8: Path, twin: Twin
         return (logits + rng.uniform(-1e-6, 1e-6, logits.shape)).astype(np.float32)
 
     engine._decode = noisy
-    assert probe(engine, twin, SMALL, 4, 150, no_progress).failures == []
+    assert probe(engine, reference, SMALL, 4, 150, no_progress).failures == []
 
 
-def test_an_engine_that_keeps_prefixes_is_judged_with_them(twin: Twin, decoder: Path, tmp_path: Path) -> None:
+def test_an_engine_that_keeps_prefixes_is_judged_with_them(reference: ReferenceEngine, decoder: Path, tmp_path: Path) -> None:
     bundle = make_bundle(decoder, tmp_path / "bundle", BY_NAME["int8"])
     engine: Any = load_engine(bundle, threads=1, prefill_chunk=PAGE_TOKENS, prefix_tokens=4 * PAGE_TOKENS)
-    sound = probe(engine, twin, SMALL, 4, 150, no_progress)
+    sound = probe(engine, reference, SMALL, 4, 150, no_progress)
     assert (sound.failures, sound.prefixes) == ([], 2)
     assert engine.pool.in_use == (0, 0)
     begin = engine.prefixes.begin
     alike = 2 * PAGE_TOKENS + 5
     engine.prefixes.begin = lambda prompt, *given: begin([prompt[1], *prompt[1:]] if len(prompt) == alike else prompt, *given)
-    failures = probe(engine, twin, SMALL, 4, 150, no_progress).failures
+    failures = probe(engine, reference, SMALL, 4, 150, no_progress).failures
     assert any(failure.startswith("prefix: prompt 1 with one beginning") for failure in failures), failures
 
 
@@ -329,9 +333,9 @@ def test_a_float16_copy_that_the_engine_does_not_report_shows_in_its_process(int
     assert sure_memory(engine).excess_mib
 
 
-def test_the_probe_goes_no_further_than_the_engine_was_built_for(int8: Path, twin: Twin) -> None:
+def test_the_probe_goes_no_further_than_the_engine_was_built_for(int8: Path, reference: ReferenceEngine) -> None:
     engine: Any = load_engine(int8, threads=1)
     engine.max_tokens, engine.max_batch, engine.max_sequences = 128, 3, 3
-    found: Probe = probe(engine, twin, SMALL, 16, 700, no_progress)
+    found: Probe = probe(engine, reference, SMALL, 16, 700, no_progress)
     assert found.failures == []
     assert (found.tokens, found.batch) == (128, 3)

@@ -13,7 +13,7 @@ from pipeline.formats.oracle import Static
 from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.formats import dequantize, quantize
 from stages.engines.oracle.relatives import relatives
-from stages.evaluate.twins.twin import Twin
+from stages.evaluate.reference.engine import ReferenceEngine
 
 
 @pytest.fixture(scope="module")
@@ -51,20 +51,20 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "what"), CASES)
 def test_what_an_engine_computes_instead_is_named(name: str, what: str, bench: Conformity) -> None:
-    twin = oracle(bench, name)
-    engine = dict(relatives(twin))[what]
-    engine.policy = twin.policy
+    reference = oracle(bench, name)
+    engine = dict(relatives(reference))[what]
+    engine.policy = reference.policy
     long = max(bench.encoded, key=lambda item: len(item.prompt))
-    result = compare(engine, Twin(twin, "float32"), [long], 1)
+    result = compare(engine, ReferenceEngine(reference, "float32"), [long], 1)
     assert result.explanation is not None
     assert result.explanation.what == what
     assert result.explanation.kl < 1e-9
 
 
 def test_a_fault_like_no_relative_is_not_explained(bench: Conformity) -> None:
-    twin, engine = oracle(bench, "int8"), oracle(bench, "int8")
+    reference, engine = oracle(bench, "int8"), oracle(bench, "int8")
     engine.corrupt_scale(Side.KEY, 2.0, layer=1, head=0)
-    result = compare(engine, Twin(twin, "float32"), bench.encoded[:1], 1)
+    result = compare(engine, ReferenceEngine(reference, "float32"), bench.encoded[:1], 1)
     assert result.deviation is not None
     assert result.explanation is None
 

@@ -14,7 +14,7 @@ from pipeline.core.records import no_progress
 from pipeline.core.workloads import ProbeConfig
 from pipeline.verdict.coverage import Probe
 from stages.engines.oracle.engine import OracleEngine
-from stages.evaluate.twins.probe import probe
+from stages.evaluate.reference.probe import probe
 
 CONFIG = ProbeConfig(max_tokens=448, decode_steps=24, offset_steps=4, max_batch=10, requests=16)
 SEEDS = range(int(os.environ.get("STRESS_SEEDS", "1")))
@@ -32,7 +32,7 @@ def stressed(bench: Conformity, policy: KVPolicy, kind: str, seed: int) -> Probe
     engine: Any = OracleEngine.from_model(bench.model, policy, static_scales(policy, plain.shape))
     if kind != "reference":
         engine = bench.engine(policy, kind)
-    return probe(engine, bench.twin(policy, plain), CONFIG.model_copy(update={"seed": seed}), 8, 400, no_progress)
+    return probe(engine, bench.reference(policy, plain), CONFIG.model_copy(update={"seed": seed}), 8, 400, no_progress)
 
 
 @pytest.mark.parametrize("kind", ["native", "graph", "reference"])

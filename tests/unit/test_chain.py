@@ -163,7 +163,7 @@ def test_the_key_of_plans_has_the_version_of_the_library_that_was_imported(
 ) -> None:
     given: dict[str, object] = {}
 
-    def build(twin: Path, out: Path, **options: object) -> None:  # noqa: ARG001
+    def build(reference: Path, out: Path, **options: object) -> None:  # noqa: ARG001
         given.update(options)
 
     machine.setattr("stages.engines.tensorrt.build.build_bundle", build)
@@ -246,5 +246,5 @@ def test_without_compared_requests_no_reference_engine_is_built(monkeypatch: pyt
     (job,) = plan(["experiment=quick", "kv=fp8"], multirun=False).jobs
     chain = Chain(job, Store(Path("nowhere")))
     vars(chain).update(encoded_samples=Mock(), bundle=Mock())
-    monkeypatch.setattr(Chain, "twin", lambda *_: pytest.fail("the reference engine is not asked for anything"))
-    assert "twin" not in chain._asked(job.kv, None)
+    monkeypatch.setattr(Chain, "reference", lambda *_: pytest.fail("the reference engine is not asked for anything"))
+    assert "reference" not in chain._asked(job.kv, None)

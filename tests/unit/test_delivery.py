@@ -8,7 +8,7 @@ from pipeline.core.records import LayerDelivery
 from pipeline.verdict.conformance import ComparedRequest, Distance, EngineConformance, allowed_in_layer
 from pipeline.verdict.delivery import describe_changes, scale_changes
 from pipeline.verdict.thresholds import ScaleChangeKind
-from stages.evaluate.twins.twin import LEAST_MEASURED, ROUNDING, Twin
+from stages.evaluate.reference.engine import LEAST_MEASURED, ROUNDING, ReferenceEngine
 
 Scales = dict[Side, tuple[float, ...]]
 BOTH = {0: [Side.KEY, Side.VALUE]}
@@ -74,13 +74,13 @@ def test_a_measured_rounding_is_the_one_that_the_baseline_shows() -> None:
     """Its KL is a sixteenth of an assumed one's: its rounding is a quarter."""
     compared = [request(distance(1e-5), distance(1.6e-4)), request(distance(1e-6), distance(1.6e-4))]
     baseline = EngineConformance(policy="fp16", requests=compared)
-    twin = Twin(None, "bfloat16", measures=True)  # type: ignore[arg-type]
-    assert twin.rounding == ROUNDING["bfloat16"]
-    assert twin.beside(baseline).rounding == pytest.approx(ROUNDING["bfloat16"] / 4, rel=1e-3)
+    reference = ReferenceEngine(None, "bfloat16", measures=True)  # type: ignore[arg-type]
+    assert reference.rounding == ROUNDING["bfloat16"]
+    assert reference.with_rounding_of(baseline).rounding == pytest.approx(ROUNDING["bfloat16"] / 4, rel=1e-3)
     nothing = EngineConformance(policy="fp16", requests=[request(distance(0.0), distance(1.6e-4))])
-    assert twin.beside(nothing).rounding == ROUNDING["bfloat16"] * LEAST_MEASURED
-    assumed = Twin(None, "bfloat16")  # type: ignore[arg-type]
-    assert assumed.beside(baseline) is assumed
+    assert reference.with_rounding_of(nothing).rounding == ROUNDING["bfloat16"] * LEAST_MEASURED
+    assumed = ReferenceEngine(None, "bfloat16")  # type: ignore[arg-type]
+    assert assumed.with_rounding_of(baseline) is assumed
 
 
 def test_a_layer_that_stores_farther_off_than_twice_the_16_bit_engines_deviates() -> None:

@@ -149,7 +149,7 @@ def test_a_candidate_is_asked_until_its_gates_decide_and_the_next_one_reuses_the
     assert opened == []
     again = {"baseline fp16 1/2": True, "round int8 1/2": False, "baseline fp16 2/2": True, "round int8 2/2": False}
     assert rounds("kv=int8", "kv.sink_tokens=4") == again
-    assert len(opened) == 3, "engine, twin, and the engine anew: the first has the must-fail control's fault"
+    assert len(opened) == 3, "engine, reference engine, and the engine anew: the first has the must-fail control's fault"
     assert rounds("kv=int4") == {"baseline fp16 1/2": True, "round int4 1/2": False}
 
 

@@ -53,7 +53,7 @@ ROOMS = (
     "stages.evaluate.distances",
     "stages.evaluate.inputs",
     "stages.evaluate.decoding",
-    "stages.evaluate.twins",
+    "stages.evaluate.reference",
     "stages.evaluate",
     "stages.tune",
     "stages.tiny",

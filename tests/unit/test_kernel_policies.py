@@ -18,7 +18,7 @@ from pipeline.run.inputs import check_inputs
 from stages.engines.cuda.device import device_identity, resolve_device
 from stages.engines.oracle.config import TorchConfig
 from stages.engines.paged.kernel_layout import check_kernels, choose_layers
-from stages.evaluate.twins.twin import ROUNDING
+from stages.evaluate.reference.engine import ROUNDING
 
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=128)
 HELD = {"bf16", "fp16", "fp8", "fp8_head", "fp8_token", "fp8_uncalibrated", "fp8k_int4v", "fp8k_nvfp4v", "int8", "int8_tensor"}

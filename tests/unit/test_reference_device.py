@@ -60,7 +60,7 @@ def test_the_gpu_of_the_reference_engine_is_part_of_the_key_of_what_it_is_measur
     for device in ("auto", "cuda" if here else "cpu"):
         (job,) = plan([f"workdir={tmp_path}", f"reference.device={device}"], multirun=False).jobs
         chain, artifact = Chain(job, Store(tmp_path)), SimpleNamespace(digest="0")
-        given: Any = {"twin": artifact}
+        given: Any = {"reference": artifact}
         parts += [chain._recipe("round", "measure", inputs).parts for inputs in (given, dict[str, Any]())]
     beside, alone = parts[2:]
     assert parts[:2] == [alone | {"inputs": beside["inputs"]}, alone], "auto is a CPU for the tiny model"

@@ -52,29 +52,29 @@ class Shifted(Storage):
         return super().read(stored, gain).roll(self.tokens, dims=-2)
 
 
-def relatives(twin: OracleEngine) -> Iterator[tuple[str, OracleEngine]]:
+def relatives(reference: OracleEngine) -> Iterator[tuple[str, OracleEngine]]:
     """Yield the relatives of an oracle's policy, which run prompts as the oracle does, with what is said of their engine."""
-    for what, relative in _relatives(twin):
-        relative.prefill_chunk, relative.reads_itself = twin.prefill_chunk, twin.reads_itself
+    for what, relative in _relatives(reference):
+        relative.prefill_chunk, relative.reads_itself = reference.prefill_chunk, reference.reads_itself
         yield what, relative
 
 
-def _relatives(twin: OracleEngine) -> Iterator[tuple[str, OracleEngine]]:
-    storages = twin.storages
+def _relatives(reference: OracleEngine) -> Iterator[tuple[str, OracleEngine]]:
+    storages = reference.storages
 
     def like(changed: list[LayerStorage]) -> OracleEngine:
-        return OracleEngine(twin.model, twin.policy, twin.shape, changed, twin.prefill_chunk)
+        return OracleEngine(reference.model, reference.policy, reference.shape, changed, reference.prefill_chunk)
 
     def each(change: Callable[[Storage], Storage]) -> OracleEngine:
         return like([{side: change(storage) for side, storage in layer.items()} for layer in storages])
 
-    if twin.policy != FP16_POLICY:
-        yield "keys and values are not quantized", OracleEngine.from_model(twin.model, FP16_POLICY)
+    if reference.policy != FP16_POLICY:
+        yield "keys and values are not quantized", OracleEngine.from_model(reference.model, FP16_POLICY)
         yield "codes are rounded towards zero", each(lambda s: TowardsZero(s.form, s.static))
         yield "the last bit of every code is lost", each(lambda s: Coarser(s.form, s.static))
-    if twin.policy.eviction is not None:
-        keeping = twin.policy.model_copy(update={"eviction": None})
-        yield "nothing is evicted", OracleEngine(twin.model, keeping, twin.shape, storages, twin.prefill_chunk)
+    if reference.policy.eviction is not None:
+        keeping = reference.policy.model_copy(update={"eviction": None})
+        yield "nothing is evicted", OracleEngine(reference.model, keeping, reference.shape, storages, reference.prefill_chunk)
     forms = {storage.form for layer in storages for storage in layer.values()}
     if any(form.code.neighbour for form in forms):
         others = {form: form.model_copy(update={"dtype": form.code.neighbour or form.dtype}) for form in forms}

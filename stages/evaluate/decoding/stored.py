@@ -43,9 +43,9 @@ class Measured(BaseModel):
     """See KVPolicy."""
     coverage: Exercised
     conformance: EngineConformance | None = None
-    """Of the first round, where the engine has a twin."""
+    """Of the first round, where the engine has a reference engine."""
     compute_dtype: str | None = None
-    """Type of the engine's activations, where it was compared with its twin."""
+    """Type of the engine's activations, where it was compared with its reference engine."""
     scale_changes: list[ScaleChange] | None = None
     right_answers: dict[str, list[int]] = {}
     """Of the baseline: the tokens of its own right answers that are scored in place of references, by sample."""

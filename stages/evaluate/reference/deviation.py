@@ -1,4 +1,4 @@
-"""Where an engine deviates from its twin first: the position, the step, and the layer and head of what it stored there."""
+"""The first place where an engine deviates from its reference engine: position, step, layer and head."""
 
 import math
 from typing import Literal
@@ -14,7 +14,7 @@ from pipeline.verdict.conformance import (
     Deviation,
     allowed_in_layer,
 )
-from stages.evaluate.twins.request import Compared, Request
+from stages.evaluate.reference.request import Compared, Request
 
 NOTICED = 8.0
 """Roundings from which on a token's logits count as wrong in a request that is: sound engines show less."""

@@ -24,7 +24,7 @@ from pipeline.verdict.record import finite
 from stages.engines.base import Logits
 from stages.engines.oracle.replay import Errors, Replay
 from stages.evaluate.distances.distance import Array, kl_of_logits
-from stages.evaluate.twins.explanation import FAR
+from stages.evaluate.reference.explanation import FAR
 
 PASS_TOKENS = 4096
 """Most tokens of one pass of the reference engine, unless one sequence has more."""
@@ -63,7 +63,7 @@ class Request:
         self.positions.append(position)
         self.places.append(place)
 
-    def look(self, shown: Sequence[Mapping[Side, StoredCopy]]) -> None:
+    def observe(self, shown: Sequence[Mapping[Side, StoredCopy]]) -> None:
         """Take the layers that the engine shows now. Tokens of pages that it has freed since an earlier look stay."""
         if not self.layers:
             self.layers = [dict(layer) for layer in shown]

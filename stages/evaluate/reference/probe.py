@@ -1,6 +1,6 @@
 """The stress test: an engine beside the reference engine on random tokens, in states that samples rarely reach.
 
-Scenarios (`scenes.py`) take both to the longest context and the largest batch, over every page offset, through turns, forks,
+Scenarios (`scenarios.py`) take both to the longest context and the largest batch, over every page offset, through turns, forks,
 long decoding, free answers, and a crowd. Each sequence is judged as conformance judges a request: its logits over the codes
 that the engine stored, and these codes by themselves.
 """
@@ -16,15 +16,15 @@ from pipeline.core.workloads import ProbeConfig
 from pipeline.verdict.conformance import EngineConformance
 from pipeline.verdict.coverage import Probe
 from stages.evaluate.decoding.system import allocation, process_memory
-from stages.evaluate.twins.scenes import SCENES
-from stages.evaluate.twins.stage import Stage
-from stages.evaluate.twins.twin import Twin
+from stages.evaluate.reference.engine import ReferenceEngine
+from stages.evaluate.reference.scenarios import SCENARIOS
+from stages.evaluate.reference.stress import StressTest
 
 COUNTS = (
     *("tokens", "decoded", "batch", "requests", "rows", "together", "prompts", "forks", "turns", "prefixes", "steps"),
     "preempted",
 )
-"""Fields of `Probe` that a `Stage` counts."""
+"""Fields of `Probe` that a `StressTest` counts."""
 
 IDLE_SECONDS = 1 / 64
 """Seconds that an engine is idle while a sequence is live, for each request of `workloads.probe.requests`."""
@@ -32,7 +32,7 @@ IDLE_SECONDS = 1 / 64
 
 def probe(
     engine: Engine,
-    twin: Twin,
+    reference: ReferenceEngine,
     config: ProbeConfig,
     batch_size: int,
     claimed: int,
@@ -43,24 +43,24 @@ def probe(
 
     Args:
         engine: The engine. No sequence is left in it.
-        twin: The reference engine under the same policy.
+        reference: The reference engine under the same policy.
         config: How far the test goes.
         batch_size: Sequences in a decode step of the evaluation; the test's largest batch is at least that.
         claimed: Tokens of the longest sample, which several rows of the largest batch have.
         progress: Called with how many scenarios have ended.
-        baseline: How far the 16-bit engine is from its own twin, which a candidate may be as well; None for that engine.
+        baseline: How far the 16-bit engine is from its own reference, which a candidate may be as well; None for that engine.
     """
-    max_tokens = min(limit for limit in (config.max_tokens, engine.max_tokens, twin.model_tokens) if limit is not None)
+    max_tokens = min(limit for limit in (config.max_tokens, engine.max_tokens, reference.model_tokens) if limit is not None)
     if engine.can(Engine.forced_together):
         max_tokens -= 1  # a request also generates the token after its last known one
     largest = max(batch_size, config.max_batch)
     largest = min(largest, engine.max_batch or largest, engine.max_sequences or largest)
     held = process_memory(engine, max_tokens)
     seed = secrets.randbits(32) if config.seed is None else config.seed
-    stage = Stage(engine, twin, config, max_tokens, largest, claimed, *twin.limits(baseline), seed=seed)
-    for ended in _played(stage):
-        progress("stress test [scenarios]", ended, len(SCENES))
-    said = [*sorted(stage.failures, key=lambda text: not text.startswith("isolation")), *stage.deviations()]
+    test = StressTest(engine, reference, config, max_tokens, largest, claimed, *reference.limits(baseline), seed=seed)
+    for ended in _run_scenarios(test):
+        progress("stress test [scenarios]", ended, len(SCENARIOS))
+    said = [*sorted(test.failures, key=lambda text: not text.startswith("isolation")), *test.deviations()]
     if engine.can(Engine.forget_prefixes):
         engine.forget_prefixes()
     left = engine.memory()
@@ -69,37 +69,37 @@ def probe(
         said.append(f"{what} stayed in the cache after every sequence was released")
     return Probe(
         seed=seed,
-        page_offsets=len(stage.offsets),
+        page_offsets=len(test.offsets),
         failures=said,
-        allocation=(stage.allocation or allocation(engine)).model_copy(update={"process": held}),
-        **{name: getattr(stage, name) for name in COUNTS},
+        allocation=(test.allocation or allocation(engine)).model_copy(update={"process": held}),
+        **{name: getattr(test, name) for name in COUNTS},
     )
 
 
-def _played(stage: Stage) -> Iterator[int]:
+def _run_scenarios(test: StressTest) -> Iterator[int]:
     """Run the scenarios that the engine is able to, and yield how many have ended, before the first and after each.
 
     A sequence rests through all of them, with a token after each, and once for `IDLE_SECONDS` a request.
     """
     yield 0
-    engine = stage.engine
-    if not engine.can(Engine.forced_together) and (engine.max_sequences is None or engine.max_sequences > stage.largest):
-        stage.scene = "rest"
-        stage.resting = stage.actor("a sequence that rests while others come and go", stage.length(40, 90))
-        stage.prefill(stage.resting)
-    for ended, scene in enumerate(SCENES, start=1):
-        if all(stage.engine.can(need) for need in scene.needs):
-            stage.scene = scene.name
+    engine = test.engine
+    if not engine.can(Engine.forced_together) and (engine.max_sequences is None or engine.max_sequences > test.largest):
+        test.scenario = "rest"
+        test.resting = test.sequence("a sequence that rests while others come and go", test.length(40, 90))
+        test.prefill(test.resting)
+    for ended, scenario in enumerate(SCENARIOS, start=1):
+        if all(test.engine.can(need) for need in scenario.needs):
+            test.scenario = scenario.name
             try:
-                scene.play(stage)
+                scenario.run(test)
             except UserError as error:
-                stage.failures.append(f"{scene.name}: the engine refused it: {error}")
-            stage.end()
-            if stage.resting is not None:
-                stage.decode(stage.resting)
+                test.failures.append(f"{scenario.name}: the engine refused it: {error}")
+            test.end()
+            if test.resting is not None:
+                test.decode(test.resting)
         yield ended
-    if stage.resting is not None:
-        stage.scene, resting, stage.resting = "rest", stage.resting, None
-        time.sleep(max(0.0, IDLE_SECONDS * stage.config.requests - stage.idle))
-        stage.decode(resting, steps=4)
-        stage.end()
+    if test.resting is not None:
+        test.scenario, resting, test.resting = "rest", test.resting, None
+        time.sleep(max(0.0, IDLE_SECONDS * test.config.requests - test.idle))
+        test.decode(resting, steps=4)
+        test.end()

@@ -1,8 +1,8 @@
-"""An engine's twin: the oracle under the same policy, scales and weights, and what a rounding costs there.
+"""The reference engine: the oracle under an engine's policy, scales and weights, and what a rounding costs there.
 
 A number that lies between two codes may round to the other one after any rounding of the arithmetic before it, and a few such
-flips move the logits of a coarse cache more than some faults do. So the twin answers twice: as it is, and with activations that
-are a rounding off. The distance of the two is what a sound engine may differ by.
+flips move the logits of a coarse cache more than some faults do. So the reference engine answers twice: as it is, and with
+activations that are a rounding off. A sound engine may differ by the distance of these two answers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,15 +27,15 @@ LEAST_MEASURED = 1 / 16
 
 
 @dataclass(frozen=True)
-class Twin:
-    """An oracle, and the type of the engine that it is the twin of."""
+class ReferenceEngine:
+    """An oracle, and the type of the activations of the engine that is compared with it."""
 
     engine: OracleEngine
     compute_dtype: str | None
     """None: the engine's arithmetic differs by design."""
     measures: bool = False
-    """Whether the baseline's distance from its own twin says what a rounding is: its library sums in an order of its own, in 16
-    bits, and four units in the last place of every layer would hide what its cache does wrong."""
+    """Whether a rounding is measured as the baseline's distance from its own reference engine: its library sums in an order of
+    its own, in 16 bits, and four units in the last place of every layer would hide what its cache does wrong."""
     measured: float | None = None
     """That rounding, where it was measured."""
 
@@ -43,14 +43,14 @@ class Twin:
     def rounding(self) -> float:
         return ROUNDING[self.compute_dtype or "float32"] if self.measured is None else self.measured
 
-    def beside(self, baseline: EngineConformance | None) -> "Twin":
-        """Return the twin of a candidate, whose rounding is the one that the baseline shows where such is measured."""
+    def with_rounding_of(self, baseline: EngineConformance | None) -> "ReferenceEngine":
+        """Return the reference engine with the rounding that the baseline shows, if a rounding is measured."""
         if not self.measures or baseline is None or not baseline.requests:
             return self
         worst = max(request.roundings for request in baseline.requests)
         return replace(self, measured=self.rounding * min(1.0, max(worst, LEAST_MEASURED)))
 
-    def of(self, engine: Engine) -> "Twin":
+    def run_as(self, engine: Engine) -> "ReferenceEngine":
         """Run prompts as an engine does from now on: in its chunks, and reading what it reads."""
         self.engine.prefill_chunk, self.engine.reads_itself = engine.prefill_chunk, engine.reads_itself
         return self

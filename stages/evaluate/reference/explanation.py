@@ -15,19 +15,19 @@ from stages.engines.oracle.replay import Replay
 from stages.evaluate.decoding.batches import Logits
 from stages.evaluate.distances.distance import kl_of_logits
 from stages.evaluate.inputs.tokens import EncodedSample
-from stages.evaluate.twins.twin import Twin
+from stages.evaluate.reference.engine import ReferenceEngine
 
 CLOSER = 4.0
-"""How many times as close as the twin a relative of its policy must be to explain an engine."""
+"""How many times as close as the reference engine a relative of its policy must be to explain an engine."""
 
 FAR = 1e6
 """The error of stored vectors that are not finite."""
 
 
-def explained(twin: Twin, item: EncodedSample, logits_RV: Logits, twin_kl: float | None) -> Explanation | None:
-    """Return the relative of the policy that is closest to an engine; None where none is much closer than the twin."""
+def explained(reference: ReferenceEngine, item: EncodedSample, logits_RV: Logits, twin_kl: float | None) -> Explanation | None:
+    """Return the relative of the policy that is closest to an engine; None where none is much closer than the reference."""
     found = []
-    for what, relative in relatives(twin.engine):
+    for what, relative in relatives(reference.engine):
         kl = finite(_kl_of_relative(relative, item, logits_RV))
         if kl is not None and (twin_kl is None or kl * CLOSER < twin_kl):
             found.append(Explanation(what=what, kl=kl))
@@ -35,20 +35,20 @@ def explained(twin: Twin, item: EncodedSample, logits_RV: Logits, twin_kl: float
 
 
 def explained_by_codes(
-    twin: Twin, item: EncodedSample, logits_RV: Logits, replayed: Callable[[OracleEngine], Replay]
+    reference: ReferenceEngine, item: EncodedSample, logits_RV: Logits, replayed: Callable[[OracleEngine], Replay]
 ) -> Explanation | None:
     """Return the relative that stores what an engine stores, where 16-bit logits cannot tell; None where none does.
 
     Args:
-        twin: The engine's twin.
+        reference: The engine's reference.
         item: The request.
         logits_RV: What the engine gave.
         replayed: Replays the request on an oracle over the engine's codes.
     """
     found = []
-    least = _stored(replayed(twin.engine)) / CLOSER
-    for what, relative in relatives(twin.engine):
-        if relative.policy != twin.engine.policy:
+    least = _stored(replayed(reference.engine)) / CLOSER
+    for what, relative in relatives(reference.engine):
+        if relative.policy != reference.engine.policy:
             continue  # its codes have another width
         stored = _stored(replayed(relative))
         if stored < least:

@@ -25,9 +25,9 @@ from stages.engines.oracle.replay import Replay
 from stages.evaluate.decoding.free import behind, contradiction
 from stages.evaluate.decoding.system import allocation
 from stages.evaluate.distances.distance import Array
-from stages.evaluate.twins.deviation import first_deviation
-from stages.evaluate.twins.request import Compared, Request, far_medians, loses_pages, passes, problem_of
-from stages.evaluate.twins.twin import Twin
+from stages.evaluate.reference.deviation import first_deviation
+from stages.evaluate.reference.engine import ReferenceEngine
+from stages.evaluate.reference.request import Compared, Request, far_medians, loses_pages, passes, problem_of
 
 WORST_SHARE = 1 / 8
 """A rounding costs at least this part of what it costs in the worst sequence of the run: sound engines show 65 times its KL."""
@@ -41,7 +41,7 @@ Distances = tuple[float, float, float]
 
 
 @dataclass(eq=False)
-class Actor:
+class StressSequence:
     """A sequence of a scenario."""
 
     role: str
@@ -71,11 +71,11 @@ class Actor:
 
 
 @dataclass
-class Stage:
+class StressTest:
     """One run over all scenarios."""
 
     engine: Engine
-    twin: Twin
+    reference: ReferenceEngine
     config: ProbeConfig
     max_tokens: int
     largest: int
@@ -87,7 +87,7 @@ class Stage:
     layers: tuple[float, ...] = ()
     """Errors of the layers that the 16-bit engine stores, where a rounding is measured."""
     seed: int = 0
-    scene: str = ""
+    scenario: str = ""
     """The scenario that runs."""
     failures: list[str] = field(default_factory=list)
     """Contradictions, refusals, and the influence of other requests."""
@@ -116,23 +116,23 @@ class Stage:
     """How often requests gave way in a full pool."""
     idle: float = 0.0
     """Longest time in seconds that the engine was left alone while a sequence was live."""
-    resting: Actor | None = None
+    resting: StressSequence | None = None
     """A sequence that lives through all scenarios, and decodes a token after each."""
     prompts: int = 0
     """Rows of prompts and later chunks among them."""
     offsets: set[int] = field(default_factory=set)
     allocation: Allocation | None = None
-    playing: list[Actor] = field(default_factory=list)
-    ended: list[Actor] = field(default_factory=list)
+    live: list[StressSequence] = field(default_factory=list)
+    ended: list[StressSequence] = field(default_factory=list)
     """Sequences that left and were not compared yet."""
     answers: list[tuple[str, list[int], list[int]]] = field(default_factory=list)
     """Role, prompt and answer of `generate`, not checked yet."""
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
-        self.twin.of(self.engine)
+        self.reference.run_as(self.engine)
         self.loses = loses_pages(self.engine)
-        self.by_median = self.twin.measures or self.twin.compute_dtype is None
+        self.by_median = self.reference.measures or self.reference.compute_dtype is None
 
     # --- acts -------------------------------------------------------------------------------------------------------
 
@@ -144,131 +144,138 @@ class Stage:
         """Draw a length, both ends included."""
         return int(self.rng.integers(least, most + 1))
 
-    def actor(self, role: str, prompt: int | Sequence[int], steps: int = 0) -> Actor:
+    def sequence(self, role: str, prompt: int | Sequence[int], steps: int = 0) -> StressSequence:
         """Return a sequence of a prompt, of so many random tokens or of these, that will be fed as many random ones."""
         tokens = self.draw(prompt) if isinstance(prompt, int) else list(prompt)
-        return Actor(role, tokens, self.draw(steps))
+        return StressSequence(role, tokens, self.draw(steps))
 
-    def prefill(self, *actors: Actor) -> None:
+    def prefill(self, *sequences: StressSequence) -> None:
         """Start sequences together."""
-        handles, logits = self.engine.prefill([actor.prompt for actor in actors])
-        self.requests += len(actors)
-        for row, (actor, handle) in enumerate(zip(actors, handles, strict=True)):
-            actor.handle = handle
-            self._take(actor, actor.prompt, logits[row], row, len(actors), decoded=False)
-        self.playing += actors
-        self._look(actors if self.loses else ())
+        handles, logits = self.engine.prefill([sequence.prompt for sequence in sequences])
+        self.requests += len(sequences)
+        for row, (sequence, handle) in enumerate(zip(sequences, handles, strict=True)):
+            sequence.handle = handle
+            self._take(sequence, sequence.prompt, logits[row], row, len(sequences), decoded=False)
+        self.live += sequences
+        self._observe(sequences if self.loses else ())
 
-    def _take(self, actor: Actor, tokens: Sequence[int], logits_V: Logits, row: int, batch: int, *, decoded: bool) -> None:
+    def _take(
+        self, sequence: StressSequence, tokens: Sequence[int], logits_V: Logits, row: int, batch: int, *, decoded: bool
+    ) -> None:
         """Append tokens to a sequence, and the logits that the engine gave after them in a row of a batch."""
-        actor.tokens += tokens
-        if decoded and actor.pieces[-1][1]:
-            actor.pieces[-1] = (actor.pieces[-1][0] + len(tokens), True)
+        sequence.tokens += tokens
+        if decoded and sequence.pieces[-1][1]:
+            sequence.pieces[-1] = (sequence.pieces[-1][0] + len(tokens), True)
         else:
-            actor.pieces.append((len(tokens), decoded))
-        actor.request.row(logits_V, len(actor.tokens) - 1, (row, batch))
-        if actor.watched:
-            self.tokens, self.rows = max(self.tokens, len(actor.tokens)), self.rows + 1
+            sequence.pieces.append((len(tokens), decoded))
+        sequence.request.row(logits_V, len(sequence.tokens) - 1, (row, batch))
+        if sequence.watched:
+            self.tokens, self.rows = max(self.tokens, len(sequence.tokens)), self.rows + 1
             self.prompts += not decoded
             if decoded:
-                self.decoded, self.batch = max(self.decoded, actor.decoded), max(self.batch, batch)
-                self.offsets.add((len(actor.tokens) - 1) % PAGE_TOKENS)
+                self.decoded, self.batch = max(self.decoded, sequence.decoded), max(self.batch, batch)
+                self.offsets.add((len(sequence.tokens) - 1) % PAGE_TOKENS)
 
-    def decode(self, *actors: Actor, steps: int = 1) -> None:
+    def decode(self, *sequences: StressSequence, steps: int = 1) -> None:
         """Decode the next token of each, so many times."""
         for _ in range(steps):
-            tokens = [actor.ahead.pop(0) if actor.ahead else self.draw(1)[0] for actor in actors]
-            logits = self.engine.decode([actor.handle for actor in actors], tokens)
+            tokens = [sequence.ahead.pop(0) if sequence.ahead else self.draw(1)[0] for sequence in sequences]
+            logits = self.engine.decode([sequence.handle for sequence in sequences], tokens)
             self.steps += 1
-            for row, (actor, token) in enumerate(zip(actors, tokens, strict=True)):
-                self._take(actor, [token], logits[row], row, len(actors), decoded=True)
-            self._look([actor for actor in actors if self.loses and (len(actor.tokens) + 1) % PAGE_TOKENS == 0])
+            for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
+                self._take(sequence, [token], logits[row], row, len(sequences), decoded=True)
+            self._observe([sequence for sequence in sequences if self.loses and (len(sequence.tokens) + 1) % PAGE_TOKENS == 0])
             if self.allocation is None:
                 self.allocation = allocation(self.engine)
 
-    def extend(self, actor: Actor, count: int) -> None:
+    def extend(self, sequence: StressSequence, count: int) -> None:
         """Append a later chunk of a prompt."""
         tokens = self.draw(count)
-        self._look([actor] if self.loses else ())
-        logits_V = self.engine.extend(actor.handle, tokens)
-        self.turns += actor.decoded > 0
-        self._take(actor, tokens, logits_V, 0, 1, decoded=False)
-        self._look([actor] if self.loses else ())
+        self._observe([sequence] if self.loses else ())
+        logits_V = self.engine.extend(sequence.handle, tokens)
+        self.turns += sequence.decoded > 0
+        self._take(sequence, tokens, logits_V, 0, 1, decoded=False)
+        self._observe([sequence] if self.loses else ())
 
-    def fork(self, actor: Actor, role: str, steps: int = 0) -> Actor:
+    def fork(self, sequence: StressSequence, role: str, steps: int = 0) -> StressSequence:
         """Start another sequence with the same tokens."""
         branch = replace(
-            actor, role=role, tokens=list(actor.tokens), pieces=list(actor.pieces), request=Request(""), ahead=self.draw(steps)
+            sequence,
+            role=role,
+            tokens=list(sequence.tokens),
+            pieces=list(sequence.pieces),
+            request=Request(""),
+            ahead=self.draw(steps),
         )
-        branch.request.look(actor.request.layers)
-        branch.handle = self.engine.fork(actor.handle)
+        branch.request.observe(sequence.request.layers)
+        branch.handle = self.engine.fork(sequence.handle)
         self.forks += 1
         self.requests += 1
-        self.playing.append(branch)
+        self.live.append(branch)
         return branch
 
     def ask(
-        self, actors: Sequence[Actor], limits: Sequence[int], stops: Sequence[int] = (), at_once: int | None = None
+        self, sequences: Sequence[StressSequence], limits: Sequence[int], stops: Sequence[int] = (), at_once: int | None = None
     ) -> list[list[int]]:
         """Let the engine answer prompts freely, and return the answers. Their tokens are checked when the scenario ends.
 
         Of several stop tokens the last one is expected.
         """
         at_once = at_once or self.largest
-        answers = self.engine.generate([actor.prompt for actor in actors], limits, stops, max_sequences=at_once)
-        self.requests += len(actors)
-        for actor, answer, limit in zip(actors, answers, limits, strict=True):
+        answers = self.engine.generate([sequence.prompt for sequence in sequences], limits, stops, max_sequences=at_once)
+        self.requests += len(sequences)
+        for sequence, answer, limit in zip(sequences, answers, limits, strict=True):
             stopped = [] if len(answer) >= limit else list(stops[-1:])
             if (len(answer) + len(stopped) < limit and not stopped) or len(answer) > limit:
-                self._fail_answer(actor, f"{len(answer)} tokens instead of {limit}")
+                self._fail_answer(sequence, f"{len(answer)} tokens instead of {limit}")
             if not set(answer).isdisjoint(stops):
-                self._fail_answer(actor, "the stop token, and more,")
+                self._fail_answer(sequence, "the stop token, and more,")
             if answer or stopped:
-                self.answers.append((actor.role, actor.prompt, [*answer, *stopped]))
+                self.answers.append((sequence.role, sequence.prompt, [*answer, *stopped]))
         return [list(answer) for answer in answers]
 
-    def _fail_answer(self, actor: Actor, what: str) -> None:
-        self.failures.append(f"generate: {what} to a prompt of {len(actor.prompt)} tokens")
+    def _fail_answer(self, sequence: StressSequence, what: str) -> None:
+        self.failures.append(f"generate: {what} to a prompt of {len(sequence.prompt)} tokens")
 
-    def leave(self, *actors: Actor) -> None:
-        self._look(actors)
-        self.engine.release([actor.handle for actor in actors])
-        for actor in actors:
-            actor.handle = -1
-            self.playing.remove(actor)
-        self.ended += [actor for actor in actors if actor.watched]
+    def release(self, *sequences: StressSequence) -> None:
+        self._observe(sequences)
+        self.engine.release([sequence.handle for sequence in sequences])
+        for sequence in sequences:
+            sequence.handle = -1
+            self.live.remove(sequence)
+        self.ended += [sequence for sequence in sequences if sequence.watched]
 
-    def _look(self, actors: Sequence[Actor]) -> None:
+    def _observe(self, sequences: Sequence[StressSequence]) -> None:
         """Look at what the engine stored of sequences that leave, or that may give pages back with their next token."""
-        for actor in actors if self.engine.can(Engine.stored) else ():
-            if actor.watched:
-                actor.request.look(self.engine.stored(actor.handle))
+        for sequence in sequences if self.engine.can(Engine.stored) else ():
+            if sequence.watched:
+                sequence.request.observe(self.engine.stored(sequence.handle))
 
-    def play(self, actors: Sequence[Actor]) -> None:
+    def serve(self, sequences: Sequence[StressSequence]) -> None:
         """Start sequences together and decode each to its end, when it leaves; the first one a step alone, a batch of one."""
         if self.engine.can(Engine.forced_together):
-            self._in_requests(actors)
+            self._in_requests(sequences)
             return
-        self.prefill(*actors)
-        self.decode(actors[0])
-        self.go_on(actors)
+        self.prefill(*sequences)
+        self.decode(sequences[0])
+        self.finish(sequences)
 
-    def go_on(self, actors: Sequence[Actor]) -> None:
+    def finish(self, sequences: Sequence[StressSequence]) -> None:
         """Decode sequences together, each to its end, when it leaves."""
-        going = list(actors)
+        going = list(sequences)
         while going:
             if len(going) == self.largest:
-                self.together = max(self.together, sorted(len(actor.tokens) + 1 for actor in going)[-2:][0])
+                self.together = max(self.together, sorted(len(sequence.tokens) + 1 for sequence in going)[-2:][0])
             self.decode(*going)
-            if not any(actor.ahead for actor in going):
+            if not any(sequence.ahead for sequence in going):
                 self._weigh(going)
-            self.leave(*(actor for actor in going if not actor.ahead))
-            going = [actor for actor in going if actor.ahead]
+            self.release(*(sequence for sequence in going if not sequence.ahead))
+            going = [sequence for sequence in going if sequence.ahead]
 
-    def _weigh(self, live: Sequence[Actor]) -> None:
+    def _weigh(self, live: Sequence[StressSequence]) -> None:
         """Note pages that the policy gave back, and that the only live sequences still hold."""
         policy, shape = self.engine.policy, self.engine.shape
-        lengths = [len(actor.tokens) for actor in (*live, *([self.resting] if self.resting else ()))]
+        lengths = [len(sequence.tokens) for sequence in (*live, *([self.resting] if self.resting else ()))]
         due = sum(policy.kept_pages(length, shape) + policy.window_pages(length) for length in lengths)
         held = 0 if self.engine.keeps_prefixes else self.engine.memory().held_pages
         if held > due + len(live):  # a page may leave a step later
@@ -276,27 +283,29 @@ class Stage:
                 f"sequences of {', '.join(map(str, lengths))} tokens hold {held} pages, the policy claims {due}"
             )
 
-    def _in_requests(self, actors: Sequence[Actor]) -> None:
+    def _in_requests(self, sequences: Sequence[StressSequence]) -> None:
         """What `play` does on an engine of whole requests."""
-        self.prefill(*actors)
-        self.engine.release([actor.handle for actor in actors])
-        answers = self.engine.forced_together([([*actor.prompt, *actor.ahead], len(actor.prompt)) for actor in actors])
-        for row, (actor, logits) in enumerate(zip(actors, answers, strict=True)):
-            for token, logits_V in zip(actor.ahead, logits, strict=True):
-                self._take(actor, [token], logits_V, row, len(actors), decoded=True)
-            if actor.watched and self.engine.can(Engine.stored_request):
-                actor.request.look(self.engine.stored_request(row))
-            actor.handle, actor.ahead = -1, []
-            self.playing.remove(actor)
-        self.ended += [actor for actor in actors if actor.watched]
-        if len(actors) == self.largest:
-            self.together = max(self.together, sorted(len(actor.tokens) for actor in actors)[-2:][0])
+        self.prefill(*sequences)
+        self.engine.release([sequence.handle for sequence in sequences])
+        answers = self.engine.forced_together(
+            [([*sequence.prompt, *sequence.ahead], len(sequence.prompt)) for sequence in sequences]
+        )
+        for row, (sequence, logits) in enumerate(zip(sequences, answers, strict=True)):
+            for token, logits_V in zip(sequence.ahead, logits, strict=True):
+                self._take(sequence, [token], logits_V, row, len(sequences), decoded=True)
+            if sequence.watched and self.engine.can(Engine.stored_request):
+                sequence.request.observe(self.engine.stored_request(row))
+            sequence.handle, sequence.ahead = -1, []
+            self.live.remove(sequence)
+        self.ended += [sequence for sequence in sequences if sequence.watched]
+        if len(sequences) == self.largest:
+            self.together = max(self.together, sorted(len(sequence.tokens) for sequence in sequences)[-2:][0])
 
     # --- the reference engine -----------------------------------------------------------------------------------------
 
     def end(self) -> None:
         """End a scenario: release the sequences that a refusal left, and compare while the engine is idle."""
-        self.leave(*[actor for actor in self.playing if actor.handle >= 0 and actor is not self.resting])
+        self.release(*[sequence for sequence in self.live if sequence.handle >= 0 and sequence is not self.resting])
         started = time.monotonic()
         self.compare()
         self.idle = max(self.idle, time.monotonic() - started)
@@ -304,33 +313,35 @@ class Stage:
 
     def compare(self, least: int = 0) -> None:
         """Compare the sequences that have ended with the reference engine, once they have `least` tokens."""
-        ended = [actor for actor in self.ended if actor.request.logits]
-        if sum(len(actor.tokens) for actor in ended) < least:
+        ended = [sequence for sequence in self.ended if sequence.request.logits]
+        if sum(len(sequence.tokens) for sequence in ended) < least:
             return
-        self.ended, by_codes = [], defaultdict[Any, list[Actor]](list)
-        for actor in ended:
-            by_codes[actor.key, actor.request.digest].append(actor)
-        alike = {actors[0]: actors for actors in by_codes.values()}
-        fresh = list({actor.key: actor for actor in alike if actor.key not in self.roundings}.values())
-        again = [actor for actor in alike if actor not in fresh]
+        self.ended, by_codes = [], defaultdict[Any, list[StressSequence]](list)
+        for sequence in ended:
+            by_codes[sequence.key, sequence.request.digest].append(sequence)
+        alike = {sequences[0]: sequences for sequences in by_codes.values()}
+        fresh = list({sequence.key: sequence for sequence in alike if sequence.key not in self.roundings}.values())
+        again = [sequence for sequence in alike if sequence not in fresh]
         for group in [*passes(fresh), *passes(again)]:
             policy, shape = self.engine.policy, self.engine.shape
-            problems = [problem_of(actor.request.layers, policy, shape, len(actor.tokens)) for actor in group]
-            caches = [[] if wrong else actor.request.layers for actor, wrong in zip(group, problems, strict=True)]
-            replays = self.twin.replay([actor.fed for actor in group], caches, disturbed=group[0].key not in self.roundings)
+            problems = [problem_of(sequence.request.layers, policy, shape, len(sequence.tokens)) for sequence in group]
+            caches = [[] if wrong else sequence.request.layers for sequence, wrong in zip(group, problems, strict=True)]
+            replays = self.reference.replay(
+                [sequence.fed for sequence in group], caches, disturbed=group[0].key not in self.roundings
+            )
             for first, replay, problem in zip(group, replays, problems, strict=True):
-                for actor in alike[first]:
-                    self._note(actor, replay, problem)
+                for sequence in alike[first]:
+                    self._note(sequence, replay, problem)
 
-    def _note(self, actor: Actor, replay: Replay, problem: str) -> None:
-        request = actor.request
-        request.name = f"{self.scene}: {actor.role}"
+    def _note(self, sequence: StressSequence, replay: Replay, problem: str) -> None:
+        request = sequence.request
+        request.name = f"{self.scenario}: {sequence.role}"
         compared = request.compared(
-            replay.tail(len(request.logits)), len(actor.prompt), actor.decoded, self.engine.policy, problem
+            replay.tail(len(request.logits)), len(sequence.prompt), sequence.decoded, self.engine.policy, problem
         )
-        if self.twin.measures and any(compared.errors):
+        if self.reference.measures and any(compared.errors):
             compared = compared.by_layer(self.layers)
-        rounding = self.roundings.setdefault(actor.key, compared.record.rounding)
+        rounding = self.roundings.setdefault(sequence.key, compared.record.rounding)
         compared = replace(compared, record=compared.record.model_copy(update={"rounding": rounding}))
         self.records.append(compared.record)
         if self.by_median:
@@ -371,7 +382,7 @@ class Stage:
             more = f"; and {count - 1} more such" if count > 1 else ""
             place = problem or first_deviation(request, compared, self.limit).told()
             yield f"{name}: {place}, {off}, {times:.2g} times as far as allowed{more}"
-        if self.kl and self.twin.compute_dtype is None:
+        if self.kl and self.reference.compute_dtype is None:
             usual_row = float(np.median(np.concatenate(list(chain(*self.kl.values())))))
             yield from far_medians(self.kl, max(UNUSUAL_KL, UNUSUAL * usual_row))
         elif self.kl:
@@ -383,10 +394,10 @@ class Stage:
         One number that rounds to another code may change an answer: what looks wrong is forced on the engine, too.
         """
         answers, self.answers = self.answers, []
-        if self.twin.compute_dtype is None:
+        if self.reference.compute_dtype is None:
             return
         feds = [Fed(prompt + said[:-1], [(len(prompt), False), (len(said) - 1, True)]) for _, prompt, said in answers]
-        replays = [one for group in passes(feds) for one in self.twin.replay(group)]
+        replays = [one for group in passes(feds) for one in self.reference.replay(group)]
         rounding = max((float(np.abs(one.disturbed - one.logits).max()) for one in replays), default=0.0)
         for (role, prompt, said), replay in zip(answers, replays, strict=True):
             if (behind(replay.logits, said) <= 4 * rounding + 1e-3).all():
@@ -402,11 +413,11 @@ class Stage:
 
     def _forced(self, role: str, prompt: list[int], said: list[int]) -> Logits:
         """Return what the engine itself finds likely at each token of an answer; the sequence is compared as others are."""
-        actor = Actor(f"{role}, forced", prompt, said[:-1])
-        if self.engine.can(Engine.forced_together) and actor.ahead:
-            self.play([actor])
+        sequence = StressSequence(f"{role}, forced", prompt, said[:-1])
+        if self.engine.can(Engine.forced_together) and sequence.ahead:
+            self.serve([sequence])
         else:
-            self.prefill(actor)
-            self.decode(actor, steps=len(actor.ahead))
-            self.leave(actor)
-        return np.stack(actor.request.logits)
+            self.prefill(sequence)
+            self.decode(sequence, steps=len(sequence.ahead))
+            self.release(sequence)
+        return np.stack(sequence.request.logits)

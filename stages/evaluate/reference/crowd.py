@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from pipeline.core.engine import Engine
 from stages.evaluate.decoding.system import STATM, resident_bytes
-from stages.evaluate.twins.request import PASS_TOKENS
-from stages.evaluate.twins.stage import Actor, Stage
+from stages.evaluate.reference.request import PASS_TOKENS
+from stages.evaluate.reference.stress import StressSequence, StressTest
 
 SHORT = ((1, 3, 17), (2, 8, 9), (9, 15, 14), (16, 30, 10), (31, 50, 8), (51, 63, 6), (64, 70, 4))
 """Least and most tokens of the prompts of short requests, and tokens of their answers."""
@@ -41,125 +41,125 @@ LEAK_BYTES = 512 << 10
 Marks = npt.NDArray[np.float32]
 
 
-def crowd(stage: Stage) -> None:
+def crowd(test: StressTest) -> None:
     """Requests that come and go, one in five of them long, with strangers among them whose tokens are exchanged."""
-    kinds = _kinds(stage)
-    first = _play(stage, kinds, 1, compared=True)
-    sleepers = _asleep(stage)
-    other = _play(stage, kinds, 2)
-    stage.engine.release(sleepers)
+    kinds = _kinds(test)
+    first = _serve(test, kinds, 1, compared=True)
+    sleepers = _start_sleepers(test)
+    other = _serve(test, kinds, 2)
+    test.engine.release(sleepers)
     changed = _difference(first, other)
     if changed.max(initial=0.0) == 0.0:
         return
     largest = max((float(np.abs(marks).max()) for marks in first), default=0.0)
-    repeated = _difference(first, _play(stage, kinds, 1))
+    repeated = _difference(first, _serve(test, kinds, 1))
     # Noise is in most tokens. What differs in a few is no noise, and what happens rarely need not happen in the same place.
     noise = float(repeated.max()) if np.median(repeated) > 0 else 0.0
-    allowed = NOISE * max(noise, stage.engine.logit_step * largest)
+    allowed = NOISE * max(noise, test.engine.logit_step * largest)
     influenced = ~(changed <= allowed)
     if influenced.any():
         usual = f"{noise:.2g} when nothing does" if noise else "nothing, but for rare steps, when nothing does"
-        stage.failures.append(
+        test.failures.append(
             f"isolation: {influenced.sum()} of {len(changed)} tokens of a crowd depend on what other requests hold: "
             f"logits change by up to {changed.max():.2g} when only the others' tokens do, by {usual}"
         )
 
 
-def wear(stage: Stage) -> None:
+def wear(test: StressTest) -> None:
     """Two short requests again and again: they get the logits of the first time, and the process's memory stands still."""
-    count = stage.config.requests
-    if stage.engine.can(Engine.forced_together) or stage.max_tokens < 4 * WEAR_STEPS:
+    count = test.config.requests
+    if test.engine.can(Engine.forced_together) or test.max_tokens < 4 * WEAR_STEPS:
         return
-    pair = [stage.actor(f"one of {count} equal requests", length, WEAR_STEPS) for length in (37, 5)[: stage.largest]]
+    pair = [test.sequence(f"one of {count} equal requests", length, WEAR_STEPS) for length in (37, 5)[: test.largest]]
     first, changed, resident = list[Marks](), list[float](), list[int]()
     for number in range(count):
-        again = [Actor(one.role, one.prompt, list(one.ahead), watched=number == 0) for one in pair]
-        stage.prefill(*again)
-        stage.decode(*again, steps=WEAR_STEPS)
-        stage.leave(*again)
-        marks = [mark for actor in again for mark in _marks(actor)]
+        again = [StressSequence(one.role, one.prompt, list(one.ahead), watched=number == 0) for one in pair]
+        test.prefill(*again)
+        test.decode(*again, steps=WEAR_STEPS)
+        test.release(*again)
+        marks = [mark for sequence in again for mark in _marks(sequence)]
         first = first or marks
         changed += _difference(first, marks).tolist()
         if STATM.exists() and 4 * (number + 1) // count > len(resident):
             resident.append(resident_bytes())
     largest = max(float(np.abs(mark).max()) for mark in first)
-    allowed = max(NOISE * float(np.median(changed)), stage.engine.logit_step * largest)
+    allowed = max(NOISE * float(np.median(changed)), test.engine.logit_step * largest)
     wrong = ~(np.array(changed) <= allowed)
     if wrong.any():
         where = int(wrong.argmax()) // len(first) + 1
-        stage.failures.append(
+        test.failures.append(
             f"wear: {wrong.sum()} tokens of {count} equal requests, first of request {where}, differ from the first time by up "
             f"to {max(changed):.2g} ({allowed:.2g} allowed)"
         )
     grown = int(np.diff(resident).min(initial=1 << 62)) if len(resident) == 4 else 0  # the first quarter may allocate
     if grown >= LEAK_BYTES:
         each = 4 * grown / (count * len(pair)) / 1024
-        stage.failures.append(f"wear: the process grows by {each:.1f} KiB with each of {count} equal requests")
+        test.failures.append(f"wear: the process grows by {each:.1f} KiB with each of {count} equal requests")
 
 
-def _asleep(stage: Stage) -> list[int]:
+def _start_sleepers(test: StressTest) -> list[int]:
     """Start sequences of one page that nobody decodes, which are forks where they cost nothing but their page."""
-    engine, count = stage.engine, ASLEEP_PAGES - stage.largest
+    engine, count = test.engine, ASLEEP_PAGES - test.largest
     small = engine.policy.pool_bytes(engine.shape, ASLEEP_PAGES) <= ASLEEP_BYTES
     if engine.max_sequences is not None or not engine.can(Engine.fork) or not small:
         return []
-    first = engine.prefill([stage.draw(1)])[0]
+    first = engine.prefill([test.draw(1)])[0]
     return first + [engine.fork(first[0]) for _ in range(count - 1)]
 
 
-def _kinds(stage: Stage) -> list[Actor]:
+def _kinds(test: StressTest) -> list[StressSequence]:
     """Return what is asked again and again."""
-    most = stage.max_tokens
-    shapes = [(stage.length(low, high), steps) for low, high, steps in SHORT if high + steps <= most]
+    most = test.max_tokens
+    shapes = [(test.length(low, high), steps) for low, high, steps in SHORT if high + steps <= most]
     # Three lengths of a long request, as far as the model and the engine go.
-    drawn = [stage.length(*span) for span in LONG]
+    drawn = [test.length(*span) for span in LONG]
     shapes += [(max(1, min(length, most - LONG_STEPS - number)), LONG_STEPS) for number, length in enumerate(drawn)]
-    return [stage.actor(f"request of {length} and {steps} tokens", length, steps) for length, steps in shapes]
+    return [test.sequence(f"request of {length} and {steps} tokens", length, steps) for length, steps in shapes]
 
 
-def _guests(stage: Stage, kinds: Sequence[Actor], strangers: int) -> Iterator[Actor]:
+def _arrivals(test: StressTest, kinds: Sequence[StressSequence], strangers: int) -> Iterator[StressSequence]:
     """Yield the requests in the order in which they come: of the same lengths in each play. Strangers have no role."""
-    order, tokens = np.random.default_rng([stage.seed, 0]), np.random.default_rng([stage.seed, strangers])
+    order, tokens = np.random.default_rng([test.seed, 0]), np.random.default_rng([test.seed, strangers])
     long = len(kinds) - len(LONG)
-    for is_long in order.permutation(np.arange(stage.config.requests) % 5 == 4):  # no period, as what is rare may have
+    for is_long in order.permutation(np.arange(test.config.requests) % 5 == 4):  # no period, as what is rare may have
         kind = kinds[int(order.integers(long, len(kinds)) if is_long else order.integers(long))]
         parts = order.integers(4) == 0
         if order.integers(3):
-            yield Actor(kind.role, kind.prompt, list(kind.ahead))
+            yield StressSequence(kind.role, kind.prompt, list(kind.ahead))
             continue
-        drawn: list[int] = tokens.integers(0, stage.engine.vocab_size, len(kind.prompt) + len(kind.ahead)).tolist()
+        drawn: list[int] = tokens.integers(0, test.engine.vocab_size, len(kind.prompt) + len(kind.ahead)).tolist()
         prompt = kind.prompt if parts else drawn[: len(kind.prompt)]  # a request that begins as a watched one, and parts
-        yield Actor("", prompt, drawn[len(kind.prompt) :], watched=False)
+        yield StressSequence("", prompt, drawn[len(kind.prompt) :], watched=False)
 
 
-def _play(stage: Stage, kinds: Sequence[Actor], strangers: int, *, compared: bool = False) -> list[Marks]:
+def _serve(test: StressTest, kinds: Sequence[StressSequence], strangers: int, *, compared: bool = False) -> list[Marks]:
     """Let the crowd come and go; return some logits of every watched token, in order."""
-    waiting = deque(_guests(stage, kinds, strangers))
+    waiting = deque(_arrivals(test, kinds, strangers))
     marks: list[Marks] = []
-    live: list[Actor] = []
+    live: list[StressSequence] = []
     while waiting or live:
-        arrived = [waiting.popleft() for _ in range(min(stage.largest - len(live), len(waiting)))]
-        for actor in arrived:
-            actor.watched &= compared
-            actor.role = actor.role and f"{actor.role}, quarter {4 - 4 * len(waiting) // (stage.config.requests + 1)}"
-        if stage.engine.can(Engine.forced_together):
-            stage.play(arrived)
+        arrived = [waiting.popleft() for _ in range(min(test.largest - len(live), len(waiting)))]
+        for sequence in arrived:
+            sequence.watched &= compared
+            sequence.role = sequence.role and f"{sequence.role}, quarter {4 - 4 * len(waiting) // (test.config.requests + 1)}"
+        if test.engine.can(Engine.forced_together):
+            test.serve(arrived)
             live, leaving = [], arrived
         else:
             if arrived:
-                stage.prefill(*arrived)
+                test.prefill(*arrived)
                 live += arrived
-            stage.decode(*live)
-            leaving = [actor for actor in live if not actor.ahead]
-            live = [actor for actor in live if actor.ahead]
-            stage.leave(*leaving)
-        marks += [mark for actor in leaving if actor.role for mark in _marks(actor)]
-        stage.compare(PASS_TOKENS)
+            test.decode(*live)
+            leaving = [sequence for sequence in live if not sequence.ahead]
+            live = [sequence for sequence in live if sequence.ahead]
+            test.release(*leaving)
+        marks += [mark for sequence in leaving if sequence.role for mark in _marks(sequence)]
+        test.compare(PASS_TOKENS)
     return marks
 
 
-def _marks(actor: Actor) -> list[Marks]:
-    return [row[:: max(1, len(row) // WATCHED_LOGITS)].copy() for row in actor.request.logits]
+def _marks(sequence: StressSequence) -> list[Marks]:
+    return [row[:: max(1, len(row) // WATCHED_LOGITS)].copy() for row in sequence.request.logits]
 
 
 def _difference(one: Sequence[Marks], other: Sequence[Marks]) -> npt.NDArray[np.float64]:

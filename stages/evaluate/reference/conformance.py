@@ -1,7 +1,7 @@
-"""Compares an engine with its twin, the oracle under the same policy, on requests of its own forced decode.
+"""Compares an engine with its reference engine on requests of its own forced decode.
 
-The logits are those of the steps that were judged: same batch, same order. Where the engine shows what it stored, the twin
-replays each request over that (`stages.engines.oracle.replay`); where it does not, over its own codes.
+The logits are those of the steps that were judged: same batch, same order. If the engine shows what it stored, the reference
+engine replays each request over these codes (`stages.engines.oracle.replay`), otherwise over its own codes.
 
 Legend: R = decoded tokens of a request, V = vocab_size, H = KV heads.
 """
@@ -30,19 +30,19 @@ from stages.evaluate.decoding.rows import Run
 from stages.evaluate.distances.distance import Distributions, head_kl, kl_of_logits
 from stages.evaluate.distances.scores import SampleHeads
 from stages.evaluate.inputs.tokens import EncodedSample
-from stages.evaluate.twins.deviation import first_deviation
-from stages.evaluate.twins.explanation import explained, explained_by_codes
-from stages.evaluate.twins.request import Request, loses_pages, problem_of
-from stages.evaluate.twins.twin import Twin
+from stages.evaluate.reference.deviation import first_deviation
+from stages.evaluate.reference.engine import ReferenceEngine
+from stages.evaluate.reference.explanation import explained, explained_by_codes
+from stages.evaluate.reference.request import Request, loses_pages, problem_of
 
 
 class Comparison:
-    """Takes the steps of a forced decode, and compares each chosen request with the twin when its last token was decoded."""
+    """Compares each chosen request of a forced decode with the reference engine, after its last token."""
 
     def __init__(
         self,
         engine: Engine,
-        twin: Twin,
+        reference: ReferenceEngine,
         run: Run,
         chosen: Collection[int],
         *,
@@ -54,14 +54,14 @@ class Comparison:
 
         Args:
             engine: The engine that decodes.
-            twin: Its twin.
+            reference: Its reference.
             run: The samples that it decodes, and the FP16 baseline's heads of them, for what the policy itself costs.
             chosen: Indices of those that are compared.
             batch_size: Most sequences of a step, which decides whether prefixes are prefilled by themselves.
             limit: The roundings from which on a deviation is located.
             layers: How far what the 16-bit engine stores is off, by layer, where that says what a rounding is.
         """
-        self.engine, self.twin, self.run, self.chosen = engine, twin.of(engine), run, set(chosen)
+        self.engine, self.reference, self.run, self.chosen = engine, reference.run_as(engine), run, set(chosen)
         self.batch_size, self.limit, self.layers = batch_size, limit, layers
         self.records: dict[int, ComparedRequest] = {}
         self.worst = 1.0
@@ -82,11 +82,11 @@ class Comparison:
             request.row(step.logits_BV[row], length - 1, None if step.rows is None else (step.rows[row], step.size))
             frees = loses_pages(self.engine) and (position == 0 or (length + 1) % PAGE_TOKENS == 0)
             if (last or frees) and step.sequences is not None and self.engine.can(Engine.stored):
-                request.look(self.engine.stored(step.sequences[row]))
+                request.observe(self.engine.stored(step.sequences[row]))
             elif last and step.request is not None and self.engine.can(Engine.stored_request):
-                request.look(self.engine.stored_request(step.request))
+                request.observe(self.engine.stored_request(step.request))
             if last:
-                self.run.progress("compared with the twin [requests]", len(self.records), len(self.chosen))
+                self.run.progress("compared with the reference engine [requests]", len(self.records), len(self.chosen))
                 self._compare(i, self._requests.pop(i))
 
     def decode_missing(self) -> None:
@@ -108,7 +108,7 @@ class Comparison:
             policy=self.engine.policy.name,
             requests=self.requests,
             deviation=self.deviation,
-            limit=self.limit if self.twin.measures else None,
+            limit=self.limit if self.reference.measures else None,
             **worst,
         )
 
@@ -117,7 +117,7 @@ class Comparison:
         problem = problem_of(request.layers, self.engine.policy, self.engine.shape, len(item.prompt) + len(item.reference) - 1)
         replay = self._replay(item, [] if problem else request.layers)
         compared = request.compared(replay, len(item.prompt), len(item.reference), self.engine.policy, problem)
-        if self.twin.measures and any(compared.errors):
+        if self.reference.measures and any(compared.errors):
             compared = compared.by_layer(self.layers)
         self.records[i] = compared.record
         times = compared.record.times_allowed(self.limit)
@@ -127,25 +127,25 @@ class Comparison:
             self._worst = i, np.stack(request.logits), [] if problem else request.layers
 
     def _described(self, i: int, logits_RV: Logits, layers: list[dict[Side, StoredCopy]]) -> dict[str, Any]:
-        """Return how far a request is from the twin over its own cache, the twin from FP16, and what the engine may compute."""
+        """Return the distances engine to reference and reference to FP16 of a request, and what the engine may compute."""
         item = self.run.encoded[i]
         alone = self._replay(item, []).logits
         kl = finite(kl_of_logits(alone, logits_RV).mean())
-        explanation = explained(self.twin, item, logits_RV, kl)
-        if explanation is None and self.twin.measures and layers:
-            explanation = explained_by_codes(self.twin, item, logits_RV, lambda oracle: self._replay(item, layers, oracle))
+        explanation = explained(self.reference, item, logits_RV, kl)
+        if explanation is None and self.reference.measures and layers:
+            explanation = explained_by_codes(self.reference, item, logits_RV, lambda oracle: self._replay(item, layers, oracle))
         twin_kl = None if self.run.heads is None else finite(_kl_of_heads(self.run.heads(item.sample.id), alone, item))
         return {"kl": kl, "twin_kl": twin_kl, "explanation": explanation}
 
     def _replay(
         self, item: EncodedSample, layers: Sequence[Mapping[Side, StoredCopy]], oracle: OracleEngine | None = None
     ) -> Replay:
-        """Replay a request on the twin, or on another oracle."""
+        """Replay a request on the reference, or on another oracle."""
         shared = item.shared if shares(self.engine, self.batch_size) else 0
         pieces = [piece for piece in (shared, len(item.prompt) - 1 - shared) if piece]
         prompt, rows = [(piece, False) for piece in pieces], len(item.reference)
         fed = Fed([*item.prompt, *item.reference[:-1]], [*prompt, (rows, True)])
-        return self.twin.replay([fed], [layers], oracle)[0].tail(rows)
+        return self.reference.replay([fed], [layers], oracle)[0].tail(rows)
 
 
 def spread(encoded: Sequence[EncodedSample], count: int) -> list[int]:
@@ -165,7 +165,7 @@ def spread(encoded: Sequence[EncodedSample], count: int) -> list[int]:
     return sorted(chosen)
 
 
-def _kl_of_heads(heads: SampleHeads, twin_RV: Logits, item: EncodedSample) -> float:
-    """Mean KL(FP16 baseline || twin) of a request's decoded tokens, over the baseline's heads."""
-    twins = Distributions(twin_RV)
-    return float(np.mean([head_kl(heads.head(n), twins, n) for n in range(len(item.reference))]))
+def _kl_of_heads(heads: SampleHeads, reference_RV: Logits, item: EncodedSample) -> float:
+    """Mean KL(FP16 baseline || reference) of a request's decoded tokens, over the baseline's heads."""
+    references = Distributions(reference_RV)
+    return float(np.mean([head_kl(heads.head(n), references, n) for n in range(len(item.reference))]))

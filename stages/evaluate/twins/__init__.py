@@ -1,1 +1,0 @@
-"""An engine beside its twin, the oracle under the engine's own policy."""
