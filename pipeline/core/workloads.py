@@ -155,7 +155,7 @@ class WorkloadsConfig(StrictModel):
     """Samples per workload whose answers are judged, besides the longest of these, that both engines repeat in smaller batches:
     the A/A noise floor."""
     canary_samples: Annotated[int, Field(ge=1, le=1000)]
-    """Samples per workload of the must-fail control, which takes the shortest prompts of two pages or more of whichever."""
+    """Samples per workload of the must-fail control, at least eight in all: the shortest prompts of two pages or more."""
     canary_factor: float
     """By how much the must-fail control multiplies every key scale."""
     conformance_samples: Count = 0

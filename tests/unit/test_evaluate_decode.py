@@ -12,6 +12,7 @@ from fake_engine import EOS, CharTokenizer, FakeEngine, OnePassFake, fake_engine
 from pipeline.core.engine import Engine
 from pipeline.core.errors import UserError
 from pipeline.core.records import Sample
+from stages.evaluate.decoding import noise
 from stages.evaluate.decoding.batches import Finished, Greedy, Logits, Step
 from stages.evaluate.decoding.decode import decode
 from stages.evaluate.decoding.noise import canary_samples, repeated_samples
@@ -53,13 +54,23 @@ def answers_of(engine: FakeEngine, items: list[EncodedSample], batch_size: int) 
     return {event.sample: event for event in events if isinstance(event, Finished)}
 
 
-def test_samples_with_answers_are_repeated_and_the_shortest_prompts_that_suffice_are_corrupted() -> None:
+def test_samples_with_answers_are_repeated_and_the_shortest_prompts_that_suffice_are_corrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     a, b, c, d = encoded()
     config: Any = SimpleNamespace(noise_samples=1, canary_samples=2)
+    monkeypatch.setattr(noise, "LEAST_CONTROL", 1)
     assert repeated_samples([d, a, b, c], config) == [a, c]
     assert repeated_samples([d], config) == [d]
     assert canary_samples([a, b, c, d], config, 3) == [a, b]
     assert canary_samples([a, b, c, d], config, 4) == canary_samples([a, b, c, d], config) == [b, a]
+
+
+def test_the_must_fail_control_has_enough_samples_although_a_configuration_asks_for_one() -> None:
+    a = encoded()[0]
+    config: Any = SimpleNamespace(canary_samples=1)
+    assert len(canary_samples([a] * 20, config, 1)) == noise.LEAST_CONTROL
+    assert len(canary_samples([a] * 3, config, 1)) == 3
 
 
 def test_references_end_with_eos_when_judged_and_are_cut_when_not() -> None:

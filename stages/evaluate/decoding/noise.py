@@ -9,6 +9,9 @@ from stages.evaluate.distances import metrics
 from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import EncodedSample
 
+LEAST_CONTROL = 8
+"""Fewest samples of the must-fail control. The answer of some samples stands in exact tokens: of two one may lose nothing."""
+
 
 def first_of_each_workload(encoded: Sequence[EncodedSample], count: int) -> list[int]:
     """Return the indices of the first `count` samples of every workload."""
@@ -27,12 +30,12 @@ def answered(encoded: Sequence[EncodedSample]) -> list[EncodedSample]:
 
 
 def canary_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig, least: int | None = None) -> list[EncodedSample]:
-    """Return the must-fail control's samples, as many as `canary_samples` of each workload are.
+    """Return the must-fail control's samples: as many as `canary_samples` of each workload, and LEAST_CONTROL at least.
 
-    The shortest prompts of `least` tokens or more; the longest where too few have so many, or nobody knows how many do.
+    The shortest prompts of `least` tokens or more; the longest if too few have as many, or if nobody knows how many do.
     A short prompt may consist of exact sink and recent tokens, and then reads no scale.
     """
-    count = len(first_of_each_workload(encoded, config.canary_samples))
+    count = max(LEAST_CONTROL, len(first_of_each_workload(encoded, config.canary_samples)))
     by_length = sorted(answered(encoded), key=lambda item: len(item.prompt))
     enough = [item for item in by_length if least is not None and len(item.prompt) >= least]
     return enough[:count] if len(enough) >= count else by_length[-count:][::-1]
