@@ -97,9 +97,9 @@ class ProbeConfig(StrictModel):
     """Decode steps of the longest sequence: 64 are every offset of a page."""
     max_batch: Annotated[int, Field(ge=2, le=4096)] = 32
     """Largest decode step; the evaluation's batch_size where that is larger."""
-    requests: Annotated[int, Field(ge=1, le=1_000_000)] = 200
+    requests: Annotated[int, Field(ge=1, le=1_000_000)] = 150
     """Requests that come and go, one in five of them long, twice: the second time one in three of them says something else. As
-    many short requests are repeated, and the engine is idle for a 64th of a second for each of them."""
+    many short requests are repeated, and the engine is idle for a 50th of a second for each of them."""
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
     """Draws tokens, lengths and order; null draws another seed in each run. `report.json` has it."""
 

@@ -3,6 +3,7 @@
 No gate is asked: an engine is compared with itself without the fault, which repeats every logit bit by bit.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,7 +58,9 @@ def serve(engine: Engine, *, long: bool) -> Day:
     try:
         desk = _Desk(engine, day, 7)
         turns = [_turns] if engine.can(Engine.fork) else []
-        more = [_alone, _many, *[_crowd] * 7] if long else []
+        forks = [_conversation, _many_forks, _large_step] if engine.can(Engine.fork) else []
+        pools = [_full_pool] if engine.can(Engine.press) else []
+        more = [*forks, _schedule, _answers, *pools, _alone, _many, *[_crowd] * 7, _idle_and_worn] if long else []
         for part in (_large_batch, *turns, _prefixes, _generated, _crowd, *more):
             part(desk)
     except (UserError, KeyError, IndexError, AssertionError) as error:
@@ -142,6 +145,87 @@ def _many(desk: _Desk) -> None:
             handles = desk.start([desk.tokens(4 + row % 10) for row in range(size)])
             desk.decode(handles, 3)
             desk.engine.release(handles)
+
+
+def _conversation(desk: _Desk) -> None:
+    """Six later turns, some longer than a page, and a late fork."""
+    (origin,) = desk.start([desk.tokens(1000)])
+    for turn in (150, 100, 5, 40, 64, 90):
+        desk.decode([origin], 3)
+        desk.extend(origin, turn)
+    fork = desk.engine.fork(origin)
+    desk.decode([fork, origin], 4)
+    desk.extend(fork, 70)
+    desk.decode([origin, fork], 4)
+    desk.engine.release([origin, fork])
+
+
+def _many_forks(desk: _Desk) -> None:
+    """Twelve rows on one prefix, also forks of forks; most leave, others come."""
+    (origin,) = desk.start([desk.tokens(190)])
+    rows = [desk.engine.fork(origin) for _ in range(10)]
+    rows += [desk.engine.fork(rows[-1])]
+    rows += [desk.engine.fork(rows[-1])]
+    desk.decode(rows, 4)
+    desk.engine.release([origin, *rows[:8]])
+    fresh = desk.start([desk.tokens(100), desk.tokens(64)])
+    desk.decode([*rows[8:], *fresh], 6)
+    desk.engine.release([*rows[8:], *fresh])
+
+
+def _large_step(desk: _Desk) -> None:
+    """Prompts of whole tiles and chunks, whose caches cross these, and more than 10,240 tokens in one step."""
+    rows = desk.start([desk.tokens(length) for length in (256, 512, 510, 1022, 700, 900)])
+    rows += [desk.engine.fork(rows[-1]) for _ in range(9)]
+    desk.decode(rows, 6)
+    desk.engine.release(rows)
+
+
+def _schedule(desk: _Desk) -> None:
+    """Rows change places, sit out steps and sleep; one is cancelled, one ends with a full page."""
+    rows = desk.start([desk.tokens(length) for length in (30, 70, 110, 150)])
+    desk.decode(rows, 2)
+    desk.engine.release(desk.start([desk.tokens(50)]))
+    ending = desk.start([desk.tokens(60)])
+    desk.decode([*ending, *rows], 4)
+    desk.engine.release(ending)
+    late = desk.start([desk.tokens(90)])
+    desk.decode([*rows, *late], 4)
+    for number in range(8):
+        desk.decode([rows[place] for place in desk.rng.permutation(4)[: 1 + number % 4]], 1)
+    desk.decode(rows[:2], 70)
+    desk.decode(rows[::-1], 3)
+    desk.engine.release([*rows, *late])
+
+
+def _answers(desk: _Desk) -> None:
+    """A long answer, many that wait, one prompt with two limits, equal first pages, and stop tokens."""
+    say, page, again = desk.engine.generate, desk.tokens(64), desk.tokens(50)
+    said = [*say([desk.tokens(40)], 200, ()), *say([again], 4, ()), *say([again], 10, ())]
+    said += say([desk.tokens(3 + row % 10) for row in range(80)], 3, (), max_sequences=16)
+    said += say([[*page, *desk.tokens(9)] for _ in range(3)], 6, ())
+    desk.day.answers += [*said, *say([again], 10, said[1][:1]), *say([again], 10, said[2][5:6])]
+
+
+def _full_pool(desk: _Desk) -> None:
+    """Requests in a pool that holds a third of them, some of which begin alike."""
+    page = desk.tokens(64)
+    prompts = [[*(page if row % 2 else desk.tokens(64)), *desk.tokens(120 + 7 * row)] for row in range(12)]
+    for pressed in desk.engine.press([[(prompt, len(prompt) - 40) for prompt in prompts]], 32, 16)[0]:
+        desk.day.rows.extend(pressed.logits)
+
+
+def _idle_and_worn(desk: _Desk) -> None:
+    """A pair decodes, waits for four seconds, and decodes 4,300 steps more in requests of 43."""
+    handles = desk.start([desk.tokens(70), desk.tokens(40)])
+    desk.decode(handles, 3)
+    time.sleep(4)
+    desk.decode(handles, 3)
+    desk.engine.release(handles)
+    for _ in range(100):
+        handles = desk.start([desk.tokens(5), desk.tokens(9)])
+        desk.decode(handles, 43)
+        desk.engine.release(handles)
 
 
 def cost(sound: Day, faulty: Day) -> Cost:

@@ -33,7 +33,7 @@ WATCHED_LOGITS = 512
 NOISE = 4.0
 """How many times as much as a repetition strangers may change."""
 
-WEAR_STEPS = 16
+WEAR_STEPS = 20
 """Decode steps of a request that is asked again and again."""
 LEAK_BYTES = 512 << 10
 """Least growth of the process that counts, in each of the last three quarters of these requests."""

@@ -26,7 +26,7 @@ COUNTS = (
 )
 """Fields of `Probe` that a `StressTest` counts."""
 
-IDLE_SECONDS = 1 / 64
+IDLE_SECONDS = 1 / 50
 """Seconds that an engine is idle while a sequence is live, for each request of `workloads.probe.requests`."""
 
 
