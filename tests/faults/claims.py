@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from faults.fault import Fault
-from faults.hooks import Array, Plant, Step, add, given, logits, method, write, zero
+from faults.hooks import Array, Plant, Step, logits, method, write, zero
 from faults.pages import offset
 
 
@@ -62,7 +62,6 @@ FAULTS = [
        AS_CLAIMED, "conformance", holds="fp16"),
     of("int8_as_fp8", "fp8", "stores INT8 with scales a token, claims calibrated FP8, and its memory too", AS_CLAIMED,
        "conformance", holds="int8"),
-    of("no_sinks", "int8_sinks", "keeps no exact tokens, and claims them", AS_CLAIMED, "conformance", holds="int8"),
     of("pool_twice_as_large", "int8", "allocates twice the bytes that the policy says",
        reports(pool_bytes=lambda _, report: 2 * report.pool_bytes), "allocation", harm="memory"),
     of("pool_half_reported", "int8", "reports half of the bytes that it allocates",
@@ -73,14 +72,8 @@ FAULTS = [
        method("pool.append", copy_beside), "allocation", harm="memory"),
     of("canary_without_effect", "int8", "what the must-fail control corrupts is a copy that decoding does not read",
        method("corrupt_key_scale", lambda *_: None), "canary", harm="claim"),
-    of("shows_another_cache", "int8", "what it shows of its cache is not what decoding reads: a corrected copy",
-       write("value", lambda x, _: x // 2, lambda s: s.positions % 64 == 5, layers=[1])),
-    of("logits_x1_02", "fp8", "another final multiplier: the weights are not those of the baseline",
-       logits(lambda x, _: x * np.float32(1.02)), "conformance"),
     of("shared_page_end_unwritten", "int8", "both engines lose the last token of every page",
        write("key value", zero, offset(63)), shared=True),
-    of("shared_rope_one_late", "int8", "both engines rotate decoded tokens one position late", given("position_ids", add(1)),
-       shared=True),
     of("shared_prompt_logits_one_off", "int8", "both engines' prompts' logits are off by one entry",
        logits(lambda x, _: np.roll(x, 1, 1), mode="prefill"), shared=True),
     of("baseline_saturates", "int8", "the baseline's own keys saturate; the candidate's do not", write("key", saturating),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from faults.fault import Fault
-from faults.hooks import Array, Plant, Step, given, method, write, zero
+from faults.hooks import Plant, given, method
 from faults.kernels import mutant
 from pipeline.core.kv import PAGE_TOKENS
 
@@ -60,19 +60,6 @@ def present(free: Any, engine: Any, page: int) -> None:
         free(page)
 
 
-def one_page_back(places: Any, _: Any, rows: Any, *given: Any) -> Any:
-    """New tokens of a sequence that has evicted go into the page before theirs."""
-    kept, numbers, slots = places(rows, *given)
-    back = {row.pages[-1]: row.pages[-2] for row in rows if row.evicted_pages and len(row.pages) > 1}
-    return kept, np.array([back.get(number, number) for number in numbers]), slots
-
-
-def renumbered(x: Array, step: Step) -> Any:
-    """Positions are places in the cache, while keys keep the positions that they were rotated at."""
-    evicted = [step.engine.pool.sequences[handle].evicted_pages for handle in step.handles]
-    return x - np.array(evicted)[:, None] * PAGE_TOKENS
-
-
 freed_for_all = method("pool.pages.free", present) + while_evicting(forced)
 """An evicted page is free for others at once, though a fork still reads it."""
 
@@ -87,26 +74,13 @@ FAULTS = [
        keeps("eviction", window_tokens=-PAGE_TOKENS)),
     of("evicted_page_late", "fp8_streaming", "a page is evicted one page too late",
        keeps("eviction", window_tokens=PAGE_TOKENS)),
-    of("sinks_evicted", "fp8_streaming", "the sinks are evicted with the others", keeps("eviction", sink_tokens=-PAGE_TOKENS)),
     of("evicted_under_a_fork", "fp8_streaming", "an evicted page is reused while a fork still reads it", freed_for_all),
     of("evicted_never_freed", "fp8_streaming", "evicted pages are not read and never freed", never_freed, harm="memory"),
-    of("evicted_rotated_by_place", "fp8_streaming", "decode is rotated by its place in the cache once a page has left",
-       given("position_ids", renumbered)),
-    of("written_one_page_back", "fp8_streaming", "new tokens overwrite the page before theirs once a page has left",
-       method("pool._page_places", one_page_back)),
     slides("slides_one_short", "fp8_mistral", "layers attend to one token too few",
            "length + 1 - layer->slide", "length + 2 - layer->slide", by="conformance"),
     slides("prompts_do_not_slide", "fp8_mistral", "a prompt's tokens attend to all before them in the chunk",
             "region.first = first_token(layer, step)", "region.first = 0", by="conformance"),
     of("slid_page_early", "fp8_mistral", "a page is freed that layers still attend to", pool_slides(-PAGE_TOKENS)),
-    of("slid_page_late", "fp8_mistral", "pages that no layer attends to stay two pages longer", pool_slides(2 * PAGE_TOKENS),
-       harm="memory"),
-    of("window_one_page_short", "fp8_windowed", "the window of finer values ends a page too early",
-       keeps("window", tokens=-PAGE_TOKENS)),
     of("window_of_row_before", "fp8_windowed", "rows read the window of finer values of the row before",
        given("window_table", lambda x, _: np.roll(x, 1, axis=0))),
-    of("window_of_prompts_alone", "fp8_windowed", "decoded tokens have no finer values",
-       write("window_value", zero, lambda s: s.mode == "decode")),
-    of("window_of_coarse_values", "fp8_windowed", "values of the window lose three bits: a copy of the coarse ones",
-       write("window_value", lambda x, _: x & 0xFC)),
 ]  # fmt: skip

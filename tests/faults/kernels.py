@@ -68,12 +68,6 @@ END_OF_PAGE = """  }
   for (int q = 0; q < GROUP; q++) {
     memcpy("""
 HALF = "    for (int q = 0; q < GROUP; q++) for (int d = 0; d < HEAD_DIM; d++) sums[q][d] = (float)(_Float16)sums[q][d];\n"
-QUERIES = """unit->row * call->layer->kv_heads + unit->head) * GROUP * HEAD_DIM;
-  for (int q = 0; q < GROUP; q++, from += HEAD_DIM)"""
-INTERLEAVED = """unit->row * call->layer->kv_heads * GROUP + unit->head) * HEAD_DIM;
-  for (int q = 0; q < GROUP; q++, from += call->layer->kv_heads * HEAD_DIM)"""
-VALUE_SCALES = "(size_t)region->value_table[page] * layer->kv_heads + unit->head) * scale_page_bytes(values->side)"
-PARTIAL = "const Partial *partial = &partials[i * GROUP];\n    "
 
 
 def mutant(name: str, policy: str, models: str, before: str, after: str, kind: str = "kernels", by: str = "probe") -> Fault:
@@ -94,39 +88,10 @@ FAULTS = [
            "(lanes + t < page->last)", "(lanes + t <= page->last)"),
     mutant("last_units_lost", "fp8", "the join of a split kernel takes two partial results: 512 tokens",
            "count; i++) {\n    const Partial", "count && i < 2; i++) {\n    const Partial"),
-    mutant("new_token_unscaled", "fp8", "the new token's score lacks the softmax scale",
-           "score += query[d] * layer->scaling * key[d];", "score += query[d] * key[d];"),
-    mutant("scales_of_head_0", "int8", "every head's value scales are read from head 0",
-           VALUE_SCALES, VALUE_SCALES.replace(" + unit->head", "")),
     mutant("sums_in_float16", "fp8", "sums of values are kept in float16 from page to page", END_OF_PAGE, HALF + END_OF_PAGE),
-    mutant("queries_interleaved", "fp8", "GQA: query heads are taken in turn in place of in groups", QUERIES, INTERLEAVED),
-    mutant("int4_halves_interleaved", "fp8k_int4v", "4-bit values are unpacked as even and odd channels",
-           "int high = v >= VECTORS / 2;", "int high = v % 2;"),
     mutant("small_weights_dropped", "fp8", "tokens of less than e**-6 of the largest weight are skipped",
            "Ints tiny = x < splat(-87.0f);", "Ints tiny = x < splat(-6.0f);", by="conformance"),
-    mutant("hadamard_half_done", "int8_hadamard", "queries and values are rotated by one stage of the butterfly too few",
-           "half < HEAD_DIM; half *= 2", "half < HEAD_DIM / 2; half *= 2"),
-    mutant("recent_read_twice", "int8_sinks", "recent tokens are read from the pool and from their exact copies",
-           "end = length - layer->recent;", "end = length;"),
-    mutant("sinks_read_twice", "int8_sinks", "sinks are read from the pool and from their exact copies",
-           "low = larger(layer->sink, first_token(layer, length + step));", "low = first_token(layer, length + step);"),
-    mutant("ring_ages_negative", "int8_sinks", "C's remainder of a negative number: the ring's ages below zero",
-           "  if (age < 0) age += layer->recent;\n", ""),
-    mutant("zeros_before_scales", "int8_asym", "zero points are added before the scale is applied",
-           "x * scales[of[v]] + zeros[of[v]]", "(x + zeros[of[v]]) * scales[of[v]]"),
-    mutant("slide_to_whole_lanes", "fp8_mistral", "the window's beginning is rounded down to a vector of tokens",
-           "(lanes + t >= page->first) & ", ""),
-    mutant("chunk_sees_the_next_token", "fp8", "prefill's causal mask lets the next token in",
-           "region.last = step + 1;", "region.last = step + 2;"),
     mutant("chunk_reads_head_0", "fp8", "a later chunk reads every head's cache from head 0",
            "view_page(call, unit, &region, unit->page, &view);",
             "Unit first = *unit; first.head = 0; view_page(call, &first, &region, unit->page, &view);"),
-    mutant("chunk_reads_one_page_less", "fp8", "a later chunk does not read the last head's newest page",
-           "i < prefill->cached; i++) {\n    const Unit", "i + 1 < prefill->cached; i++) {\n    const Unit"),
-    mutant("chunk_reads_unscaled", "fp8", "a later chunk reads the cache without its static scales",
-           "factors[d] = channel_factor(from, head, d);", "factors[d] = unit(side->kind);"),
-    operator("graph_mask_one_too_many", "int8", "the graph's mask compares with <= in place of <",
-             "PagedAttention", "Less", "LessOrEqual", engine="graph"),
-    operator("graph_floors_values", "fp8k_int4v", "values are rounded down, in the graphs of the kernel's engine",
-             "QuantizeValue", "Round", "Floor"),
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from faults.fault import Fault
 from faults.hooks import Plant, method
-from pipeline.core.kv import PAGE_TOKENS, Side
+from pipeline.core.kv import PAGE_TOKENS
 from pipeline.formats.oracle import Stored
 from stages.engines.oracle.cache import Storage
 
@@ -42,12 +42,6 @@ def rows_swapped(hidden: Any, _: Any, ids: Any, positions: Tensor, views: list[A
     return hidden(ids, positions, views, *given)
 
 
-def decoded_one_late(hidden: Any, _: Any, ids: Any, positions: Tensor, views: list[Any], *given: Any) -> Any:
-    """A decode step rotates by the next position; one pass, and a prompt of one token, do not."""
-    decoding = len(ids[0]) == 1 and int(positions.max()) > 0
-    return hidden(ids, positions + int(decoding), views, *given)
-
-
 def unquantized(compute: Any, engine: Any, *given: Any, **options: Any) -> Any:
     """The method reads exact keys and values; others read the codes."""
     with exact_storages(engine):
@@ -73,21 +67,13 @@ class Exact(Storage):
         return stored.codes if gain is None else stored.codes * gain
 
 
-def heads_reversed(engine: Any, pages: Any, x: Tensor) -> Tensor:
-    return x.flip(0) if pages.storage is engine.storages[2][Side.VALUE] else x
-
-
 of = partial(Fault, "oracle", engine="torch")
 
 FAULTS = [
     of("torch_page_end_unwritten", "int8", "pages lose their last token; one pass has no pages", on_pages(page_end)),
     of("torch_rows_swapped", "int8", "two rows of a batch read each other's cache", method("_hidden", rows_swapped)),
-    of("torch_decode_one_late", "int8", "decode rotates one position late; one pass does not",
-       method("_hidden", decoded_one_late)),
     of("torch_scored_unquantized", "int4_tensor", "the pass that is scored does not quantize; int4_tensor would rank first",
        method("_one_pass", unquantized), "conformance", harm="claim"),
     of("torch_generate_unquantized", "int4_tensor", "generate does not quantize; int4_tensor would answer best",
        method("generate", unquantized), "free_answers"),
-    of("torch_heads_reversed", "int8", "one layer's values are stored for the other head, in pages alone",
-       on_pages(heads_reversed)),
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from faults.fault import KEPT_CHUNK, Fault
-from faults.hooks import Array, Plant, Step, every, given, logits, method, reads, write, zero
+from faults.hooks import Array, Plant, Step, every, given, logits, method, reads, zero
 from pipeline.core.kv import PAGE_TOKENS
 
 
@@ -43,12 +43,6 @@ def where_rows_left(x: Array, step: Step) -> Any:
     return np.roll(x, 1, axis=0) if len(step.handles) < len(step.before) else x
 
 
-def where_rows_joined(x: Array, step: Step) -> Any:
-    """In the step after a row has joined, the rows that were there read one token less."""
-    joined = any(handle not in step.before for handle in step.handles) and step.before
-    return np.maximum(x - [handle in step.before for handle in step.handles], 1) if joined else x
-
-
 def generating(edit: Callable[..., Any]) -> Plant:
     """Change what `generate` answers: `edit(answers, prompts, limits, options)`."""
 
@@ -58,48 +52,10 @@ def generating(edit: Callable[..., Any]) -> Plant:
     return method("generate", faulty)
 
 
-def in_generate(change: Callable[[Any], Callable[[], None]]) -> Plant:
-    """Change an engine while it generates: `change` returns what takes the change back."""
-
-    def faulty(generate: Any, engine: Any, *given: Any, **options: Any) -> Any:
-        take_back = change(engine)
-        try:
-            return generate(*given, **options)
-        finally:
-            take_back()
-
-    return method("generate", faulty)
-
-
-def another_scale(engine: Any) -> Callable[[], None]:
-    scales = [engine._constants[name] for name in engine._constants if name.startswith("key_scale.")]
-
-    def scaled(factor: float) -> None:
-        for scale in scales:
-            scale[...] *= factor
-
-    scaled(1.5)
-    return lambda: scaled(1 / 1.5)
-
-
 def turned(answers: list[list[int]], _: Any, __: Any, options: dict[str, Any]) -> list[list[int]]:
     """With more prompts than sequences at once, answers go to other callers."""
     most = options.get("max_sequences") or len(answers)
     return answers[1:] + answers[:1] if len(answers) > most else answers
-
-
-def in_order_of_ending(answers: list[list[int]], *_: Any) -> list[list[int]]:
-    """Answers are returned as they end: the short ones first."""
-    return sorted(answers, key=len)
-
-
-def buffers_not_forked(fork: Any, engine: Any, handle: int) -> int:
-    """A fork starts with an empty exact buffer."""
-    child: int = fork(handle)
-    buffer = engine.pool.sequences[child].buffer
-    for array in engine.pool._numbered_by(engine.pool.buffers):
-        array[buffer] = 0
-    return child
 
 
 def calm(x: Array, step: Step) -> Any:
@@ -142,12 +98,6 @@ def evicted_in_use(prefixes: Any, begin: Any, prompt: Any, start: Any, prefill: 
     return found
 
 
-def one_step_old(x: Array, step: Step) -> Any:
-    """Of a batch of the same size."""
-    old, step.memo["logits"] = step.memo.get("logits", x), x.copy()
-    return old if old.shape == x.shape else x
-
-
 of = partial(Fault, "serving")
 first = partial(Fault, "prompts")
 kept = partial(Fault, "prefixes", policy="int8_prefixes")
@@ -170,34 +120,16 @@ FAULTS = [
     of("alone_without_last_page", "int8", "a sequence that decodes alone loses 64 tokens beyond 512: a split for small batches",
        given("lengths", calm)),
     of("rows_that_left", "int8", "after a row has left, the others' logits move by one row", logits(where_rows_left)),
-    of("rows_that_joined", "int8", "when a row joins, those that were there read one token less",
-       given("lengths", where_rows_joined)),
     of("last_vocabulary_entries", "int8", "the last eight entries of the vocabulary are never computed",
        logits(lambda x, _: np.where(np.arange(x.shape[1]) < x.shape[1] - 8, x, -30))),
-    of("logits_of_the_step_before", "int8",
-       "one step in 100 returns the logits of the step before: a stream that was not awaited",
-       logits(lambda x, s: one_step_old(x, s) if s.number % 100 > 97 else x, every(100))),
-    of("fork_without_buffers", "int8_sinks", "a fork does not take sinks and recent tokens with it",
-       method("pool.fork", buffers_not_forked)),
-    of("generate_another_scale", "fp8", "generate runs another kernel than decode, with another scale",
-       in_generate(another_scale)),
     of("generate_long_prompts", "int8", "generate answers nothing to prompts of more than 300 tokens",
        generating(lambda answers, prompts, *_: [[] if len(p) > 300 else a for a, p in zip(answers, prompts, strict=True)])),
     of("generate_other_callers", "int8", "with more prompts than sequences at once, answers go to other callers",
        generating(turned)),
-    of("generate_in_order_of_ending", "int8", "answers are returned in the order of their ends",
-       generating(in_order_of_ending)),
-    of("generate_one_less", "int8", "answers to a limit of more than eight tokens end one token early",
-       generating(lambda answers, *_: [answer[:-1] if len(answer) > 8 else answer for answer in answers])),
     of("nan_rarely", "fp8", "logits are NaN in one step of 2,000",
        logits(lambda x, s: np.where(s.rows == 0, np.nan, x), every(2000)), harm="rare"),
-    of("zeros_rarely", "int8", "one layer's values are zero in one step of 500", reads("value", zero, every(500), layers=[2])),
-    of("from_request_150_on", "int8", "one head's values are lost from the 150th request on",
-       write("value", zero, lambda s: np.array(s.handles)[:, None] >= 150, layers=[2], heads=[0])),
     of("first_40_steps", "fp8", "the first 40 decode steps read zeros for one layer's keys: a buffer that is not filled yet",
        reads("key", zero, lambda s: s.number < 40, layers=[1]), by="conformance"),
-    of("wrong_read_of_0_06_nats", "int8", "one head reads values of the second page as half: 0.06 nats",
-       reads("value", lambda x, _: x // 2, layers=[1], heads=[0])),
     kept("prefix_hash_without_parent", models="kept chunks are found by their own tokens alone",
          plant=keys(lambda prompt, i: f"{list(prompt[i * KEPT_CHUNK : (i + 1) * KEPT_CHUNK])} {i}")),
     kept("prefix_of_length_alone", models="kept beginnings are found by how long they are", plant=keys(lambda _, i: str(i))),
@@ -205,6 +137,4 @@ FAULTS = [
        plant=prefix(one_token_less)),
     kept("prefix_wiped_in_use", models="the oldest kept beginning is wiped while others are found",
        plant=prefix(evicted_in_use), by="conformance"),
-    kept("prefix_rotated_from_0", models="what follows a kept beginning is rotated from 0 on",
-         plant=given("position_ids", lambda x, _: x % KEPT_CHUNK, mode="prefill")),
 ]  # fmt: skip
