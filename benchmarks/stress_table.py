@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from benchmarks.benchlib import CHECKPOINT, load_model, load_policy, make_bundle, static_scales_on, story_tokens
-from benchmarks.recording import ROOT, log, results_record, write_json
+from benchmarks.recording import ROOT, checkout, log, results_record, write_json
 from pipeline.core.kv import KVPolicy
 from pipeline.core.records import no_progress
 from pipeline.core.workloads import ProbeConfig
@@ -60,7 +60,10 @@ def main() -> None:
                     config = CONFIG.model_copy(update={"seed": seed})
                     found = probe(engine, reference, config, BATCH, CLAIMED, no_progress)
                     failures += [f"seed {seed}: {failure}" for failure in found.failures[:1]]
-            rows[name, kind] = {"policy": name, "engine": kind, "seeds": options.seeds, "failures": failures}
+            rows[name, kind] = {
+                **{"policy": name, "engine": kind, "seeds": options.seeds, "failures": failures},
+                "commit": checkout(),
+            }
             log(f"{name} {kind}: {len(failures)} of {options.seeds} fail {failures[:1]}")
             write_json(options.json, results_record([rows[key] for key in sorted(rows)]))
     runs, wrong = sum(row["seeds"] for row in rows.values()), sum(len(row["failures"]) for row in rows.values())
