@@ -1,16 +1,9 @@
-"""Read the registered models of a tracking store: versions and aliases. Nothing in the store changes.
+"""Read the registered models of a tracking store: versions and aliases."""
 
-A SQLite file is read directly, since importing MLflow takes two seconds.
-"""
-
-import sqlite3
-from collections import defaultdict
 from collections.abc import Collection
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-from pipeline.registry.reaching import reached
 from pipeline.registry.tracking import IDENTITY_TAG, Location, Version
 
 
@@ -31,36 +24,11 @@ class Model:
 def read_registered(location: Location, identities: Collection[str]) -> list[Model]:
     """Read the configured registered model, and each model of which a version cites an identity.
 
-    Of a SQLite file that does not exist nothing is read, and none is made.
+    If a SQLite file does not exist, nothing is read, and none is made.
     """
     file = location.file
-    if file is None:
-        return _ask(location, identities)
-    if not file.is_file() or not file.stat().st_size:
+    if file is not None and not (file.is_file() and file.stat().st_size):
         return []
-    with reached(location, sqlite3.Error):
-        models = _of_file(file, location.timeout_s)
-    cited = {model.name for model in models for one in model.versions.values() if one.identity_digest in identities}
-    return [model for model in models if model.name in {*cited, location.model_name}]
-
-
-def _of_file(file: Path, timeout_s: float) -> list[Model]:
-    """Read MLflow's tables. Only with mode=rw can SQLite undo what a killed process had half written."""
-    with closing(sqlite3.connect(f"{file.as_uri()}?mode=rw", timeout_s, isolation_level=None, uri=True)) as store:
-        store.execute("BEGIN")  # all tables are read in one state
-        models = {name: Model(name, {}, {}) for (name,) in store.execute("SELECT name FROM registered_models ORDER BY name")}
-        for name, alias, number in store.execute("SELECT name, alias, version FROM registered_model_aliases"):
-            models[name].aliases[alias] = str(number)
-        tags = defaultdict[tuple[str, int], dict[str, str]](dict)
-        for name, number, key, value in store.execute("SELECT name, version, key, value FROM model_version_tags"):
-            tags[name, number][key] = str(value)
-        versions = "SELECT name, version, run_id, CAST(creation_time AS REAL) FROM model_versions WHERE current_stage IS NOT ?"
-        for name, number, run, made in store.execute(versions, ["Deleted_Internal"]):
-            models[name].versions[str(number)] = Version(str(number), tags[name, number], run or "", (made or 0.0) / 1000)
-    return list(models.values())
-
-
-def _ask(location: Location, identities: Collection[str]) -> list[Model]:
     from pipeline.registry.mlflow_client import Client, MlflowException, version_of
 
     client, models = Client(location), list[Model]()
