@@ -197,7 +197,6 @@ def _say_questions(config: Config) -> None:
     kinds = [f"{count} of {name}" for name, count in workloads.samples.items() if count]
     kinds += [f"those of {workloads.jsonl}"] if workloads.jsonl is not None else []
     kinds += [f"{workloads.gsm8k} of gsm8k"] if workloads.gsm8k else []
-    kinds += [f"{workloads.bfcl.samples} each of {', '.join(workloads.bfcl.categories)}"] if workloads.bfcl is not None else []
     said = f"asks {', '.join(kinds)}, in {len(workloads.rounds)} rounds at most"
     console.say(escape(said + ("" if has_chat_template(path) else ", as few-shot text: the tokenizer has no chat template")))
     parameters = read_model(path).parameters

@@ -29,7 +29,7 @@ def no_progress(label: str, done: int, total: int) -> None:
 
 
 LineCheck = Literal["none", "exact", "mention", "json", "tool_call"]
-Check = Literal[LineCheck, "bfcl", "number"]
+Check = Literal[LineCheck, "number"]
 
 PREFILL_CHUNK = 1024
 """Tokens of one prefill run. They attend to each other exactly, and to earlier chunks through the quantized cache."""
@@ -45,16 +45,14 @@ class Sample:
     messages: tuple[tuple[str, str], ...] = ()
     prompt: str = ""
     check: Check = "exact"
-    """How an answer is judged: not at all, as text, by what it mentions, as JSON, as a call of one of `tools`, by BFCL, or by
-    its last number."""
+    """How an answer is judged: not at all, as text, by what it mentions, as JSON, as a call of one of `tools`, or by its last
+    number."""
     document: str = ""
     """The bootstrap resamples the samples of one document together. Empty: the sample is a document of its own."""
     depth: float | None = None
     """Retrieval: relative position of the needle in the prompt, 0 to 1."""
     tools: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Allowed tools and their argument names."""
-    expected: str = ""
-    """Check "bfcl": JSON of the category, the functions and the possible answers."""
     mentions: tuple[str, ...] = ()
     """For check "mention": what a right answer mentions, all of it; the reference where it is empty."""
     distractors: tuple[str, ...] = ()

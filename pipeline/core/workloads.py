@@ -46,44 +46,8 @@ class LoadConfig(StrictModel):
         return self.context_tokens + self.warmup_steps + self.new_tokens
 
 
-BFCL_CATEGORIES = (
-    "simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance",
-    "live_simple", "live_multiple", "live_parallel", "live_parallel_multiple", "live_irrelevance",
-)  # fmt: skip
-"""Categories of BFCL that its checker judges from the text of one answer."""
-BFCL_REFUSED = {
-    "web_search": "needs the network",
-    "memory": "executes the calls that a model makes",
-    "multi_turn": "executes the calls that a model makes",
-    "simple_java": "needs parsers of other languages",
-    "live_relevance": "has no possible answers to force",
-    "format_sensitivity": "asks for other formats of calls",
-}
-"""First words of BFCL's other categories -> why they are refused."""
-
-
 GSM8K_PROBLEMS = 1319
 """Of the test set."""
-
-
-class BfclConfig(StrictModel):
-    """Function calls from BFCL v4, each category a workload `bfcl_CATEGORY`."""
-
-    categories: list[str]
-    """Categories of BFCL that are asked, each once."""
-    samples: Annotated[int, Field(ge=1, le=100_000)]
-    """Most samples of each category, drawn with the seed."""
-
-    @model_validator(mode="after")
-    def _categories_can_be_judged(self) -> Self:
-        for category in self.categories:
-            if category not in BFCL_CATEGORIES:
-                reasons = [reason for start, reason in BFCL_REFUSED.items() if category.startswith(start)]
-                problem = reasons[0] if reasons else "no such category"
-                raise ValueError(f"categories={category}: {problem}; choose among {', '.join(BFCL_CATEGORIES)}")
-        if not self.categories or len(set(self.categories)) < len(self.categories):
-            raise ValueError(f"categories must name at least one category, each once, got {self.categories}")
-        return self
 
 
 class ProbeConfig(StrictModel):
@@ -137,8 +101,6 @@ class WorkloadsConfig(StrictModel):
     """Samples of each built-in workload; 0 or absent leaves it out."""
     jsonl: PathText | None
     """The user's own samples beside the built-in ones: one JSON object a line, with the keys of docs/start.md#my-questions."""
-    bfcl: BfclConfig | None = None
-    """Samples of BFCL beside them; None asks none."""
     gsm8k: Annotated[int, Field(ge=0, le=GSM8K_PROBLEMS)] = 0
     """Problems of GSM8K beside them, drawn with the seed."""
     seed: Annotated[int, Field(ge=0, lt=2**31)]
@@ -177,7 +139,7 @@ class WorkloadsConfig(StrictModel):
     def answers_are_lines(self) -> bool:
         """Whether every answer is one line, as those about pages are: few-shot text ends them as it ends its lines."""
         asked = {name for name, count in self.samples.items() if count}
-        return asked <= PAGES and self.jsonl is None and self.bfcl is None and not self.gsm8k
+        return asked <= PAGES and self.jsonl is None and not self.gsm8k
 
     @property
     def file(self) -> Path | None:
@@ -185,7 +147,7 @@ class WorkloadsConfig(StrictModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if not any(self.samples.values()) and self.jsonl is None and self.bfcl is None and not self.gsm8k:
+        if not any(self.samples.values()) and self.jsonl is None and not self.gsm8k:
             raise ValueError("samples must ask for at least one sample, or jsonl must name a file")
         edges = self.context_bins
         if len(edges) < 2 or edges[0] < 0 or any(low >= high for low, high in pairwise(edges)):

@@ -198,7 +198,7 @@ def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]
     speculation = config.workloads.speculation
     if speculation is not None and speculation.draft is not None:
         check_draft(speculation.draft, locate_checkpoint(config.model.path))
-    given = config.workloads.file is not None or config.workloads.bfcl is not None or config.workloads.gsm8k > 0
+    given = config.workloads.file is not None or config.workloads.gsm8k > 0
     if not given and _context(config, checkpoint)[0] >= GENERATED_TOKENS:
         return []
     from stages.evaluate.inputs.samples import load_samples

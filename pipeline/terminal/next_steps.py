@@ -29,8 +29,6 @@ MOST_ATTEMPTS = 20
 """`gates.attempt`."""
 QUICK, FULL_TIMES = "experiment=quick", 10
 """A first look, and how many times as many questions a verdict asks at most."""
-BFCL = "bfcl_"
-"""How workloads of BFCL begin."""
 SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
 """By whose bytes policies are compared."""
 
@@ -133,10 +131,8 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
         if count
     }
     changes = [f"++workloads.samples.{name}={count}" for name, count in counts.items()]
-    bfcl = [count for name, count in needed.items() if name.startswith(BFCL)]
-    changes += [f"workloads.bfcl.samples={max(bfcl)}"] if bfcl else []
     changes += [f"workloads.gsm8k={min(needed['gsm8k'], GSM8K_PROBLEMS)}"] if "gsm8k" in needed else []
-    own = [name for name in needed if name not in (*counts, "all", "gsm8k") and not name.startswith(BFCL)]
+    own = [name for name in needed if name not in (*counts, "all", "gsm8k")]
     if stuck is not None or not (changes or own):
         reason = next((check.reason for check in (stuck, *still_open) if check is not None), "no check was recorded")
         return Step(why=f"{said}; more questions would not decide: {reason}; see docs/verdict.md#inconclusive-what-now")

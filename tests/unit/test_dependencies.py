@@ -16,7 +16,6 @@ OURS = {"pipeline", "stages", "plugins", "conf"}
 
 ELSEWHERE = {
     "tensorrt": "NVIDIA's installation on a machine with a GPU; tests bring their own module of that name",
-    "bfcl_eval": "installed without what it declares, which pins other versions: stages/workloads/bfcl.py says how",
     "tensorrt_llm": "an interpreter of its own: backend.python",
     "kvgate_forcing": "beside stages/engines/trtllm/worker/kvgate_worker.py, which runs in that interpreter",
     "kvgate_worker": "likewise",

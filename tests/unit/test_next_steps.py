@@ -130,7 +130,6 @@ def test_an_inconclusive_one_says_how_many_samples_to_ask(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("base", "needed", "gate", "says"),
     [
-        (["workloads=bfcl"], {"bfcl_multiple": 500}, "accuracy", "workloads.bfcl.samples=500"),
         (["workloads=gsm8k"], {"gsm8k": 5000}, "accuracy", "workloads.gsm8k=1319"),
         (["workloads=jsonl", "workloads.jsonl=mine.jsonl"], {"custom": 500}, "accuracy", "500 of custom"),
         (["workloads.samples.copy=4"], {"all": 32}, "min_samples", "workloads.samples.copy=32"),

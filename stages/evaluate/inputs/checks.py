@@ -12,7 +12,6 @@ from typing import Any
 
 from pipeline.core.records import Sample
 from pipeline.core.strict import unique_keys
-from stages.workloads.bfcl import correct_calls
 from stages.workloads.gsm8k import final_number
 
 
@@ -100,14 +99,12 @@ def judge(sample: Sample, text: str) -> Judgement:
         For check "exact": correct when `text` is the reference, character by character. For "mention": correct when `text`
         mentions all of `sample.mentions`, or the reference where there are none, and none of `sample.distractors`. For "json"
         and "tool_call": valid when `text` is strict JSON (and calls a declared tool), correct when its value is the
-        reference's. For "bfcl": correct when BFCL's checker accepts the calls. For "number": correct when `text` ends with the
+        reference's. For "number": correct when `text` ends with the
         reference's number.
     """
     assert sample.check != "none", "prose has no right answer"
     if sample.check == "exact":
         return Judgement(valid=None, correct=text == sample.reference)
-    if sample.check == "bfcl":
-        return Judgement(valid=None, correct=correct_calls(sample, text))
     if sample.check == "number":
         return Judgement(valid=None, correct=final_number(text) == final_number(sample.reference))
     if sample.check == "mention":

@@ -20,7 +20,6 @@ from pipeline.core.strict import CONTROLS, read_given
 from pipeline.core.workloads import Workload, WorkloadsConfig
 from stages.evaluate.inputs.checks import calls_declared_tool, mentions, strict_json, words_of
 from stages.workloads import generate
-from stages.workloads.bfcl import bfcl_samples
 from stages.workloads.gsm8k import gsm8k_samples
 
 
@@ -69,7 +68,7 @@ _FIXES = {
 
 
 def load_samples(config: WorkloadsConfig) -> list[Sample]:
-    """Return every sample of an evaluation: the generated ones, those of BFCL and GSM8K, then those of the user's JSONL file.
+    """Return every sample of an evaluation: the generated ones, GSM8K's, then those of the user's JSONL file.
 
     Loads no model and no tokenizer, so that a bad file is reported before anything expensive starts.
 
@@ -78,13 +77,11 @@ def load_samples(config: WorkloadsConfig) -> list[Sample]:
 
     Raises:
         UserError: Each bad line of the user's file, one line `FILE:LINE: key: problem, fix` per problem.
-        MissingRequirement: BFCL is asked and not installed.
+        MissingRequirement: GSM8K is asked and not installed.
     """
     # In the order of the Workload type, whatever order the configuration gives: the workloads' digest depends on it.
     counts = {name: config.samples.get(name, 0) for name in get_args(Workload)}
     samples = [s for name, count in counts.items() for s in generate(name, count, config.seed, "evaluation")]
-    if config.bfcl is not None:
-        samples += bfcl_samples(config.bfcl, config.seed)
     if config.gsm8k:
         samples += gsm8k_samples(config.gsm8k, config.seed)
     if config.file is not None:

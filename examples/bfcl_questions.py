@@ -1,0 +1,79 @@
+"""Write function calls of BFCL, the Berkeley Function Calling Leaderboard, as questions for `workloads=jsonl`.
+
+    pip install --no-deps bfcl-eval==2026.3.23
+    python examples/bfcl_questions.py questions.jsonl --categories simple_python multiple --samples 160
+    python -m pipeline kv=fp8 workloads=jsonl workloads.jsonl=questions.jsonl
+
+Only the package's data files are read, none of its code runs. The right answer is one call in JSON with the first value that
+BFCL accepts for each argument; BFCL's own checker accepts more. Left out are questions with several calls, and those whose
+arguments are objects, because BFCL lists alternatives inside them.
+"""
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+TASK = (
+    "Answer with one call of one of these functions, as JSON and nothing else: "
+    '{"name": "FUNCTION", "arguments": {"ARGUMENT": VALUE}}. Give the required arguments, and others only if the user '
+    "mentions them.\n\n"
+)
+
+
+def questions(data: Path, category: str) -> Iterator[dict[str, Any]]:
+    """Yield the questions of a category that one call answers."""
+    name = f"BFCL_v4_{category}.json"
+    answers = {line["id"]: line["ground_truth"] for line in lines(data / "possible_answer" / name)}
+    for entry in lines(data / name):
+        required = {function["name"]: function["parameters"]["required"] for function in entry["function"]}
+        calls = [(function, values) for call in answers[entry["id"]] for function, values in call.items()]
+        if len(calls) != 1:
+            continue
+        function, possible = calls[0]
+        # "" among the values says that the argument may be left out.
+        given = {key: values for key, values in possible.items() if "" not in values or key in required[function]}
+        chosen = {key: next((value for value in values if value != ""), None) for key, values in given.items()}
+        if None in chosen.values() or "{" in json.dumps(list(chosen.values())):
+            continue
+        system = TASK + json.dumps(entry["function"], indent=1)
+        turns = [{"role": turn["role"], "content": turn["content"]} for turn in entry["question"][0]]
+        yield {
+            "id": entry["id"],
+            "workload": f"bfcl_{category}",
+            "messages": [{"role": "system", "content": system}, *turns],
+            "reference": json.dumps({"name": function, "arguments": chosen}, ensure_ascii=False),
+            "check": "tool_call",
+            "tools": [{"name": key, "arguments": list(chosen) if key == function else required[key]} for key in required],
+        }
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+
+
+def main() -> None:
+    """Write the file."""
+    parser = argparse.ArgumentParser(description="Write questions of BFCL for workloads=jsonl.")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--categories", nargs="+", default=["simple_python", "multiple"], help="for example live_simple")
+    parser.add_argument("--samples", type=int, default=160, help="most questions of a category")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data", type=Path, help="folder with BFCL_v4_*.json (default: the package bfcl-eval)")
+    options = parser.parse_args()
+    try:
+        data = options.data or Path(str(metadata.distribution("bfcl-eval").locate_file("bfcl_eval/data")))
+        asked = [list(questions(data, category)) for category in options.categories]
+    except (metadata.PackageNotFoundError, OSError) as error:
+        sys.exit(f"bfcl_questions: {error}; pip install --no-deps bfcl-eval==2026.3.23, or give --data DIR")
+    rng = random.Random(options.seed)
+    drawn = [one for known in asked for one in rng.sample(known, min(options.samples, len(known)))]
+    options.out.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in drawn), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
