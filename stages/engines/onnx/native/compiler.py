@@ -9,6 +9,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,6 @@ from functools import cache
 from pathlib import Path
 
 from pipeline.artifacts.digest import file_digest
-from pipeline.core.cache import ForeignFolder, own_cache
 from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.redaction import child_environment
 
@@ -136,12 +136,17 @@ def cache_folder() -> Path:
         UserError: It is somebody else's, others may write to it, or it cannot be created.
     """
     fix = "set XDG_CACHE_HOME to a folder of your own, or backend.attention=graph"
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    home = given if given.is_absolute() else Path.home() / ".cache"  # a relative one counts as none, says its specification
+    folder = home / "kvgate" / "native"
     try:
-        return own_cache("native")
-    except ForeignFolder as error:
-        raise UserError(f"{error}; {fix}") from error
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
     except OSError as error:
         raise UserError(f"{error.filename}: compiled kernels cannot be kept there ({error.strerror}); {fix}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise UserError(f"{folder}: code is loaded from there, so that it must be a folder of yours with mode 0700; {fix}")
+    return folder
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
