@@ -1,8 +1,8 @@
-"""The record of how an engine compares with its twin, the oracle under the same policy, weights and scales.
+"""The record of how an engine compares with its reference engine: the oracle under the same policy, weights and scales.
 
-The unit is a *rounding*: what the twin's own figures change by when the output of every layer is off by a few units in the last
-place of the engine's type, measured on the same tokens. An engine that computes what its policy says is about one rounding from
-its twin; real faults are thousands.
+The unit is a *rounding*: the change of the reference engine's own figures when the output of every layer is off by a few units
+in the last place of the engine's type, measured on the same tokens. An engine that computes its policy is about one rounding
+from its reference engine; real faults are thousands.
 """
 
 import math
@@ -17,8 +17,8 @@ Sound engines show 0.1 to 7, and INT4 in the graphs' functions, whose sums are s
 20."""
 
 MEASURED_ALLOWED = 4.0
-"""The same where a rounding is not assumed but measured, on the 16-bit engine beside its own twin: what is one there may be
-four in a candidate, 16 times the KL. The 16-bit engine itself may be off by as many assumed ones."""
+"""The same if a rounding is not assumed but measured, as the 16-bit engine's distance from its own reference engine: one there
+may be four in a candidate, 16 times the KL. The 16-bit engine itself may be off by as many assumed ones."""
 
 LAYER_ALLOWED = 2.0
 """How many times as far off as the 16-bit engine's a layer's stored vectors may be, where a rounding is measured."""
@@ -40,10 +40,10 @@ LEAST_KL = 1e-13
 
 
 class Distance(Record):
-    """How far one request is from the twin. A number that is not finite is null."""
+    """How far one request is from the reference engine. A number that is not finite is null."""
 
     kl_mean: Number
-    """KL(twin || engine) over the request's decoded tokens, nats."""
+    """KL(reference engine || engine) over the request's decoded tokens, nats."""
     kl_max: Number
     stored_error: Number
     """How much farther the worst stored vector is from the computed one than its nearest codes, relative to its length. 0 where
@@ -56,14 +56,14 @@ class Distance(Record):
 
 
 class ComparedRequest(Record):
-    """One request on an engine and on its twin, on the same forced tokens."""
+    """One request on an engine and on its reference engine, on the same forced tokens."""
 
     sample: str
     prompt_tokens: int
     decoded_tokens: int
     engine: Distance
     rounding: Distance
-    """The twin from itself with layers that are a rounding off."""
+    """The reference engine from itself with layers that are a rounding off."""
     problem: str = ""
     """What the engine shows of its cache and cannot be the policy's: a width, a length."""
     scale_step: float = SCALE_STEP
@@ -76,7 +76,7 @@ class ComparedRequest(Record):
         return max(math.inf if kl is None or unit is None else math.sqrt(kl / (unit + LEAST_KL)) for kl, unit in pairs)
 
     def times_allowed(self, limit: float) -> float:
-        """Return how many times as far from its twin the request is as `limit` roundings allow, by its worst figure."""
+        """Return how many times as far off as `limit` roundings allow the request is, by its worst figure."""
         stored = (
             _times(self.engine.stored_error, self.rounding.stored_error, self.scale_step),
             _times(self.engine.stored_mean, self.rounding.stored_mean, MEAN_STEP),
@@ -100,7 +100,7 @@ def _times(error: Number, rounding: Number, step: float) -> float:
 
 
 class Deviation(Record):
-    """The first place at which an engine deviates from its twin."""
+    """The first place at which an engine deviates from its reference engine."""
 
     sample: str
     position: int
@@ -136,7 +136,7 @@ class Deviation(Record):
 
 
 class Explanation(Record):
-    """A near relative of the policy, under which the oracle is much closer to an engine than its twin is."""
+    """A near relative of the policy, under which the oracle is much closer to an engine than its reference engine is."""
 
     what: str
     """What the engine seems to do, as a clause."""
@@ -148,28 +148,28 @@ class Explanation(Record):
 
 
 class EngineConformance(Record):
-    """An engine against its twin."""
+    """An engine against its reference engine."""
 
     policy: str
     requests: list[ComparedRequest]
     deviation: Deviation | None = None
-    """Of the worst request, where that is farther from its twin than rounding takes it."""
+    """Of the worst request, if it is farther off than rounding allows."""
     kl: Number = None
-    """Mean KL(twin || engine) of that request, each over its own cache; null where no request deviates."""
+    """Mean KL(reference engine || engine) of that request, each over its own cache; null if no request deviates."""
     twin_kl: Number = None
-    """Mean KL(FP16 baseline || twin) of that request: what the policy itself costs; null for the baseline."""
+    """Mean KL(FP16 baseline || reference engine) of that request: the cost of the policy itself; null for the baseline."""
     explanation: Explanation | None = None
     """What the engine seems to compute instead; null where nothing that was tried fits."""
     limit: Number = None
     """Roundings that were allowed, where the rounding is a measured one; null by the rule of assumed ones."""
 
     def ranked(self, limit: float) -> list[float]:
-        """Return how many times as far from its twin each request is as `limit` roundings allow, the worst first."""
+        """Return how many times as far off as `limit` roundings allow each request is, the worst first."""
         return sorted((request.times_allowed(limit) for request in self.requests), reverse=True)
 
 
 class Conformance(Record):
-    """Both engines against their twins."""
+    """Both engines against their reference engines."""
 
     compute_dtype: str | None
     """Type of the engines' activations, whose last places a rounding is made of; null for engines whose arithmetic differs from
@@ -212,16 +212,16 @@ def describe(engine: EngineConformance, limit: float, *, judged: bool) -> str:
     deviating = sum(times > 1 for times in ranked)
     if not deviating:
         return (
-            f"computes {engine.policy} as the oracle does: none of {count} requests is farther from its twin than rounding "
-            f"takes it (KL at most {largest:.1e}, {ranked[0]:.2g} of what is allowed), {bounded(count, 'deviate')}"
+            f"computes {engine.policy} as the reference engine does: none of {count} requests differs by more than rounding "
+            f"(KL at most {largest:.1e}, {ranked[0]:.2g} of what is allowed), {bounded(count, 'deviate')}"
         )
-    cost = "" if engine.twin_kl is None else f"; twin against FP16 {engine.twin_kl:.1e}"
+    cost = "" if engine.twin_kl is None else f", which is {engine.twin_kl:.1e} from FP16"
     kl = "not finite" if engine.kl is None else f"{engine.kl:.1e}"
     place = "" if engine.deviation is None else f", {engine.deviation}"
     problem = next((f", {request.problem}" for request in engine.requests if request.problem), "")
     second = "" if count < 2 else f", the next {ranked[1]:.2g}"
     fits = "" if engine.explanation is None else f": it is as if {engine.explanation}"
     return (
-        f"does not compute {engine.policy} (KL {kl} against the twin{cost}){fits}{place}{problem}; {deviating} of {count} "
-        f"requests are farther from their twins than rounding takes them, the worst {ranked[0]:.2g} times{second}"
+        f"does not compute {engine.policy} (KL {kl} from the reference engine{cost}){fits}{place}{problem}; {deviating} of "
+        f"{count} requests differ by more than rounding, the worst by {ranked[0]:.2g} times what is allowed{second}"
     )

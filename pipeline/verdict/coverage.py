@@ -1,7 +1,7 @@
 """What an evaluation exercised: the samples, the stress test, allocated bytes, and free answers.
 
 A verdict holds as far as the engine was exercised. `Exercised` counts where samples are decoded; `Probe` says how far
-random tokens took the engine beside its twin, the oracle under the same policy.
+random tokens took the engine beside its reference engine, the oracle under the same policy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -132,7 +132,7 @@ class Probe(Record):
     requests: int
     """Sequences that were started and released."""
     rows: int
-    """Decoded tokens and prompts that were compared with the twin."""
+    """Decoded tokens and prompts that were compared with the reference engine."""
     failures: list[str]
     allocation: Allocation
     together: int
@@ -251,7 +251,7 @@ class EngineProbes(Record):
     """What random tokens and free answers say of both engines."""
 
     candidate: Probe | None
-    """None where no twin could be opened."""
+    """None where no reference engine could be opened."""
     baseline: Probe | None
     free_candidate: FreeAnswers
     free_baseline: FreeAnswers

@@ -216,7 +216,7 @@ class Rung(Record):
     rows: list[SampleRow]
     """Beside the baseline."""
     requests: list[ComparedRequest] = Field(default=[])
-    """Beside the twin, where there is one."""
+    """Beside the reference engine, where there is one."""
 
 
 class Canary(Record):
@@ -285,7 +285,7 @@ class EvaluationReport(Record):
     baseline_system: SystemMetrics
     """The same load on the baseline, timed when the baseline was measured."""
     conformance: Conformance | None = None
-    """Both engines against the oracle under their own policies; null without twins."""
+    """Both engines against the oracle under their own policies; null without reference engines."""
     candidate_noise: Fidelity | None = None
     """The candidate against itself."""
     coverage: Exercised | None = None

@@ -38,7 +38,7 @@ def test_a_ggufs_cache_is_what_its_policy_says(gguf_work: Path, llamacpp_python:
     report = load_report(directory)
     for line, policy in zip(lines("conformance", report), ("fp16", KV), strict=True):
         assert line.status == "PASS", line.reason
-        assert f"computes {policy} as the oracle does" in line.reason
+        assert f"computes {policy} as the reference engine does" in line.reason
     assert [line.status for line in lines("canary", report)] == ["PASS"]
     for free in (report.probes.free_candidate, report.probes.free_baseline):
         assert free.contradictions == []

@@ -19,7 +19,7 @@ def check(report: EvaluationReport) -> None:
     """What any evaluation of this build's FP8 cache shows."""
     baseline, candidate = lines("conformance", report)
     assert baseline.status == "PASS", baseline.reason
-    assert "computes fp16 as the oracle does" in baseline.reason
+    assert "computes fp16 as the reference engine does" in baseline.reason
     assert candidate.status == "FAIL", candidate.reason
     assert "does not compute fp8" in candidate.reason
     assert "it is as if codes are rounded towards zero" in candidate.reason

@@ -1,4 +1,4 @@
-"""The gate on conformance: what an engine computes beside its twin, request by request."""
+"""The gate on conformance: what an engine computes compared with the reference engine, request by request."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ BETWEEN = engine(request(kl=1.1e-12 * (1.5 * ALLOWED) ** 2))
     [
         (SOUND, {}, "PASS", "so that at most 39 % of requests deviate (95 %)"),  # 1 - 0.05^(1/6)
         (BETWEEN, {}, "FAIL", "1 of 1 requests"),
-        (BETWEEN, {"baseline": engine(COARSE)}, "PASS", "as the oracle does"),
+        (BETWEEN, {"baseline": engine(COARSE)}, "PASS", "as the reference engine does"),
         (engine(request(kl=1e-2)), {"dtype": None}, "PASS", "int8 in an arithmetic of its own: KL 1.0e-02 from the oracle's"),
         (engine(request(kl=None)), {"dtype": None}, "PASS", "KL inf from the oracle's, at most inf"),
         (engine(), {}, "INCONCLUSIVE", "workloads.conformance_samples"),
@@ -54,8 +54,8 @@ BETWEEN = engine(request(kl=1.1e-12 * (1.5 * ALLOWED) ** 2))
             engine(request(kl=1e-2), deviation=DEVIATION, kl=1.2e-2, twin_kl=8e-3),
             {},
             "FAIL",
-            "candidate: does not compute int8 (KL 1.2e-02 against the twin; twin against FP16 8.0e-03), first stored wrong at "
-            "position 81 (page offset 17, row 3 of a batch of 16) of sample x, layer 2 head 1 keys; 1 of 1 requests",
+            "candidate: does not compute int8 (KL 1.2e-02 from the reference engine, which is 8.0e-03 from FP16), first stored "
+            "wrong at position 81 (page offset 17, row 3 of a batch of 16) of sample x, layer 2 head 1 keys; 1 of 1 requests",
         ),
     ],
     ids=["sound", "too far", "as far as its baseline is", "another arithmetic", "no number", "nothing compared", "the place"],

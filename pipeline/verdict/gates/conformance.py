@@ -1,4 +1,4 @@
-"""Conformance: does each engine compute what its policy says, request by request, as the oracle does?"""
+"""Conformance: does each engine compute what its policy says, request by request, as the reference engine does?"""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from pipeline.verdict.thresholds import Check, Gates, Status
 
 
 def conformance(evidence: Evidence, _: Gates) -> Iterator[Check]:
-    """FAIL where any request of an engine is farther from its twin than rounding takes it."""
+    """FAIL if any request of an engine differs from the reference engine by more than rounding."""
     record = evidence.report.conformance
     if record is None:
         return
