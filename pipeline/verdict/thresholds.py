@@ -7,7 +7,7 @@ from pydantic import Field
 from pipeline.core.strict import StrictModel
 from pipeline.verdict.record import Record
 
-RULES = 12
+RULES = 13
 """Version of the gates' rules; docs/verdict.md has the table of what each version went by."""
 
 MOST_SAMPLES = 1_000_000
