@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long test-ray test-tensorrt-bindings real gemma3 faults vllm test-vllm test-sglang-source llamacpp test-llamacpp gpu test-gpu-stack gpu-wheels audit docs check clean
+.PHONY: demo test test-long test-ray test-tensorrt-bindings real gemma3 faults vllm test-vllm test-sglang-source llamacpp test-llamacpp test-trtllm-source gpu test-gpu-stack gpu-wheels audit docs check clean
 
 # CPU torch comes first, from the index that has only CPU builds where it can be reached: an unbounded one is several GB of CUDA.
 # Everything else is locked by version and SHA-256 (requirements/lock writes the locks).
@@ -144,6 +144,18 @@ $(LLAMACPP)/ready: requirements/llamacpp.lock
 test-llamacpp: $(VENV)/for-test llamacpp
 	REQUIRE_LLAMACPP=1 KVGATE_LLAMACPP_PYTHON=$(LLAMACPP)/bin/python $(BIN)/python -m pytest -n auto --maxprocesses 2 --dist loadfile --durations 10 tests/real_llamacpp
 
+# backend=trtllm on TensorRT-LLM's own Python, of TRTLLM_SRC=DIR, with stand-ins for what is compiled. No kernel runs.
+TRTLLM := .venv-trtllm
+test-trtllm-source: $(if $(wildcard $(TRTLLM_SRC)/tensorrt_llm/version.py),$(VENV)/for-test $(TRTLLM)/ready)
+	@test -f "$(TRTLLM_SRC)/tensorrt_llm/version.py" || { echo 'TRTLLM_SRC=$(TRTLLM_SRC): has no tensorrt_llm/version.py; give the folder of a source tree of TensorRT-LLM (CONTRIBUTING.md says where it comes from)'; exit 4; }
+	TRTLLM_SRC=$(abspath $(TRTLLM_SRC)) $(BIN)/python -m pytest -x --durations 5 tests/trtllm_source
+
+$(TRTLLM)/ready: requirements/trtllm_source.lock
+	$(PYTHON) -m venv --clear $(TRTLLM)
+	$(TRTLLM)/bin/pip install $(TORCH)
+	$(TRTLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement $<
+	touch $@
+
 # The first hour on a GPU: correctness, verdicts, speed, peers, causes, each at most ten minutes; exit code 4 without a GPU. It runs on what is
 # installed, by the standard library alone, and names what is missing; `make gpu PYTHON=python3` takes the machine's own Python.
 GPU_PYTHON = $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(BIN)/python)
@@ -205,4 +217,4 @@ check: $(VENV)/for-test
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(RAY) $(BINDINGS) $(VLLM) $(SGLANG) $(LLAMACPP) $(GPU_STACK) $(AUDIT) $(DOCS) work
+	rm -rf $(VENV) $(RAY) $(BINDINGS) $(VLLM) $(SGLANG) $(LLAMACPP) $(TRTLLM) $(GPU_STACK) $(AUDIT) $(DOCS) work

@@ -41,7 +41,7 @@ def build(quantized: Path, tmp_path: Path, interpreter: dict[str, Any] | None = 
 
 @pytest.mark.parametrize(
     ("release", "target"),
-    [("1.2.0", "engine"), ("1.2.1", "engine"), ("1.2.1", "pytorch"), ("1.3.0rc20", "pytorch"), ("1.3rc1", "pytorch")],
+    [("1.2.0", "engine"), ("1.2.1", "engine"), ("1.2.1", "pytorch"), ("1.3.0rc20", "pytorch"), ("1.3.0rc20", "engine")],
 )
 def test_the_pytorch_target_has_every_release_and_the_engine_the_last_that_builds_one(
     tmp_path: Path, release: str, target: TargetName
@@ -56,8 +56,8 @@ def test_another_release_is_refused_with_the_one_that_is_needed(tmp_path: Path) 
     python = make_interpreter(tmp_path / "old", release="1.1.0")
     with refused(MissingRequirement, f"backend.python={python}: has TensorRT-LLM 1.1.0, backend=trtllm needs 1.2 or later; "):
         probe(PROGRAM, python)
-    here = probe(PROGRAM, make_interpreter(tmp_path / "new", release="1.3.0"))
-    said = f"backend.python={here.python}: has TensorRT-LLM 1.3.0, backend.target=engine needs 1.2 (1.2.1 is the last"
+    here = probe(PROGRAM, make_interpreter(tmp_path / "new", release="1.3.0rc21"))
+    said = f"backend.python={here.python}: has TensorRT-LLM 1.3.0rc21, backend.target=engine needs 1.2 (1.2.1 is the last"
     with refused(MissingRequirement, said, "set backend.target=pytorch"):
         require_target("engine", here)
 

@@ -114,9 +114,8 @@ def _pin_llm_args(exports: Path, out: Path, config: TrtllmConfig, policy: KVPoli
     }
     serving = settings.llm_args(config, policy)
     rewritten: list[settings.Difference] = []
-
-    def pin(arguments: settings.Settings) -> settings.Settings:
-        answer = read_llm_args(interpreter, config, source, arguments)
+    answers = read_llm_args(interpreter, config, source, serving, settings.evaluation_of_served(serving))
+    for answer in answers:
         if answer.refused:
             reason = " ".join(answer.refused.split())
             raise UserError(
@@ -125,9 +124,7 @@ def _pin_llm_args(exports: Path, out: Path, config: TrtllmConfig, policy: KVPoli
             )
         rewritten.extend(settings.differences(settings.flatten(answer.pinned), answer.arguments))
         rewritten.extend(settings.differences(quantization, answer.quantization))
-        return answer.pinned
-
-    pinned, evaluated_with = pin(serving), pin(settings.evaluation_of_served(serving))
+    pinned, evaluated_with = (answer.pinned for answer in answers)
     settings.refuse_rewrites(rewritten, config.allow_rewrites)
     command = f"# TensorRT-LLM {interpreter.release}: trtllm-serve {CHECKPOINT} --config {LLM_ARGS_FILE}"
     (out / LLM_ARGS_FILE).write_text(f"{command}\n{OmegaConf.to_yaml(pinned)}", encoding="utf-8")

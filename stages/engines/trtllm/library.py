@@ -1,8 +1,10 @@
 """TensorRT-LLM's interpreter and GPUs, and the limits of its two targets: everything that can be refused before any work."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,8 +77,8 @@ def require_gpus(interpreter: Interpreter, count: int, purpose: str) -> None:
 TargetName = Literal["engine", "pytorch"]
 FP8_SM = 89
 """TensorRT-LLM computes in FP8 from SM 8.9 on: neither FP8 caches nor FP8 weights run on older GPUs."""
-ENGINE_RELEASE = (1, 2)
-ENGINES = "1.2 (1.2.1 is the last that builds engines)"
+ENGINE_RELEASES = re.compile(r"1\.2(\..*)?|1\.3\.0rc(\d|1\d|20)(\D.*)?")
+ENGINES = "1.2 (1.2.1 is the last that builds engines, but for candidates of 1.3 up to 1.3.0rc20)"
 NO_INTEGERS_SM = range(100, 120)
 """TensorRT-LLM 1.2 builds neither INT8 caches nor INT8 or INT4 weights for SM 10.0 to 11.9 (tensorrt_llm/builder.py)."""
 INTEGER_WEIGHTS: tuple[WeightsFormat, ...] = ("int8_sq", "int4_awq")
@@ -174,19 +176,19 @@ def check_judging(name: TargetName, config: TrtllmConfig, policy: KVPolicy, inte
 
 def require_target(target: TargetName, installed: Interpreter) -> None:
     """Raise MissingRequirement if the release does not have the target."""
-    if target == "engine" and installed.number != ENGINE_RELEASE:
+    if target == "engine" and ENGINE_RELEASES.fullmatch(installed.release) is None:
         raise MissingRequirement(
             f"backend.python={installed.python}: has TensorRT-LLM {installed.release}, backend.target=engine needs {ENGINES}; "
             f"set backend.target=pytorch, or {PROGRAM.hint}"
         )
 
 
-def read_llm_args(interpreter: Interpreter, config: TrtllmConfig, model: Path, arguments: settings.Settings) -> Pinned:
-    """Return LLM arguments as the release reads them. Raises UserError if the release refuses them."""
-    request = {"model": str(model.absolute()), "llm_args": arguments}
+def read_llm_args(interpreter: Interpreter, config: TrtllmConfig, model: Path, *arguments: settings.Settings) -> list[Pinned]:
+    """Return sets of LLM arguments as the release reads them. Raises UserError if the release refuses them."""
+    ask = partial(Worker.call, op="validate", timeout_s=config.build_timeout_s, key="backend.build_timeout_s", answer=Pinned)
     with Worker(PROGRAM, interpreter.python, **rank_environment(1)) as worker:
         try:
-            return worker.call("validate", config.build_timeout_s, key="backend.build_timeout_s", answer=Pinned, **request)
+            return [ask(worker, model=str(model.absolute()), llm_args=given) for given in arguments]
         except WorkerError as error:
             reason = " ".join(str(error).split())
             raise UserError(
