@@ -48,37 +48,15 @@ def _asked_mode(argv: Sequence[str]) -> str:
     return asked[-1] if asked and asked[-1] in console.MODES else "human"
 
 
-def _help(folders: Sequence[Path]) -> str:
-    """Return the help of conf/config.yaml with the options of each group; Hydra's own composes once for each of them: 0.4 s.
-
-    Args:
-        folders: Configuration folders: conf/, and the user's own.
-    """
-    from string import Template
-
-    from hydra.core.config_store import ConfigStore
-    from omegaconf import OmegaConf
-
-    from pipeline.config import options  # noqa: F401 - importing them stores those that are no files
-
-    groups: dict[str, set[str]] = {}
-    for folder in folders:
-        for path in folder.glob("*/*.yaml"):
-            groups.setdefault(path.parent.name, set()).add(path.stem)
-    for group, held in ConfigStore.instance().repo.items():
-        if isinstance(held, dict) and group != "hydra":
-            groups.setdefault(group, set()).update(Path(name).stem for name in held)
-    listed = "\n".join(f"{group}: {', '.join(sorted(groups[group]))}" for group in sorted(groups))
-    return Template(OmegaConf.load(CONF / "config.yaml").hydra.help.template).substitute(APP_CONFIG_GROUPS=listed)
-
-
-def _completion(parser: ArgumentParser, arguments: Namespace) -> int:
-    """Print a shell's completions, which Hydra knows."""
+def _by_hydra(parser: ArgumentParser, arguments: Namespace) -> int:
+    """Let Hydra print its help, with the options of each group, or a shell's completions."""
     from hydra import version
     from hydra._internal.utils import _run_hydra
 
-    from pipeline.config import options  # noqa: F401 - importing them stores those that are no files
+    from pipeline.config import options  # noqa: F401 - importing them stores those that are not files
 
+    if arguments.help:
+        arguments.overrides = []  # else a typo would hide the help
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints a report of its own and exits with 1
     version.setbase("1.3")
     _run_hydra(arguments, parser, lambda _: None, str(CONF), "config")
@@ -93,12 +71,9 @@ def _dispatch(argv: Sequence[str]) -> int:
     arguments = parser.parse_intermixed_args(argv)
     if arguments.shell_completion and not re.fullmatch("(un)?install=(bash|zsh|fish)|query=.*", " ".join(arguments.overrides)):
         raise UserError("--shell-completion: give install=bash, zsh or fish, or uninstall= of one")
-    if arguments.help:
-        print(_help([CONF, *([Path(arguments.config_dir)] if arguments.config_dir else [])]))
-        return 0
     _check_options(arguments)
-    if arguments.shell_completion:
-        return _completion(parser, arguments)
+    if arguments.help or arguments.shell_completion:
+        return _by_hydra(parser, arguments)
     from pipeline.config.compose import configurations, plan
     from pipeline.config.overrides import SEARCHPATH, names_searchpath, searching
 
