@@ -20,6 +20,13 @@ PAGES: set[Workload] = {"documentation", "lookup", "extraction", "quotation", "r
 LEAST_PRESSED = 8
 """Fewest requests that are pressed into a pool of a third of their pages."""
 
+WARMUP_STEPS = 2
+"""Decode steps of a load before those that are timed."""
+LIVE_GIB, LIVE_SEQUENCE_TOKENS = 1.0, 1024
+"""Cache memory, and length of each sequence, for which the most live tokens are computed."""
+CANARY_FACTOR = 0.1
+"""Factor by which the must-fail control multiplies every key scale."""
+
 Count = Annotated[int, Field(ge=0, le=100_000)]
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
 
@@ -33,17 +40,11 @@ class LoadConfig(StrictModel):
     """Tokens of each sequence before the first decode step."""
     new_tokens: Annotated[int, Field(ge=2, le=100_000)]
     """Decode steps that are timed."""
-    warmup_steps: Annotated[int, Field(ge=0, le=1000)]
-    """Decode steps before the timed ones."""
-    budget_gib: Annotated[float, Field(gt=0)]
-    """Cache memory for which the most live tokens are computed."""
-    sequence_tokens: Positive
-    """Length of every sequence in that computation."""
 
     @property
     def tokens(self) -> int:
         """Length of a sequence of the load at its end."""
-        return self.context_tokens + self.warmup_steps + self.new_tokens
+        return self.context_tokens + WARMUP_STEPS + self.new_tokens
 
 
 GSM8K_PROBLEMS = 1319
@@ -118,8 +119,6 @@ class WorkloadsConfig(StrictModel):
     the A/A noise floor."""
     canary_samples: Annotated[int, Field(ge=1, le=1000)]
     """Samples per workload of the must-fail control, at least eight in all: the shortest prompts of two pages or more."""
-    canary_factor: float
-    """By how much the must-fail control multiplies every key scale."""
     conformance_samples: Count = 0
     """Samples per workload of the first round that are compared with the oracle, from the shortest to the longest; without any
     the stress test does not run, and nothing passes."""
@@ -158,6 +157,4 @@ class WorkloadsConfig(StrictModel):
             raise ValueError(
                 f"pressure={self.pressure}: a third of so few holds no two requests; give at least {LEAST_PRESSED}, or 0"
             )
-        if self.canary_factor == 1.0:
-            raise ValueError("canary_factor must differ from 1, which corrupts nothing")
         return self

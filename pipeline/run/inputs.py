@@ -168,7 +168,7 @@ def _check_load(config: Config, checkpoint: CheckpointInfo) -> None:
     tokens = load.tokens
     if tokens > limit:
         raise UserError(
-            f"workloads.load.context_tokens={load.context_tokens}: with warmup_steps and new_tokens a sequence has {tokens:,} "
+            f"workloads.load.context_tokens={load.context_tokens}: with new_tokens a sequence has {tokens:,} "
             f"tokens, {limited}: {tokens - limit:,} too many; lower it"
         )
     if config.backend.in_process:

@@ -10,7 +10,7 @@ from functools import partial
 from pipeline.core.engine import Engine
 from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, Side
 from pipeline.core.records import Progress
-from pipeline.core.workloads import WorkloadsConfig
+from pipeline.core.workloads import CANARY_FACTOR, WorkloadsConfig
 from pipeline.verdict.conformance import ALLOWED
 from pipeline.verdict.report import Canary, Rung, SampleRow
 from stages.evaluate.decoding.noise import canary_samples
@@ -48,7 +48,7 @@ def canary(
         engine: A candidate of its own, which keeps the strong fault.
         encoded: The samples of the round.
         heads: The baseline's distributions of these.
-        config: Size of the must-fail control, and its factor.
+        config: Size of the must-fail control.
         progress: Called with what is being done, and how much of how much.
         reference: The candidate's reference, beside which small faults show.
         limit: The roundings from which on a request counts as off its reference.
@@ -59,8 +59,8 @@ def canary(
     if engine.can(Engine.corrupt_scale):
         ladder = _ladder(engine, subset[:1], heads, progress, reference, limit)
     run = Run(subset, heads, labelled(progress, "must-fail control: "))
-    rows = _decoded(engine, run, partial(engine.corrupt_key_scale, config.canary_factor))
-    return Canary(factor=config.canary_factor, rows=rows, ladder=ladder)
+    rows = _decoded(engine, run, partial(engine.corrupt_key_scale, CANARY_FACTOR))
+    return Canary(factor=CANARY_FACTOR, rows=rows, ladder=ladder)
 
 
 def small_faults(policy: KVPolicy, shape: KVShape) -> list[SmallFault]:

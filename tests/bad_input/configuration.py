@@ -11,7 +11,7 @@ NAMED = {
         kv.name=UPPER ++kv.no_such_key=3 +kv._target_=os.system model=null model.path= model.path=[a] model.path=pkg://
         model.path=pkg://stages.tiny/nowhere model.path=pkg://stages.tiny/../../../etc model.path=https://huggingface.co/x/y
         model.path=~nobody-here/model calibration.samples=0 calibration.workloads=[poetry] workloads.samples.prose=lots
-        workloads.rounds=[] workloads.rounds=[0.5,0.25,1.0] workloads.context_bins=[0] workloads.canary_factor=1.0
+        workloads.rounds=[] workloads.rounds=[0.5,0.25,1.0] workloads.context_bins=[0]
         workloads.load=null workloads.speculation={lookup_tokens:0} workloads.gsm8k=1320 gates.max_mean_kl=nan
         gates.alpha=0.9 gates.margins=[] gates.min_top10_overlap=1.5 gates.max_rounds=1000
         gates.allow_scale_changes=[anything] backend={} backend.threads=all tracking.enabled=maybe tracking.uri=ftp://host

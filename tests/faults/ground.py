@@ -42,7 +42,7 @@ SMALLEST = (
     "workloads.max_scored_tokens=64",
     "workloads.noise_samples=1",
     "workloads.canary_samples=1",
-    "workloads.load={batch: 2, context_tokens: 128, new_tokens: 4, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
+    "workloads.load={batch: 2, context_tokens: 128, new_tokens: 4}",
 )
 """The smallest evaluation that passes a sound cache: 100 answers show a recovery above 95 % (`gates.min_recovery`)."""
 

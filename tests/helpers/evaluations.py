@@ -18,7 +18,7 @@ from stages.evaluate.measure import measure
 from stages.evaluate.once import once
 from stages.evaluate.reference.engine import ReferenceEngine
 
-LOAD = {"batch": 2, "context_tokens": 80, "new_tokens": 5, "warmup_steps": 1, "budget_gib": 0.001, "sequence_tokens": 64}
+LOAD = {"batch": 2, "context_tokens": 80, "new_tokens": 5}
 
 
 def builtin_workloads(**changes: Any) -> WorkloadsConfig:

@@ -21,7 +21,7 @@ SHORT = (
     "workloads.canary_samples=1",
     "workloads.pressure=0",
     "workloads.probe={max_tokens: 128, decode_steps: 8, offset_steps: 1, max_batch: 2, requests: 1}",
-    "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
+    "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8}",
     "calibration.samples=2",
 )
 

@@ -20,7 +20,7 @@ FEW = (
     "workloads.canary_samples=1",
     "workloads.max_scored_tokens=32",
     "workloads.probe={max_tokens: 128, decode_steps: 8, offset_steps: 1, max_batch: 17, requests: 1, seed: 0}",
-    "workloads.load={batch: 2, context_tokens: 128, new_tokens: 4, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
+    "workloads.load={batch: 2, context_tokens: 128, new_tokens: 4}",
 )
 """So few samples that nothing can pass, and enough for what is wrong in every request."""
 

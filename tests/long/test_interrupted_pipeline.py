@@ -14,7 +14,7 @@ from recovery import ENDS
 FEW = [
     "workloads.samples={prose: 2, retrieval: 8, tool_call: 8, copy: 8, multi_turn: 8}",
     "workloads.max_scored_tokens=16",
-    "workloads.load={batch: 2, context_tokens: 64, new_tokens: 4, warmup_steps: 1, budget_gib: 1.0, sequence_tokens: 1024}",
+    "workloads.load={batch: 2, context_tokens: 64, new_tokens: 4}",
     "calibration.samples=4",
     "backend.threads=1",
     "stage=evaluate",

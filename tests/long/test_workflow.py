@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 FEW = (
     "workloads.probe={max_tokens:192,decode_steps:72,offset_steps:4,max_batch:4,requests:24} calibration.samples=1 "
-    "workloads.load={batch:2,context_tokens:64,new_tokens:8,warmup_steps:1,budget_gib:1.0,sequence_tokens:1024}"
+    "workloads.load={batch:2,context_tokens:64,new_tokens:8}"
 )
 PIP = f"""#!/bin/sh
 echo "$*" >> "$ASKED"

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evaluations import brief_workloads, evaluate, measure_baseline
+from evaluations import evaluate, measure_baseline
 from fake_engine import CharTokenizer, fake_engine
 
 from pipeline.core.errors import UserError
 from pipeline.core.records import Sample
+from pipeline.core.workloads import CANARY_FACTOR
 from pipeline.verdict.gates import Gates, decide
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Verdict
@@ -156,7 +157,7 @@ def test_the_canary_comes_last_and_leaves_its_fault_in_the_one_engine_that_is_op
         return opened[-1]
 
     report = evaluate(open_engine, SAMPLES, baseline, tmp_path)
-    assert [(engine.key_scale, engine.live) for engine in opened] == [(brief_workloads().canary_factor, 0)]
+    assert [(engine.key_scale, engine.live) for engine in opened] == [(CANARY_FACTOR, 0)]
     assert report.candidate_noise is not None
     assert report.candidate_noise.kl_max == pytest.approx(0.0, abs=1e-9), "measured before the fault"
 
@@ -172,7 +173,7 @@ def test_system_metrics_are_those_of_the_fixed_load(same: Judged) -> None:
     assert system.decode_tokens_per_s is not None
     assert system.decode_tokens_per_s > 0
     assert 0 < (system.decode_tokens_per_s_slow or 0) <= (system.decode_tokens_per_s_fast or 0)
-    assert system.max_live_tokens == int(0.001 * 2**30) // (64 * 128) * 64
+    assert system.max_live_tokens == 2**30 // (1024 * 128) * 1024
 
 
 def test_a_baseline_of_other_samples_is_refused(baseline: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pipeline.core.engine import Engine
 from pipeline.core.errors import UserError
 from pipeline.core.kv import PAGE_TOKENS, live_tokens
 from pipeline.core.records import LoadTimes, Progress, give_back, give_back_freed, no_progress
-from pipeline.core.workloads import LoadConfig
+from pipeline.core.workloads import LIVE_GIB, LIVE_SEQUENCE_TOKENS, WARMUP_STEPS, LoadConfig
 from pipeline.verdict.coverage import Allocation, ProcessMemory
 from pipeline.verdict.report import SystemMetrics
 
@@ -31,19 +31,19 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
 
     Args:
         engine: The engine to measure. No sequence is left in it.
-        load: Batch, context and new tokens, warm-up steps, and the memory budget for `max_live_tokens`.
+        load: Batch, context and new tokens.
         progress: Called between what is timed; once for an engine in a process of its own.
 
     Returns:
         The metrics. The time to the first token is the median over the prompts; warm-up steps are not timed.
     """
     prompts = random_prompts(load, engine.vocab_size)
-    steps = load.warmup_steps + load.new_tokens
+    steps = WARMUP_STEPS + load.new_tokens
     progress("system metrics", 0, 1)
     times = engine.timed(prompts, steps) if engine.can(Engine.timed) else _timed(engine, prompts, steps, progress)
-    step_ms, memory = times.step_ms[load.warmup_steps :], times.memory
+    step_ms, memory = times.step_ms[WARMUP_STEPS:], times.memory
     p5, p50, p95, p99 = np.percentile(step_ms, [5, 50, 95, 99]).tolist()
-    budget = int(load.budget_gib * GIB)
+    budget = int(LIVE_GIB * GIB)
     return SystemMetrics(
         batch=load.batch,
         context_tokens=load.context_tokens,
@@ -58,11 +58,11 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
         kib_per_token=engine.policy.bytes_per_token(engine.shape) / 1024,
         kib_per_token_allocated=memory.pool_bytes / (memory.pages * PAGE_TOKENS) / 1024,
         pool_bytes=memory.pool_bytes,
-        budget_gib=load.budget_gib,
-        sequence_tokens=load.sequence_tokens,
+        budget_gib=LIVE_GIB,
+        sequence_tokens=LIVE_SEQUENCE_TOKENS,
         threads=engine.threads,
         attention=engine.attention,
-        max_live_tokens=live_tokens(engine.policy, engine.shape, budget, load.sequence_tokens),
+        max_live_tokens=live_tokens(engine.policy, engine.shape, budget, LIVE_SEQUENCE_TOKENS),
     )
 
 
