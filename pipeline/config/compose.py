@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cached_property
 from itertools import islice, product
 from math import prod
-from typing import Any, TypeVar, get_args
+from typing import TypeVar
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -23,24 +22,23 @@ from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigTypeError, OmegaConfBaseException
-from omegaconf.errors import ValidationError as OmegaValidationError
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from pipeline.config import CONF, options  # noqa: F401 - importing options stores them
 from pipeline.config.config import JUDGING, MAKING, MOVING, PLANNING, Config
+from pipeline.config.explain import explain_hydra, explain_validation
 from pipeline.config.launchers import BASIC, check_sweep
 from pipeline.config.overrides import LAUNCHER_KEYS, MOST_JOBS, OPTION, as_text, check_overrides, readable, refuse_code
 from pipeline.config.suiting import AUTO, SUITING, is_tiny
-from pipeline.core.backends import backend_configs
 from pipeline.core.errors import UserError, short
 from pipeline.core.redaction import holds_secret, printable, redact_text
 
 T = TypeVar("T")
 TRACKING_URI = "tracking.uri"
 MOST_DIGITS = 1000
-MOST_KEY, MOST_VALUE, MOST_SHOWN = 200, 1 << 15, 400
-"""Characters of a key, of its value, and of a command that a message quotes."""
+MOST_KEY, MOST_VALUE = 200, 1 << 15
+"""Characters of a key, and of its value."""
 ALONE = {
     **dict.fromkeys(PLANNING, "looks at every policy in one run; leave -m and experiment= out"),
     **dict.fromkeys(
@@ -63,7 +61,7 @@ def to_config(composed: DictConfig) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise UserError("\n".join(_explain(error, composed))) from error
+        raise UserError("\n".join(explain_validation(error, composed))) from error
 
 
 def _refuse_secrets(value: object, key: str = "") -> None:
@@ -76,114 +74,6 @@ def _refuse_secrets(value: object, key: str = "") -> None:
             _refuse_secrets(inner, key)
     elif isinstance(value, str) and key != TRACKING_URI and holds_secret(value):  # whose own check says what to do
         raise UserError(f"{key}: holds a password or a key, and configurations are printed and logged; leave it out")
-
-
-def _explain(error: ValidationError, composed: DictConfig) -> list[str]:
-    """Return one line per problem: `gates.max_mean_kl: input should be greater than 0 (got -1.0)`."""
-    lines = []
-    for problem in error.errors(include_url=False):
-        location = problem["loc"]
-        if problem["type"] == "too_short" and problem["ctx"]["actual_length"] == 0 and problem["input"]:
-            continue  # what is in the list has lines of its own
-        if location[1:2] == (composed.backend.get("name"),):  # which pydantic inserts
-            location = location[:1] + location[2:]
-        written = _interpolation(composed, location)
-        if written is not None and ":" not in written:
-            continue  # interpolated from another key, whose problem has a line of its own
-        key = ".".join(str(part) for part in location)
-        # A variable of the environment may hold a secret: what is shown is its name.
-        text: str = problem["msg"]
-        value: Any = problem["input"] if written is None else written
-        if problem["type"] == "extra_forbidden":
-            known = suggest(str(location[-1]), _siblings(location, composed.backend.get("name")))
-            lines.append(f"{key}: unknown key{known or '; leave it out'}")
-        elif problem["type"] == "union_tag_invalid":
-            choices = re.findall(r"'([^']*)'", problem["ctx"]["expected_tags"])
-            lines.append(f"{key}.name={value['name']}: no such option{suggest(str(value['name']), choices)}")
-        elif problem["type"] == "missing":
-            lines.append(f"{key}: missing; give it a value")
-        elif problem["type"] == "value_error":  # our own validators begin with the key's name
-            lines.append(f"{key}.{text.removeprefix('Value error, ')}" if key else text.removeprefix("Value error, "))
-        elif problem["type"].startswith("secret_"):  # what was given may hold one
-            lines.append(f"{key}: {text}")
-        elif problem["type"] == "literal_error":
-            choices = ["".join(found) for found in re.findall(r"'([^']*)'|(?<= )(\d+)", text)]
-            lines.append(f"{key}={value}: no such option{suggest(str(value), choices)}")
-        else:
-            lines.append(
-                f"{key}: {text[0].lower()}{text[1:]} (got {short(repr(value) if isinstance(value, str) else value, 200)})"
-            )
-    return lines
-
-
-def _interpolation(composed: DictConfig, location: tuple[int | str, ...]) -> str | None:
-    """Return the interpolation that a key is written as, such as `${seed}` or `${oc.env:HOME}`; None for a plain value."""
-    if not location:  # a problem of several sections together
-        return None
-    node: object = composed
-    for part in location:
-        if not isinstance(node, DictConfig) or part not in node:
-            return None
-        if OmegaConf.is_interpolation(node, str(part)):
-            written: Any = OmegaConf.to_container(node, resolve=False)
-            return str(written[part])
-        node = node[part]
-    return None
-
-
-def _siblings(location: tuple[int | str, ...], backend: str | None = None) -> list[str]:
-    """Return the keys that exist where an unknown one was given; below `backend`, those of the named backend, or of all."""
-    models: list[Any] = [Config]
-    for part in location[:-1]:
-        annotations = [model.model_fields[part].annotation for model in models if part in model.model_fields]
-        models = [m for kind in annotations for m in get_args(kind) or (kind,) if hasattr(m, "model_fields")]
-        if part == "backend" and backend is not None:
-            models = [m for m in models if backend in get_args(m.model_fields["name"].annotation)] or models
-    return list(dict.fromkeys(key for model in models for key in model.model_fields))
-
-
-def suggest(value: str, choices: Sequence[str]) -> str:
-    """Return what to say after a value that is no choice: the closest one, or all of them."""
-    close = get_close_matches(value, choices, n=1)
-    if close:
-        return f", did you mean {close[0]}?"
-    return f"; choose one of {', '.join(choices)}" if choices else ""
-
-
-def _explain_key(key: str, cause: Exception, overrides: Sequence[str]) -> str:
-    """Return one line for an override of a key that takes no such value, or that does not exist."""
-    parent, _, name = key.rpartition(".")
-    siblings = _siblings(tuple(key.split(".")))
-    if key.startswith(LAUNCHER_KEYS):
-        if isinstance(cause, OmegaValidationError):
-            return f"{key}: {str(cause).splitlines()[0]}; give another value"
-        return f"{key}: the launcher has no such key; choose hydra/launcher=NAME, or write +{key}=VALUE to pass it on"
-    if isinstance(cause, ConfigTypeError):
-        return f"{key}: write {'a list, in brackets' if cause.object_type is list else 'keys with values, in braces'}"
-    if parent == "backend" and name in siblings:
-        owners = ", ".join(option for option, model in backend_configs().items() if name in model.model_fields)
-        return f"{key}: the backend here has no such key; choose one that has: backend={owners}"
-    if name in siblings:  # Hydra sets no key below null
-        below = (override.removeprefix(f"{parent}.") for override in overrides if override.startswith(f"{parent}."))
-        whole = ", ".join(field.replace("=", ": ", 1) for field in below)
-        return redact_text(f"{key}: {parent} is null here: write '{parent}={{{whole}}}' instead")
-    return f"{key}: unknown key{suggest(name, siblings) or '; leave it out'}"
-
-
-def _explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
-    """Return one line for what Hydra could not compose: its own texts are written for its developers."""
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    key = getattr(cause, "full_key", None)
-    if key:
-        return _explain_key(key, cause, overrides)
-    text = str(error)
-    option = re.search(r"Could not find '([\w/.-]+)/([^'/]+)'", text)
-    available = re.search(r"Available options in '[^']*':\n((?:\t.*\n?)+)", text)
-    if option:
-        options = [line.strip() for line in available[1].splitlines()] if available else []
-        return f"{option[1]}={option[2]}: no such option{suggest(option[2], options)}"
-    command = short(redact_text(" ".join(overrides)), MOST_SHOWN)
-    return f"{command}: {text.splitlines()[0]}; write KEY=VALUE with a key and an option that exist"
 
 
 @dataclass(frozen=True)
@@ -283,7 +173,7 @@ def _plan(overrides: Sequence[str], multirun: bool) -> Plan:
                 raise UserError(f"stage={alone}: {ALONE[alone]}")
             return Plan(jobs, each, True, keys, launcher, launcher_keys, tuple(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        raise _Typo(_explain_hydra(error, overrides)) from error
+        raise _Typo(explain_hydra(error, overrides)) from error
     except RecursionError:
         deepest = max(overrides, key=lambda override: override.count("[") + override.count("{"), default="")
         raise UserError(f"{short(deepest.partition('=')[0])}: is nested too deep; give less") from None

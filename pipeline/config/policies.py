@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from omegaconf import OmegaConf
 
 from pipeline.config import CONF
-from pipeline.config.compose import suggest
 from pipeline.config.config import Config
+from pipeline.config.explain import suggest
 from pipeline.core.errors import UserError
 from pipeline.core.kv import KVPolicy, KVShape
 from pipeline.core.overrides import differing

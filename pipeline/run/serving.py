@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from pipeline.checkpoint.places import locate_checkpoint
-from pipeline.config.compose import suggest
+from pipeline.config.explain import suggest
 from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
 from pipeline.evidence.reading import find_evidence, read_evidence, registered_candidate, registered_engine
 from pipeline.evidence.verify import replay

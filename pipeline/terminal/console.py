@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
 from pipeline.artifacts.files import write_whole
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
 MODES = ("human", "json", "quiet")
 """`log=`."""
 PLAIN_WIDTH = 100
-"""Columns where nobody sets a width: tables need one."""
+"""Columns of tables if the output is no terminal."""
 
 LOGGER = logging.getLogger("kvgate")
-"""What rooms say that know nothing of terminals: waits for locks and stores."""
+"""Logger of modules that do not import this one, such as waits for locks and stores."""
 
 _wide = (sys.stdout is not None and sys.stdout.isatty()) or "COLUMNS" in os.environ  # None: it was closed
 out = Console(highlight=False, emoji=False, width=None if _wide else PLAIN_WIDTH)
@@ -42,7 +41,7 @@ err = Console(highlight=False, emoji=False, stderr=True)
 
 
 def relative(text: str) -> str:
-    """Return a text with the paths below the current directory relative to it; in addresses, those of SQLite alone."""
+    """Return a text whose paths below the current directory are relative; of addresses, only SQLite's change."""
     try:
         here = os.getcwd()
     except OSError:  # it was removed
@@ -54,44 +53,44 @@ def relative(text: str) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """What a process is at work on."""
+    """The job that a process runs."""
 
     stage: str
     policy: str
     number: int = 1
     of: int = 1
-    """Jobs of the command."""
+    """Number of jobs of the command."""
     beside_others: bool = False
-    """Whether they run at once, and write to one terminal: a bar would be drawn over other jobs' lines."""
+    """Whether jobs run at once and share a terminal. A bar would overwrite other jobs' lines."""
 
     @property
     def name(self) -> str:
-        """Return what its lines begin with, `job 2 of 5 int8: `; nothing where a command has one job."""
+        """Return the prefix of its lines, `job 2 of 5 int8: `; empty if it is the only job."""
         return f"{self.place[:-2]} {self.policy}: " if self.of > 1 else ""
 
     @property
     def place(self) -> str:
-        """Return `job 2 of 5: `; nothing where a command has one job."""
+        """Return `job 2 of 5: `; empty if it is the only job."""
         return f"job {self.number} of {self.of}: " if self.of > 1 else ""
 
     @property
     def fields(self) -> dict[str, object]:
-        """Return what lines of JSON say of it."""
+        """Return its fields of a JSON line."""
         return {"stage": self.stage, "policy": self.policy, "job": self.number, "jobs": self.of}
 
 
 @dataclass
 class _Speech:
-    """How this process speaks, and of which job."""
+    """The form of this process's output, and its job."""
 
     mode: str = "human"
     verbose: bool = False
-    """Whether people are shown details as well."""
+    """Whether people see details."""
     job: Job | None = None
     streams: Streams | None = None
-    """Both of the process's streams, under `json`."""
+    """The process's stdout and stderr with `log=json`."""
     report: Console | None = None
-    """Gets what is written into a file, under `json`."""
+    """Console that records a report with `log=json`."""
 
     @property
     def name(self) -> str:
@@ -99,7 +98,7 @@ class _Speech:
 
     @property
     def target(self) -> Console | None:
-        """What people read from; None where nobody does."""
+        """Return the console for people; None if nobody reads one."""
         return self.report if self.mode == "json" else out
 
 
@@ -108,7 +107,7 @@ _showing = threading.Lock()
 
 
 def begin(job: Job, about: str | None) -> None:
-    """Say which job begins; `about` is what it is about, for people: nothing is said to them where it is None."""
+    """Announce a job. `about`: description for people; None announces it in JSON only."""
     _speech.job = job
     text = f"{job.place}{job.stage} {job.policy}{about or ''}"
     if _speech.mode == "json":
@@ -118,21 +117,21 @@ def begin(job: Job, about: str | None) -> None:
 
 
 def end() -> None:
-    """The job has ended: what is said from now on is not of it."""
+    """End the job: later lines do not name it."""
     _speech.job = None
 
 
 def speak(mode: str) -> None:
-    """Speak in this form from now on, as far as this module is asked; what others print stays as it is."""
+    """Set the form of this module's output. Other modules' prints do not change."""
     _speech.mode = mode
 
 
 def configure(mode: str, *, verbose: bool = False) -> None:
-    """Speak in this form from now on; under `json` nothing else leaves this process on its streams.
+    """Set the form of all output. With `json`, prints of libraries and child processes become JSON lines too.
 
     Args:
         mode: `log=`.
-        verbose: Whether people are shown details as well; a log collector gets them in any case.
+        verbose: Whether people see details. JSON always has them.
     """
     speak(mode)
     _speech.verbose = verbose
@@ -160,7 +159,7 @@ def close() -> None:
 
 
 class _Handler(logging.Handler):
-    """Shows what rooms log that know nothing of terminals, and Python's warnings."""
+    """Writes records of other modules and Python's warnings in the form of `log=`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
@@ -168,7 +167,7 @@ class _Handler(logging.Handler):
 
 
 def _write(fields: Mapping[str, object]) -> None:
-    """Write an object: of this job, and an info unless it says otherwise."""
+    """Write a JSON object with the job's fields; its level is info by default."""
     first = {RESULT: fields[RESULT]} if RESULT in fields else {"level": "info"}
     whole = {**first, **(_speech.job.fields if _speech.job is not None else {}), **fields}
     if _speech.streams is not None:
@@ -178,7 +177,7 @@ def _write(fields: Mapping[str, object]) -> None:
 
 
 def _aside(message: str, human: str, **fields: object) -> None:
-    """Write an object, or print a line on stderr, above a bar where there is one."""
+    """Write a JSON object, or print a line on stderr, above the bar if one is drawn."""
     if _speech.mode == "json":
         _write({"message": message, **fields})
     else:
@@ -186,15 +185,14 @@ def _aside(message: str, human: str, **fields: object) -> None:
 
 
 def result(kind: str, *lines: str, paste: bool = False, detail: bool = False, **fields: object) -> None:
-    """Print lines for people, or write an object where a log collector reads.
+    """Print lines for people, or write a JSON object.
 
     Args:
-        kind: What the object is called.
-        lines: What people are told, with markup.
-        paste: Whether the lines are there to be copied: commands and addresses. A terminal wraps other lines between words, so
-            that it cuts no number; where there is no terminal a line stays one.
-        detail: Whether people see the lines under `verbose=true` alone.
-        fields: What the object holds.
+        kind: Name of the object.
+        lines: Text for people, with markup.
+        paste: Whether the lines are copied by people (commands, addresses). Terminals wrap other lines between words.
+        detail: Whether people see the lines only with `verbose=true`.
+        fields: Content of the object.
     """
     if _speech.mode == "json":
         _write({RESULT: kind, **fields})
@@ -202,21 +200,17 @@ def result(kind: str, *lines: str, paste: bool = False, detail: bool = False, **
     if target is None or (detail and not _speech.verbose):
         return
     for text in map(relative, lines):
-        if paste or not target.is_terminal:
-            target.print(text, soft_wrap=True)
-        else:
-            indent = len(text) - len(text.lstrip(" "))
-            target.print(Padding(text.lstrip(" "), (0, 0, 0, indent), expand=False))
+        target.print(text, soft_wrap=paste or not target.is_terminal)
 
 
 def say(text: str, *, paste: bool = False, detail: bool = False) -> None:
-    """Print a line for people, which is a result of the kind `text` for a log collector; the arguments are as of `result`."""
+    """Print a line for people, or write a result of kind `text`. Arguments: see `result`."""
     if text.strip() or _speech.mode != "json":
         result("text", text, paste=paste, detail=detail, message=Text.from_markup(text.strip()).plain)
 
 
 def show(kind: str, grid: "Grid") -> None:
-    """Print a table, or write its rows as a result."""
+    """Print a table, or write its rows as a JSON object."""
     if _speech.mode == "json":
         _write({RESULT: kind, "title": grid.title, "rows": grid.records()})
     target = _speech.target
@@ -225,7 +219,7 @@ def show(kind: str, grid: "Grid") -> None:
 
 
 def step(title: str, path: Path, seconds: float | None) -> None:
-    """Say that an artifact is there; `seconds` is what making it took, None for one that is reused."""
+    """Report an artifact. `seconds`: how long it took; None if it was reused."""
     if _speech.mode == "json":
         _write({"message": f"{title} is ready", "step": title, "artifact": path, "seconds": seconds, "reused": seconds is None})
     elif _speech.mode == "human":
@@ -235,17 +229,17 @@ def step(title: str, path: Path, seconds: float | None) -> None:
 
 
 def warning(text: str) -> None:
-    """Say what somebody should look at."""
+    """Print a warning."""
     _aside(text, f"pipeline: warning: {text}", level="warning")
 
 
 def error(text: str, **fields: object) -> None:
-    """Say in one line what ended a job."""
+    """Print the error that ended a job, in one line."""
     _aside(printable(text), f"pipeline: error: {_speech.name}{printable(text)}", level="error", **fields)
 
 
 def ended_by(problem: Exception) -> None:
-    """Say what ends a job. Anything but a refusal also shows where it came from, where the environment asks for it."""
+    """Print the errors that end a job, and the traceback of a defect if KVGATE_DEBUG is set."""
     for text in describe(problem).splitlines():
         error(text, exit_code=exit_code(problem))
     if os.environ.get(DEBUG_VARIABLE) == "1" and not isinstance(problem, REFUSALS):
@@ -254,7 +248,7 @@ def ended_by(problem: Exception) -> None:
 
 
 def interrupted(text: str) -> None:
-    """Say what an interruption leaves."""
+    """Print what an interruption leaves."""
     _aside(f"interrupted; {text}", f"pipeline: interrupted; {text}", level="error", exit_code=INTERRUPTED)
 
 
@@ -271,7 +265,7 @@ def silent() -> Iterator[None]:
 
 @contextmanager
 def written_to(path: Path) -> Iterator[None]:
-    """Write what the block prints for people into a text file as well, without colours; nothing where the block fails."""
+    """Also write the block's output for people into a text file, without colours. If the block fails, nothing is written."""
     report = out if _speech.mode != "json" else Console(file=io.StringIO(), highlight=False, width=PLAIN_WIDTH)
     _speech.report, report.record = report, True
     try:

@@ -1,7 +1,6 @@
 """stdout and stderr as lines of JSON (`log=json`): results on stdout, everything else on stderr, one object a line.
 
-What libraries and child processes print, by whatever way, becomes such a line as well: both descriptors of this process lead
-into pipes that a thread reads.
+Output of libraries and child processes becomes such lines too: both descriptors of this process are pipes that threads read.
 """
 
 import fcntl
@@ -16,21 +15,21 @@ from datetime import UTC, datetime
 from pipeline.core.redaction import nobody_reads, printable, redact_text
 
 RESULT = "result"
-"""Key of the kind of a result; lines without it are about how the command goes on."""
+"""Key that holds the kind of a result. Lines without it are events."""
 PIPE_BYTES = 1 << 20
-"""What a library may print while it keeps the thread from running."""
+"""Bytes that a library can print while it blocks the thread."""
 LAST_LINES_S = 1.0
-"""Seconds that the last lines of others are waited for: a child that goes on keeps its end of a pipe open."""
+"""Seconds to wait for the last lines: a child that still runs keeps its end of a pipe open."""
 
 
 def line(fields: Mapping[str, object]) -> str:
-    """Return an object as a line of JSON that begins with the time, without secrets."""
+    """Return an object as a line of JSON with the time first and secrets masked."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     return redact_text(json.dumps({"time": now, **fields}, ensure_ascii=False, default=str)) + "\n"
 
 
 class Streams:
-    """Both streams while they are JSON."""
+    """Redirects stdout and stderr, and writes JSON to the real ones."""
 
     def __init__(self) -> None:
         self._real = {stream: os.dup(stream) for stream in (1, 2)}
@@ -39,7 +38,7 @@ class Streams:
             thread.start()
 
     def _led(self, stream: int) -> int:
-        """Lead a descriptor into a pipe, and return the end to read."""
+        """Replace a descriptor by a pipe, and return the end to read."""
         reads, writes = os.pipe()
         fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         os.dup2(writes, stream)
@@ -51,7 +50,7 @@ class Streams:
         self._write(RESULT in fields, line(fields))
 
     def close(self) -> None:
-        """Give the process its streams back, once what was printed has come through."""
+        """Restore the streams after everything printed has been passed on."""
         sys.stdout.flush()
         sys.stderr.flush()
         for stream, real in self._real.items():
@@ -68,7 +67,7 @@ class Streams:
                 nobody_reads(descriptor)
 
     def _pass_on(self, reads: int) -> None:
-        """Write the lines of others: as they are where a job in a process of its own wrote them, else as messages."""
+        """Pass on lines: JSON of a job's own process unchanged, anything else as messages."""
         with open(reads, encoding="utf-8", errors="replace") as lines:
             for text in filter(None, map(str.rstrip, lines)):
                 try:
