@@ -260,7 +260,9 @@ def test_speculation_is_read_as_trtllm_serve_reads_it_and_refused_in_a_line(
     here, options = probe(PROGRAM, python), config_of("trtllm", python)
     pinned = yaml.safe_load((bundle / "llm_args.yaml").read_text(encoding="utf-8"))
     speculation = {"decoding_type": "NGram", "max_draft_len": 4}
-    (answer,) = read_llm_args(here, options, bundle / "checkpoint", {**pinned, "speculative_config": speculation})
+    asked = config_of("trtllm", python, serving={**options.serving.model_dump(), "speculation": speculation})
+    (answer,) = read_llm_args(here, options, bundle / "checkpoint", settings.llm_args(asked, SHIPPED["fp8"]))
+    assert answer.pinned["speculative_config"]["decoding_type"] == "NGram"
     assert settings.differences(settings.flatten(answer.pinned), answer.arguments) == []
     with pytest.raises(UserError, match=rf"^backend\.serving: TensorRT-LLM {here.release} refuses these") as raised:
         read_llm_args(

@@ -10,6 +10,8 @@ from stages.engines.trtllm.config import TrtllmConfig
 LOGITS_DTYPE = "float32"
 FP8_ATTENTION_WEIGHTS = ("FP8", "W4A8_AWQ", "NVFP4")
 """Weights with which TensorRT-LLM computes the attention of prompts in FP8."""
+NGRAM = 4
+"""Most tokens of a pattern that speculation by NGram looks up; early releases have no default."""
 SIZES = {"max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens"}
 """Keys of the configuration that trtllm-build and LLM arguments have by the same names."""
 Settings = dict[str, Any]
@@ -86,7 +88,9 @@ def llm_args(options: TrtllmConfig, policy: KVPolicy) -> Settings:
         "kv_cache_config": cache,
     }
     if serving.speculation is not None:
-        arguments["speculative_config"] = serving.speculation.model_dump(mode="json", exclude_none=True)
+        given = serving.speculation.model_dump(mode="json", exclude_none=True)
+        looked_up = {"max_matching_ngram_size": NGRAM} if serving.speculation.decoding_type == "NGram" else {}
+        arguments["speculative_config"] = {**given, **looked_up}
     return arguments
 
 

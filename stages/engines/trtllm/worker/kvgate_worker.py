@@ -92,7 +92,7 @@ def validate(model: str, llm_args: dict[str, Any]) -> dict[str, Any]:
 def _in_one_line(error: ValueError) -> str:
     """Return the first problem of a pydantic error, which names every field of a union that it tried."""
     problems = error.errors() if hasattr(error, "errors") else []
-    return f"{'.'.join(map(str, problems[0]['loc']))}: {problems[0]['msg']}" if problems else str(error)
+    return ": ".join(filter(None, (".".join(map(str, problems[0]["loc"])), problems[0]["msg"]))) if problems else str(error)
 
 
 def _switched_off(kind: Any) -> dict[str, bool]:

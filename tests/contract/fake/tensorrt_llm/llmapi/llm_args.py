@@ -17,6 +17,8 @@ class Speculation(dict[str, Any]):
     def __init__(self, **given: Any) -> None:
         super().__init__(given)
         self.decoding_type = given["decoding_type"]
+        if self.decoding_type == "NGram" and not given.get("max_matching_ngram_size"):
+            raise ValueError("Assertion failed,")
 
 
 def update_llm_args_with_extra_dict(llm_args: dict[str, Any], llm_args_dict: dict[str, Any]) -> dict[str, Any]:
