@@ -39,6 +39,7 @@ from pipeline.statistics.bets import (
 )
 from pipeline.verdict.gates import Gates
 from pipeline.verdict.gates.recovery import BET, STUDENT, WORST
+from pipeline.verdict.thresholds import RULES
 
 FILE = Path(__file__).resolve().parent / "results" / "error_rates.json"
 GATES = Gates()
@@ -199,7 +200,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=FILE)
     arguments = parser.parse_args(command_line)
     stored = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {}
-    text = json.dumps(stored | {"rules 11": measure()}, indent=1)
+    text = json.dumps(stored | {f"rules {RULES}": measure()}, indent=1)
     arguments.out.write_text(text + "\n", encoding="utf-8")
     print(text)
 

@@ -220,10 +220,6 @@ class Engine(ABC):
         """
         raise NotImplementedError
 
-    def repeat_page(self) -> None:
-        """Let the second page of every live sequence hold what its first one does, as a page that was not written would."""
-        raise NotImplementedError
-
     def forget_prefixes(self) -> None:
         raise NotImplementedError
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from pipeline.verdict.conformance import ComparedRequest, Conformance
+from pipeline.verdict.conformance import Conformance
 from pipeline.verdict.coverage import EngineProbes, Exercised, Limits, covered
 from pipeline.verdict.delivery import ScaleChange
 from pipeline.verdict.record import Number, Record
@@ -208,24 +208,11 @@ class Slice(Record):
         }
 
 
-class Rung(Record):
-    """The candidate with one small fault, planted after the prefill, on a few samples."""
-
-    fault: str
-    """What is wrong, in words: `key scale x1.25 in one head of layer 2`."""
-    rows: list[SampleRow]
-    """Beside the baseline."""
-    requests: list[ComparedRequest] = Field(default=[])
-    """Beside the reference engine, where there is one."""
-
-
 class Canary(Record):
     """The candidate with every key scale multiplied by `factor` after the prefill, on a few samples."""
 
     factor: float
     rows: list[SampleRow]
-    ladder: list[Rung] = Field(default=[])
-    """Smaller faults; empty for engines that cannot be given any."""
 
 
 MEMORY = "memory"

@@ -7,7 +7,6 @@ from pathlib import Path
 from pipeline.core.engine import Engine
 from pipeline.core.records import Progress
 from pipeline.core.workloads import WorkloadsConfig
-from pipeline.verdict.conformance import allowed
 from pipeline.verdict.coverage import Exercised
 from stages.evaluate.canary import canary
 from stages.evaluate.decoding.free import free_answers, reused_prefixes
@@ -80,5 +79,5 @@ def once(
     crowded = pressure(engine, encoded, asked, named)
     repeated = Exercised.merged([*(result.trace for result in second), Exercised(room=longest)])
     heads = StoredHeads(baseline / LOGPROBS).sample
-    corrupted = canary(engine, encoded, heads, config, named, reference, allowed(usual.requests if usual is not None else []))
+    corrupted = canary(engine, encoded, heads, config, named)
     return found.model_copy(update={"coverage": repeated, "canary": corrupted, "pressure": crowded})

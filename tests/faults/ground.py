@@ -28,7 +28,6 @@ from pipeline.terminal import console
 from pipeline.verdict.gates import Gates, conclude, decide
 from pipeline.verdict.report import EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.thresholds import Verdict
-from stages.evaluate import canary
 
 BACKENDS: dict[EngineName, tuple[str, ...]] = {
     "native": ("backend=onnxruntime", "backend.attention=native", "backend.threads=1"),
@@ -166,8 +165,7 @@ class Ground:
 
     def judge(self, fault: Fault, **asked: Any) -> Judgement:
         """Judge an engine with a fault; `asked` are options of `config`."""
-        with patch.object(canary, "_ladder", _no_ladder):
-            return self._judge(self.config(fault.policy, fault.engine, **asked), fault)
+        return self._judge(self.config(fault.policy, fault.engine, **asked), fault)
 
     def judge_sound(self, policy: str, engine: EngineName = "native", seed: int = 0) -> Judgement:
         """Judge an engine without one."""
@@ -207,11 +205,6 @@ class Ground:
         report, rows = load_report(evaluation.path), load_rows(evaluation.path)
         shutil.rmtree(self.work / "faulty")
         return Judgement(decide(report, rows, config.gates), report, rows)
-
-
-def _no_ladder(*_: Any) -> list[Any]:
-    """The ladder of small faults says what gates notice, and is judged by none."""
-    return []
 
 
 def decide_without(without: str, report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) -> Verdict:

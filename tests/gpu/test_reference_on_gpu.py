@@ -101,7 +101,6 @@ def test_prompts_and_steps_over_the_cache_are_the_cpus(pair: tuple[OracleEngine,
         rows = [logits, *(engine.decode(handles, [text[-1 - step] for text in texts]) for step in range(4))]
         reports.append(engine.memory())
         engine.corrupt_scale(Side.KEY, 1.05, 1, 0)
-        engine.repeat_page()
         rows.append(engine.decode(handles, [1, 2, 3, 4]))
         engine.release(handles)
         steps.append(np.concatenate(rows))

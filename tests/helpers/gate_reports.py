@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.verdict.coverage import EngineProbes, FreeAnswers, Pressure
 from pipeline.verdict.gates import GATES as ALL_GATES
-from pipeline.verdict.gates import Gates, decide, look
+from pipeline.verdict.gates import Gates, decide
 from pipeline.verdict.registry import Evidence
 from pipeline.verdict.report import (
     Acceptance,
@@ -141,11 +141,13 @@ def verdict(rows: list[SampleRow], thresholds: Gates = GATES, **changes: object)
 
 
 def lines(key: str, judged: EvaluationReport, rows: Sequence[SampleRow] = (), thresholds: Gates = GATES) -> list[Check]:
-    """The lines with this key that the gates write."""
+    """The lines of the gate that writes such lines, at the last look, were it the only gate."""
     evidence = Evidence(judged, rows)
     gate = next(one for one in ALL_GATES if key in one.lines)
-    checks = gate.check(evidence, thresholds) if gate.check is not None else ()
-    return [check for check in (*(look(evidence, thresholds) if rows else ()), *checks) if check.gate in gate.lines]
+    figures = list(gate.figures(evidence, thresholds)) if gate.figures is not None and rows else []
+    tested = [(figure, figure.test(thresholds.alpha / 2 / len(figures), thresholds, last=True)) for figure in figures]
+    found = [figure.check(result, thresholds) for figure, result in tested if figure.must_pass or result.decision == "FAIL"]
+    return [*found, *(gate.check(evidence, thresholds) if gate.check is not None else ())]
 
 
 def pressure_line(found: Pressure) -> Check:

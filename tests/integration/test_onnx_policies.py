@@ -132,18 +132,6 @@ def test_a_scale_of_one_layer_is_corrupted_as_the_oracle_says_and_taken_back(
 
 
 @pytest.mark.every
-def test_a_repeated_page_is_read_as_the_oracle_reads_it(pair: tuple[OnnxEngine, OracleEngine], texts: list[list[int]]) -> None:
-    text = texts[-1]
-    logits = []
-    for each in pair:
-        handles, _ = each.prefill([text[:-1]])
-        each.repeat_page()
-        logits.append(each.decode(handles, text[-1:]))
-        each.release(handles)
-    assert np.abs(logits[0] - logits[1]).max() < FLIPS
-
-
-@pytest.mark.every
 def test_memory_is_the_policys_arithmetic(pair: tuple[OnnxEngine, OracleEngine], texts: list[list[int]]) -> None:
     engine, _ = pair
     handles, _ = engine.prefill(texts)

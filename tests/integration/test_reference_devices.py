@@ -101,7 +101,6 @@ def test_all_that_is_computed_lies_on_the_engines_device(policy: KVPolicy, elsew
     handles, _ = oracle.prefill([text[:200], text[:63], text[:1]])
     oracle.decode(handles, [1, 2, 3])
     oracle.corrupt_scale(Side.KEY, 2.0, 1, 0)
-    oracle.repeat_page()
     oracle.decode(handles, [1, 2, 3])
     for _, relative in relatives(oracle):
         relative.forced(text[:100], 98)

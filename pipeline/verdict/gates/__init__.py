@@ -20,7 +20,7 @@ from pipeline.verdict.registry import Evidence, Gate, Line
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import MOST_SAMPLES, RULES, Check, Gates, Status, Verdict
 
-__all__ = ["GATES", "LINES", "Decide", "Gates", "conclude", "decide", "is_final", "look"]
+__all__ = ["GATES", "LINES", "Decide", "Gates", "conclude", "decide", "is_final"]
 
 Decide = Callable[[EvaluationReport, Sequence[SampleRow]], Verdict]
 """The gates, bound to their thresholds."""
@@ -125,7 +125,7 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) ->
     looks = max(row.round for row in rows)
     for number in range(1, looks + 1):
         evidence = replace(whole, rows=[row for row in rows if row.round <= number])
-        found = {(check.gate, check.where): check for check in look(evidence, gates, number)}
+        found = {(check.gate, check.where): check for check in _look(evidence, gates, number)}
         failed |= {place: check for place, check in found.items() if check.status == "FAIL"}
     figures = list((found | failed).values())
     checks = [
@@ -145,10 +145,9 @@ def is_final(verdict: Verdict, report: EvaluationReport) -> bool:
     return verdict.status == "FAIL" or not undecided or verdict.round >= len(report.planned_rounds)
 
 
-def look(evidence: Evidence, gates: Gates, number: int | None = None) -> Iterator[Check]:
-    """Yield the lines of the figures at the look after a round, by default the last planned one."""
+def _look(evidence: Evidence, gates: Gates, number: int) -> Iterator[Check]:
+    """Yield the lines of the figures at the look after a round."""
     rounds = len(evidence.report.planned_rounds)
-    number = rounds if number is None else number
     place = f"; round {number} of {rounds}" if rounds > 1 else ""
     figures = [figure for gate in GATES if gate.figures is not None for figure in gate.figures(evidence, gates)]
     main = sum(figure.gate == RECOVERY for figure in figures)

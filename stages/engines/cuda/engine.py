@@ -142,10 +142,6 @@ class KernelEngine(Engine):
         with torch.inference_mode():
             self.cache.corrupt_scale(side, factor, layer, head)
 
-    def repeat_page(self) -> None:
-        with torch.inference_mode():
-            self.cache.repeat_page()
-
     def _pass(self, batch: int) -> DecodePass:
         """The pass for `batch` sequences. Passes that were captured with old addresses are dropped."""
         if self._captured_moves != self.cache.moves:

@@ -143,9 +143,6 @@ class PagedEngine(ChunkedEngine, PooledEngine):
                         self.pool.scale_array(target, by_head)
                         self._faults[target] = self._faults.get(target, np.float32(1)) * by_head
 
-    def repeat_page(self) -> None:
-        self.pool.repeat_page()
-
     def _refuse(self, sums: npt.NDArray[np.floating], handles: Sequence[int]) -> None:
         """Raise UserError for the first key or value that is not finite; `sums` are the graph's output NOT_FINITE.
 

@@ -79,11 +79,6 @@ class Pages:
         del self.pages[self.sink_pages : self.sink_pages + freed - self.freed]
         self.freed = freed
 
-    def repeat(self) -> None:
-        """Let the second page that it holds be as the first one, unless it holds fewer."""
-        if len(self.pages) > 1:
-            self.pages[1] = each(lambda pages: pages[0].clone(), self.pages[:1])
-
     def read(self, gain: Tensor | None) -> Copies | None:
         """Return all tokens of the pages, dequantized, None without a page."""
         if not self.pages:
@@ -189,13 +184,6 @@ class LayerCache:
     @property
     def stored(self) -> dict[Side, StoredCopy]:
         return {side: pages.stored(in_window=side.in_window) for side, pages in self.pages.items()}
-
-    def repeated(self) -> "LayerCache":
-        """Let the second page of each copy be as the first one, and return the cache."""
-        for side, pages in self.pages.items():
-            if not (side.in_window and pages.freed):
-                pages.repeat()
-        return self
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Store new keys and values (H, S, D), then free the pages that left the window or are evicted."""

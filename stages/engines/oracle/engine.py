@@ -261,11 +261,6 @@ class OracleEngine(ChunkedEngine):
             place = (side.base, number)
             self._gains[place] = self._gains.get(place, 1.0) * by_head
 
-    def repeat_page(self) -> None:
-        caches: Any  # of one kind or of the other
-        for caches in self.sequences.values():
-            caches[:] = [cache.repeated() for cache in caches]
-
     def _plan(self, spans: Sequence[Span]) -> list[Block]:
         row_bytes = 4 * self.model.config.num_attention_heads * spans[-1].end
         return plan(self.policy, spans, row_bytes, set(self.shape.windows) or {None}, self.device)

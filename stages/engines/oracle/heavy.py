@@ -103,15 +103,6 @@ class HeavyCache:
             stored={side: each(lambda x: _rows(x[0], index), [stored]) for side, stored in self.stored.items()},
         )
 
-    def repeated(self) -> "HeavyCache":
-        """Return the cache with its second page of codes as the first one, as it is where it holds fewer."""
-        held = self.positions.shape[1]
-        if held <= PAGE_TOKENS:
-            return self
-        index = torch.arange(held, device=self.positions.device)
-        index[PAGE_TOKENS : 2 * PAGE_TOKENS] -= PAGE_TOKENS
-        return replace(self, stored=self._taken(index.expand(len(self.positions), -1)).stored)
-
     @property
     def kept_tokens(self) -> int:
         return self.positions.shape[1]

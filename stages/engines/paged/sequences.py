@@ -148,14 +148,6 @@ class SequencePages(ABC):
         pages, finer = self.pages.capacity, self.window_pages.capacity
         return MemoryReport(pool, exact, window, pages, self.live_tokens, sum(self.in_use), finer)
 
-    def repeat_page(self) -> None:
-        """Plant a fault: copy the first page of every sequence over its second page. Sequences of one page stay unchanged."""
-        for row in self.sequences.values():
-            listed = [(self.pages, row.pages), (self.window_pages, [] if row.first_window_page else row.window_pages)]
-            for allocator, pages in listed:
-                for array in self._numbered_by(allocator) if len(pages) > 1 else ():
-                    array[pages[1]] = array[pages[0]]
-
     def reserve(self, handles: Sequence[int], tokens: int) -> None:
         """Give each sequence the pages for `tokens` more tokens. Raises UserError when not all fit, and gives none a page."""
         missing = {

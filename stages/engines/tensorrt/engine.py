@@ -107,10 +107,6 @@ class PlanEngine(PagedEngine):
         for session in self._sessions.values():
             session.forget_graphs()
 
-    def repeat_page(self) -> None:
-        with self._device.running():
-            super().repeat_page()
-
     def _constant(self, values: npt.NDArray[np.float32]) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device.torch_device, copy=True)
 
