@@ -182,7 +182,7 @@ FOR_GPU := --quiet --disable-pip-version-check download --no-deps --only-binary=
 gpu-wheels: $(VENV)/torch
 	$(BIN)/pip $(FOR_GPU) --dest $(WHEELS)/1-tests $(call LOCKED_AS,pydantic|pydantic-core|annotated-types|typing-inspection|hydra-core|omegaconf|psutil)
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir $(WHEELS)/1-tests $(call LOCKED_AS,antlr4-python3-runtime)
-	$(BIN)/pip $(FOR_GPU) --dest $(WHEELS)/2-command-line $(call LOCKED_AS,nvidia-modelopt|pulp|accelerate|cryptography|ml-dtypes|onnxscript|onnx-ir)
+	$(BIN)/pip $(FOR_GPU) --dest $(WHEELS)/2-command-line $(call LOCKED_AS,nvidia-modelopt|pulp|accelerate|ml-dtypes|onnxscript|onnx-ir)
 	$(BIN)/pip $(FOR_GPU) --dest $(WHEELS)/3-peers flashinfer-python==0.6.18 apache-tvm-ffi
 	du -sh $(WHEELS)/*
 

@@ -49,7 +49,7 @@ RECORDS = {
         "pipeline.evidence.identity.IDENTITY_FILE": "the digests of all that the verdict rests on",
         "pipeline.verdict.report.REPORT_FILE": "every number of the evaluation, with units in the names",
         "pipeline.verdict.report.SAMPLES_FILE": "a row a sample: both answers, both probabilities, distances",
-        "pipeline.trust.keys.SIGNATURE_FILE": "signatures, where `signing.key` was given: a Sigstore bundle",
+        "pipeline.trust.signing.SIGNATURE_FILE": "the signature of `identity.json`: a Sigstore bundle",
     },
 }
 """The files that people and programs read, by the constant that names each."""

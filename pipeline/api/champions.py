@@ -16,7 +16,6 @@ from pipeline.evidence.reading import read_evidence, registered_candidate
 from pipeline.evidence.verify import replay
 from pipeline.registry.promotion import require_same
 from pipeline.registry.tracking import locate
-from pipeline.trust.keys import load_keys
 
 ALIAS = "champion"
 
@@ -79,7 +78,7 @@ def champion(
 def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -> Path:
     from pipeline.registry.mlflow_store import aliased, download_engine
 
-    keys = load_keys(config.signing)
+    config.signing.check()
     location = locate(config.tracking, config.work, checkpoint_label(model))
     names = list(dict.fromkeys([model, location.model_name]))
     found = aliased(location, names, ALIAS)
@@ -104,7 +103,7 @@ def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -
             )
         if samples is not None:
             _bring(samples, copy, evidence.identity.workloads_file)
-    require_same(champion_name, replay(evidence, [keys] if keys.trusted else []))
+    require_same(champion_name, replay(evidence, config.signing))
     assert evidence.engine is not None, "a replay without the engine is missing something"
     return evidence.engine
 

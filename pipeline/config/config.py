@@ -18,7 +18,7 @@ from pipeline.planning.tuning import TuneConfig
 from pipeline.planning.use import CapacityConfig
 from pipeline.registry.tracking import Tracking
 from pipeline.routing.files import MonitorConfig, RoutingConfig
-from pipeline.trust.keys import SigningConfig
+from pipeline.trust.signing import SigningConfig
 from pipeline.verdict.gates import Gates
 
 Stage = Literal[
@@ -51,6 +51,7 @@ PLANNING = ("capacity", "recommend")
 MOVING = ("promote", "rollback", "all", "route", "monitor")
 READERS: dict[str, tuple[Stage, ...]] = {
     "bundle": ("verify",),
+    "signing.key": ("evaluate", "all"),
     "promote.name": ("promote",),
     "promote.sweep": ("promote",),
     "prune.apply": ("prune",),

@@ -6,12 +6,12 @@ inputs. The chain is closed in this way: whoever exchanges one artifact breaks t
 The field `binds` repeats by name what people look up. `pipeline.evidence.verify` replays all of it.
 """
 
-import hashlib
 import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal, Self, cast, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
@@ -25,7 +25,7 @@ from pipeline.core.errors import UserError
 from pipeline.core.kv import POLICY_FILE
 from pipeline.core.scales import SCALES_FILE
 from pipeline.core.strict import StrictModel, Unreadable, parse_json, read_file
-from pipeline.trust.keys import SIGNATURE_FILE, Keys, sign_files
+from pipeline.trust.signing import SigningConfig
 from pipeline.verdict.gates import Gates
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
 from pipeline.verdict.thresholds import RULES, Verdict
@@ -125,6 +125,8 @@ class Identity(StrictModel):
     """Path of the user's own samples, relative to this file; null when all are generated."""
     gates: Gates
     verdict: Verdict
+    signer: str | None = None
+    """sha256 of the public key that belongs to the signature beside this file; null if it is not signed."""
     binds: dict[str, str]
     """Digests, versions and the verdict by the names that people look up; see `bindings`."""
 
@@ -203,7 +205,11 @@ def make_identity(
     verdict: Verdict,
 ) -> Identity:
     """Build the identity of a judged engine. Raises UserError when the bundle's record cannot be read."""
-    samples = config.workloads.file
+    samples, signer = config.workloads.file, None
+    if config.signing.key is not None:
+        with TemporaryDirectory() as scratch:  # a signature of anything names the key
+            (file := Path(scratch) / IDENTITY_FILE).touch()
+            signer = config.signing.sign(file)
     unbound = Identity(
         schema_version=1,
         kvgate=__version__,
@@ -216,19 +222,13 @@ def make_identity(
         workloads_file=f"workloads/{samples.name}" if samples is not None else None,
         gates=config.gates,
         verdict=verdict,
+        signer=signer,
         binds={},
     )
     return unbound.model_copy(update={"binds": bindings(unbound, read_bundle(engine), report)})
 
 
-def signed_files(identity: Identity, digest: str) -> dict[str, str]:
-    evaluation = identity.link("evaluation").files
-    evidence = {name: evaluation[name] for name in (REPORT_FILE, SAMPLES_FILE)}
-    engine = {f"engine/{name}": value for name, value in identity.link("engine").files.items()}
-    return {IDENTITY_FILE: digest, **evidence, **engine}
-
-
-def write_identity(identity: Identity, evaluation: Path, workloads: Path | None, out: Path, keys: Keys | None = None) -> None:
+def write_identity(identity: Identity, evaluation: Path, workloads: Path | None, out: Path, signing: SigningConfig) -> None:
     """Write the identity, the evidence that its replay reads, and their signature."""
     for name in (REPORT_FILE, SAMPLES_FILE):
         shutil.copyfile(evaluation / name, out / name)
@@ -236,12 +236,8 @@ def write_identity(identity: Identity, evaluation: Path, workloads: Path | None,
         copy = out / str(identity.workloads_file)
         copy.parent.mkdir()
         shutil.copyfile(workloads, copy)
-    text = identity.model_dump_json(indent=1) + "\n"
-    (out / IDENTITY_FILE).write_text(text, encoding="utf-8")
-    files = signed_files(identity, hashlib.sha256(text.encode()).hexdigest())
-    signature = None if keys is None else sign_files(keys, identity.policy, files)
-    if signature is not None:
-        (out / SIGNATURE_FILE).write_text(signature, encoding="utf-8")
+    (out / IDENTITY_FILE).write_text(identity.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    signing.sign(out / IDENTITY_FILE)
 
 
 def read_bundle(engine: Path) -> dict[str, Any]:
@@ -288,6 +284,8 @@ def bindings(identity: Identity, record: Mapping[str, Any], report: EvaluationRe
     bound |= {name.removesuffix("_digest"): digest for name, digest in identity.digests.items()}
     if report.limits is not None:
         bound["covered"] = str(report.limits)
+    if identity.signer is not None:
+        bound["signed by"] = identity.signer
     return bound | {"gates": json_digest(identity.gates.model_dump(mode="json")), "verdict": identity.verdict.status}
 
 

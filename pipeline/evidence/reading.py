@@ -28,7 +28,7 @@ from pipeline.registry.promotion import Finding
 from pipeline.registry.summary import Candidate, Cited, Registration
 from pipeline.registry.tracking import Version
 from pipeline.routing.engines import Engine
-from pipeline.trust.keys import SIGNATURE_FILE
+from pipeline.trust.signing import SIGNATURE_FILE
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport, SampleRow, load_report, load_rows
 from pipeline.verdict.tracked import flat_metrics
 
@@ -58,7 +58,8 @@ class Evidence:
 def find_evidence(directory: Path) -> list[Path]:
     """Return the directories of the evidence about an engine.
 
-    Of a bundle in an artifact store, which may have been judged several times, or of the evidence itself.
+    `directory` is the evidence itself or a bundle in an artifact store, which may have been judged several times: if any of its
+    evidence is signed, the unsigned evidence is left out.
     """
     if (directory / IDENTITY_FILE).is_file():
         return [directory]
@@ -76,10 +77,7 @@ def find_evidence(directory: Path) -> list[Path]:
                 about.append(path.parent)
         except UserError as error:  # it may belong to another engine, and must not stop the verification of this one
             unreadable.append(str(error))
-    digests = {path: file_digest(path / IDENTITY_FILE) for path in about}
-    signed = [path for path in about if (path / SIGNATURE_FILE).is_file()]
-    of_signed = {digests[path] for path in signed}
-    about = [path for path in about if path in signed or digests[path] not in of_signed]
+    about = [path for path in about if (path / SIGNATURE_FILE).is_file()] or about
     if not about and unreadable:
         raise UserError(f"bundle={directory}: no identity in its store is about it, and one is broken: {unreadable[0]}")
     if not about:
@@ -128,15 +126,14 @@ def registered_candidate(store: Path, version: Version) -> tuple[Candidate, Evid
     """
     tags = version.tags
     cited = {role: tags.get(f"{role}_digest", "") for role in ("engine", "baseline", "report", "identity")}
-    paths = sorted(store.glob(f"identity/[!.]*/{IDENTITY_FILE}"))
-    paths = [path for path in paths if file_digest(path) == cited["identity"]]
-    path = next((path for path in paths if path.with_name(SIGNATURE_FILE).is_file()), paths[0] if paths else None)
-    if path is None:
+    every = sorted(store.glob(f"identity/[!.]*/{IDENTITY_FILE}"))
+    paths = [path for path in every if file_digest(path) == cited["identity"]]
+    if not paths:
         raise GateRefusal(
             f"{version} has no evidence in {store}; judge it with stage=evaluate, or give the workdir that judged it"
         )
     try:
-        evidence = read_evidence(path.parent)
+        evidence = read_evidence(paths[0].parent)
     except UserError as error:
         raise GateRefusal(f"{version}: its evidence cannot be read: {str(error).splitlines()[0]}") from error
     identity, report = evidence.identity, evidence.report
@@ -152,9 +149,8 @@ def registered_candidate(store: Path, version: Version) -> tuple[Candidate, Evid
         engine=Cited(path=store / identity.link("engine").place, digest=cited["engine"]),
         baseline=Cited(path=store / identity.link("baseline").place, digest=cited["baseline"]),
         report=Cited(path=store / identity.link("evaluation").place / REPORT_FILE, digest=cited["report"]),
-        identity=Cited(path=path, digest=cited["identity"]),
+        identity=Cited(path=paths[0], digest=cited["identity"]),
         checkpoint=identity.binds.get("checkpoint"),
-        signed_by=tags.get("signed_by"),
         registration=Registration(run_id=version.run_id, model_version=version.number),
     )
     return candidate, evidence

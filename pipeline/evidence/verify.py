@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from random import SystemRandom
 from typing import Any, Literal
@@ -25,12 +25,12 @@ from pipeline.checkpoint.files import TOKENIZER_FILES
 from pipeline.core.engine import Engine
 from pipeline.core.errors import REFUSALS, MissingRequirement, UserError
 from pipeline.core.workloads import WorkloadsConfig
-from pipeline.evidence.identity import IDENTITY_FILE, bindings, read_bundle, signed_files
+from pipeline.evidence.identity import IDENTITY_FILE, bindings, read_bundle
 from pipeline.evidence.reading import Evidence, lineage, read_evidence
 from pipeline.loading import required_libraries
 from pipeline.registry.promotion import Finding, ReplayedEvidence
 from pipeline.registry.summary import Candidate
-from pipeline.trust.keys import SIGNATURE_FILE, Keys, problem_of
+from pipeline.trust.signing import SigningConfig
 from pipeline.verdict.coverage import Limits
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport
@@ -44,15 +44,14 @@ VERDICT_CHECK = "verdict, decided again"
 
 
 def replay_candidate(
-    candidate: Candidate, trusted: Sequence[Keys] = (), decode: Callable[[Evidence], list[Finding]] | None = None
+    candidate: Candidate, signing: SigningConfig, decode: Callable[[Evidence], list[Finding]] | None = None
 ) -> ReplayedEvidence:
     """Replay the evidence of a candidate, with the bundles where the candidate says they are.
 
-    Of each set of `trusted` keys one must have signed the evidence. `decode` asks the engines themselves, where everything else
-    is the same. Raises UserError when its identity cannot be read.
+    `decode` asks the engines themselves, if everything else is the same. Raises UserError when its identity cannot be read.
     """
     evidence = read_evidence(candidate.identity.path.parent, candidate.engine.path, candidate.baseline.path)
-    findings = replay(evidence, trusted)
+    findings = replay(evidence, signing)
     if decode is not None and all(finding.status == "same" for finding in findings):
         findings += decode(evidence)
     if evidence.engine is None or any(finding.status != "same" for finding in findings):
@@ -62,10 +61,11 @@ def replay_candidate(
     return ReplayedEvidence(findings, evidence.report, evidence.rows, digests, built_for)
 
 
-def replay(evidence: Evidence, trusted: Sequence[Keys] = ()) -> list[Finding]:
+def replay(evidence: Evidence, signing: SigningConfig) -> list[Finding]:
+    """Check the evidence of an engine. If keys are trusted, one of them must have signed the identity."""
     identity = evidence.identity
     engine_findings = _files("engine", evidence.engine, identity.link("engine").files)
-    findings = [*replay_record(evidence), *_signatures(evidence, trusted), *engine_findings]
+    findings = [*replay_record(evidence), *_signature(evidence, signing), *engine_findings]
     if evidence.baseline is not None:  # a copy may lack it, since the report cites its digest
         findings += _files("baseline", evidence.baseline, identity.link("baseline").files)
     if evidence.report is not None:
@@ -112,13 +112,10 @@ def _seal(directory: Path) -> list[Finding]:
     return [Finding("identity", "same", f"sha256 {digest}, to be compared with identity_digest of the model version")]
 
 
-def _signatures(evidence: Evidence, trusted: Sequence[Keys]) -> Iterator[Finding]:
-    identity = evidence.identity
-    files = signed_files(identity, file_digest(evidence.directory / IDENTITY_FILE))
-    for keys in trusted:
-        problem = problem_of(keys, evidence.directory / SIGNATURE_FILE, identity.policy, files)
-        detail = problem or f"by a key that is trusted, for {len(files)} files"
-        yield Finding("signature", "same" if problem is None else "differs", detail)
+def _signature(evidence: Evidence, signing: SigningConfig) -> Iterator[Finding]:
+    if signing.trusted:
+        problem = signing.problem(evidence.directory / IDENTITY_FILE)
+        yield Finding("signature", "same" if problem is None else "differs", problem or "by a trusted key")
 
 
 def _compare(name: str, recorded: object, actual: object) -> Finding:

@@ -14,7 +14,7 @@ from pipeline.core.kv import POLICY_FILE
 from pipeline.core.redaction import copy_redacted, redact, redact_text
 from pipeline.core.scales import SCALES_FILE
 from pipeline.registry.summary import DECIDED, Candidate
-from pipeline.trust.keys import SIGNATURE_FILE
+from pipeline.trust.signing import SIGNATURE_FILE
 from pipeline.verdict.report import SampleRow
 
 COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#bf8700"}

@@ -92,8 +92,6 @@ class Candidate(StrictModel):
     """identity.json; the evidence that a replay reads lies beside it."""
     checkpoint: str | None = None
     """Digest of the checkpoint, as its evidence says; null where the evidence was not read again."""
-    signed_by: str | None = None
-    """Id of the key that signed the evidence; null where none did."""
     registration: Registration | None = None
 
     def below(self, workdir: Path) -> "Candidate":
@@ -159,14 +157,13 @@ class Candidate(StrictModel):
 
     @property
     def citations(self) -> dict[str, str]:
-        """Digests, and the key that signed, by the names of the tags under which a model version cites them."""
-        cited = {
+        """Digests by the names of the tags under which a model version cites them."""
+        return {
             "engine_digest": self.engine.digest,
             "baseline_digest": self.baseline.digest,
             "report_digest": self.report.digest,
             "identity_digest": self.identity.digest,
         }
-        return cited if self.signed_by is None else cited | {"signed_by": self.signed_by}
 
     def metric(self, name: str) -> float:
         """Return a metric for comparisons: inf when it is missing, so that it never wins."""

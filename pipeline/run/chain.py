@@ -21,7 +21,6 @@ from pipeline.loading import open_backend
 from pipeline.run.building import BuildChain
 from pipeline.run.inputs import weight_bytes
 from pipeline.terminal import console
-from pipeline.trust.keys import load_keys
 from pipeline.verdict.gates import decide, is_final
 from pipeline.verdict.report import EvaluationReport
 from pipeline.verdict.thresholds import Verdict
@@ -225,12 +224,10 @@ class Chain(BuildChain):
         links = [Link.of(title, artifact) for title, artifact in self.finished]
         roles = {role: member.key for role, member in members.items()}
         identity = make_identity(self.config, links, roles, engine.path, report=report, verdict=verdict)
-        keys, file = load_keys(self.config.signing), self.config.workloads.file
-        content: dict[str, object] = {"identity": json_digest(identity.model_dump(mode="json"))}
-        if keys.signer_id is not None:
-            content["signer"] = keys.signer_id
+        content = {"identity": json_digest(identity.model_dump(mode="json"))}
         recipe = Recipe("identity", ("pipeline.evidence.identity",), content, {"evaluation": evaluation.digest})
-        return self.make(recipe, lambda out, _: write_identity(identity, evaluation.path, file, out, keys), policy)
+        file, signing = self.config.workloads.file, self.config.signing
+        return self.make(recipe, lambda out, _: write_identity(identity, evaluation.path, file, out, signing), policy)
 
     def _recipe(self, stage: str, module: str, inputs: Mapping[str, Artifact], **config: object) -> Recipe:
         """Return the recipe of a part of an evaluation, which a module of `stages.evaluate` makes."""

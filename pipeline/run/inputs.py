@@ -26,7 +26,6 @@ from pipeline.planning.shapes import read_model
 from pipeline.registry import summary
 from pipeline.registry.tracking import locate
 from pipeline.routing.files import read_routing_file, read_snapshot
-from pipeline.trust.keys import load_keys
 
 UNRECORDED = ("verify", "audit", "status", "prune")
 """Stages of which summary.json says nothing; they write to no work directory, but for a prune that removes artifacts."""
@@ -49,7 +48,7 @@ def checks(config: Config, opened: set[Path]) -> Iterator[Callable[[], object]]:
 
     `opened` are the checkpoints whose files this command found sound; the checks add to it.
     """
-    yield partial(load_keys, config.signing)
+    yield config.signing.check
     if config.stage not in ("verify", "audit"):
         yield partial(_check_work, config)
     if config.tracking.enabled and config.stage in TRACKED:

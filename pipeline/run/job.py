@@ -17,7 +17,6 @@ from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import Tracking, locate
 from pipeline.run.chain import Chain
 from pipeline.terminal import console
-from pipeline.trust.keys import Keys, load_keys
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import EvaluationReport, SampleRow
 from pipeline.verdict.thresholds import Verdict
@@ -59,18 +58,9 @@ class Run:
             raise UserError(f"tracking.enabled=false: stage={self.config.stage} needs the registry; leave tracking on")
         return store
 
-    @cached_property
-    def keys(self) -> Keys:
-        return load_keys(self.config.signing)
-
-    @property
-    def trusted(self) -> list[Keys]:
-        """Sets of keys, of each of which one must have signed what is promoted or verified."""
-        return [self.keys] if self.keys.trusted else []
-
     def replay(self, candidate: Candidate) -> ReplayedEvidence:
         """Replay a candidate's evidence, and check its signature if keys are trusted."""
-        return replay_candidate(candidate, self.trusted, self.decode_again)
+        return replay_candidate(candidate, self.config.signing, self.decode_again)
 
     def decode_again(self, evidence: Evidence) -> list[Finding]:
         """Decode a few samples again, where this command's backend is one that is opened in seconds, and the engine's."""

@@ -65,7 +65,6 @@ def evaluate(run: Run) -> None:
             baseline=Cited(path=baseline.path, digest=baseline.digest),
             report=Cited(path=report_path, digest=summary.evidence_digest(report_path)),
             identity=Cited(path=identity.path / IDENTITY_FILE, digest=identity.files[IDENTITY_FILE]),
-            signed_by=run.keys.signer_id,
         )
         if store is not None:
             with console.doing("registering the engine"):

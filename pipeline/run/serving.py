@@ -149,9 +149,9 @@ def _say(line: str) -> None:
 
 def verify(run: Run) -> None:
     """Replay the evidence of an engine, offline and read-only."""
-    directory = Path(str(run.config.bundle))
+    directory, signing = Path(str(run.config.bundle)), run.config.signing
     with console.doing("replaying the evidence"):
-        replays = [(evidence, replay(evidence, run.trusted)) for evidence in map(read_evidence, find_evidence(directory))]
+        replays = [(evidence, replay(evidence, signing)) for evidence in map(read_evidence, find_evidence(directory))]
     for evidence, findings in replays:
         identity = evidence.identity
         console.show("findings", tables.findings_grid(identity.policy, identity.model, evidence.directory, findings))

@@ -135,10 +135,10 @@ def _identity(exhibit: Exhibit) -> dict[str, str]:
     """Return which engine a verdict is about: digests, libraries, the machine, and the registered version."""
     candidate = exhibit.candidate
     cited = {name: getattr(candidate, name).digest for name in ("engine", "baseline", "report", "identity")}
-    found = {**exhibit.binds, **cited, "signed by": candidate.signed_by}
+    found = {**exhibit.binds, **cited}
     if candidate.registration is not None:
         found |= {"registered as version": candidate.registration.model_version, "MLflow run": candidate.registration.run_id}
-    return {name: text for name, text in found.items() if text is not None}
+    return found
 
 
 def _settings(exhibit: Exhibit) -> dict[str, str]:

@@ -15,13 +15,14 @@ from pipeline.evidence.verify import replay
 from pipeline.registry.promotion import Finding
 from pipeline.run.job import Run
 from pipeline.run.serving import verify
+from pipeline.trust.signing import SigningConfig
 
 ALL = ("engine", "baseline")
 VERIFYING = config_of("stage=verify", "bundle=.")
 
 
 def replayed(directory: Path) -> list[Finding]:
-    return replay(read_evidence(directory))
+    return replay(read_evidence(directory), SigningConfig())
 
 
 def wrong(directory: Path) -> dict[str, str]:

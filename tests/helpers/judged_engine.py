@@ -17,7 +17,7 @@ from pipeline.evidence.identity import IDENTITY_FILE, Link, Role, make_identity,
 from pipeline.evidence.reading import registered_candidate
 from pipeline.registry.summary import Candidate
 from pipeline.registry.tracking import Version
-from pipeline.trust.keys import Keys
+from pipeline.trust.signing import SigningConfig
 from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
 from stages.evaluate.inputs.samples import load_samples
@@ -39,17 +39,18 @@ def judged_engine(
     jsonl: Path | None = None,
     gguf: str | None = None,
     measured: Mapping[str, object] | None = None,
-    keys: Keys | None = None,
+    keys: SigningConfig | None = None,
     kv: str = "int8",
     **lost: int,
 ) -> Path:
     """Make a store in `root` and return its identity's directory; the `lost` answers by workload decide the verdict.
 
     `gguf` is the digest of a GGUF that the checkpoint was converted from.
-    `measured` is what the report says besides, and `keys` sign. A store may hold engines of several policies, `kv`.
+    `measured` is what the report says besides, and `keys` sign the identity. A store may hold engines of several `kv`.
     """
     workloads = ["workloads=jsonl", f"workloads.jsonl={jsonl}"] if jsonl is not None else SAMPLES
     config, policy = config_of(*workloads, "model.path=/models/some-llm"), config_of(f"kv={kv}").kv
+    config = config.model_copy(update={"signing": keys or config.signing})
     store, chain = Store(root), []
 
     def make(stage: str, title: str, inputs: dict[str, str], write: Callable[[Path], None], **recipe: object) -> Artifact:
@@ -95,7 +96,7 @@ def judged_engine(
     identity = make_identity(named, chain, roles, engine.path, report=judged, verdict=verdict)
     return store.get(
         Recipe("identity", (), {} if kv == "int8" else {"kv": kv}, {}),
-        lambda out: write_identity(identity, evaluation.path, jsonl, out, keys),
+        lambda out: write_identity(identity, evaluation.path, jsonl, out, config.signing),
     ).path
 
 

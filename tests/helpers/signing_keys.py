@@ -1,21 +1,23 @@
-"""Ed25519 keys as PEM files, made as a test wants them."""
+"""EC keys as PEM files."""
 
 from pathlib import Path
 
 from cryptography.hazmat.primitives import serialization as pem
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric import ec
 
-from pipeline.trust.keys import Keys, SigningConfig, load_keys
+from pipeline.trust.signing import SigningConfig
 
 
 def key_pair(folder: Path, name: str) -> tuple[Path, Path]:
     """Write a new private key and its public key."""
-    key, files = Ed25519PrivateKey.generate(), (folder / f"{name}.pem", folder / f"{name}.pub.pem")
+    key, files = ec.generate_private_key(ec.SECP256R1()), (folder / f"{name}.pem", folder / f"{name}.pub.pem")
     files[0].write_bytes(key.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.NoEncryption()))
     files[1].write_bytes(key.public_key().public_bytes(pem.Encoding.PEM, pem.PublicFormat.SubjectPublicKeyInfo))
     return files
 
 
-def keys(signer: Path | None, *trusted: Path) -> Keys:
-    """Read these keys as a command does."""
-    return load_keys(SigningConfig(key=None if signer is None else str(signer), trusted=tuple(map(str, trusted))))
+def keys(signer: Path | None, *trusted: Path) -> SigningConfig:
+    """Return the keys of a command, once they were opened."""
+    config = SigningConfig(key=None if signer is None else str(signer), trusted=tuple(map(str, trusted)))
+    config.check()
+    return config

@@ -15,7 +15,7 @@ from signing_keys import key_pair
 
 from pipeline.artifacts.digest import tree_files
 from pipeline.evidence.identity import IDENTITY_FILE, read_identity
-from pipeline.trust.keys import SIGNATURE_FILE
+from pipeline.trust.signing import SIGNATURE_FILE
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ def test_the_packages_import_what_is_declared_or_what_a_declared_distribution_br
         {canonicalize_name(Requirement(line).name) for line in lines}
         for lines in (
             PROJECT["dependencies"],
-            [line for extra in ("rtx", "kernels", "gguf", "lm-eval") for line in extras[extra]],
+            [line for extra in ("rtx", "kernels", "gguf", "lm-eval", "signing") for line in extras[extra]],
         )
     )
     assert not imported() - own - optional - brought(own)

@@ -177,7 +177,7 @@ def test_the_arithmetics_of_formats_are_imported_by_stages_alone_and_the_two_do_
 
 
 @pytest.mark.parametrize(
-    "library", ["modelopt", "mlflow", "onnxruntime", "tensorrt_llm", "tensorrt_rtx", "gguf", "cryptography"]
+    "library", ["modelopt", "mlflow", "onnxruntime", "tensorrt_llm", "tensorrt_rtx", "gguf", "model_signing"]
 )
 def test_a_heavy_library_has_exactly_one_door(library: str) -> None:
     assert len({Path(name).parent for name in importers(library)}) == 1, importers(library)

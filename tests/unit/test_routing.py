@@ -1,6 +1,7 @@
 """Routes: what a routing file may say, what an engine must prove, and that aliases move together or not at all."""
 
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from pipeline.registry.tracking import Version
 from pipeline.routing import moves
 from pipeline.routing.moves import Aliases, read_aliases
 from pipeline.routing.stages import roll_back
+from pipeline.trust.signing import SigningConfig
 from pipeline.verdict.report import REPORT_FILE
 
 BOTH = "routes: {retrieval: {policy: fp8, fallback: bf16}, copy: {policy: int8}}"
@@ -145,10 +147,11 @@ def test_an_engine_is_found_in_the_store_by_what_its_version_cites_and_its_evide
     found = registered_engine(store, Version("4", tags))
     assert (found.version, str(found), found.policy.name) == ("4", "version 4 (int8)", "int8")
     assert {"retrieval", "copy"} <= found.workloads
-    assert {finding.status for finding in replay_candidate(found.candidate).findings} == {"same"}
+    replay = partial(replay_candidate, signing=SigningConfig())
+    assert {finding.status for finding in replay(found.candidate).findings} == {"same"}
     (found.candidate.engine.path / "weights.bin").write_text("altered")
     with pytest.raises(GateRefusal, match=r"^engine: weights\.bin: differs, recorded "):
-        promotion.verify(found.candidate, replay_candidate, decide_pass)
+        promotion.verify(found.candidate, replay, decide_pass)
     with pytest.raises(GateRefusal, match=r"version 4 \(int8\) has no evidence in"):
         registered_engine(store, Version("4", {**tags, "identity_digest": "0" * 64}))
     (evidence / REPORT_FILE).unlink()

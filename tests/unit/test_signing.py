@@ -3,8 +3,8 @@
 import base64
 import hashlib
 import os
-import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,21 @@ from cryptography.hazmat.primitives import serialization as pem
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from evidence_copies import edit
-from judged_engine import candidate_of, config_of, exported, judged_engine
+from judged_candidates import MemoryRegistry
+from judged_engine import candidate_of, cited_tags, config_of, exported, judged_engine
 from signing_keys import key_pair, keys
 
+from pipeline.api import champion
 from pipeline.config.compose import plan
-from pipeline.core.errors import GateRefusal, UserError
-from pipeline.evidence.identity import IDENTITY_FILE
+from pipeline.core.errors import GateRefusal, MissingRequirement, UserError
+from pipeline.evidence.identity import IDENTITY_FILE, read_identity
 from pipeline.evidence.reading import find_evidence, read_evidence
 from pipeline.evidence.verify import replay
+from pipeline.registry.tracking import Version
 from pipeline.run.job import Run
+from pipeline.run.serving import rollback
 from pipeline.run.serving import verify as verify_stage
-from pipeline.trust.keys import SIGNATURE_FILE, Keys
+from pipeline.trust.signing import SIGNATURE_FILE, SigningConfig
 
 
 @pytest.fixture(scope="module")
@@ -48,23 +52,28 @@ def signed(tmp_path_factory: pytest.TempPathFactory, ours: tuple[Path, Path]) ->
     return judged_engine(tmp_path_factory.mktemp("signed"), keys=keys(ours[0]))
 
 
-def test_a_key_is_named_by_the_digest_of_its_public_file(ours: tuple[Path, Path]) -> None:
-    assert keys(ours[0]).signer_id == hashlib.sha256(ours[1].read_bytes()).hexdigest()
+def test_an_identity_names_the_key_that_signed_it_by_the_digest_of_its_public_file(
+    signed: Path, ours: tuple[Path, Path]
+) -> None:
+    identity = read_identity(signed / IDENTITY_FILE)
+    assert identity.signer == identity.binds["signed by"] == hashlib.sha256(ours[1].read_bytes()).hexdigest()
 
 
 PKCS8 = pem.Encoding.PEM, pem.PrivateFormat.PKCS8
 GARBAGE = b"\xff\x00 -----BEGIN PRIVATE KEY-----\nc2VjcmV0\n-----END PRIVATE KEY-----\n"
-ENCRYPTED = Ed25519PrivateKey.generate().private_bytes(*PKCS8, pem.BestAvailableEncryption(b"secret"))
-OF_ANOTHER_KIND = ec.generate_private_key(ec.SECP256R1()).private_bytes(*PKCS8, pem.NoEncryption())
+ENCRYPTED = ec.generate_private_key(ec.SECP256R1()).private_bytes(*PKCS8, pem.BestAvailableEncryption(b"secret"))
+OF_ANOTHER_KIND = Ed25519PrivateKey.generate().private_bytes(*PKCS8, pem.NoEncryption())
+OF_ANOTHER_CURVE = ec.generate_private_key(ec.SECP256K1()).private_bytes(*PKCS8, pem.NoEncryption())
 NO_KEYS: dict[str, Callable[[Path], object]] = {
     "missing": lambda _: None,
     "directory": Path.mkdir,
     "garbage": lambda path: path.write_bytes(GARBAGE),
-    "huge": lambda path: path.write_text("x" * 20_000),
+    "huge": lambda path: path.write_text("x" * 200_000),
     "pipe": os.mkfifo,
     "public": lambda path: key_pair(path.parent, "other")[1].rename(path),
     "encrypted": lambda path: path.write_bytes(ENCRYPTED),
     "another kind": lambda path: path.write_bytes(OF_ANOTHER_KIND),
+    "another curve": lambda path: path.write_bytes(OF_ANOTHER_CURVE),
 }
 
 
@@ -72,19 +81,28 @@ NO_KEYS: dict[str, Callable[[Path], object]] = {
 def test_a_file_that_is_no_key_is_named_in_one_line_and_never_shown(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "key.pem"
     NO_KEYS[kind](path)
-    with pytest.raises(UserError, match=r"^signing\.key=.*: (is|cannot) [^\n]*$") as caught:
+    with pytest.raises(UserError, match=r"^signing\.key=.*: (is|cannot|no such|has) [^\n]*$") as caught:
         keys(path)
     assert "c2VjcmV0" not in str(caught.value)
     if kind != "public":
-        with pytest.raises(UserError, match=r"^signing\.trusted=.*: (is|cannot) "):
+        with pytest.raises(UserError, match=r"^signing\.trusted=.*: (is|cannot|no such|has) "):
             keys(None, path)
 
 
-def test_a_private_key_is_not_trusted_and_a_signer_must_be(ours: tuple[Path, Path], theirs: tuple[Path, Path]) -> None:
-    with pytest.raises(UserError, match=r"signing\.trusted=.*ours\.pem: is no public Ed25519 key"):
+def test_a_private_key_is_not_trusted(ours: tuple[Path, Path]) -> None:
+    with pytest.raises(UserError, match=r"signing\.trusted=.*ours\.pem: is no such EC key"):
         keys(None, ours[0])
-    with pytest.raises(UserError, match=r"signing\.key=.*: its public key is not among signing\.trusted"):
-        keys(ours[0], theirs[1])
+
+
+@pytest.mark.parametrize("module", ["model_signing", "OpenSSL"])
+def test_signing_without_its_extra_says_what_to_install(
+    ours: tuple[Path, Path], module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("model_signing", "OpenSSL")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingRequirement, match=r"signing\.key: .* is missing: pip install 'kvgate\[signing\]'$"):
+        keys(ours[0])
 
 
 def test_a_key_itself_on_the_command_line_is_refused_and_not_repeated(ours: tuple[Path, Path]) -> None:
@@ -94,15 +112,16 @@ def test_a_key_itself_on_the_command_line_is_refused_and_not_repeated(ours: tupl
     assert text.splitlines()[1] not in str(caught.value)
 
 
-def signature_finding(evidence: Path, trusted: Keys) -> str:
-    (finding,) = (one for one in replay(read_evidence(evidence), [trusted]) if one.name == "signature")
+def signature_finding(evidence: Path, trusted: SigningConfig) -> str:
+    (finding,) = (one for one in replay(read_evidence(evidence), trusted) if one.name == "signature")
     return f"{finding.status}, {finding.detail}"
 
 
 def test_what_a_trusted_key_signed_verifies_in_its_store_and_as_a_copy(
-    signed: Path, tmp_path: Path, ours: tuple[Path, Path]
+    signed: Path, tmp_path: Path, ours: tuple[Path, Path], theirs: tuple[Path, Path]
 ) -> None:
-    assert signature_finding(signed, keys(None, ours[1])).startswith("same, by a key that is trusted, for ")
+    for trusted in ([ours[1]], [theirs[1], ours[1]]):
+        assert signature_finding(signed, keys(None, *trusted)) == "same, by a trusted key"
     copy = exported(signed, tmp_path / "copy", "engine")
     verify_stage(stage_verify(copy, ours[1]))
 
@@ -115,10 +134,10 @@ def stage_verify(bundle: Path, trusted: Path) -> Run:
 def test_evidence_that_was_rewritten_as_a_whole_is_refused(signed: Path, tmp_path: Path, ours: tuple[Path, Path]) -> None:
     forged = judged_engine(tmp_path / "store", copy=1)  # other rows, and every digest and manifest made to fit them
     trusted = keys(None, ours[1])
-    assert {finding.status for finding in replay(read_evidence(forged))} == {"same"}
-    assert signature_finding(forged, trusted) == "differs, it is not signed"
+    assert {finding.status for finding in replay(read_evidence(forged), SigningConfig())} == {"same"}
+    assert signature_finding(forged, trusted) == f"differs, {MISSING}"
     shutil.copyfile(signed / SIGNATURE_FILE, forged / SIGNATURE_FILE)
-    assert signature_finding(forged, trusted) == "differs, identity.sig was signed for other files"
+    assert signature_finding(forged, trusted) == "differs, no trusted key signed it (ValueError Signature mismatch)"
     promotion = Run(config_of("stage=promote", f"signing.trusted=[{ours[1]}]"))
     before_a_promotion = promotion.replay(candidate_of(forged)).findings
     assert [finding.name for finding in before_a_promotion if finding.status == "differs"] == ["signature"]
@@ -126,12 +145,32 @@ def test_evidence_that_was_rewritten_as_a_whole_is_refused(signed: Path, tmp_pat
         verify_stage(stage_verify(forged, ours[1]))
 
 
+def test_a_rollback_and_a_champion_need_the_signature_of_a_trusted_key(
+    tmp_path: Path, ours: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unsigned = judged_engine(tmp_path / "artifacts")
+    previous = Version("1", cited_tags(unsigned))
+    registry = MemoryRegistry(tmp_path)
+    registry.versions, registry.aliases = {"1": dict(previous.tags), "2": {}}, {"champion": "2", "previous": "1"}
+    monkeypatch.setattr(Run, "registry", lambda _: registry)
+    monkeypatch.setattr("pipeline.registry.mlflow_store.aliased", lambda *_: previous)
+    config = config_of("stage=rollback", f"workdir={tmp_path}", f"signing.trusted=[{ours[1]}]")
+    with pytest.raises(GateRefusal, match=r"version 1 does not serve again: signature: differs, identity\.sig is missing"):
+        rollback(Run(config))
+    assert registry.aliases == {"champion": "2", "previous": "1"}
+    with pytest.raises(GateRefusal, match=r"version 1, the champion of tiny is not what was judged: signature$"):
+        champion("tiny", workdir=tmp_path, trusted=[ours[1]])
+
+
+MISSING = "identity.sig is missing, a link, or too large"
+
+
 def of_envelope(change: Callable[[Any], object]) -> Callable[[Path], object]:
     return lambda signature: edit(signature, lambda bundle: change(bundle["dsseEnvelope"]))
 
 
-def name_another_policy(envelope: Any) -> None:
-    payload = base64.b64decode(envelope["payload"]).replace(b'"int8"', b'"fp88"')
+def sign_another_digest(envelope: Any) -> None:
+    payload = base64.b64decode(envelope["payload"]).replace(b"1", b"2")
     envelope["payload"] = base64.b64encode(payload).decode()
 
 
@@ -143,13 +182,16 @@ def become_a_link(signature: Path) -> None:
 @pytest.mark.parametrize(
     ("alter", "expected"),
     [
-        (of_envelope(name_another_policy), "is forged"),
-        (of_envelope(lambda envelope: envelope.update(payloadType="application/json")), "is forged"),
-        (of_envelope(lambda envelope: envelope["signatures"][0].update(sig=base64.b64encode(bytes(64)).decode())), "is forged"),
-        (of_envelope(lambda envelope: envelope["signatures"][0].update(sig="?")), "is forged"),
-        (of_envelope(lambda envelope: envelope.update(signatures=[])), "it is not signed"),
-        (lambda signature: signature.write_text("{"), "identity.sig is no signature"),
-        (become_a_link, "it is not signed"),
+        (of_envelope(sign_another_digest), "InvalidSignature"),
+        (of_envelope(lambda envelope: envelope.update(payloadType="application/json")), "ValueError Expected DSSE payload"),
+        (of_envelope(lambda envelope: envelope["signatures"][0].update(sig=base64.b64encode(bytes(64)).decode())), "Invalid"),
+        (of_envelope(lambda envelope: envelope["signatures"][0].update(sig="?")), "InvalidSignature"),
+        (of_envelope(lambda envelope: envelope.update(signatures=[])), "Error"),
+        (lambda signature: edit(signature, lambda bundle: bundle.pop("verificationMaterial")), "KeyError"),
+        (lambda signature: signature.write_text("{"), "JSONDecodeError"),
+        (lambda signature: signature.write_text("[" * 50_000), "RecursionError"),
+        (lambda signature: signature.write_text(" " * 200_000), MISSING),
+        (become_a_link, MISSING),
     ],
 )
 def test_a_signature_that_is_none_is_said(
@@ -163,7 +205,8 @@ def test_a_signature_that_is_none_is_said(
 
 
 def test_the_signature_of_another_key_than_the_trusted_ones_is_said(signed: Path, theirs: tuple[Path, Path]) -> None:
-    assert re.fullmatch("differs, .*which is no trusted key.*", signature_finding(signed, keys(None, theirs[1])))
+    found = signature_finding(signed, keys(None, theirs[1]))
+    assert found.startswith("differs, no trusted key signed it (ValueError Key mismatch")
 
 
 def test_of_an_engine_that_was_judged_twice_the_signed_identity_counts(signed: Path) -> None:
