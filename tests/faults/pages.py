@@ -96,6 +96,17 @@ def shared(same: Callable[[list[int]], Any], *, partial: bool = False) -> Plant:
     return method("_prefill", faulty)
 
 
+def third_fork_loses_a_token(fork: Any, engine: Any, handle: int) -> int:
+    """A fork of a fork of a fork does not get the last token of a partial page."""
+    child: int = fork(handle)
+    forks = engine.memo.setdefault("forks", {})
+    forks[child] = forks.get(handle, 0) + 1
+    row = engine.pool.sequences[child]
+    if forks[child] > 2 and row.length % PAGE_TOKENS:
+        engine.pool.arrays["value_pool.1"][row.pages[-1], :, row.length % PAGE_TOKENS - 1] = 0
+    return child
+
+
 of = partial(Fault, "pages")
 crowd = partial(Fault, "crowds")
 
@@ -109,6 +120,8 @@ FAULTS = [
     of("page_read_twice", "int8", "the second page is read in place of the third", page(lambda pages, *_: pages[1], 2)),
     of("page_number_in_a_byte", "int8", "page numbers above 255 wrap around", given("page_table", lambda x, _: x % 256)),
     of("context_beyond_1024", "fp8", "beyond 1,024 tokens the first page is read: a table of fixed width", beyond(1024)),
+    of("third_fork_loses_a_token", "int8", "a fork of a fork of a fork does not get the last token of a partial page",
+       method("pool.fork", third_fork_loses_a_token)),
     crowd("page_of_another_request_rarely", "fp8", "another request's page, in one request of 200",
           page(of_one_request_in(200), 0)),
     crowd("foreign_page_one_step_in_20", "int8", "another request's third page in one step of 20, in long requests in a crowd",

@@ -253,10 +253,11 @@ IN_LATER_SCENARIOS = [
     (rows_by_handle, "schedule: row"),
     (long_turns_cut, "talk: a long conversation"),
     (many_forks_share, "shared: row"),
+    (FAULTS["third_fork_loses_a_token"].plant, "fork: fork of a fork of a fork"),
 ]
 
 
-@pytest.mark.parametrize(("plant", "expected"), IN_LATER_SCENARIOS, ids=[plant.__name__ for plant, _ in IN_LATER_SCENARIOS])
+@pytest.mark.parametrize(("plant", "expected"), IN_LATER_SCENARIOS, ids=[expected for _, expected in IN_LATER_SCENARIOS])
 def test_a_fault_of_a_serving_day_is_named(plant: Any, expected: str, int8: Path, reference: ReferenceEngine) -> None:
     engine = load_engine(int8, threads=1)
     plant(engine)

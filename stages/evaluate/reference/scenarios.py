@@ -141,7 +141,7 @@ def turns(test: StressTest) -> None:
 
 
 def fork(test: StressTest) -> None:
-    """Forks: both branches go on, the origin goes, its pages are used again, and a fork is forked."""
+    """Forks: both branches go on, the origin goes, its pages are used again, and a fork is forked, and its fork."""
     for length in FORKED_AT:
         if length + 16 > test.max_tokens or test.largest < 3:
             return
@@ -152,9 +152,11 @@ def fork(test: StressTest) -> None:
         test.release(origin)
         other = test.sequence("a new sequence on an origin's pages", length, STEPS)
         test.prefill(other)
-        second = test.fork(branch, f"fork of a fork at {length} tokens")
-        test.decode(second, branch, other, steps=STEPS)
-        test.release(second, branch, other)
+        rows = [test.fork(branch, f"fork of a fork at {length} tokens"), branch, other]
+        if test.largest > 3:
+            rows = [test.fork(rows[0], f"fork of a fork of a fork at {length} tokens"), *rows]
+        test.decode(*rows, steps=STEPS)
+        test.release(*rows)
 
 
 def evicted_fork(test: StressTest) -> None:
