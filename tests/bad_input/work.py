@@ -115,8 +115,6 @@ GGUFS: tuple[tuple[str, bytes, tuple[str, ...]], ...] = (
     ),
 )
 
-IDENTITIES: tuple[tuple[str, str], ...] = ()
-
 LOADS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("workloads.load.context_tokens=1000000",), ("workloads.load.context_tokens=1000000", "32,768", "too many")),
     (("workloads.load.batch=4096", "workloads.load.context_tokens=30000"), ("workloads.load.batch=4096", "are missing")),
@@ -144,8 +142,8 @@ CASES = [
       for key, more in (("workloads.jsonl", ()), ("routing.file", ("stage=route",)))
       for what, make in (("a pipe", fifo), ("a directory", Path.mkdir), ("100 GB", sparse(100 << 30)))),
     Case("of nothing: stage=rollback", ("stage=rollback",), ("stage=rollback: nothing is registered",)),
-    *(Case(f"identity.json: {name}", ("stage=verify", "bundle=b"), ("b/identity.json", "stage=evaluate"),
-           text("b/identity.json", content), begins=True) for name, content in IDENTITIES),
+    Case("identity.json: of nothing", ("stage=verify", "bundle=b"), ("b/identity.json", "stage=evaluate"),
+         text("b/identity.json", "{}"), begins=True),
     Case("stage=promote without candidates", ("stage=promote",), ("stage=promote: no candidates", "run stage=evaluate"),
          begins=True),
     Case("a prompt of 9 MB", ("workloads=jsonl", "workloads.jsonl=s.jsonl"), ("sample s-0001", "bytes", "give less"),
