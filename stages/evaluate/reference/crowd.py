@@ -16,7 +16,8 @@ import numpy.typing as npt
 from pipeline.core.engine import Engine
 from stages.evaluate.decoding.system import STATM, resident_bytes
 from stages.evaluate.reference.request import PASS_TOKENS
-from stages.evaluate.reference.stress import StressSequence, StressTest
+from stages.evaluate.reference.sequence import StressSequence
+from stages.evaluate.reference.stress import StressTest
 
 SHORT = ((1, 3, 17), (2, 8, 9), (9, 15, 14), (16, 30, 10), (31, 50, 8), (51, 63, 6), (64, 70, 4))
 """Least and most tokens of the prompts of short requests, and tokens of their answers."""

@@ -12,7 +12,8 @@ from pipeline.core.engine import Engine
 from pipeline.core.kv import PAGE_TOKENS
 from stages.evaluate.decoding.pressure import press
 from stages.evaluate.reference.crowd import crowd, wear
-from stages.evaluate.reference.stress import StressSequence, StressTest
+from stages.evaluate.reference.sequence import StressSequence
+from stages.evaluate.reference.stress import StressTest
 
 STEPS = 4
 """Decode steps of a sequence, where nothing else says how many."""

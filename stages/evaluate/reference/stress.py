@@ -28,6 +28,7 @@ from stages.evaluate.distances.distance import Array
 from stages.evaluate.reference.deviation import first_deviation
 from stages.evaluate.reference.engine import ReferenceEngine
 from stages.evaluate.reference.request import Compared, Request, far_medians, loses_pages, passes, problem_of
+from stages.evaluate.reference.sequence import StressSequence
 
 WORST_SHARE = 1 / 8
 """A rounding costs at least this part of what it costs in the worst sequence of the run: sound engines show 65 times its KL."""
@@ -38,36 +39,6 @@ UNUSUAL_KL = 0.02
 
 Distances = tuple[float, float, float]
 """Mean KL of an engine; mean and largest KL of a rounding."""
-
-
-@dataclass(eq=False)
-class StressSequence:
-    """A sequence of a scenario."""
-
-    role: str
-    """Its name in failures."""
-    prompt: list[int]
-    ahead: list[int] = field(default_factory=list)
-    """Tokens that it is going to be fed."""
-    watched: bool = True
-    """Whether it is compared."""
-    handle: int = -1
-    tokens: list[int] = field(default_factory=list)
-    pieces: list[tuple[int, bool]] = field(default_factory=list)
-    request: Request = field(default_factory=lambda: Request(""))
-
-    @property
-    def decoded(self) -> int:
-        return sum(count for count, decoded in self.pieces if decoded)
-
-    @property
-    def fed(self) -> Fed:
-        return Fed(self.tokens, self.pieces)
-
-    @property
-    def key(self) -> tuple[tuple[int, ...], tuple[tuple[int, bool], ...]]:
-        """What a rounding costs depends on the tokens, and on how they came."""
-        return tuple(self.tokens), tuple(self.pieces)
 
 
 @dataclass
