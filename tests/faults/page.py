@@ -34,8 +34,8 @@ HEAD = """# Planted faults, and which gate sees them
 tiny model, and judged by the evaluation and the gates that judge every candidate.
 **{refused} of {judged} are refused** (FAIL, or an evaluation that ends with an error).{left}
 
-- **How a fault is judged.** First by an evaluation of 104 requests, which a sound cache passes, and a probe that is smaller
-  than the default one. A fault that gets through is judged by the default probe. A fault that only gates on samples see is
+- **How a fault is judged.** First by an evaluation of 104 requests (72 before rules 13), and a probe that is smaller than the
+  default one. A fault that gets through is judged by the default probe. A fault that only gates on samples see is
   judged by all samples of the default evaluation as well.
 - **Which gates judged.** The commits of the outcomes are {commits}.
   `make faults` judges again what later changes may concern, and goes on where an interrupted run ended.
