@@ -106,7 +106,7 @@ def _explain_key(key: str, cause: Exception, overrides: Sequence[str]) -> str:
     if name in siblings:  # Hydra sets no key below null
         below = (override.removeprefix(f"{parent}.") for override in overrides if override.startswith(f"{parent}."))
         whole = ", ".join(field.replace("=", ": ", 1) for field in below)
-        return redact_text(f"{key}: {parent} is null here: write '{parent}={{{whole}}}' instead")
+        return redact_text(f"{parent}: is null here; write '{parent}={{{whole}}}' instead")
     return f"{key}: unknown key{suggest(name, siblings) or '; leave it out'}"
 
 

@@ -145,9 +145,9 @@ class Mean:
         bound = _crossing(value, 1.0, lambda limit: bool(log_score(self.pass_gains(limit), self.stakes) >= enough))
         if not self.whole:
             bound = min(bound, self.cap)
-        if t_level and len(self.values) >= MANY:
+        if t_level and not passes and len(self.values) >= MANY:
             by_t = float(skewed_upper_bound(self.values, t_level))
-            passes, bound = passes or by_t <= self.limit, min(bound, by_t)
+            passes, bound = by_t <= self.limit, min(bound, by_t)
         return Result("PASS" if passes else None, value, min(bound, self.limit) if passes else bound, pass_level + t_level)
 
     def needed(self, level: float, most: int, t_level: float = 0.0) -> int:

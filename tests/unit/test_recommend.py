@@ -129,7 +129,7 @@ def test_a_pass_that_does_not_reach_the_use_is_passed_over_with_the_keys_that_wo
 def test_what_would_hold_more_is_named_and_the_rest_of_the_unjudged_only_counted() -> None:
     lines = "\n".join(recommendation_lines(recommended(judged("fp8")), ["seed=1"]))
     (command,) = [
-        line.strip() for line in lines.splitlines() if " -m seed=1 stage=evaluate kv=" in line and ",int4_tensor,int4," in line
+        line.strip() for line in lines.splitlines() if " -m seed=1 stage=evaluate kv=" in line and ",int4_g64," in line
     ]
     arguments = shlex.split(command)[4:]
     (swept,) = [one for one in arguments if one.startswith("kv=")]
