@@ -1,6 +1,6 @@
-"""How much of a matrix the tests take."""
+"""How much of a test matrix runs."""
 
 import os
 
 STRIDE = 1 if os.environ.get("EVERY_POLICY") == "1" else 6
-"""Tests of each policy take all of them in `make test-long`, every sixth one in `make test`."""
+"""Stride through the policies of a test: 1 (all policies) in `make test-long`, 6 (every sixth) in `make test`."""

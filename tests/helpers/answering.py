@@ -1,4 +1,4 @@
-"""Servers in this process, and one that gives the answers that a test has for it."""
+"""HTTP servers inside the test process, including a server with scripted answers."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Silent(BaseHTTPRequestHandler):
-    """Answers, and prints nothing."""
+    """A request handler that does not log."""
 
     def log_message(self, *_: object) -> None:
         """Print nothing."""
@@ -16,7 +16,7 @@ class Silent(BaseHTTPRequestHandler):
 
 @contextmanager
 def served(handler: type[Silent]) -> Iterator[str]:
-    """Serve while the block runs; gives the url."""
+    """Serve until the block ends; yield the URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # connections may break
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -31,7 +31,7 @@ def served(handler: type[Silent]) -> Iterator[str]:
 
 @contextmanager
 def answering(*answers: tuple[int, bytes] | Callable[[BaseHTTPRequestHandler], None]) -> Iterator[tuple[str, list[Any]]]:
-    """Serve the answers one after the other, the last one for ever; gives the url, and the headers that came."""
+    """Serve the given answers in order and repeat the last answer; yield the URL and the list of received headers."""
     left, seen = list(answers), list[Any]()
 
     class Handler(Silent):

@@ -1,4 +1,4 @@
-"""One layer's attention over a random cache, as a graph of its own: with the function's body or with the kernel."""
+"""One layer's attention over a random cache, as a separate graph: with the function's body or with the native kernel."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,7 @@ FLOATS = {**NUMPY_FLOATS, "bfloat16": ml_dtypes.bfloat16}
 
 @dataclass(frozen=True)
 class Heads:
-    """Query and KV heads of a layer, and their channels."""
+    """Query heads, KV heads and channels per head of a layer."""
 
     query: int
     kv: int
@@ -40,23 +40,23 @@ class Heads:
 
 @dataclass
 class AttentionCase:
-    """Sequences of some lengths in the pool of one layer, with random codes, and one new token or a prompt's chunk of each."""
+    """Sequences with random codes in a one-layer pool, and the new tokens of a decode step or of a prompt's chunk."""
 
     policy: KVPolicy
     heads: Heads
     lengths: tuple[int, ...]
     compute: ComputeDType = "float32"
     tokens: int = 1
-    """New tokens of each sequence."""
+    """New tokens per sequence."""
     inputs: dict[str, Array] = field(init=False)
-    """All inputs of the graph, by name."""
+    """All graph inputs, by name."""
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(0)
         shape = KVShape(1, self.heads.kv, self.heads.dim)
         pool = PagedPool(self.policy, shape, 1 << 20)
         handles = [pool.start() for _ in self.lengths]
-        # Page after page in turn, so that no sequence's pages are neighbours.
+        # Grow the sequences by one page in turn, so that a sequence's pages are not adjacent.
         for first in range(0, max(self.lengths), PAGE_TOKENS):
             for handle, length in zip(handles, self.lengths, strict=True):
                 if length > first:
@@ -82,12 +82,12 @@ class AttentionCase:
 
     @property
     def mode(self) -> Mode:
-        """The graph that the attention is of."""
+        """Return the graph whose attention this is: decode for one new token, else prefill."""
         return "decode" if self.tokens == 1 else "prefill"
 
     @property
     def info(self) -> ModelInfo:
-        """The layer as a model."""
+        """Return a one-layer model description."""
         heads = self.heads
         return ModelInfo(
             model_type="one layer", compute_dtype=self.compute, layers=1, q_heads=heads.query, kv_heads=heads.kv,
@@ -95,7 +95,7 @@ class AttentionCase:
         )  # fmt: skip
 
     def graph(self) -> onnx.ModelProto:
-        """Return the graph with the function's body."""
+        """Return the graph that contains the function's body."""
         spec, heads = self.spec, self.heads
         kind = FLOAT_TYPES[self.compute]
         inputs = [
@@ -134,37 +134,37 @@ class AttentionSession:
         heads = case.heads
         self._session = session
         self._inputs = case.inputs
-        """Kept alive: they are bound by address."""
+        """Inputs, bound by address. The reference keeps them alive."""
         for name, values in case.inputs.items():
             session.bind_input(name, values)
         dtype = FLOATS[case.compute]
         self._out = session.output("attended", (len(case.lengths), case.tokens, heads.query, heads.dim), dtype)
 
     def run(self) -> Array:
-        """Return the result (B, S, Hq, D), which the next run overwrites."""
+        """Return the attention output (B, S, Hq, D). The next run overwrites it."""
         self._session.run()
         return self._out
 
 
 def _grow(pool: PagedPool, handle: int, length: int) -> None:
-    """Append `length` tokens of zeros."""
+    """Append `length` zero tokens."""
     pool.reserve([handle], length)
     new = {name: np.zeros((1, array.shape[1], length, array.shape[3]), array.dtype) for name, array in pool.arrays.items()}
     pool.append([handle], new)
 
 
 def _random(rng: np.random.Generator, name: str, array: Array) -> Array:
-    """Codes and parameters as a pool may hold them: none is NaN or infinite."""
+    """Return random codes and parameters that a pool can hold. NaN and infinity never occur."""
     if "_scale_pool" in name:
         scales = rng.uniform(0.005, 0.02, array.shape)
-        if array.dtype == np.uint8:  # of NVFP4, in units of a scale of the layer
+        if array.dtype == np.uint8:  # NVFP4 block scales, in units of the layer's scale
             return (100 * scales).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
         return scales.astype(np.float16)
     if array.dtype in (np.float16, ml_dtypes.bfloat16):
         return rng.standard_normal(array.shape).astype(np.float32).astype(array.dtype)
     codes = rng.integers(0, 256, array.shape, np.uint8)
     if array.dtype == np.uint8:
-        codes &= 0xF7  # magnitudes of E4M3 up to 0x77 and of E5M2 up to 0x77: below NaN and infinity
+        codes &= 0xF7  # clears the values above magnitude 0x77, so that no E4M3 or E5M2 code is NaN or infinite
         codes -= (codes & 0x78 == 0x78).astype(np.uint8) * 8
     return codes.view(array.dtype)
 

@@ -1,4 +1,4 @@
-"""Debian's Chromium without a window, through playwright."""
+"""Debian's Chromium, run headless through playwright."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ HINT = "needs Chromium (Debian: apt-get install chromium) and playwright; REQUIR
 
 
 def chromium_path() -> str:
-    """Where Chromium is; the test is skipped without it, or without playwright."""
+    """Return Chromium's path. Skips the test if Chromium or playwright is missing."""
     found = shutil.which("chromium")
     try:
         import playwright.sync_api  # noqa: F401
@@ -30,7 +30,7 @@ def chromium_path() -> str:
 
 @contextmanager
 def launched() -> Iterator["Browser"]:
-    """Launch Chromium."""
+    """Launch Chromium and yield the browser."""
     path = chromium_path()
     from playwright.sync_api import sync_playwright
 
@@ -42,7 +42,7 @@ def launched() -> Iterator["Browser"]:
 
 
 def complaints(page: "Page", *kinds: str) -> list[str]:
-    """What the page says from now on: messages of these kinds, with the address that each is about, and exceptions."""
+    """Return a list that collects the page's console messages of the given kinds, with their URLs, and its exceptions."""
     said: list[str] = []
     page.on("console", lambda one: said.append(f"{one.text} {one.location['url']}") if one.type in kinds else None)
     page.on("pageerror", lambda error: said.append(str(error)))

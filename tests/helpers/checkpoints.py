@@ -1,4 +1,4 @@
-"""A config.json by itself."""
+"""The config.json of Llama 3 8B, without weights."""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""Hydra reads a file of conf/ once in a process, and composes the same groups once: a thousand tests compose them."""
+"""A cache of Hydra's work: each file of conf/ is read once per process and each choice of groups is composed once.
+
+A thousand tests compose configurations.
+"""
 
 import pickle
 from copy import copy
@@ -10,9 +13,9 @@ from hydra._internal.defaults_list import DefaultsList
 
 
 def compose_once() -> None:
-    """Keep files, which of them a command's groups name, and what the files give together; the next command gets a copy.
+    """Patch Hydra to cache loaded files, resolved defaults lists and composed configurations. Every command gets a copy.
 
-    A copy is unpickled, which takes a fifth of what deepcopy takes.
+    Copies are unpickled, which takes a fifth of the time of deepcopy.
     """
     module: Any = config_loader_impl
     Loader: Any = module.ConfigLoaderImpl

@@ -1,4 +1,4 @@
-"""Engines of the tiny model beside their reference engines."""
+"""Engines of the tiny model and their reference engines."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,8 @@ from stages.evaluate.reference.engine import ReferenceEngine
 
 POLICIES = {
     policy.name: policy
-    for policy in SHIPPED.values()  # but for groups of 128 channels in heads of 64, and what ONNX's operators do not compute
+    # heads of 64 channels cannot hold groups of 128, and ONNX's operators do not support every format
+    for policy in SHIPPED.values()
     if policy.name != "int4_g128" and not any(form.code.oracle_only for _, form in policy.formats)
 }
 POLICIES |= {
@@ -36,7 +37,7 @@ POLICIES |= {
         ("int4_sinks", Eviction(window_tokens=128, sink_tokens=64)),
     )
 }
-"""Every shipped policy that heads of 64 channels and ONNX's operators allow, and evictions shorter than the samples."""
+"""The shipped policies that fit heads of 64 channels and ONNX's operators, and two policies that evict within a sample."""
 BATCH = 3
 
 
@@ -48,14 +49,14 @@ def conformance_config(**changes: Any) -> WorkloadsConfig:
 
 
 def compare(engine: Engine, reference: ReferenceEngine, encoded: Sequence[EncodedSample], batch_size: int) -> EngineConformance:
-    """Decode samples on an engine, forced, and compare every one of them with the reference."""
+    """Force-decode samples on an engine and compare every sample with the reference."""
     comparison = Comparison(engine, reference, Run(encoded, None, no_progress), range(len(encoded)), batch_size=batch_size)
     comparison.decode_missing()
     return comparison.result()
 
 
 class Conformity:
-    """The tiny model: its samples in tokens, and engines and reference engines by policy."""
+    """The tiny model's encoded samples, and its engines and reference engines by policy."""
 
     def __init__(self, checkpoint: Path, factory: pytest.TempPathFactory) -> None:
         self.checkpoint, self.factory, self.work = checkpoint, factory, factory.mktemp("conformity")

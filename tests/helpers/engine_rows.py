@@ -1,4 +1,7 @@
-"""Texts that real libraries are asked, and what their rows of logits are held to, of the oracle and among themselves."""
+"""Prompts for engines of real libraries, and assertions on the logits that the engines return for them.
+
+Logits are compared with the reference engine's and between batched, stepwise and free decoding.
+"""
 
 from pathlib import Path
 
@@ -15,9 +18,9 @@ from stages.evaluate.distances.distance import kl_of_logits
 from stages.workloads import generate
 
 FIRST = 60
-"""Tokens of a prompt; the others are forced."""
+"""Tokens of a prompt; the remaining tokens are forced."""
 BFLOAT16 = 2.0**-8
-"""What a rounding of an activation is."""
+"""Relative rounding error of an activation."""
 CPU = Path("/proc/cpuinfo")
 KNOWN_LAYOUT = pytest.mark.skipif(
     CPU.exists() and "amx_tile" in CPU.read_text(encoding="utf-8"),
@@ -26,7 +29,7 @@ KNOWN_LAYOUT = pytest.mark.skipif(
 
 
 def two_stories(checkpoint: Path) -> list[list[int]]:
-    """Return the tokens of two stories, 160 and 100 of them."""
+    """Return the tokens of two stories, 160 and 100 tokens long."""
     tokenizer = load_tokenizer(checkpoint)
     stories = [tokenizer(sample.prompt or sample.reference)["input_ids"] for sample in generate("prose", 40, 0)]
     long = [story for story in stories if len(story) >= 160]
@@ -41,7 +44,10 @@ def assert_reads_what_it_stored(
     engine: RequestEngine, checkpoint: Path, text: list[int], number: int, rows: np.ndarray, *, first: int = FIRST,
     rounding: float = BFLOAT16, floor: float = 1e-6,
 ) -> Replay:  # fmt: skip
-    """The oracle's logits over what the engine stored of a request are the engine's `rows` but for rounding; give both."""
+    """Assert that the reference engine, reading the engine's stored cache, gives the engine's `rows` up to rounding.
+
+    Returns the replay.
+    """
     model = load_causal_lm(checkpoint, dtype=torch.float32)
     oracle = OracleEngine.from_model(model, engine.policy, engine._scales)
     oracle.reads_itself = True
@@ -52,7 +58,7 @@ def assert_reads_what_it_stored(
 
 
 def assert_batches_steps_and_answers_agree(engine: RequestEngine, texts: list[list[int]], most: float) -> list[np.ndarray]:
-    """No mean KL between ways to compute the same is above `most`; return the rows of the texts together."""
+    """Assert that batches, decode steps and free answers agree to a mean KL of `most`; return the logits of the batch."""
     together = engine.forced_together([(text, FIRST) for text in texts])
     for rows, text in zip(together, texts, strict=True):
         assert mean_kl(rows, engine.forced(text, FIRST)) < most

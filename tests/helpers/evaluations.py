@@ -1,4 +1,4 @@
-"""A whole evaluation in one call, as the tests of its parts want it."""
+"""A complete evaluation in one call."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ LOAD = {"batch": 2, "context_tokens": 80, "new_tokens": 5}
 
 
 def builtin_workloads(**changes: Any) -> WorkloadsConfig:
-    """The built-in workloads, as conf/ has them but for `changes`."""
+    """Return the built-in workloads of conf/, with `changes`."""
     values: dict[str, Any] = {}
     for name in ("base", "builtin"):
         values |= conf("workloads", name)
@@ -31,7 +31,7 @@ def builtin_workloads(**changes: Any) -> WorkloadsConfig:
 
 
 def brief_workloads(**changes: Any) -> WorkloadsConfig:
-    """The same for a fake engine: one round, small batches and a small load."""
+    """Return the built-in workloads for a fake engine: one round, small batches and a small load."""
     return builtin_workloads(**{"batch_size": 4, "load": LOAD, "context_bins": [0, 6, 12], "rounds": [1.0], **changes})
 
 
@@ -39,7 +39,7 @@ BRIEF, CHARACTERS = brief_workloads(), CharTokenizer()
 
 
 def measure_baseline(open_engine: Callable[[], Engine], samples: Sequence[Sample], out: Path, **options: Any) -> None:
-    """Measure the baseline on samples that are one round, and a single time."""
+    """Measure the baseline in one round, and run its once-only measurements."""
     measure_candidate(open_engine, samples, None, out, **options)
 
 
@@ -54,7 +54,7 @@ def measure_candidate(
     progress: Progress = no_progress,
     open_reference: Callable[[], ReferenceEngine] | None = None,
 ) -> None:
-    """Measure a candidate on samples that are one round, and a single time."""
+    """Measure a candidate in one round, and run its once-only measurements."""
     out.mkdir(parents=True, exist_ok=True)
     engine, reference = open_engine(), None if open_reference is None else open_reference()
     options: dict[str, Any] = {"config": config, "progress": progress, "baseline": baseline}
@@ -64,7 +64,7 @@ def measure_candidate(
 
 
 def joined(encoded: Encoded, rounds: Sequence[tuple[Path, Path]], config: WorkloadsConfig) -> Evaluation:
-    """Join rounds (baseline, candidate), of which the first holds what is measured a single time as well."""
+    """Join (baseline, candidate) rounds. The first round's directories also hold the once-only measurements."""
     baseline, candidate = rounds[0]
     measured = [(read_round(base), read_round(own)) for base, own in rounds]
     alone = Once.read(baseline), Once.read(candidate)
@@ -82,7 +82,7 @@ def evaluate(
     progress: Progress = no_progress,
     open_reference: Callable[[], ReferenceEngine] | None = None,
 ) -> EvaluationReport:
-    """Run a candidate on samples that are one round, and write its report into `out`."""
+    """Evaluate a candidate in one round and write its report into `out`."""
     round_dir, options = out / "round", {"config": config, "progress": progress, "open_reference": open_reference}
     measure_candidate(open_engine, samples, baseline, round_dir, tokenizer=tokenizer, **options)  # type: ignore[arg-type]
     encoded = encode_rounds(samples, tokenizer, config)

@@ -1,4 +1,4 @@
-"""An engine's evidence that tests alter, and what stage=verify says of it."""
+"""Copies of an engine's evidence that tests alter, and the results of stage=verify on these copies."""
 
 import json
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def wrong(directory: Path) -> dict[str, str]:
 
 
 def code(directory: Path) -> int:
-    """The exit code of `stage=verify bundle=DIRECTORY`."""
+    """Return the exit code of `stage=verify bundle=DIRECTORY`."""
     config = VERIFYING.model_copy(update={"bundle": str(directory), "workdir": str(directory / "nowhere")})
     try:
         verify(Run(config))
@@ -50,14 +50,14 @@ def member(identity: Any, role: str) -> Any:
 
 
 def rekey(identity: Any, link: Any) -> None:
-    """Give a member of the chain the key of its parts, also where a role names the member."""
+    """Recompute the key of a chain member from its parts, and update every role that refers to the member."""
     key = json_digest(link["parts"])
     identity["roles"] = {name: key if old == link["key"] else old for name, old in identity["roles"].items()}
     link["key"] = key
 
 
 def resealed(copy: Path, role: str, change: Callable[[Any], None]) -> None:
-    """Alter a member of the chain and give it the keys and digests that it then has, as a forger would."""
+    """Alter a chain member and recompute its keys and digests, as a forger would."""
 
     def seal(identity: Any) -> None:
         link = member(identity, role)
@@ -76,14 +76,14 @@ def leaves(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def at(value: Any, place: tuple[Any, ...]) -> Any:
-    """The part of a JSON value at a place."""
+    """Return the part of a JSON value at a path."""
     for key in place:
         value = value[key]
     return value
 
 
 def replaced(value: Any, place: tuple[Any, ...], replacement: object) -> Any:
-    """A copy of a JSON value with another part at a place."""
+    """Return a copy of a JSON value with the part at a path replaced."""
     altered = json.loads(json.dumps(value))
     at(altered, place[:-1])[place[-1]] = replacement
     return altered

@@ -1,6 +1,6 @@
 """An engine without a model, with faults to switch on: it knows the answers and reads them from a "cache" of keys.
 
-Its logits depend on the whole history of the sequence, so that one wrong token changes all logits after it.
+Its logits depend on the whole history of the sequence, so that one wrong token changes all later logits.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -19,7 +19,7 @@ EOS = 0
 
 
 class CharTokenizer(BundleTokenizer):
-    """One token a character; messages are joined with their roles."""
+    """A tokenizer with one token per character; messages are joined with their roles."""
 
     def __init__(self) -> None:
         self.ends, self.end = (EOS,), EOS
@@ -40,29 +40,29 @@ class CharTokenizer(BundleTokenizer):
 
 @dataclass
 class FakeEngine(Engine):
-    """An engine that answers each known prompt with a fixed text, but for the faults that are switched on."""
+    """An engine that answers each known prompt with a fixed text, except for the faults that are switched on."""
 
     answers: dict[tuple[int, ...], tuple[int, ...]]
-    """A prompt's tokens -> the tokens that follow them."""
+    """Tokens of a prompt -> tokens of its answer."""
     wrong: frozenset[tuple[int, ...]] = frozenset()
     """Prompts whose answer starts with a wrong token."""
     noise: float = 0.0
-    """Standard deviation of the noise on the logits; the history seeds it."""
+    """Standard deviation of the noise on the logits; the history seeds the noise."""
     blind: bool = False
-    """Whether corrupting the key scale changes nothing."""
+    """Whether corrupting the key scale has no effect."""
     not_a_number: bool = False
     """Whether all logits are NaN."""
     batch_noise: float = 0.0
-    """Added to one logit for each sequence in the batch."""
+    """Amount added to one logit per sequence in the batch."""
     policy: KVPolicy = FP16_POLICY
     shape: KVShape = field(default_factory=lambda: KVShape(layers=2, kv_heads=1, head_dim=16))
     vocab_size: int = VOCAB
     prefilled: list[tuple[int, ...]] = field(default_factory=list)
     """Prompts by handle."""
     decoded: dict[int, list[int]] = field(default_factory=dict)
-    """Handle -> tokens that went through `decode`."""
+    """Handle -> tokens passed to `decode`."""
     widths: list[int] = field(default_factory=list)
-    """Sequences in each decode step."""
+    """Number of sequences in each decode step."""
     key_scale: float = 1.0
     _live: dict[int, list[int]] = field(default_factory=dict)
 
@@ -89,7 +89,7 @@ class FakeEngine(Engine):
             self.decoded[handle] = []
             self._live[handle] = list(prompt)
             handles.append(handle)
-        # A prefill logit must never be scored: 1e9 would show in every statistic.
+        # Prefill logits must never be scored: 1e9 would show in every statistic.
         return handles, np.full((len(prompts), VOCAB), 1e9, dtype=np.float32)
 
     def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -132,7 +132,7 @@ class FakeEngine(Engine):
 
 
 class OnePassFake(FakeEngine):
-    """Computes forced decode at once; whether the keys were corrupted shows in its logits as in `decode`'s."""
+    """A FakeEngine that computes forced decode in one call. A corrupted key scale shows in the logits as in `decode`."""
 
     def forced(self, tokens: Sequence[int], first: int) -> npt.NDArray[np.float32]:
         return np.stack([self._logits(tokens[: i + 1], 1) for i in range(first, len(tokens))])
@@ -144,7 +144,7 @@ class SharingFake(FakeEngine):
 
     max_sequences: int | None = None
     extended: list[tuple[int, ...]] = field(default_factory=list)
-    """Tokens of each `extend`."""
+    """Tokens of each `extend` call."""
     forks: int = 0
     most_live: int = 0
 
@@ -164,13 +164,13 @@ class SharingFake(FakeEngine):
 
 
 def sharing_engine(samples: Sequence[Sample], wrong: Sequence[str] = (), **options: object) -> SharingFake:
-    """Build an engine as `fake_engine` does, which can fork."""
+    """Build a `fake_engine` that can also fork."""
     plain = fake_engine(samples, wrong)
     return SharingFake(plain.answers, plain.wrong, **options)  # type: ignore[arg-type]
 
 
 def fake_engine(samples: Sequence[Sample], wrong: Sequence[str] = (), **options: object) -> FakeEngine:
-    """Build an engine that answers `samples` right, except those whose ids are in `wrong`."""
+    """Build an engine that answers `samples` correctly, except the samples whose ids are in `wrong`."""
     tokenizer = CharTokenizer()
     prompts = {sample.id: tuple(tokenizer.prompt_ids(sample)) for sample in samples}
     answers = {prompts[s.id]: (*tokenizer.text_ids(s.reference), EOS) for s in samples}

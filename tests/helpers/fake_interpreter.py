@@ -1,4 +1,4 @@
-"""Interpreters for tests: a `python` that has a fake TensorRT-LLM or SGLang on its path and otherwise is this one."""
+"""Interpreters for tests: a `python` with a fake TensorRT-LLM or SGLang on its path that is otherwise this interpreter."""
 
 import json
 import stat
@@ -16,9 +16,9 @@ def make_interpreter(
     gpus: tuple[str, ...] = ("9.0",),
     says: str | None = None,
 ) -> str:
-    """The path of a new one. `mode` says how it misbehaves, `says` replaces all that it would answer."""
+    """Create a fake TensorRT-LLM interpreter and return its path. `mode` selects a fault, `says` replaces all output."""
     folder.mkdir(parents=True)
-    # It is asked for the driver alone, and knows no CUDA_VISIBLE_DEVICES.
+    # nvidia-smi is only queried for the driver version, and ignores CUDA_VISIBLE_DEVICES.
     script(folder / "nvidia-smi", f"for _ in {' '.join(gpus)}; do echo 580.95; done")
     (folder / "torch.py").write_text("from tensorrt_llm import cuda\n", encoding="utf-8")
     return _python(
@@ -30,7 +30,10 @@ def make_interpreter(
 
 
 def _python(folder: Path, *environment: str, says: str | None) -> str:
-    """The path of a new `python`: this one after lines that set its environment, or one that says a line and no more."""
+    """Create a `python` script and return its path.
+
+    The script sets the environment, then runs this interpreter, or only prints `says`.
+    """
     command = f'exec "{sys.executable}" "$@"' if says is None else f"echo '{says}'; exec cat >/dev/null"
     return script(folder / "python", "\n".join([*environment, command]))
 
@@ -43,7 +46,10 @@ def script(path: Path, text: str) -> str:
 
 
 def make_sglang_interpreter(folder: Path, release: str = "0.5.23", mode: str = "sound", gpu: bool = True) -> str:
-    """The path of a new one that has the fake SGLang, and a GPU that torch shows. Where no logits are made, torch is a stub."""
+    """Create an interpreter with the fake SGLang, and with a GPU if `gpu` is set; return its path.
+
+    torch is a stub if the test needs no logits.
+    """
     folder.mkdir(parents=True)
     if mode not in ("sound", "skips a step") or release != "0.5.23" or not gpu:
         stub = "from types import SimpleNamespace\n\ncuda, Tensor = SimpleNamespace(), None\n"

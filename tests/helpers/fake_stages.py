@@ -1,7 +1,7 @@
-"""Stages that do next to no work, under the real chain: its recipes, its store and its rounds are as ever.
+"""Fast fake stages under the real chain: recipes, store and rounds are the real ones.
 
-Bytes depend on what they depend on in the real stages: scales of calibrated formats on the texts, weights on the checkpoint
-alone, what is measured on the moment.
+Bytes depend on the same inputs as in the real stages: scales of calibrated formats on the texts, weights only on the
+checkpoint, measurements on the time of the run.
 """
 
 import json
@@ -30,7 +30,7 @@ from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
 CODE = "pipeline.core.errors"
 QUESTIONS = [Sample(id=str(number), workload="copy", prompt="a", reference="b") for number in range(8)]
 LOST = {"int4_tensor": 128}
-"""Policy -> answers that it loses."""
+"""Policy -> number of answers that the policy loses."""
 
 
 def calibrate(checkpoint: Path, out: Path, *, samples: int, seed: int, **_: object) -> None:  # noqa: ARG001
@@ -45,7 +45,7 @@ def quantize_weights(checkpoint: Path, out: Path, **_: object) -> None:
 
 
 def measure_cache(_: Path, __: Path, out: Path, *, calibration_texts: list[str], **___: object) -> None:
-    # Only the longest text decides: other texts may give the same scales.
+    # Only the longest text decides, so different texts may give the same scales.
     (out / "extremes.json").write_text(json.dumps(max(map(len, calibration_texts))))
 
 
@@ -55,7 +55,7 @@ def scale_cache(_: Path, out: Path, *, policy: KVPolicy, extremes: Mapping[str, 
 
 
 class FakeBackend(Backend):
-    """An export that is the same for every policy, and bundles that hold their policy."""
+    """A backend with the same export for every policy, and bundles that hold their policy."""
 
     libraries = ("numpy",)
     build_module = engine_module = CODE
@@ -97,7 +97,7 @@ class FakeBackend(Backend):
 
 
 UNDECIDED = ("int8",)
-"""Policies that take a second round; LOST ones fail, the others pass at once."""
+"""Policies that need a second round. Policies in LOST fail; all others pass after one round."""
 
 
 def _measure(engine: Any, encoded: Sequence[Sample], _: object, out: Path, **__: object) -> None:
@@ -124,7 +124,7 @@ def _join(_: object, rounds: Sequence[tuple[object, str]], *__: object, engine: 
 
 
 def use_fake_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the fakes in the place of the real stages."""
+    """Replace the real stages by the fakes."""
 
     def fake(module: str, **functions: object) -> None:
         monkeypatch.setitem(sys.modules, f"stages.{module}", SimpleNamespace(**functions))

@@ -1,7 +1,7 @@
-"""TensorRT's runtime as far as the engine calls it, over ONNX Runtime: the same graph, the same addresses, no GPU.
+"""The part of TensorRT's runtime that the engine calls, on top of ONNX Runtime: same graph, same addresses, no GPU.
 
-It is strict where TensorRT is: shapes must lie in the profile, every tensor needs an address before a run, activation
-memory must be given, and an output's shape follows from the inputs'.
+It is as strict as TensorRT: shapes must lie in the profile, every tensor needs an address before a run, activation memory
+must be given, and output shapes follow from the input shapes.
 """
 
 import ctypes
@@ -36,11 +36,11 @@ trt = SimpleNamespace(
 LIBRARY = Library("tensorrt_rtx", trt, SimpleNamespace(lines=[]))
 STREAM = 0x5EED
 NUMPY = {"FLOAT": "f4", "HALF": "f2", "INT8": "i1", "INT32": "i4", "INT64": "i8", "FP8": "u1"}
-"""numpy's type of the same bytes, by the name of a trt.DataType."""
+"""numpy type with the same bytes, by the name of a trt.DataType."""
 
 
 def make_plans(onnx_bundle: Path, out: Path, policy: KVPolicy, **changes: Any) -> Path:
-    """Build the plans of a bundle of onnx_fixtures, for SM 8.9 unless `changes` say otherwise."""
+    """Build the plans of a bundle from onnx_fixtures, for SM 8.9 unless `changes` differ."""
     out.mkdir()
     scales = onnx_bundle.with_name(f"{onnx_bundle.name}_scales.json")
     options: dict[str, Any] = {"library": "tensorrt_rtx", "max_batch": 4, "max_tokens": 512, "targets": [89], **changes}
@@ -49,7 +49,7 @@ def make_plans(onnx_bundle: Path, out: Path, policy: KVPolicy, **changes: Any) -
 
 
 class FakeDevice(Device):
-    """The CPU in place of a GPU; counts what was captured and replayed."""
+    """The CPU as a stand-in for a GPU; counts captures and replays."""
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -74,7 +74,7 @@ class FakeDevice(Device):
 
 
 def computed_with(model: onnx.ModelProto) -> dict[str, npt.NDArray[Any]]:
-    """The constants of a graph by the names under which it computes with them, transposed where it transposes them."""
+    """Return a graph's constants by the names that the computation uses, transposed if the graph transposes them."""
     values, made_from = {}, makers(model.graph)
     for tensor in model.graph.initializer:
         name, value = tensor.name, onnx.numpy_helper.to_array(tensor)
@@ -86,7 +86,7 @@ def computed_with(model: onnx.ModelProto) -> dict[str, npt.NDArray[Any]]:
 
 
 class FakeEngine:
-    """ICudaEngine of one graph of a bundle."""
+    """A fake ICudaEngine of one graph of a bundle."""
 
     device_memory_size_v2 = 1 << 12
 
@@ -94,8 +94,8 @@ class FakeEngine:
         self.tensors = [*record.inputs[mode], *record.outputs[mode]]
         self.inputs = {t.name: t for t in record.inputs[mode]}
         self.profile = record.limits(policy).ranges(mode)
-        # As inputs of ONNX Runtime weights would be summed in another order, and codes of new tokens round to neighbours. So
-        # it has them as constants, and a run checks that what is bound is the same.
+        # If weights were inputs, ONNX Runtime would sum in another order, and codes of new tokens would round to
+        # neighbours. So weights are constants here, and a run checks that the bound weights are equal to them.
         self.session = ort.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
         model = onnx.load(graph)
         values = computed_with(model)
@@ -133,7 +133,7 @@ class FakeEngine:
 
 
 class FakeContext:
-    """IExecutionContext."""
+    """A fake IExecutionContext."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
@@ -168,7 +168,7 @@ class FakeContext:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """By dimension, as the inputs' shapes have them at the moment: all of the same name are equal."""
+        """Current size of each dimension. Asserts that equally named dimensions have equal sizes."""
         sizes: dict[str, int] = {}
         for name, shape in self.shapes.items():
             for dim, size in zip(self.engine.inputs[name].shape, shape, strict=True):
@@ -203,7 +203,7 @@ class FakeContext:
         return True
 
     def _array(self, tensor: Tensor) -> npt.NDArray[Any]:
-        """The memory that is bound to an input or output."""
+        """Return the memory bound to an input or output."""
         kind, shape = np.dtype(NUMPY[tensor.dtype]), self._shape(tensor)
         memory = (ctypes.c_uint8 * (kind.itemsize * math.prod(shape))).from_address(self.addresses[tensor.name])
         array: npt.NDArray[Any] = np.ctypeslib.as_array(memory).view(kind).reshape(shape)

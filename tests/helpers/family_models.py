@@ -1,4 +1,4 @@
-"""A tiny random model of every family that kvgate serves: one of each is built, exported and run in seconds."""
+"""A tiny random model of every family that kvgate serves. Each is built, exported and run in seconds."""
 
 from typing import Any
 
@@ -33,11 +33,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 256, "num_key_value_heads": 1, "num_hidden_layers": 6} | WINDOW,
     "gpt_oss": {"head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2} | WINDOW,
 }
-"""Family -> what of its configuration is not SIZE."""
+"""Family -> configuration values that differ from SIZE."""
 
 
 def family_model(family: str, **changes: Any) -> PreTrainedModel:
-    """Return a random model of a family. Biases, norms and sinks are random too: zeros and ones could be lost unseen."""
+    """Return a random model of a family.
+
+    Biases, norms and sinks are random too: if they were zeros and ones, losing them would go unnoticed.
+    """
     torch.manual_seed(3)
     config = AutoConfig.for_model(family, **(SIZE | MODELS[family] | changes))
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

@@ -1,4 +1,4 @@
-"""Every format of the family, tensors to store in it, and round trips of these tensors through it.
+"""Every format of the family, tensors to store, and round trips of the tensors through the formats.
 
 Legend: H = KV heads, T = tokens, D = head_dim.
 """
@@ -23,12 +23,14 @@ from stages.engines.oracle.formats import dequantize, hadamard, quantize, rotate
 from stages.quantize.scales import Extremes, calibrated
 
 LARGEST = 65504 / 128**0.5
-"""Largest magnitude that every format can store: a rotation may gather a head of 128 channels in one of them, and the
-caches refuse what does not fit in float16."""
+"""Largest magnitude that every format can store.
+
+A rotation may concentrate a head of 128 channels in one channel, and the caches refuse values beyond float16.
+"""
 
 
 def add_int2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new width of integers is one folder, and an entry in the table."""
+    """Add 2-bit integers to the table of codes. A new integer width needs only one folder and one table entry."""
     monkeypatch.setitem(CODES, "int2", replace(CODES["int4"], name="int2", bits=2, limit=1.0, native=(None, None)))
 
 
@@ -54,12 +56,12 @@ DYNAMIC = [form for form in QUANTIZED if not form.has_static_scales]
 
 
 def fitting(formats: list[Format], head_dim: int) -> list[Format]:
-    """Return the formats that hold heads of this size."""
+    """Return the formats that support this head size."""
     return [form for form in formats if form.refuse_head_dim(head_dim) is None]
 
 
 def name(form: Format) -> str:
-    """Return a name that tells the format from all others."""
+    """Return a unique name of the format."""
     scales = (form.granularity, form.group_size, "" if form.symmetric else "asymmetric", form.scale)
     parts = (form.dtype, *scales, form.rotation)
     return " ".join(str(part) for part in parts if part not in (None, "", "none"))
@@ -67,7 +69,7 @@ def name(form: Format) -> str:
 
 @dataclass(frozen=True)
 class Trial:
-    """A tensor and its round trip through a format, both rotated where the format rotates, as its codes are."""
+    """A tensor and its round trip through a format. Both are rotated if the format rotates, as its codes are."""
 
     form: Format
     static: Static | None
@@ -77,11 +79,11 @@ class Trial:
     step_HTD: Tensor
     """Scale of every number."""
     zero_HTD: Tensor
-    """Zero of every number."""
+    """Zero point of every number."""
 
 
 def fixed(x_HTD: Tensor, form: Format) -> Static | None:
-    """Return static scales with which no number of x_HTD saturates; 1 where the format is uncalibrated."""
+    """Return static scales under which no number of x_HTD saturates, or scales of 1 if the format is uncalibrated."""
     if not form.has_static_scales:
         return None
     heads, _, dim = x_HTD.shape
@@ -114,8 +116,10 @@ def tried(x_HTD: Tensor, form: Format, static: Static | None = None) -> Trial:
 
 @st.composite
 def tensors(draw: st.DrawFn, largest: float = 5e3) -> Tensor:
-    """Draw a float32 tensor (H, T, D): noise around small and large offsets, with a constant token and a few numbers that
-    hypothesis chooses."""
+    """Draw a float32 tensor (H, T, D).
+
+    It is noise around small and large offsets, with a constant token and a few numbers that hypothesis chooses.
+    """
     shape = draw(st.tuples(st.integers(1, 2), st.integers(1, 3), st.sampled_from((16, 64, 128))))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     size = 2.0 ** draw(st.integers(-20, 8))

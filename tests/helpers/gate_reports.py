@@ -1,4 +1,4 @@
-"""Reports and rows for the gates' tests, as an evaluation would have written them."""
+"""Reports and rows for the gates' tests, as an evaluation writes them."""
 
 import math
 from collections import Counter
@@ -66,7 +66,7 @@ def answered(workload: str, count: int, lost: int = 0, gained: int = 0, **change
 
 
 def prose(count: int, **changes: object) -> list[SampleRow]:
-    """Samples without an answer to judge."""
+    """Return rows of samples without an answer to judge."""
     answers = ("baseline_correct", "candidate_correct", "baseline_probability", "candidate_probability")
     unjudged: dict[str, Any] = {"judged": False, **dict.fromkeys(answers), **changes}
     return [row("prose", i, **unjudged) for i in range(count)]
@@ -77,14 +77,14 @@ def every_class(**lost: int) -> list[SampleRow]:
 
 
 def drafted(rows: list[SampleRow], candidate_passes: int) -> list[SampleRow]:
-    """Rows with answers of 100 tokens that were drafted by lookup, of the baseline in 25 passes."""
+    """Return rows whose 100-token answers were drafted by lookup; the baseline needed 25 passes."""
     counts = Acceptance(baseline_tokens=100, baseline_passes=25, candidate_tokens=100, candidate_passes=candidate_passes)
     return [r.model_copy(update={"acceptance": {"lookup": counts}}) for r in rows]
 
 
 NO_ANSWERS = FreeAnswers(samples=0, tokens=0, contradictions=[])
 PROBES = EngineProbes(candidate=None, baseline=None, free_candidate=NO_ANSWERS, free_baseline=NO_ANSWERS)
-"""Of engines without a reference engine, of which no answer was repeated."""
+"""Probes of engines without a reference engine and without repeated answers."""
 
 CANARY_ROWS = [r.model_copy(update={"mean_kl": 3.0}) for r in answered("retrieval", 8)]
 
@@ -123,7 +123,7 @@ def report(rows: list[SampleRow], **changes: object) -> EvaluationReport:
 
 
 def _part(rows: list[SampleRow], workload: str | None) -> Slice:
-    """Everything, or a workload, with its answers."""
+    """Return the slice of one workload, or of all rows if `workload` is None, with its answers."""
     own = [one for one in rows if workload in (None, one.workload)]
     counted = Accuracy.of(own)
     return Slice(
@@ -132,7 +132,7 @@ def _part(rows: list[SampleRow], workload: str | None) -> Slice:
 
 
 def sliced(rows: list[SampleRow]) -> EvaluationReport:
-    """A report whose parts are everything and each workload."""
+    """Return a report with one slice of all rows and one slice per workload."""
     return report(rows, slices=[_part(rows, name) for name in (None, *dict.fromkeys(one.workload for one in rows))])
 
 
@@ -141,7 +141,7 @@ def verdict(rows: list[SampleRow], thresholds: Gates = GATES, **changes: object)
 
 
 def lines(key: str, judged: EvaluationReport, rows: Sequence[SampleRow] = (), thresholds: Gates = GATES) -> list[Check]:
-    """The lines of the gate that writes such lines, at the last look, were it the only gate."""
+    """Return the lines of the gate that writes lines named `key`, decided at the last look as if it were the only gate."""
     evidence = Evidence(judged, rows)
     gate = next(one for one in ALL_GATES if key in one.lines)
     figures = list(gate.figures(evidence, thresholds)) if gate.figures is not None and rows else []
@@ -151,13 +151,13 @@ def lines(key: str, judged: EvaluationReport, rows: Sequence[SampleRow] = (), th
 
 
 def pressure_line(found: Pressure) -> Check:
-    """The line of an evaluation that saw this of a full pool."""
+    """Return the report line for a given full-pool measurement."""
     (line,) = lines("pressure", report([], probes=PROBES.model_copy(update={"pressure": found})))
     return line
 
 
 def in_rounds(rows: list[SampleRow], shares: list[float]) -> list[SampleRow]:
-    """The rows, those of each workload in rounds with these cumulative shares."""
+    """Return the rows with round numbers, so that each workload is split by the given cumulative shares."""
     counts = Counter(r.workload for r in rows)
     positions: Counter[str] = Counter()
     numbered = []

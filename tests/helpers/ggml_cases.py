@@ -1,4 +1,4 @@
-"""llama.cpp's types, tensors to store in them, and their bytes as ggml has them."""
+"""llama.cpp's cache types, tensors to store, and the stored bytes in ggml's layout."""
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ def form_of(name: str, rotation: str = "none") -> Format:
 
 
 def vectors() -> Tensor:
-    """Random ones of many sizes, of one sign, all the same, all zero: (2, 12, 64)."""
+    """Return vectors (2, 12, 64): random at many magnitudes, of one sign, constant, and zero."""
     x = torch.randn(2, 12, 64, generator=torch.Generator().manual_seed(0)) * torch.exp2(torch.arange(12.0) - 6)[:, None]
     x[:, 0], x[:, 1] = 0.0, 0.25
     x[:, 2] += 100
@@ -27,7 +27,7 @@ def vectors() -> Tensor:
 
 
 def raw(stored: Stored) -> npt.NDArray[np.uint8]:
-    """The bytes as ggml has them: of each block its scale and its codes."""
+    """Return the bytes in ggml's layout: for each block, its scale, then its codes."""
     assert stored.scale is not None
     blocks = stored.scale.shape[-1]
     scales = stored.scale.unsqueeze(-1).contiguous().view(torch.uint8)

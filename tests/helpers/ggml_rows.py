@@ -1,8 +1,8 @@
-"""Runs ggml's own code that writes rows of a cache, in llama.cpp's interpreter, on the vectors of a file.
+"""Script for llama.cpp's interpreter: runs ggml's own row quantization on the vectors of a file.
 
     python ggml_rows.py VECTORS.npy ROWS.npz NAME=BYTES ...
 
-VECTORS.npy is float32 (..., D); ROWS.npz gets the bytes (..., BYTES) of a row by the type's name.
+VECTORS.npy is float32 (..., D). ROWS.npz gets one uint8 array (..., BYTES) per type name.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Small GGUF files, written with llama.cpp's own package as its converter would write them."""
+"""Small GGUF files, written with llama.cpp's gguf package in the layout of its converter."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ TYPES = [3] * len(CONTROLS) + [1] * (len(BYTES) + len(WORDS)) + [4]
 TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
 
 SENTENCE_PIECES = ["▁t", "he", "▁the", "in", "er", "▁a", "th", "ther", "▁there"]
-"""The first one is merged first."""
+"""Tokens in merge order."""
 CHARACTERS = list("▁abcdefghijklmnopqrstuvwxyz.,")
 SENTENCEPIECE_TOKENS = [
     "<unk>",
@@ -37,7 +37,7 @@ SENTENCEPIECE_TYPES = [2, 3, 3] + [6] * 256 + [1] * (len(SENTENCE_PIECES) + len(
 SENTENCEPIECE_SCORES = [0.0] * 259 + [-float(i) for i in range(len(SENTENCE_PIECES) + len(CHARACTERS))]
 
 VOCAB_SIZE = 320
-"""Rows of the embedding: more than tokens, as many models have it."""
+"""Rows of the embedding: more rows than tokens, as in many models."""
 
 ARCHITECTURES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Gemma3": "gemma3"}
 
@@ -45,7 +45,7 @@ LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
 def random_model(family: str, **changes: Any) -> PreTrainedModel:
-    """Return a random two-layer model in float32, whose weights are the same at every call."""
+    """Return a random two-layer float32 model. Every call returns the same weights."""
     torch.manual_seed(0)
     options: dict[str, Any] = {
         "hidden_size": 64,
@@ -67,21 +67,21 @@ def random_model(family: str, **changes: Any) -> PreTrainedModel:
     config = getattr(transformers, f"{family}{'Text' * (family == 'Gemma3')}Config")(**options)
     model: PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     for name, values in model.named_parameters():
-        if values.dim() == 1:  # biases start as 0 and norms as 1, which would hide that they are lost
+        if values.dim() == 1:  # Biases start as 0 and norms as 1, which would hide their loss.
             torch.nn.init.uniform_(values, 0.5 if "norm" in name else -0.5, 1.5)
     return model
 
 
 def write_gguf(path: Path, family: str, model: PreTrainedModel, kind: str = "F32", **metadata: Any) -> Path:
-    """Write a model as a GGUF; of a quantized `kind`, the model's own matrices become what the file then holds.
+    """Write a model as a GGUF. A quantized `kind` also replaces the model's matrices by the file's dequantized ones.
 
     Args:
         path: The file.
         family: Key of ARCHITECTURES.
-        model: In float32.
+        model: A float32 model.
         kind: Type of the matrices; vectors are F32.
-        metadata: Key of the metadata -> value, over those of a byte-level BPE with `pre=gpt-2`; None leaves a key out.
-            `_` stands for `.` where it is doubled.
+        metadata: Metadata keys -> values, which override the defaults (a byte-level BPE with `pre=gpt-2`); None omits a key.
+            `__` in a key stands for `.`.
     """
     architecture, config = ARCHITECTURES[family], model.config
     writer = gguf.GGUFWriter(path, architecture)
@@ -114,7 +114,7 @@ def write_gguf(path: Path, family: str, model: PreTrainedModel, kind: str = "F32
         rows = tensor.float().numpy() + (family == "Gemma3" and tensor.dim() == 1)
         rotated = {"q_proj.weight": heads, "k_proj.weight": kv_heads}.get(".".join(name.split(".")[-2:]))
         rotated = rotated if architecture == "llama" else None
-        if rotated:  # as llama.cpp's converter orders them
+        if rotated:  # in the order of llama.cpp's converter
             rows = rows.reshape(rotated, 2, -1, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
         stored = gguf.GGMLQuantizationType[kind if rows.ndim > 1 else "F32"]
         data = quantize(np.ascontiguousarray(rows), stored)
@@ -133,7 +133,7 @@ def write_gguf(path: Path, family: str, model: PreTrainedModel, kind: str = "F32
 
 
 def write_without_tokenizer(path: Path, checkpoint: Path) -> Path:
-    """Write a Llama checkpoint as a GGUF that takes token ids alone."""
+    """Write a Llama checkpoint as a GGUF without a tokenizer, which accepts only token ids."""
     model = load_causal_lm(checkpoint, dtype=torch.float32)
     keys = dict.fromkeys((key.replace(".", "__") for key in bpe_metadata()), None)
     keys |= {"tokenizer__ggml__model": "none", "llama__vocab_size": model.config.vocab_size}
@@ -156,7 +156,7 @@ def bpe_metadata() -> dict[str, Any]:
 
 
 def sentencepiece_metadata() -> dict[str, Any]:
-    """Return the tokenizer.* keys of a BPE of SentencePiece, as Gemma has it."""
+    """Return the tokenizer.* keys of a SentencePiece BPE like Gemma's."""
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": SENTENCEPIECE_TOKENS,

@@ -1,4 +1,4 @@
-"""A short evaluation of the tiny model by the command line, on a GPU."""
+"""A short command-line evaluation of the tiny model on a GPU."""
 
 import json
 import os
@@ -20,7 +20,7 @@ FEW = (
 
 
 def judge_on_gpu(folder: Path, codes: tuple[int, ...], *arguments: str) -> dict[str, Any]:
-    """Judge fp8k_int4v with kvgate's kernels, and return the candidate of the summary. The exit code must be one of `codes`."""
+    """Judge fp8k_int4v with kvgate's kernels and return the summary's candidate. Asserts that the exit code is in `codes`."""
     device = ("backend=torch", "backend.device=cuda", "tracking=none", "kv=fp8k_int4v")
     command = [sys.executable, "-m", "pipeline", f"workdir={folder / 'work'}", *FEW, *device, *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}

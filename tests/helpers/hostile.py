@@ -1,4 +1,4 @@
-"""A model's directory with code in it, in every place where a library could look for some."""
+"""A model directory with code in every place that a library could load code from."""
 
 import json
 from pathlib import Path
@@ -12,12 +12,12 @@ PLACES = (
 
 
 def changed(path: Path, **values: Any) -> None:
-    """Change values of a JSON file."""
+    """Update values of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def plant_code(checkpoint: Path, marker: Path) -> None:
-    """Write code into the directory that makes `marker` when it runs, and name it wherever a library could look for some."""
+    """Write code that creates `marker` when run, and refer to it wherever a library could look for code."""
     code = f"open({str(marker)!r}, 'a').write(__name__)\ndef generate(*a, **k): raise SystemExit\n"
     for place in PLACES:
         (checkpoint / place).parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Bundles of backends whose library runs in an interpreter of its own: of the tiny model, without ModelOpt's seconds."""
+"""Bundles of the tiny model for backends whose library runs in another interpreter, made without ModelOpt to save seconds."""
 
 import json
 from pathlib import Path
@@ -25,14 +25,14 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def config_of(backend: str, python: str | None, **changes: Any) -> Any:
-    """The configuration that ships, for the tiny model."""
+    """Return the shipped configuration of a backend, reduced for the tiny model."""
     return backend_configs()[backend].model_validate(
         {**conf("backend", backend), "python": python, **SMALL[backend], **changes}
     )
 
 
 def write_scales(path: Path, policy: KVPolicy) -> Path:
-    """A kv_scales.json for any of the policies that vLLM holds."""
+    """Write a kv_scales.json that fits any policy that vLLM supports."""
     layers = []
     for layer in range(LAYERS):
         sides = {}
@@ -47,7 +47,7 @@ def write_scales(path: Path, policy: KVPolicy) -> Path:
 
 
 def make_bundle(backend: str, source: Path, out: Path, kv: str | KVPolicy, python: str, **changes: Any) -> Path:
-    """A bundle, as the chain builds it, of a checkpoint or of exports with their scales."""
+    """Build a bundle, as the chain does, from a checkpoint or from exports with their scales."""
     policy = SHIPPED[kv] if isinstance(kv, str) else kv
     out.mkdir(parents=True)
     scales = source / SCALES_FILE
@@ -59,6 +59,6 @@ def make_bundle(backend: str, source: Path, out: Path, kv: str | KVPolicy, pytho
 
 
 def open_engine(bundle: Path, python: str) -> Any:
-    """The engine of a bundle that `make_bundle` made."""
+    """Load the engine of a bundle made by `make_bundle`."""
     backend = json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))["backend"]
     return open_backend(config_of(backend, python)).load(bundle)

@@ -1,7 +1,8 @@
-"""Faults at operation number k of a process: each write, rename, link and removal below a folder, each change of a run's state.
+"""Faults at the k-th operation of a process.
 
-They are injected in a forked child: an audit hook (PEP 578) sees what Python asks of the file system before it is done, and can
-fail it or end the process there. SQLite's own writes it does not see; the calls of MLflow's client stand for them.
+An operation is a write, rename, link or removal below a folder, or a change of a run's state. The faults are injected in a
+forked child: an audit hook (PEP 578) sees each of Python's file system calls in advance, and can fail the call or end the
+process. The hook does not see SQLite's own writes; the calls of MLflow's client stand for them.
 """
 
 import errno
@@ -18,13 +19,13 @@ from typing import Any, Literal
 from pipeline.registry.mlflow_client import Client
 
 FORK = multiprocessing.get_context("fork")
-"""Forked children have every library imported already."""
+"""Fork context: children inherit all imported libraries."""
 
 Fault = Literal["SIGKILL", "SIGTERM", "ENOSPC", "EIO"]
 FAULTS: tuple[Fault, ...] = ("SIGKILL", "SIGTERM", "ENOSPC", "EIO")
 
 CHANGES = {"os.rename": 1, "os.link": 1, "os.mkdir": 0, "os.remove": 0, "os.rmdir": 0, "os.chmod": 0, "shutil.copyfile": 1}
-"""Events of a change, and which of their arguments is what is changed."""
+"""Audit event -> index of the argument that holds the changed path."""
 STATES = (
     "create_run",
     "log_inputs",
@@ -43,14 +44,14 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 @dataclass
 class Attempt:
-    """How a child ended."""
+    """Outcome of a child process."""
 
     code: int
-    """0; below 0 it was killed by that signal; 1 after an exception, 130 after an interrupt."""
+    """Exit code: 0, 1 after an exception, 130 after an interrupt, or -N if signal N killed the child."""
     operations: int
-    """How many operations it came to; with a fault at k it is at least k, unless there were fewer."""
+    """Number of operations performed. With a fault at k: at least k, unless the run had fewer."""
     said: str
-    """The exception's traceback."""
+    """Traceback of the exception."""
 
 
 class _Seam:
@@ -81,7 +82,7 @@ class _Seam:
 
 
 def _child(job: Callable[[], object], folder: Path, at: int | None, fault: Fault, results: Any) -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the command line does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like the command line
     seam, code, said = _Seam(folder, at, fault), 0, ""
 
     def counted(name: str) -> Callable[..., Any]:
@@ -107,12 +108,13 @@ def _child(job: Callable[[], object], folder: Path, at: int | None, fault: Fault
 
 
 def attempt(job: Callable[[], object], folder: Path, at: int | None = None, fault: Fault = "SIGKILL") -> Attempt:
-    """Run a job in a child, with a fault at its operation number `at`; without one where `at` is None."""
+    """Run a job in a child process, with a fault at operation number `at`, or without a fault if `at` is None."""
     receive, send = FORK.Pipe(duplex=False)
     child = FORK.Process(target=_child, args=(job, folder, at, fault, send))
     child.start()
     send.close()
-    if not receive.poll(600):  # a whole pipeline takes a minute; the pipe of a child that was killed is at its end
+    # A whole pipeline takes a minute. The pipe of a killed child is at its end, so poll returns at once.
+    if not receive.poll(600):
         child.kill()
         raise AssertionError("it hangs")
     try:

@@ -1,4 +1,4 @@
-"""Candidates with their evidence on disk, as small as registering and promoting them allows."""
+"""Candidates with minimal evidence on disk, enough to register and promote them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ def judged_candidate(
     metrics: Mapping[str, float],
     report: str | None = None,
 ) -> Candidate:
-    """A candidate that is not registered yet; `report` takes the place of a report on its engine and baseline."""
+    """Create an unregistered candidate. `report` replaces the default report on its engine and baseline."""
     engine, baseline, evidence = folder / "engines" / policy, folder / "engines" / "fp16", folder / "reports" / policy
     for path in (engine, baseline, evidence):
         path.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def judged_candidate(
 
 
 def candidate_in(folder: Path, policy: str, verdict: Status, metrics: Mapping[str, float]) -> Candidate:
-    """The candidate whose evidence lies in a folder, as it is."""
+    """Return the candidate whose evidence is in a folder."""
     engine, baseline, evidence = folder / "engines" / policy, folder / "engines" / "fp16", folder / "reports" / policy
     return Candidate(
         name=policy,
@@ -60,7 +60,7 @@ def candidate_in(folder: Path, policy: str, verdict: Status, metrics: Mapping[st
 
 
 def replay_without_findings(candidate: Candidate) -> ReplayedEvidence:
-    """A replay to which everything is the same."""
+    """Return a replay that found no differences."""
     directory = candidate.report.path.parent
     digests = {
         "engine_digest": files_digest(tree_files(candidate.engine.path)),
@@ -72,16 +72,16 @@ def replay_without_findings(candidate: Candidate) -> ReplayedEvidence:
 
 
 def decide_pass(_report: EvaluationReport, _rows: Sequence[SampleRow]) -> Verdict:
-    """Gates that everything passes."""
+    """Return a PASS for any report."""
     return Verdict(status="PASS", reasons=[], checks=[], samples_needed={})
 
 
 def proven(_version: Version) -> None:
-    """A replay of a version's evidence that finds everything the same."""
+    """Stand-in for a replay of a version's evidence: finds no difference."""
 
 
 class MemoryRegistry:
-    """A registry in memory that records the order of alias moves."""
+    """An in-memory registry that records the order of alias moves."""
 
     def __init__(self, folder: Path) -> None:
         self.lock = folder / "lock"

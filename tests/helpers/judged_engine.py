@@ -1,4 +1,4 @@
-"""A judged engine as a run leaves it: a store with every artifact of the chain, small, and real where a replay reads."""
+"""A judged engine as a run leaves it: a store with small artifacts of the whole chain. Files that a replay reads are real."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ RECORD = {
     "plugins": {"decode_split": "b" * 64},
     "built_for": {"library": "TensorRT", "version": "10.14.1.48", "compute_capabilities": ["8.9"]},
 }
-"""A bundle.json, with all that a backend on a GPU adds."""
+"""A bundle.json with all entries that a GPU backend adds."""
 
 
 def judged_engine(
@@ -43,10 +43,10 @@ def judged_engine(
     kv: str = "int8",
     **lost: int,
 ) -> Path:
-    """Make a store in `root` and return its identity's directory; the `lost` answers by workload decide the verdict.
+    """Make a store in `root` and return the identity's directory. The answers `lost` per workload decide the verdict.
 
-    `gguf` is the digest of a GGUF that the checkpoint was converted from.
-    `measured` is what the report says besides, and `keys` sign the identity. A store may hold engines of several `kv`.
+    `gguf` is the digest of the GGUF that the checkpoint was converted from. `measured` overrides fields of the report, and
+    `keys` sign the identity. A store may hold engines of several `kv`.
     """
     workloads = ["workloads=jsonl", f"workloads.jsonl={jsonl}"] if jsonl is not None else SAMPLES
     config, policy = config_of(*workloads, "model.path=/models/some-llm"), config_of(f"kv={kv}").kv
@@ -101,13 +101,13 @@ def judged_engine(
 
 
 def cited_tags(evidence: Path) -> dict[str, str]:
-    """What a version of the registry cites of a judged engine."""
+    """Return the tags of a registry version of a judged engine."""
     identity = read_identity(evidence / IDENTITY_FILE)
     return {"kv": identity.policy, **identity.digests, "identity_digest": file_digest(evidence / IDENTITY_FILE)}
 
 
 def candidate_of(evidence: Path) -> Candidate:
-    """A judged engine as a candidate, which is version 1."""
+    """Return a judged engine as a candidate that is registered as version 1."""
     return registered_candidate(evidence.parents[1], Version("1", cited_tags(evidence), "run"))[0]
 
 
@@ -134,7 +134,7 @@ def _bundle(make: Callable[..., Artifact], weights: Artifact, quantized: Artifac
 
 
 def exported(evidence: Path, target: Path, *roles: str) -> Path:
-    """The evidence copied out of its store, with the bundles of these roles; no manifests come along."""
+    """Copy the evidence and the bundles of the given roles out of their store, without the manifests."""
     identity = json.loads((evidence / "identity.json").read_text())
     shutil.copytree(evidence, target, ignore=shutil.ignore_patterns(".manifest.json"))
     for role in roles:
@@ -146,5 +146,5 @@ def exported(evidence: Path, target: Path, *roles: str) -> Path:
 
 @cache
 def config_of(*overrides: str) -> Config:
-    """Compose a configuration, which takes a tenth of a second, once for all tests: nobody can change one."""
+    """Compose a configuration, which takes 0.1 s, once for all tests. Configurations are immutable."""
     return plan(overrides, multirun=False).jobs[0]

@@ -1,6 +1,7 @@
-"""Random caches for the tests of the kernels. Everything that must not be read is poison.
+"""Random caches for the kernel tests. All memory that must not be read is filled with poison.
 
-Shapes: B sequences, H KV heads, G query heads of each, N pages, P columns of the page table, M exact buffers, D head_dim.
+Shapes: B sequences, H KV heads, G query heads per KV head, N pages, P columns of the page table, M exact buffers, D
+head_dim.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,14 +18,14 @@ from plugins.kv_attention.layout import CODES, PAGE_TOKENS, CacheLayout, SideLay
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEYS = ["fp16", "bf16", *(f"{dtype} {scales}" for dtype in ("fp8_e4m3", "int8") for scales in ("tensor", "head", "token"))]
 VALUES = [*KEYS, "int4 token", *(f"int4 {size}" for size in CODES["int4"].group_sizes), "nvfp4 16"]
-"""As `side` parses them: every format that the kernels hold, of keys and of values."""
+"""Every key format and every value format that the kernels support, in the notation of `side`."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NO_PAGE = 1 << 30
-"""A page number far beyond any memory; reading it crashes."""
+"""A page number far beyond any memory; reading this page crashes."""
 
 
 def side(name: str) -> SideLayout:
-    """Parse a side: 'bf16', 'int8 head', 'fp8_e4m3 tensor', 'int4 token', 'int4 64'."""
+    """Parse one side's format: 'bf16', 'int8 head', 'fp8_e4m3 tensor', 'int4 token', 'int4 64'."""
     dtype, _, scales = name.partition(" ")
     if scales.isdigit():
         return SideLayout(dtype, "per_group", int(scales))  # type: ignore[arg-type]
@@ -32,7 +33,7 @@ def side(name: str) -> SideLayout:
 
 
 def poison(spec: Spec, *leading: int) -> Tensor:
-    """Return a tensor of NaN, or of 127 for integers, which as a packed byte is a pair of sevens."""
+    """Return a tensor of NaN, or of 127 for integers (as a packed byte: a pair of sevens)."""
     dtype, shape = getattr(torch, spec[0]), (*leading, *spec[1])
     if not dtype.is_floating_point:
         return torch.full(shape, 127, dtype=dtype)
@@ -80,13 +81,13 @@ class Case:
         return torch.randn(shape, generator=self.rng)
 
     def _fill(self, b: int, first: int, length: int) -> None:
-        """Store random tokens at positions `first` to `length` of a sequence, and different ones at its exact slots."""
+        """Store random tokens at positions `first` to `length` of a sequence, and other random tokens in its exact slots."""
         layout = self.layout
         positions = torch.arange(first, length)
         pages, rows = self.page_table[b, positions // PAGE_TOKENS].long(), positions % PAGE_TOKENS
         _, slots = reference.exact_places(layout, length)
         for name, form, spread in (("key", layout.key, 1), ("value", layout.value, 6)):
-            # Tokens differ in magnitude, as values do; the largest dominate the sums of attention.
+            # Tokens differ in magnitude, like real values; the largest dominate the sums of attention.
             powers = torch.exp2(torch.randint(-spread, spread + 1, (length - first, layout.kv_heads, 1), generator=self.rng))
             x = self.random(length - first, layout.kv_heads, layout.head_dim) * powers
             codes, scales = reference.quantize(x, form, self.cache.get(f"{name}_scale"))
@@ -115,19 +116,19 @@ def case_of(key: str, value: str, heads: int, dim: int, lengths: list[int], **mo
 
 
 def on_device(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """Return copies on the GPU, or the tensors themselves where kernels are interpreted."""
+    """Return copies on the GPU, or the tensors themselves if kernels are interpreted."""
     return {name: None if tensor is None else tensor.to(DEVICE) for name, tensor in tensors.items()}
 
 
 def differing(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return where two tensors differ in a bit. All NaNs of 16 or 32 bits count as equal."""
+    """Return a mask of the elements that differ in any bit. All NaNs of 16 or 32 bits count as equal."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[expected.itemsize]
     unequal = actual.cpu().view(bits) != expected.view(bits)
     return unequal if expected.itemsize == 1 else unequal & ~(actual.cpu().isnan() & expected.isnan())
 
 
 def planned(layout: CacheLayout, lengths: Tensor, programs: int) -> launch.Plan:
-    """Return the work list of a step over such lengths, for `programs` over the pages of a KV head."""
+    """Return a step's work list for such lengths, with `programs` programs over the pages of a KV head."""
     return launch.plan_decode(layout, lengths, programs=programs)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the kernel engine on a CPU and on a GPU share."""
+"""Helpers shared by the CPU and GPU tests of the kernel engine."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ from plugins.kv_attention import launch, reference
 from plugins.kv_attention.layout import CacheLayout
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64)
-"""Of the trained tiny model."""
+"""Shape of the trained tiny model's cache."""
 
 SHORT = KVShape(2, SHAPE.kv_heads, SHAPE.head_dim)
-"""Of its first two layers."""
+"""Shape of the cache of its first two layers."""
 
 GUARDED = KVPolicy(
     name="guarded",
@@ -26,16 +26,19 @@ GUARDED = KVPolicy(
     recent_tokens=40,
     overrides=(LayerOverride(layers=(1,), key=fmt("int8", "per_token"), value=fmt("bf16")),),
 )
-"""Sinks, recent tokens, and layers of two formats."""
+"""A policy with sinks, recent tokens, and two layer formats."""
 
 CLOSE = 3e-4
-"""Of the logits' norm. The kernels round weights of values to float16 and sum in another order, and are held to 2e-3 of an
-attention's norm in tests/integration/test_kernel_decode.py; and a value on a border between two codes may get the other one
-in the next layer. Measured 2e-5 to 9e-5; a format that is read wrongly moves logits by far more."""
+"""Allowed distance of logits, relative to their norm.
+
+The kernels round the weights of values to float16 and sum in another order; tests/integration/test_kernel_decode.py holds
+them to 2e-3 of an attention's norm. Also, a value on the border between two codes may get the other code in the next layer.
+Measured: 2e-5 to 9e-5. Reading a format wrongly moves logits far more.
+"""
 
 
 def short_model() -> Any:
-    """The trained model's first two layers, of which GUARDED keeps the second in another format."""
+    """Return the trained model's first two layers. GUARDED stores the second in another format."""
     model = benchlib.load_model()
     del model.model.layers[SHORT.layers :]
     model.config.num_hidden_layers = SHORT.layers
@@ -43,7 +46,7 @@ def short_model() -> Any:
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Largest L2 distance of two rows of logits, over the norm of the second."""
+    """Return the largest L2 distance between rows of logits, relative to the norm of the second argument's row."""
     norms = np.linalg.norm((a - b).astype(np.float64), axis=-1) / np.linalg.norm(b.astype(np.float64), axis=-1)
     return float(norms.max())
 
@@ -52,24 +55,24 @@ def append_by_reference(
     layout: CacheLayout, key_new: Tensor, value_new: Tensor, cache: dict[str, Tensor], page_table: Tensor, lengths: Tensor,
     **tables: Any,
 ) -> None:  # fmt: skip
-    """launch.append in plain torch."""
+    """Run launch.append in plain torch."""
     for layer in range(len(key_new)):
         one = {name: tensor[layer] for name, tensor in cache.items()}
         reference.append(layout, key_new[layer], value_new[layer], one, page_table=page_table, lengths=lengths, **tables)
 
 
 def attend_by_reference(layout: CacheLayout, query: Tensor, *args: Any, plan: Any = None, **options: Any) -> Tensor:  # noqa: ARG001
-    """launch.decode_attention and launch.context_attention in plain torch."""
+    """Run launch.decode_attention or launch.context_attention in plain torch."""
     return reference.attend(layout, query, *args, **options).to(query.dtype)
 
 
 def prefill_by_reference(patch: pytest.MonkeyPatch) -> None:
-    """Let prompts be stored and attended to in plain torch, which the interpreter takes much longer for."""
+    """Store prompts and compute their attention in plain torch. The interpreter takes much longer."""
     patch.setattr(launch, "append", append_by_reference)
     patch.setattr(launch, "context_attention", attend_by_reference)
 
 
 def decode_by_reference(patch: pytest.MonkeyPatch) -> None:
-    """Let decode steps attend in plain torch, which needs no plan."""
+    """Compute the attention of decode steps in plain torch, which needs no plan."""
     patch.setattr(launch, "plan_decode", lambda *_, **__: None)
     patch.setattr(launch, "decode_attention", attend_by_reference)

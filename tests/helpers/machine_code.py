@@ -1,4 +1,4 @@
-"""A kernel's machine code and its accesses to memory, by the ptxas and the cuobjdump that Triton ships."""
+"""A kernel's machine code and its memory accesses, found with the ptxas and cuobjdump that Triton ships."""
 
 import re
 import subprocess
@@ -12,11 +12,11 @@ from triton import knobs
 from plugins.kv_attention.aot import NEWER_PTX
 
 WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
-"""Bytes per thread of a load, by the opcode's last modifier; others have 4."""
+"""Bytes per thread of a load, by the opcode's last modifier; all other loads have 4 bytes."""
 
 
 def assembled(ptx: str) -> tuple[bytes, int]:
-    """Return the cubin that Triton's own ptxas makes of PTX with one entry, and the bytes that it spills."""
+    """Compile PTX that has one entry with Triton's ptxas; return the cubin and the number of spilled bytes."""
     target = re.findall(r"^\.target (sm_(\d+)\w*)", ptx, re.MULTILINE)[0]
     assembler = knobs.nvidia.ptxas_blackwell if int(target[1]) >= NEWER_PTX else knobs.nvidia.ptxas
     assert Path(assembler.path).is_relative_to(Path(triton.__file__).parent)
@@ -32,18 +32,18 @@ def assembled(ptx: str) -> tuple[bytes, int]:
 
 
 def accesses(cubin: bytes) -> Counter[str]:
-    """Return how often each load, copy and store of global or spilled memory stands in a cubin: LDG.E.128, LDGSTS.E, ..."""
+    """Count the loads, copies and stores of global or spilled memory in a cubin, by opcode: LDG.E.128, LDGSTS.E, ..."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
         command = [knobs.nvidia.cuobjdump.path, "-sass", str(path)]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    # ptxas puts loads under a constantly false predicate (`@!PT`) before copies as spacers, which load nothing.
+    # As spacers before copies, ptxas emits loads under a constantly false predicate (`@!PT`). They load nothing.
     lines = [line for line in text.splitlines() if "@!PT" not in line]
     return Counter(re.findall(r"\b((?:LDGSTS|LDG|STG|LDL|STL)[.\w]*)", "\n".join(lines)))
 
 
 def streamed_bytes(found: Counter[str], num_warps: int) -> int:
-    """Return the bytes that a block loads by asynchronous copies, or by 16 bytes per thread, if each is executed once."""
+    """Return the bytes that a block loads with asynchronous copies or 16-byte loads, if each instruction runs once."""
     streamed = {name: count for name, count in found.items() if name.startswith("LDGSTS") or name.endswith("LDG.E.128")}
     return 32 * num_warps * sum(count * WIDTHS.get(name.split(".")[-1], 4) for name, count in streamed.items())

@@ -22,7 +22,7 @@ FEW = [
     "workloads.max_scored_tokens=48",
     "workloads.load={batch: 2, context_tokens: 64, new_tokens: 8}",
     "workloads.probe={max_tokens: 448, decode_steps: 72, offset_steps: 4, max_batch: 4, requests: 24}",
-    "gates.margin=0.45",  # so few samples show little
+    "gates.margin=0.45",  # few samples give wide confidence intervals
     "gates.max_ruined_share=0.1",
     "gates.min_samples=8",
     "calibration.samples=8",
@@ -40,7 +40,7 @@ def pipeline(work: Path, *arguments: str, few: Sequence[str] = FEW) -> Ended:
 
 
 def command(arguments: Sequence[str], cwd: Path, environment: Mapping[str, str] | None = None) -> Ended:
-    """Run `python -m pipeline` in a fork of the tests' own process, which has imported what takes seconds."""
+    """Run `python -m pipeline` in a fork of the test process, where imports that take seconds are already done."""
     for module in HEAVY:
         import_module(module)
     request = {
@@ -58,10 +58,9 @@ def summary(work: Path) -> dict[str, Any]:
 
 
 def sweep(work: Path) -> Swept:
-    """Sweep into a work directory, and return it with what the sweep said.
+    """Sweep into a work directory; return the directory and the finished process.
 
-    `make test-long` sweeps in a process of its own: tests before this one may have used torch's threads in theirs, after which
-    a fork has none that work.
+    `make test-long` sweeps in a new process: earlier tests may have started torch's threads, which do not survive a fork.
     """
     asked = ["-m", "kv=fp8,int4_tensor"]
     result = pipeline(work, *asked) if STRIDE == 1 else command([f"workdir={work}", *FEW, *asked], work.parent, SECRETS)

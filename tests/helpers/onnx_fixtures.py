@@ -1,4 +1,4 @@
-"""A tiny random Llama, its decoder skeleton, KV policies that cover the family, and the oracle that engines must equal."""
+"""A tiny random Llama, its decoder skeleton, KV policies that cover the family, and the reference engine for comparison."""
 
 import fcntl
 import json
@@ -28,12 +28,12 @@ from stages.engines.oracle.build import build_bundle as build_oracle_bundle
 from stages.engines.oracle.engine import OracleEngine
 
 AMAX = 3.0
-"""What the static scales of the tests cover: less than some keys and values of the random model, as a calibrated one may."""
+"""Largest magnitude that the tests' static scales cover. Like after a real calibration, some keys and values exceed it."""
 
 LAYERS = 2
 
 STEPS = 4
-"""Tokens that `forced` decodes after a prompt."""
+"""Number of tokens that `forced` decodes after a prompt."""
 
 
 def fmt(dtype: str, granularity: Granularity = "none", scale: ScaleSource = "dynamic", **options: Any) -> Format:
@@ -55,7 +55,10 @@ def int4_groups(size: int, **options: Any) -> Format:
 
 
 def conf_policy(name: str) -> KVPolicy:
-    """A policy of conf/kv. Overrides that name layers of the tiny model, which has four, move to the last one here."""
+    """Return a policy of conf/kv, adapted to this model's two layers.
+
+    Overrides that name layers of the four-layer tiny model move to the last layer.
+    """
     policy = shipped.SHIPPED[name]
     moved = tuple(override.model_copy(update={"layers": (LAYERS - 1,)}) for override in policy.overrides)
     return policy.model_copy(update={"overrides": moved})
@@ -66,7 +69,7 @@ SHIPPED = [
     for policy in map(conf_policy, shipped.SHIPPED)
     if policy.name != "int4_g128" and not any(form.code.oracle_only for _, form in policy.formats)
 ]
-"""Every shipped policy that heads of 64 channels and ONNX graphs allow."""
+"""Every shipped policy that heads of 64 channels and ONNX graphs support."""
 
 COMBINED = [
     KVPolicy(name="e5m2_calibrated", key=fmt("fp8_e5m2", "per_tensor"), value=fmt("fp8_e5m2", "per_head")),
@@ -99,13 +102,13 @@ COMBINED = [
 EVERY_POLICY = [*SHIPPED, *COMBINED]
 BY_NAME = {policy.name: policy for policy in EVERY_POLICY}
 POLICIES = [BY_NAME["fp16"], *(policy for policy in EVERY_POLICY[::STRIDE] if policy.name != "fp16")]
-"""Of FP16 what the graph itself computes is held, beside any quantization."""
+"""FP16 is always included: it tests the graph's own computation without quantization."""
 
 
 def save_model(config: object, path: Path, dtype: torch.dtype = torch.float32) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(path)
-    (path / "tokenizer.json").write_text("{}")  # required of a checkpoint, and never read here
+    (path / "tokenizer.json").write_text("{}")  # a checkpoint needs the file, but these tests never read it
     return path
 
 
@@ -117,32 +120,32 @@ def llama_config(head_dim: int = 64) -> LlamaConfig:
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """Make a directory once for all tests: exporting takes seconds. The processes of pytest-xdist share it."""
+    """Create a directory once for all tests, since exporting takes seconds. pytest-xdist's processes share the directory."""
     root = factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
     path, scratch = root / name, root / f"{name}.new"
     with (root / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            shutil.rmtree(scratch, ignore_errors=True)  # of a process that failed
+            shutil.rmtree(scratch, ignore_errors=True)  # left by a process that failed
             make(scratch)
             scratch.rename(path)
     return path
 
 
 def shared_checkpoint(factory: pytest.TempPathFactory, dtype: torch.dtype = torch.float32) -> Path:
-    """The random Llama, its weights in `dtype`."""
+    """Return the random Llama's checkpoint, with weights in `dtype`."""
     return once(factory, f"onnx_checkpoint_{dtype}", lambda path: save_model(llama_config(), path, dtype=dtype))
 
 
 def shared_decoder(factory: pytest.TempPathFactory, dtype: ComputeDType, weights: torch.dtype = torch.float32) -> Path:
-    """Its skeleton, which computes in `dtype`."""
+    """Return the random Llama's decoder skeleton, which computes in `dtype`."""
     checkpoint = shared_checkpoint(factory, weights)
     return once(factory, f"onnx_decoder_{dtype}_{weights}", lambda path: make_decoder(checkpoint, path, dtype))
 
 
 def tiny_decoder(factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
-    """The skeleton of the trained model that ships with kvgate, which computes in float32."""
+    """Return the float32 decoder skeleton of the trained model that ships with kvgate."""
     return once(factory, "tiny_decoder", lambda path: make_decoder(checkpoint, path))
 
 
@@ -153,7 +156,7 @@ def make_decoder(checkpoint: Path, path: Path, dtype: ComputeDType = "float32") 
 
 
 def static_scales(policy: KVPolicy, shape: KVShape) -> KVScales:
-    """Scales that differ by layer, head and channel, and the zeros of asymmetric formats."""
+    """Return scales that differ by layer, head and channel, and the zero points of asymmetric formats."""
 
     def side(form: Format, layer: int) -> SideScales:
         count = form.static_scales(shape.kv_heads, shape.head_dim)
@@ -184,7 +187,7 @@ def make_bundle(decoder: Path, out: Path, policy: KVPolicy) -> Path:
 
 
 def make_oracle_bundle(checkpoint: Path, out: Path, policy: KVPolicy) -> Path:
-    """A bundle of backend=torch."""
+    """Build a bundle of backend=torch."""
     return _build(build_oracle_bundle, checkpoint, out, policy, inspect_checkpoint(checkpoint).shape)
 
 
@@ -193,7 +196,7 @@ def make_engine(decoder: Path, out: Path, policy: KVPolicy, **options: Any) -> O
 
 
 def forced(engine: Engine, texts: Sequence[Sequence[int]], steps: int = STEPS) -> np.ndarray:
-    """Logits (1 + steps, B, V): of the prefill of all but the last tokens of every text, then of these in one batch."""
+    """Return logits (1 + steps, B, V): prefill each text without its last tokens, then decode the last tokens in a batch."""
     handles, logits = engine.prefill([text[:-steps] for text in texts])
     out = [logits, *(engine.decode(handles, [text[step] for text in texts]) for step in range(-steps, 0))]
     engine.release(handles)

@@ -1,4 +1,4 @@
-"""A PostgreSQL of the tests' own, and MLflow's server on it."""
+"""A temporary PostgreSQL database for tests, and an MLflow server that uses it."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ HINT = "needs PostgreSQL's server (Debian: apt-get install postgresql) and psyco
 
 
 def programs() -> Path | None:
-    """The folder with initdb and pg_ctl, which Debian keeps off PATH."""
+    """Return the folder with initdb and pg_ctl, which Debian does not put on PATH."""
     found = shutil.which("initdb")
     folders = [Path(found).resolve().parent] if found else []
     folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
@@ -25,7 +25,7 @@ def programs() -> Path | None:
 
 
 def require_postgres() -> Path:
-    """That folder; the test is skipped without it."""
+    """Return the folder of PostgreSQL's programs. Skips the test if PostgreSQL or psycopg2 is missing."""
     folder = programs()
     if folder is None or find_spec("psycopg2") is None:
         if os.environ.get("REQUIRE_POSTGRES") == "1":
@@ -36,7 +36,7 @@ def require_postgres() -> Path:
 
 @contextmanager
 def postgres() -> Iterator[str]:
-    """The URI of a fresh database. It refuses to run as root: then its user is nobody."""
+    """Start a fresh database and yield its URI. PostgreSQL refuses to run as root, so root runs it as the user `nobody`."""
     folder, port = require_postgres(), free_port()
     home = Path(tempfile.mkdtemp(prefix="kvgate-postgres-", dir="/tmp"))
     user = "nobody" if os.geteuid() == 0 else None
@@ -62,7 +62,7 @@ def postgres() -> Iterator[str]:
 
 @contextmanager
 def mlflow_server(database: str, artifacts: Path) -> Iterator[str]:
-    """The address of MLflow's server on a database."""
+    """Start MLflow's server on a database and yield its address."""
     port, log = free_port(), artifacts.with_name("server.log")
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", database, "--workers", "2"]
     command += ["--artifacts-destination", str(artifacts), "--host", "127.0.0.1", "--port", str(port)]

@@ -1,4 +1,4 @@
-"""Processes that a test started: those whose environment names a folder of the test alone, and servers that come up."""
+"""Processes that a test started, recognized by a folder's path in their environment, and waiting for servers to start."""
 
 import socket
 import subprocess
@@ -11,7 +11,7 @@ import psutil
 
 
 def processes_with(folder: Path) -> list[list[str]]:
-    """Commands of the running processes, this one aside, whose environment names the folder."""
+    """Return the commands of all running processes whose environment names the folder, except this process."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -21,7 +21,7 @@ def processes_with(folder: Path) -> list[list[str]]:
 
 
 def await_none_with(folder: Path, seconds: float = 30) -> None:
-    """What was killed is gone when the kernel comes to it."""
+    """Wait until no such process runs. The kernel removes a killed process with a delay."""
     deadline = time.monotonic() + seconds
     while left := processes_with(folder):
         assert time.monotonic() < deadline, left
@@ -35,7 +35,7 @@ def free_port() -> int:
 
 
 def await_up(address: str, server: subprocess.Popen[bytes], log: Path, seconds: float = 300) -> None:
-    """Wait until a server says that it is well."""
+    """Wait until a server reports that it is healthy."""
     deadline = time.monotonic() + seconds
     while True:
         assert server.poll() is None, log.read_text(errors="replace")[-2000:]

@@ -1,6 +1,6 @@
 """Emulator of the kernels' inline PTX in numpy, for Triton's interpreter, which cannot run PTX.
 
-It implements only the instructions that the kernels use; any other raises. Semantics are those of NVIDIA's PTX ISA, section
+It implements only the instructions that the kernels use; any other raises. Semantics follow NVIDIA's PTX ISA, section
 "Instruction Set".
 """
 
@@ -23,7 +23,7 @@ def _prmt(a: Register, b: Register, selector: Register) -> Register:
     for i in range(4):
         nibble = int(selector[0] >> 4 * i) & 15
         byte = pool[nibble & 7]
-        if nibble & 8:  # the byte's sign in all of its bits
+        if nibble & 8:  # replicate the byte's sign bit into all its bits
             byte = np.where(byte & np.uint32(0x80), np.uint32(0xFF), np.uint32(0))
         out |= byte << np.uint32(8 * i)
     return out
@@ -39,7 +39,7 @@ def _lop3(a: Register, b: Register, c: Register, table: Register) -> Register:
 
 
 def _halves(operation: Callable[..., Register]) -> Callable[..., Register]:
-    """Make an operation on pairs of float16, rounded once, of one on float64."""
+    """Turn an operation on float64 into an operation on pairs of float16 that rounds once."""
 
     def apply(*words: Register) -> Register:
         return operation(*(word.view(np.float16).astype(np.float64) for word in words)).astype(np.float16).view(np.uint32)
@@ -74,14 +74,14 @@ class Results:
 def create_inline_asm(
     _: object, asm: str, constraints: str, values: list[TensorHandle], types: list[tl.dtype], __: bool, pack: int
 ) -> Results:
-    """Replacement of triton.runtime.interpreter.InterpreterBuilder.create_inline_asm."""
+    """Replace triton.runtime.interpreter.InterpreterBuilder.create_inline_asm."""
     shape = values[0].data.shape
     registers: dict[str, Register] = {}
     letters = [letter.strip() for letter in constraints.split(",")]
     outputs = sum(letter.startswith("=") for letter in letters)
     inputs = []
     for value in values:
-        # `pack` neighbours share registers, which have up to four bytes.
+        # Groups of `pack` neighbours share registers of up to four bytes.
         rows = np.ascontiguousarray(value.data).reshape(-1, pack).view(np.uint8)
         inputs += [np.ascontiguousarray(rows[:, i : i + 4]).view(np.uint32).ravel() for i in range(0, rows.shape[1], 4)]
     assert len(inputs) == len(letters) - outputs

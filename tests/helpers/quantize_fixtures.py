@@ -1,4 +1,4 @@
-"""Policies, texts and checkpoints on which the quantize stage is tested with the real ModelOpt."""
+"""Policies, texts and checkpoints for tests of the quantize stage with the real ModelOpt."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,7 @@ def random_checkpoint(family: str, tokenizer_from: Path, directory: Path) -> Pat
 
 
 def quantized_model(checkpoint: Path, policy: KVPolicy, weights: WeightsFormat = "none") -> tuple[torch.nn.Module, KVScales]:
-    """Return a model whose attention reads keys and values rounded by ModelOpt's quantizers, and the scales of these."""
+    """Return a model whose attention reads keys and values rounded by ModelOpt's quantizers, and the scales used."""
     info = inspect_checkpoint(checkpoint)
     model = load_model(info)
 
@@ -90,7 +90,7 @@ def quantized_model(checkpoint: Path, policy: KVPolicy, weights: WeightsFormat =
 
 
 def round_cache(quantizer: Any, form: Format, static: SideScales | None, shape: KVShape) -> None:
-    """Let one of ModelOpt's quantizers round keys or values (B, H, S, D) by its own arithmetic; `static` holds the scales."""
+    """Make a ModelOpt quantizer round keys or values (B, H, S, D) with its own arithmetic; `static` holds the scales."""
     axis = AXES[form.granularity]
     attributes: dict[str, Any] = {"num_bits": form.code.modelopt_bits, "axis": axis, "enable": True}
     if form.code.kind == "integer":
@@ -105,7 +105,10 @@ def round_cache(quantizer: Any, form: Format, static: SideScales | None, shape: 
 
 
 def cache_states(model: Any, checkpoint: Path) -> list[dict[Side, torch.Tensor]]:
-    """Keys (after the rotary embedding) and values of TEXTS by layer and side, (heads, tokens of all texts, channels)."""
+    """Return the keys (after the rotary embedding) and values of TEXTS by layer and side.
+
+    Each tensor has the shape (heads, tokens of all texts, channels).
+    """
     with torch.no_grad():
         caches = [model(input_ids=ids, use_cache=True).past_key_values for ids in token_ids(checkpoint)]
     return [
@@ -118,6 +121,6 @@ def cache_states(model: Any, checkpoint: Path) -> list[dict[Side, torch.Tensor]]
 
 
 def token_ids(checkpoint: Path) -> list[torch.Tensor]:
-    """Return the token ids of each of TEXTS, shape (1, tokens)."""
+    """Return the token ids of every text in TEXTS, shape (1, tokens) each."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     return [torch.tensor([tokenizer(text, truncation=True, max_length=MAX_LENGTH)["input_ids"]]) for text in TEXTS]

@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are quantized by hand in each form, with the numbers that they stand for."""
+"""Checkpoints with weights quantized by hand in every supported form, and their dequantized values."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "tensor"}
 Tensors = dict[str, torch.Tensor]
 Made = tuple[Tensors, torch.Tensor]
-"""The parts of a layer, and the weight that they stand for."""
+"""Stored tensors of a layer, and its dequantized weight."""
 
 
 def _group(form: str, bits: int, kind: str, strategy: str, inputs: bool, **more: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def _modelopt(weight: torch.Tensor) -> Made:
 
 
 def _blocks(weight: torch.Tensor) -> Made:
-    """Blocks of 48 by 32, the last rows of which are fewer."""
+    """Quantize in blocks of 48 rows by 32 columns; the last block has fewer rows."""
     parts = [[columns.abs().amax() for columns in torch.split(rows, 32, 1)] for rows in torch.split(weight, 48, 0)]
     scale = torch.stack([torch.stack(row) for row in parts]) / 448
     each = torch.tensor([[float(scale[i // 48, j // 32]) for j in range(weight.shape[1])] for i in range(weight.shape[0])])
@@ -56,14 +56,14 @@ def _blocks(weight: torch.Tensor) -> Made:
 
 
 def _four_bits(weight: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return codes from 0 to 15 around 8, a scale for each, and a scale for each group of `size` columns."""
+    """Return 4-bit codes (0 to 15, zero at 8), a scale per code, and a scale per group of `size` columns."""
     scale = torch.stack([part.abs().amax(1) for part in torch.split(weight, size, 1)], 1) / 7
     each = torch.stack([scale[:, column // size] for column in range(weight.shape[1])], 1)
     return (weight / each).round().clamp(-8, 7) + 8, each, scale
 
 
 def _packed(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Return eight columns in each int32: the column `order[k]` of the eight in the bits from 4 k."""
+    """Pack eight columns into each int32: bits 4k to 4k + 3 hold column `order[k]` of the eight."""
     numbers = codes.numpy().astype(np.uint32)
     words = np.zeros((numbers.shape[0], numbers.shape[1] // 8), np.uint32)
     for column in range(numbers.shape[1]):
@@ -79,7 +79,7 @@ def _int4(weight: torch.Tensor) -> Made:
 
 def _awq(weight: torch.Tensor) -> Made:
     codes, _, scale = _four_bits(weight, 32)
-    zeros = (torch.arange(scale.numel()) % 16).reshape(scale.shape)  # any
+    zeros = (torch.arange(scale.numel()) % 16).reshape(scale.shape)  # any zero points do
     half = torch.stack([scale[:, column // 32] for column in range(weight.shape[1])], 1).half().float()
     shift = torch.stack([zeros[:, column // 32] for column in range(weight.shape[1])], 1)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -98,9 +98,10 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Made]]] = {
 
 
 def quantize_checkpoint(source: Path, out: Path, form: str, cache_scale: float | None = None) -> Tensors:
-    """Write a checkpoint of one file with its linear layers quantized, and return its weights as numbers.
+    """Write a one-file checkpoint with quantized linear layers, and return its dequantized weights.
 
-    `cache_scale` is the scale of keys that layer 0 carries; each later layer, and values, carry half of the one before.
+    `cache_scale` is the scale of layer 0's keys; each following scale (values of layer 0, keys of layer 1, ...) is half of
+    the previous scale.
     """
     shutil.copytree(source, out)
     declared, make = FORMS[form]

@@ -1,4 +1,4 @@
-"""Trials of a run that one fault hits: the same command again must end as if nothing had been."""
+"""Trials of a run that is hit by one fault: repeating the command must end as if the fault had not happened."""
 
 import pickle
 import shutil
@@ -12,17 +12,17 @@ from small_runs import Ended, evaluate, open_tracking
 from pipeline.registry import summary
 
 ENDS: dict[Fault, set[int]] = {"SIGKILL": {-9}, "SIGTERM": {130}, "ENOSPC": {0, 1}, "EIO": {0, 1}}
-"""How a child that a fault hit may end: 0 where it was a clean-up that failed."""
+"""Allowed exit codes of a child hit by a fault: 0 if only a clean-up failed."""
 
 
 def run(work: Path, checkpoint: Path) -> None:
-    """Judge one engine and leave what it ended with beside the work directory."""
+    """Judge one engine, and save the result next to the work directory."""
     ended = evaluate(work, checkpoint, "fp8", "sweep")
     work.with_name("ended").write_bytes(pickle.dumps(ended))
 
 
 def run_and_look(work: Path, checkpoint: Path) -> None:
-    """The same; then nothing of the attempt that failed may be left, and everything of this one must be there."""
+    """Judge one engine; assert that nothing is left of the failed attempt and that the new results are complete."""
     run(work, checkpoint)
     left = [path for path in (work / "artifacts").rglob(".*") if path.is_dir() and path.name not in (".partial", ".files")]
     assert left == []
@@ -36,16 +36,16 @@ def run_and_look(work: Path, checkpoint: Path) -> None:
 
 @dataclass
 class Trials:
-    """A folder with a work directory, which is made anew for each trial, and a checkpoint beside it.
+    """A folder with a checkpoint and a work directory that is recreated for each trial.
 
-    Only children open the tracking store: MLflow keeps its database open, and the file is another one in every trial.
+    Only children open the tracking store: MLflow keeps its database open, but every trial has a new database file.
     """
 
     folder: Path
 
     @cached_property
     def template(self) -> Path:
-        """A work directory with an empty tracking store, whose tables take seconds to make."""
+        """A work directory with an empty tracking store, whose tables take seconds to create."""
         (self.folder / "model.safetensors").write_bytes(b"weights")
         made = attempt(partial(open_tracking, self.folder / "work"), self.folder)
         assert made.code == 0, made.said
@@ -53,14 +53,14 @@ class Trials:
 
     @cached_property
     def undisturbed(self) -> tuple[int, Ended]:
-        """How many operations a run takes, and what it ends with."""
+        """Number of operations and result of a run without a fault."""
         self._reset()
         whole = self._attempt()
         assert whole.code == 0, whole.said
         return whole.operations, self._ended()
 
     def check(self, at: int, fault: Fault) -> None:
-        """Fail one operation of a fresh run, and run again."""
+        """Fail one operation of a fresh run, then run again."""
         _, expected = self.undisturbed
         self._reset()
         failed = self._attempt(at, fault)

@@ -1,4 +1,4 @@
-"""Refusals as a user reads them."""
+"""Assertions on refusals as users see them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import pytest
 
 @contextmanager
 def refused(kind: type[Exception], begins: str, *holds: str) -> Iterator[pytest.ExceptionInfo[Exception]]:
-    """Expect an error of a kind, in one line that begins with a text and holds others."""
+    """Expect an error of a given type whose one-line message begins with `begins` and contains all of `holds`."""
     with pytest.raises(kind) as raised:
         yield raised
     text = str(raised.value)

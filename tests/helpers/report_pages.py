@@ -23,7 +23,7 @@ STEPS = 8
 
 
 def rows(lost: int, workloads: Sequence[str] = ("retrieval", "copy"), count: int = 40, **changes: object) -> list[SampleRow]:
-    """The samples of a policy that loses the first answers of each workload and gains the last."""
+    """Return rows of a policy that loses the first `lost` answers of every workload and gains the last one."""
     return [
         row(
             workload,
@@ -55,7 +55,7 @@ def asked(of: Sequence[SampleRow], prompt: str = "Which key opens the door?") ->
 def exhibit(
     folder: Path, name: str, of: Sequence[SampleRow], *, kib: float = 1.0, kl: float = 0.001, prompt: str = "Which key?"
 ) -> Exhibit:
-    """A candidate judged by the default gates."""
+    """Return a candidate judged by the default gates."""
     noise = np.full(len(of) * STEPS, kl)
     steps = StepStatistics(noise, noise, noise, noise, noise, noise)
     parts = [steps.part(i * STEPS, (i + 1) * STEPS) for i in range(len(of))]
@@ -83,7 +83,7 @@ def exhibit(
 
 
 def exhibits(folder: Path) -> list[Exhibit]:
-    """A sound cache, a smaller one that is farther away, and one that loses answers."""
+    """Return a sound cache, a smaller cache with a larger distance, and a cache that loses answers."""
     return [
         exhibit(folder, "fp8", rows(0), kib=1.0, kl=0.001),
         exhibit(folder, "int8", rows(1), kib=1.1, kl=0.002),

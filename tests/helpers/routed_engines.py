@@ -1,4 +1,4 @@
-"""Registered engines for the tests of routes: a registry in memory, and evidence on disk as small as a replay allows."""
+"""Registered engines for the tests of routes: an in-memory registry and minimal evidence on disk."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ CLASSES = ("retrieval", "copy")
 
 
 class Fleet:
-    """A model's registered engines, with a verdict that says what a test wants of each class."""
+    """A model's registered engines. A test sets the verdict of every engine and class."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -29,7 +29,7 @@ class Fleet:
         self.candidates: dict[str, Candidate] = {}
         self.live: dict[str, int] = {}
         self.lines: dict[tuple[str, str], LineStatus] = {}
-        """(engine's digest, class) -> the status of its line, where it is not PASS."""
+        """(engine's digest, class) -> status of its line; PASS if absent."""
         self.replays: list[str] = []
 
     def add(self, policy: str, live_tokens: int = 1000, verdict: Status = "PASS", **lines: LineStatus) -> str:
@@ -44,17 +44,17 @@ class Fleet:
 
     @property
     def engines(self) -> Engines:
-        """As a command opens them: nothing is replayed yet."""
+        """The engines as a command opens them: nothing has been replayed yet."""
         return Engines(self.registry, self._find, self._replay, self._decide)
 
     def file(self, text: str) -> RoutingConfig:
-        """A routing file with this text."""
+        """Write a routing file with this text."""
         path = self.folder / "routes.yaml"
         path.write_text(text)
         return RoutingConfig(file=str(path), rollback=None)
 
     def routed(self, text: str) -> list[str]:
-        """Make the routes those of a routing file, and return what was said."""
+        """Set the routes of a routing file, and return the printed lines."""
         said: list[str] = []
         route(self.engines, self.file(text), said.append)
         return said

@@ -1,4 +1,4 @@
-"""What ships in conf/: its files as they are, and its KV policies by name."""
+"""Contents of conf/: its YAML files, and its KV policies by name."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Whole evaluations of few samples, which no gate lets pass: from a command line to the report on disk."""
+"""Complete evaluations on few samples, from the command line to the report on disk. No gate passes on so little evidence."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def job_of(work: Path, *given: str) -> Config:
 
 
 def judge(job: Config, refused: str) -> tuple[Path, dict[str, Any]]:
-    """Evaluate; return the directory of the report with the candidate of summary.json."""
+    """Evaluate; return the report's directory and the candidate from summary.json."""
     check_inputs(job)
     with pytest.raises(GateRefusal, match=refused):
         run(job, "sweep")

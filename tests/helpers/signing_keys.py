@@ -17,7 +17,7 @@ def key_pair(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def keys(signer: Path | None, *trusted: Path) -> SigningConfig:
-    """Return the keys of a command, once they were opened."""
+    """Return a command's signing configuration after checking that its keys can be read."""
     config = SigningConfig(key=None if signer is None else str(signer), trusted=tuple(map(str, trusted)))
     config.check()
     return config

@@ -1,6 +1,7 @@
-"""The path from a checkpoint to a registered candidate with fake work in its stages: everything that is written is real.
+"""The path from a checkpoint to a registered candidate with fake work in its stages. All written files are real.
 
-Artifacts, links, an evaluation that resumes, the candidate's run with its stages, the registered version, summary.json.
+They are artifacts, links, a resumable evaluation, the candidate's run with its stages, the registered version,
+summary.json.
 """
 
 import json
@@ -19,13 +20,13 @@ from pipeline.registry.tracking import ENVIRONMENT, Tracking, locate
 
 CODE = ("pipeline.core.errors",)
 PARTS = 3
-"""Samples of the evaluation, each saved when it is done."""
+"""Number of samples of the evaluation. Each is saved as it finishes."""
 FIGURES = {"quality/kl_mean": 0.01, "noise/kl_mean": 0.001}
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What a run left, as far as every run of the same work must leave the same."""
+    """The results of a run that must be equal in every run of the same work."""
 
     digests: Mapping[str, str]
     verdict: str
@@ -38,7 +39,7 @@ def open_tracking(work: Path, uri: str | None = None) -> MlflowStore:
 
 
 def build(work: Path, checkpoint: Path, policy: str) -> tuple[Artifact, Artifact]:
-    """Make the quantized checkpoint and the engine's bundle, or reuse them."""
+    """Make or reuse the quantized checkpoint and the engine's bundle."""
     store = Store(work / "artifacts")
 
     def quantize(out: Path) -> None:
@@ -57,7 +58,7 @@ def build(work: Path, checkpoint: Path, policy: str) -> tuple[Artifact, Artifact
 
 
 def evaluate(work: Path, checkpoint: Path, policy: str, sweep: str, uri: str | None = None) -> Ended:
-    """Judge and register one policy, as a command of one job."""
+    """Judge and register one policy, like a command with one job."""
     opened = open_tracking(work, uri)
     with opened.candidate(sweep, policy, "onnxruntime", {"kv": {"name": policy}}) as run:
         quantized, engine = build(work, checkpoint, policy)

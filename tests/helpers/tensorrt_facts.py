@@ -1,6 +1,7 @@
-"""What TensorRT's Python bindings offer of what kvgate uses of them, recorded for each release in contract/facts/tensorrt.json.
+"""Facts about the names that kvgate uses from TensorRT's Python bindings, per release, in contract/facts/tensorrt.json.
 
-A release is added where its bindings are, which need no GPU and no library of TensorRT (tensorrt_stubs.py):
+To add a release, install its bindings and run this script. A GPU and TensorRT's libraries are not needed
+(tensorrt_stubs.py):
 
     pip install --no-deps --target FOLDER tensorrt-cu13-bindings==11.4.0.106
     PYTHONPATH=FOLDER:.:tests/helpers python tests/helpers/tensorrt_facts.py tensorrt
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FACTS = ROOT / "tests" / "contract" / "facts" / "tensorrt.json"
 
 Uses = dict[str, list[tuple[int, frozenset[str]]]]
-"""Name, `Class.member` or `plugin.name` -> its calls, as the number of positional arguments and the names of the others."""
+"""Name, `Class.member` or `plugin.name` -> its calls, as (number of positional arguments, names of keyword arguments)."""
 
 RECEIVERS = {
     "builder": "Builder",
@@ -32,7 +33,7 @@ RECEIVERS = {
     "engine": "ICudaEngine",
     "context": "IExecutionContext",
 }
-"""Class of TensorRT by the name of the variable, or of the attribute, that holds an object of it."""
+"""Variable or attribute name -> the TensorRT class of its object."""
 
 SOURCES: dict[str, dict[str, str]] = {
     "stages/engines/tensorrt/library.py": {},
@@ -41,14 +42,14 @@ SOURCES: dict[str, dict[str, str]] = {
     "stages/engines/tensorrt/engine.py": {"runtime": "Runtime", "engine": "", "plan": "ICudaEngine"},
     "plugins/kv_attention/tensorrt_plugin.py": {},
 }
-"""Files that call TensorRT, and where a name there means another class than RECEIVERS says ("": none of TensorRT)."""
+"""Files that call TensorRT -> names with another class than in RECEIVERS ("": not a TensorRT object)."""
 
 OVERRIDDEN = ("ILogger.log", "IProgressMonitor.phase_start", "IProgressMonitor.phase_finish", "IProgressMonitor.step_complete")
-"""Methods that TensorRT calls on objects of kvgate's classes."""
+"""Methods of kvgate's classes that TensorRT calls."""
 
 
 def uses() -> Uses:
-    """Return all that kvgate takes of TensorRT and all of its calls."""
+    """Return all TensorRT names that kvgate uses, with their calls."""
     found: Uses = {}
     for file, names in SOURCES.items():
         classes = RECEIVERS | names
@@ -83,7 +84,7 @@ def _uses_of(tree: ast.AST, classes: dict[str, str]) -> Iterator[tuple[str, tupl
 
 
 def facts(trt: Any, names: list[str]) -> dict[str, Any]:
-    """Return, of those names that these bindings have: an enumerator's number, a property, or the signatures of a function."""
+    """Return the facts of all known `names`: an enumerator's number, "property", "class", or a function's signatures."""
     found = {}
     for name in names:
         owner, member = name.split(".")
@@ -113,7 +114,7 @@ def _parameter(parameter: inspect.Parameter) -> str:
 
 
 def _signatures(member: str, documentation: str) -> list[str]:
-    """Return the parameters, without self and types, of each signature that pybind11 writes into a function's documentation."""
+    """Parse the signatures that pybind11 writes into a docstring; return their parameters, without self and types."""
     found = []
     for line in documentation.splitlines():
         written = re.match(rf"^(?:\d+\. )?{member}\((self: [^,)]+(?:, )?.*)\) -> ", line.strip())
@@ -125,7 +126,7 @@ def _signatures(member: str, documentation: str) -> list[str]:
 
 
 def installed(library: str) -> tuple[str, dict[str, Any]]:
-    """Return the installed release and its facts. To be called in a process of its own, once."""
+    """Return the installed release and its facts. Call it only once per process."""
     if library == "tensorrt":
         import tensorrt_stubs
 
@@ -143,7 +144,7 @@ def main(library: str) -> None:
 
 
 def named() -> list[str]:
-    """Return the names that the code takes of TensorRT, those included that it takes from tables of names."""
+    """Return all TensorRT names that the code uses, including names from lookup tables."""
     from plugins.kv_attention.tensorrt_nodes import DATA_TYPES
     from stages.engines.tensorrt.build import CLEARED_FLAGS, NETWORK_FLAGS, SET_FLAGS
     from stages.engines.tensorrt.session import DTYPES

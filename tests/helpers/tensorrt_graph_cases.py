@@ -1,4 +1,4 @@
-"""Graphs with the attention plugin in them, and what they hold, for the tests of TensorRT's plans."""
+"""Graphs that contain the attention plugin, and their inputs and outputs, for tests of TensorRT's plans."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +27,14 @@ AGED = KVPolicy(
     name="aged", key=fmt("fp8_e4m3", "per_head"), value=int4_groups(32), sink_tokens=4, recent_tokens=60,
     overrides=(LayerOverride(layers=(1,), key=INT4),),
 )  # fmt: skip
-"""Sinks and recent tokens; keys of the second layer in a format that the kernels do not hold."""
+"""Sinks and recent tokens; the second layer's keys have a format that the kernels do not support."""
 
 INT4_KEYS = "kv.overrides.0.key.dtype=int4: the CUDA kernels hold keys as fp16, bf16, fp8_e4m3 or int8"
 
 
 @dataclass
 class Surgery:
-    """A policy's graphs, `model` of a decode step and `prefill`, after the plugin took its place in them."""
+    """A policy's decode graph `model` and `prefill` graph, with attention replaced by the plugin."""
 
     onnx_bundle: Path
     bundle: Bundle
@@ -60,7 +60,7 @@ def operate(onnx_bundle: Path, policy: KVPolicy) -> Surgery:
 
 
 def surgeries(factory: pytest.TempPathFactory) -> dict[str, Surgery]:
-    """Of three policies, one a type of activations. Their bundles are made once."""
+    """Return the graphs of three policies, each with another activation type. Their bundles are built once."""
     policies: dict[ComputeDType, KVPolicy] = {"float16": BY_NAME["fp8k_int4v"], "float32": AGED, "bfloat16": BY_NAME["fp8"]}
     decoders = {dtype: shared_decoder(factory, dtype) for dtype in policies}
 
@@ -73,8 +73,10 @@ def surgeries(factory: pytest.TempPathFactory) -> dict[str, Surgery]:
 
 
 def forced(surgery: Surgery, folder: Path, tokens: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
-    """One decode step, or a chunk of more tokens, after three prompts of unequal length: what the graph is fed, and its
-    attention nodes' queries, keys, values and results, by tensor."""
+    """Run a decode step, or a chunk of `tokens` tokens, after three prompts of unequal length.
+
+    Returns the graph's inputs, and the queries, keys, values and results of its attention nodes, by tensor name.
+    """
     info = surgery.bundle.model
     mode = "decode" if tokens == 1 else "prefill"
     model = onnx.load(surgery.onnx_bundle / f"{mode}.onnx", load_external_data=False)

@@ -1,11 +1,11 @@
-"""NVIDIA's Python plugin package (`tensorrt-cu13-bindings`) made importable where TensorRT's libraries are not installed.
+"""Make NVIDIA's Python plugin package (`tensorrt-cu13-bindings`) importable without TensorRT's libraries.
 
-The wheel's extension module links to three libraries of TensorRT and needs nine symbols of them, of which it calls none
-while it is imported. `load` compiles three libraries that define those names as numbers (a call crashes at once), and puts
-Python stand-ins where the package meets objects that only the libraries can make: dimension expressions and the plugin
-registry. The declarations, their parsing and their validation are NVIDIA's.
+The wheel's extension module links to three TensorRT libraries and needs nine symbols, but calls none during import. `load`
+compiles three libraries that define the symbols as integers (a call crashes at once). It adds Python stand-ins for the
+objects that only the libraries can create: dimension expressions and the plugin registry. The declarations, their parsing
+and their validation are NVIDIA's.
 
-To be called once, in a process of its own: it takes the name `tensorrt`, and TensorRT for RTX defines the same C++ types.
+Call `load` once, in a separate process: it takes the name `tensorrt`, and TensorRT for RTX defines the same C++ types.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ SYMBOLS = (
 
 
 class Dimension:
-    """Stands for IDimensionExpr: a value at the smallest, the likely and the largest shapes of a profile."""
+    """Stand-in for IDimensionExpr: a value at the smallest, the likely and the largest shapes of a profile."""
 
     def __init__(self, values: tuple[int, int, int], constant: bool) -> None:
         self.values, self.constant = values, constant
@@ -51,7 +51,7 @@ class Dimension:
 
 
 class Expressions:
-    """Stands for IExprBuilder, which is there for one call of the plugin only."""
+    """Stand-in for IExprBuilder, which is valid only during one call of the plugin."""
 
     def __init__(self, operations: dict[Any, Callable[[int, int], int]]) -> None:
         self.operations, self.alive = operations, True
@@ -73,18 +73,18 @@ class Expressions:
 
 
 class Dims(list[Any]):
-    """Stands for DimsExprs."""
+    """Stand-in for DimsExprs."""
 
     def __init__(self, length: int) -> None:
         super().__init__([None] * length)
 
 
 class Symbol:
-    """Stands for ISymExpr, which keeps a dimension expression beside its type."""
+    """Stand-in for ISymExpr, which stores a dimension expression and its type."""
 
 
 class Registry:
-    """Stands for IPluginRegistry."""
+    """Stand-in for IPluginRegistry."""
 
     def __init__(self) -> None:
         self.creators: dict[tuple[str, str, str], Any] = {}
@@ -112,7 +112,7 @@ def load() -> types.ModuleType:
             name = f"lib{library}.so.{_major()}"
             built = [*compiler.command, "-shared", "-fPIC", f"-Wl,-soname,{name}", str(source), "-o", f"{directory}/{name}"]
             subprocess.run(built, check=True)
-            # The extension module finds a library that is already loaded by its name.
+            # The extension module looks libraries up by name, and finds those already loaded.
             ctypes.CDLL(f"{directory}/{name}")
     bindings = importlib.import_module("tensorrt_bindings")
     trt = types.ModuleType("tensorrt")
@@ -123,7 +123,7 @@ def load() -> types.ModuleType:
     trt.__dict__.update(stand_ins, get_plugin_registry=lambda: registry)
     sys.modules["tensorrt"] = trt
     package = importlib.import_module("tensorrt_bindings.plugin")
-    # What the `tensorrt` wheel shows of it.
+    # The part of the package that the `tensorrt` wheel exports.
     plugin = types.ModuleType("tensorrt.plugin")
     plugin.__dict__.update({name: getattr(package, name) for name in package.__all__})
     sys.modules["tensorrt.plugin"] = plugin
@@ -132,7 +132,7 @@ def load() -> types.ModuleType:
 
 
 def expressions(trt: Any) -> Expressions:
-    """A new builder of expressions with TensorRT's arithmetic."""
+    """Return a new expression builder with TensorRT's arithmetic."""
     kinds = trt.DimensionOperation
     return Expressions({
         kinds.SUM: lambda a, b: a + b,
@@ -142,5 +142,5 @@ def expressions(trt: Any) -> Expressions:
 
 
 def _major() -> str:
-    """Of TensorRT, as in the names of its libraries."""
+    """Return TensorRT's major version, as in the names of its libraries."""
     return importlib.metadata.version("tensorrt-cu13-bindings").split(".")[0]

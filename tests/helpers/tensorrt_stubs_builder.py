@@ -1,7 +1,7 @@
-"""What TensorRT's builder does with a quickly deployable plugin, in its order, over the stand-ins of tensorrt_stubs.
+"""The steps of TensorRT's builder for a quickly deployable plugin, in their order, on the stand-ins of tensorrt_stubs.
 
-`build` and `declared` run in a process of their own: what they take and return can be pickled, and an error that the plugin or
-NVIDIA's validation raises reaches the test as itself.
+`build` and `declared` run in a separate process. Their arguments and results can be pickled, and errors raised by the
+plugin or by NVIDIA's validation reach the test unchanged.
 """
 
 import re
@@ -19,7 +19,7 @@ import tensorrt_stubs
 from stages.engines.onnx.native.compiler import find_compiler
 
 Triple = tuple[int, int, int]
-"""At the smallest, the likely and the largest shapes."""
+"""Sizes at the smallest, the likely and the largest shapes."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """What an engine would hold of one plugin."""
+    """One plugin's part of an engine."""
 
     outputs: list[tuple[str, tuple[Triple, ...]]]
     aliases: dict[int, int]
-    """Output -> input."""
+    """Output index -> index of the input that it aliases."""
     types: list[str]
-    """Of inputs and outputs, as the plugin supports them; all linear."""
+    """Data types of the inputs and outputs, as the plugin supports them; all formats are linear."""
     symbol: str
     ptx: str
     grid: tuple[Triple, Triple, Triple]
@@ -59,7 +59,7 @@ Run = Callable[..., Any]
 
 @contextmanager
 def nvidia() -> Iterator[Run]:
-    """Give what runs a function of this module in a process that has NVIDIA's package, and returns what it returns."""
+    """Yield a function that runs functions of this module in a process with NVIDIA's package and returns their results."""
     if find_compiler() is None:
         pytest.skip("no C compiler, or no AVX2")
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -74,7 +74,7 @@ def prepare() -> None:
 
 
 def build(plugin_id: str, tensors: Mapping[str, Tensor], attributes: Mapping[str, int | float]) -> Plan:
-    """Build one plugin for these inputs, in order, as the ONNX parser puts it into a network."""
+    """Build one plugin for the given ordered inputs, as the ONNX parser adds it to a network."""
     import tensorrt as trt
 
     values = [_triples(tensor) for tensor in tensors.values()]
@@ -118,8 +118,11 @@ def build(plugin_id: str, tensors: Mapping[str, Tensor], attributes: Mapping[str
 
 
 def declared() -> dict[str, tuple[list[str], dict[str, type], list[str], int]]:
-    """What NVIDIA's parser has read: input names, attributes and their types, the ones that the implementation takes, and
-    the number of outputs, by operation."""
+    """Return the declarations that NVIDIA's parser has read, by operation.
+
+    Each holds the input names, the attributes with their types, the attributes that the implementation takes, and the
+    number of outputs.
+    """
     from tensorrt_bindings.plugin import _lib
 
     return {
@@ -134,13 +137,15 @@ def declared() -> dict[str, tuple[list[str], dict[str, type], list[str], int]]:
 
 
 def _from_onnx(trt: Any, plugin_id: str, attributes: Mapping[str, int | float]) -> Any:
-    """The plugin that the creator registered for a node's domain and operator makes, with the creator's fields that the node
-    has. An attribute of type INT reaches the creator as an INT32."""
+    """Create the plugin with the creator that is registered for a node's domain and operator.
+
+    The node's attributes become the creator's fields. An attribute of type INT reaches the creator as an INT32.
+    """
     namespace, name = plugin_id.split("::")
     creator = trt.get_plugin_registry().get_creator(name, "1", namespace)
     kinds = {int: (trt.PluginFieldType.INT32, np.int32), float: (trt.PluginFieldType.FLOAT32, np.float32)}
     given = {field.name: attributes[field.name] for field in creator.field_names if field.name in attributes}
-    # A field points into its array: the arrays must live as long.
+    # A field points into its array, so the arrays must outlive the fields.
     values = {key: np.array([value], kinds[type(value)][1]) for key, value in given.items()}
     fields = trt.PluginFieldCollection([trt.PluginField(key, values[key], kinds[type(given[key])][0]) for key in given])
     request = trt.QuickPluginCreationRequest.STRICT_AOT
@@ -148,11 +153,11 @@ def _from_onnx(trt: Any, plugin_id: str, attributes: Mapping[str, int | float]) 
 
 
 class _Launch:
-    """Stands for KernelLaunchParams of the library: seven expressions are set on it."""
+    """Stand-in for the library's KernelLaunchParams; the plugin sets seven expressions."""
 
 
 class _Extras(dict[int, Any]):
-    """Stands for ISymExprs."""
+    """Stand-in for ISymExprs."""
 
     nbSymExprs = -1
 
@@ -169,7 +174,7 @@ def _dims(trt: Any, values: tuple[Triple, ...]) -> Any:
 
 
 def _description(trt: Any, kind: Any, values: tuple[Triple, ...]) -> Any:
-    """A DynamicPluginTensorDesc: -1 for what is not fixed, and the shapes of the profile."""
+    """Return a DynamicPluginTensorDesc: -1 for variable dimensions, and the shapes of the profile."""
     tensor = trt.PluginTensorDesc()
     tensor.type, tensor.format = kind, trt.TensorFormat.LINEAR
     tensor.dims = trt.Dims([triple[0] if len(set(triple)) == 1 else -1 for triple in values])

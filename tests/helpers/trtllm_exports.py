@@ -1,4 +1,4 @@
-"""A quantized checkpoint with both exports, by hand: names and shapes as ModelOpt writes them, without ModelOpt's seconds."""
+"""A hand-written quantized checkpoint with both exports, with ModelOpt's names and shapes but without its run time."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ ALGORITHMS = {"fp16": None, "fp8": "FP8", "int8_tensor": "INT8"}
 
 
 def make_exports(checkpoint: Path, folder: Path, kv: str) -> Path:
-    """What stage=quantize would leave for `kv`: checkpoint, exports, scales."""
+    """Write the output of stage=quantize for `kv`: checkpoint, exports and scales."""
     folder.mkdir()
     (folder / "checkpoint").symlink_to(checkpoint)
     rng = np.random.default_rng(0)
@@ -26,7 +26,7 @@ def make_exports(checkpoint: Path, folder: Path, kv: str) -> Path:
     tensors = {"transformer.vocab_embedding.weight": embedding, "lm_head.weight": embedding}
     tensors["transformer.ln_f.weight"] = floats(HIDDEN)
     served = {"model.embed_tokens.weight": embedding}
-    key = 1.0 if kv == "fp8" else 1.0 / 127  # the toy's vectors have components of about 0.1
+    key = 1.0 if kv == "fp8" else 1.0 / 127  # components of the toy's vectors are about 0.1
     value = key / 2
     for layer in range(LAYERS):
         prefix = f"transformer.layers.{layer}."
@@ -53,7 +53,7 @@ def make_exports(checkpoint: Path, folder: Path, kv: str) -> Path:
     save_file({name: t.clone() for name, t in tensors.items()}, folder / "tensorrt_llm" / "rank0.safetensors")
     (folder / "unified_hf").mkdir()
     given = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    if ALGORITHMS[kv] is not None:  # ModelOpt declares the cache, and null weights, in two places
+    if ALGORITHMS[kv] is not None:  # ModelOpt declares the cache format, with null weights, in two places.
         given["quantization_config"] = {"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
         quantization: dict[str, object] = {"quant_algo": None, "kv_cache_quant_algo": ALGORITHMS[kv], "quantized_layers": {}}
         declared = json.dumps({"quantization": quantization})

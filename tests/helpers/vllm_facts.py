@@ -1,6 +1,6 @@
-"""What vLLM's sources say about the names and rules that kvgate relies on, for each release, in contract/facts/vllm.json.
+"""Facts about the names and rules in vLLM's sources that kvgate relies on, per release, in contract/facts/vllm.json.
 
-A release is added from its unpacked source distribution; nothing of vLLM is imported or built:
+To add a release, unpack its source distribution and run this script; it neither imports nor builds vLLM:
 
     PYTHONPATH=.:tests/helpers python tests/helpers/vllm_facts.py vllm-0.33.0/vllm
 """
@@ -49,7 +49,7 @@ RULES = {
 
 
 SAMPLING = ("temperature", "max_tokens", "ignore_eos", "detokenize", "logprobs", "extra_args")
-"""What a request of the worker sets."""
+"""Sampling parameters that the worker's requests set."""
 
 
 def recorded() -> dict[str, Any]:
@@ -58,7 +58,7 @@ def recorded() -> dict[str, Any]:
 
 
 def engine_arguments() -> set[str]:
-    """Return the engine arguments that kvgate gives: in serving, in an evaluation, under pressure and with speculation."""
+    """Return the engine arguments that kvgate sets: for serving, evaluation, memory pressure and speculation."""
     from interpreter_bundles import config_of
 
     from stages.engines.vllm.build import engine_args
@@ -106,7 +106,7 @@ def _parameters(node: ast.FunctionDef) -> list[str]:
 
 
 def _digest(node: ast.FunctionDef) -> str:
-    """Return a digest of the function's statements, without documentation."""
+    """Return a digest of the function's statements, without docstrings."""
     body = [each for each in node.body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
     return hashlib.sha256("".join(map(ast.dump, body)).encode()).hexdigest()[:16]
 

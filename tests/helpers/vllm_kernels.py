@@ -1,12 +1,13 @@
-"""Runs vLLM's own kernels that store 4-bit caches, in its interpreter and in Triton's interpreter, on the vectors of a file.
+"""Script for vLLM's interpreter: runs vLLM's 4-bit and 8-bit cache kernels in Triton's interpreter on a file's vectors.
 
     python vllm_kernels.py VECTORS.npy STORED.npz
 
-VECTORS.npy holds keys and values (2, T, H, D) float32. STORED.npz gets the bytes that vLLM stores of them: `turboquant`
-(T, H, slot) of turboquant_k8v4; `key`, `value` (T, H, D / 2) and the float32 `key_scale`, `value_scale` (T, H) of
-int4_per_token_head, and its `rotated_back` (2, T, H, D) of the vectors. `int8_key` and `fp8_key` (T, H, D) are the codes of
-the same keys in int8_per_token_head and fp8_per_token_head, `int8_key_scale` and `fp8_key_scale` (T, H) their scales; `value`
-alike.
+VECTORS.npy holds keys and values (2, T, H, D) float32. STORED.npz gets the bytes that vLLM stores:
+- turboquant_k8v4: `turboquant` (T, H, slot).
+- int4_per_token_head: `key`, `value` (T, H, D / 2), float32 `key_scale`, `value_scale` (T, H), and `rotated_back`
+  (2, T, H, D), the vectors after rotation and its inverse.
+- int8_per_token_head and fp8_per_token_head: codes `int8_key` and `fp8_key` (T, H, D) and scales `int8_key_scale` and
+  `fp8_key_scale` (T, H), and the same names with `value`.
 """
 
 import os
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 import triton.backends
 
-# vLLM's CPU build turns Triton off unless it has a backend for CPUs; the interpreter needs none.
+# vLLM's CPU build disables Triton unless Triton has a CPU backend. The interpreter needs no backend.
 triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
 
 from vllm.v1.attention.ops import int4_per_token_head as token_head  # noqa: E402
@@ -28,11 +29,11 @@ from vllm.v1.attention.ops import triton_turboquant_store as turboquant  # noqa:
 from vllm.v1.kv_cache_interface import KVQuantMode  # noqa: E402
 
 BLOCK = 16
-"""Tokens of a block of vLLM's cache."""
+"""Tokens per block of vLLM's cache."""
 
 
 def block_of(dim: int) -> int:
-    """Channels that are rotated together."""
+    """Return the number of channels that are rotated together."""
     return dim & -dim
 
 

@@ -1,6 +1,6 @@
-"""Puts a small evaluation in the place of the real one, in every process that has this folder on its PYTHONPATH.
+"""Replaces the real evaluation by a small one in every process that has this folder on its PYTHONPATH.
 
-A launcher's workers are interpreters of their own, so that a test cannot patch them. The seed of a job says how it ends.
+A launcher's workers are separate interpreters, which a test cannot patch. A job's seed selects its outcome.
 """
 
 import os
@@ -16,13 +16,13 @@ from typing import Any, Literal
 RUNNER = "pipeline.run.runner"
 
 PASSES, DEFECT, BAD_INPUT, FAILS, MISSING, UNDECIDED, KILLED, WAITS = 0, 1, 2, 3, 4, 6, 9, 15
-"""Seeds. From DEFECT to MISSING they are the exit codes of a command with that job alone."""
+"""Seeds. From DEFECT to MISSING, the seed equals the exit code of a command that runs only this job."""
 WAIT_S = 120.0
-"""Seconds that a job with the seed WAITS takes: no test waits for its end."""
+"""Duration in seconds of a job with the seed WAITS. No test waits for its end."""
 
 
 def evaluate(run: Any) -> None:
-    """Record a candidate that passes or does not; or end otherwise, as the seed says."""
+    """Record a candidate, or end in another way, as the job's seed selects."""
     from judged_candidates import judged_candidate
 
     from pipeline.core.errors import MissingRequirement, UserError
@@ -40,7 +40,7 @@ def evaluate(run: Any) -> None:
     if seed == WAITS:
         (work / f"waits-{os.getpid()}").touch()
         time.sleep(WAIT_S)
-    time.sleep(0.3 * (seed == PASSES))  # the first of a sweep ends after the second, where they run at once
+    time.sleep(0.3 * (seed == PASSES))  # If jobs run in parallel, the first ends after the second.
     verdicts: dict[int, Literal["PASS", "FAIL", "INCONCLUSIVE"]] = {FAILS: "FAIL", UNDECIDED: "INCONCLUSIVE"}
     verdict = verdicts.get(seed, "PASS")
     candidate = judged_candidate(work / "judged" / str(seed), run.label, verdict, metrics={"memory/kib_per_token": 1.0})
