@@ -72,7 +72,9 @@ STORED_WRONG = record(engine(*SOUND.requests, request(stored=3e-3)))
 
 CASES: dict[str, tuple[Rows, dict[str, Any], str, set[str], str]] = {
     # name: samples, thresholds (`gates`) and changes of the report, status, gates that stop a PASS, words of the first reason
-    "nothing flips": (every_class(), {}, "PASS", set(), "all: keeps 100.0 % of the probability of right answers (at least 99.9 %)"),
+    "nothing flips": (
+        every_class(), {}, "PASS", set(), "all: keeps 100.0 % of the probability of right answers (at least 99.9 %)"
+    ),
     "2 answers are lost": (every_class(retrieval=2), {}, "PASS", set(), ""),
     "12 answers are lost": (every_class(retrieval=4, copy=4, tool_call=4), {}, "PASS", set(), ""),
     "2 of 60 answers are lost": (losing(2, pages(15)), {}, "PASS", set(), ""),
