@@ -1,1 +1,1 @@
-"""One engine on its decode path: batches, rows, free generation, and what was measured with them."""
+"""The decode path of one engine: batches, report rows, free generation, and stored measurements."""

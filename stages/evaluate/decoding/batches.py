@@ -1,4 +1,4 @@
-"""The continuously refilled batch: sequences that are fed their references, and sequences that run free to an answer.
+"""Continuous batches. Some sequences are fed their reference (forced decode), others generate their own answer.
 
 Legend: B = sequences in the batch at that step, V = vocab_size.
 """
@@ -17,39 +17,39 @@ from stages.evaluate.inputs.tokens import EncodedSample
 Logits = npt.NDArray[np.float32]
 
 NOT_FINITE = -1
-"""The most likely token where logits are not finite. It equals no token, and ends an answer."""
+"""Stands for the most likely token of a row with non-finite logits. It equals no token id and ends an answer."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """The logits of one step of forced decode, a row for each decoded token."""
+    """Logits of one step of forced decode, one row per decoded token."""
 
     samples: list[int]
     """Index of each row's sample."""
     positions: list[int]
     """Position in the sample's reference, from 0, of the token that each row predicts."""
     greedy: list[int]
-    """Most likely token of each row, NOT_FINITE where there is none."""
+    """Most likely token per row, or NOT_FINITE."""
     logits_BV: Logits
     sequences: list[int] | None = None
-    """The sequence of each row, which is live until the next step is asked for; None in a one-pass decode."""
+    """Sequence handle per row, valid until the next step; None in a one-pass decode."""
     rows: list[int] | None = None
-    """The row of each in the engine's decode step, among sequences that run free; None in a one-pass decode."""
+    """Index per row in the engine's decode step, which also has sequences that generate freely; None in a one-pass decode."""
     size: int = 1
-    """Sequences of that decode step."""
+    """Number of sequences in the engine's decode step."""
     request: int | None = None
-    """The number of the request among those that were in flight with it, on an engine of requests."""
+    """Index of the request among the requests in flight, if the engine serves whole requests."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A sample of which nothing is running any more."""
+    """A sample whose sequences have all ended."""
 
     sample: int
     answer: tuple[int, ...] | None
-    """The greedy answer with the stop token that ended it; None when no answer was asked for."""
+    """Greedy answer including its stop token; None if no answer was requested."""
     trace: Exercised
-    """What it took the engine through."""
+    """Engine features that the sample exercised."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Greedy:
     """How answers end."""
 
     stop_tokens: tuple[int, ...]
-    """Tokens that end an answer; the first one ends references."""
+    """Tokens that end an answer; references end with the first stop token."""
     extra_tokens: int
-    """An answer may be this much longer than its reference."""
+    """Additional tokens that an answer may have compared with its reference."""
 
     def add(self, answer: list[int], token: int, item: EncodedSample) -> bool:
         """Append the next token to an answer; return whether the answer has ended."""
@@ -69,25 +69,25 @@ class Greedy:
         return token in self.stop_tokens or len(answer) >= self.limit(item)
 
     def limit(self, item: EncodedSample) -> int:
-        """Return the most tokens of an answer to a sample."""
+        """Return the maximum number of tokens in an answer to a sample."""
         return item.asked + self.extra_tokens
 
     def longest(self, item: EncodedSample) -> int:
-        """Return the most tokens of a sequence that a sample's reference or answer makes."""
+        """Return the maximum number of tokens in a sequence of this sample: prompt plus reference or answer."""
         return len(item.prompt) + max(len(item.reference), self.limit(item))
 
     def words(self, answer: Sequence[int]) -> list[int]:
-        """Return an answer without the stop token that ended it."""
+        """Return an answer without its stop token."""
         return list(answer[:-1] if answer and answer[-1] in self.stop_tokens else answer)
 
     def said(self, answer: Sequence[int], item: EncodedSample) -> list[int]:
-        """Return all tokens of a finished answer: with a stop token if the engine did not show which one ended it."""
+        """Return all tokens of a finished answer. Append the first stop token if the engine did not return a stop token."""
         cut = len(answer) >= self.limit(item) or self.words(answer) != list(answer)
         return list(answer) if cut else [*answer, self.stop_tokens[0]]
 
 
 def most_likely(logits_BV: Logits) -> list[int]:
-    """Return the most likely token of each row, NOT_FINITE where a logit is not finite."""
+    """Return the most likely token per row, or NOT_FINITE if the row has a non-finite logit."""
     finite = np.isfinite(logits_BV.min(axis=1)) & np.isfinite(logits_BV.max(axis=1))  # both propagate NaN
     tokens: list[int] = np.where(finite, logits_BV.argmax(axis=1), NOT_FINITE).tolist()
     return tokens
@@ -96,18 +96,18 @@ def most_likely(logits_BV: Logits) -> list[int]:
 @dataclass
 class _Sequence:
     sample: int
-    """Index of its sample."""
+    """Index of the sample."""
     handle: int
     input_token: int
-    """Token that the next decode step is fed."""
+    """Input token of the next decode step."""
     position: int = 0
     """Position of the token that the next step predicts."""
     answer: list[int] | None = None
-    """The answer so far of a sequence that runs free; None while it is fed the reference."""
+    """Tokens generated by a sequence that runs freely; None while it is fed the reference."""
 
 
 class Batch:
-    """Sequences that are decoded together; a finished one makes room for the next sample at once."""
+    """Sequences that are decoded together. When a sequence ends, the next sample takes its place at once."""
 
     def __init__(
         self,
@@ -123,11 +123,11 @@ class Batch:
         self.queue: deque[int] = deque()
         self.live: list[_Sequence] = []
         self.forks: deque[_Sequence] = deque()
-        """Forks that wait for a place in the batch."""
+        """Forks waiting for a place in the batch."""
         self.answers: dict[int, list[int]] = {}
-        """Answers that deviate from the reference, by sample in flight."""
+        """Answers that differ from the reference, by index of the sample in flight."""
         self.running: Counter[int] = Counter()
-        """Sequences of each sample in flight."""
+        """Number of live sequences per sample in flight."""
         self.traces: defaultdict[int, Exercised] = defaultdict(Exercised)
 
     def run(self, indices: Sequence[int]) -> Iterator[Step | Finished]:
@@ -157,7 +157,7 @@ class Batch:
             yield from self._advance(tokens)
 
     def _fill(self) -> None:
-        """Let waiting forks into the batch, and then the next samples."""
+        """Admit waiting forks to the batch, then the next samples."""
         while self.forks and len(self.live) < self.batch_size:
             self.live.append(self.forks.popleft())
         admitted = [self.queue.popleft() for _ in range(min(self.batch_size - len(self.live), len(self.queue)))]
@@ -170,15 +170,15 @@ class Batch:
             self.after_prefill()
 
     def _prefill(self, admitted: Sequence[int]) -> list[int]:
-        """Prefill all but the last token of each sample's prompt; return the sequences."""
+        """Prefill each sample's prompt except its last token; return the sequence handles."""
         return self.engine.begin([self.encoded[i].prompt[:-1] for i in admitted])
 
     def _sequence(self, sample: int, handle: int) -> _Sequence:
-        """Return a sample's first sequence."""
+        """Return the first sequence of a sample."""
         return _Sequence(sample, handle, self.encoded[sample].prompt[-1])
 
     def _advance(self, tokens: Sequence[int]) -> Iterator[Finished]:
-        """Give each sequence its next input; release those that have ended, and yield the samples that have finished."""
+        """Set the next input of all sequences, release ended sequences, and yield finished samples."""
         unfinished: list[_Sequence] = []
         ended: list[_Sequence] = []
         for sequence, token in zip(self.live, tokens, strict=True):
@@ -194,13 +194,13 @@ class Batch:
                 yield self._finish(sequence.sample)
 
     def _feed_reference(self, sequence: _Sequence, token: int) -> bool:  # noqa: ARG002  (forks need the token)
-        """Feed the reference's next token; return whether there is another one to score after it."""
+        """Feed the next reference token; return whether the reference has another token to score."""
         reference = self.encoded[sequence.sample].reference
         sequence.input_token = reference[sequence.position]
         return sequence.position + 1 < len(reference)
 
     def _feed_answer(self, sequence: _Sequence, token: int) -> bool:
-        """Feed the most likely token; return whether the answer goes on."""
+        """Feed the most likely token; return whether the answer continues."""
         assert self.greedy is not None
         assert sequence.answer is not None
         sequence.input_token = token
@@ -216,7 +216,7 @@ class Batch:
 
 
 class FreeBatch(Batch):
-    """Generates the answers of samples from their prompts on."""
+    """A batch that generates answers from the prompts."""
 
     def _sequence(self, sample: int, handle: int) -> _Sequence:
         self.answers[sample] = []
@@ -224,13 +224,13 @@ class FreeBatch(Batch):
 
 
 class SharingBatch(Batch):
-    """Prefills what samples of a document share once, and forks a sequence where it leaves the reference."""
+    """A batch that prefills a shared document once and forks a sequence when its output deviates from the reference."""
 
     def run(self, indices: Sequence[int]) -> Iterator[Step | Finished]:
         self.users = Counter(self.encoded[i].prefix for i in indices if self.encoded[i].shared)
-        """Samples still to be admitted, by prefix."""
+        """Number of samples still to be admitted, by prefix."""
         self.prefixes: dict[tuple[str, tuple[int, ...]], int] = {}
-        """Sequences that hold a prefix for samples still to be admitted."""
+        """Sequence handles of prefixes that samples still to be admitted will need."""
         yield from super().run(indices)
         self.engine.release(list(self.prefixes.values()))
 
@@ -241,7 +241,7 @@ class SharingBatch(Batch):
         return [handles[i] for i in admitted]
 
     def _continued(self, sample: int) -> int:
-        """Return a sequence that continues the sample's prefix to all but the last token of its prompt."""
+        """Return a sequence that holds the sample's prompt except its last token, forked from the shared prefix."""
         item = self.encoded[sample]
         if item.prefix not in self.prefixes:
             (self.prefixes[item.prefix],), _ = self.engine.prefill([item.prompt[: item.shared]])
@@ -264,7 +264,7 @@ class SharingBatch(Batch):
         answer = self.answers[sequence.sample] = list(item.reference[: sequence.position])
         if self.greedy.add(answer, token, item):
             return goes_on
-        if not goes_on:  # nothing is left to score, so that the sequence itself runs free
+        if not goes_on:  # nothing is left to score, so the sequence itself generates freely
             sequence.answer, sequence.input_token = answer, token
             return True
         fork = self.engine.fork(sequence.handle)
@@ -275,9 +275,9 @@ class SharingBatch(Batch):
 
 
 def in_order(encoded: Sequence[EncodedSample], indices: Sequence[int]) -> list[int]:
-    """Order samples so that similar contexts run side by side, and the samples of one prefix one after the other.
+    """Order samples by context length, and keep samples with the same prefix together.
 
-    A decode step costs as many pages as its longest sequence has.
+    The longest sequence determines the cost of a decode step, so sequences in a batch should have similar lengths.
     """
     longest: dict[tuple[str, tuple[int, ...]], int] = {}
     for i in indices:

@@ -1,12 +1,11 @@
-"""Drives an engine over samples: forced decode, and the greedy answers, in one continuously refilled batch.
+"""Runs forced decode and greedy answers for samples on an engine, in one continuous batch.
 
-The last token of a prompt is decoded instead of prefilled. **Every** logit, the first one included, is therefore computed
-by the decode path from the quantized cache. Logits of a prefill attend over fresh keys and values and say nothing about
-the cache.
+The last token of a prompt is decoded instead of prefilled, so that the decode path computes **every** logit, including the
+first, from the quantized cache. A prefill attends over fresh keys and values, and its logits do not depend on the cache.
 
-As long as every reference token was the most likely one, the greedy answer **is** the reference so far. Where forced decode
-deviates from it for the first time, the sequence is forked there: the fork runs free to the answer, its origin goes on with
-the reference. Engines that cannot fork generate deviating answers in a second pass.
+While every reference token is also the most likely token, the greedy answer **equals** the reference. At the first
+difference, the sequence is forked: the fork generates the answer freely, and the original continues with the reference.
+Engines that cannot fork generate the differing answers in a second pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,7 @@ from stages.evaluate.decoding.batches import (
 from stages.evaluate.inputs.tokens import EncodedSample
 
 STEP_ROWS = 64
-"""Rows of one step of a one-pass forced decode. The consumer of a step makes several copies of its logits."""
+"""Maximum rows per step of a one-pass forced decode. Limits memory: the consumer of a step copies its logits several times."""
 
 
 def decode(
@@ -42,19 +41,19 @@ def decode(
     one_pass: bool = True,
     stopping: Callable[[], bool] = lambda: False,
 ) -> Iterator[Step | Finished]:
-    """Yield the logits before every reference token of every sample, and each sample when it has finished.
+    """Yield the logits that predict each reference token, and each sample when it has finished.
 
     Args:
-        engine: The engine to drive. No sequence of these samples is left in it.
-        encoded: The samples in tokens.
-        batch_size: Most sequences in one decode step.
-        greedy: How the answers to judged samples end; None when no answers are wanted.
+        engine: The engine to drive. It holds none of the sequences afterwards.
+        encoded: The tokenized samples.
+        batch_size: Maximum sequences per decode step.
+        greedy: End conditions of the answers to judged samples; None if no answers are wanted.
         chosen: Indices of the samples to run; None for all.
-        after_prefill: Called after each prefill, before anything is decoded: the must-fail control corrupts the engine here.
-            In a one-pass decode it is called first, so that later chunks of a long prompt see its effect as well.
-        one_pass: Whether an engine that can do so computes each sample in one pass. Its logits are those of decoding
-            token by token, but for rounding.
-        stopping: Asked before samples are admitted: once it says yes, only those in flight are finished.
+        after_prefill: Called between a prefill and the next decode step: the must-fail control corrupts the engine here.
+            A one-pass decode calls it first, so that it also affects the later chunks of a long prompt.
+        one_pass: Whether to compute each sample in one pass if the engine can. The logits equal the logits of token-by-token
+            decoding up to rounding.
+        stopping: Called before samples are admitted. Once it returns True, only the samples in flight are finished.
     """
     indices = range(len(encoded)) if chosen is None else chosen
     if one_pass and (engine.can(Engine.forced_together) or engine.can(Engine.forced)):
@@ -68,12 +67,12 @@ def decode(
 
 
 def shares(engine: Engine, batch_size: int) -> bool:
-    """Whether the prefixes of samples are prefilled once for all of them on this engine."""
+    """Return whether this engine prefills a prefix once for all samples that share it."""
     return not engine.can(Engine.forced) and _has_room(engine, batch_size)
 
 
 def _has_room(engine: Engine, batch_size: int) -> bool:
-    """Whether the engine forks, and holds a full batch, a fork of each of its sequences, and a document."""
+    """Return whether the engine can fork and has room for a full batch, a fork per sequence, and a document."""
     return engine.can(Engine.fork) and (engine.max_sequences is None or engine.max_sequences > 2 * batch_size)
 
 
@@ -85,9 +84,10 @@ def _whole_samples(
     after_prefill: Callable[[], None] | None,
     stopping: Callable[[], bool],
 ) -> Iterator[Step | Finished]:
-    """Compute all positions of a sample at once: of one alone, or of as many requests in flight as a batch has sequences.
+    """Compute all positions of a sample in one pass.
 
-    The token after the last one fed is scored.
+    An engine that serves whole requests computes up to `batch_size` samples together, other engines compute single samples. The
+    last reference token is scored but not fed.
     """
     if after_prefill is not None:
         after_prefill()
@@ -112,7 +112,7 @@ def _whole_samples(
 def _scored(
     i: int, item: EncodedSample, logits_BV: Logits, trace: Exercised, request: int | None = None
 ) -> Iterator[Step | Finished]:
-    """Yield the logits (reference tokens, V) of a whole sample in steps of STEP_ROWS, and the end of the sample."""
+    """Yield the logits (reference tokens, V) of a whole sample in steps of STEP_ROWS rows, then `Finished`."""
     count = len(item.reference)
     for first in range(0, count, STEP_ROWS):
         rows = range(first, min(first + STEP_ROWS, count))
@@ -124,7 +124,7 @@ def _scored(
 def _then_answers(
     events: Iterator[Step | Finished], engine: Engine, encoded: Sequence[EncodedSample], batch_size: int, greedy: Greedy
 ) -> Iterator[Step | Finished]:
-    """Pass forced decode on; generate the answers that deviate from the reference once all of it is done."""
+    """Yield the forced-decode events, then generate the answers that differ from the reference."""
     deviating: dict[int, Finished | None] = {}
     for event in events:
         if isinstance(event, Step):

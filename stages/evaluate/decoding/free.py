@@ -1,7 +1,7 @@
-"""Free generation beside forced decode: `generate` must say what forced decode of its own words finds most likely.
+"""Consistency of free generation with forced decode: each token from `generate` must be the most likely in forced decode.
 
-Serving runs `generate`, an evaluation forces. Both go through one cache, so that what they say can differ by rounding alone. So
-must an engine over prefixes that earlier requests left in its cache say what it says without them.
+Serving calls `generate`, whereas an evaluation forces tokens. Both use the same cache and may differ only by rounding. An
+engine that reuses prefixes cached by earlier requests must not change its answers either.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from stages.evaluate.distances.distance import kl_of_logits
 from stages.evaluate.inputs.tokens import EncodedSample
 
 TIE = 1e-2
-"""Logits that are nearer to each other than this, relative to their standard deviation, may change places by rounding."""
+"""Difference of two logits, relative to the row's standard deviation, below which rounding may swap their order."""
 
 
 def free_answers(
@@ -30,18 +30,18 @@ def free_answers(
     progress: Progress = no_progress,
     decoded: Sequence[Sequence[int] | None] = (),
 ) -> FreeAnswers:
-    """Let an engine generate freely from the prompts of some samples, and force the same words one by one.
+    """Generate answers to some samples with `generate`, then check them with forced decode.
 
-    An answer that decode steps have given already, word for word, is not forced: each of its words was the most likely one.
+    An answer that equals the answer in `decoded` is not forced again: its tokens are known to be the most likely.
 
     Args:
-        engine: The engine. No sequence is left in it.
-        encoded: The samples in tokens.
-        batch_size: Most prompts that are answered at once, two in three of them at most; the next one takes the place of one
-            that has its answer.
-        greedy: How answers end.
-        progress: Called with the answers that were given or forced, and twice as many as there are samples.
-        decoded: The answers of the same engine by decode steps; None where it gave none.
+        engine: The engine. It holds no sequences afterwards.
+        encoded: The tokenized samples.
+        batch_size: Maximum prompts that are answered together. The function uses at most two thirds of the samples, so that
+            some requests wait and join a running batch.
+        greedy: End conditions of answers.
+        progress: Called with the number of answers generated or forced, and the total (twice the number of samples).
+        decoded: Answers that the same engine gave with `decode`, by sample; None for a sample without an answer.
     """
 
     def update(done: int) -> None:
@@ -59,7 +59,7 @@ def free_answers(
     contradictions = []
     words = [greedy.said(answer, item) for item, answer in zip(encoded, answers, strict=True)]
     known = [greedy.words(answer) if answer is not None else None for answer in decoded] or [None] * len(encoded)
-    # Requests of an engine that serves whole ones show no logits of the prompt, which say the first token.
+    # An engine that serves whole requests returns no logits for the prompt, so the first token cannot be checked.
     skipped = 1 if engine.can(Engine.forced_together) else 0
     left = [i for i, said in enumerate(words) if len(said) > skipped and answers[i] != known[i]]
     for begin in range(0, len(left), batch_size):
@@ -80,29 +80,29 @@ def free_answers(
 
 
 def behind(logits_BV: Logits, chosen: Sequence[int]) -> Logits:
-    """Return how far the logit of each row's chosen token lies behind its largest, (B)."""
+    """Return the largest logit minus the chosen token's logit, per row (B)."""
     of_chosen = np.take_along_axis(logits_BV, np.array(chosen)[:, None], axis=1)[:, 0]
     gaps: Logits = logits_BV.max(axis=1) - of_chosen
     return gaps
 
 
 def contradiction(engine: Engine, logits_BV: Logits, chosen: Sequence[int]) -> tuple[int, float] | None:
-    """Return the first row whose chosen token is not the most likely but for rounding, and how far behind; None without one."""
+    """Return the first row whose chosen token is less likely than rounding explains, and the logit gap; None if all agree."""
     gaps = behind(logits_BV, chosen)
     wrong = np.flatnonzero(~(gaps <= _tie(engine, logits_BV)))
     return (int(wrong[0]), float(gaps[wrong[0]])) if wrong.size else None
 
 
 def _tie(engine: Engine, logits_BV: Logits) -> Logits:
-    """Return how far behind the largest logit another one of each row may be and change places with it by rounding, (B)."""
+    """Return the gap to the largest logit that rounding alone may close, per row (B)."""
     largest: Logits = np.maximum(TIE * logits_BV.std(axis=1), engine.logit_step * np.abs(logits_BV).max(axis=1))
     return largest
 
 
 def _forced(engine: Engine, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Logits]:
-    """Return the logits (1 + len(tokens), V) of each request's prompt, and of decoding its tokens after it, one by one.
+    """Return the logits (1 + len(tokens), V) per request: for the prompt, then for each token decoded after the prompt.
 
-    An engine that serves whole requests shows those of the tokens alone.
+    An engine that serves whole requests returns no logits for the prompt: the shape is (len(tokens), V).
     """
     if engine.can(Engine.forced_together):
         return engine.forced_together([([*prompt, *tokens], len(prompt)) for prompt, tokens in requests])
@@ -120,14 +120,14 @@ def _forced(engine: Engine, requests: Sequence[tuple[Sequence[int], Sequence[int
 
 
 def reused_prefixes(engine: Engine, encoded: Sequence[EncodedSample]) -> ReusedPrefixes | None:
-    """Force samples after prompts that are prefilled, and after the same prompts taken from the cache.
+    """Compare forced decode after prefilled prompts with forced decode after the same prompts reused from the cache.
 
     Args:
-        engine: The engine. No sequence is left in it.
-        encoded: The samples in tokens.
+        engine: The engine. It holds no sequences afterwards.
+        encoded: The tokenized samples.
 
     Returns:
-        How they differ; None for an engine that reuses no prefixes.
+        The differences; None if the engine cannot reuse prefixes.
     """
     if not engine.can(Engine.forced_reusing) or not encoded:
         return None

@@ -1,4 +1,4 @@
-"""An engine beside itself: some samples again in another batch composition, whose distances are the noise of a comparison."""
+"""A/A noise: an engine repeats some samples in a different batch composition, and is compared with its own first results."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,10 @@ from stages.evaluate.distances.distance import StepStatistics
 from stages.evaluate.inputs.tokens import EncodedSample
 
 LEAST_CONTROL = 8
-"""Fewest samples of the must-fail control. The answer of some samples stands in exact tokens: of two one may lose nothing."""
+"""Minimum samples of the must-fail control.
+
+Some answers stand in tokens that the cache keeps exact. Such samples lose nothing, so a control of two samples could pass.
+"""
 
 
 def first_of_each_workload(encoded: Sequence[EncodedSample], count: int) -> list[int]:
@@ -25,15 +28,18 @@ def first_of_each_workload(encoded: Sequence[EncodedSample], count: int) -> list
 
 
 def answered(encoded: Sequence[EncodedSample]) -> list[EncodedSample]:
-    """Return the samples whose answers are judged, all where none is: prose is longer, and shows nothing else."""
+    """Return the samples whose answers are judged, or all samples if no answers are judged.
+
+    Samples of prose are longer and would show nothing more.
+    """
     return [item for item in encoded if item.judged] or list(encoded)
 
 
 def canary_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig, least: int | None = None) -> list[EncodedSample]:
-    """Return the must-fail control's samples: as many as `canary_samples` of each workload, and LEAST_CONTROL at least.
+    """Return the samples of the must-fail control: at least LEAST_CONTROL, or `config.canary_samples` per workload if more.
 
-    The shortest prompts of `least` tokens or more; the longest if too few have as many, or if nobody knows how many do.
-    A short prompt may consist of exact sink and recent tokens, and then reads no scale.
+    They are the shortest prompts with at least `least` tokens, or the longest prompts if there are not enough or `least` is
+    None. A short prompt may consist of sink and recent tokens only, which are kept exact, and would then use no scale.
     """
     count = max(LEAST_CONTROL, len(first_of_each_workload(encoded, config.canary_samples)))
     by_length = sorted(answered(encoded), key=lambda item: len(item.prompt))
@@ -42,7 +48,7 @@ def canary_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig, le
 
 
 def repeated_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig) -> list[EncodedSample]:
-    """Return the samples that an engine repeats: the first ones of every workload with answers, and the longest of these."""
+    """Return the samples that an engine repeats: the first judged samples of every workload, and the longest judged sample."""
     if not config.noise_samples:
         return []
     able = answered(encoded)
@@ -51,5 +57,5 @@ def repeated_samples(encoded: Sequence[EncodedSample], config: WorkloadsConfig) 
 
 
 def noise_floor(again: Sequence[SampleResult]) -> Fidelity | None:
-    """Return the A/A noise: what repeated samples gave beside the engine's own distributions; None without samples."""
+    """Return the A/A noise: the distances of repeated samples from the engine's own distributions; None without samples."""
     return metrics.fidelity(StepStatistics.joined([result.statistics for result in again])) if again else None

@@ -1,8 +1,8 @@
-"""Requests in a pool that holds a third of them, beside the same requests with room: the load under which pools go wrong.
+"""Pool-pressure test: requests in a pool that holds a third of their pages, compared with the same requests with room.
 
-Some samples' requests, and others that begin with the same documents and end otherwise, are sent at once. In the small pool
-they wait, find each other's beginnings, give way to older ones, and are computed again. What each answers may differ from what
-it answers with room by the engine's own noise: the same requests with room, in small groups.
+The requests include samples, and mixtures that begin like one sample and end like another. All are sent together. In the small
+pool, requests wait, reuse cached prefixes, are preempted in favor of older requests, and are computed again. Answers may differ
+from the answers with room by the engine's own noise, which is measured by sending the requests with room in small groups.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,29 +19,29 @@ from stages.evaluate.distances.distance import Array, kl_of_logits
 from stages.evaluate.inputs.tokens import EncodedSample
 
 ROWS = 32
-"""Last tokens of a request that are compared: they come after all that happened to it."""
+"""Number of compared tokens at the end of a request, where earlier errors have taken effect."""
 PLAYS = 2
 SHARE = 3
-"""The pool holds one in so many of the requests' pages."""
+"""Ratio of the requests' pages to the pages in the pool."""
 GROUP = 4
-"""Requests of a group of the noise floor."""
+"""Number of requests in a group that measures the noise floor."""
 LEAST_KL = 1e-5
 FACTOR = 10.0
-"""A request may be as many times as far off as the noise takes any request, in nats a token."""
+"""Allowed multiple of the largest noise of any request, both as mean KL in nats per token."""
 
 Request = tuple[list[int], int]
 Named = tuple[str, Request]
-"""A request with its name: of the sample that begins it, and of the sample that ends it."""
+"""A request and its name, which has the ids of the samples that it begins and ends with."""
 
 
 def pressure(engine: Engine, encoded: Sequence[EncodedSample], count: int, progress: Progress) -> Pressure | None:
-    """Send samples' requests to an engine in a small pool; return None if `count` is 0.
+    """Send requests made of samples to an engine with a small pool; return None if `count` is 0.
 
     Args:
-        engine: The engine. No sequence is left in it.
-        encoded: The samples in tokens.
-        count: Requests of a play.
-        progress: Called with the requests that were served.
+        engine: The engine. It holds no sequences afterwards.
+        encoded: The tokenized samples.
+        count: Number of requests sent together.
+        progress: Called with the number of requests served.
     """
     if not count:
         return None
@@ -51,7 +51,7 @@ def pressure(engine: Engine, encoded: Sequence[EncodedSample], count: int, progr
 
 
 def press(engine: Engine, named: Sequence[Named], progress: Progress = no_progress) -> Pressure:
-    """Compare requests in a pool that holds a third of their pages with the same requests on an engine that has room."""
+    """Compare requests in a pool that holds a third of their pages with the same requests in a pool with room for all."""
     count = len(named)
     sizes = [page_count(len(tokens)) for _, (tokens, _) in named]
     pages = max(sum(sizes) // SHARE, max(sizes) + 1)
@@ -65,7 +65,7 @@ def press(engine: Engine, named: Sequence[Named], progress: Progress = no_progre
     (calm,) = engine.press([asked], ROWS)
     served(count)
     groups = [asked[i :: -(-count // GROUP)] for i in range(-(-count // GROUP))]
-    # An engine that computes prompts as it decodes computes a request again as one longer prompt.
+    # An engine that reads the cache during prefill recomputes a preempted request as one longer prompt.
     cut = [[(t, max(f, len(t) - ROWS)) for t, f in group] if engine.reads_itself else group for group in groups]
     noise = [0.0] * count
     for i, group in enumerate(engine.press(cut, ROWS)):
@@ -94,11 +94,11 @@ def press(engine: Engine, named: Sequence[Named], progress: Progress = no_progre
 
 
 def requests(encoded: Sequence[EncodedSample], count: int, most: int | None) -> Iterator[Named]:
-    """Yield requests: the shortest samples of more than three pages, then their documents with others' ends.
+    """Yield requests: the shortest samples of more than three pages, then mixtures of their beginnings and endings.
 
-    Prompts then begin with a page that others have and go on with a page that others have not.
+    So some prompts begin with a page that other prompts share, and continue with a page of their own.
 
-    Each decodes a page of tokens or more, so that it grows by a page after it has begun.
+    A request decodes at least a page of tokens, so that it needs a new page while it is decoded.
     """
     judged = sorted(answered(encoded), key=lambda item: len(item.prompt))
     least = sum(len(item.prompt) <= 3 * PAGE_TOKENS for item in judged)
@@ -114,7 +114,7 @@ def requests(encoded: Sequence[EncodedSample], count: int, most: int | None) -> 
 
 
 def _distances(calm: Pressed, pressed: Pressed) -> Array:
-    """Return the KL of each of the last tokens; infinite where a logit is not finite."""
+    """Return the KL per compared token; infinite if a logit is not finite."""
     rows = min(len(calm.logits), len(pressed.logits))
     return kl_of_logits(calm.logits[-rows:], pressed.logits[-rows:])
 

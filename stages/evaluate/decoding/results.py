@@ -26,23 +26,24 @@ class SampleResult:
     """The result of one sample."""
 
     statistics: StepStatistics
-    """Of its reference tokens."""
+    """Statistics of the sample's reference tokens."""
     answer: tuple[int, ...] | None
-    """The greedy answer with the stop token that ended it; None for a sample that is not judged."""
+    """Greedy answer including its stop token; None if the sample is not judged."""
     trace: Exercised
-    """What it took the engine through."""
+    """Engine features that the sample exercised."""
     heads: SampleHeads | None = None
-    """The engine's own distributions, until they are saved."""
+    """The engine's own distributions; None once they are saved."""
 
     def scored_anew(self, again: "SampleResult") -> "SampleResult":
-        """Return what came of a sample whose answer was forced after its reference: the same answer, scored by that pass."""
+        """Return this answer with the scores of `again`, a second pass that forced the sample's own answer."""
         return replace(again, answer=self.answer, trace=Exercised.merged([self.trace, again.trace]))
 
 
 class ResultFolder:
-    """Results in a directory, a file each, written at once or not at all. A file's name has the digest of its bytes.
+    """A directory with one result file per sample.
 
-    The directory belongs to one list of samples: files are named by a sample's place in it.
+    Writes are atomic. A file is named by the sample's index and the SHA-256 digest of its bytes, so a directory belongs to one
+    list of samples.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -50,11 +51,11 @@ class ResultFolder:
         directory.mkdir(parents=True, exist_ok=True)
 
     def beside(self, digest: str) -> "ResultFolder":
-        """Return the folder of what is scored anew of some of these samples, which goes with this one."""
+        """Return the sibling folder for samples that are scored again; it is deleted together with this folder."""
         return ResultFolder(self.directory.with_name(f"{self.directory.name}-{digest}"))
 
     def save(self, sample: int, result: SampleResult) -> None:
-        """Save the result of a sample."""
+        """Save the result of the sample with index `sample`."""
         arrays: dict[str, npt.NDArray[np.generic]] = {
             **{f"statistics/{name}": array for name, array in vars(result.statistics).items()},
             "trace": np.array(astuple(result.trace), np.int64),
@@ -70,7 +71,7 @@ class ResultFolder:
         unfinished.replace(path)
 
     def load(self) -> dict[int, SampleResult]:
-        """Return the saved results by sample. A file whose bytes are not those that were saved is deleted."""
+        """Return the saved results by sample index. Delete files that do not match the digest in their name."""
         results = {}
         for path in sorted(self.directory.iterdir()):
             name = FILE.fullmatch(path.name)
@@ -82,7 +83,7 @@ class ResultFolder:
         return results
 
     def heads(self, sample: int) -> SampleHeads:
-        """Return a sample's saved heads."""
+        """Return the saved distributions (heads) of a sample."""
         (path,) = self.directory.glob(f"{sample}-*.safetensors")
         arrays = load(path.read_bytes())
         return SampleHeads(*(arrays[f"heads/{name}"] for name in HEAD_ARRAYS))
@@ -90,9 +91,9 @@ class ResultFolder:
 
 @contextmanager
 def unfinished(out: Path, digest: str) -> Iterator[ResultFolder]:
-    """Give the folder of the samples that have finished; it goes when all of them have.
+    """Yield the folder for finished samples, and delete it if the block completes.
 
-    Results of an interrupted call count only for samples with the same digest, which the names of their folders begin with.
+    Folder names begin with the digest of the samples, so an interrupted measurement resumes only with the same samples.
     """
     root = out / UNFINISHED
     for other in root.glob("*"):

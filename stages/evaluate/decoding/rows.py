@@ -1,6 +1,6 @@
-"""Runs samples through an engine, forced decode and answers, and writes what came of them into rows.
+"""Runs samples on an engine (forced decode and answers) and converts the results to report rows.
 
-Ctrl-C: the first lets samples in flight finish, the second stops at once (`interruption`).
+The first Ctrl-C lets the samples in flight finish, the second stops at once (`interruption`).
 """
 
 import signal
@@ -26,7 +26,7 @@ from stages.evaluate.inputs.checks import Judgement, judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample
 
 Done = Callable[[int, SampleResult], None]
-"""Called with the index of a sample and its result, with the engine's own heads if they are made."""
+"""Called with a sample's index and its result, which includes the engine's own heads if they are recorded."""
 Observer = Callable[[Step], None]
 
 
@@ -37,25 +37,25 @@ class Answer:
     text: str
     judgement: Judgement
     tokens: tuple[int, ...] = ()
-    """With the stop token that ended it; without one if the answer was cut."""
+    """Tokens including the stop token; an answer that reached its limit has no stop token."""
     passes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Drafter -> the tokens of the answer, the stop token included, and the passes that an engine says them with."""
+    """Drafter -> (tokens of the answer including the stop token, target passes that produce them)."""
 
 
 def labelled(progress: Progress, prefix: str) -> Progress:
-    """Return a progress whose labels begin with a prefix."""
+    """Return a progress callback that prepends a prefix to its labels."""
     return lambda label, done, total: progress(f"{prefix}{label}", done, total)
 
 
 def greedy_of(tokenizer: BundleTokenizer, config: WorkloadsConfig) -> Greedy:
-    """Return how answers end."""
+    """Return the end conditions of answers for a tokenizer and its configuration."""
     return Greedy(tokenizer.stop_tokens(config), config.extra_new_tokens)
 
 
 def judged_answers(
     encoded: Sequence[EncodedSample], results: Sequence[SampleResult], tokenizer: BundleTokenizer, greedy: Greedy
 ) -> list[Answer | None]:
-    """Judge the answers; None for a sample that is not judged."""
+    """Judge the answers; return None for samples that are not judged."""
     answers: list[Answer | None] = []
     for item, result in zip(encoded, results, strict=True):
         if result.answer is None:
@@ -67,19 +67,19 @@ def judged_answers(
 
 
 class Interruption:
-    """Whether the user asked for an end."""
+    """Flag that records whether the user requested an end."""
 
     requested = False
 
 
 @contextmanager
 def interruption() -> Iterator[Interruption]:
-    """While the block runs, let the first SIGINT or SIGTERM only be noted; the second raises KeyboardInterrupt as usual.
+    """Record the first SIGINT or SIGTERM in the block without interrupting it; the second raises KeyboardInterrupt as usual.
 
-    The end of the block raises KeyboardInterrupt where one was noted, however much of the block was done.
+    The end of the block raises KeyboardInterrupt if a signal was recorded, even if the block completed its work.
 
-    A signal that does not raise KeyboardInterrupt before (a background job ignores SIGINT, a library's user has SIGTERM end the
-    process) stays as it is, and in a thread all do.
+    Only signals that already raise KeyboardInterrupt are handled. For example, a background job ignores SIGINT, and SIGTERM may
+    end the process of a library's user. In threads other than the main thread no signal is handled.
     """
     noted = Interruption()
     raising = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is signal.default_int_handler]
@@ -106,24 +106,24 @@ def interruption() -> Iterator[Interruption]:
 
 @dataclass
 class _InFlight:
-    """What is known of a sample that is running."""
+    """State of a sample that is running."""
 
     statistics: StepStatistics
     heads: SampleHeads | None
     """The baseline's heads; None while the baseline itself is measured."""
     own: dict[int, Head] | None
-    """The engine's own heads, where they are made."""
+    """The engine's own heads by position; None if they are not recorded."""
 
 
 class Scorer:
-    """Turns the steps of a forced decode into statistics, by sample."""
+    """Converts the steps of a forced decode to per-sample statistics."""
 
     def __init__(self, encoded: Sequence[EncodedSample], baseline: Heads | None, repeated: Collection[str] = ()) -> None:
         self.encoded, self.baseline, self.repeated = encoded, baseline, repeated
         self.in_flight: dict[int, _InFlight] = {}
 
     def score(self, step: Step) -> None:
-        """Compare the rows of a step with the baseline's heads, or with their own where the baseline runs."""
+        """Compare the rows of a step with the baseline's heads; a baseline is compared with its own heads."""
         distributions = Distributions(step.logits_BV)
         for row, (i, position) in enumerate(zip(step.samples, step.positions, strict=True)):
             sample = self._sample(i)
@@ -136,7 +136,7 @@ class Scorer:
             sample.statistics.put_token(position, compare_head(head, distributions, row, token, step.greedy[row]))
 
     def finish(self, event: Finished) -> SampleResult:
-        """Return the result of a sample."""
+        """Return the result of a finished sample."""
         sample = self.in_flight.pop(event.sample)
         own = None if sample.own is None else SampleHeads.of([sample.own[position] for position in range(len(sample.own))])
         return SampleResult(sample.statistics, event.answer, event.trace, own)
@@ -153,42 +153,42 @@ class Scorer:
 
 @dataclass
 class Run:
-    """Samples that an engine is asked, and what came of them so far."""
+    """Samples to run on an engine, and the results of the finished samples."""
 
     encoded: Sequence[EncodedSample]
     heads: Heads | None
-    """The baseline's heads of these samples; None where the engine is the baseline, whose heads are made."""
+    """The baseline's heads; None if the engine is the baseline, whose heads are recorded."""
     progress: Progress
-    """Called with what is being done, and how much of how much."""
+    """Called with a label, the amount done, and the total."""
     greedy: Greedy | None = None
-    """How answers end; None when none are wanted."""
+    """End conditions of answers; None if no answers are wanted."""
     results: dict[int, SampleResult] = field(default_factory=dict)
-    """Of the samples that have finished, some of them perhaps before, by the sample's place."""
+    """Results of finished samples by index; may include results of an interrupted measurement."""
     done: Done = lambda *_: None
-    """Called with each sample that has finished."""
+    """Called when a sample has finished."""
     interruption: Interruption = field(default_factory=Interruption)
     """Whether to finish the samples in flight and stop."""
     repeated: Collection[str] = ()
-    """Ids of samples whose own heads are made of a candidate as well."""
+    """Ids of samples for which a candidate's own heads are recorded too."""
 
     @property
     def missing(self) -> list[int]:
-        """The places of samples that have not finished."""
+        """Indices of unfinished samples."""
         return [i for i in range(len(self.encoded)) if i not in self.results]
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Scored tokens of the samples that have finished, and of all."""
+        """Number of scored tokens in finished samples, and in all samples."""
         counts = [len(item.reference) for item in self.encoded]
         return sum(counts[i] for i in self.results), sum(counts)
 
     def finish(self, i: int, result: SampleResult) -> None:
-        """Keep the result of a sample, without its heads, which are large."""
+        """Keep the result of a sample without its heads, because heads are large."""
         self.done(i, result)
         self.results[i] = replace(result, heads=None)
 
     def whole(self) -> list[SampleResult]:
-        """Return the result of each sample. Raises KeyboardInterrupt where some are missing, because an end was asked for."""
+        """Return all results. Raises KeyboardInterrupt if samples are missing because the user requested an end."""
         if self.missing:
             raise KeyboardInterrupt
         return [self.results[i] for i in range(len(self.encoded))]
@@ -208,16 +208,16 @@ def run_samples(
     Args:
         engine: The engine to drive.
         run: The samples.
-        batch_size: Most sequences in one decode step.
+        batch_size: Maximum sequences per decode step.
         after_prefill: See `decode`.
         one_pass: See `decode`.
         observe: Called with every step, while its sequences are live.
 
     Returns:
-        The result of each sample.
+        The results in the order of the samples.
 
     Raises:
-        KeyboardInterrupt: Samples are missing, because an end was asked for.
+        KeyboardInterrupt: Samples are missing because the user requested an end.
     """
     noted, missing, (decoded, total) = run.interruption, run.missing, run.tokens
     scorer = Scorer(run.encoded, run.heads, run.repeated)
@@ -257,18 +257,18 @@ def _mean(values: Array) -> float | None:
 
 
 def probability(nll: Array, item: EncodedSample) -> float:
-    """Return the probability of the right answer: of all its tokens one after the other, or the mean over its results.
+    """Return the probability of the right answer: the product over its tokens, or the mean of this product over its results.
 
     Args:
-        nll: Negative log-likelihood of each scored token, in nats.
-        item: The sample with what was scored of it.
+        nll: Negative log-likelihood per scored token, in nats.
+        item: The sample with the tokens that were scored.
     """
     parts = item.results or ((0, len(nll)),)
     return float(np.mean([np.exp(-nll[start:stop].sum()) for start, stop in parts]))
 
 
 def _acceptance(baseline: Answer, candidate: Answer) -> dict[str, Acceptance]:
-    """Return the acceptance of each drafter that both engines' answers were drafted with."""
+    """Return the acceptance by drafter, for drafters that both engines used."""
     return {
         name: Acceptance(
             baseline_tokens=baseline.passes[name][0],
@@ -291,11 +291,11 @@ def make_rows(
     """Build the rows of all samples, in order.
 
     Args:
-        encoded: The samples with what was scored of them.
-        statistics: Of the scored tokens of each.
-        baseline: The baseline's answers, None where the sample is not judged.
-        candidate: The candidate's.
-        rounds: The round that ran each.
+        encoded: The samples with the tokens that were scored.
+        statistics: Statistics of the scored tokens, by sample.
+        baseline: The baseline's answers; None for samples that are not judged.
+        candidate: The candidate's answers; None for samples that are not judged.
+        rounds: Number of the round that ran the sample, by sample.
     """
     pooled = np.concatenate([steps.kl for steps in statistics])
     pooled = pooled[np.isfinite(pooled)]
@@ -339,6 +339,6 @@ def make_rows(
 
 
 def unjudged_rows(encoded: Sequence[EncodedSample], results: Sequence[SampleResult]) -> list[SampleRow]:
-    """Build the rows of samples that no answer was asked to."""
+    """Build the rows of samples without answers."""
     nothing = [None] * len(encoded)
     return make_rows(encoded, [result.statistics for result in results], nothing, nothing, [1] * len(encoded))

@@ -1,23 +1,22 @@
-"""What speculative decoding would make of an engine's answers: tokens a pass, without a speculative engine.
+"""Acceptance length that speculative decoding would reach for an engine's answers, computed without a speculative engine.
 
-A drafter proposes the next tokens, one pass of the target verifies them all, and the pass says as many of them as the target
-would have said itself, and then one token of the target's own. The mean of that is the **acceptance length**. A quantized
-cache changes what a target finds most likely, so that it may accept less although its answers stay right.
+A drafter proposes the next tokens, and one pass of the target verifies all proposals. The pass yields the accepted proposals
+and one token of the target. The mean number of tokens per pass is the **acceptance length**. A quantized cache changes the
+target's most likely tokens, so it may accept fewer proposals although its answers stay right.
 
-A greedy target accepts a proposed token exactly if it is its own next token, so that what it accepts follows from its answer
-and from the proposals. Nothing has to be decoded again:
+A greedy target accepts a proposed token exactly if this token is its own next token. The accepted tokens therefore follow from
+the answer and the proposals, and nothing has to be decoded again:
 
-- **Prompt lookup** proposes from the text so far alone, as `prompt_lookup_num_tokens` of transformers does: the longest of the
-  last n-grams that stands earlier in prompt and answer, where it stands first, and the tokens after it there.
-- **A draft checkpoint** proposes its own greedy continuation. Let the answer be y, and g(i) what the draft finds most likely
-  after the prompt and y[:i]. After i tokens it proposes d1 = g(i); d2 is what it finds most likely after y[:i] and d1, and so
-  on. As long as d1 = y[i], ..., dj = y[i+j-1], the text that d(j+1) continues **is** y[:i+j], so that d(j+1) = g(i+j). The
-  first proposal that differs from y is rejected with all after it, which therefore never matter. So the number of accepted
-  ones is the number of consecutive g(i), g(i+1), ... that equal y there, and one forced pass of the draft over the answer has
-  them all.
+- **Prompt lookup** needs only the prompt and the answer, like `prompt_lookup_num_tokens` of transformers. It takes the longest
+  n-gram at the end of the text that also occurs earlier, and proposes the tokens that follow the n-gram's first occurrence.
+- **A draft checkpoint** proposes its own greedy continuation. Let the answer be y, and let g(i) be the draft's most likely
+  token after the prompt and y[:i]. After i tokens, the draft proposes d1 = g(i), then its most likely token d2 after y[:i] and
+  d1, and so on. While d1 = y[i], ..., dj = y[i+j-1], the text that d(j+1) continues **equals** y[:i+j], so d(j+1) = g(i+j).
+  The first proposal that differs from y and all later proposals are rejected. The number of accepted proposals is
+  therefore the number of consecutive g(i), g(i+1), ... that equal y. One forced pass of the draft yields all g(i).
 
-Both engines' answers are counted, each with the proposals for its own text. A pass over several drafted tokens is taken to say
-what decode steps say one by one: that is what an exact verification is.
+Both engines' answers are counted, each with the proposals for its own text. The count assumes exact verification: a pass over
+several drafted tokens yields the same tokens as single decode steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,21 +37,21 @@ from stages.evaluate.decoding.rows import Answer
 from stages.evaluate.inputs.tokens import EncodedSample
 
 Drafter = Callable[[Sequence[int], Sequence[int]], int]
-"""(prompt, what the target says after it) -> the passes of the target that say it."""
+"""(prompt, answer of the target) -> number of target passes that produce the answer."""
 
 
 def lookup_passes(prompt: Sequence[int], said: Sequence[int], tokens: int, ngram: int) -> int:
-    """Return the passes that say `said` after `prompt` where prompt lookup drafts.
+    """Return the number of target passes that produce `said` after `prompt` with prompt lookup.
 
     Args:
         prompt: Tokens before the answer.
         said: The target's greedy tokens, at least one.
-        tokens: Most tokens that are proposed for a pass.
-        ngram: Most of the last tokens that are searched for.
+        tokens: Maximum proposed tokens per pass.
+        ngram: Maximum length of the n-grams that are looked up.
     """
     text = [*prompt, *said]
     continued: dict[tuple[int, ...], int] = {}
-    """N-gram -> where the text goes on after the first one of it that has anything after it."""
+    """N-gram -> index of the token that follows its first occurrence."""
     indexed, place, passes = 0, len(prompt), 0
     while place < len(text):
         for end in range(indexed + 1, place):
@@ -67,12 +66,12 @@ def lookup_passes(prompt: Sequence[int], said: Sequence[int], tokens: int, ngram
 
 
 def draft_passes(greedy: Sequence[int], said: Sequence[int], tokens: int) -> int:
-    """Return the passes that say `said` where a draft checkpoint proposes.
+    """Return the number of target passes that produce `said` with the proposals of a draft checkpoint.
 
     Args:
-        greedy: What the draft finds most likely after the prompt and said[:i], for each i.
+        greedy: The draft's most likely token after the prompt and said[:i], for each i.
         said: The target's greedy tokens, at least one.
-        tokens: Most tokens that are proposed for a pass.
+        tokens: Maximum proposed tokens per pass.
     """
     place = passes = 0
     while place < len(said):
@@ -82,7 +81,7 @@ def draft_passes(greedy: Sequence[int], said: Sequence[int], tokens: int) -> int
 
 
 def _agreeing(proposed: Sequence[int], said: Sequence[int]) -> int:
-    """Return how many tokens are accepted. The last of an answer is never one of them: the pass itself says one more."""
+    """Return the number of accepted tokens. It excludes the last token of an answer, which the pass itself yields."""
     return next(
         (i for i, (one, other) in enumerate(zip(proposed, said, strict=False)) if one != other), min(len(proposed), len(said))
     )
@@ -96,9 +95,9 @@ class Draft:
         self.engine = OracleEngine.from_model(model, FP16_POLICY)
 
     def greedy(self, prompt: Sequence[int], said: Sequence[int]) -> list[int]:
-        """Return what the draft finds most likely after the prompt and said[:i], for each i.
+        """Return the draft's most likely token after the prompt and said[:i], for each i.
 
-        It is empty from where the text holds a token that the draft has no embedding for, as a broken target may say it.
+        The list ends before the first token without an embedding in the draft, which a broken target may produce.
         """
         text = [*prompt, *said[:-1]]
         known = next((i for i, token in enumerate(text) if token >= self.engine.vocab_size), len(text))
@@ -116,15 +115,15 @@ def speculated(
     progress: Progress,
     known: Sequence[Answer | None] = (),
 ) -> list[Answer | None]:
-    """Return the answers with the passes that say them under each drafter.
+    """Return the answers with the number of target passes for each drafter.
 
     Args:
-        answers: An engine's greedy answers; None where there is none.
-        encoded: The samples in tokens.
-        config: The drafters; None leaves the answers as they are.
-        greedy: How answers end.
-        progress: Called with a label, the answers done, and the answers in all.
-        known: The other engine's answers with theirs, which hold for the same tokens.
+        answers: An engine's greedy answers; None for samples without an answer.
+        encoded: The tokenized samples.
+        config: The drafters; None returns the answers unchanged.
+        greedy: End conditions of answers.
+        progress: Called with a label, the number of answers done, and the total.
+        known: The other engine's answers with their passes, which are reused for equal tokens.
     """
     if config is None:
         return list(answers)
@@ -149,9 +148,10 @@ def speculated_by(
     config: SpeculationConfig | None,
     greedy: Greedy,
 ) -> Speculated | None:
-    """Return what an engine's own prompt lookup makes of its answers; None for an engine without, or none asked.
+    """Compare an engine's own prompt lookup with its answers and with the counted passes.
 
-    The engine drafts from its first token on, not from the prompt alone, and is counted alike.
+    Returns None if the engine has no prompt lookup or the configuration does not ask for it. The engine starts drafting after
+    its first token, so the passes are counted from there, too.
     """
     pairs = zip(answers, encoded, strict=True)
     asked = [(item.prompt, greedy.said(answer.tokens, item)) for answer, item in pairs if answer is not None]
@@ -176,7 +176,7 @@ def speculated_by(
 
 
 def _drafters(config: SpeculationConfig) -> dict[str, Drafter]:
-    """Return what counts the passes, by the drafter's name."""
+    """Return the functions that count passes, by drafter name."""
     drafters: dict[str, Drafter] = {}
     if config.lookup_tokens:
         drafters["lookup"] = lambda prompt, said: lookup_passes(prompt, said, config.lookup_tokens, config.ngram)

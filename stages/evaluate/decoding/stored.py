@@ -1,8 +1,8 @@
-"""What was measured of an engine, baseline or candidate: the samples of a round, and what is measured a single time.
+"""Stored measurements of an engine (baseline or candidate): the samples of a round, and the measurements made only once.
 
-A round's directory holds `round.json` (`Measured`), `answers.jsonl`, `statistics.safetensors` and `logprobs.safetensors` (see
-`scores`): of the baseline all samples, of a candidate those that it repeats. `require_able` refuses kinds of work whose right
-answers the baseline hardly gives: no candidate could lose any.
+A round's directory contains `round.json` (`Measured`), `answers.jsonl`, `statistics.safetensors` and `logprobs.safetensors`
+(see `scores`). The last file has all samples of a baseline, or the repeated samples of a candidate. `require_able` refuses
+workloads whose right answers are improbable for the baseline already, because no candidate could lose any.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ _ANSWER = TypeAdapter(tuple[str, Answer])
 
 
 class Measured(BaseModel):
-    """What a round says of an engine besides its answers and statistics."""
+    """Measurements of one round, except answers and per-token statistics."""
 
     samples_digest: str
     vocab_size: int
@@ -43,38 +43,38 @@ class Measured(BaseModel):
     """See KVPolicy."""
     coverage: Exercised
     conformance: EngineConformance | None = None
-    """Of the first round, where the engine has a reference engine."""
+    """Conformance in the first round, if the engine has a reference engine."""
     compute_dtype: str | None = None
-    """Type of the engine's activations, where it was compared with its reference engine."""
+    """Type of the engine's activations, if the engine was compared with its reference engine."""
     scale_changes: list[ScaleChange] | None = None
     right_answers: dict[str, list[int]] = {}
-    """Of the baseline: the tokens of its own right answers that are scored in place of references, by sample."""
+    """Tokens of the baseline's own right answers that replace references, by sample id. Empty for candidates."""
 
 
 class Once(BaseModel):
-    """What is measured of an engine a single time, on the samples of the first round and beside them."""
+    """Measurements made only once per engine, on samples of the first round and on other inputs."""
 
     system: SystemMetrics
     free_answers: FreeAnswers
     noise: Fidelity | None = None
-    """None where no sample is repeated."""
+    """None if no samples are repeated."""
     coverage: Exercised = Exercised()
-    """Of the repeated samples; a candidate's."""
+    """Coverage of the repeated samples; candidates only."""
     canary: Canary | None = None
-    """A candidate's."""
+    """Must-fail control; candidates only."""
     probe: Probe | None = None
     reused: ReusedPrefixes | None = None
     speculated: Speculated | None = None
     pressure: Pressure | None = None
-    """A candidate's."""
+    """Pool-pressure test; candidates only."""
 
     def write(self, out: Path) -> None:
-        """Write the file that `read` reads into a directory."""
+        """Write ONCE into a directory."""
         (out / ONCE).write_text(self.model_dump_json(indent=1), encoding="utf-8")
 
     @classmethod
     def read(cls, directory: Path) -> "Once":
-        """Read what `write` wrote."""
+        """Read ONCE from a directory."""
         return cls.model_validate_json((directory / ONCE).read_text(encoding="utf-8"))
 
 
@@ -84,26 +84,26 @@ class Round:
 
     record: Measured
     answers: Mapping[str, Answer]
-    """By the id of the sample that is judged."""
+    """Answers by id of the judged sample."""
     statistics: StepStatistics
-    """Of its scored tokens, one sample after the other."""
+    """Statistics of all scored tokens, concatenated by sample."""
 
     def scored(self, encoded: Sequence[EncodedSample]) -> list[EncodedSample]:
-        """Return samples of the round with what is scored of them, where this is the baseline's round."""
+        """Return samples of the round with the tokens that were scored. Call it on the baseline's round."""
         own = self.record.right_answers
         return [item.answered(own[item.sample.id]) if item.sample.id in own else item for item in encoded]
 
     def answers_to(self, encoded: Sequence[EncodedSample]) -> list[Answer | None]:
-        """Return the answer to each sample, None for a sample that is not judged."""
+        """Return the answers in the order of the samples; None for samples that are not judged."""
         return [self.answers.get(item.sample.id) for item in encoded]
 
     def statistics_of(self, encoded: Sequence[EncodedSample]) -> list[StepStatistics]:
-        """Return the statistics of the scored tokens of each sample of the round, as `scored` of the baseline gives them."""
+        """Return the statistics by sample. `encoded`: all samples of the round, as returned by the baseline's `scored`."""
         ends = np.cumsum([0, *(len(item.reference) for item in encoded)]).tolist()
         return [self.statistics.part(start, stop) for start, stop in pairwise(ends)]
 
     def write(self, out: Path) -> None:
-        """Write the files that `read_round` reads into a directory."""
+        """Write the files that `read_round` reads."""
         lines = (_ANSWER.dump_json((name, answer)).decode() + "\n" for name, answer in self.answers.items())
         (out / ANSWERS).write_text("".join(lines), encoding="utf-8")
         save_file(vars(self.statistics), str(out / STATISTICS))
@@ -111,7 +111,7 @@ class Round:
 
 
 def read_round(directory: Path) -> Round:
-    """Read what `Round.write` wrote."""
+    """Read the files that `Round.write` wrote."""
     return Round(
         Measured.model_validate_json((directory / ROUND).read_text(encoding="utf-8")),
         dict(_ANSWER.validate_json(line) for line in jsonl_lines(directory / ANSWERS)),
@@ -120,15 +120,15 @@ def read_round(directory: Path) -> Round:
 
 
 def require_able(encoded: Sequence[EncodedSample], measured: Round, least: float) -> None:
-    """Refuse questions that the baseline cannot answer, before any candidate is asked.
+    """Refuse questions that the baseline cannot answer, before any candidate runs.
 
     Args:
         encoded: The samples of the first round.
-        measured: The baseline's answers to them, and the statistics of its scored tokens.
+        measured: The baseline's first round.
         least: `gates.min_baseline_probability`.
 
     Raises:
-        CannotBeJudged: where right answers of a kind of work are less probable in the mean.
+        CannotBeJudged: The mean probability of a workload's right answers is below `least`.
     """
     scored = measured.scored(encoded)
     kinds: dict[str, list[tuple[bool, float]]] = {}

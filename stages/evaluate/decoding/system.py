@@ -1,6 +1,6 @@
-"""Measures system metrics: the times of a fixed generation load, and the memory that the cache takes.
+"""Measures system metrics: times of a fixed generation load, and memory of the cache.
 
-Times are reported. No gate judges them by default.
+Times are only reported: by default no gate judges them.
 """
 
 import random
@@ -23,16 +23,16 @@ SEED = 0
 """Seed of the prompts, which are random tokens."""
 GIB = 1 << 30
 STATM = Path("/proc/self/statm")
-"""Where Linux says how many pages of a process are in memory."""
+"""Linux file that reports the resident memory pages of this process."""
 
 
 def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_progress) -> SystemMetrics:
     """Run a load on an engine: prefill its prompts one by one, then decode them together, timed.
 
     Args:
-        engine: The engine to measure. No sequence is left in it.
-        load: Batch, context and new tokens.
-        progress: Called between what is timed; once for an engine in a process of its own.
+        engine: The engine to measure. It holds no sequences afterwards.
+        load: Batch size, context length and new tokens.
+        progress: Called between timed operations; only once if the engine times itself.
 
     Returns:
         The metrics. The time to the first token is the median over the prompts; warm-up steps are not timed.
@@ -67,13 +67,13 @@ def measure_system(engine: Engine, load: LoadConfig, progress: Progress = no_pro
 
 
 def random_prompts(load: LoadConfig, vocab_size: int) -> list[list[int]]:
-    """Return the prompts of a load, the same at every call."""
+    """Return the prompts of a load. Equal loads get equal prompts."""
     rng = random.Random(SEED)
     return [[rng.randrange(vocab_size) for _ in range(load.context_tokens)] for _ in range(load.batch)]
 
 
 def _timed(engine: Engine, prompts: Sequence[Sequence[int]], steps: int, progress: Progress) -> LoadTimes:
-    """Time prefills of the prompts one by one, then greedy decode steps of all together, on the wall clock."""
+    """Time one prefill per prompt, then greedy decode steps of all sequences together. Times are wall-clock times."""
     first_token_ms = []
     sequences: list[int] = []
     tokens: list[int] = []
@@ -96,14 +96,17 @@ def _timed(engine: Engine, prompts: Sequence[Sequence[int]], steps: int, progres
 
 
 HELD_BYTES, HELD_TOKENS = 16 << 20, 256
-"""Of a float16 copy of the sequences that the process is watched under, and tokens of each of them."""
+"""Size of a float16 copy of the sequences in `process_memory`, and maximum tokens per sequence."""
 
 
 def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
-    """Hold sequences, and return what the process grows by; None where the cache is in another process, or none can say.
+    """Hold sequences and return the growth of the process's resident memory.
 
-    Sequences of the same length came and went before, so that what a prefill takes is there. They are held twice: a copy that
-    grows with the pool shows the first time, one that goes with its sequences also when all of the pool was in use before.
+    Returns None if the cache is in another process, if the platform has no STATM, or if the engine refuses the sequences.
+
+    Sequences of the same length are prefilled and released first, so that buffers for prefills already exist. The measurement
+    runs twice. A hidden copy that grows with the pool shows in the first run. A hidden copy that is freed with its sequences
+    also shows in the second run, even if the whole pool was in use before.
     """
     if engine.can(Engine.forced_together) or not STATM.exists():
         return None
@@ -132,7 +135,7 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
                 added.append(_reported(engine) - reported)  # an engine that gives pages back allocates them again
             finally:
                 engine.release(held)
-    except UserError:  # it refuses the prompt, which the scenes say, or cannot hold so many
+    except UserError:  # refuses the prompt (the stress test reports it) or lacks room
         return None
     return ProcessMemory(
         tokens=count * length,
@@ -150,13 +153,13 @@ def _reported(engine: Engine) -> int:
 
 
 def resident_bytes() -> int:
-    """Return the bytes of this process that are in memory, after what was freed is given back."""
+    """Return the resident memory of this process in bytes, after returning freed memory to the system."""
     give_back_freed()
     return int(STATM.read_text().split()[1]) * resource.getpagesize()
 
 
 def allocation(engine: Engine) -> Allocation:
-    """Return the bytes of an engine's cache, and what its policy claims for as many pages."""
+    """Return the size of an engine's cache in bytes, and the size that its policy claims for the same number of pages."""
     memory, policy, shape = engine.memory(), engine.policy, engine.shape
     return Allocation(
         pages=memory.pages,
