@@ -1,1 +1,1 @@
-"""Records, formats, policies and errors that every other room uses. Imports no other room."""
+"""Records, formats, policies and errors that every other package uses."""

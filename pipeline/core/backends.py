@@ -1,7 +1,7 @@
-"""What the configurations of backends share, and which there are.
+"""The base classes of backend configurations, and the registry of backends.
 
-Each folder of `stages/engines` that is a backend has its typed configuration in `config.py`, light to import, and builds and
-runs its engines in `backend.py`.
+A backend is a folder of `stages/engines`. Its `config.py` holds the typed configuration and is light to import; its
+`backend.py` builds and runs the engines.
 """
 
 from functools import cache
@@ -18,20 +18,20 @@ ENGINES = Path(__file__).parents[2] / "stages" / "engines"
 
 
 class BackendConfig(StrictModel):
-    """The configuration of one backend; a subclass that is one has a literal `name`."""
+    """Base of the backend configurations. A subclass that describes a backend declares a literal `name`."""
 
     name: str
     in_process: ClassVar[bool] = False
-    """Whether its engines open in seconds in this process, on any CPU, and hold their cache in this machine's memory."""
+    """Whether engines open in seconds in this process, on any CPU, and keep their cache in this machine's memory."""
     serves_last: ClassVar[bool] = False
-    """Whether any other engine that is as good serves in its place: it is written to be read."""
+    """Whether an equally good engine of another backend is preferred (true for the reference engine)."""
     takes_quantized: ClassVar[bool] = False
-    """Whether its engines compute with weights that a checkpoint stores quantized, as they are."""
+    """Whether engines can load a checkpoint's quantized weights without dequantizing them."""
     finer: ClassVar[tuple[str, ...]] = ("fp8",)
-    """Policies to try in place of one that failed, from few bytes to many."""
+    """Policies to try after another policy failed, in ascending order of bytes per token."""
 
     length_key: ClassVar[str | None] = None
-    """Its key that bounds a sequence, prompt and answer together; None where only the model does."""
+    """Configuration key that limits prompt plus answer, in tokens; None if only the model limits them."""
 
     @property
     def folder(self) -> str:
@@ -39,29 +39,30 @@ class BackendConfig(StrictModel):
 
     @property
     def context_limit(self) -> int | None:
-        """Most tokens of a sequence that its engines are made for; None where only the model limits them."""
+        """Maximum tokens per sequence that the engines are built for; None if only the model limits them."""
         return None if self.length_key is None else int(getattr(self, self.length_key))
 
 
 class InProcessConfig(BackendConfig):
-    """A backend whose engines compute on this machine's CPU, in this process."""
+    """Configuration of a backend whose engines compute on this machine's CPU, in this process."""
 
     in_process = True
     finer = ("int4_g32", "fp8k_int4v", "fp8", "int8")
     threads: Annotated[int, Field(ge=1, le=1024)]
-    """CPU threads that one engine uses. null in a configuration is this machine's physical cores."""
+    """CPU threads per engine; null uses one per physical core."""
 
     @field_validator("threads", mode="before")
     @classmethod
     def _all_cores(cls, threads: object) -> object:
         if threads is not None:
             return threads
-        # Decided here and once: the number is part of an evaluation's key. Where cores cannot be told, their threads are.
+        # The number is resolved here, once, because it is part of an evaluation's key. If the number of physical cores is
+        # unknown, the number of logical cores is used.
         return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
 
 
 def serves_last(backend: str) -> bool:
-    """Return whether any other engine that is as good serves in place of one of this backend."""
+    """Return whether an equally good engine of another backend is preferred to an engine of `backend`."""
     config = backend_configs().get(backend)
     return config is not None and config.serves_last
 

@@ -1,4 +1,4 @@
-"""The engine: what every one does, what some can do besides, and greedy generation over it."""
+"""The interface of engines: required methods, optional capabilities, and greedy generation."""
 
 from __future__ import annotations
 
@@ -23,50 +23,50 @@ NOT_FINITE = "not finite: check the checkpoint for NaN or infinite weights, and 
 
 @dataclass(eq=False)
 class Continuation:
-    """A prompt of `generate`, and how far it has come."""
+    """A request of `generate` and its progress."""
 
     tokens: list[int]
-    """The prompt, then its continuation."""
+    """The prompt, followed by the generated tokens."""
     prompt_tokens: int
     most_tokens: int
-    """Tokens of the prompt and of the longest continuation that is asked for."""
+    """Maximum length in tokens, prompt included."""
     sequence: int = -1
-    """Handle of its sequence; -1 before it is started, and after it gave way."""
+    """Handle of its sequence; -1 before the start and after a preemption."""
     stored: int = 0
     reached: int = 0
-    """Tokens that it had stored when it last gave way."""
+    """Tokens that were stored at the last preemption."""
     preempted: int = 0
-    """How often it gave way to older ones."""
+    """Number of times that the request was preempted by an older request."""
     reused: int = 0
-    """Tokens of its prompt that were found in the cache."""
+    """Prompt tokens that were found in the cache."""
 
 
 class Engine(ABC):
     """A loaded engine bundle. Sequences are integer handles; logits are float32 of shape (batch, vocab_size).
 
-    A subclass implements the methods that begin with `_`; the public methods check their arguments, so that the others may rely
-    on them. The methods after `can` are capabilities: a subclass has those that it overrides.
+    A subclass implements the abstract methods. The public methods check the arguments, so the methods that begin with `_` may
+    rely on valid input. The methods below `can` are optional capabilities: an engine has a capability if it overrides it.
     """
 
     prefill_chunk: int = PREFILL_CHUNK
     max_sequences: int | None = None
-    """Most sequences that may live at once; None where only memory limits them."""
+    """Maximum number of sequences at once; None if only memory limits them."""
     max_tokens: int | None = None
-    """Most tokens of a sequence that the engine was built for."""
+    """Maximum tokens per sequence that the engine was built for."""
     max_batch: int | None = None
-    """Most sequences of a decode step that the engine was built for."""
+    """Maximum sequences per decode step that the engine was built for."""
     threads: int | None = None
-    """CPU threads that it was told to compute with."""
+    """CPU threads that the engine was configured to use."""
     attention: str | None = None
-    """What computes its decode attention, where that may be one of several."""
+    """Name of the decode attention kernel, if the engine can choose between several."""
     reads_itself: bool = False
-    """Whether every token reads the cache alone, its own key and value included, in prompts as well."""
+    """Whether attention reads all keys and values from the quantized cache, even in prompts and for the token itself."""
     logit_step: float = 0.0
-    """Two units in the last place of a logit, relative to it."""
+    """Two units in the last place of a logit, relative to the logit."""
     pressed_requests: int = 0
-    """Requests that an evaluation presses into a small pool (`press`) where `workloads.pressure` says nothing."""
+    """Requests that an evaluation sends into a small pool (`press`) if `workloads.pressure` is null."""
     keeps_prefixes: bool = False
-    """Whether beginnings of prompts stay in its cache for later prompts, until `forget_prefixes`."""
+    """Whether prompt prefixes stay in the cache for later prompts, until `forget_prefixes`."""
 
     def __init__(self, policy: KVPolicy, shape: KVShape, vocab_size: int) -> None:
         self.policy, self.shape, self.vocab_size = policy, shape, vocab_size
@@ -74,23 +74,23 @@ class Engine(ABC):
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
         """Start one sequence for each prompt.
 
-        Return the sequences' handles, and logits (len(prompts), vocab_size) of each prompt's last token. Those of a prompt of
-        at most PREFILL_CHUNK tokens do not read the quantized cache. Raises UserError where a prompt is empty or has ids
-        outside the vocabulary, or the engine cannot hold it. No sequence is started then.
+        Return the sequences' handles and the logits (len(prompts), vocab_size) after every prompt. Prompts of at most
+        PREFILL_CHUNK tokens do not read the quantized cache. Raises UserError if a prompt is empty, has ids outside the
+        vocabulary, or does not fit into the engine; then no sequence is started.
         """
         for prompt in prompts:
             check_tokens(prompt, self.vocab_size)
         return self._prefill_batch(prompts)
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """As `prefill`, where nobody asks for the logits."""
+        """Start one sequence for each prompt, like `prefill`, and return only the handles."""
         return self.prefill(prompts)[0]
 
     def decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
         """Append one token to each of distinct sequences.
 
-        Return logits (len(sequences), vocab_size), computed from the quantized cache. Raises UserError where a token is outside
-        the vocabulary, or the engine cannot hold it; ValueError where there is not one token for each of distinct sequences.
+        Return logits (len(sequences), vocab_size), computed from the quantized cache. Raises UserError if a token is outside
+        the vocabulary or does not fit into the engine; ValueError unless the sequences are distinct and each gets one token.
         """
         if len(sequences) != len(tokens) or len(set(sequences)) != len(sequences):
             raise ValueError(f"decode takes one token for each of distinct sequences, got {sequences} and {tokens}")
@@ -106,13 +106,14 @@ class Engine(ABC):
         max_sequences: int | None = None,
         ended: Callable[[int], None] = lambda _: None,
     ) -> list[list[int]]:
-        """Return greedy continuations, in the order of the prompts; the first of the stop tokens ends one and is left out.
+        """Return greedy continuations, in the order of the prompts. A continuation ends before its first stop token.
 
-        A finished sequence leaves the batch and is released, and the next prompt takes its place at once. At most
-        `max_sequences` live at once; `ended` is told how many continuations have ended whenever one does.
+        A finished sequence is released at once, and the next prompt takes its slot. At most `max_sequences` sequences are
+        active at once. `ended` is called with the number of finished continuations each time that number grows.
 
-        Raises UserError as `prefill`, for any of the prompts before one is started; and for logits that are not finite, from
-        which no token is picked. `prefill` and `decode` return such logits, since an evaluation counts them.
+        Raises UserError if `prefill` would refuse any of the prompts, before the first one starts. Also raises UserError if
+        logits are not finite, since no token can be picked. `prefill` and `decode` return such logits because an evaluation
+        counts them.
         """
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
         if len(limits) != len(prompts) or min(limits, default=1) < 1:
@@ -134,7 +135,7 @@ class Engine(ABC):
         max_sequences: int,
         on_end: Callable[[int], None],
     ) -> None:
-        """Continue every one to its end, at most `max_sequences` of them at once."""
+        """Generate every continuation to its end, at most `max_sequences` at once."""
         import numpy as np  # here: the command line starts without it
 
         waiting, live = deque(continuations), list[Continuation]()
@@ -161,10 +162,10 @@ class Engine(ABC):
             self._release_all(live)
 
     def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
-        """Take one step: prefill those that have no sequence yet or, where all have one, decode.
+        """Take one step: prefill the continuations without a sequence or, if all have a sequence, decode.
 
-        An engine that computes both in one pass overrides it. Return the continuations of which every token is stored now, and
-        the logits (continuations, vocab_size) after these tokens.
+        An engine that prefills and decodes in one pass overrides this method. Return the continuations whose tokens are all
+        stored now, and the logits (continuations, vocab_size) of their last tokens.
         """
         joining = [one for one in live if one.sequence < 0]
         if joining:
@@ -181,42 +182,42 @@ class Engine(ABC):
         self.release([one.sequence for one in continuations if one.sequence >= 0])
 
     def release(self, sequences: Sequence[int]) -> None:
-        """Free what the sequences hold; their handles are invalid from then on."""
+        """Free the memory of the sequences and invalidate their handles."""
         for sequence in sequences:
             self._release(sequence)
 
     def close(self) -> None:  # noqa: B027  (most engines hold nothing but memory)
-        """End the process that the engine runs in, where it has one."""
+        """Stop the engine's own process, if it runs in one."""
 
     @abstractmethod
     def memory(self) -> MemoryReport:
-        """Return the bytes of the cache, as allocated."""
+        """Return the allocated bytes of the cache."""
 
     @abstractmethod
     def _prefill_batch(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
-        """As `prefill`, of checked prompts."""
+        """Implement `prefill` for prompts that passed the checks."""
 
     @abstractmethod
     def _decode(self, sequences: Sequence[int], tokens: Sequence[int]) -> Logits:
-        """As `decode`, of a checked step."""
+        """Implement `decode` for arguments that passed the checks."""
 
     @abstractmethod
     def _release(self, sequence: int) -> None:
-        """Free what one sequence holds."""
+        """Free the memory of one sequence."""
 
     def can(self, capability: Callable[..., object]) -> bool:
-        """Return whether the engine has one of the methods below, as in `engine.can(Engine.fork)`."""
+        """Return whether the engine implements an optional method, for example `engine.can(Engine.fork)`."""
         return getattr(type(self), capability.__name__) is not getattr(Engine, capability.__name__)
 
     def corrupt_key_scale(self, factor: float) -> None:
-        """Plant the must-fail control's fault: multiply the key scales that decoding reads, or stored keys without scales."""
+        """Plant the must-fail control's fault: multiply the key scales that decoding reads, or unscaled stored keys."""
         self.corrupt_scale(Side.KEY, factor)
 
     def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
-        """Multiply the scales that decoding reads keys or values with, or what is stored where there are none.
+        """Multiply the scales that decoding dequantizes keys or values with; without scales, multiply the stored numbers.
 
-        The scales are those of one layer and one of its KV heads, or of all, of stored and of later tokens; the codes stay
-        right. A layer whose heads share a scale takes all of them. The inverse factor takes the fault back.
+        `layer` and `head` (a KV head) limit the fault; None means all. If the heads of a layer share a scale, all heads are
+        affected. The fault applies to stored and to later tokens and leaves the codes unchanged. The inverse factor undoes it.
         """
         raise NotImplementedError
 
@@ -224,70 +225,70 @@ class Engine(ABC):
         raise NotImplementedError
 
     def fork(self, sequence: int) -> int:
-        """Start a sequence with the same tokens, which shares the full pages of the first, and return its handle."""
+        """Start a sequence with the same tokens that shares the original's full pages, and return its handle."""
         raise NotImplementedError
 
     def extend(self, sequence: int, tokens: Sequence[int]) -> Logits:
-        """Append tokens of a prompt to a sequence, as a later chunk of its prefill; return the logits (V,) of the last."""
+        """Append prompt tokens to a sequence as a later chunk of its prefill; return the last token's logits (vocab_size,)."""
         raise NotImplementedError
 
     def forced(self, tokens: Sequence[int], first: int) -> Logits:
-        """Compute forced decode of a whole sequence in one pass; no sequence stays in the engine.
+        """Compute the forced decode of a whole sequence in one pass; no sequence stays in the engine.
 
-        Row r of the logits (len(tokens) - first, vocab_size) is what `decode` returns for tokens[first + r] after `prefill` of
-        tokens[:first], at least one token, and `decode` of the tokens between. Raises UserError where the tokens are none, or
-        outside the vocabulary; ValueError where `first` leaves no prefix, or no token to score.
+        Return logits (len(tokens) - first, vocab_size). Row r equals the result of `decode` for tokens[first + r] after
+        `prefill` of tokens[:first] and `decode` of the tokens between. Raises UserError if `tokens` is empty or holds ids
+        outside the vocabulary; ValueError if `first` leaves an empty prefix or no token to score.
         """
         raise NotImplementedError
 
     def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
-        """Return what `forced` returns of each (tokens, first), of requests that are in flight at once.
+        """Return the logits of `forced` for each (tokens, first), with all requests in flight at once.
 
-        An engine that can serves whole requests: what it decodes together is requests, not steps.
+        For engines that serve whole requests and batch them by themselves.
         """
         raise NotImplementedError
 
     def forced_reusing(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
-        """Return what `forced` returns of each (tokens, first), with every prefix taken from the cache of earlier requests."""
+        """Return the logits of `forced` for each (tokens, first); every prefix comes from the cache of earlier requests."""
         raise NotImplementedError
 
     def drafting(self, requests: Sequence[tuple[Sequence[int], int]], tokens: int, ngram: int) -> Drafting:
         """Answer each (prompt, number of tokens) greedily, with the engine's own prompt lookup.
 
-        It proposes at most `tokens` tokens after at most the last `ngram` ones.
+        The lookup matches at most the last `ngram` tokens and proposes at most `tokens` tokens.
         """
         raise NotImplementedError
 
     def press(
         self, plays: Sequence[Sequence[tuple[Sequence[int], int]]], rows: int, pages: int | None = None
     ) -> list[list[Pressed]]:
-        """Serve plays of requests, (tokens, first) as `forced` takes them, all requests of a play sent at once.
+        """Serve rounds (`plays`) of requests, each request (tokens, first) as in `forced`; a round's requests start at once.
 
-        Return of each request the logits of its last `rows` tokens. With `pages`, all plays share a pool of so many pages of
-        PAGE_TOKENS that keeps the beginnings of prompts: requests wait, give way to older ones, and are computed again.
-        Without, every request has room and no beginning is reused.
+        A request's result includes the logits of its last `rows` tokens. With `pages`, all rounds share a pool of that
+        number of pages of PAGE_TOKENS tokens, which keeps prompt prefixes: requests wait, are preempted by older requests, and
+        are recomputed. Without `pages`, every request has room and no prefix is reused.
         """
         raise NotImplementedError
 
     def stored(self, sequence: int) -> Sequence[Mapping[Side, StoredCopy]]:
-        """Return the copies of every layer that a sequence's pages hold. The exact tokens' own buffers are no part of it."""
+        """Return, for each layer, the copies in the pages of a sequence, without the buffers of exact tokens."""
         raise NotImplementedError
 
     def stored_request(self, number: int) -> Sequence[Mapping[Side, StoredCopy]]:
-        """Return what the cache held of a request of the last `forced_together`, as `stored`.
+        """Return the cache content of request `number` of the last `forced_together`, in the form of `stored`.
 
-        Empty where the engine cannot tell how its cache lies in memory.
+        The result is empty if the engine cannot describe the memory layout of its cache.
         """
         raise NotImplementedError
 
     def delivery(self) -> Sequence[LayerDelivery]:
-        """Return, by layer, the scales that an engine of another library loaded from its checkpoint by itself."""
+        """Return, by layer, the scales that another library's engine loaded from its checkpoint."""
         raise NotImplementedError
 
     def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
-        """Return the times of `steps` decode steps after the first token of every prompt.
+        """Time `steps` decode steps after the first token of every prompt.
 
-        For an engine of whole requests, whose steps cannot be timed from outside.
+        For engines that serve whole requests, whose steps cannot be timed from outside.
         """
         raise NotImplementedError
 

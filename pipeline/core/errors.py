@@ -1,4 +1,4 @@
-"""Errors that a person or CI can act on, and their exit codes. Any other exception is a defect of kvgate: exit code 1."""
+"""Errors that a user or CI can act on, with their exit codes. Any other exception is a bug in kvgate (exit code 1)."""
 
 import errno
 from collections.abc import Sequence
@@ -7,15 +7,15 @@ from pipeline.core.redaction import printable, redact_text
 
 
 class UserError(ValueError):
-    """Bad input. The message has one line for each problem, which names the key, the value and the fix."""
+    """Bad input. The message has one line per problem with the key, the value and the fix."""
 
 
 class GateRefusal(Exception):
-    """A gate refused the candidate, or the replayed evidence differs from what was judged. Nothing was promoted."""
+    """A gate refused the candidate, or the replayed evidence differs from the judged evidence. Nothing was promoted."""
 
 
 class CannotBeJudged(GateRefusal):
-    """The baseline itself gets kinds of work wrong: nothing would show what a candidate loses of them."""
+    """The baseline itself fails some workloads, so that a candidate's losses on these workloads would not show."""
 
     def __init__(self, message: str, weak: Sequence[str], able: Sequence[str]) -> None:
         super().__init__(message)
@@ -23,13 +23,13 @@ class CannotBeJudged(GateRefusal):
 
 
 class MissingRequirement(Exception):
-    """This machine lacks something. The message names it and how to get it."""
+    """A requirement that this machine lacks. The message names the requirement and how to get it."""
 
 
 EXIT_CODES: dict[type[Exception], int] = {UserError: 2, GateRefusal: 3, MissingRequirement: 4}
 DEFECT = 1
 INTERRUPTED = 130
-"""Ctrl-C or SIGTERM, as shells number it."""
+"""Exit code after Ctrl-C or SIGTERM, as in shells."""
 
 SEVERITY = (0, 3, 4, 2, INTERRUPTED, DEFECT)
 """Exit codes from good to bad. A sweep exits with the worst code of its jobs."""
@@ -38,13 +38,13 @@ REFUSALS = tuple(EXIT_CODES)
 
 
 OF_THE_MACHINE = (OSError, MemoryError)
-"""Exceptions of Python's own that a machine causes: it lacks room, a permission, memory."""
+"""Built-in exceptions that the machine causes: missing disk space, permission or memory."""
 OF_INPUT = (RecursionError, UnicodeError)
-"""Those that input causes: nested too deep for a parser, or no text."""
+"""Built-in exceptions that input causes: nesting too deep for a parser, or invalid text."""
 STORES = ("mlflow", "sqlalchemy", "sqlite3", "alembic", "psycopg", "psycopg2", "pymysql")
-"""Libraries whose exceptions say what is wrong with the tracking store."""
+"""Libraries whose exceptions mean that the tracking store failed."""
 CLUSTERS = ("submitit",)
-"""Libraries that raise within a job when the cluster ends it: its time is over."""
+"""Libraries that raise inside a job if the cluster ends the job because of its time limit."""
 
 OS_FIXES = {
     errno.ENOSPC: "free some room there, or give another workdir",
@@ -60,11 +60,11 @@ OS_FIXES = {
     errno.ENOTDIR: "move away what lies there, or give another path",
     errno.EISDIR: "move away what lies there, or give another path",
 }
-"""What to do, by the number of an OSError."""
+"""Fix for each errno of an OSError."""
 
 
 DEBUG_VARIABLE = "KVGATE_DEBUG"
-"""Environment variable: 1 shows where an exception came from that is no refusal."""
+"""Environment variable; 1 shows the traceback of an unexpected exception."""
 
 
 def exit_code(error: BaseException) -> int:
@@ -79,14 +79,14 @@ def exit_code(error: BaseException) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """Return what a person is told of the exception that ends a process: a line for each problem, without secrets."""
+    """Return the message for the exception that ended a process: one line per problem, without secrets."""
     if isinstance(error, REFUSALS):
         return str(error)
     detail = " ".join(redact_text(str(error)).split())[:500]
     text = f"{type(error).__name__}: {detail}" if detail else type(error).__name__
     hint = "KVGATE_DEBUG=1 shows where"
     if isinstance(error, OSError) and not _is_of(STORES, error):
-        named = error.filename2 or error.filename  # of a copy the second is what is written
+        named = error.filename2 or error.filename  # filename2 is the target of a copy, which is written
         place = f"{named}: " if named is not None else ""
         fix = OS_FIXES.get(error.errno or 0, f"make it usable and run it again; {hint}")
         return redact_text(f"{place}{error.strerror or detail or type(error).__name__}; {fix}")
@@ -111,7 +111,7 @@ def _is_of(libraries: tuple[str, ...], error: BaseException) -> bool:
 
 
 def short(value: object, most: int = 60) -> str:
-    """Return a value of a file as a message shows it: in one line of at most so many characters."""
+    """Return a value for a message: printable, on one line of at most `most` characters."""
     if isinstance(value, int) and abs(value) >= 1 << 64:
         return "an integer of many digits"
     text = printable(str(value))

@@ -1,6 +1,6 @@
-"""Cache formats: which numbers are stored, what shares a scale, where the scale comes from, and the bytes of all that.
+"""Cache formats: the code type, the granularity and source of scales, and the stored bytes.
 
-pipeline/formats has the numbers themselves.
+pipeline/formats implements the arithmetic.
 
 Legend: D = head_dim, H = num_kv_heads. A scale is a dequantization factor: x ~ code * scale + zero.
 """
@@ -22,44 +22,45 @@ Arithmetic = Literal["kvgate", "vllm_turboquant", "vllm_token_head"]
 class Format(StrictModel):
     """The stored form of one side of the cache (keys or values).
 
-    granularity says what shares a scale: `per_tensor` one per layer, `per_head` one per KV head, `per_channel` one per KV
-    head and channel (all static, fixed at build time); `per_token` one per token and KV head, `per_group` one per token,
-    KV head and `group_size` channels (both dynamic, stored beside the codes as float16).
-    scale says where it comes from: `calibrated` by ModelOpt, `uncalibrated` is 1.0, `dynamic` is computed from the tokens that
-    share it when they are written.
-    symmetric=false stores a zero beside every scale: the value of code 0, the smallest of what shares it.
-    rotation=hadamard multiplies every head's vector by the orthonormal Hadamard matrix before anything else, which spreads
-    outlier channels; queries are rotated alike and outputs rotated back, so that the attention is unchanged.
+    granularity: the numbers that share a scale. Static scales are fixed at build time: `per_tensor` has one scale per layer,
+    `per_head` one per KV head, `per_channel` one per KV head and channel. Dynamic scales are stored with the codes as float16:
+    `per_token` has one scale per token and KV head, `per_group` one per token, KV head and `group_size` channels.
+    scale: the source of the scales. `calibrated` scales are measured by ModelOpt, `uncalibrated` scales are 1.0, and `dynamic`
+    scales are computed from the new tokens when they are written.
+    symmetric: false stores a zero point with every scale. The zero point is the value of code 0, the smallest number of its
+    group.
+    rotation: `hadamard` multiplies every head's vector by the orthonormal Hadamard matrix before quantization, which spreads
+    outlier channels. Queries are rotated too and outputs are rotated back, so that the attention is unchanged.
 
     dtype=nvfp4 has two scales: x ~ code * block scale * layer scale. Codes are E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6, and a sign).
-    Each 16 channels of a token and KV head have an E4M3 scale, dynamic and stored beside the codes; it is in units of one
-    float32 scale of the layer and side, which is calibrated. The block's largest magnitude becomes 6.
+    Every 16 channels of a token and KV head share a dynamic E4M3 block scale, which is stored with the codes. The layer scale
+    is a calibrated float32 per layer and side. The largest magnitude of a block becomes 6.
 
-    dtype=q8_0 and q4_0 are llama.cpp's types: blocks of 32 channels, in its rounding and bytes. Only they take
-    rotation=hadamard_64, the Hadamard matrix of each 64 channels, as llama.cpp rotates values.
+    dtype=q8_0 and dtype=q4_0 are llama.cpp's types: blocks of 32 channels, with llama.cpp's rounding and byte layout. Only
+    these types support rotation=hadamard_64, which rotates every 64 channels, as llama.cpp rotates values.
 
-    arithmetic names the library whose rounding codes, scales and zeros have. Two are vLLM's, with a scale per token and head,
-    so that an engine here computes what vLLM computes. `vllm_turboquant`: values of turboquant_k8v4, INT4 codes of the
-    unrounded range and minimum, rounded half up; kvgate's own are of the stored ones. `vllm_token_head`: int8_per_token_head
-    and fp8_per_token_head, whose scales are float32; and int4_per_token_head: rotation=signed_hadamard (vLLM's own signs, then
-    the Hadamard matrix of -1 and 1), a zero that is a whole number of codes, and one float32 for both, the zero in the four
-    lowest bits of the scale.
+    arithmetic: the library whose rounding the format reproduces. Two arithmetics are vLLM's, with a scale per token and head,
+    so that an engine here computes the same numbers as vLLM. `vllm_turboquant` reproduces the values of turboquant_k8v4: INT4
+    codes computed from the unrounded range and minimum, rounded half up (kvgate's own codes use the stored, rounded ones).
+    `vllm_token_head` reproduces int8_per_token_head and fp8_per_token_head, with float32 scales, and int4_per_token_head, with
+    rotation=signed_hadamard (vLLM's random signs, then the Hadamard matrix of -1 and 1). The zero point of the INT4 type is a
+    whole number of codes, stored in the four lowest bits of the float32 scale.
     """
 
     dtype: str
-    """Type of a code: fp16, bf16, fp8_e4m3, fp8_e5m2, int8, int4, nvfp4; llama.cpp's q8_0 and q4_0."""
+    """Type of the codes: fp16, bf16, fp8_e4m3, fp8_e5m2, int8, int4, nvfp4, or llama.cpp's q8_0 and q4_0."""
     granularity: Granularity = "none"
-    """What shares a scale: a layer, a KV head, a channel, a token of a head, or a group of channels of a token."""
+    """Numbers that share a scale: a layer, a KV head, a channel, a token of a head, or a group of channels of a token."""
     group_size: int | None = None
-    """Channels of a group: 16, 32, 64 or 128; null unless granularity is per_group."""
+    """Channels per group: 16, 32, 64 or 128; null unless granularity is per_group."""
     symmetric: bool = True
-    """Whether code 0 is 0; false stores a zero beside each scale."""
+    """Whether code 0 means 0; false stores a zero point with every scale."""
     scale: ScaleSource = "none"
-    """Where the scale comes from: ModelOpt's calibration, 1.0 (uncalibrated), or the token itself (dynamic)."""
+    """Source of the scales: ModelOpt's calibration, the constant 1.0 (uncalibrated), or the token itself (dynamic)."""
     rotation: Rotation = "none"
-    """Exact rotation of every head before quantization; hadamard_64 is of llama.cpp's types, signed_hadamard of vLLM's."""
+    """Rotation of every head before quantization; hadamard_64 is for llama.cpp's types, signed_hadamard for vLLM's."""
     arithmetic: Arithmetic = "kvgate"
-    """Whose rounding a scale per token and head has."""
+    """Library whose rounding is reproduced."""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -127,17 +128,17 @@ class Format(StrictModel):
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is scaled: fp16 or bf16."""
+        """Whether the numbers are stored without scales: fp16 or bf16."""
         return self.code.kind == "exact"
 
     @property
     def static(self) -> bool:
-        """Whether all scales are fixed at build time (and stored once, not per token)."""
+        """Whether all scales are fixed at build time and stored once, not per token."""
         return self.granularity in ("per_tensor", "per_head", "per_channel")
 
     @property
     def static_granularity(self) -> Granularity | None:
-        """What shares a scale that is fixed at build time: with blocks the layer, whose scale theirs are in units of."""
+        """Granularity of the static scales: per_tensor for formats with blocks (their layer scale); None for dynamic scales."""
         if self.code.block is not None:
             return "per_tensor"
         return self.granularity if self.static else None
@@ -148,16 +149,16 @@ class Format(StrictModel):
 
     @property
     def largest(self) -> float:
-        """The largest magnitude in units of a symmetric static scale, which is amax over this."""
+        """The largest magnitude in units of a symmetric static scale: scale = amax / largest."""
         return self.code.limit * self.code.block_limit
 
     def static_scales(self, kv_heads: int, head_dim: int) -> int:
-        """Return the number of a layer's scales that are fixed at build time: 1, H or H * D; 0 when they are dynamic."""
+        """Return the number of static scales per layer: 1, H or H * D; 0 if the scales are dynamic."""
         counts = {"per_tensor": 1, "per_head": kv_heads, "per_channel": kv_heads * head_dim}
         return counts[self.static_granularity] if self.static_granularity else 0
 
     def scales_per_token(self, head_dim: int) -> int:
-        """Return the stored scales of one token of one KV head: 0 if static or exact, 1 per token, D / group_size per group."""
+        """Return the stored scales per token and KV head: 0 if static or exact, 1 per token, D / group_size per group."""
         if self.granularity == "per_group":
             assert self.group_size is not None
             return head_dim // self.group_size
@@ -167,7 +168,7 @@ class Format(StrictModel):
         return head_dim * self.code.bits // 8
 
     def token_bytes(self, head_dim: int) -> int:
-        """Return the bytes of one token of one KV head, its scales and zeros included."""
+        """Return the bytes per token and KV head, including scales and zero points."""
         return self.code_bytes(head_dim) + self.parameter_bytes * self.scales_per_token(head_dim)
 
     @property
@@ -176,9 +177,9 @@ class Format(StrictModel):
         return self.code.scale_storage.bytes + (0 if zero is None else zero.bytes)
 
     def refuse_head_dim(self, head_dim: int) -> str | None:
-        """Return why this format cannot hold heads of `head_dim` channels, None when it can.
+        """Return why this format does not support heads of `head_dim` channels; None if it does.
 
-        The reason begins with the key below the format, and says what to choose.
+        The reason begins with the field's name and ends with the fix.
         """
         if self.group_size is not None and head_dim % self.group_size:
             choice = "choose one that does, or granularity=per_token"
@@ -193,5 +194,5 @@ class Format(StrictModel):
 
 
 WeightsFormat = Literal["none", "fp8", "int8_sq", "int4_awq"]
-"""Of a checkpoint's weights. none: untouched; fp8: E4M3 weights and inputs; int8_sq: INT8 SmoothQuant, both too; int4_awq: INT4
-weights, AWQ."""
+"""Formats of a checkpoint's weights. none: unchanged; fp8: E4M3 weights and inputs; int8_sq: INT8 weights and inputs with
+SmoothQuant; int4_awq: INT4 weights with AWQ."""

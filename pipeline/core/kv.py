@@ -1,4 +1,4 @@
-"""KV policies: which format every part of the cache has, and exactly how many bytes that takes.
+"""KV policies: the format of every part of the cache, and the exact number of bytes.
 
 Legend: D = head_dim, H = num_kv_heads, L = num layers. A scale is a dequantization factor: x ~ code * scale + zero.
 """
@@ -14,17 +14,17 @@ from pipeline.core.formats import Format
 from pipeline.core.strict import StrictModel
 
 PAGE_TOKENS = 64
-"""Tokens in a page of the pool, fixed by the page layout that every backend and kernel shares."""
+"""Tokens per page of the pool; fixed by the page layout that all backends and kernels share."""
 
 EXACT_BYTES = 2
-"""Sink and recent tokens are kept as float16."""
+"""Bytes per number of sink and recent tokens, which are stored as float16."""
 
 POLICY_FILE = "kv_policy.json"
-"""A KVPolicy, beside the quantized checkpoint and in every engine bundle."""
+"""File with a KVPolicy in a quantized checkpoint's folder and in every engine bundle."""
 
 
 class Side(StrEnum):
-    """One stored copy of a layer's keys or values. Its value is its name in files and in the inputs of graphs."""
+    """A stored copy of a layer's keys or values. The enum value is the name in files and of graph inputs."""
 
     KEY = "key"
     VALUE = "value"
@@ -50,31 +50,31 @@ class Side(StrEnum):
 
 @dataclass(frozen=True)
 class KVShape:
-    """The part of a model's shape that the cache depends on."""
+    """Dimensions of a model that determine the shape of its cache."""
 
     layers: int
     kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...] = ()
-    """By layer, the latest tokens that it attends to, the attending one included; None for all. Empty where no layer slides."""
+    """Sliding window by layer in tokens, including the attending token; None for full attention. Empty if no layer slides."""
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 
     @property
     def reach(self) -> int | None:
-        """The latest tokens beyond which no layer attends; None where some layer attends to all."""
+        """Longest sliding window of the model in tokens; None if any layer has full attention."""
         slid = [window for window in self.windows if window is not None]
         return max(slid) if slid and len(slid) == self.layers else None
 
 
 def page_count(tokens: int) -> int:
-    """Return the pages of so many tokens."""
+    """Return the number of pages that `tokens` tokens occupy."""
     return -(-tokens // PAGE_TOKENS)
 
 
 def whole_pages(tokens: int) -> int:
-    """Return `tokens` rounded up to the end of a page. Whole pages count as judged, since every offset of a page is visited."""
+    """Return `tokens` rounded up to whole pages. Whole pages count as judged, since every offset of a page is visited."""
     return page_count(tokens) * PAGE_TOKENS
 
 
@@ -84,18 +84,18 @@ def first_recent_page(length: int, tokens: int) -> int:
 
 
 class Window(StrictModel):
-    """A finer format for the latest tokens. A page is in the window while any of its tokens is among the last `tokens`.
+    """A finer format for the latest tokens. A page is in the window while any of its tokens is among the last `tokens` tokens.
 
-    Pages in the window are stored twice. When a page leaves the window its second copy is freed; the codes that remain are
-    not rounded again. A side without a format for the window is stored once, as outside of the window.
+    Pages in the window are stored twice. When a page leaves the window, its finer copy is freed; the remaining codes are not
+    rounded again. A side without a window format is stored only once.
     """
 
     tokens: Annotated[int, Field(ge=PAGE_TOKENS, le=1 << 20, multiple_of=PAGE_TOKENS)]
-    """Tokens that are in the window, whole pages of 64."""
+    """Length of the window in tokens, a multiple of 64 (whole pages)."""
     key: Format | None = None
-    """Format of the keys in the window; null is that of all keys."""
+    """Format of the keys in the window; null keeps the policy's key format."""
     value: Format | None = None
-    """Format of the values in the window; null is that of all values."""
+    """Format of the values in the window; null keeps the policy's value format."""
 
     @model_validator(mode="after")
     def _has_a_format(self) -> Self:
@@ -108,27 +108,27 @@ class Window(StrictModel):
 
 
 class Eviction(StrictModel):
-    """Only the pages of the first `sink_tokens` and of the last `window_tokens` are kept, in all layers alike.
+    """Eviction of all pages but the first `sink_tokens` and the last `window_tokens`, in all layers.
 
-    Without sinks this is a sliding window, with them it is StreamingLLM's cache (arXiv 2309.17453), in whole pages: a page is
-    kept while any of its tokens is among the last. Tokens keep the positions at which they were rotated, where StreamingLLM
-    numbers them anew by their place in the cache. Pages leave when tokens are appended, so that the tokens of a prefill chunk
-    attend to all before them in the chunk, however long it is.
+    Without sinks this is a sliding window; with sinks it is StreamingLLM's cache (arXiv 2309.17453). Both work in whole pages:
+    a page is kept while any of its tokens is among the last `window_tokens`. Tokens keep the rotary positions at which they
+    were stored, whereas StreamingLLM renumbers them by their index in the cache. Pages are evicted when tokens are appended,
+    so the tokens of a prefill chunk attend to all earlier tokens of the chunk, even if the chunk exceeds the window.
 
-    With `heavy_tokens` it is H2O's cache (arXiv 2306.14048). Each layer and KV head keeps tokens of its own then, so that
-    single tokens are lost, no pages, and no page table can say which.
+    With `heavy_tokens` this is H2O's cache (arXiv 2306.14048). Then each layer and KV head evicts single tokens of its own
+    choice, which a page table cannot represent.
     """
 
     window_tokens: Annotated[int, Field(ge=PAGE_TOKENS, le=1 << 20, multiple_of=PAGE_TOKENS)]
-    """Latest tokens that are kept, whole pages of 64."""
+    """Latest tokens that are kept, a multiple of 64 (whole pages)."""
     sink_tokens: Annotated[int, Field(ge=0, le=1 << 16, multiple_of=PAGE_TOKENS)] = 0
-    """First tokens that are kept, whole pages of 64."""
+    """First tokens that are kept, a multiple of 64 (whole pages)."""
     heavy_tokens: Annotated[int, Field(ge=0, le=1 << 20, multiple_of=PAGE_TOKENS)] = 0
-    """Of the tokens before the last ones, so many with the most attention are kept, by layer and KV head."""
+    """Number of tokens before the window that each layer and KV head keeps: those with the most attention."""
 
 
 class LayerOverride(StrictModel):
-    """Other formats for some layers (0 is the first). An overridden side is stored once: the window does not apply to it."""
+    """Other formats for some layers (0 is the first). An overridden side is stored once, without a copy for the window."""
 
     layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, strict=False)]
     key: Format | None = None
@@ -145,28 +145,28 @@ class LayerOverride(StrictModel):
 
 
 class KVPolicy(StrictModel):
-    """The formats of a cache: one for keys, one for values, and exceptions from them.
+    """The formats of a cache: one for keys, one for values, and exceptions.
 
-    The exceptions are the first and the latest tokens, which are also kept exact (float16), a window of the latest tokens
-    with finer formats, and single layers. With `eviction` the cache does not keep every token.
+    The first and the latest tokens can also be kept exact (float16). A window of the latest tokens can have finer formats, and
+    single layers can have formats of their own. With `eviction` the cache does not keep every token.
     """
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=64)
-    """What reports and the registry call the policy."""
+    """Name of the policy in reports and in the registry."""
     key: Format
     """Format of the keys."""
     value: Format
     """Format of the values."""
     sink_tokens: int = Field(default=0, ge=0, le=1024)
-    """First tokens of a sequence that are kept in float16 as well."""
+    """Number of first tokens per sequence that are also kept in float16."""
     recent_tokens: int = Field(default=0, ge=0, le=4096)
-    """Latest tokens of a sequence that are kept in float16 as well."""
+    """Number of latest tokens per sequence that are also kept in float16."""
     window: Window | None = None
-    """A finer format for younger tokens, as in conf/kv/fp8k_int4v_aged.yaml."""
+    """Finer format for the latest tokens, for example in conf/kv/fp8k_int4v_aged.yaml; null for none."""
     eviction: Eviction | None = None
-    """Which tokens are kept at all, as in conf/kv/fp8_streaming.yaml; null keeps all."""
+    """Rule that drops tokens from the cache, for example in conf/kv/fp8_streaming.yaml; null keeps all tokens."""
     overrides: Annotated[tuple[LayerOverride, ...], Field(strict=False)] = ()
-    """Other formats for single layers, as in conf/kv/int4_guarded.yaml."""
+    """Other formats for single layers, for example in conf/kv/int4_guarded.yaml."""
 
     @model_validator(mode="after")
     def _one_override_a_layer(self) -> Self:
@@ -193,14 +193,14 @@ class KVPolicy(StrictModel):
                 f"least {whole_pages(self.sink_tokens)}"
             )
         if self.recent_tokens and PAGE_TOKENS % self.recent_tokens:
-            # An exact token's slot in its buffer follows from its place among the tokens that are kept.
+            # The buffer slot of an exact token is computed from its index among the kept tokens.
             raise ValueError(f"recent_tokens={self.recent_tokens} must divide a page of {PAGE_TOKENS} tokens with eviction")
         if self.window is not None and self.window.tokens > latest:
             raise ValueError(f"window.tokens={self.window.tokens} must be at most eviction.window_tokens={latest}")
         return self
 
     def sides(self, layer: int) -> dict[Side, Format]:
-        """Return the format of every stored copy of a layer's keys and values, in the order of Side."""
+        """Return the formats of all stored copies of a layer's keys and values, in the order of Side."""
         formats: dict[Side, Format] = {Side.KEY: self.key, Side.VALUE: self.value}
         if self.window is not None:
             formats |= {Side.WINDOW_KEY: self.window.key} if self.window.key is not None else {}
@@ -214,7 +214,7 @@ class KVPolicy(StrictModel):
         return formats
 
     def format_key(self, side: Side, layer: int) -> str:
-        """Return the configuration key that gives one layer's format of a side: `kv.overrides.0.key`, say."""
+        """Return the configuration key of the format of a side in one layer, for example `kv.overrides.0.key`."""
         for number, override in enumerate(self.overrides):
             if layer in override.layers and override.form(side) is not None:
                 return f"kv.overrides.{number}.{side.base}"
@@ -222,7 +222,7 @@ class KVPolicy(StrictModel):
 
     @property
     def formats(self) -> tuple[tuple[str, Format], ...]:
-        """Every format with the configuration key below `kv.` that gives it."""
+        """Every format of the policy with its configuration key below `kv.`."""
         listed: list[tuple[str, Format | None]] = [("key", self.key), ("value", self.value)]
         if self.window is not None:
             listed += [("window.key", self.window.key), ("window.value", self.window.value)]
@@ -236,7 +236,7 @@ class KVPolicy(StrictModel):
 
     @property
     def exact_tokens(self) -> int:
-        """Tokens per sequence that are also kept as float16 (the pool holds every token, these included)."""
+        """Tokens per sequence that are also kept as float16. The pool holds every token, including these."""
         return self.sink_tokens + self.recent_tokens
 
     @property
@@ -244,10 +244,11 @@ class KVPolicy(StrictModel):
         return 0 if self.eviction is None else self.eviction.sink_tokens // PAGE_TOKENS
 
     def latest_tokens(self, shape: KVShape) -> int | None:
-        """Return the latest tokens whose pages the cache keeps, besides those of the sinks; None for all.
+        """Return how many of the latest tokens keep their pages, apart from the sinks; None if all tokens do.
 
-        Without eviction these are the tokens that some layer of the model may still attend to. All layers share their pages, so
-        that one layer with full attention keeps all. So do exact tokens, whose slots count from the sequence's first token.
+        Without eviction the cache keeps the tokens that any layer of the model may still attend to. All layers share their
+        pages, so one layer with full attention keeps all tokens. Exact tokens also keep all tokens, because their slots are
+        numbered from the first token of the sequence.
         """
         if self.eviction is not None:
             return None if self.eviction.heavy_tokens else self.eviction.window_tokens
@@ -256,23 +257,23 @@ class KVPolicy(StrictModel):
         return max(shape.reach, 0 if self.window is None else self.window.tokens)
 
     def evicted_pages(self, length: int, shape: KVShape) -> range:
-        """Return the pages that a model's cache of `length` tokens has lost; the next ones hold its latest tokens."""
+        """Return the pages that a cache of `length` tokens has evicted; the pages after the range hold the latest tokens."""
         latest, sinks = self.latest_tokens(shape), self.sink_pages
         return range(sinks, sinks if latest is None else max(sinks, first_recent_page(length, latest)))
 
     def kept_tokens(self, length: int, shape: KVShape) -> int:
-        """Return how many of a sequence's `length` tokens a model's cache holds."""
+        """Return how many tokens the cache holds of a sequence of `length` tokens."""
         if self.eviction is not None and self.eviction.heavy_tokens:
             return min(length, self.eviction.heavy_tokens + self.eviction.window_tokens)
         return length - PAGE_TOKENS * len(self.evicted_pages(length, shape))
 
     def kept_pages(self, length: int, shape: KVShape) -> int:
-        """Return the pages of the pool that a cache of `length` tokens holds."""
+        """Return how many pages of the pool a sequence of `length` tokens holds."""
         return page_count(self.kept_tokens(length, shape))
 
     @property
     def takes_effect(self) -> dict[str, int]:
-        """Return the keys that change nothing in short sequences, each with the tokens of the shortest that it changes."""
+        """Return the keys that only affect long sequences, each with the shortest affected length in tokens."""
         tokens: dict[str, int] = {}
         if self.exact_tokens and self.quantized:
             tokens["kv.recent_tokens" if self.recent_tokens else "kv.sink_tokens"] = self.exact_tokens + 1
@@ -284,7 +285,7 @@ class KVPolicy(StrictModel):
         return tokens
 
     def check_shape(self, shape: KVShape) -> None:
-        """Raise UserError when a format does not fit the model's heads, an override its layers, or an eviction its windows."""
+        """Raise UserError if a format does not fit the model's heads, an override its layers, or an eviction its windows."""
         if self.eviction is not None and shape.windows:
             slides = sum(window is not None for window in shape.windows)
             raise UserError(
@@ -303,10 +304,10 @@ class KVPolicy(StrictModel):
                 )
 
     def bytes_per_token(self, shape: KVShape) -> int:
-        """Return the bytes that a token takes in the pools of all layers while it is kept, per-token scales included.
+        """Return the bytes per kept token in the pools of all layers, including per-token scales.
 
-        The copies of sinks, recent tokens and the window are bounded per sequence: see `exact_bytes` and
-        `window_page_bytes`.
+        The copies of sinks, recent tokens and the window are not included, since they are bounded per sequence: see
+        `exact_bytes` and `window_page_bytes`.
         """
         return self._token_bytes(shape, in_window=False)
 
@@ -314,7 +315,7 @@ class KVPolicy(StrictModel):
         return pages * PAGE_TOKENS * self.bytes_per_token(shape)
 
     def window_page_bytes(self, shape: KVShape) -> int:
-        """Return the bytes of the second copies of one page in the window, all layers."""
+        """Return the bytes of the finer copies of one page in the window, in all layers."""
         return PAGE_TOKENS * self._token_bytes(shape, in_window=True)
 
     def _token_bytes(self, shape: KVShape, *, in_window: bool) -> int:
@@ -326,34 +327,33 @@ class KVPolicy(StrictModel):
         )
 
     def window_pages(self, length: int) -> int:
-        """Return the pages in the window of a cache of `length` tokens, 0 without a window."""
+        """Return how many pages of a cache of `length` tokens are in the window; 0 without a window."""
         if self.window is None:
             return 0
         return page_count(length) - self.window.first_page(length)
 
     def exact_bytes(self, shape: KVShape, sequences: int) -> int:
-        """Return the bytes of the float16 sink and recent buffers of `sequences` sequences, keys and values, all layers."""
+        """Return the bytes of the float16 sink and recent buffers of `sequences` sequences: keys and values, all layers."""
         return sequences * self.exact_tokens * shape.layers * shape.kv_heads * 2 * shape.head_dim * EXACT_BYTES
 
     def sequence_bytes(self, shape: KVShape, tokens: int) -> int:
-        """Return the bytes that one sequence of `tokens` tokens occupies: whole pages, its window and its exact buffers.
+        """Return the bytes of one sequence of `tokens` tokens: whole pages, the window and the exact buffers.
 
-        With eviction, or where every layer of the model slides, they are bounded: those of its sinks, its latest tokens and one
-        page more.
+        The bytes are bounded if the policy evicts tokens or every layer of the model slides: the sinks, the latest tokens and
+        one more page.
         """
         window = self.window_pages(tokens) * self.window_page_bytes(shape)
         return self.pool_bytes(shape, self.kept_pages(tokens, shape)) + window + self.exact_bytes(shape, 1)
 
 
 FP16_POLICY = KVPolicy(name="fp16", key=Format(dtype="fp16"), value=Format(dtype="fp16"))
-"""The baseline of every comparison."""
+"""The policy of the baseline in every comparison."""
 
 
 def live_tokens(policy: KVPolicy, shape: KVShape, budget_bytes: int, sequence_tokens: int) -> int:
-    """Return the most tokens that are held in `budget_bytes` of cache memory when every sequence is `sequence_tokens` long.
+    """Return how many tokens fit into `budget_bytes` of cache memory if every sequence has `sequence_tokens` tokens.
 
-    Tokens that are evicted, or that no layer can see any more, are not held: a policy is not better than another one for what
-    it has lost.
+    Tokens that were evicted or that no layer attends to any more do not count: a policy must not score for dropping tokens.
 
     >>> live_tokens(FP16_POLICY, KVShape(layers=2, kv_heads=1, head_dim=64), budget_bytes=1 << 20, sequence_tokens=100)
     1600

@@ -1,4 +1,4 @@
-"""Values as an override of a command line has them, in Hydra's grammar."""
+"""Conversion of values to command-line overrides in Hydra's grammar."""
 
 import re
 from collections.abc import Mapping
@@ -7,13 +7,13 @@ from pathlib import Path
 from pipeline.core.errors import UserError
 
 PLAIN = re.compile(r"(?!(?i:true|false|null|nan|inf)$)(?:\.{0,2}/|[A-Za-z_@])[\w/.@%:+-]*", re.ASCII)
-"""Texts that the grammar takes for nothing else."""
+"""Texts that Hydra's grammar reads as a string without quotes."""
 
 
 def written(value: object, key: str = "") -> str:
-    """Write a value without spaces; a text is quoted where the grammar would take it for something else.
+    """Return a value in Hydra's grammar, without spaces. Text is quoted if the grammar would read it as another type.
 
-    Raises UserError naming `key`, for what is no value of a configuration.
+    Raises UserError, which names `key`, if the value's type cannot occur in a configuration.
     """
     match value:
         case None:
@@ -21,7 +21,7 @@ def written(value: object, key: str = "") -> str:
         case bool():
             return str(value).lower()
         case int() | float():
-            return str(value)  # of NumPy's floats, repr says the type as well
+            return str(value)  # not repr(), which adds the type's name to NumPy floats
         case str() | Path():
             return str(value) if PLAIN.fullmatch(str(value)) else quoted(str(value))
         case Mapping():
@@ -32,14 +32,14 @@ def written(value: object, key: str = "") -> str:
 
 
 def differing(key: str, value: object, default: object) -> list[str]:
-    """Return the arguments that make a value of its default; none where they are equal."""
+    """Return the overrides that change `default` into `value`; an empty list if they are equal."""
     if isinstance(value, Mapping) and isinstance(default, Mapping):
         return [part for name, inner in value.items() for part in differing(f"{key}.{name}", inner, default.get(name))]
     return [] if value == default else [f"{'' if default is not None else '++'}{key}={written(value)}"]
 
 
 def quoted(text: str) -> str:
-    """Return a text as Hydra reads it unchanged: in quotes."""
+    """Return a text in quotes, so that Hydra reads it unchanged."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
     return str(QuotedString(text, Quote.single).with_quotes())

@@ -20,24 +20,24 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 Progress = Callable[[str, int, int], None]
-"""Reports a stage's progress: (what it is doing, units done, units in all). The unit may follow in brackets: `forced decode
-[tokens]`. Without units, (text, 0, 0), it is a message, which is shown at once."""
+"""Callback that reports progress: (label, units done, total units). The label may end with the unit in brackets, for example
+`forced decode [tokens]`. The call (text, 0, 0) prints a message at once."""
 
 
 def no_progress(label: str, done: int, total: int) -> None:
-    """Tell nobody."""
+    """Ignore the progress."""
 
 
 LineCheck = Literal["none", "exact", "mention", "json", "tool_call"]
 Check = Literal[LineCheck, "number"]
 
 PREFILL_CHUNK = 1024
-"""Tokens of one prefill run. They attend to each other exactly, and to earlier chunks through the quantized cache."""
+"""Tokens per prefill chunk. They attend to each other exactly, and to earlier chunks through the quantized cache."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt with a known answer: `messages`, which the tokenizer's chat template renders, or raw text in `prompt`."""
+    """A prompt with a known answer: `messages`, which the tokenizer's chat template renders, or raw text in `prompt`."""
 
     id: str
     workload: str
@@ -45,22 +45,22 @@ class Sample:
     messages: tuple[tuple[str, str], ...] = ()
     prompt: str = ""
     check: Check = "exact"
-    """How an answer is judged: not at all, as text, by what it mentions, as JSON, as a call of one of `tools`, or by its last
+    """Rule that judges the answer: none, exact text, required mentions, JSON, a call of a tool in `tools`, or the last
     number."""
     document: str = ""
-    """The bootstrap resamples the samples of one document together. Empty: the sample is a document of its own."""
+    """Document that the sample belongs to; the bootstrap resamples a document's samples together. Empty: only this sample."""
     depth: float | None = None
     """Retrieval: relative position of the needle in the prompt, 0 to 1."""
     tools: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Allowed tools and their argument names."""
     mentions: tuple[str, ...] = ()
-    """For check "mention": what a right answer mentions, all of it; the reference where it is empty."""
+    """For check "mention": texts that a right answer must all contain; if empty, the reference."""
     distractors: tuple[str, ...] = ()
-    """For check "mention": what a right answer does not mention."""
+    """For check "mention": texts that a right answer must not contain."""
     difficulty: str = ""
     """Graded workloads: "easy", "medium" or "hard"."""
     results: tuple[tuple[int, int], ...] = ()
-    """What of the reference says whether it is right, each part by its first character and its end; empty: all of it."""
+    """Character ranges (start, end) of the reference that decide whether it is right; empty: the whole reference."""
 
     @property
     def cluster(self) -> str:
@@ -69,7 +69,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of the cache, as allocated."""
+    """Allocated bytes and pages of the cache."""
 
     pool_bytes: int
     exact_bytes: int
@@ -77,17 +77,17 @@ class MemoryReport:
     pages: int
     live_tokens: int
     held_pages: int = 0
-    """Pages that are not free; 0 where an engine doesn't show it."""
+    """Pages that are not free; 0 if the engine does not report them."""
     window_pages: int = 0
-    """Pages of the second pool, which has the finer copies of a policy's window."""
+    """Pages of the second pool, which holds the finer copies of a policy's window."""
 
 
 @dataclass(frozen=True)
 class StoredCopy:
-    """One copy of consecutive tokens of one side of one layer, as it lies in an engine's memory.
+    """A stored copy of consecutive tokens of one side of one layer, in the layout of the engine's memory.
 
-    H KV heads, n tokens, W bytes and g scales of a token. The order of codes within a byte is that of
-    `pipeline.formats.spec.PACKED`.
+    Shapes: H KV heads, n tokens, W bytes and g scales per token. `pipeline.formats.spec.PACKED` defines the order of codes
+    within a byte.
     """
 
     first: int
@@ -95,59 +95,62 @@ class StoredCopy:
     codes: npt.NDArray[np.uint8]
     """(H, n, W)."""
     scale: npt.NDArray[np.float16] | npt.NDArray[np.uint8] | None
-    """(H, n, g), of NVFP4 E4M3's bytes; None for static and exact formats."""
+    """(H, n, g), E4M3 bytes for NVFP4; None for static and exact formats."""
     zero: npt.NDArray[np.float16] | None
     static_scale: npt.NDArray[np.float32] | None
-    """(1 | H, 1, 1 | D), as attention reads it; None for dynamic and exact formats."""
+    """(1 | H, 1, 1 | D), as read by attention; None for dynamic and exact formats."""
     static_zero: npt.NDArray[np.float32] | None
     evicted: tuple[int, int] = (0, 0)
-    """First and one past the last position of tokens that were evicted: theirs are zeros."""
+    """Range (start, end) of evicted positions, whose entries are zeros."""
 
 
 @dataclass(frozen=True)
 class LayerDelivery:
-    """Static scales of one layer: those that a checkpoint carries, and those that the loaded engine uses."""
+    """Static scales of one layer, in the checkpoint and in the loaded engine."""
 
     carried: dict[Side, tuple[float, ...]]
-    """A side that has none is absent."""
+    """Scales in the checkpoint; a side without scales is absent."""
     used: dict[Side, tuple[float, ...]]
+    """Scales in the loaded engine."""
 
 
 @dataclass(frozen=True)
 class LoadTimes:
     first_token_ms: list[float]
-    """Time to the first token of each prompt; prompts are prefilled alone, one after the other."""
+    """Time to first token by prompt, in milliseconds; every prompt is prefilled alone."""
     step_ms: list[float]
-    """Decode steps of all sequences together, in order."""
+    """Durations in milliseconds of the decode steps of all sequences, in order."""
     memory: MemoryReport
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """What an engine says of itself when it speculates."""
+    """Answers and counters of an engine with speculative decoding."""
 
     answers: list[list[int]]
     """Tokens of each request."""
     passes: list[int]
-    """Passes that said them, that of the prompt included."""
+    """Forward passes per request, including its prefill."""
     drafts: int
-    """The engine's own counters: proposals, and the tokens that they proposed and that were accepted."""
+    """Number of proposals, from the engine's own counters."""
     drafted: int
+    """Number of proposed tokens."""
     accepted: int
+    """Number of accepted tokens."""
 
 
 @dataclass(frozen=True)
 class Pressed:
-    """A request that was served among others, as far as the engine tells."""
+    """Result of a request that was served together with other requests, as reported by the engine."""
 
     logits: npt.NDArray[np.float32]
-    """(rows, vocab_size), of its last tokens."""
+    """(rows, vocab_size), logits of its last tokens."""
     preempted: int
-    """How often it gave way and was computed again."""
+    """Number of times that the request was preempted and recomputed."""
     reused: int
-    """Tokens of its prompt that were taken from earlier requests."""
+    """Prompt tokens that were reused from earlier requests."""
     pages: tuple[int, ...]
-    """Numbers of the pages that it held in the end."""
+    """Numbers of the pages that the request held at its end."""
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -155,10 +158,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 def in_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """Call `function` for each item, on a thread per core, and return the results in order.
+    """Call `function` for each item, with one thread per core, and return the results in order.
 
-    For functions that release the GIL: hashing, copying, and NumPy over large arrays. Raises the first call's error, and drops
-    the calls that have not started.
+    For functions that release the GIL: hashing, copying, and NumPy over large arrays. Raises the error of the first call that
+    fails, and cancels the calls that are still waiting.
     """
     items = list(items)
     if len(items) < 2:
@@ -170,17 +173,17 @@ def in_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
 
 
 def return_large_blocks() -> None:
-    """Have the C library return blocks of 8 MiB and more as soon as they are freed.
+    """Make the C library return blocks of at least 8 MiB to the system when they are freed.
 
-    Left alone glibc raises that bound with the blocks that it sees, up to 32 MiB, and keeps the holes between smaller ones: a
-    process that loads one engine after the other then peaks 0.3 GB higher.
+    By default glibc raises this threshold as it frees larger blocks, up to 32 MiB, and keeps the gaps between smaller blocks.
+    A process that loads several engines in turn then peaks 0.3 GB higher.
     """
     _libc("mallopt", M_MMAP_THRESHOLD, 8 << 20)
     _libc("mallopt", M_TRIM_THRESHOLD, 64 << 20)
 
 
 def give_back() -> None:
-    """Collect cycles, as models and graphs are, and return to the system what the C library and torch would keep."""
+    """Collect reference cycles, such as models and graphs, and return the freed memory of the C library and torch."""
     gc.collect()
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -189,12 +192,12 @@ def give_back() -> None:
 
 
 def give_back_freed() -> None:
-    """Return to the system what the C library would keep for itself."""
+    """Return the C library's freed memory to the system."""
     _libc("malloc_trim", 0)
 
 
 def _libc(name: str, *numbers: int) -> None:
-    """Call a function of the C library, where the library has one of the name."""
+    """Call a function of the C library if it exists."""
     function = getattr(ctypes.CDLL(None), name, None)
     if function is not None:
         function(*numbers)

@@ -1,7 +1,7 @@
-"""What leaves this process: secrets masked on the terminal and in the tracking store, and kept from children.
+"""Redaction of secrets on the terminal, in the tracking store and in the environment of child processes.
 
-A secret is known by its place (userinfo of a URI, an assigned password), by its shape, or because a variable of this
-process's environment that is named like one holds it. For the store texts are also clipped.
+A secret is recognized by its position (userinfo of a URI, an assigned password), by its shape, or because an environment
+variable with a name like PASSWORD holds it. Texts for the tracking store are also clipped.
 """
 
 import hashlib
@@ -22,18 +22,18 @@ PARAM_CHARS = 6000
 _SECRET_WORDS = {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "pwd", "credential", "credentials"}
 _SPECIAL_TOKENS = {"bos", "eos", "pad", "unk", "sep", "cls", "mask", "stop", "image", "per"}
 _HARMLESS_KEYS = {"kv", "artifact", "cache", "public"}
-"""Words before `key` that make it an attention key or an identifier, not a secret."""
+"""Words before `key` that indicate an attention key or an identifier, not a secret."""
 
 _USERINFO = re.compile(r"(\b[a-zA-Z][a-zA-Z0-9+.-]*://)(?:[^/\s:@\"'<>]*:[^\s\"'<>]*|[^/\s\"'<>]*)@")
-"""A password may hold a slash, so that everything up to the last @ counts as one where there is a colon before it."""
+"""A password may contain a slash, so after a colon everything up to the last @ counts as the password."""
 _ASSIGNED = re.compile(  # `api_key_env` names a variable, `password_file` a file
     r"(?i)\b(?![\w-]*_(?:env|file|path)\b)([\w-]*(?:passw(?:or)?d|\bpwd|secret|api[_-]?key|access[_-]?key|(?:access|auth|refresh|bearer)[_-]?token)[\w-]*)"
     r"(\s*[=:]\s*|\"\s*:\s*\")([^\s&\"',;]+)"
 )
 _OF_A_PATH = re.compile(r"[/\\=][\w.~+%@-]*$")
-"""The end of a text before a name that is part of a path or of a value: `/etc/` before `passwd: is a file`."""
+"""End of a text before a name that is part of a path or a value, for example `/etc/` before `passwd: is a file`."""
 LONGEST = 4096
-"""Characters of such an end."""
+"""Maximum characters that are searched for such an end."""
 _QUERY = re.compile(r"(?i)([?&](?:token|key|sig|signature|pwd)=)[^&\s\"']+")
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/-]{8,}=*")
 _SHAPES = re.compile(
@@ -44,14 +44,14 @@ _SHAPES = re.compile(
 
 
 SHORTEST = 6
-"""Characters of the shortest value of the environment that is looked for: shorter ones are parts of ordinary words."""
+"""Minimum characters of an environment value that is masked; shorter values are parts of ordinary words."""
 CLOUDS = ("AWS_", "AZURE_", "GOOGLE_", "MLFLOW_")
-"""Beginnings of the names of variables that only the tracking store has need of."""
+"""Prefixes of environment variables that only the tracking store needs."""
 
 
 def redact_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return `text` without URI userinfo, assigned passwords, bearer headers, token-like strings and secrets of `environ`."""
-    raw = getattr(environ, "_data", environ)  # of os.environ, which decodes everything each time that it is asked
+    raw = getattr(environ, "_data", environ)  # os.environ decodes all variables at each access
     for secret in _secrets(tuple(raw.items())):
         text = text.replace(secret, MASK)
     text = _USERINFO.sub(rf"\1{MASK}@", text)
@@ -62,7 +62,7 @@ def redact_text(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _without_assigned(text: str) -> str:
-    """Return a text without assigned passwords. A path, or a key's value, that a message goes on about has none."""
+    """Return a text without assigned passwords. A path or a value followed by `: message` is kept."""
     parts, at = [], 0
     while assigned := _ASSIGNED.search(text, at):
         spared = re.fullmatch(r":\s+", assigned[2]) and _OF_A_PATH.search(
@@ -74,18 +74,18 @@ def _without_assigned(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return one line of text with `?` for what a terminal would act on or cannot encode: it may quote a file."""
+    """Return one line of text with `?` for each unprintable character, since the text may quote a file."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def holds_secret(value: str) -> bool:
-    """Return whether a value, as it is or percent-decoded, is one that `redact_text` would not leave as it is."""
+    """Return whether `redact_text` would change a value or its percent-decoded form."""
     return any(redact_text(text) != text for text in {value, unquote(value)})
 
 
 @lru_cache(maxsize=8)
 def _secrets(environ: tuple[tuple[str | bytes, str | bytes], ...]) -> tuple[str, ...]:
-    """Return the secrets that variables hold, as they are and in the forms of a URI, the longest first."""
+    """Return the secrets in environment variables, plain and in the encodings of a URI, longest first."""
     values: set[str] = set()
     for name, value in (map(os.fsdecode, variable) for variable in environ):
         if secret_name(name) and not os.path.exists(value):  # GOOGLE_APPLICATION_CREDENTIALS names a file
@@ -97,7 +97,7 @@ def _secrets(environ: tuple[tuple[str | bytes, str | bytes], ...]) -> tuple[str,
 
 
 def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment of a child that has no need of secrets: without variables that are named like one or hold one."""
+    """Return the environment for a child process that needs no secrets, without variables whose name or value is secret."""
     return {
         name: value
         for name, value in environ.items()
@@ -106,7 +106,7 @@ def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]
 
 
 def nobody_reads(descriptor: int) -> None:
-    """Let what is written to a descriptor go nowhere from now on."""
+    """Discard everything that is written to a file descriptor from now on."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     if nowhere != descriptor:
         os.dup2(nowhere, descriptor)
@@ -114,7 +114,7 @@ def nobody_reads(descriptor: int) -> None:
 
 
 def open_closed() -> None:
-    """Open the standard streams that whoever started this process had closed: the next files would be taken for them."""
+    """Open the standard streams that the parent process had closed, so that later files do not get their descriptors."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
@@ -125,10 +125,10 @@ def open_closed() -> None:
 
 
 class RedactedStream:
-    """A text stream on which secrets are masked.
+    """A text stream that masks secrets.
 
-    Where it takes nothing more (its reader has gone, such as `head`; its disk is full) what is written goes nowhere: what a
-    command did decides its exit code, not who listens. A full disk is said on stderr.
+    If the stream fails (its reader, such as `head`, has exited, or the disk is full), later output is discarded, because the
+    command's result decides its exit code, not its output. A full disk is reported on stderr.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -172,7 +172,7 @@ def _words(name: str) -> list[str]:
 
 
 def secret_name(path: str) -> bool:
-    """Return whether a dotted name holds a secret. Attention keys (`kv.key.*`) and tokens (`eos_token`) do not."""
+    """Return whether a dotted name is the name of a secret. Attention keys (`kv.key.*`) and tokens (`eos_token`) are not."""
     words = _words(path)
     if _SECRET_WORDS.intersection(words) or any(word.endswith(("password", "passwd")) for word in words):  # PGPASSWORD
         return True
@@ -193,7 +193,7 @@ def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def redact(value: object, path: str = "") -> object:
-    """Return a copy of a JSON-like value: secrets masked by name (strings only) and by shape."""
+    """Return a copy of a JSON-like value with secrets masked by name (strings only) and by shape."""
     if isinstance(value, Mapping):
         return {str(name): redact(inner, f"{path}.{name}" if path else str(name)) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -204,7 +204,7 @@ def redact(value: object, path: str = "") -> object:
 
 
 def clip(text: str, limit: int = PARAM_CHARS) -> str:
-    """Return `text` cut to `limit` characters; it ends with a digest of the whole, so that two long values still differ."""
+    """Return `text` cut to `limit` characters. The cut text ends with a digest, so that two long values still differ."""
     if len(text) <= limit:
         return text
     note = f" ... [{len(text)} characters, sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}]"
@@ -212,7 +212,7 @@ def clip(text: str, limit: int = PARAM_CHARS) -> str:
 
 
 def flat_params(config: Mapping[str, object]) -> dict[str, str]:
-    """Return `config` as MLflow parameters: dotted names, text values, redacted and clipped."""
+    """Return `config` as MLflow parameters: dotted names and text values, redacted and clipped."""
     params: dict[str, str] = {}
     for path, leaf in leaves(redact(config)):
         text = leaf if isinstance(leaf, str) else json.dumps(leaf, ensure_ascii=False, default=str)
@@ -221,7 +221,7 @@ def flat_params(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def copy_redacted(source: Path, target: Path) -> None:
-    """Copy a text file without its secrets; a page (.html), which was written without them, as it is."""
+    """Copy a text file without its secrets. HTML pages were written without secrets and are copied unchanged."""
     if source.suffix == ".html":
         shutil.copyfile(source, target)
     else:
@@ -229,6 +229,6 @@ def copy_redacted(source: Path, target: Path) -> None:
 
 
 def table_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows, which have the same keys, as the JSON that MLflow shows as a table."""
+    """Return rows with identical keys as the JSON that MLflow shows as a table."""
     data = [[redact(value) for value in row.values()] for row in rows]
     return json.dumps({"columns": list(rows[0]), "data": data}, ensure_ascii=False, allow_nan=False)

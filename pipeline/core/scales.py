@@ -1,4 +1,4 @@
-"""Static scales of a cache, as calibration found them: what a policy needs of them, and no more."""
+"""Calibrated static scales of a cache: exactly the scales that its policy needs."""
 
 from typing import Annotated
 
@@ -9,15 +9,15 @@ from pipeline.core.kv import KVPolicy, KVShape, Side
 from pipeline.core.strict import StrictModel
 
 SCALES_FILE = "kv_scales.json"
-"""KVScales, beside the policy they belong to."""
+"""File with the KVScales, in the folder of their policy."""
 
 Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class SideScales(StrictModel):
-    """Static scales of one side of one layer, and the zeros of an asymmetric format.
+    """Static scales of one side of one layer, and the zero points of an asymmetric format.
 
-    There are 1, H or H * D of each (head-major). x ~ code * scale + zero, where asymmetric codes start at 0.
+    Each has 1, H or H * D numbers (head-major). x ~ code * scale + zero; asymmetric codes start at 0.
     """
 
     scale: Annotated[tuple[Scale, ...], Field(min_length=1)]
@@ -25,12 +25,12 @@ class SideScales(StrictModel):
 
 
 class KVScales(StrictModel):
-    """Static scales by layer; a side that has none (dynamic or exact) is absent."""
+    """Static scales by layer; a dynamic or exact side is absent."""
 
     layers: tuple[dict[Annotated[Side, Field(strict=False)], SideScales], ...]
 
     def check(self, policy: KVPolicy, shape: KVShape, source: object) -> None:
-        """Raise UserError, naming `source`, unless there is exactly what the static formats of the policy need."""
+        """Raise UserError, which names `source`, unless the scales match the static formats of the policy exactly."""
         if len(self.layers) != shape.layers:
             raise UserError(f"{source}: holds scales of {len(self.layers)} layers, the model has {shape.layers}")
         for layer, scales in enumerate(self.layers):

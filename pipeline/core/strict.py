@@ -1,4 +1,4 @@
-"""What users write and bundles carry, read strictly: records without unknown keys or NaN, and files that are only files."""
+"""Strict reading of user input and bundles: records without unknown keys or NaN, and regular files only."""
 
 import errno
 import json
@@ -13,11 +13,11 @@ from pydantic_core import PydanticCustomError
 from pipeline.core.errors import UserError
 
 CONTROLS = r"\p{C}\p{Zl}\p{Zp}"
-"""Classes of characters that are no part of a name: control, formatting, line ends."""
+"""Character classes that are forbidden in names: control characters, formatting characters, line ends."""
 
 
 class StrictModel(BaseModel):
-    """Nothing is coerced; pydantic's own error texts do not repeat values, which may be secrets."""
+    """A pydantic model without type coercion, whose error texts hide the values, since these may be secrets."""
 
     model_config = ConfigDict(
         defer_build=True, extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True
@@ -40,11 +40,11 @@ def _is_a_path(text: str) -> str:
 
 
 PathText = Annotated[str, AfterValidator(_is_a_path)]
-"""A path as users write it."""
+"""A path that the user typed."""
 
 
 def absolute(path: str) -> Path:
-    """Return a path of the user's as an absolute one, without links; of a link to itself, the link."""
+    """Return the user's path as an absolute path with links resolved; a link to itself is returned as is."""
     try:
         return Path(os.path.realpath(Path(path).expanduser()))
     except RuntimeError:  # ~name of a user who is not here
@@ -52,17 +52,17 @@ def absolute(path: str) -> Path:
 
 
 class Unreadable(ValueError):
-    """A file that is not what was asked for. The message says what it is and what to do; it does not name the file."""
+    """A file that cannot be used. The message states the problem and the fix; the caller adds the file's name."""
 
 
 MOST_TEXT_BYTES = 1 << 30
-"""Of a file of samples or texts."""
+"""Maximum bytes of a file of samples or texts."""
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:
-    """Return the content of a regular file of the user's: nothing else is opened, which could wait or never end.
+    """Return the content of the user's regular file. Pipes and devices are refused, since reading them might never end.
 
-    Raises Unreadable when it is missing, no file, too large, or may not be read.
+    Raises Unreadable if the file is missing, not a regular file, too large, or not readable.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
@@ -81,7 +81,7 @@ def read_file(path: Path, most_bytes: int) -> bytes:
 
 
 def read_given(key: str, path: Path) -> bytes:
-    """Return the samples or texts in a file that the user gives under a key. Raises UserError where `read_file` refuses it."""
+    """Return the content of the file of samples or texts that `key` names. Raises UserError if `read_file` refuses the file."""
     try:
         return read_file(path, MOST_TEXT_BYTES)
     except Unreadable as error:
@@ -89,7 +89,7 @@ def read_given(key: str, path: Path) -> bytes:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of JSON. Raises ValueError for a key that is there twice: readers differ in which one counts."""
+    """Return a JSON object as a dict. Raises ValueError for a repeated key, because readers disagree on which value counts."""
     members = dict(pairs)
     if len(members) != len(pairs):
         raise ValueError("a key occurs twice")
@@ -97,9 +97,9 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json(content: bytes) -> Any:
-    """Return the value of a JSON file of the user's.
+    """Return the value in the user's JSON file.
 
-    Raises Unreadable when it is no JSON, is nested too deep, or holds a number or a text that cannot be used.
+    Raises Unreadable if the content is not JSON, is nested too deep, or holds an unusable number or text.
     """
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=unique_keys)

@@ -1,4 +1,4 @@
-"""Which samples an evaluation runs, how they are batched, and the fixed load that times the engine."""
+"""Configuration of an evaluation's samples, their batches, and the fixed load for timing."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -11,79 +11,79 @@ from pipeline.core.strict import PathText, StrictModel
 Workload = Literal[
     "prose", "retrieval", "tool_call", "copy", "multi_turn", "documentation", "lookup", "extraction", "quotation", "recall"
 ]
-"""The built-in workloads, those of `stages.workloads.WORKLOADS`: first what the tiny model was trained on, then what any chat
-model can be asked."""
+"""The built-in workloads of `stages.workloads.WORKLOADS`: first the tiny model's training tasks, then tasks for any chat
+model."""
 
 TRAINED: set[Workload] = {"prose", "retrieval", "tool_call", "copy", "multi_turn"}
 PAGES: set[Workload] = {"documentation", "lookup", "extraction", "quotation", "recall"}
 
 LEAST_PRESSED = 8
-"""Fewest requests that are pressed into a pool of a third of their pages."""
+"""Minimum number of requests that are sent into a pool of a third of their pages."""
 
 WARMUP_STEPS = 2
-"""Decode steps of a load before those that are timed."""
+"""Untimed decode steps at the start of a load."""
 LIVE_GIB, LIVE_SEQUENCE_TOKENS = 1.0, 1024
-"""Cache memory, and length of each sequence, for which the most live tokens are computed."""
+"""Cache memory in GiB and sequence length in tokens for which the number of live tokens is computed."""
 CANARY_FACTOR = 0.1
-"""Factor by which the must-fail control multiplies every key scale."""
+"""Factor of the must-fail control for every key scale."""
 
 Count = Annotated[int, Field(ge=0, le=100_000)]
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
 class LoadConfig(StrictModel):
-    """The load that system metrics are timed on: `batch` sequences of `context_tokens`, `new_tokens` decode steps."""
+    """The load for system metrics: `batch` sequences of `context_tokens` tokens and `new_tokens` timed decode steps."""
 
     batch: Annotated[int, Field(ge=1, le=4096)]
     """Sequences that are decoded together."""
     context_tokens: Positive
-    """Tokens of each sequence before the first decode step."""
+    """Tokens per sequence before the first decode step."""
     new_tokens: Annotated[int, Field(ge=2, le=100_000)]
-    """Decode steps that are timed."""
+    """Number of timed decode steps."""
 
     @property
     def tokens(self) -> int:
-        """Length of a sequence of the load at its end."""
+        """Final length of a sequence in tokens."""
         return self.context_tokens + WARMUP_STEPS + self.new_tokens
 
 
 GSM8K_PROBLEMS = 1319
-"""Of the test set."""
+"""Number of problems in the test set."""
 
 
 class ProbeConfig(StrictModel):
-    """How far random tokens take an engine beside the oracle, where the engine's own limits are not lower."""
+    """Limits of the stress test, which compares an engine with the reference engine; the engine's own limits also apply."""
 
     max_tokens: Annotated[int, Field(ge=128, le=1 << 20)] = 2048
-    """Longest sequence."""
+    """Maximum tokens per sequence."""
     decode_steps: Annotated[int, Field(ge=8, le=100_000)] = 400
-    """Tokens that sequences decode from short prompts, forced and free."""
+    """Decode steps after short prompts, with forced tokens and with the engine's own."""
     offset_steps: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Decode steps of the longest sequence: 64 are every offset of a page."""
+    """Decode steps of the longest sequence; 64 steps visit every offset of a page."""
     max_batch: Annotated[int, Field(ge=2, le=4096)] = 32
-    """Largest decode step; the evaluation's batch_size where that is larger."""
+    """Maximum sequences per decode step; the evaluation's batch_size if that is larger."""
     requests: Annotated[int, Field(ge=1, le=1_000_000)] = 150
-    """Requests that come and go, one in five of them long, twice: the second time one in three of them says something else. As
-    many short requests are repeated, and the engine is idle for a 50th of a second for each of them."""
+    """Requests per round of the crowded scenario; a fifth are long. There are two rounds; in the second round a third of the
+    requests get different tokens. An equal number of short requests is also repeated, with 0.02 s of idle time per request."""
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
-    """Draws tokens, lengths and order; null draws another seed in each run. `report.json` has it."""
+    """Seed of tokens, lengths and order; null draws a new seed for every run, which `report.json` records."""
 
 
 class SpeculationConfig(StrictModel):
-    """The drafters of speculative decoding whose acceptance is measured on the answers of both engines."""
+    """Drafters of speculative decoding whose acceptance rate is measured on both engines' answers."""
 
     lookup_tokens: Annotated[int, Field(ge=0, le=1024)] = 10
-    """Most tokens that prompt lookup proposes for a pass of the target; 0 leaves it out."""
+    """Maximum tokens that prompt lookup proposes per pass of the target model; 0 disables prompt lookup."""
     ngram: Annotated[int, Field(ge=1, le=64)] = 3
-    """Most of the last tokens that prompt lookup searches for in the text so far."""
+    """Maximum length in tokens of the suffix that prompt lookup searches for in the earlier text."""
     draft: PathText | None = None
-    """Directory of a small checkpoint with the same tokenizer, which proposes its greedy continuation; None for none."""
+    """Directory of a small draft checkpoint with the same tokenizer; null for none."""
     draft_tokens: Annotated[int, Field(ge=1, le=1024)] = 5
-    """Most tokens that the checkpoint proposes for a pass of the target."""
+    """Maximum tokens that the draft checkpoint proposes per pass of the target model."""
 
     @property
     def drafters(self) -> list[str]:
-        """Names of the drafters that are measured."""
+        """Names of the enabled drafters."""
         return [name for name, on in (("lookup", self.lookup_tokens > 0), ("draft", self.draft is not None)) if on]
 
     @model_validator(mode="after")
@@ -96,47 +96,47 @@ class SpeculationConfig(StrictModel):
 
 
 class WorkloadsConfig(StrictModel):
-    """The samples of an evaluation, and how they are run."""
+    """The samples of an evaluation and its measurements."""
 
     samples: dict[Workload, Count]
-    """Samples of each built-in workload; 0 or absent leaves it out."""
+    """Number of samples per built-in workload; 0 or an absent key disables the workload."""
     jsonl: PathText | None
-    """The user's own samples beside the built-in ones: one JSON object a line, with the keys of docs/start.md#my-questions."""
+    """File of additional samples, one JSON object per line with the keys of docs/start.md#my-questions; null for none."""
     gsm8k: Annotated[int, Field(ge=0, le=GSM8K_PROBLEMS)] = 0
-    """Problems of GSM8K beside them, drawn with the seed."""
+    """Number of additional GSM8K problems, drawn with the seed."""
     seed: Annotated[int, Field(ge=0, lt=2**31)]
-    """Of the generated samples."""
+    """Seed of the generated samples."""
     batch_size: Annotated[int, Field(ge=1, le=1024)]
-    """Sequences decoded together; a finished one makes room for the next."""
+    """Sequences that are decoded together; a finished sequence makes room for the next."""
     extra_new_tokens: Annotated[int, Field(ge=1, le=100_000)]
-    """A generation may be this much longer than its reference, in tokens, before it is cut."""
+    """Maximum tokens of an answer beyond the length of its reference."""
     max_scored_tokens: Positive
-    """References that are not checked as answers (prose) are cut to this many tokens."""
+    """Maximum tokens of a reference that is not checked as an answer (prose)."""
     context_bins: list[int]
-    """Edges of the prompt-length bins, in tokens, ascending; bins without samples are left out."""
+    """Edges of the prompt-length bins in tokens, ascending; empty bins are omitted."""
     noise_samples: Count
-    """Samples per workload whose answers are judged, besides the longest of these, that both engines repeat in smaller batches:
-    the A/A noise floor."""
+    """Judged samples per workload that both engines repeat in smaller batches, for the A/A noise floor; the longest sample is
+    added."""
     canary_samples: Annotated[int, Field(ge=1, le=1000)]
-    """Samples per workload of the must-fail control, at least eight in all: the shortest prompts of two pages or more."""
+    """Samples per workload of the must-fail control, at least eight in total: the shortest prompts of at least two pages."""
     conformance_samples: Count = 0
-    """Samples per workload of the first round that are compared with the oracle, from the shortest to the longest; without any
-    the stress test does not run, and nothing passes."""
+    """First-round samples per workload that are compared with the reference engine, from the shortest to the longest; 0 also
+    disables the stress test, so that no candidate passes."""
     rounds: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=1, max_length=100)] = Field(
         default_factory=lambda: [1.0]
     )
-    """The share of the samples that each round ends at, ascending to 1. A candidate runs rounds until its gates decide."""
+    """Fractions of the samples at the ends of the rounds, ascending to 1. A candidate runs rounds until its gates decide."""
     probe: ProbeConfig = Field(default_factory=ProbeConfig)
     pressure: Annotated[int, Field(ge=0, le=100_000)] | None = None
-    """Requests that are sent at once into a pool that holds a third of them, twice, beside themselves with room; 0 sends none,
-    null as many as suit the backend."""
+    """Requests that are sent at once, in two rounds, into a pool that holds a third of their pages, and compared with the same
+    requests in a large pool; 0 disables this, null uses the backend's default."""
     speculation: SpeculationConfig | None = None
-    """Drafters of speculative decoding whose acceptance is measured; None measures none."""
+    """Drafters of speculative decoding whose acceptance rate is measured; null for none."""
     load: LoadConfig
 
     @property
     def answers_are_lines(self) -> bool:
-        """Whether every answer is one line, as those about pages are: few-shot text ends them as it ends its lines."""
+        """Whether every answer is one line, as in the workloads about pages; then a line end ends answers to few-shot text."""
         asked = {name for name, count in self.samples.items() if count}
         return asked <= PAGES and self.jsonl is None and not self.gsm8k
 
