@@ -1,8 +1,8 @@
 """The record of how an engine compares with its reference engine: the oracle under the same policy, weights and scales.
 
-The unit is a *rounding*: the change of the reference engine's own figures when the output of every layer is off by a few units
-in the last place of the engine's type, measured on the same tokens. An engine that computes its policy is about one rounding
-from its reference engine; real faults are thousands.
+The unit is a *rounding*. To measure it, the reference engine runs the same tokens with the output of every layer shifted by a
+few units in the last place of the engine's type; a rounding is the resulting change of its figures. An engine that computes its
+policy is about one rounding from its reference engine; real faults are thousands of roundings away.
 """
 
 import math
@@ -12,71 +12,72 @@ from typing import Literal
 from pipeline.verdict.record import Number, Record, or_infinite
 
 ALLOWED = 64.0
-"""Most roundings that the logits of a request may be off, 4,096 times the KL of one.
-Sound engines show 0.1 to 7, and INT4 in the graphs' functions, whose sums are sixteen times as large as what they sum, above
-20."""
+"""Maximum distance of a request's logits, in roundings. 64 roundings have 4,096 times the KL of one. Sound engines show 0.1
+to 7. INT4 in the graphs' functions shows above 20, because its sums are sixteen times larger than their terms."""
 
 MEASURED_ALLOWED = 4.0
-"""The same if a rounding is not assumed but measured, as the 16-bit engine's distance from its own reference engine: one there
-may be four in a candidate, 16 times the KL. The 16-bit engine itself may be off by as many assumed ones."""
+"""Maximum distance in roundings if the rounding is measured: the 16-bit engine's distance from its own reference engine.
+A candidate may be off by four measured roundings, 16 times the KL. The 16-bit engine itself may be off by four assumed ones."""
 
 LAYER_ALLOWED = 2.0
-"""How many times as far off as the 16-bit engine's a layer's stored vectors may be, where a rounding is measured."""
+"""Allowed multiple of the 16-bit engine's error in a layer's stored vectors, if the rounding is measured."""
 
 STORED_ALLOWED = 4.0
-"""How many times the errors of stored vectors may be those of a rounding."""
+"""Allowed multiple of the error that a rounding causes in stored vectors."""
 
 SCALE_STEP = 2.0**-10
-"""The most by which the last place of a float16 scale moves a stored vector, relative to its length: it may always round."""
+"""Maximum change of a stored vector, relative to its length, if its float16 scale changes in the last place.
+This much is always allowed, because a scale may round either way."""
 
 E4M3_SCALE_STEP = 2.0**-6
-"""The same of an E4M3 scale, whose neighbour is an eighth away: as far as a 4-bit block moves that is most of a vector."""
+"""This maximum for E4M3 scales. Neighbouring E4M3 scales differ by an eighth; the limit covers a 4-bit block that moves so
+and makes up most of a vector."""
 
 MEAN_STEP = 2.0**-13
-"""The same for the mean over all stored vectors, few of whose scales lie between two numbers."""
+"""Allowed mean change over all stored vectors. It is smaller because few scales lie halfway between two numbers."""
 
 LEAST_KL = 1e-13
-"""KL below which two float32 distributions are the same, in nats."""
+"""KL in nats below which two float32 distributions count as equal."""
 
 
 class Distance(Record):
-    """How far one request is from the reference engine. A number that is not finite is null."""
+    """The distance of one request from the reference engine. Numbers that are not finite are null."""
 
     kl_mean: Number
     """KL(reference engine || engine) over the request's decoded tokens, nats."""
     kl_max: Number
     stored_error: Number
-    """How much farther the worst stored vector is from the computed one than its nearest codes, relative to its length. 0 where
-    the engine does not show what it stores."""
+    """Error of the worst stored vector, minus the error of the codes nearest to the computed vector, relative to its length. 0
+    if the engine does not expose its cache."""
     stored_mean: Number = 0.0
-    """The same, averaged over all stored vectors."""
+    """Mean of this error over all stored vectors."""
     stored_by_layer: tuple[float, ...] = ()
-    """The same, averaged over the vectors of each layer, where a rounding is measured: of the candidate, and as what a rounding
-    costs of the 16-bit engine. A sound quantizer of the same computed keys adds no more than these are off."""
+    """Mean of this error by layer, if the rounding is measured. The field `engine` has the candidate's error and `rounding` the
+    16-bit engine's. A sound quantizer of the same computed keys adds no more error than the 16-bit engine has."""
 
 
 class ComparedRequest(Record):
-    """One request on an engine and on its reference engine, on the same forced tokens."""
+    """One request, compared between an engine and its reference engine on the same forced tokens."""
 
     sample: str
     prompt_tokens: int
     decoded_tokens: int
     engine: Distance
     rounding: Distance
-    """The reference engine from itself with layers that are a rounding off."""
+    """Distance of the reference engine from itself with every layer a rounding off."""
     problem: str = ""
-    """What the engine shows of its cache and cannot be the policy's: a width, a length."""
+    """Property of the engine's cache that contradicts the policy, such as a wrong width or length; empty without one."""
     scale_step: float = SCALE_STEP
-    """How far the last place of a scale of the policy may move a stored vector."""
+    """Maximum relative change of a stored vector if a scale of this policy changes in the last place."""
 
     @property
     def roundings(self) -> float:
-        """How many roundings the logits are off, by their mean KL or their largest; infinite where one is not finite."""
+        """Distance of the logits in roundings, the larger by mean and by maximum KL; infinite if a KL is not finite."""
         pairs = ((self.engine.kl_mean, self.rounding.kl_mean), (self.engine.kl_max, self.rounding.kl_max))
         return max(math.inf if kl is None or unit is None else math.sqrt(kl / (unit + LEAST_KL)) for kl, unit in pairs)
 
     def times_allowed(self, limit: float) -> float:
-        """Return how many times as far off as `limit` roundings allow the request is, by its worst figure."""
+        """Return the request's worst figure as a multiple of its allowed maximum; `limit` is the maximum in roundings."""
         stored = (
             _times(self.engine.stored_error, self.rounding.stored_error, self.scale_step),
             _times(self.engine.stored_mean, self.rounding.stored_mean, MEAN_STEP),
@@ -85,13 +86,13 @@ class ComparedRequest(Record):
 
     @property
     def layers_times_allowed(self) -> list[float]:
-        """How many times what is allowed the stored vectors of each layer are off; empty where no rounding is measured."""
+        """Error of the stored vectors by layer, as a multiple of the allowed error; empty if no rounding is measured."""
         pairs = zip(self.engine.stored_by_layer, self.rounding.stored_by_layer, strict=False)
         return [error / allowed_in_layer(rounding) for error, rounding in pairs]
 
 
 def allowed_in_layer(rounding: float) -> float:
-    """Return how far a layer's stored vectors may be off, where those of the 16-bit engine are `rounding` off."""
+    """Return the error allowed in a layer's stored vectors, given the error `rounding` of the 16-bit engine's vectors."""
     return LAYER_ALLOWED * rounding + MEAN_STEP
 
 
@@ -100,22 +101,23 @@ def _times(error: Number, rounding: Number, step: float) -> float:
 
 
 class Deviation(Record):
-    """The first place at which an engine deviates from its reference engine."""
+    """The first deviation of an engine from its reference engine."""
 
     sample: str
     position: int
-    """In the sequence, from 0."""
+    """Position in the sequence, from 0."""
     page_offset: int
-    """The position within its page."""
+    """Position within the page."""
     batch_row: int | None
-    """Row of the decode step that computed it; null for a token of the prompt."""
+    """Row of the decode step that computed this token; null for a token of the prompt."""
     batch_size: int | None
-    """Sequences of that step."""
+    """Number of sequences in that step."""
     act: Literal["stored", "read", "computed"]
-    """stored: what was written there is not what the policy writes. read: the step that decoded it read its cache wrong.
-    computed: the logits differ, and the engine does not show what it stores."""
+    """stored: the policy would store another vector. read: the decode step of this token misread the cache.
+    computed: the logits differ, and the engine does not expose its cache."""
     layer: int | None
-    """For what was read wrong, the last layer that may have: the first wrong codes of that token are in the layer above."""
+    """Layer of the deviation. For "read", the last layer that may have misread its cache: the token's first wrong codes are in
+    the next layer."""
     side: str | None
     head: int | None
 
@@ -123,7 +125,7 @@ class Deviation(Record):
         return self.told(f" of sample {self.sample}")
 
     def told(self, of_whom: str = "") -> str:
-        """Return the place in words."""
+        """Return a description of the place. `of_whom` is inserted after the position."""
         where = f"position {self.position} (page offset {self.page_offset}"
         if self.batch_row is not None:
             where += f", row {self.batch_row} of a batch of {self.batch_size}"
@@ -136,71 +138,76 @@ class Deviation(Record):
 
 
 class Explanation(Record):
-    """A near relative of the policy, under which the oracle is much closer to an engine than its reference engine is."""
+    """A variant of the policy that explains a deviation: the oracle under this variant is much closer to the engine than the
+    reference engine is."""
 
     what: str
-    """What the engine seems to do, as a clause."""
+    """Behaviour of the variant, as a clause."""
     kl: float
-    """Mean KL(relative || engine) of the request, nats."""
+    """Mean KL(variant || engine) of the request, nats."""
 
     def __str__(self) -> str:
         return f"{self.what} (KL {self.kl:.1e} from an oracle that does so)"
 
 
 class EngineConformance(Record):
-    """An engine against its reference engine."""
+    """The comparison of an engine with its reference engine."""
 
     policy: str
     requests: list[ComparedRequest]
     deviation: Deviation | None = None
-    """Of the worst request, if it is farther off than rounding allows."""
+    """First deviation of the worst request; null if no request is off by more than rounding allows."""
     kl: Number = None
     """Mean KL(reference engine || engine) of that request, each over its own cache; null if no request deviates."""
     twin_kl: Number = None
     """Mean KL(FP16 baseline || reference engine) of that request: the cost of the policy itself; null for the baseline."""
     explanation: Explanation | None = None
-    """What the engine seems to compute instead; null where nothing that was tried fits."""
+    """Variant of the policy that the engine seems to compute; null if no variant that was tried fits."""
     limit: Number = None
-    """Roundings that were allowed, where the rounding is a measured one; null by the rule of assumed ones."""
+    """Allowed distance in roundings if the rounding is measured; null if it is assumed (`allowed` then applies)."""
 
     def ranked(self, limit: float) -> list[float]:
-        """Return how many times as far off as `limit` roundings allow each request is, the worst first."""
+        """Return each request's worst figure as a multiple of its allowed maximum, the worst request first."""
         return sorted((request.times_allowed(limit) for request in self.requests), reverse=True)
 
 
 class Conformance(Record):
-    """Both engines against their reference engines."""
+    """The comparisons of candidate and baseline with their reference engines."""
 
     compute_dtype: str | None
-    """Type of the engines' activations, whose last places a rounding is made of; null for engines whose arithmetic differs from
-    the oracle's by design, which are described and not judged."""
+    """Type of the engines' activations, which defines a rounding. Null for engines whose arithmetic differs from the oracle's
+    by design; they are described but not judged."""
     baseline: EngineConformance
     candidate: EngineConformance
 
 
 def allowed(baseline: Sequence[ComparedRequest]) -> float:
-    """Return how many roundings a candidate may be off: what the FP16 engine shows as well is no fault of a policy.
+    """Return the maximum distance of a candidate in roundings.
 
-    A baseline that is off by more than ALLOWED fails itself.
+    It grows with the distance of the FP16 baseline, since an error that the baseline shares is no fault of the policy. A
+    baseline that is off by more than ALLOWED fails itself.
     """
     worst = max((request.roundings for request in baseline), default=1.0)
     return ALLOWED * min(max(1.0, worst), ALLOWED)
 
 
 def limits(record: Conformance) -> dict[str, float]:
-    """Return how many roundings each engine may be off."""
+    """Return the maximum distance in roundings by engine."""
     usual = {"baseline": ALLOWED, "candidate": allowed(record.baseline.requests)}
     engines = {"baseline": record.baseline, "candidate": record.candidate}
     return {name: usual[name] if engine.limit is None else engine.limit for name, engine in engines.items()}
 
 
 def bounded(count: int, fault: str) -> str:
-    """Say how many requests may still have a fault that none of `count` compared ones has: the rule of three, exactly."""
+    """Return a clause with the largest share of requests that may still have a fault after `count` requests without it.
+
+    This is the exact form of the rule of three, at 95 %.
+    """
     return f"so that at most {100 * (1 - 0.05 ** (1 / count)):.2g} % of requests {fault} (95 %)"
 
 
 def describe(engine: EngineConformance, limit: float, *, judged: bool) -> str:
-    """Say in a line whether an engine computes its policy, and where it does not."""
+    """Return a line that says whether an engine computes its policy, and the place of the first deviation if it does not."""
     ranked = engine.ranked(limit)
     if not ranked:
         return "no request was compared with the oracle (workloads.conformance_samples=0), so that nothing passes"

@@ -1,7 +1,7 @@
-"""What an evaluation exercised: the samples, the stress test, allocated bytes, and free answers.
+"""Records of the coverage of an evaluation: the samples, the stress test, allocated bytes, and free answers.
 
-A verdict holds as far as the engine was exercised. `Exercised` counts where samples are decoded; `Probe` says how far
-random tokens took the engine beside its reference engine, the oracle under the same policy.
+A verdict covers only the lengths and batches that were exercised. `Exercised` counts the decode steps of the samples. `Probe`
+is the stress test: random tokens on the engine and on its reference engine, the oracle under the same policy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,30 +16,30 @@ from pipeline.verdict.record import Record
 
 @dataclass(config=ConfigDict(extra="forbid"))
 class Exercised:
-    """What sequences went through on the decode path, counted step by step."""
+    """Extremes of the sequences on the decode path, updated at every step."""
 
     longest_context: int = 0
-    """Most tokens of a sequence at a decode step, that step's own included."""
+    """Maximum tokens of a sequence at a decode step, including the step's own token."""
     longest_decode: int = 0
-    """Most tokens that a sequence had decoded."""
+    """Maximum decoded tokens of a sequence."""
     batch: int = 0
-    """Most sequences of a decode step."""
+    """Maximum sequences in a decode step."""
     room: int = 0
-    """Most tokens of a sample with the longest answer that was allowed: what an engine is built for to be asked the sample."""
+    """Maximum tokens of a sample plus its longest allowed answer. An engine must be built for this length to run the sample."""
     forks: int = 0
-    """Sequences that were forked where they left the reference."""
+    """Sequences that were forked at the first token that differed from the reference."""
     shared_prefixes: int = 0
-    """Times that a sample continued a fork of a document which was prefilled once."""
+    """Number of samples that continued a fork of a document which was prefilled once."""
 
     def step(self, prompt: int, position: int, batch: int) -> None:
-        """Count a decode step, whose input is the token before `position` of the answer: the first is the prompt's last."""
+        """Count a decode step. Its input is the token before `position` of the answer, for position 0 the prompt's last."""
         self.longest_context = max(self.longest_context, prompt + position)
         self.longest_decode = max(self.longest_decode, position + 1)
         self.batch = max(self.batch, batch)
 
     @staticmethod
     def merged(parts: "Sequence[Exercised]") -> "Exercised":
-        """Return what all of them exercised together."""
+        """Return the maxima and sums over all parts."""
         most = ("longest_context", "longest_decode", "batch", "room")
         return Exercised(
             **{name: max((getattr(part, name) for part in parts), default=0) for name in most},
@@ -48,24 +48,24 @@ class Exercised:
 
 
 class Allocation(Record):
-    """Bytes of the cache while the probe held sequences: as allocated, and as the policy claims for what was allocated."""
+    """Allocated bytes of the cache while the stress test held sequences, and the bytes that the policy claims for it."""
 
     pages: int
     pool_bytes: int
     claimed_pool_bytes: int
     exact_bytes: int
     exact_unit_bytes: int
-    """What the policy claims for the exact tokens of one sequence: `exact_bytes` is a multiple of it."""
+    """Bytes that the policy claims for the exact tokens of one sequence; `exact_bytes` must be a multiple."""
     window_bytes: int
     window_pages: int
     window_unit_bytes: int
-    """What the policy claims for the second copy of one page."""
+    """Bytes that the policy claims for the second copy of one page."""
     process: "ProcessMemory | None" = None
-    """None where the cache is not this process's, and where the process's memory cannot be read."""
+    """None if the cache belongs to another process, or if the process's memory cannot be read."""
 
     @property
     def problem(self) -> str | None:
-        """What differs; None when bytes are those of the policy."""
+        """Description of the first difference; None if the bytes match the policy."""
         if self.pool_bytes != self.claimed_pool_bytes:
             per_token = [size / max(1, self.pages * PAGE_TOKENS) for size in (self.pool_bytes, self.claimed_pool_bytes)]
             return f"{per_token[0]:.5g} bytes a token are allocated, the policy claims {per_token[1]:.5g}"
@@ -80,34 +80,35 @@ class Allocation(Record):
 
     @property
     def unsure(self) -> str | None:
-        """Why the process's memory says nothing; None where it does."""
+        """Reason why the process's memory is inconclusive; None if it can be judged."""
         return self.process.unsure if self.process is not None else None
 
 
 class ProcessMemory(Record):
-    """What the process grew by while sequences were held: an unreported copy of the cache shows there alone."""
+    """Growth of the process while it held sequences. Only this growth reveals a copy of the cache that the engine does not
+    report."""
 
     tokens: int
-    """Tokens of the sequences."""
+    """Total tokens of the held sequences."""
     grown_bytes: int
     grown_again_bytes: int
-    """What it grew by beyond what the engine reports, when as many were held again."""
+    """Growth beyond the engine's own report when the same sequences were held a second time."""
     claimed_bytes: int
-    """What the policy claims for these sequences; what the engine says that its pool grew by, where that is more."""
+    """Bytes that the policy claims for these sequences, or the growth of the pool that the engine reports, if larger."""
     copy_bytes: int
-    """What a float16 copy of them would take."""
+    """Bytes of a float16 copy of the held sequences."""
     noise_bytes: int
-    """What the process grew or shrank by while a sequence came and went."""
+    """Change of the process's memory over the start and release of one sequence."""
 
     @property
     def excess_mib(self) -> float:
-        """What no policy explains, half a float16 copy or more; 0 for less."""
+        """Growth in MiB that the policy does not explain; 0 if it is less than half a float16 copy."""
         excess = max(self.grown_bytes - self.claimed_bytes, self.grown_again_bytes)
         return excess / (1 << 20) if 2 * excess > self.copy_bytes else 0.0
 
     @property
     def unsure(self) -> str | None:
-        """Why it says nothing; None where it does."""
+        """Reason why this measurement is inconclusive; None if it can be judged."""
         if 4 * self.noise_bytes <= self.copy_bytes:
             return None
         noise, copy = (size / (1 << 20) for size in (self.noise_bytes, self.copy_bytes))
@@ -118,37 +119,40 @@ class ProcessMemory(Record):
 
 
 class Probe(Record):
-    """An engine beside the reference engine on random tokens. `failures` name the sequences that deviate, and where."""
+    """The stress test: an engine compared with its reference engine on random tokens.
+
+    `failures` name the sequences that deviate, and the places.
+    """
 
     tokens: int
-    """Longest sequence."""
+    """Tokens of the longest sequence."""
     decoded: int
-    """Most tokens that a sequence decoded."""
+    """Maximum decoded tokens of a sequence."""
     batch: int
-    """Largest decode step."""
+    """Maximum sequences in a decode step."""
     page_offsets: int
-    """Offsets within a page at which a token was compared."""
+    """Number of offsets within a page for which a token was compared."""
     forks: int
     requests: int
-    """Sequences that were started and released."""
+    """Number of sequences that were started and released."""
     rows: int
-    """Decoded tokens and prompts that were compared with the reference engine."""
+    """Number of decoded tokens and prompts that were compared with the reference engine."""
     failures: list[str]
     allocation: Allocation
     together: int
-    """Tokens that several sequences of its largest batch held at once."""
+    """Length in tokens that two sequences of one batch, or more, reached at once."""
     prompts: int
-    """Prompts, and later chunks of them, whose logits were compared."""
+    """Number of prompts and of their later chunks whose logits were compared."""
     turns: int
-    """Later chunks of sequences that had decoded."""
+    """Number of prompt chunks that were added to sequences after decoding."""
     prefixes: int
-    """Prompts that began like one before, on an engine that keeps beginnings."""
+    """Number of prompts that began like an earlier prompt, on an engine with prefix caching."""
     steps: int = 0
     """Decode steps of the engine."""
     preempted: int = 0
-    """How often requests gave way in a full pool, and were computed again."""
+    """Number of times that a full pool preempted a request, which was then recomputed."""
     seed: int = 0
-    """What tokens, lengths and order were drawn from."""
+    """Random seed of the tokens, lengths and order."""
 
     def __str__(self) -> str:
         counts = (
@@ -165,56 +169,56 @@ class Probe(Record):
 
 
 class FreeAnswers(Record):
-    """What `generate` says to some samples, beside forced decode of its own words."""
+    """Answers of `generate` to some samples, compared with forced decode of the same tokens."""
 
     samples: int
     tokens: int
     contradictions: list[str]
-    """The first of each sample that has any."""
+    """First contradiction of every sample that has one."""
 
 
 class ReusedPrefixes(Record):
-    """What an engine answers over prefixes that earlier requests left in its cache, beside what it answers without them."""
+    """Answers over prefixes that earlier requests left in the cache, compared with answers over an empty cache."""
 
     samples: int
     tokens: int
     kl_max: float | None
-    """Largest KL of a token's distribution, nats."""
+    """Maximum KL of a token's distribution, nats; null if it is not finite."""
     contradictions: list[str]
-    """Samples whose answers differ by more than a tie."""
+    """Samples whose answers differ, except by ties between equally likely tokens."""
 
 
 class Speculated(Record):
-    """Answers to the repeated samples, said again by an engine that speculates by itself."""
+    """Second answers to the repeated samples, by an engine with its own speculative decoding."""
 
     requests: int
     same: int
-    """Answers that speculation left as they were."""
+    """Number of answers that speculation did not change."""
     tokens: int
     passes: int
-    """Of the engine, the prompts' included."""
+    """Forward passes of the engine, including the prompts."""
     counted_passes: int
-    """What kvgate counts for the same answers."""
+    """Forward passes that kvgate counts for the same answers."""
     drafts: int
-    """The engine's own counters: proposals, and the tokens that they proposed and that were accepted."""
+    """Number of proposals. This and the next two fields (proposed tokens, accepted tokens) are the engine's own counters."""
     drafted: int
     accepted: int
 
 
 class Deviation(Record):
-    """A request that a full pool changed, as far as the engine tells."""
+    """A request whose logits changed in a full pool, with the counters that the engine exposes."""
 
     request: str
     play: int
     kl: float | None
-    """Mean of its tokens, nats; null where a logit is not finite."""
+    """Mean KL over the request's tokens, nats; null if a logit is not finite."""
     position: int
-    """Of the token that changed most."""
+    """Position of the token that changed most."""
     changed: int
-    """Tokens of which another one became the likeliest."""
+    """Number of positions where another token became the most likely one."""
     preempted: int
     reused: int
-    """Tokens of its prompt that were taken from the cache."""
+    """Prompt tokens that were taken from the prefix cache."""
     pages: list[int]
 
     def __str__(self) -> str:
@@ -227,31 +231,31 @@ class Deviation(Record):
 
 
 class Pressure(Record):
-    """Requests in a pool that holds a third of them, beside the same requests with room."""
+    """Requests in a pool with room for only a third of all pages, compared with the same requests in a large pool."""
 
     asked: int
-    """Requests of a play."""
+    """Number of requests per play."""
     requests: int = 0
-    """Requests that were compared, of all plays; 0 for an engine that cannot be put under pressure."""
+    """Number of compared requests over all plays; 0 for an engine whose pool cannot be made small."""
     pages: int = 0
-    """Of the pool."""
+    """Pages of the pool."""
     wanted_pages: int = 0
-    """Of all requests of a play, if they shared none."""
+    """Pages that all requests of a play need without sharing."""
     preempted: int = 0
-    """How often requests gave way and were computed again."""
+    """Number of times that a request was preempted and then recomputed."""
     reused: int = 0
-    """Tokens of prompts that were taken from the cache."""
+    """Prompt tokens that were taken from the prefix cache."""
     limit_kl: float | None = None
-    """Largest mean KL of a request from itself with room that is taken for noise, nats."""
+    """Maximum mean KL in nats, between a request in the small pool and in the large pool, that counts as noise."""
     deviations: tuple[Deviation, ...] = ()
-    """The worst first."""
+    """Requests that differ by more than noise, the worst first."""
 
 
 class EngineProbes(Record):
-    """What random tokens and free answers say of both engines."""
+    """Results of the stress test, free answers and related checks for both engines."""
 
     candidate: Probe | None
-    """None where no reference engine could be opened."""
+    """None if no reference engine could be opened."""
     baseline: Probe | None
     free_candidate: FreeAnswers
     free_baseline: FreeAnswers
@@ -262,24 +266,27 @@ class EngineProbes(Record):
     """None for an engine that does not speculate, or without `workloads.speculation.lookup_tokens`."""
     speculated_baseline: Speculated | None = None
     pressure: Pressure | None = None
-    """Of the candidate; None where it was not asked for."""
+    """Result of the candidate in a full pool; None if it was not requested."""
 
 
 class Limits(Record):
-    """How far a verdict holds, or how far a bundle lets its engine go; null is no limit."""
+    """Limits that a verdict covers, or that a bundle imposes on its engine; null is no limit."""
 
     tokens: int | None = None
     room: int | None = None
-    """Tokens that an engine may allow besides, since it had to, to be asked the samples."""
+    """Tokens that an engine may allow even if `tokens` is smaller: it had to be built for this length to run the samples."""
     batch: int | None = None
     decoded: int | None = None
-    """Most tokens that a sequence decoded; null without a stress test."""
+    """Maximum decoded tokens of a sequence; null without a stress test."""
     acts: tuple[str, ...] = ()
-    """What sequences did besides: turns, forks, reused prefixes."""
+    """Other features that were exercised: turns, forks, reused prefixes, a full pool."""
 
     @classmethod
     def of_bundle(cls, record: Mapping[str, Any]) -> "Limits":
-        """Return what an engine was built for, from its bundle.json: plans, and bundles of engines in other interpreters."""
+        """Return the limits that an engine was built for, from its bundle.json.
+
+        Only plans and bundles of engines in other interpreters record them.
+        """
         return cls(tokens=record.get("max_tokens"), batch=record.get("max_batch"))
 
     def __str__(self) -> str:
@@ -288,7 +295,8 @@ class Limits(Record):
         return f"up to {self.tokens or 0:,} tokens, batch {self.batch or 0}{decoded}{f', with {acts}' if acts else ''}"
 
     def exceeded_by(self, bundle: "Limits") -> str | None:
-        """Say which limit of a bundle lies beyond; None when none does. Whole pages count."""
+        """Return a message about the first limit of a bundle that exceeds this one; None if none does. Lengths are in whole
+        pages."""
         if bundle.tokens is not None and self.tokens is not None:
             covered = whole_pages(max(self.tokens, self.room or 0))
             if bundle.tokens > covered:
@@ -305,10 +313,10 @@ class Limits(Record):
 
 
 def covered(samples: Exercised | None, probes: EngineProbes) -> Limits | None:
-    """Return how far a verdict holds; None if no sample's steps were recorded.
+    """Return the limits that a verdict covers; None if no sample's steps were recorded.
 
-    Tokens are those of the samples: quality at a length shows on samples of that length alone. A batch changes no quality, so
-    that the probe's counts as well, where several of its sequences were as long.
+    Only samples count for the number of tokens, because only samples of a length show the quality at that length. The batch
+    size does not affect quality, so the batch of the stress test also counts if several of its sequences reached that length.
     """
     if samples is None:
         return None

@@ -1,7 +1,7 @@
-"""Scales on their way from a checkpoint into an engine of another library.
+"""Audit of the scales that an engine of another library loads from a checkpoint.
 
-Another library loads scales by itself. It may not find them, take 1.0 in their place, or merge what it has room for once; an
-evaluation would then judge something that nobody asked for.
+Another library loads scales by itself. It may miss them, use 1.0 instead, or merge several scales into one. An evaluation would
+then judge a cache that is not the requested one.
 """
 
 import math
@@ -15,10 +15,10 @@ from pipeline.verdict.record import Record
 from pipeline.verdict.thresholds import ScaleChangeKind
 
 SAME = 2.0**-9
-"""Relative difference of scales that are the same: vLLM rounds those of ModelOpt's form to the model's 16 bits."""
+"""Relative difference up to which scales are equal: vLLM rounds scales in ModelOpt's form to the model's 16-bit type."""
 
 RANGE = 1e-6, 1e3
-"""Of scales that calibrations give: FP8 holds 448 times as much."""
+"""Minimum and maximum of plausible calibrated scales. FP8 represents values up to 448 times its scale."""
 
 WORDS: dict[ScaleChangeKind, str] = {
     "missing": "the checkpoint has none, and {used} is used",
@@ -30,7 +30,7 @@ WORDS: dict[ScaleChangeKind, str] = {
 
 
 class ScaleChange(Record):
-    """A scale that an engine does not use as the checkpoint carries it."""
+    """A scale for which the engine uses another value than the checkpoint carries."""
 
     layer: int
     side: Side
@@ -44,11 +44,11 @@ class ScaleChange(Record):
 
 
 def scale_changes(delivered: Sequence[LayerDelivery], static: Mapping[int, Collection[Side]]) -> list[ScaleChange]:
-    """Return what differs, by layer and side.
+    """Return the changed scales, by layer and side.
 
     Args:
         delivered: The scales of every layer.
-        static: The sides of each layer that have static scales by the policy.
+        static: For each layer, the sides that have static scales under the policy.
     """
     return [
         ScaleChange(layer=layer, side=side, kind=kind, carried=scales.carried.get(side, ()), used=scales.used[side])
@@ -59,10 +59,10 @@ def scale_changes(delivered: Sequence[LayerDelivery], static: Mapping[int, Colle
 
 
 def audit_scales(engine: Engine, allowed: Collection[ScaleChangeKind]) -> list[ScaleChange] | None:
-    """Return the scales that an engine uses otherwise than its checkpoint carries them; None where it loads none by itself.
+    """Return the scales that differ between an engine and its checkpoint; None if the engine does not load scales by itself.
 
     Raises:
-        GateRefusal: naming those that `gates.allow_scale_changes` does not accept.
+        GateRefusal: `gates.allow_scale_changes` does not accept some of the changes.
     """
     if not engine.can(Engine.delivery):
         return None
@@ -83,7 +83,7 @@ def audit_scales(engine: Engine, allowed: Collection[ScaleChangeKind]) -> list[S
 
 
 def scale_findings(layers: Sequence[LayerDelivery]) -> Iterator[str]:
-    """Yield what is wrong with scales that every layer should have, one line each: not used as carried, or no calibration's."""
+    """Yield one line for each scale that is not used as carried, or that no calibration would produce."""
     whole = {
         number: [side for side in (Side.KEY, Side.VALUE) if all(map(math.isfinite, layer.carried.get(side, ())))]
         for number, layer in enumerate(layers)
@@ -100,7 +100,7 @@ def scale_findings(layers: Sequence[LayerDelivery]) -> Iterator[str]:
 
 
 def describe_changes(changes: Sequence[ScaleChange]) -> str:
-    """Say in a line how many scales of which kind differ, with the first of each kind."""
+    """Return a line with the number of changes by kind, and the first change of every kind."""
     by_kind: dict[ScaleChangeKind, list[ScaleChange]] = {}
     for change in changes:
         by_kind.setdefault(change.kind, []).append(change)

@@ -1,11 +1,11 @@
-"""The base of the records that an evaluation writes: frozen, and without unknown keys or numbers that JSON lacks."""
+"""The base class of the records that an evaluation writes: frozen, without unknown keys, NaN or infinity."""
 
 import math
 
 from pydantic import BaseModel, ConfigDict
 
 Number = float | None
-"""A measured number; null where it was not finite, because JSON has no NaN."""
+"""A measured number; null if it was not finite, because JSON has no NaN."""
 
 
 class Record(BaseModel):
@@ -15,10 +15,10 @@ class Record(BaseModel):
 
 
 def finite(value: Number) -> Number:
-    """Return a number as a record holds it."""
+    """Return a number in the form of a record: None if it is missing or not finite."""
     return float(value) if value is not None and math.isfinite(value) else None
 
 
 def or_infinite(value: Number) -> float:
-    """Return a distance that a record holds, infinite where it was not finite."""
+    """Return a recorded distance; infinity if the record has null."""
     return math.inf if value is None else value

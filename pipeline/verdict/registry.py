@@ -1,4 +1,4 @@
-"""What gates are made of: the evidence that they read, the figures that a bet decides, and the lines that they write."""
+"""Building blocks of gates: the evidence that they read, the figures that a bet decides, and the lines that they write."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a gate judges: an evaluation, or what was run of it up to a look."""
+    """The input of a gate: a whole evaluation, or its samples up to some round."""
 
     report: EvaluationReport
     rows: Sequence[SampleRow]
-    """The samples, those of later rounds left out."""
+    """The samples, without those from later rounds."""
 
     @property
     def judged(self) -> list[SampleRow]:
@@ -27,7 +27,7 @@ class Evidence:
 
 
 def by_workload(rows: Iterable[SampleRow]) -> dict[str, list[SampleRow]]:
-    """Return samples by workload, in the order of the workloads' names."""
+    """Return the samples by workload, sorted by the workload's name."""
     found: dict[str, list[SampleRow]] = {}
     for row in rows:
         found.setdefault(row.workload, []).append(row)
@@ -42,12 +42,13 @@ class Figure:
     where: str
     mean: "Mean"
     threshold: float
-    """As it is configured."""
+    """Threshold as configured."""
     label: str = ""
     shown: Callable[[float], float] = float
-    """From a mean to what is configured and shown."""
+    """Converts a mean to the unit of the threshold, for messages."""
     must_pass: bool = True
-    """False for a figure that can fail and otherwise has no line: too few documents could show that it is within its limit."""
+    """False for a figure that can only fail. It has no line otherwise, because showing a PASS takes more documents than an
+    evaluation has."""
 
     def test(self, fail_level: float, gates: Gates, *, last: bool) -> "Result":  # noqa: ARG002  # of `Recovery`
         """Test the figure.
@@ -60,7 +61,7 @@ class Figure:
         return self.mean.test(fail_level, gates.pass_alpha)
 
     def check(self, result: "Result", gates: Gates) -> Check:  # noqa: ARG002  # of `Recovery`
-        """Return the line of a test's result."""
+        """Return the verdict line for a test's result."""
         value, bound = self.shown(result.value), self.shown(result.bound)
         judgement = {"PASS": "within", "FAIL": "outside", None: "not clearly within"}[result.decision]
         side = "at least" if self.gate.startswith("min_") else "at most"
@@ -71,7 +72,7 @@ class Figure:
         return self.line(result, value, bound, reason)
 
     def line(self, result: "Result", value: float, bound: float, reason: str) -> Check:
-        """Return a line, INCONCLUSIVE where the test decided nothing."""
+        """Return a verdict line; its status is INCONCLUSIVE if the test reached no decision."""
         return Check(
             gate=self.gate,
             where=self.where,
@@ -83,7 +84,7 @@ class Figure:
         )
 
     def _uncut(self, result: "Result") -> str:
-        """Say what the mean is with outliers whole, as tables and charts have it; nothing where none is cut."""
+        """Return a clause with the mean without the cap on outliers, which tables and charts show; "" if no value is capped."""
         values, cap = self.mean.values, self.mean.cap
         if result.decision == "FAIL" or not (values > cap).any():
             return ""
@@ -93,26 +94,26 @@ class Figure:
 
 @dataclass(frozen=True)
 class Line:
-    """One kind of line that a gate writes. Its key is that of its threshold below `gates.` where it has one of that name."""
+    """One kind of verdict line. If the line has a threshold under `gates.`, both have the same key."""
 
     title: str
     says: str
-    """What its value is."""
+    """Meaning of the line's value."""
     per: Literal["workload", "all", "engine"]
-    """What it judges by itself."""
+    """Scope of one line: a workload, all samples, or an engine."""
     equal: float = 0.0
-    """The value of an engine that is equal to the baseline."""
+    """Value of an engine that equals the baseline."""
     samples_decide: bool = True
-    """Whether more samples may decide what is INCONCLUSIVE."""
+    """Whether more samples can decide an INCONCLUSIVE line."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """A gate, which has figures or checks."""
+    """A gate, which yields figures, checks, or both."""
 
     lines: Mapping[str, Line]
-    """By their keys."""
+    """Kinds of lines by key."""
     figures: Callable[[Evidence, Gates], Iterable[Figure]] | None = None
-    """Returns what is tested after each round."""
+    """Yields the figures that are tested after every round."""
     check: Callable[[Evidence, Gates], Iterable[Check]] | None = None
-    """Judges the report as it stands."""
+    """Yields the checks of the complete report, without a statistical test."""

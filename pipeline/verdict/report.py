@@ -21,21 +21,21 @@ REPORT_FILE = "report.json"
 SAMPLES_FILE = "samples.jsonl"
 
 STEP_FLAG_KL = 0.15
-"""A decode step with a larger KL to the baseline, in nats, counts as flagged."""
+"""KL to the baseline in nats above which a decode step counts as flagged."""
 
 LEAST_STEP = 0.01
-"""The smallest share of the planned samples that a round may have."""
+"""Minimum share of the planned samples per round."""
 
 Count = Annotated[int, Field(ge=1, lt=1 << 53)]
-"""Counts enter means and bounds as float64, which tells larger ones no longer apart."""
+"""A count. Means and bounds use float64, which cannot represent every integer from 2^53 on."""
 
 
 Probability = Annotated[float, Field(ge=0, le=1.001)] | None
-"""Products of probabilities in float32, each of which rounding may take beyond 1."""
+"""A product of float32 probabilities, which rounding may push slightly above 1."""
 
 
 class Acceptance(Record):
-    """Answers under speculative decoding with one drafter: their tokens, and the passes of the engine that say them."""
+    """Token and pass counts of answers under speculative decoding with one drafter."""
 
     baseline_tokens: Count
     baseline_passes: Count
@@ -44,26 +44,26 @@ class Acceptance(Record):
 
     @property
     def lengths(self) -> tuple[float, float]:
-        """Tokens a pass of the baseline, and of the candidate: the mean acceptance lengths."""
+        """Mean acceptance lengths, in tokens per pass, of the baseline and of the candidate."""
         return self.baseline_tokens / self.baseline_passes, self.candidate_tokens / self.candidate_passes
 
 
 class SampleRow(Record):
-    """One sample, baseline and candidate side by side. Means are over its scored tokens."""
+    """The results of baseline and candidate on one sample. Means are over the sample's scored tokens."""
 
     id: str
     workload: str
     document: str
-    """Rows of one document are resampled together."""
+    """Id of the document. Rows of one document are resampled together."""
     context_tokens: Count
     depth: float | None
     scored_tokens: Count
     judged: bool
-    """Whether the sample has an answer that is right or wrong; the seven fields below are null otherwise."""
+    """Whether the sample has an answer that is right or wrong. If not, the seven fields below are null."""
     baseline_correct: bool | None
     candidate_correct: bool | None
     baseline_valid: bool | None
-    """Whether the answer is strict JSON, or a call that a declared tool accepts; null for workloads without such a form."""
+    """Whether the answer is strict JSON, or a valid call of a declared tool; null for workloads without a required format."""
     candidate_valid: bool | None
     reference: str | None
     baseline_generation: str | None
@@ -71,7 +71,7 @@ class SampleRow(Record):
     mean_kl: Number
     max_kl: Number
     kl_tail: list[float]
-    """The KL of its steps above the pooled 99th percentile, from which any higher percentile of the pool follows."""
+    """KL of the steps above the pooled 99th percentile. They suffice to compute any higher percentile of the pool."""
     baseline_nll: Number
     candidate_nll: Number
     top1_agreement: Number
@@ -79,24 +79,24 @@ class SampleRow(Record):
     mean_squared_delta_p: Number
     non_finite_steps: int
     difficulty: str = ""
-    """Graded workloads: "easy", "medium" or "hard"."""
+    """Difficulty in graded workloads: "easy", "medium" or "hard"; empty in others."""
     round: Count = 1
-    """The round of the evaluation that ran it, from 1: a sequential evaluation stops once its gates have decided."""
+    """Round that ran the sample, from 1. A sequential evaluation stops once its gates have decided."""
     acceptance: dict[str, Acceptance] = Field(default={})
-    """By drafter, of its two answers."""
+    """Acceptance counts of the two answers, by drafter."""
     baseline_probability: Probability = None
-    """Probability of the right answer under the baseline: the product over the scored tokens. Null for a sample without a
-    right answer, and where a token's probability is not finite."""
+    """Probability of the right answer under the baseline: the product over the scored tokens. Null if the sample has no right
+    answer, or if a token's probability is not finite."""
     candidate_probability: Probability = None
-    """The same under the candidate."""
+    """Probability of the right answer under the candidate."""
     right_answer: Literal["reference", "baseline"] = "reference"
-    """Which words of the right answer were scored: the reference's, or those that the baseline says it in."""
+    """Wording of the right answer that was scored: the reference's, or the baseline's own."""
     own_tokens: list[Annotated[int, Field(ge=0)]] = Field(default=[])
-    """The baseline's words in tokens, where they were scored."""
+    """Tokens of the baseline's own wording, if that was scored."""
 
 
 class Fidelity(Record):
-    """How far the candidate's next-token distributions are from the baseline's."""
+    """Distances between the next-token distributions of candidate and baseline."""
 
     tokens: int
     baseline_nll: Number
@@ -115,29 +115,29 @@ class Fidelity(Record):
     top1_agreement: Number
     top10_overlap: Number
     rms_delta_p: Number
-    """Root mean square change of the reference token's probability."""
+    """Root mean square of the change in the reference token's probability."""
     non_finite_steps: int
 
 
 class Accuracy(Record):
-    """Answers, paired by sample."""
+    """The accuracy of answers, paired by sample."""
 
     judged: int
     baseline: float
     candidate: float
     lost: int
-    """Right in the baseline, wrong in the candidate."""
+    """Answers that are right under the baseline and wrong under the candidate."""
     gained: int
     baseline_valid: float | None
     candidate_valid: float | None
     baseline_probability: Number = None
-    """Mean probability of the right answer under the baseline; null where one of them is."""
+    """Mean probability of the right answer under the baseline; null if it is null for any sample."""
     candidate_probability: Number = None
-    """The same under the candidate."""
+    """Mean probability of the right answer under the candidate."""
 
     @classmethod
     def of(cls, judged: Sequence[SampleRow]) -> "Accuracy":
-        """Count the answers to judged samples, of which there are some."""
+        """Count the answers to judged samples, which must not be empty."""
 
         def mean(values: list[Number]) -> Number:
             known = [value for value in values if value is not None]
@@ -166,15 +166,17 @@ class Accuracy(Record):
 
     @property
     def recovery(self) -> float | None:
-        """Share of the probability of right answers that the candidate keeps; None where one is unknown, or the first is 0."""
+        """Share of the probability of right answers that the candidate keeps; None if unknown, or if the baseline's is 0."""
         if self.candidate_probability is None or not self.baseline_probability:
             return None
         return self.candidate_probability / self.baseline_probability
 
 
 class Slice(Record):
-    """Metrics of some samples: of a workload (null: all), a context bin [low, high) in tokens, a third of the depth, or a
-    difficulty."""
+    """Metrics of a subset of the samples.
+
+    A subset is a workload (null: all), a context bin [low, high) in tokens, a third of the depth, or a difficulty.
+    """
 
     workload: str | None
     context: tuple[int, int | None] | None
@@ -185,22 +187,22 @@ class Slice(Record):
     fidelity: Fidelity
     difficulty: str | None = None
     acceptance: dict[str, Acceptance] = Field(default={})
-    """By drafter."""
+    """Acceptance counts by drafter."""
 
     @property
     def whole(self) -> bool:
-        """Whether it is of all samples of its workload, or of everything."""
+        """Whether the slice has all samples of its workload, or all samples."""
         return (self.context, self.depth, self.difficulty) == (None, None, None)
 
     @property
     def place(self) -> str:
-        """Where a line of a verdict on its context bin stands: `copy [0, 256)`."""
+        """Name of the workload's context bin in a verdict line: `copy [0, 256)`."""
         low, high = self.context or (0, None)
         return f"{self.workload} [{low}, {'' if high is None else high})"
 
     @property
     def acceptance_lengths(self) -> dict[str, float]:
-        """Tokens a pass by drafter and engine: `acceptance_lookup_baseline`."""
+        """Tokens per pass by drafter and engine; a key is `acceptance_lookup_baseline`."""
         return {
             f"acceptance_{drafter}_{engine}": length
             for drafter, counts in self.acceptance.items()
@@ -209,18 +211,18 @@ class Slice(Record):
 
 
 class Canary(Record):
-    """The candidate with every key scale multiplied by `factor` after the prefill, on a few samples."""
+    """The must-fail control: the candidate on a few samples, with every key scale multiplied by `factor` after the prefill."""
 
     factor: float
     rows: list[SampleRow]
 
 
 MEMORY = "memory"
-"""Marks a figure of the cache's memory, under which it is tracked."""
+"""Annotation of fields about the cache's memory; also their prefix in the tracked metrics."""
 
 
 class SystemMetrics(Record):
-    """Times of the fixed load, and the cache's memory (figures marked MEMORY)."""
+    """Times of the fixed load, and the cache's memory (fields annotated with MEMORY)."""
 
     batch: int
     context_tokens: int
@@ -228,60 +230,60 @@ class SystemMetrics(Record):
     time_to_first_token_ms: float
     decode_tokens_per_s: Number
     decode_tokens_per_s_slow: Number = None
-    """Of the decode step than which one in twenty is slower."""
+    """Rate of a slow decode step: 5 % of the steps are slower."""
     decode_tokens_per_s_fast: Number = None
-    """Of the decode step than which one in twenty is faster."""
+    """Rate of a fast decode step: 5 % of the steps are faster."""
     inter_token_p50_ms: Number
     inter_token_p95_ms: Number
     inter_token_p99_ms: Number
     kib_per_token: Annotated[Number, MEMORY]
-    """Computed from the policy: codes and per-token scales of all layers."""
+    """KiB per token by the policy: codes and per-token scales of all layers."""
     kib_per_token_allocated: Annotated[Number, MEMORY]
-    """Measured: bytes of the pool that the engine allocated, over the tokens that its pages hold."""
+    """KiB per token as measured: size of the engine's pool divided by the tokens that its pages hold."""
     pool_bytes: Annotated[int, MEMORY]
     budget_gib: Annotated[float, MEMORY]
     sequence_tokens: Annotated[int, MEMORY]
     max_live_tokens: Annotated[int, MEMORY]
     threads: int | None = None
-    """CPU threads of the engine; null for an engine that is not told how many to use."""
+    """CPU threads of the engine; null for an engine without this setting."""
     attention: str | None = None
-    """What computes a decode step's attention, where the engine has a choice: "graph", or "native in 30 of 30 layers"."""
+    """Implementation of the attention in decode steps, if the engine has several: "graph", or "native in 30 of 30 layers"."""
 
 
 class EvaluationReport(Record):
-    """Everything that was measured of one engine against one baseline."""
+    """All measurements of one engine against one baseline."""
 
     schema_version: int
     policy: str
     takes_effect: dict[str, int] = Field(default={})
-    """Keys of the policy that change nothing in short sequences -> tokens of the shortest sequence that they change."""
+    """Keys of the policy that have no effect in short sequences -> tokens of the shortest sequence that they affect."""
     engine_digest: str
     baseline_digest: str
     workloads_digest: str
-    """sha256 of every encoded sample: prompts, references, checks and documents."""
+    """sha256 over all encoded samples: prompts, references, checks and documents."""
     samples: int
     planned_rounds: list[float]
-    """Cumulative share of the planned samples after each round that was planned, run or not."""
+    """Cumulative share of the planned samples by planned round, including rounds that did not run."""
     planned_workloads: dict[str, bool]
-    """Every workload that was planned, run so far or not -> whether its samples have answers."""
+    """Planned workload, even if it did not run yet -> whether its samples have answers."""
     slices: list[Slice]
     noise: Fidelity | None
-    """The baseline against itself, in smaller batches; null where no sample is repeated."""
+    """Distance of the baseline from itself in smaller batches; null if no sample is repeated."""
     canary: Canary
     system: SystemMetrics
     baseline_system: SystemMetrics
-    """The same load on the baseline, timed when the baseline was measured."""
+    """Times of the same load on the baseline, taken when the baseline was measured."""
     conformance: Conformance | None = None
-    """Both engines against the oracle under their own policies; null without reference engines."""
+    """Comparison of the engines with their reference engines; null without reference engines."""
     candidate_noise: Fidelity | None = None
-    """The candidate against itself."""
+    """Distance of the candidate from itself in smaller batches."""
     coverage: Exercised | None = None
-    """What the samples took the engine through."""
+    """Lengths and batches of the samples on the decode path."""
     probes: EngineProbes
     scale_changes: list[ScaleChange] | None = None
-    """Scales that the candidate does not use as its checkpoint carries them; null for engines that load none by themselves."""
+    """Scales that differ between the candidate and its checkpoint; null for engines that do not load scales by themselves."""
     drafters: list[str]
-    """Those that answers were drafted with: `lookup`, `draft`. Empty where `workloads.speculation` is null."""
+    """Drafters that were used: `lookup`, `draft`. Empty if `workloads.speculation` is null."""
 
     @field_validator("planned_rounds")
     @classmethod
@@ -292,35 +294,35 @@ class EvaluationReport(Record):
         return shares
 
     def slice(self, workload: str | None = None) -> Slice | None:
-        """Return the slice of a whole workload, or of everything; None when it has no samples."""
+        """Return the slice of a whole workload, or of all samples; None if it has no samples."""
         return next((s for s in self.slices if s.whole and s.workload == workload), None)
 
     @property
     def overall(self) -> Slice:
-        """The slice of everything."""
+        """The slice of all samples."""
         whole = self.slice()
         assert whole is not None, "a report always has the slice of everything"
         return whole
 
     @property
     def limits(self) -> Limits | None:
-        """How far a verdict on this report holds; None if no sample's steps were recorded."""
+        """Limits that a verdict on this report covers; None if no sample's steps were recorded."""
         return covered(self.coverage, self.probes)
 
 
 def jsonl_lines(path: Path) -> list[str]:
     """Return the lines of a JSONL file, one JSON value each.
 
-    `str.splitlines` would also split at U+0085, U+2028 and U+2029, which JSON strings may hold unescaped.
+    `str.splitlines` would also split at U+0085, U+2028 and U+2029, which JSON strings may contain unescaped.
     """
     return [line for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def load_report(directory: Path) -> EvaluationReport:
-    """Read the report in an evaluation's directory. Raises ValueError when it is no report."""
+    """Return the report of an evaluation's directory. Raises ValueError if the file is not a valid report."""
     return EvaluationReport.model_validate_json((directory / REPORT_FILE).read_text(encoding="utf-8"))
 
 
 def load_rows(directory: Path) -> list[SampleRow]:
-    """Read the samples in an evaluation's directory. Raises ValueError when they are no samples."""
+    """Return the samples of an evaluation's directory. Raises ValueError if a line is not a valid sample."""
     return [SampleRow.model_validate_json(line) for line in jsonl_lines(directory / SAMPLES_FILE)]

@@ -1,4 +1,4 @@
-"""A report's numbers by the names under which they are tracked."""
+"""Conversion of a report to the flat metrics that are tracked."""
 
 from collections.abc import Iterator
 

@@ -2,13 +2,13 @@
 
 To add a gate, add a function to a file of this folder, its lines to GATES, and a row to the table of docs/verdict.md.
 
-Samples are run in rounds, and after each round all figures are tested on all samples so far. A bet may be looked at any time
-(`pipeline.statistics.bets`); Student's t is used at the last planned look alone. A PASS needs every gate, so that no gate's
-level is corrected for the others (an intersection-union test: Berger, Technometrics 24 (1982) 295-300). FAILs share alpha: the
-figures of recovery have one half, all others the other half (Bonferroni).
+Samples run in rounds. After every round, all figures are tested on the samples of all rounds until then; such a test is a look.
+A bet is valid at every look (`pipeline.statistics.bets`), while Student's t is used only at the last planned look. A PASS needs
+every gate, so no gate's level is corrected for the others (an intersection-union test: Berger, Technometrics 24 (1982)
+295-300). FAILs share alpha: the figures of recovery get one half, all others the other half (Bonferroni).
 
-A figure that failed at any look has failed. Other gates judge the report as it stands. A value that is missing or not finite
-never passes.
+A figure that fails at any look has failed. Gates without figures judge the complete report. A value that is missing or not
+finite never passes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from pipeline.verdict.thresholds import MOST_SAMPLES, RULES, Check, Gates, Statu
 __all__ = ["GATES", "LINES", "Decide", "Gates", "conclude", "decide", "is_final"]
 
 Decide = Callable[[EvaluationReport, Sequence[SampleRow]], Verdict]
-"""The gates, bound to their thresholds."""
+"""The function `decide`, bound to its thresholds."""
 
 _CUT = "; but for a FAIL, a document counts as three times the limit at most"
 GATES = (
@@ -104,17 +104,17 @@ GATES = (
         check=evaluation.takes_effect,
     ),
 )
-"""All gates, in the order of a verdict's lines; nothing else is judged where `complete` fails."""
+"""All gates, in the order of a verdict's lines. If `complete` fails, no other gate is judged."""
 LINES: Mapping[str, Line] = {key: line for gate in GATES for key, line in gate.lines.items()}
-"""All kinds of lines, by their keys."""
+"""All kinds of lines by key."""
 
 
 def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) -> Verdict:
-    """Judge one evaluation, or what was run of it so far.
+    """Judge one evaluation, complete or after some of its rounds.
 
     Args:
-        report: What was measured.
-        rows: The report's samples, of all rounds so far.
+        report: The measurements.
+        rows: The report's samples, from all rounds that ran.
         gates: The thresholds.
     """
     whole = Evidence(report, rows)
@@ -139,14 +139,14 @@ def decide(report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) ->
 
 
 def is_final(verdict: Verdict, report: EvaluationReport) -> bool:
-    """Whether no further round is run: the candidate failed somewhere, passed everywhere, or every planned look was taken."""
+    """Return whether to stop: a gate failed, all gates passed, more samples would not help, or no planned look is left."""
     open_lines = [check.gate for check in verdict.checks if check.status == "INCONCLUSIVE"]
     undecided = any(name not in LINES or LINES[name].samples_decide for name in open_lines)
     return verdict.status == "FAIL" or not undecided or verdict.round >= len(report.planned_rounds)
 
 
 def _look(evidence: Evidence, gates: Gates, number: int) -> Iterator[Check]:
-    """Yield the lines of the figures at the look after a round."""
+    """Yield the lines of all figures at the look after round `number`."""
     rounds = len(evidence.report.planned_rounds)
     place = f"; round {number} of {rounds}" if rounds > 1 else ""
     figures = [figure for gate in GATES if gate.figures is not None for figure in gate.figures(evidence, gates)]
@@ -160,7 +160,7 @@ def _look(evidence: Evidence, gates: Gates, number: int) -> Iterator[Check]:
 
 
 def _advised(checks: Sequence[Check], whole: Evidence, gates: Gates) -> tuple[list[Check], dict[str, int]]:
-    """Return the checks with how many samples would decide recovery where it is open, and these numbers by place."""
+    """Return the checks with advice in their reasons, and the number of samples by workload that would decide recovery."""
     still_open = {check.where for check in checks if check.gate == RECOVERY and check.status == "INCONCLUSIVE"}
     numbers = needed(whole, gates, still_open)
     if any(check.gate == evaluation.MIN_SAMPLES and check.where == "all" and check.status != "PASS" for check in checks):
@@ -178,7 +178,7 @@ def _advised(checks: Sequence[Check], whole: Evidence, gates: Gates) -> tuple[li
 
 
 def conclude(checks: Sequence[Check], numbers: Mapping[str, int], looks: int) -> Verdict:
-    """The verdict is the worst status of its checks; its reasons are those of the checks with that status."""
+    """Return the verdict: the worst status of all checks, with the reasons of the checks that have this status."""
     failures = [check.reason for check in checks if check.status == "FAIL"]
     undecided = [check.reason for check in checks if check.status == "INCONCLUSIVE"]
     status: Status = "FAIL" if failures else "INCONCLUSIVE" if undecided else "PASS"

@@ -1,4 +1,4 @@
-"""What speculative decoding loses: the acceptance length of drafts, candidate against baseline, answer by answer."""
+"""The gate on speculative decoding: the loss of acceptance length from baseline to candidate, answer by answer."""
 
 import math
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ KEY = "max_acceptance_loss"
 def acceptance(evidence: Evidence, gates: Gates) -> Iterator[Figure]:
     """Yield the loss of acceptance length of every drafter and workload.
 
-    An answer's loss is the log of the baseline's tokens a pass over the candidate's, so that answers which gain by chance make
-    up for those that lose. An answer that was not drafted fails.
+    The loss of an answer is the log of the ratio between the baseline's tokens per pass and the candidate's. With the log,
+    random gains and losses cancel out. An answer that was not drafted fails.
     """
     limit, threshold = -math.log1p(-gates.max_acceptance_loss), gates.max_acceptance_loss
     for drafter in evidence.report.drafters:
@@ -28,7 +28,7 @@ def acceptance(evidence: Evidence, gates: Gates) -> Iterator[Figure]:
 
 
 def unmeasured(evidence: Evidence, gates: Gates) -> Iterator[Check]:
-    """Warn of drafters that met no answers."""
+    """Yield a WARNING for every drafter if no sample has an answer."""
     for drafter in () if evidence.judged else evidence.report.drafters:
         where, threshold = f"all, drafts by {drafter}", gates.max_acceptance_loss
         reason = f"all: the acceptance length of drafts by {drafter} was not measured: no sample has an answer"

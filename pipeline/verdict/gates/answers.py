@@ -1,4 +1,4 @@
-"""Greedy answers: how many right ones the candidate loses. They can fail a candidate; a PASS is for recovery to show."""
+"""The gate on greedy answers: right answers that the candidate loses. It can only fail a candidate; recovery shows a PASS."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ ACCURACY = "accuracy"
 
 @dataclass(frozen=True)
 class Answers(Figure):
-    """The paired answers of one workload, or of one context bin of it; the mean is that of answers lost less answers gained."""
+    """The paired answers of one workload or context bin. The mean is the share of lost minus gained answers."""
 
     rows: Sequence[SampleRow] = ()
 
@@ -39,7 +39,7 @@ class Answers(Figure):
 
 
 def accuracy(evidence: Evidence, gates: Gates) -> Iterator[Answers]:
-    """Yield each kind of work, and each context bin that is not a whole kind."""
+    """Yield a figure for every workload, and for every context bin that is not a whole workload."""
     judged = by_workload(evidence.judged)
     for name, rows in judged.items():
         yield Answers.of(name, rows, gates)
@@ -54,11 +54,11 @@ def accuracy(evidence: Evidence, gates: Gates) -> Iterator[Answers]:
 
 
 def contradiction(answers: float, probability: float) -> str:
-    """Say that greedy answers and the probability of right ones change in opposite directions; nothing where they do not.
+    """Return a clause that greedy answers and the probability of right answers change in opposite directions; "" if not.
 
     Args:
-        answers: Right answers of the candidate less those of the baseline.
-        probability: The same of their probability.
+        answers: Right greedy answers of the candidate minus the baseline's.
+        probability: Probability of right answers under the candidate minus the baseline's.
     """
     if answers * probability >= 0:
         return ""

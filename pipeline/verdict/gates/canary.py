@@ -1,4 +1,4 @@
-"""The must-fail control: an engine with corrupted key scales, which gates that see the cache have to fail."""
+"""The must-fail control: an engine with corrupted key scales. Gates that depend on the cache must fail it."""
 
 import math
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ from pipeline.verdict.thresholds import Check, Gates
 
 
 def canary(evidence: Evidence, gates: Gates) -> Iterator[Check]:
-    """FAIL unless the distances would have failed the engine whose key scales were corrupted.
+    """Yield a FAIL unless the gates on distances fail the engine with corrupted key scales.
 
-    A corrupted engine whose logits are not finite counts as noticed.
+    The corruption also counts as noticed if the logits are not finite.
     """
     rows, factor = evidence.report.canary.rows, evidence.report.canary.factor
     found = [figure.mean for figure in measured(rows, gates)] if rows else []

@@ -1,4 +1,4 @@
-"""Conformance: does each engine compute what its policy says, request by request, as the reference engine does?"""
+"""The gate on conformance: every engine must compute its policy like the reference engine, request by request."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from pipeline.verdict.thresholds import Check, Gates, Status
 
 
 def conformance(evidence: Evidence, _: Gates) -> Iterator[Check]:
-    """FAIL if any request of an engine differs from the reference engine by more than rounding."""
+    """Yield a FAIL if any request of an engine differs from the reference engine by more than rounding."""
     record = evidence.report.conformance
     if record is None:
         return

@@ -1,4 +1,4 @@
-"""Engines of other libraries: the scales that they use, compared with the scales of their checkpoint."""
+"""The gate on engines of other libraries: they must use the scales of their checkpoint."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from pipeline.verdict.thresholds import Check, Gates, LineStatus
 
 
 def scale_delivery(evidence: Evidence, gates: Gates) -> Iterator[Check]:
-    """FAIL where a scale arrived as something else, a WARNING where that is allowed."""
+    """Yield a FAIL if the engine uses other scales than the checkpoint's, or a WARNING if all these changes are allowed."""
     changes = evidence.report.scale_changes
     if changes is None:
         return

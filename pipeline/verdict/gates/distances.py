@@ -1,4 +1,4 @@
-"""Distances of the next-token distributions from the baseline's: means per workload, ruined requests, and far tokens."""
+"""The gates on distances from the baseline's next-token distributions: workload means, ruined requests, and far tokens."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 TAIL_SHARE = 0.001
 """Share of a document's tokens that may be above `max_p999_kl`."""
 NONE_OF = 60
-"""Requests of which none may be ruined where these are too few to show `max_ruined_share`."""
+"""Number of requests that pass without any ruined one, even if they cannot show `max_ruined_share` statistically."""
 
 
 def measured(rows: Sequence[SampleRow], gates: Gates, where: str = "", *, must_pass: bool = True) -> Iterator[Figure]:
-    """Yield the mean distances of some samples."""
+    """Yield the figures on the mean distances of some samples."""
     tokens, mean = [row.scored_tokens for row in rows], statistics.bets.Mean
 
     def figure(key: str, label: str, of: "statistics.bets.Mean", **how: object) -> Figure:
@@ -39,14 +39,15 @@ def measured(rows: Sequence[SampleRow], gates: Gates, where: str = "", *, must_p
 
 
 def means(rows: Sequence[SampleRow], values: Sequence[float | None], weights: Sequence[float]) -> "Array":
-    """Return the mean of each document, shape (documents,); NaN where a value is missing."""
+    """Return the weighted mean of every document, shape (documents,); NaN for documents with a missing value."""
     return statistics.bets.by_document(values, weights, [row.document for row in rows])
 
 
 def distances(evidence: Evidence, gates: Gates) -> Iterator[Figure]:
-    """Yield the mean distances of every workload.
+    """Yield the figures on the mean distances of every workload.
 
-    A few texts without answers beside samples with answers can only fail: they cannot show that they are within a limit.
+    If other workloads have answers, a workload with only a few texts can fail but need not pass: it has too little data for a
+    PASS.
     """
     for workload, rows in by_workload(evidence.rows).items():
         enough = statistics.bets.can_pass(len({row.document for row in rows}), gates.pass_alpha)
@@ -56,22 +57,22 @@ def distances(evidence: Evidence, gates: Gates) -> Iterator[Figure]:
 
 @dataclass(frozen=True)
 class Ruined(Figure):
-    """Requests whose mean KL is above OUTLIER times the limit."""
+    """The share of requests whose mean KL is above OUTLIER times the limit."""
 
     ruined: int = 0
     requests: int = 0
 
     def test(self, fail_level: float, gates: Gates, *, last: bool) -> "Result":
-        """Test the share; without any of NONE_OF requests it is a PASS, too: to show 2.5 % takes 150 documents without any."""
+        """Test the share. NONE_OF requests without a ruined one also PASS: showing 2.5 % statistically takes 150 documents."""
         result = super().test(fail_level, gates, last=last)
         none = not self.ruined and self.requests >= NONE_OF
         return replace(result, decision="PASS") if none and result.decision is None else result
 
 
 def rare(evidence: Evidence, gates: Gates) -> Iterator[Figure]:
-    """Yield the share of ruined requests, and the share of far tokens, over all workloads.
+    """Yield the figures on the shares of ruined requests and of far tokens, over all workloads.
 
-    A share of a thousandth would take thousands of documents to show, so that far tokens can only fail.
+    Far tokens can only fail, because showing a share below 1/1000 would take thousands of documents.
     """
     rows, mean = evidence.rows, statistics.bets.Mean
     ruin = statistics.bets.OUTLIER * gates.max_mean_kl

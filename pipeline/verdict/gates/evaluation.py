@@ -1,4 +1,4 @@
-"""Whether the evaluation itself is sound: complete, asked for everything, and finer than what it measures."""
+"""The gates on the evaluation itself: complete samples, enough documents, sufficient lengths, and a low noise floor."""
 
 import math
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ REQUIRED_NUMBERS = (
 )  # fmt: skip
 """Fields of a row that must be finite."""
 UNSEEN = {"kv.eviction": "nothing was evicted", "kv.window": "no token left the window"}
-"""What a key of a policy has not done, by the part before its last name."""
+"""Group of policy keys -> clause for a message that the group had no effect."""
 
 
 def complete(evidence: Evidence, _: Gates) -> Iterator[Check]:
-    """FAIL where samples are missing, doubled, lack a finite number or are of a round that was not planned."""
+    """Yield a FAIL for samples that are missing or duplicated, have a number that is not finite, or an unplanned round."""
     report, rows = evidence.report, evidence.rows
     problems: list[tuple[str, str]] = []
     if not rows:
@@ -44,9 +44,10 @@ def _is_complete(row: SampleRow) -> bool:
 
 
 def documents(evidence: Evidence, gates: Gates) -> Iterator[Check]:
-    """INCONCLUSIVE for planned workloads of which nothing was run yet, and for few documents where no sample has an answer.
+    """Yield INCONCLUSIVE for planned workloads that did not run yet.
 
-    Documents of all workloads are counted together: few texts beside samples with answers are fine.
+    If no sample has an answer, also check the number of documents over all workloads together. If some samples have answers,
+    few texts are fine.
     """
     asked, judged = {row.workload for row in evidence.rows}, {row.workload for row in evidence.judged}
     for name, answered in sorted(evidence.report.planned_workloads.items()):
@@ -66,7 +67,7 @@ def documents(evidence: Evidence, gates: Gates) -> Iterator[Check]:
 
 
 def takes_effect(evidence: Evidence, _: Gates) -> Iterator[Check]:
-    """INCONCLUSIVE if the policy evicts, ages or rounds tokens only in sequences longer than every sample."""
+    """Yield INCONCLUSIVE if the policy evicts, ages or rounds tokens only in sequences longer than every sample."""
     longest = max((row.context_tokens + row.scored_tokens - 1 for row in evidence.rows), default=0)
     tokens, key = max(((tokens, key) for key, tokens in evidence.report.takes_effect.items()), default=(0, ""))
     if longest < tokens:
@@ -79,7 +80,7 @@ def takes_effect(evidence: Evidence, _: Gates) -> Iterator[Check]:
 
 
 def noise_floor(evidence: Evidence, gates: Gates) -> Iterator[Check]:
-    """INCONCLUSIVE where a KL threshold is not above an engine's KL to itself, or where that is unknown."""
+    """Yield INCONCLUSIVE if a KL threshold is not above an engine's KL to itself, or if that KL is unknown."""
     report = evidence.report
     if report.noise is None:
         reason = "all: no A/A noise floor was measured; set workloads.noise_samples to 1 or more"

@@ -1,4 +1,4 @@
-"""A full pool: requests that wait, reuse beginnings, give way and are computed again, beside themselves with room."""
+"""The gate on a full pool: requests that wait, reuse prefixes and are preempted must answer as they do in a large pool."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ SHOWN = 3
 
 
 def pressure(evidence: Evidence, _: Gates) -> Iterator[Check]:
-    """FAIL where any request differs from itself with room by more than noise; INCONCLUSIVE where the pool was never full."""
+    """Yield a FAIL if a request differs from itself in a large pool by more than noise; INCONCLUSIVE if no pool was full."""
     found = evidence.report.probes.pressure
     if found is None:
         return

@@ -1,4 +1,4 @@
-"""The stress test of both engines, the bytes that they allocate, and answers that they give freely or over reused prefixes."""
+"""The gates on the stress test, allocated bytes, free answers and reused prefixes."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,8 +10,11 @@ FAILURES_SHOWN = 4
 
 
 def probes(evidence: Evidence, _: Gates) -> Iterator[Check]:
-    """FAIL where an engine deviates from the oracle on random tokens, allocates other bytes than its policy claims, or answers
-    what its forced decode contradicts."""
+    """Yield the checks of candidate and baseline.
+
+    An engine fails if it deviates from the oracle on random tokens, allocates other bytes than its policy claims, gives a free
+    answer that contradicts forced decode, or answers differently over reused prefixes.
+    """
     found = evidence.report.probes
     for where, probe, free, reused in (
         ("candidate", found.candidate, found.free_candidate, found.reused_candidate),

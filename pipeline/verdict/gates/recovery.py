@@ -1,11 +1,12 @@
-"""Recovery: the share of the probability of the right answers that the candidate keeps, of all questions and by kind of work.
+"""The gate on recovery: the share of the probability of right answers that the candidate keeps, in total and by workload.
 
-Forced decode gives the probability of a question's right answer under both engines, and recovery is the sum of the candidate's
-over the sum of the baseline's. A PASS needs it: one number a question says more than whether a greedy answer flipped (Miller
-2024, arXiv 2411.00640). A document that was asked counts whole. The bet assumes that no document loses more than WORST times
-the limit, and a document that does ends its larger stake. MANY documents also pass by Student's t, at the last look alone.
+Forced decode gives the probability of a question's right answer under both engines. Recovery is the sum of the candidate's
+probabilities divided by the sum of the baseline's. A PASS needs recovery, because a probability says more about a question than
+whether its greedy answer flipped (Miller 2024, arXiv 2411.00640). No document's loss is capped. The bet assumes that no
+document loses more than WORST times the limit; a document that does ends the larger stake. MANY documents can also pass by
+Student's t, but only at the last look.
 
-`python -m benchmarks.gates` shows how often both together pass wrongly on rows that were measured.
+`python -m benchmarks.gates` shows how often the bet and the t test together pass wrongly, on measured rows.
 """
 
 import math
@@ -24,22 +25,22 @@ if TYPE_CHECKING:
 RECOVERY = "min_recovery"
 ALL = "all"
 WORST = 2.0
-"""What a document may lose for the bet to go on, in limits: a document that loses nothing doubles the score."""
+"""Maximum loss of a document that the bet assumes, as a multiple of the limit. A document without loss doubles the score."""
 BET, STUDENT = 0.2, 0.1
-"""Shares of a PASS's level that the bet takes, and Student's t. The rest is for documents that are worse than the bet assumes:
-where few questions are broken and the others are perfect, candidates at the limit pass about five times as often as the bet's
-level says (`python -m benchmarks.gates`)."""
+"""Shares of a PASS's level for the bet and for Student's t. The rest is for documents that are worse than the bet assumes: if
+a few questions are broken and the others are perfect, candidates at the limit pass about five times more often than the bet's
+level (`python -m benchmarks.gates`)."""
 
 
 def kept(value: float, bound: float, status: str) -> str:
-    """Say a recovery and its bound, which are shares, as people say it."""
+    """Return a clause with a recovery and its bound, both given as shares."""
     judgement = {"PASS": "at least", "FAIL": "at most"}.get(status, "no more is shown than")
     return f"keeps {100 * value:.1f} % of the probability of right answers ({judgement} {100 * bound:.1f} %)"
 
 
 @dataclass(frozen=True)
 class Recovery(Figure):
-    """The questions of one kind of work, or all of them. The mean is that of the lost probability."""
+    """The recovery of one workload or of all questions. The mean is the lost probability."""
 
     samples: int = 0
     baseline: float = 0.0
@@ -52,13 +53,14 @@ class Recovery(Figure):
         before = statistics.bets.document_totals([row.baseline_probability for row in rows], documents)
         after = statistics.bets.document_totals([row.candidate_probability for row in rows], documents)
         baseline = float(before.mean())
-        # What a document may lose is in proportion to what it has: on the limit is who keeps `threshold` of each document.
+        # The allowed loss of a document is proportional to its baseline probability: a candidate that keeps the share
+        # `threshold` of every document is exactly at the limit.
         loss, limit = (1 - threshold) * baseline - (after - threshold * before), (1 - threshold) * baseline
         mean = statistics.bets.Mean(loss, limit, -statistics.bets.OUTLIER * limit, WORST * limit, whole=True)
         return cls(RECOVERY, place, mean, threshold, samples=len(rows), baseline=baseline)
 
     def is_weak(self, gates: Gates) -> bool:
-        """Whether the baseline's right answers are too improbable to lose anything."""
+        """Return whether the baseline's right answers are too improbable to show a loss."""
         return not (self.baseline > 0 and self.baseline >= gates.min_baseline_probability)
 
     def test(self, fail_level: float, gates: Gates, *, last: bool) -> "Result":
@@ -87,17 +89,17 @@ class Recovery(Figure):
 
 
 def recovery(evidence: Evidence, gates: Gates) -> Iterator[Recovery]:
-    """Yield all questions together and each kind of work."""
+    """Yield a figure for all questions together, then one for every workload."""
     judged = evidence.judged
     for place, rows in [(ALL, judged), *by_workload(judged).items()] if judged else ():
         yield Recovery.of(place, rows, gates)
 
 
 def needed(evidence: Evidence, gates: Gates, still_open: Collection[str]) -> dict[str, int]:
-    """Return with how many samples of each kind of work the next attempt would decide, if its documents are like these.
+    """Return the number of samples per workload that would decide the next attempt, if its documents are like these.
 
-    Kinds that passed are among them, because the next attempt errs with less. A kind that the baseline rarely gets right has
-    none: more of the same samples would not help.
+    Workloads that passed are included if the next attempt needs more, because it has a smaller share of alpha. A workload that
+    the baseline rarely gets right is left out: more samples would not help.
     """
     kinds = list(recovery(evidence, gates)) if still_open else []
     if not kinds or kinds[0].is_weak(gates):
