@@ -1,4 +1,4 @@
-"""What engines share besides `pipeline.core.engine.Engine`: tables of sequences, prefill in chunks, refusals."""
+"""Helpers that several engines share: the sequence table, chunked prefill and common errors."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -15,16 +15,16 @@ from pipeline.core.kv import KVPolicy, KVShape
 Logits = npt.NDArray[np.float32]
 
 Mode = Literal["prefill", "decode"]
-"""One step of an engine: a chunk of a prompt, or one new token of each sequence."""
+"""Kind of an engine's step: a chunk of one prompt, or one new token per sequence."""
 
 LOGIT_STEP = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 0.0}
-"""By type of activations, two units in the last place of a logit, relative to it: a model's last product is rounded to it."""
+"""Two units in the last place of a logit, relative to the logit, by the type of activations that the last product rounds to."""
 
 S = TypeVar("S")
 
 
 class SequenceTable(dict[int, S]):
-    """State of the live sequences of an engine, by handle. A handle is never given to a second sequence."""
+    """State of an engine's live sequences, by handle. Handles are never reused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class SequenceTable(dict[int, S]):
 
 
 class ChunkedEngine(Engine):
-    """An engine that prefills one prompt after the other, in chunks of at most `prefill_chunk` tokens."""
+    """An engine that prefills one prompt at a time, in chunks of at most `prefill_chunk` tokens."""
 
     def __init__(self, policy: KVPolicy, shape: KVShape, vocab_size: int, prefill_chunk: int) -> None:
         super().__init__(policy, shape, vocab_size)
@@ -61,12 +61,12 @@ class ChunkedEngine(Engine):
         return handles, logits
 
     def _chunks(self, prompt: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Cut a prompt into its chunks."""
+        """Yield the chunks of a prompt."""
         for begin in range(0, len(prompt), self.prefill_chunk):
             yield prompt[begin : begin + self.prefill_chunk]
 
     def _resume(self, prompt: Sequence[int]) -> tuple[int, int]:  # noqa: ARG002  (engines that keep prefixes need it)
-        """Start the sequence of a prompt, and return its handle with the tokens that it holds already."""
+        """Start a prompt's sequence; return its handle and the number of tokens that it already holds."""
         return self._start(), 0
 
     @abstractmethod
@@ -75,18 +75,18 @@ class ChunkedEngine(Engine):
 
     @abstractmethod
     def _prefill(self, sequence: int, prompt: Sequence[int]) -> Logits:
-        """Append a prompt, or a part of one, to a sequence and return the logits (vocab_size,) of its last token."""
+        """Append prompt tokens to a sequence and return the logits (vocab_size,) of the last token."""
 
 
 def check_positive(**options: int) -> None:
-    """Raise UserError for an option below 1."""
+    """Raise UserError if an option is below 1."""
     for name, value in options.items():
         if value < 1:
             raise UserError(f"{name} must be at least 1, got {value}")
 
 
 def not_finite(side: str, layer: int, token: int, sequence: str) -> UserError:
-    """Return the error for keys or values of which any is NaN or beyond float16."""
+    """Return the error for a key or value that is NaN or exceeds float16's range."""
     return UserError(
         f"model.path: {side} of layer {layer}, token {token} of {sequence} is not finite as a float16: check the checkpoint "
         "for NaN, infinite or very large weights"

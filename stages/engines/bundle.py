@@ -1,4 +1,4 @@
-"""The part of an engine bundle that is the same for every backend, and the check that a bundle is still what was built."""
+"""The part of an engine bundle that all backends share, and the check that a bundle is unchanged since the build."""
 
 import json
 import re
@@ -32,7 +32,7 @@ class BundleRecord(StrictModel):
 
 
 class ModelRecord(BundleRecord):
-    """`bundle.json` of a bundle that says itself what its model is."""
+    """A `bundle.json` that records the model's shape."""
 
     @property
     @abstractmethod
@@ -46,14 +46,14 @@ def release_of(version: str) -> tuple[int, int]:
 
 
 class BuiltFor(StrictModel):
-    """A library and GPUs: those that an engine was built for, or those of a machine that would run it."""
+    """A library and GPUs: either the target of an engine's build, or a machine's own."""
 
     library: str
-    """Title: TensorRT, TensorRT for RTX, TensorRT-LLM."""
+    """The library's title: TensorRT, TensorRT for RTX or TensorRT-LLM."""
     version: str
-    """The library's version; only the version that wrote a plan reads it."""
+    """The library's version. A plan can only be read by the version that wrote it."""
     compute_capabilities: list[str]
-    """`8.9`, of every kind of GPU that the engine has code for, or of the GPUs that would run it; empty without a GPU."""
+    """Compute capabilities such as `8.9`: of the GPUs that the engine has code for, or of the machine's GPUs (may be empty)."""
 
     def __str__(self) -> str:
         devices = f"SM {', '.join(self.compute_capabilities)}" if self.compute_capabilities else "no GPU"
@@ -69,7 +69,7 @@ class _AnyBackend(BaseModel):
 
 
 def read_record(path: Path, record: type[R]) -> R:
-    """Read a JSON file of a bundle. Raises UserError when it is missing or does not fit the record."""
+    """Read a JSON file of a bundle. Raises UserError if it is missing or invalid."""
     if not path.is_file():
         raise UserError(f"{path} is missing: build the engine again with stage=build")
     try:
@@ -81,14 +81,14 @@ def read_record(path: Path, record: type[R]) -> R:
 
 
 def read_scales(path: Path, policy: KVPolicy, shape: KVShape) -> KVScales:
-    """Read static scales. Raises UserError unless they are those that the policy needs."""
+    """Read static scales. Raises UserError if they do not match the policy."""
     scales = read_record(path, KVScales)
     scales.check(policy, shape, path)
     return scales
 
 
 def read_policy(directory: Path, shape: KVShape) -> tuple[KVPolicy, KVScales]:
-    """Read the policy and the static scales of a bundle. Raises UserError when they do not fit the model's shape."""
+    """Read the policy and the static scales of a bundle. Raises UserError if they do not fit the model's shape."""
     policy = read_record(directory / POLICY_FILE, KVPolicy)
     policy.check_shape(shape)
     return policy, read_scales(directory / SCALES_FILE, policy, shape)
@@ -103,7 +103,7 @@ def begin_bundle(source: Path, out: Path, policy: KVPolicy, scales: Path, shape:
 
 
 def copy_tokenizer(source: Path, out: Path) -> None:
-    """Copy the tokenizer's files, and write the tokens that end an answer to a generation_config.json."""
+    """Copy the tokenizer's files and write a generation_config.json with the end tokens."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             link_or_copy(source / name, out / name)
@@ -126,7 +126,7 @@ def open_record(directory: Path, record: type[B], backend: str) -> B:
     """Read `bundle.json` and verify the files that it names.
 
     Raises:
-        UserError: The bundle is another backend's, or a file is missing or not the one that was built.
+        UserError: The bundle belongs to another backend, or a file is missing or has changed since the build.
     """
     path = directory / BUNDLE_FILE
     built_by = read_record(path, _AnyBackend).backend
@@ -138,7 +138,7 @@ def open_record(directory: Path, record: type[B], backend: str) -> B:
 
 
 def open_bundle(directory: Path, record: type[M], backend: str) -> tuple[M, KVPolicy, KVScales]:
-    """Read and verify a bundle. Raises UserError naming the file that is missing or not the one that was built."""
+    """Read and verify a bundle. Raises UserError, which names the file, if a file is missing or has changed since the build."""
     bundle = open_record(directory, record, backend)
     return bundle, *read_policy(directory, bundle.shape)
 
@@ -148,10 +148,10 @@ def check_built_for(directory: Path, built: BuiltFor, machine: BuiltFor, *, exac
 
     Args:
         directory: The engine's bundle, for the message.
-        built: What the engine was built for.
-        machine: What this machine has.
-        exactly: Whether the engine has code for one kind of GPU, which all of its ranks need. Otherwise it has code for
-            several kinds, of which the machine's GPU must be one.
+        built: Library and GPUs that the engine was built for.
+        machine: Library and GPUs of this machine.
+        exactly: Whether the machine's GPUs must be exactly the engine's. Otherwise the engine has code for several kinds of
+            GPU, and must have code for each GPU of the machine.
     """
     same_library = (built.library, built.version) == (machine.library, machine.version)
     targets, devices = set(built.compute_capabilities), set(machine.compute_capabilities)
@@ -164,7 +164,7 @@ def check_built_for(directory: Path, built: BuiltFor, machine: BuiltFor, *, exac
 
 
 def verify_files(directory: Path, files: Mapping[str, str]) -> None:
-    """Raise UserError unless every file has its digest."""
+    """Raise UserError if a file is missing or its digest differs."""
     for name in files:
         if not (directory / name).is_file():
             raise UserError(f"{directory / name} is missing: build the engine again with stage=build")

@@ -1,7 +1,7 @@
-"""What a step takes from the host and what the host takes of it: one copy there, one wait for what comes back.
+"""Transfers between host and device: one copy for all inputs of a step, and one wait for its results.
 
-The host's side is pinned memory. A copy from pageable memory waits until the driver has staged it, and every small one costs a
-launch of its own. On a CPU the same code copies between two tensors.
+The host's memory is pinned. A copy from pageable memory waits until the driver has staged the data, and every small copy costs
+a launch. On a CPU the same code copies between two tensors.
 """
 
 import math
@@ -16,21 +16,21 @@ from torch import Tensor
 from pipeline.formats.spec import MAX_FLOAT16
 
 ALIGNMENT = 256
-"""Bytes. Every tensor of a buffer begins at a multiple: TensorRT asks that of addresses, and kernels load in wide words."""
+"""Alignment of every tensor in a buffer, in bytes. TensorRT requires it, and kernels load wide words."""
 
 Section = tuple[torch.dtype, tuple[int, ...]]
-"""Type and shape of one of the tensors."""
+"""Type and shape of a tensor."""
 
 
 def aligned(size: int, device: torch.device) -> Tensor:
-    """Return `size` bytes (at least one) of memory that starts at a multiple of ALIGNMENT."""
+    """Return `size` bytes (at least one) of memory whose address is a multiple of ALIGNMENT."""
     memory = torch.empty(max(1, size) + ALIGNMENT, dtype=torch.uint8, device=device)
     first = -memory.data_ptr() % ALIGNMENT
     return memory[first : first + max(1, size)]
 
 
 def stacked(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros (count, *shape), each of which begins at a multiple of ALIGNMENT."""
+    """Return zeros (count, *shape); every tensor of `shape` begins at a multiple of ALIGNMENT."""
     inner = torch.zeros(shape, dtype=dtype, device="meta").stride()
     stride = -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT // dtype.itemsize
     return torch.zeros(count * stride, dtype=dtype, device=device).as_strided((count, *shape), (stride, *inner))
@@ -42,14 +42,14 @@ def scaled(values: Tensor, factor: Tensor) -> Tensor:
 
 
 class StagedInputs:
-    """Arrays that the host fills, and tensors that hold the same after `upload`. Their addresses never change."""
+    """Host arrays, and the device tensors that `upload` copies them to. Their addresses never change."""
 
     def __init__(self, sections: Mapping[str, Section], device: torch.device) -> None:
         """Allocate zeros.
 
         Args:
-            sections: The tensors by name, those first that change at every step.
-            device: Where the tensors are.
+            sections: The tensors by name; tensors that change at every step come first.
+            device: Device of the tensors.
         """
         self._ends: dict[str, int] = {}
         begins, size = {}, 0
@@ -67,23 +67,23 @@ class StagedInputs:
             self.arrays[name] = self._pinned[part].view(dtype).view(shape).numpy()
 
     def upload(self, last: str | None = None) -> None:
-        """Copy all arrays to the device, or those up to `last`, on the current stream, without waiting.
+        """Copy the arrays up to `last` (None: all arrays) to the device, on the current stream, without waiting.
 
-        The arrays must not be filled again before the copy has ended, as it has when the step's results were read.
+        Do not fill the arrays again before the copy has ended. Reading the step's results guarantees that.
         """
         end = len(self._pinned) if last is None else self._ends[last]
         self._memory[:end].copy_(self._pinned[:end], non_blocking=True)
 
 
 class StepResults:
-    """Pinned memory for tensors that a step leaves on the device."""
+    """Pinned host memory for the tensors that a step leaves on the device."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._tensors = tensors
         self._pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda) for x in tensors]
 
     def read(self) -> list[npt.NDArray[np.generic]]:
-        """Wait for the device once, and return what the tensors hold, in arrays that the next call overwrites."""
+        """Wait for the device once and return the tensors' contents, in arrays that the next call overwrites."""
         for pinned, tensor in zip(self._pinned, self._tensors, strict=True):
             pinned.copy_(tensor, non_blocking=True)
         if any(tensor.is_cuda for tensor in self._tensors):

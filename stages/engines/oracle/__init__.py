@@ -1,1 +1,1 @@
-"""backend=torch: transformers over a reference quantized cache, written to be checked by eye and independent of ONNX."""
+"""backend=torch: transformers over a reference quantized cache, independent of ONNX and simple enough to check by reading."""

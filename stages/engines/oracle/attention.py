@@ -1,11 +1,10 @@
-"""Attention in which each row reads its own copy of each token; one code path for prefill, decode and one pass.
+"""Attention with a separate choice of token copies for every row; one code path for prefill, decode and one pass.
 
-A row is a query; `start` is the length of the cache when the row's chunk began. By position, row i attends to, in this
-order: float16 sinks, base copies, window copies, float16 recent tokens, and its chunk up to itself as it was computed; with
-eviction there is a gap in the base copies. In a layer of the model that slides all of it begins at the first token of the
-layer's own window, which is another one than the policy's window of finer formats. All these borders grow with i, so that in a
-block of rows nearly every column is the same copy for all rows, and a narrow band is masked. Blocks bound the memory: nothing
-is quadratic in the tokens.
+A row is a query; `start` is the length of the cache when the row's chunk began. In order of position, row i attends to:
+1. float16 sinks, 2. base copies (with a gap if the policy evicts), 3. window copies, 4. float16 recent tokens, 5. the exact
+tokens of its own chunk up to itself. A sliding-window layer drops all columns before its own window; do not confuse that window
+with the policy's window of finer formats. All borders grow with i. So in a block of rows, nearly every column is the same copy
+for all rows, and only narrow bands need a mask. Blocks bound the memory: nothing is quadratic in the number of tokens.
 
 Shapes: Hq query heads, H KV heads, G = Hq / H, S new tokens, R rows of a block, T columns (positions), D head_dim.
 """
@@ -28,13 +27,13 @@ from stages.engines.oracle.model import LayerAttention, asked_of, no_mask
 ATTENTION = "kvgate_oracle"
 
 BLOCK_ROWS = 64
-"""Most rows of a block. Smaller blocks waste less work on masked columns; larger ones are larger matrix products."""
+"""Maximum rows of a block. Small blocks waste less work on masked columns; large blocks give larger matrix products."""
 
 BLOCK_BYTES = 1 << 24
-"""Bound of a block's scores: long contexts get fewer rows a block."""
+"""Maximum bytes of a block's scores. Long contexts get fewer rows per block."""
 
 GPU_BLOCK_ROWS, GPU_BLOCK_BYTES = 256, 1 << 28
-"""The same on a GPU, which larger matrix products keep busier."""
+"""Limits on a GPU, which needs larger matrix products to stay busy."""
 
 SMALLEST_EXPONENT = -80.0
 """Floor of the softmax's exponents: e**-80 is a normal float32."""
@@ -42,14 +41,14 @@ SMALLEST_EXPONENT = -80.0
 
 @dataclass(frozen=True)
 class Copies:
-    """One copy of consecutive tokens of one side of one layer, dequantized; of the first ones too, where others are evicted."""
+    """Dequantized tokens of one side of one layer: consecutive tokens, preceded by the sinks if the policy evicts."""
 
     tokens: Tensor
     """(H, n, D) float32."""
     begin: int = 0
     """Position of the first token after the sinks."""
     sinks: int = 0
-    """How many of the sequence's first tokens come before that one."""
+    """Number of the sequence's first tokens that `tokens` starts with."""
 
     def part(self, low: int, high: int) -> Tensor:
         """Return the tokens of positions low to high - 1."""
@@ -58,36 +57,36 @@ class Copies:
 
 
 Sources = tuple[Copies | None, Copies | None, Copies | None, Copies | None, Copies]
-"""Sinks, base, window, recent, the row's chunk; None where no row reads it."""
+"""Sinks, base, window, recent tokens and the row's chunk; None if no row reads the source."""
 
 
 EVICTED = 5
-"""In place of a source: tokens that no row in the mask attends to any more, in this layer or in any."""
+"""Marks columns without a source: the masked rows do not attend to them, because of eviction or a sliding window."""
 PARTS = (EVICTED, 0, 1, EVICTED, 1, 2, 3, 4)
 """Sources in the order of a row's columns."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Rows [begin, end) of a sequence. They are one chunk, or with start=None each is a chunk of its own (decoded tokens)."""
+    """Rows [begin, end) of a sequence: one chunk, or decoded tokens that are a chunk each (start=None)."""
 
     begin: int
     end: int
     start: int | None
     itself: bool = False
-    """Whether each row reads its own token, and all before it, from the cache too."""
+    """Whether each row also reads its own token and all earlier tokens from the cache."""
 
 
 @dataclass(frozen=True)
 class Fed:
-    """A sequence, and how its tokens came: (count, whether they were decoded one by one) of each piece, in order."""
+    """A sequence and its pieces in order: (number of tokens, whether they were decoded one by one)."""
 
     tokens: Sequence[int]
     pieces: Sequence[tuple[int, bool]]
 
     @property
     def shown(self) -> list[int]:
-        """Positions whose logits an engine returns: of a chunk of a prompt the last one, of decoded tokens each."""
+        """Positions whose logits an engine returns: the last token of a prefilled piece, and every decoded token."""
         ends = list(accumulate(count for count, _ in self.pieces))
         return [
             position
@@ -110,7 +109,10 @@ class Fed:
 
 @dataclass(frozen=True)
 class Piece:
-    """Columns [low, high) of one source, which the rows in `mask_RT` attend to; None is all rows. Source EVICTED is none."""
+    """Columns [low, high) of one source, and the rows that attend to them (`mask_RT`; None: all rows).
+
+    For source EVICTED, the mask selects the rows that do not attend.
+    """
 
     source: int
     low: int
@@ -120,39 +122,39 @@ class Piece:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows [begin, end), and the columns that each of them attends to."""
+    """Rows [begin, end), and the columns that they attend to."""
 
     begin: int
     end: int
     pieces: Mapping[tuple[int | None, bool], tuple[Piece, ...]]
-    """By the layer's own window (None: it attends to all), and whether the side has finer copies in the policy's window."""
+    """Pieces by (the layer's sliding window or None, whether the side has finer copies in the policy's window)."""
 
 
 Taken = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Queries and keys of a layer (..., D), as an engine takes them -> as it multiplies and stores them."""
+"""Maps a layer's queries and keys (..., D) to the values that an engine multiplies and stores."""
 
 
 class View(Protocol):
     """One sequence of a batch."""
 
     def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, asked: LayerAttention) -> Tensor:
-        """Attend with scaled queries q (H, G, S, D) of the new tokens, whose keys and values are (H, S, D): (H, G, S, D)."""
+        """Return the attention (H, G, S, D) of new tokens: scaled queries q (H, G, S, D), keys and values (H, S, D)."""
         ...
 
     def check(self) -> None:
-        """Raise UserError if any of the keys or values that attended is not finite. It is called after all layers."""
+        """Raise UserError if a new key or value is not finite. Called after all layers."""
         ...
 
 
 @dataclass(frozen=True)
 class Joined:
-    """Sequences one after the other in one row of a batch: nothing pads them."""
+    """Several sequences concatenated in one row of a batch, without padding."""
 
     views: Sequence[View]
     lengths: Sequence[int]
 
     def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, asked: LayerAttention) -> Tensor:
-        """Let each sequence attend to its own tokens; shapes as in `View`."""
+        """Return every sequence's attention to its own tokens; shapes as in `View`."""
         parts = zip(self.views, *(torch.split(x, list(self.lengths), dim=-2) for x in (q, key, value)), strict=True)
         return torch.cat([view.attend(layer, *part, asked) for view, *part in parts], dim=-2)
 
@@ -162,13 +164,13 @@ class Joined:
 
 
 class BlockView(ABC):
-    """A view whose rows read copies that are known before any of them attends."""
+    """A view whose copies are all known before any row attends."""
 
     blocks: Sequence[Block]
     first_row: int
     """Position of the first new token."""
     finite: "Finite | None" = None
-    """Whether new keys and values are finite; None if this is not checked."""
+    """Check that new keys and values are finite; None skips it."""
 
     def check(self) -> None:
         if self.finite is not None:
@@ -176,7 +178,7 @@ class BlockView(ABC):
 
     @abstractmethod
     def exchange(self, layer: int, key: Tensor, value: Tensor) -> tuple[Sources, Sources]:
-        """Take the new tokens' keys and values (H, S, D), and return the copies of keys and of values to read."""
+        """Take the new tokens' keys and values (H, S, D), and return the key copies and value copies to read."""
 
     def attend(self, layer: int, q: Tensor, key: Tensor, value: Tensor, asked: LayerAttention) -> Tensor:
         keys, values = self.exchange(layer, key, value)
@@ -189,19 +191,19 @@ class BlockView(ABC):
 
 
 class Finite:
-    """Whether the new keys and values of a sequence are finite as float16, noted by layer and checked once after all layers.
+    """A deferred check that a sequence's new keys and values are finite as float16.
 
-    A check in each layer would make the host wait for a GPU.
+    Results are collected by layer and checked once after all layers, so that the host waits for a GPU only once.
     """
 
     def __init__(self, sequence: str, first_row: int) -> None:
         self.sequence, self.first_row = sequence, first_row
         self._layers: list[int] = []
         self._fits: list[Tensor] = []
-        """(2, S) of each layer: its keys and its values."""
+        """Results (2, S) by layer: keys, then values."""
 
     def note(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Take a layer's new keys and values (H, S, D)."""
+        """Record whether a layer's new keys and values (H, S, D) are finite."""
         self._layers.append(layer)
         self._fits.append(torch.stack([torch.isfinite(x.half()).all(-1).all(0) for x in (key, value)]))
 
@@ -220,7 +222,7 @@ def plan(
     slides: Collection[int | None] = (None,),
     device: torch.device = CPU,
 ) -> list[Block]:
-    """Cut `spans` into blocks of at most BLOCK_ROWS rows. All is computed on the CPU; the masks are moved to `device`."""
+    """Cut `spans` into blocks. Everything is computed on the CPU; the masks are moved to `device`."""
     most_rows, most_bytes = (BLOCK_ROWS, BLOCK_BYTES) if device.type == "cpu" else (GPU_BLOCK_ROWS, GPU_BLOCK_BYTES)
     rows = max(1, min(most_rows, most_bytes // max(1, row_bytes)))
     blocks = []
@@ -239,7 +241,7 @@ def plan(
 
 
 def _borders(policy: KVPolicy, row: Tensor, starts: Tensor, slide: int | None, finer: bool) -> Tensor:
-    """Borders (9, R): row i reads columns borders[p, i] to borders[p + 1, i] - 1 from source PARTS[p]."""
+    """Return borders (9, R): row i reads columns borders[p, i] to borders[p + 1, i] - 1 from source PARTS[p]."""
     sinks = starts.clamp(max=policy.sink_tokens)
     recent = torch.maximum(starts - policy.recent_tokens, sinks)
     window = recent
@@ -252,7 +254,7 @@ def _borders(policy: KVPolicy, row: Tensor, starts: Tensor, slide: int | None, f
         kept = torch.maximum((page * PAGE_TOKENS).clamp(max=policy.eviction.sink_tokens), sinks)
         latest = torch.maximum(page * PAGE_TOKENS, kept)
     none = torch.zeros_like(row)
-    # transformers' sliding_window_overlay: a row attends to position p where p > row - window.
+    # transformers' sliding_window_overlay: a row attends to position p if p > row - window.
     low = none if slide is None else (row + 1 - slide).clamp(min=0)
     borders = [torch.maximum(border, low) for border in (none, sinks, kept, latest, window, recent, starts, row + 1)]
     return torch.stack([none, *borders])
@@ -263,7 +265,7 @@ def _pieces(borders: Tensor, device: torch.device) -> Iterator[Piece]:
         low, high = borders[part], borders[part + 1]
         bands: tuple[tuple[int, int], ...]
         begin, last_low, first_high, end = int(low[0]), int(low[-1]), int(high[0]), int(high[-1])
-        if last_low < first_high:  # all rows read these columns; only some read the bands beside them
+        if last_low < first_high:  # all rows read these columns; only some rows read the two bands
             bands = ((begin, last_low), (first_high, end))
             yield Piece(source, last_low, first_high, None)
         else:
@@ -284,13 +286,13 @@ def attend(
     value_pieces: Sequence[Piece],
     asked: LayerAttention = LayerAttention(),  # noqa: B008  (immutable)
 ) -> Tensor:
-    """Attend with scaled queries q (H, G, R, D), the last of which is the last column of the pieces: (H, G, R, D)."""
+    """Return the attention (H, G, R, D) of scaled queries q (H, G, R, D); the last query is the pieces' last column."""
     heads, groups, rows, head_dim = q.shape
     flat = q.reshape(heads, groups * rows, head_dim)
     columns = max(piece.high for piece in key_pieces)
     scores = q.new_empty(heads, groups * rows, columns)
     by_row = scores.view(heads, groups, rows, columns)
-    # Columns that no piece covers stay masked: the later tokens of the rows' chunk.
+    # No piece covers the later tokens of the rows' chunk: they stay masked.
     by_row[..., columns - rows :] = -torch.inf
     for piece in key_pieces:
         if piece.source == EVICTED:
@@ -307,8 +309,8 @@ def attend(
             columns_of_piece = by_row[..., piece.low : piece.high]
             products = asked.cap(torch.matmul(flat, k)).view(columns_of_piece.shape)
             columns_of_piece.copy_(torch.where(piece.mask_RT, products, columns_of_piece))
-    # Softmax, normalized at the end. In a sum with 1 the floor rounds to nothing, but without it denormal weights would make
-    # the products below thirty times slower on a CPU.
+    # Softmax, normalized at the end. The floor vanishes in a sum with 1, but without it denormal weights would make the
+    # products below thirty times slower on a CPU.
     highest = scores.amax(-1, keepdim=True)
     if asked.sinks is not None:
         sinks = asked.sinks.repeat_interleave(rows, dim=1)[..., None].to(q.dtype)
@@ -346,9 +348,9 @@ def _attention(
     taken: Taken | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query (B, Hq, S, D), key and value (B, H, S, D) -> (B, S, Hq, D).
+    """Implement transformers' attention interface: query (B, Hq, S, D), key and value (B, H, S, D) -> (B, S, Hq, D).
 
-    `views`, one a sequence, travels through the model's forward as a keyword argument, and so does `taken`.
+    `views` (one per row of the batch) and `taken` are keyword arguments of the model's forward.
     """
     if taken is not None:
         query, key = taken(int(module.layer_idx), query, key)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""backend=torch on a CPU: the oracle, built from the quantized checkpoint itself; and the reference engine on any device."""
+"""backend=torch on a CPU, built from the quantized checkpoint. It also loads the reference engine on any device."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from stages.engines.oracle.config import TorchConfig
 
 
 class OracleBackend(Backend):
-    """transformers over the reference cache: the definition of what every policy computes."""
+    """The reference engine: transformers over a plain quantized cache, which defines the result of every policy."""
 
     build_module = "stages.engines.oracle.build"
     engine_module = "stages.engines.oracle.engine"
@@ -18,10 +18,10 @@ class OracleBackend(Backend):
     config: TorchConfig
 
     def check_inputs(self, job: Job) -> None:
-        """Accept every policy and checkpoint: the oracle runs them all."""
+        """Accept every policy and checkpoint."""
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:  # noqa: ARG002
-        """Return the checkpoint with the weights as the engine sees them."""
+        """Return the checkpoint of the weights' artifact."""
         weights = artifacts.weights()
         return Source(weights.path / "checkpoint", weights.digest_under("checkpoint"))
 

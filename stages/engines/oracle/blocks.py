@@ -1,4 +1,4 @@
-"""What llama.cpp does to queries and keys beside the types of its cache: the order of their channels, and 8-bit queries."""
+"""llama.cpp's treatment of queries and keys: its channel order, and the 8-bit rounding of queries."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from stages.engines.oracle.formats import rotated
 
 
 def as_llamacpp(config: Any, storages: Sequence[LayerStorage]) -> Taken | None:
-    """Return what llama.cpp makes of queries and keys; None where no layer has a type of its own."""
+    """Return llama.cpp's transformation of queries and keys; None if no layer's keys have a llama.cpp block type."""
     forms = [layer[Side.KEY].form for layer in storages]
     if not any(form.code.dynamic_group for form in forms):
         return None
@@ -31,6 +31,9 @@ def as_llamacpp(config: Any, storages: Sequence[LayerStorage]) -> Taken | None:
 
 
 def order(model_type: str, head_dim: int, device: torch.device) -> Tensor:
-    """Return the channel of transformers' that lies at each place of llama.cpp's heads: neighbours are rotated together."""
+    """Return, for each channel of llama.cpp's heads, the index of transformers' channel.
+
+    For some models, llama.cpp's rotary embedding pairs neighbouring channels, and transformers' pairs the two halves.
+    """
     places = torch.arange(head_dim, device=device)
     return places.view(2, -1).T.flatten() if pairs_neighbours(model_type) else places

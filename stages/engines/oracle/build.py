@@ -14,7 +14,7 @@ BACKEND = "torch"
 
 
 def build_bundle(checkpoint: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
-    """Write a bundle. Its weights are those of the checkpoint's artifact, once on disk."""
+    """Write a bundle. Its weights are links to the checkpoint's artifact if the file system allows links."""
     info = inspect_checkpoint(checkpoint)
     policy.check_shape(info.shape)
     write_policy(out, policy, read_scales(scales, policy, info.shape))
@@ -26,6 +26,6 @@ def build_bundle(checkpoint: Path, out: Path, *, policy: KVPolicy, scales: Path,
 
 
 def open_bundle(directory: Path) -> tuple[KVPolicy, KVScales]:
-    """Read and verify a bundle. Raises UserError naming the file that is missing or not the one that was built."""
+    """Read and verify a bundle. Raises UserError, which names the file, if a file is missing or has changed since the build."""
     open_record(directory, BundleRecord, BACKEND)
     return read_policy(directory, inspect_checkpoint(directory).shape)

@@ -1,5 +1,4 @@
-"""A sequence's quantized cache: whole pages of codes and scales for every token that it keeps, a window's second copies, exact
-tokens.
+"""A sequence's quantized cache: pages of codes and scales for all kept tokens, a window's second copies, and exact tokens.
 
 Shapes: H KV heads, S new tokens, T tokens in the cache, D head_dim.
 """
@@ -32,7 +31,7 @@ class Storage:
         return quantize(x, self.form, self.static)
 
     def read(self, stored: Stored, gain: Tensor | None = None) -> Tensor:
-        """Dequantize, times `gain` (H, 1, 1) of the must-fail control's fault."""
+        """Dequantize, and multiply by `gain` (H, 1, 1), the must-fail control's fault."""
         x = dequantize(stored, self.form, self.static)
         return x if gain is None else x * gain
 
@@ -41,7 +40,7 @@ LayerStorage = dict[Side, Storage]
 
 
 def layer_storages(policy: KVPolicy, shape: KVShape, scales: KVScales, device: torch.device = CPU) -> list[LayerStorage]:
-    """Return the copies that every layer keeps on a device. `scales` has been checked against the policy."""
+    """Return the storages of every layer. `scales` must have been checked against the policy."""
 
     def storage(layer: int, side: Side, form: Format) -> Storage:
         static = scales.layers[layer].get(side)
@@ -51,7 +50,7 @@ def layer_storages(policy: KVPolicy, shape: KVShape, scales: KVScales, device: t
 
 
 class Pages:
-    """One copy of a sequence's tokens in whole pages of PAGE_TOKENS: those of the sinks, and those after the `freed` ones."""
+    """One copy of a sequence's tokens in whole pages: the sinks' pages, then the pages that follow the `freed` pages."""
 
     def __init__(self, storage: Storage, sink_pages: int = 0) -> None:
         self.storage, self.sink_pages = storage, sink_pages
@@ -74,13 +73,13 @@ class Pages:
             done += count
 
     def forget(self, first: int) -> None:
-        """Free the pages before the sequence's page `first`, but those of the sinks."""
+        """Free the pages before the sequence's page `first`, except the sinks' pages."""
         freed = max(0, first - self.sink_pages)
         del self.pages[self.sink_pages : self.sink_pages + freed - self.freed]
         self.freed = freed
 
     def read(self, gain: Tensor | None) -> Copies | None:
-        """Return all tokens of the pages, dequantized, None without a page."""
+        """Return all tokens of the pages, dequantized; None if there are no pages."""
         if not self.pages:
             return None
         freed = self.freed * PAGE_TOKENS
@@ -92,7 +91,7 @@ class Pages:
         return each(lambda pages: concatenated(pages)[:, : self.length - self.freed * PAGE_TOKENS], self.pages)
 
     def stored(self, *, in_window: bool) -> StoredCopy:
-        """Return the codes and scales; zeros stand for tokens that were evicted between others."""
+        """Return the codes and scales, with zeros in the gap of evicted tokens."""
         held, freed, sinks = self._joined, self.freed * PAGE_TOKENS, self.sink_pages * PAGE_TOKENS
         gap = 0 if in_window else freed
 
@@ -120,7 +119,7 @@ class Pages:
 
 
 class Exact:
-    """float16 copies of the first and of the latest tokens of one side of one layer."""
+    """float16 copies of the first and the latest tokens of one side of one layer."""
 
     def __init__(self, policy: KVPolicy, shape: KVShape, device: torch.device) -> None:
         self.length = 0
@@ -128,7 +127,7 @@ class Exact:
             torch.zeros(shape.kv_heads, tokens, shape.head_dim, dtype=torch.float16, device=device)
             for tokens in (policy.sink_tokens, policy.recent_tokens)
         )
-        """The latest token is the last."""
+        """In order of position: the latest token comes last."""
 
     def append(self, x: Tensor) -> None:
         """Store x (H, S, D)."""
@@ -186,7 +185,7 @@ class LayerCache:
         return {side: pages.stored(in_window=side.in_window) for side, pages in self.pages.items()}
 
     def append(self, key: Tensor, value: Tensor) -> None:
-        """Store new keys and values (H, S, D), then free the pages that left the window or are evicted."""
+        """Store new keys and values (H, S, D), then free the pages that left the window or were evicted."""
         for side, pages in self.pages.items():
             pages.append(key if side.is_key else value)
             if side.in_window and self.policy.window is not None:
@@ -197,14 +196,14 @@ class LayerCache:
         self.exact[Side.VALUE].append(value)
 
     def read(self, side: Side, new: Tensor, gain: Tensor | None) -> Sources:
-        """Return what new tokens attend to: the cache, and `new` (H, S, D), their own keys or values."""
+        """Return the sources that new tokens attend to: the cache, and their own keys or values `new` (H, S, D)."""
         sinks, recent = self.exact[side].read()
         base, window = self.pages[side].read(gain), self.pages.get(side.window)
         return sinks, base, None if window is None else window.read(gain), recent, Copies(new, self.length)
 
 
 def one_pass(policy: KVPolicy, storages: LayerStorage, side: Side, x: Tensor, gain: Tensor | None) -> Sources:
-    """Return every copy that any of the tokens x (H, T, D) of a whole sequence attends to, as a cache would return it."""
+    """Return the sources that a whole sequence x (H, T, D) attends to, as a cache would return them."""
     base, window = storages[side], storages.get(side.window)
     exact = Copies(x.half().float()) if policy.exact_tokens else None
     second = None if window is None else Copies(window.read(window.write(x), gain))
@@ -212,5 +211,5 @@ def one_pass(policy: KVPolicy, storages: LayerStorage, side: Side, x: Tensor, ga
 
 
 def _empty_page(like: list[Tensor]) -> Tensor:
-    """An empty page for tokens that are stored like (H, S, ...)."""
+    """Return an empty page with the head count, width and type of `like[0]` (H, S, ...)."""
     return torch.zeros((like[0].shape[0], PAGE_TOKENS, *like[0].shape[2:]), dtype=like[0].dtype, device=like[0].device)

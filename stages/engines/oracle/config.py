@@ -1,4 +1,4 @@
-"""Configuration of backend=torch: the oracle, or the attention kernels."""
+"""Configuration of backend=torch."""
 
 from typing import Literal, Self
 
@@ -8,14 +8,14 @@ from pipeline.core.backends import InProcessConfig
 
 
 class TorchConfig(InProcessConfig):
-    """The oracle on a CPU; the attention kernels on a GPU."""
+    """Configuration of backend=torch: the reference engine on a CPU, the attention kernels on a GPU."""
 
     serves_last = True
     name: Literal["torch"]
     device: Literal["auto", "cpu", "cuda"]
-    """auto is cuda where torch finds a GPU."""
+    """Device of the engine; auto means cuda if torch finds a GPU, else cpu."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and activations on a GPU. Keys and values are quantized in float32 whatever it is."""
+    """Type of weights and activations on a GPU. Keys and values are always quantized in float32."""
 
     @model_validator(mode="after")
     def _oracle_is_exact(self) -> Self:

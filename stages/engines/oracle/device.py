@@ -1,10 +1,10 @@
-"""What `reference.device` means on this machine. Importing the module is cheap."""
+"""Resolves `reference.device` on this machine. Importing the module is cheap."""
 
 from pipeline.core.errors import MissingRequirement
 
 LEAST_BYTES = 100_000_000
-"""Size of a checkpoint's weights from which on `auto` is a GPU: 50 million parameters in 16 bits. Launching kernels takes a
-smaller model longer than computing on a CPU."""
+"""Minimum bytes of a checkpoint's weights for which `auto` selects a GPU: 50 million parameters in 16 bits. For a smaller
+model, launching kernels takes longer than computing on a CPU."""
 
 
 def reference_device(asked: str, weight_bytes: int) -> str:
@@ -12,10 +12,10 @@ def reference_device(asked: str, weight_bytes: int) -> str:
 
     Args:
         asked: `auto`, `cpu` or `cuda`.
-        weight_bytes: Bytes of the checkpoint's weights on the disk.
+        weight_bytes: Bytes of the checkpoint's weights on disk.
 
     Raises:
-        MissingRequirement: `cuda` is asked for and torch finds no GPU.
+        MissingRequirement: `asked` is `cuda` and torch finds no GPU.
     """
     if asked == "cpu" or (asked == "auto" and weight_bytes < LEAST_BYTES):
         return "cpu"
@@ -31,7 +31,7 @@ def reference_device(asked: str, weight_bytes: int) -> str:
 
 
 def gpu_identity() -> dict[str, object]:
-    """Return the current GPU, as a part of an evaluation's key."""
+    """Return the description of the current GPU for an evaluation's key."""
     import torch
 
     major, minor = torch.cuda.get_device_capability()

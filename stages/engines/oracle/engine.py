@@ -1,6 +1,6 @@
-"""The oracle: transformers' own model, in float32, over the reference cache.
+"""The reference engine: transformers' own model, in float32, over a plain quantized cache.
 
-It is backend=torch on a CPU. Beside a judged engine it is the reference engine, on the device of `reference.device`.
+It serves backend=torch on a CPU. Judged engines are compared with this engine on the device of `reference.device`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ from stages.engines.oracle.replay import Replay, ReplayView, Tape, disturbed
 def load_engine(
     bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK, device: torch.device = CPU
 ) -> "OracleEngine":
-    """Load a bundle that build_bundle wrote. `threads` are those of all of torch in this process.
+    """Load a bundle that build_bundle wrote. `threads` applies to all of torch in this process.
 
     Raises MissingRequirement if the weights do not fit in the GPU's free memory.
     """
@@ -63,13 +63,13 @@ class _CachedView(BlockView):
         return cache.read(Side.KEY, key, gain(Side.KEY, layer)), cache.read(Side.VALUE, value, gain(Side.VALUE, layer))
 
     def store(self) -> None:
-        """Append the new keys and values after all layers were computed: a refused token leaves nothing behind."""
+        """Append the new keys and values. Called after all layers, so that a refused token changes nothing."""
         for cache, (key, value) in zip(self.caches, self.new, strict=True):
             cache.append(key, value)
 
 
 class _OnePassView(BlockView):
-    """A whole sequence, none of whose tokens is in the cache."""
+    """A whole sequence, with no token in the cache yet."""
 
     first_row = 0
 
@@ -87,7 +87,7 @@ class _OnePassView(BlockView):
 
 
 class OracleEngine(ChunkedEngine):
-    """An engine in plain torch: slow to decode, exact about what is stored, fast in one pass."""
+    """The reference engine in plain torch. It stores codes exactly as defined; decoding is slow, one pass is fast."""
 
     def __init__(self, model: Any, policy: KVPolicy, shape: KVShape, storages: list[LayerStorage], chunk: int) -> None:
         super().__init__(policy, shape, int(model.config.vocab_size), chunk)
@@ -95,7 +95,7 @@ class OracleEngine(ChunkedEngine):
         self.sequences: SequenceTable[list[LayerCache] | list[HeavyCache]] = SequenceTable()
         """Caches of all layers, by handle."""
         self.reads_itself = False
-        """As other engines read that store first and then attend: only where a whole sequence is computed at once."""
+        """Whether tokens read themselves from the cache, as in engines that store before attending. Affects one pass only."""
         self._taken = as_llamacpp(model.config, storages)
         self._gains: dict[tuple[Side, int], Tensor] = {}
         """Factors (H, 1, 1) of `corrupt_scale` by side and layer."""
@@ -104,9 +104,9 @@ class OracleEngine(ChunkedEngine):
     def from_model(
         cls, model: Any, policy: KVPolicy, scales: KVScales | None = None, *, prefill_chunk: int = PREFILL_CHUNK
     ) -> Self:
-        """Return an engine around transformers' causal language model, which computes in float32 on the device that it is on.
+        """Return an engine around transformers' causal language model, which must be in float32 and stays on its device.
 
-        `scales` are the policy's static ones; None when no side of it is static.
+        `scales` are the policy's static scales; None if no side of the policy is static.
         """
         shape = shape_for(model, policy)
         scales = scales_for(policy, shape, scales)
@@ -114,7 +114,7 @@ class OracleEngine(ChunkedEngine):
 
     @property
     def device(self) -> torch.device:
-        """Where the model, the caches and all that is computed lie."""
+        """Device of the model, the caches and all results."""
         device: torch.device = self.model.device
         return device
 
@@ -125,7 +125,7 @@ class OracleEngine(ChunkedEngine):
 
     @property
     def _keeps_heavy(self) -> bool:
-        """Whether the policy is H2O's, of which a row says only when it attends what the next one reads."""
+        """Whether the policy is H2O's. A token's attention then decides which tokens the next token reads."""
         return self.policy.eviction is not None and self.policy.eviction.heavy_tokens > 0
 
     def _heavy_caches(self) -> list[HeavyCache]:
@@ -136,7 +136,7 @@ class OracleEngine(ChunkedEngine):
         return HeavyView(caches, spans, gains, sequence)
 
     def _cached(self, handle: int, span: Span) -> _CachedView | HeavyView:
-        """New tokens of a live sequence."""
+        """Return the view of new tokens of a live sequence."""
         caches: Any = self.sequences[handle]
         if self._keeps_heavy:
             return self._heavy_view(caches, [span], f"sequence {handle}")
@@ -167,12 +167,12 @@ class OracleEngine(ChunkedEngine):
         return logits
 
     def forced(self, tokens: Sequence[int], first: int, known: LayerInput | None = None) -> Logits:
-        """As Engine's; the layers before `known` are computed already, by whatever engine."""
+        """Return the logits as in `Engine.forced`. Layers before `known` are skipped: another engine may have computed them."""
         self._check_forced(tokens, first)
         return self._one_pass(tokens, first, known)
 
     def layer_input(self, tokens: Sequence[int], first: int, layer: int, known: LayerInput | None = None) -> LayerInput:
-        """Return what reaches a layer where `forced` computes these tokens, (1, len(tokens), hidden)."""
+        """Return the input (1, len(tokens), hidden) of a layer when `forced` computes these tokens."""
         with captured_input(self.model, layer) as found:
             self._one_pass(tokens, first, known)
         return found[0]
@@ -186,7 +186,7 @@ class OracleEngine(ChunkedEngine):
         return logits
 
     def _whole(self, spans: Sequence[Span]) -> View:
-        """A sequence that is computed at once, none of whose tokens is in the cache."""
+        """Return the view of a sequence that is computed in one pass."""
         if self._keeps_heavy:
             return self._heavy_view(self._heavy_caches(), spans, "the sequence")
         return _OnePassView(self, self._plan(spans))
@@ -195,17 +195,17 @@ class OracleEngine(ChunkedEngine):
     def replay(
         self, sequences: Sequence[Fed], caches: Sequence[Sequence[Mapping[Side, StoredCopy]]] = (), *, rounding: float = 0.0
     ) -> list[Replay]:
-        """Compute whole sequences together, each in one pass, over the caches that another engine stored of them.
+        """Compute whole sequences together, each in one pass, over the caches that another engine stored for them.
 
         Args:
-            sequences: Tokens, and how they came: prompts, later chunks and decoded tokens in any order.
-            caches: The layers that the engine shows of each sequence, in this policy's formats. Without layers, or without
-                caches, this engine's own codes are read.
-            rounding: How far the output of a layer is off in the disturbed rows, relative to its root mean square; 0 computes
-                no second pass.
+            sequences: Tokens, and how they were fed: prompts, later chunks and decoded tokens in any order.
+            caches: The engine's stored layers, by sequence, in this policy's formats. If a sequence has no layers, or
+                `caches` is empty, this engine's own codes are read.
+            rounding: Noise on every layer's output in the disturbed rows, relative to the output's root mean square; 0 skips
+                the disturbed rows.
 
         Returns:
-            Logits and errors of each sequence. No sequence stays in the engine.
+            Logits and errors by sequence. The engine keeps no sequence.
         """
         lengths, passes = [len(one.tokens) for one in sequences], 2 if rounding else 1
         ids = [token for one in sequences for token in one.tokens]
@@ -231,7 +231,7 @@ class OracleEngine(ChunkedEngine):
         return [Replay(sound, off, found) for sound, off, found in zip(rows[0], rows[-1], errors, strict=True)]
 
     def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:
-        """Return the pages of a live sequence. H2O's heads keep different tokens and show none."""
+        """Return the stored copies of a live sequence by layer. Empty for H2O, whose heads keep different tokens."""
         caches: Any = self.sequences[sequence]
         return [] if self._keeps_heavy else [cache.stored for cache in caches]
 
@@ -239,7 +239,7 @@ class OracleEngine(ChunkedEngine):
         del self.sequences[sequence]
 
     def memory(self) -> MemoryReport:
-        """Return the bytes of the tensors that hold the cache: pages are allocated one by one, so none is spare."""
+        """Return the bytes of the cache's tensors. Pages are allocated one by one, so there are no spare pages."""
         caches = [cache for sequence in self.sequences.values() for cache in sequence]
         return MemoryReport(
             pool_bytes=sum(cache.pool_bytes for cache in caches),
@@ -251,7 +251,7 @@ class OracleEngine(ChunkedEngine):
         )
 
     def gain(self, side: Side, layer: int) -> Tensor | None:
-        """Return what `corrupt_scale` multiplies the pool's numbers by when they are read, (H, 1, 1); None: nothing."""
+        """Return the factor (H, 1, 1) of `corrupt_scale` on numbers read from the pool; None if there is no fault."""
         return self._gains.get((side, layer))
 
     def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
@@ -268,7 +268,7 @@ class OracleEngine(ChunkedEngine):
     def _hidden(
         self, ids: Sequence[Sequence[int]], positions: Tensor, views: Sequence[Any], known: LayerInput | None = None
     ) -> Tensor:
-        """The last layer's normalized hidden states, (B, S, hidden)."""
+        """Return the last layer's normalized hidden states, (B, S, hidden)."""
         ids_BS = torch.tensor([list(row) for row in ids]).to(self.device)
         with within_memory(self.device):
             hidden = hidden_states(
@@ -279,7 +279,7 @@ class OracleEngine(ChunkedEngine):
         return hidden
 
     def _logits(self, hidden: Tensor) -> Logits:
-        """The logits (B, S, V) of normalized hidden states (B, S, hidden)."""
+        """Return the logits (B, S, V) of normalized hidden states (B, S, hidden)."""
         with within_memory(self.device):
             logits: Logits = head(self.model, hidden).cpu().numpy()
         return logits

@@ -1,4 +1,4 @@
-"""Numbers to codes and back in plain torch: the formats' own arithmetics (pipeline/formats), and the rotation before them.
+"""Quantization and dequantization in plain torch: rotation, and the formats' arithmetic (pipeline/formats).
 
 Shapes: H KV heads, T tokens, D head_dim. All arithmetic is float32.
 """
@@ -21,16 +21,16 @@ from pipeline.formats.vllm_turboquant.oracle import ORACLE as VLLM_TURBOQUANT
 CPU = torch.device("cpu")
 
 OWN: dict[str, Arithmetic] = {one.spec.name: one for one in (NVFP4, VLLM_TURBOQUANT, *VLLM_TOKEN_HEADS, *GGML)}
-"""Formats whose arithmetic is not that of their kind."""
+"""Formats with their own arithmetic instead of their kind's."""
 
 
 def arithmetic(code: Spec) -> Arithmetic:
-    """Return the arithmetic of a format: its own, or else that of its kind."""
+    """Return the arithmetic of a format: its own if it has one, else its kind's."""
     return OWN.get(code.name) or KINDS[code.kind](code)
 
 
 def static_scales(side: SideScales, form: Format, kv_heads: int, head_dim: int, device: torch.device = CPU) -> Static:
-    """Return the scales of KVScales in a shape that broadcasts against (..., H, T, D)."""
+    """Return static scales in a shape that broadcasts against (..., H, T, D)."""
     heads = 1 if form.static_scales(kv_heads, head_dim) == 1 else kv_heads
     channels = head_dim if form.granularity == "per_channel" else 1
 
@@ -41,15 +41,15 @@ def static_scales(side: SideScales, form: Format, kv_heads: int, head_dim: int, 
 
 
 def quantize(x: Tensor, form: Format, static: Static | None, *, towards_zero: bool = False) -> Stored:
-    """Return finite x (..., H, T, D) as it is stored. `static` is None exactly when the format has no static scales.
+    """Quantize finite x (..., H, T, D). Pass `static` if and only if the format has static scales.
 
-    Codes are the nearest ones; with `towards_zero` the nearest that are not larger, as a cast that truncates makes them.
+    Codes are rounded to nearest or, with `towards_zero`, towards zero as in a truncating cast.
     """
     return arithmetic(form.code).store(rotated(x.float(), form), static, _options(form, x.shape[-1], towards_zero))
 
 
 def dequantize(stored: Stored, form: Format, static: Static | None) -> Tensor:
-    """Return the numbers that the codes stand for, (..., H, T, D) float32, rotated back where the format rotates."""
+    """Return the dequantized numbers (..., H, T, D) float32, rotated back if the format rotates."""
     head_dim = 8 * stored.codes.shape[-1] * form.code.storage.bytes // form.code.bits
     return rotated(arithmetic(form.code).numbers(stored, static, _options(form, head_dim)), form)
 
@@ -59,7 +59,7 @@ def _options(form: Format, head_dim: int, towards_zero: bool = False) -> Options
 
 
 def rotated(x: Tensor, form: Format) -> Tensor:
-    """Into the basis of the codes, or back."""
+    """Rotate x into the basis of the codes or back; the rotation is its own inverse."""
     if form.rotation == "hadamard_64":
         return (groups_of(x, x.shape[-1] // 64) @ hadamard(64, x.device)).flatten(-2)
     return x @ hadamard(x.shape[-1], x.device) if form.rotation == "hadamard" else x
@@ -67,7 +67,7 @@ def rotated(x: Tensor, form: Format) -> Tensor:
 
 @cache
 def hadamard(size: int, device: torch.device = CPU) -> Tensor:
-    """Return Sylvester's Hadamard matrix over sqrt(size), (size, size) float32: symmetric, and its own inverse."""
+    """Return Sylvester's Hadamard matrix divided by sqrt(size), (size, size) float32: symmetric and its own inverse."""
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)

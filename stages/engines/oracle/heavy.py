@@ -1,14 +1,14 @@
-"""H2O's cache (arXiv 2306.14048): in each layer every KV head keeps its own heavy hitters and the latest tokens.
+"""H2O's cache (arXiv 2306.14048): every KV head of every layer keeps its own heavy hitters and the latest tokens.
 
-A token's weight is the attention that it got so far, summed over all queries and the query heads of its KV head. When a chunk
-of a prompt or a decoded token was appended, the latest `window_tokens` stay, and of the others the `heavy_tokens` of most
-weight, of equal ones the earlier. What is lost stays lost, and so does its weight. A chunk attends to itself exactly and
-causally, and to what is kept of the tokens before it.
+A token's weight is the attention that it has received, summed over all queries and the query heads of its KV head.
+After every appended chunk or decoded token, the cache keeps the latest `window_tokens` and, from the older tokens, the
+`heavy_tokens` with the largest weights (the earlier token wins a tie). Dropped tokens and their weights never come back. A
+chunk attends to itself exactly and causally, and to the earlier tokens that are kept.
 
-Which tokens are kept depends on all attention before, so that rows are computed chunk by chunk within a layer, where the other
-caches allow blocks of any rows. One pass over a sequence is still one pass over the layers.
+All earlier attention decides which tokens are kept. Rows are therefore computed chunk by chunk within a layer, while other
+caches allow arbitrary blocks of rows. One pass over a sequence is still one pass over the layers.
 
-Shapes: H KV heads, G query heads of each, R new tokens, n kept tokens, S tokens of a view, D head_dim.
+Shapes: H KV heads, G query heads per KV head, R new tokens, n kept tokens, S tokens of a view, D head_dim.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,32 +26,32 @@ from stages.engines.oracle.model import LayerAttention
 
 SIDES = (Side.KEY, Side.VALUE)
 Gains = Mapping[Side, Tensor | None]
-"""What the pool's numbers are multiplied by when they are read, (H, 1, 1); None: nothing."""
+"""Factors (H, 1, 1) on numbers read from the pool; None: no factor."""
 
 
 @dataclass(frozen=True)
 class HeavyCache:
-    """Keys and values of one layer of one sequence. A step returns another one."""
+    """Immutable keys and values of one layer of one sequence; `step` returns a new cache."""
 
     eviction: Eviction
     storages: LayerStorage
     length: int
     positions: Tensor
-    """(H, n) of the kept tokens, ascending."""
+    """Ascending positions (H, n) of the kept tokens."""
     weights: Tensor
-    """(H, n)."""
+    """Attention (H, n) that the kept tokens have received."""
     stored: Mapping[Side, Stored]
     """Codes and scales (H, n, ...) of keys and values; empty before the first token."""
 
     @classmethod
     def empty(cls, policy: KVPolicy, shape: KVShape, storages: LayerStorage, device: torch.device = CPU) -> "HeavyCache":
-        """Return the cache of a sequence without tokens."""
+        """Return an empty cache."""
         assert policy.eviction is not None
         none = torch.zeros(shape.kv_heads, 0, device=device)
         return cls(policy.eviction, storages, 0, none.long(), none, {})
 
     def step(self, q: Tensor, key: Tensor, value: Tensor, gains: Gains, asked: LayerAttention) -> tuple[Tensor, "HeavyCache"]:
-        """Attend with scaled queries q (H, G, R, D) to what is kept and to their own tokens (H, R, D): (H, G, R, D)."""
+        """Append new tokens (H, R, D); return their attention (H, G, R, D) with scaled queries q, and the new cache."""
         rows = q.shape[2]
         keys, values = (self._before(side, x, gains) for side, x in zip(SIDES, (key, value), strict=True))
         scores = asked.cap(q @ keys.unsqueeze(1).transpose(-1, -2))
@@ -73,7 +73,7 @@ class HeavyCache:
         return attention @ values.unsqueeze(1), appended._evicted()
 
     def _before(self, side: Side, new: Tensor, gains: Gains) -> Tensor:
-        """What is kept, as it is read, before new tokens as they are: (H, n + R, D)."""
+        """Return the dequantized cached tokens followed by the new tokens: (H, n + R, D)."""
         if not self.stored:
             return new
         return torch.cat([self.storages[side].read(self.stored[side], gains[side]).to(new.dtype), new], dim=1)
@@ -95,7 +95,7 @@ class HeavyCache:
         return self._taken(torch.cat([chosen, latest], dim=1))
 
     def _taken(self, index: Tensor) -> "HeavyCache":
-        """The cache of the tokens at some places (H, n) of each head's list."""
+        """Return a cache with only the tokens at these indices (H, n)."""
         return replace(
             self,
             positions=self.positions.gather(1, index),
@@ -113,7 +113,7 @@ class HeavyCache:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the pages that the codes fill."""
+        """Bytes of the pages, whole pages counted."""
         tensors = [tensor for stored in self.stored.values() for tensor in stored.tensors]
         return sum(self.page_count * PAGE_TOKENS * tensor[:, :1].nbytes for tensor in tensors)
 
@@ -127,10 +127,13 @@ class HeavyCache:
 
 
 class HeavyView:
-    """New tokens of a sequence over caches of all layers, which `store` replaces: a refused token leaves nothing behind."""
+    """New tokens of a sequence over the caches of all layers.
+
+    Only `store` replaces the caches, so a refused token changes nothing.
+    """
 
     def __init__(self, caches: list[HeavyCache], spans: Sequence[Span], gains: Sequence[Gains], sequence: str) -> None:
-        """Take the tokens of `spans`, consecutive ones, after what the caches hold; `gains` are by layer."""
+        """Take consecutive `spans` of tokens that follow the cached tokens; `gains` are by layer."""
         self.caches, self.gains = caches, gains
         self.first_row = spans[0].begin
         self.finite = Finite(sequence, self.first_row)
@@ -158,13 +161,13 @@ class HeavyView:
 
 
 def _chunks(span: Span) -> list[range]:
-    """What of a span is appended together."""
+    """Return the rows of a span that are appended together."""
     if span.start is not None:
         return [range(span.begin, span.end)]
     return [range(row, row + 1) for row in range(span.begin, span.end)]
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:
-    """Tokens (H, n) of x (H, T, W); 8-bit floats have no gather of their own."""
+    """Gather tokens (H, n) from x (H, T, W). 8-bit floats are gathered as bytes, since torch has no gather for them."""
     raw = x.view(torch.uint8) if x.element_size() == 1 else x
     return raw.gather(1, index[..., None].expand(-1, -1, raw.shape[-1])).view(x.dtype)

@@ -1,4 +1,4 @@
-"""transformers' own causal language model, as both engines of backend=torch use it."""
+"""Runs transformers' causal language model for both engines of backend=torch."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from pipeline.core.scales import KVScales
 
 
 def shape_for(model: Any, policy: KVPolicy) -> KVShape:
-    """Return the model's shape. Raises UserError when the policy does not fit it."""
+    """Return the model's shape. Raises UserError if the policy does not fit it."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     layers = int(config.num_hidden_layers)
@@ -28,9 +28,9 @@ def shape_for(model: Any, policy: KVPolicy) -> KVShape:
 
 
 def scales_for(policy: KVPolicy, shape: KVShape, scales: KVScales | None) -> KVScales:
-    """Return the static scales of a policy; `scales` may be None when no side of it is static.
+    """Return the static scales of a policy; `scales` may be None if no side of the policy is static.
 
-    Raises UserError when they do not fit the policy and the shape.
+    Raises UserError if the scales do not fit the policy and the shape.
     """
     if scales is None:
         scales = KVScales(layers=tuple({} for _ in range(shape.layers)))
@@ -39,7 +39,7 @@ def scales_for(policy: KVPolicy, shape: KVShape, scales: KVScales | None) -> KVS
 
 
 def round_inputs(model: Any) -> None:
-    """Let the linear layers that config.json names round each token of their input to INT8, by its largest magnitude."""
+    """Make the linear layers that config.json names round their input to INT8, with one scale per token."""
 
     def rounded(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
         scale = (inputs[0].abs().amax(-1, keepdim=True) / 127).clamp_min(torch.finfo(torch.float32).tiny)
@@ -51,7 +51,7 @@ def round_inputs(model: Any) -> None:
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What reaches a layer of a model: the layers before it are computed already."""
+    """The input of a layer, computed by the earlier layers."""
 
     layer: int
     states: Tensor
@@ -59,7 +59,7 @@ class LayerInput:
 
 
 class _Known(torch.nn.Module):
-    """In place of a layer, or of all: what comes out."""
+    """A module that replaces one layer or the whole stack and returns a known result."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _Known(torch.nn.Module):
 
 @contextmanager
 def captured_input(model: Any, layer: int) -> Iterator[list[LayerInput]]:
-    """Give a list that gets the input of a layer when the model runs."""
+    """Yield a list that receives the input of a layer when the model runs."""
     found: list[LayerInput] = []
 
     def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -91,11 +91,11 @@ def hidden_states(
 
     Args:
         model: transformers' causal language model.
-        attention: A name that is registered with transformers' AttentionInterface.
+        attention: Name of an attention function that is registered with transformers' AttentionInterface.
         ids: Token ids (B, S).
-        positions: Their positions (B, S).
-        known: The input of a layer, from which the model runs on instead of from the token ids.
-        options: Keyword arguments that the attention gets.
+        positions: Positions of the tokens (B, S).
+        known: Input of a layer. The model skips the earlier layers.
+        options: Keyword arguments for the attention function.
 
     Returns:
         The last layer's normalized hidden states, (B, S, hidden).
@@ -104,7 +104,7 @@ def hidden_states(
     configured = config._attn_implementation
     config._attn_implementation = attention
     if known is not None:
-        # Layers keep their numbers: a model finds windows and rotary bases by them, and scales what it embeds.
+        # The layers keep their indices: a model looks up windows and rotary bases by index.
         before = [_Known(known.states) for _ in range(known.layer)]
         model.model.layers = torch.nn.ModuleList([*before, *layers[known.layer :]])
     try:
@@ -117,24 +117,24 @@ def hidden_states(
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What a layer's attention is asked to do besides scaled products."""
+    """Options of a layer's attention beyond plain scaled dot products."""
 
     window: int | None = None
-    """The latest tokens that it attends to, the attending one included; None for all."""
+    """Number of latest tokens that a query attends to, its own token included; None: all tokens."""
     softcap: float | None = None
-    """c of scores that become c * tanh(scores / c) before the softmax; None leaves them."""
+    """Cap c: scores become c * tanh(scores / c) before the softmax. None: no cap."""
     sinks: Tensor | None = None
-    """(H, G): learned scores, one a query head, that take their share of the softmax and have no value."""
+    """Learned scores (H, G), one per query head, that take part in the softmax but have no value vector."""
 
     def cap(self, scores: Tensor) -> Tensor:
-        """Cap scores in place, and return them."""
+        """Cap scores in place and return them."""
         return scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
 
 
 def asked_of(module: torch.nn.Module, kv_heads: int, options: Mapping[str, Any]) -> LayerAttention:
-    """Return what a model asks of a layer's attention, the options of transformers' attention interface.
+    """Return a layer's attention options, read from the arguments of transformers' attention interface.
 
-    Qwen2-MoE does not hand on its window, which its mask applies.
+    Qwen2-MoE passes no window there: it applies the window in its mask. The module's `sliding_window` is used instead.
     """
     if options.get("head_mask") is not None:
         raise RuntimeError(f"layer {module.layer_idx}: head_mask={options['head_mask']} of the attention would be lost")
@@ -144,18 +144,18 @@ def asked_of(module: torch.nn.Module, kv_heads: int, options: Mapping[str, Any])
 
 
 def no_mask(*_: Any, **__: Any) -> None:
-    """transformers' mask interface: no mask, since the attention that is registered beside it masks by itself."""
+    """Implement transformers' mask interface without a mask: the registered attention does its own masking."""
 
 
 def refuse_options(module: torch.nn.Module, kv_heads: int, options: Mapping[str, Any]) -> None:
-    """Raise RuntimeError for what a model asks of its attention and an attention of plain products would ignore."""
+    """Raise RuntimeError if a layer needs attention options that plain scaled dot products would ignore."""
     asked = asked_of(module, kv_heads, options)
     if asked != LayerAttention():
         raise RuntimeError(f"layer {module.layer_idx}: {asked} of the attention would be lost")
 
 
 def head(model: Any, hidden: Tensor) -> Tensor:
-    """Return the logits (..., V) of normalized hidden states (..., hidden), as the model scales and caps them."""
+    """Return the logits (..., V) of normalized hidden states (..., hidden), with the model's scaling and cap."""
     layers = model.model
     model.model = _Known(MoeModelOutputWithPast(last_hidden_state=hidden))
     try:

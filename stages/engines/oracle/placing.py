@@ -1,4 +1,4 @@
-"""Puts the reference engine's model on a GPU: weights in the checkpoint's 16 bits, and float32 arithmetic."""
+"""Places the reference engine's model on a GPU: weights in the checkpoint's 16 bits, arithmetic in float32."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ SHORT = (torch.bfloat16, torch.float16)
 
 
 def place(model: Any, device: torch.device) -> Any:
-    """Move a model in float32 to a device, and return it; on a CPU it stays as it is.
+    """Move a float32 model to a device and return it. On a CPU the model is not changed.
 
     On a GPU, products are computed in float32, never in TF32.
     """
@@ -28,9 +28,9 @@ def place(model: Any, device: torch.device) -> Any:
 
 
 def shorten(model: Any, device: torch.device) -> None:
-    """Move weights to a device and keep them in 16 bits if that loses nothing. Each module gets them in float32 when it runs.
+    """Move weights to a device and keep them in 16 bits if that is lossless. Each module widens its weights while it runs.
 
-    The numbers are the same as with float32 weights. A model takes half the memory, and one module's weights in float32.
+    Results equal those with float32 weights, in half the memory plus one module's weights in float32.
     """
     for parameter in model.parameters():
         parameter.data = _shortest(parameter.data.to(device))
@@ -42,7 +42,7 @@ def shorten(model: Any, device: torch.device) -> None:
 
 
 def _shortest(x: Tensor) -> Tensor:
-    """Return float32 numbers in the first type of SHORT that holds each of them, or else as they are."""
+    """Return float32 numbers in the first type of SHORT that represents every number exactly, else unchanged."""
     return next((short for short in map(x.to, SHORT) if torch.equal(short.float(), x)), x)
 
 
@@ -52,7 +52,7 @@ def _widen(module: torch.nn.Module, _: Any) -> None:
 
 
 class _Restore:
-    """A hook that gives a module its 16-bit weights back."""
+    """A hook that restores a module's 16-bit weights."""
 
     def __init__(self, stored: dict[str, torch.nn.Parameter]) -> None:
         self.stored = stored
@@ -63,14 +63,14 @@ class _Restore:
 
 @contextmanager
 def within_memory(device: torch.device) -> Iterator[None]:
-    """Turn a lack of GPU memory into MissingRequirement.
+    """Raise MissingRequirement if GPU memory runs out.
 
-    It is no UserError: the stress test takes that for a refusal of the judged engine.
+    UserError would be wrong: the stress test treats it as a refusal by the judged engine.
     """
     try:
         yield
     except RuntimeError as error:
-        # What is not torch's own allocation, such as a CUDA context or cuBLAS' workspace, fails with other classes.
+        # Allocations outside torch, such as a CUDA context or cuBLAS' workspace, raise other classes than OutOfMemoryError.
         if device.type == "cpu" or not any(sign in str(error) for sign in ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")):
             raise
         raise MissingRequirement(

@@ -1,7 +1,7 @@
-"""Near relatives of a policy: what an engine computes that takes it for something else in one respect.
+"""Near relatives of a policy: variants that an engine computes if it misreads the policy in one respect.
 
-An engine that misses its policy often computes a neighbour of it: codes rounded towards zero, scales that never arrived, the
-other eight-bit float. Each relative is an oracle over the same model whose cache is written or read in that other way.
+Examples are codes that are rounded towards zero, static scales that are ignored, or the other 8-bit float. Each relative is a
+reference engine over the same model, with a cache that is written or read in that wrong way.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ SIDES = (Side.KEY, Side.VALUE)
 
 @dataclass(frozen=True)
 class TowardsZero(Storage):
-    """Rounds codes towards zero."""
+    """Storage that rounds codes towards zero."""
 
     def write(self, x: Tensor) -> Stored:
         return quantize(x, self.form, self.static, towards_zero=True)
@@ -29,7 +29,7 @@ class TowardsZero(Storage):
 
 @dataclass(frozen=True)
 class Coarser(Storage):
-    """Loses the last bit of every code."""
+    """Storage that loses the last bit of every code."""
 
     def write(self, x: Tensor) -> Stored:
         stored = super().write(x)
@@ -44,7 +44,7 @@ class Coarser(Storage):
 
 @dataclass(frozen=True)
 class Shifted(Storage):
-    """Reads the copy of another token of the same sequence: of the one that lies `tokens` before."""
+    """Storage that reads each token from the position `tokens` earlier in the same sequence."""
 
     tokens: int
 
@@ -53,7 +53,10 @@ class Shifted(Storage):
 
 
 def relatives(reference: OracleEngine) -> Iterator[tuple[str, OracleEngine]]:
-    """Yield the relatives of an oracle's policy, which run prompts as the oracle does, with what is said of their engine."""
+    """Yield (description of the mistake, engine) for each relative of the reference engine's policy.
+
+    The relatives run prompts in the same chunks as the reference engine.
+    """
     for what, relative in _relatives(reference):
         relative.prefill_chunk, relative.reads_itself = reference.prefill_chunk, reference.reads_itself
         yield what, relative
@@ -90,7 +93,7 @@ def _relatives(reference: OracleEngine) -> Iterator[tuple[str, OracleEngine]]:
 
 
 def _other_scales(storages: list[LayerStorage]) -> Iterator[tuple[str, list[LayerStorage]]]:
-    """Yield caches whose static scales are not the policy's, with which ones they are."""
+    """Yield (description, storages) for each wrong set of static scales."""
     if not any(storage.static for layer in storages for storage in layer.values()):
         return
     yield "every static scale is 1.0", [{side: _scaled_one(storage) for side, storage in layer.items()} for layer in storages]
@@ -115,7 +118,7 @@ def _scaled_one(storage: Storage) -> Storage:
 
 
 def _scaled_like(layer: LayerStorage, other: LayerStorage) -> LayerStorage:
-    """Return a layer's storage with the static scales of another layer, where both have as many."""
+    """Return a layer's storage with another layer's static scales, on the sides that have equal shapes in both layers."""
 
     def scaled(side: Side, storage: Storage) -> Storage:
         static = other[side].static if side in other else None
@@ -126,7 +129,7 @@ def _scaled_like(layer: LayerStorage, other: LayerStorage) -> LayerStorage:
 
 
 def _pair(layer: LayerStorage) -> tuple[Static, Static] | None:
-    """The static scales of keys and of values, where both have as many, and no zeros."""
+    """Return the static scales of keys and values; None if a side lacks scales, has zero points or the shapes differ."""
     key, value = (layer[side].static for side in SIDES)
     if key is None or value is None or key.zero is not None or value.zero is not None:
         return None

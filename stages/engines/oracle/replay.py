@@ -1,9 +1,10 @@
-"""A sequence replayed over the cache that another engine stored of it, and the same with activations that are a rounding off.
+"""Replays a sequence over the cache that another engine stored for it.
 
-An engine that keeps its policy differs from the oracle by rounding alone, but a number between two codes may round to the other
-one, and a few such flips move the logits of a 4-bit cache more than a real fault does. Over the engine's own codes nothing
-flips: the logits say whether it *reads* its cache right, and each stored vector against the one that is computed there whether
-it *writes* right. What rounding may cost is measured beside it, on a second row of the same batch.
+A correct engine differs from the reference engine only by rounding. But a number between two codes may round to either, and a
+few such flips move the logits of a 4-bit cache more than a real fault does. Replaying over the engine's own codes removes the
+flips. The logits then show whether the engine *reads* its cache correctly, and comparing each stored vector with the vector
+computed here shows whether it *writes* correctly. A second, disturbed row of the same batch adds noise of one rounding to the
+activations, and so measures how much rounding may cost.
 
 Shapes: H KV heads, T tokens of the sequence, n tokens of a copy, D head_dim, W bytes and g scales of a token, V vocab_size.
 """
@@ -27,25 +28,25 @@ from stages.engines.oracle.cache import LayerStorage, Storage, one_pass
 from stages.engines.oracle.formats import dequantize
 
 SMALLEST = 1e-30
-"""Keeps a vector of zeros from dividing by zero."""
+"""Lower bound of a vector's length, which prevents a division by zero."""
 
 
 @dataclass(frozen=True)
 class Errors:
-    """How much farther stored vectors are from the computed ones than their nearest codes, relative to their length.
+    """Distance of stored vectors from the computed vectors in excess of the nearest codes' distance, relative to their length.
 
-    Nearest codes have 0. A number between two codes costs next to nothing, whichever of them it gets.
+    It is 0 for the nearest codes, and almost 0 for either code if a number lies halfway between two codes.
     """
 
     first: int
     """Position of the first token."""
     engine: Tensor
-    """(H, n): what the engine stored; infinite where that is not finite."""
+    """Errors (H, n) of the engine's stored vectors; infinite for a vector that is not finite."""
     disturbed: Tensor
-    """(H, n): what the oracle stores of activations that are a rounding off."""
+    """Errors (H, n) of the vectors that the reference engine stores in the disturbed row."""
 
     def cpu(self) -> "Errors":
-        """Return the errors in the host's memory."""
+        """Return a copy in host memory."""
         return Errors(self.first, self.engine.cpu(), self.disturbed.cpu())
 
 
@@ -54,33 +55,33 @@ class Replay:
     """Logits and stored vectors of one replayed sequence; rows as in `Fed.shown`."""
 
     logits: Logits
-    """(rows, V): over the engine's cache."""
+    """Logits (rows, V) over the engine's cache."""
     disturbed: Logits
-    """(rows, V): over the same cache, with activations that are a rounding off."""
+    """Logits (rows, V) over the same cache, with disturbed activations."""
     errors: list[dict[Side, Errors]]
-    """By layer, of the copies that the engine showed."""
+    """Errors by layer, for the copies that the engine showed."""
 
     def tail(self, rows: int) -> "Replay":
-        """Keep the last rows, as many as the engine showed."""
+        """Return a replay with only the last `rows` rows of logits."""
         return replace(self, logits=self.logits[-rows:], disturbed=self.disturbed[-rows:])
 
 
 @dataclass
 class Tape:
-    """What both rows of a replay share."""
+    """State that both rows of a replay share."""
 
     policy: KVPolicy
     storages: Sequence[LayerStorage]
     caches: Sequence[Mapping[Side, StoredCopy]]
-    """What the engine shows of each layer; empty where it shows nothing, and the oracle's own copies are read."""
+    """The engine's stored copies by layer. If empty, the reference engine's own copies are read."""
     errors: list[dict[Side, Errors]] = field(default_factory=list)
     exact: dict[tuple[int, Side], Tensor] = field(default_factory=dict)
-    """What the undisturbed row computed in the layer, and the codes nearest to it: (H, T, D)."""
+    """Vectors (H, T, D) that the undisturbed row computed in the current layer; `nearest` has their nearest codes."""
     nearest: dict[tuple[int, Side], Tensor] = field(default_factory=dict)
 
 
 class ReplayView(BlockView):
-    """A sequence in one row of a replay; the undisturbed row comes first in the batch."""
+    """A sequence in one row of a replay. The undisturbed row comes first in the batch."""
 
     first_row = 0
 
@@ -109,7 +110,7 @@ class ReplayView(BlockView):
     def _replaced(
         self, layer: int, side: Side, own: Copies, x: Tensor, shown: Copies, evicted: tuple[int, int] = (0, 0)
     ) -> Copies:
-        """Note the errors of a copy, and return the oracle's own with the engine's in its place, but for what it has lost."""
+        """Record the errors of the engine's copy, and return it; evicted tokens come from the reference engine's own copy."""
         tape, first = self.tape, shown.begin
         end = min(own.tokens.shape[1], first + shown.tokens.shape[1])
         part = slice(first, end)
@@ -129,14 +130,14 @@ class ReplayView(BlockView):
 
 
 def _excess(stored: Tensor, exact: Tensor, nearest: Tensor) -> Tensor:
-    """How much farther `stored` is from `exact` than `nearest` is, relative to its length: (H, n, D) each -> (H, n)."""
+    """Return (H, n): how much farther `stored` is from `exact` than `nearest` is, relative to the length of `exact`."""
     far, near = ((x - exact).norm(dim=-1) for x in (stored, nearest))
     excess: Tensor = (far - near) / exact.norm(dim=-1).clamp(min=SMALLEST)
     return excess.nan_to_num(nan=torch.inf)
 
 
 def read_copy(copy: StoredCopy, storage: Storage, device: torch.device) -> Copies:
-    """Return the numbers that an engine's codes and scales stand for, (H, n, D) float32 on a device."""
+    """Dequantize an engine's codes and scales: (H, n, D) float32 on a device."""
     code, scales = storage.form.code, _tensor(copy.scale, device)
     codes = _tensor(copy.codes, device).view(getattr(torch, code.storage.torch))
     if scales is not None:
@@ -157,7 +158,7 @@ def _tensor(array: npt.NDArray[Any] | None, device: torch.device) -> Tensor | No
 
 @contextmanager
 def disturbed(model: Any, rounding: float) -> Iterator[None]:
-    """Within this context, the output of every layer of the batch's second half is off by normal noise."""
+    """Add normal noise to the output of every layer in the batch's second half, within this context."""
     generator = torch.Generator(model.device).manual_seed(0)
 
     def disturb(module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001  (torch's signature)

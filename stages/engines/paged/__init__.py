@@ -1,1 +1,1 @@
-"""Pages of the cache: which sequence holds which, and how they lie in memory."""
+"""The paged cache: bookkeeping of pages by sequence, and their layout in memory."""

@@ -1,7 +1,7 @@
-"""Translates a KVPolicy to the attention kernels' CacheLayout of each layer, or says why the kernels do not hold the layer.
+"""Translates a KVPolicy to the attention kernels' CacheLayout per layer, or to the reason why the kernels do not support it.
 
-The kernels serve backend=torch on CUDA, which needs all layers, and the TensorRT plugin, which takes the layers that they
-hold. No torch: policies are checked before anything is loaded.
+backend=torch on CUDA needs kernels for all layers. The TensorRT plugin uses kernels for the supported layers only. This module
+does not import torch, because policies are checked before anything is loaded.
 """
 
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ MODEL_FIX = "set backend.device=cpu"
 
 @dataclass(frozen=True)
 class KernelRefusal:
-    """The reason why the kernels do not hold a layer's cache."""
+    """The reason why the kernels do not support a layer's cache."""
 
     key: str
-    """The configuration's key, `kv.key.rotation`."""
+    """Configuration key, such as `kv.key.rotation`."""
     value: object
     reason: str
     fix: str = POLICY_FIX
-    """What a user of backend=torch can do."""
+    """Advice for a user of backend=torch."""
 
     def __str__(self) -> str:
         return f"{self.key}={self.value}: {self.reason}"
@@ -34,16 +34,16 @@ class KernelRefusal:
 
 @dataclass(frozen=True)
 class KernelLayers:
-    """A model's layers: those that the kernels hold, and the others."""
+    """A model's layers, divided into supported and unsupported layers."""
 
     layouts: dict[int, CacheLayout]
-    """Layer -> its layout, for each layer that the kernels hold. Layers of equal formats have equal layouts."""
+    """Layout by supported layer. Layers with equal formats have equal layouts."""
     refusals: dict[int, KernelRefusal]
-    """Layer -> the reason why the kernels do not hold it."""
+    """Reason by unsupported layer."""
 
 
 def choose_layers(policy: KVPolicy, shape: KVShape, q_heads: int) -> KernelLayers:
-    """Return the layouts of the layers that the kernels hold, and the reasons for the others."""
+    """Return the layouts of the supported layers, and the reasons for the unsupported layers."""
     layers = KernelLayers({}, {})
     for layer in range(shape.layers):
         refusal = next(_refusals(policy, shape, layer, q_heads), None)
@@ -58,17 +58,17 @@ def choose_layers(policy: KVPolicy, shape: KVShape, q_heads: int) -> KernelLayer
 
 
 def check_kernels(policy: KVPolicy, shape: KVShape, q_heads: int) -> list[CacheLayout]:
-    """Return the layout of every layer's cache."""
+    """Return the layouts of all layers. Raises UserError if a layer is unsupported."""
     layers = choose_layers(policy, shape, q_heads)
     if layers.refusals:
-        # A format is named before the model: it is what the user can choose.
+        # Report a format before the model, because the user can choose the format.
         refusal = min(layers.refusals.values(), key=lambda refusal: refusal.fix != POLICY_FIX)
         raise UserError(f"{refusal}; {refusal.fix}")
     return list(layers.layouts.values())
 
 
 def _refusals(policy: KVPolicy, shape: KVShape, layer: int, q_heads: int) -> Iterator[KernelRefusal]:
-    """Yield why the kernels do not hold a layer's cache: what of its formats, then what of the model."""
+    """Yield the reasons why the kernels do not support a layer: first its formats', then the model's."""
     if policy.window is not None:
         reason = "the CUDA kernels read one copy of a token, so window must be null"
         yield KernelRefusal("kv.window.tokens", policy.window.tokens, reason)

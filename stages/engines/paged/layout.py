@@ -1,4 +1,4 @@
-"""The arrays of a side of the cache: names, element types and widths, and the shapes of its static parameters.
+"""The arrays of one side of the cache: names, element types, widths, and shapes of the static parameters.
 
 Shapes: H KV heads, D head_dim, W code elements of a token, g scales of a token.
 """
@@ -6,7 +6,7 @@ Shapes: H KV heads, D head_dim, W code elements of a token, g scales of a token.
 from dataclasses import dataclass
 from typing import Self
 
-import ml_dtypes  # noqa: F401  numpy knows bfloat16 by it
+import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
 import numpy.typing as npt
 
@@ -18,7 +18,7 @@ from pipeline.formats.spec import Element
 
 @dataclass(frozen=True)
 class StoredSide:
-    """The arrays and static parameters of one side of one layer. Their names are here without the layer."""
+    """The arrays and static parameters of one side of one layer. Names do not include the layer."""
 
     side: Side
     form: Format
@@ -27,12 +27,12 @@ class StoredSide:
 
     @classmethod
     def of_layer(cls, policy: KVPolicy, shape: KVShape, layer: int) -> dict[Side, Self]:
-        """Return every stored copy of one layer's keys and values."""
+        """Return the stored copies of one layer's keys and values."""
         return {side: cls(side, form, shape.kv_heads, shape.head_dim) for side, form in policy.sides(layer).items()}
 
     @property
     def arrays(self) -> dict[str, tuple[Element, int]]:
-        """Pools by the graph's input: element type, and elements of one token of one KV head (W or g)."""
+        """Pools by the name of the graph's input: (element type, elements W or g per token and KV head)."""
         code, groups = self.form.code, self.groups
         arrays = {f"{self.side}_pool": (code.storage, self.form.code_bytes(self.head_dim) // code.storage.bytes)}
         if groups:
@@ -43,7 +43,7 @@ class StoredSide:
 
     @property
     def constants(self) -> dict[str, tuple[int, int, int, int]]:
-        """Static parameters by the graph's input: shapes that broadcast against (B, H, S, D)."""
+        """Shapes of the static parameters by the name of the graph's input; they broadcast against (B, H, S, D)."""
         count = self.form.static_scales(self.kv_heads, self.head_dim)
         if not count:
             return {}
@@ -63,10 +63,10 @@ class StoredSide:
 
     @property
     def fault_targets(self) -> list[str]:
-        """Arrays that the must-fail control multiplies: static parameters, else stored scales and zeros, else exact values."""
+        """Arrays that the must-fail control scales: static parameters, else stored scales and zeros, else exact values."""
         return [*self.constants] or [*self.arrays][1:] or [*self.arrays]
 
     @property
     def groups(self) -> int:
-        """Stored scales of one token of one KV head, 0 without."""
+        """Number of stored scales per token and KV head; 0 if scales are static or absent."""
         return self.form.scales_per_token(self.head_dim)

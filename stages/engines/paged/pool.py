@@ -1,8 +1,8 @@
-"""The paged pool: which page holds which tokens of which sequence, where new tokens go, and the bytes of all of it.
+"""The paged pool: the arrays of the cache, the pages of every sequence, and the places of new tokens.
 
-Shapes: N allocated pages, H KV heads, W elements of a token, E exact slots, M exact buffers, B sequences, S new tokens of
-each. Every array belongs to one layer and is named like the graph's input: `key_pool.3` (N, H, 64, W), `key_exact.3`
-(M, H, E, D). Pages in the window are numbered apart, in arrays of their own: `window_value_pool.3`.
+Shapes: N allocated pages, H KV heads, W elements of a token, E exact slots, M exact buffers, B sequences, S new tokens per
+sequence. Every array belongs to one layer and is named like the graph's input: `key_pool.3` (N, H, 64, W), `key_exact.3`
+(M, H, E, D). Pages in the window have their own numbering and their own arrays: `window_value_pool.3`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,22 +19,22 @@ from stages.engines.paged.sequences import PageAllocator, PagedSequence, PoolFul
 
 Indices = npt.NDArray[np.int64]
 Places = tuple[Indices, Indices, Indices]
-"""Indices into the new tokens (row after row), and the page or buffer and the slot in it that each of them goes to."""
+"""Indices into the new tokens (row after row), and for every index the page or buffer and the slot to write to."""
 
 
 @dataclass(frozen=True)
 class Spans:
-    """First and one past the last exact buffer, page and window page that a graph reads."""
+    """Half-open ranges of the exact buffers, pages and window pages that a graph reads."""
 
     moves: int
-    """Counts the times that arrays were allocated anew, which changed their addresses."""
+    """Number of reallocations of the arrays. Each reallocation changes their addresses."""
     buffers: tuple[int, int]
     pages: tuple[int, int]
     window_pages: tuple[int, int]
 
 
 def exact_places(policy: KVPolicy, rows: Sequence[PagedSequence], positions: Indices, ends: Indices) -> list[Places]:
-    """Places in the exact buffers: those of the sinks, then those of the newest tokens."""
+    """Return places in the exact buffers: sinks first, then the newest tokens."""
     sink, recent = policy.sink_tokens, policy.recent_tokens
     buffers = np.broadcast_to(np.array([row.buffer for row in rows])[:, None], positions.shape).ravel()
     flat = positions.ravel()
@@ -47,7 +47,7 @@ def exact_places(policy: KVPolicy, rows: Sequence[PagedSequence], positions: Ind
 
 
 def table(rows: list[list[int]], fill: int) -> npt.NDArray[np.int32]:
-    """Rows of unequal lengths, filled up; at least one column, because a graph must have something to gather."""
+    """Pad rows of unequal lengths with `fill`, to at least one column, because a graph must gather something."""
     filled = np.full((len(rows), max(1, *map(len, rows))), fill, np.int32)
     for i, row in enumerate(rows):
         filled[i, : len(row)] = row
@@ -55,9 +55,9 @@ def table(rows: list[list[int]], fill: int) -> npt.NDArray[np.int32]:
 
 
 def lookup(rows: Sequence[tuple[list[int], int]], pages: Indices) -> Indices:
-    """Numbers of the pages (B, S) of sequences, flat.
+    """Return the page numbers of `pages` (B, S), flattened.
 
-    A row lists the numbers of a sequence's pages from some first page on; for pages before that one any number is returned.
+    A row is (numbers of a sequence's pages, index of the first listed page). The result is arbitrary for earlier pages.
     """
     numbers = []
     for (listed, first), positions in zip(rows, pages, strict=True):
@@ -68,18 +68,18 @@ def lookup(rows: Sequence[tuple[list[int], int]], pages: Indices) -> Indices:
 
 Array = npt.NDArray[np.generic]
 Factor = float | npt.NDArray[np.float32]
-"""Of a whole array, or (1, H, 1, 1) of its heads."""
+"""A factor on a whole array, or factors (1, H, 1, 1) on its heads."""
 
 
 class PagedPool(SequencePages):
-    """Storage of the quantized cache of all sequences, of its second copies in the window, and of exact tokens."""
+    """Storage of the quantized cache of all sequences, including the window's second copies and the exact tokens."""
 
     def __init__(self, policy: KVPolicy, shape: KVShape, max_pages: int) -> None:
         super().__init__()
         self.policy, self.shape, self.max_pages = policy, shape, max_pages
         self.arrays: dict[str, Array] = {}
         self._allocators: dict[str, PageAllocator] = {}
-        """The allocator of each array's first dimension."""
+        """Allocator of the first dimension, by array."""
         self._moves = 0
         for layer in range(shape.layers):
             for side, stored in StoredSide.of_layer(policy, shape, layer).items():
@@ -95,14 +95,14 @@ class PagedPool(SequencePages):
         self._allocators[name] = allocator
 
     def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An array of the pool; a subclass on another device returns torch's."""
+        """Return an array for the pool. A subclass on another device returns a torch tensor."""
         return np.zeros(shape, dtype)
 
     def fork(self, handle: int) -> int:
         """Start a sequence with the same tokens and return its handle.
 
-        Full pages are shared; those that either of the two will write to are copied. Raises UserError when there is no room
-        for the copies.
+        Full pages are shared; a partly filled page is copied, as are exact buffers. Raises UserError if there is no room for
+        the copies.
         """
         source = self.sequences[handle]
         full = source.length // PAGE_TOKENS
@@ -124,7 +124,7 @@ class PagedPool(SequencePages):
         return child
 
     def _copy(self, allocator: PageAllocator, page: int) -> int:
-        """Copy a page and return the copy's number."""
+        """Copy a page and return the number of the copy."""
         copy = self._allocate(allocator)
         for array in self._numbered_by(allocator):
             array[copy] = array[page]
@@ -145,7 +145,7 @@ class PagedPool(SequencePages):
         super()._make_room(allocator, count)
 
     def _resize(self, allocator: PageAllocator, capacity: int) -> None:
-        """Allocate the arrays of `allocator` anew for `capacity` pages or buffers, keeping what is stored."""
+        """Reallocate the arrays of `allocator` for `capacity` pages or buffers and keep their contents."""
         allocator.grow(capacity)
         for name, old in self.arrays.items():
             if self._allocators[name] is allocator:
@@ -158,10 +158,10 @@ class PagedPool(SequencePages):
         return (array for name, array in self.arrays.items() if self._allocators[name] is allocator)
 
     def view(self, handles: Sequence[int]) -> tuple[dict[str, npt.NDArray[np.int32]], Spans]:
-        """Return the tables of some sequences, and the spans of the arrays that they refer to.
+        """Return the tables of sequences, and the spans of the arrays that the tables refer to.
 
-        Pages in these tables count from the first of their span. A graph reads only the spans, since it may have to widen all
-        of what it reads before it gathers.
+        Page numbers in the tables are relative to the start of their span. A graph reads only the spans, because it may have
+        to widen all its input first.
         """
         tables = self.tables(handles)
         spans = [(0, self.buffers.capacity)]
@@ -182,8 +182,8 @@ class PagedPool(SequencePages):
     def tables(self, handles: Sequence[int]) -> dict[str, npt.NDArray[np.int32]]:
         """Return the attention's tables, as AttentionSpec.tables names them.
 
-        Unused entries name the lowest page, which lengths or starts mask. Lengths and starts count the tokens that are kept:
-        attention does not ask for positions, which the keys have in them.
+        Unused entries contain the lowest page; the lengths or starts mask it. Lengths and starts count kept tokens only:
+        attention needs no positions, since the keys are already rotated.
         """
         rows = [self.sequences[handle] for handle in handles]
         lengths = [row.kept_tokens for row in rows]
@@ -209,7 +209,7 @@ class PagedPool(SequencePages):
         return tables
 
     def append(self, handles: Sequence[int], new: Mapping[str, Array]) -> None:
-        """Append S tokens to each of distinct sequences, for which pages are reserved."""
+        """Append S tokens to every sequence. The sequences are distinct, and their pages must be reserved."""
         tokens = next(iter(new.values())).shape[2]
         places = self.places(handles, tokens)
         for name, values in new.items():
@@ -217,7 +217,7 @@ class PagedPool(SequencePages):
         self.advance(handles, tokens)
 
     def places(self, handles: Sequence[int], tokens: int) -> dict[PageAllocator, list[Places]]:
-        """Return where the next `tokens` of each sequence go, by what numbers the arrays, after moving windows there."""
+        """Move the windows, and return the places of every sequence's next `tokens` tokens, by the allocator of the arrays."""
         rows = [self.sequences[handle] for handle in handles]
         starts = np.array([row.length for row in rows])[:, None]
         positions = starts + np.arange(tokens)
@@ -241,26 +241,27 @@ class PagedPool(SequencePages):
             array[number, :, slot] = flat[chosen]
 
     def _pages_for(self, sequence: PagedSequence, tokens: int) -> int:
-        # What is lost meanwhile is among them, since the new tokens read it; pages of new tokens that are lost at once are not.
+        # Pages that are evicted by this append count, since the new tokens still read them. Pages that would hold only new
+        # tokens that are evicted at once do not count.
         held, end = map(page_count, (sequence.length, sequence.length + tokens))
         lost = self.policy.evicted_pages(sequence.length + tokens, self.shape)
         return end - sequence.evicted_pages - max(0, lost.stop - max(held, lost.start))
 
     def _page_places(self, rows: list[PagedSequence], pages: Indices, slots: Indices, tokens: int) -> Places:
-        """Places of the new tokens on the pages that are kept; those that leave are freed."""
+        """Free the evicted pages, and return the places of the new tokens that are kept."""
         listed = [(row.pages, 0) for row in rows]
         if self.policy.latest_tokens(self.shape) is None:
             return np.arange(slots.size), lookup(listed, pages), slots
         for row in rows:
             self._evict(row, tokens)
-        # A sequence lists the pages of its sinks, then those after what it has lost.
+        # A sequence lists its sinks' pages, then the pages after the evicted gap.
         sinks, evicted = self.policy.sink_pages, np.array([row.evicted_pages for row in rows])[:, None]
         kept = np.flatnonzero((pages < sinks) | (pages >= sinks + evicted))
         places = np.where(pages < sinks, pages, np.maximum(pages - evicted, 0))
         return kept, lookup(listed, places)[kept], slots[kept]
 
     def _evict(self, row: PagedSequence, tokens: int) -> None:
-        """Free the pages that a sequence loses when `tokens` are appended to it."""
+        """Free the pages that are evicted when `tokens` tokens are appended to a sequence."""
         lost = self.policy.evicted_pages(row.length + tokens, self.shape)
         held = page_count(row.length) - row.evicted_pages
         leaving = slice(lost.start, min(held, lost.stop - row.evicted_pages))
@@ -270,7 +271,7 @@ class PagedPool(SequencePages):
         row.evicted_pages = len(lost)
 
     def _move_window(self, row: PagedSequence, length: int) -> None:
-        """Free the window pages that a sequence leaves behind when it grows to `length`, and allocate those that it enters."""
+        """Move a sequence's window before it grows to `length`: free the pages left behind, and allocate the new pages."""
         assert self.policy.window is not None
         first = self.policy.window.first_page(length)
         while row.first_window_page < first:
@@ -281,9 +282,9 @@ class PagedPool(SequencePages):
             row.window_pages.append(self._allocate(self.window_pages))
 
     def stored(self, handle: int) -> dict[str, tuple[int, npt.NDArray[np.uint8]]]:
-        """Return what a sequence's pages hold, by array: the first token's position, and the bytes (H, n, W) of n tokens.
+        """Return a sequence's stored tokens by array: the first token's position, and the bytes (H, n, W) of n tokens.
 
-        Tokens that were evicted between others are zeros.
+        The gap of evicted tokens is filled with zeros.
         """
         row = self.sequences[handle]
         lost = self.policy.evicted_pages(row.length, self.shape)
@@ -305,11 +306,11 @@ class PagedPool(SequencePages):
         return held
 
     def _bytes(self, array: Any, numbers: list[int]) -> npt.NDArray[np.uint8]:
-        """Return the bytes (P, H, 64, W) of some pages of an array; a subclass on another device copies them here."""
+        """Return the bytes (P, H, 64, W) of P pages of an array. A subclass on another device copies them to the host."""
         return np.ascontiguousarray(array[numbers]).view(np.uint8)
 
     def scale_array(self, name: str, factor: Factor) -> None:
-        """Multiply an array of scales, or of keys or values that have none, in place."""
+        """Multiply an array of scales, zeros or exact values by a factor, in place."""
         self.arrays[name][...] = scaled(self.arrays[name], factor)
 
 

@@ -1,12 +1,12 @@
-"""Beginnings of prompts that stay in a paged cache, for later prompts that begin alike.
+"""Prefix caching: prefixes of prompts stay in the paged cache for later prompts that start with the same tokens.
 
-An engine prefills a prompt in chunks. A chunk attends to itself exactly and to all before it through the cache, whether that
-was written a moment ago or for another prompt. So only beginnings of whole chunks are kept and found: the chunks after them
-are computed from the same codes as without, and answers are the same. A beginning that ends within a chunk would be read as
-codes by tokens that attend to it exactly otherwise.
+An engine prefills a prompt in chunks. A chunk attends to itself exactly, and to earlier chunks through the cache. It does not
+matter for which prompt the earlier chunks were written. So only prefixes of whole chunks are kept: later chunks read the same
+codes as without prefix caching, and answers are identical. If a prefix ended within a chunk, the rest of the chunk would read
+its codes instead of its exact tokens.
 
-A kept beginning is a sequence like any other, forked at the end of a chunk. It shares its pages by counting users, and has
-exact tokens and a window of its own, so that every policy can be kept.
+A kept prefix is an ordinary sequence, forked at the end of a chunk. Its pages are shared by reference counting. It has its own
+exact tokens and window, so prefix caching works with every policy.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ from pipeline.core.kv import PAGE_TOKENS
 
 
 class PrefixCache:
-    """The beginnings that one engine keeps, the least recently used of which go first."""
+    """The prefixes that one engine keeps. The least recently used prefix is evicted first."""
 
     def __init__(self, engine: Engine, *, chunk: int, most_tokens: int) -> None:
-        """Keep nothing yet.
+        """Create an empty cache.
 
         Raises:
-            UserError: Chunks are not whole pages, or not one of them may be kept.
+            UserError: `chunk` is not a multiple of the page size, or `most_tokens` is less than one chunk.
         """
         if chunk % PAGE_TOKENS:
             raise UserError(f"prefill_chunk must be a multiple of {PAGE_TOKENS} where prefixes are kept, got {chunk}")
@@ -34,15 +34,15 @@ class PrefixCache:
             raise UserError(f"prefix_tokens must be 0 or at least prefill_chunk={chunk}, got {most_tokens}")
         self._engine, self._chunk, self._most = engine, chunk, most_tokens // chunk
         self.kept: dict[str, int] = {}
-        """Key of a beginning -> its sequence, the least recently used first. A beginning is kept no longer than those that it
-        continues, so that each takes the pages of one chunk."""
+        """Sequence by the prefix's key, least recently used first. A prefix is evicted before its own shorter prefixes, so that
+        every entry accounts for the pages of one chunk."""
         self.reused_tokens = 0
-        """Tokens that were not prefilled because they were found."""
+        """Number of tokens that were not prefilled because a kept prefix contained them."""
 
     def keys(self, prompt: Sequence[int]) -> list[str]:
-        """Return the keys of a prompt's beginnings of one chunk, of two, and so on, all of them shorter than the prompt.
+        """Return the keys of a prompt's prefixes of one chunk, two chunks and so on, all shorter than the prompt.
 
-        Two keys are equal where the tokens are.
+        Two keys are equal if and only if the prefixes' tokens are equal.
         """
         digest, keys = hashlib.sha256(), []
         for begin in range(0, len(prompt) - self._chunk, self._chunk):
@@ -53,13 +53,13 @@ class PrefixCache:
     def begin(
         self, prompt: Sequence[int], start: Callable[[], int], prefill: Callable[[int, Sequence[int]], object]
     ) -> tuple[int, int]:
-        """Start a sequence with all of a prompt but its last chunk, and keep what was not kept yet.
+        """Start a sequence with all chunks of a prompt except the last, and keep its new prefixes.
 
         Returns:
-            The sequence, and the tokens that it holds.
+            The sequence's handle, and its number of tokens.
 
         Raises:
-            UserError: The engine cannot hold the prompt. No sequence is started then.
+            UserError: The engine cannot hold the prompt. The sequence is released.
         """
         keys = self.keys(prompt)
         found = self._found(keys)
@@ -76,7 +76,7 @@ class PrefixCache:
         return sequence, len(keys) * self._chunk
 
     def longest(self, prompt: Sequence[int]) -> int | None:
-        """Return the sequence of the longest kept beginning of a prompt; None where none is kept."""
+        """Return the sequence of a prompt's longest kept prefix; None if no prefix is kept."""
         keys = self.keys(prompt)
         found = self._found(keys)
         return self.kept[keys[found - 1]] if found else None
@@ -85,7 +85,7 @@ class PrefixCache:
         return next((number for number, key in enumerate(keys) if key not in self.kept), len(keys))
 
     def _keep(self, keys: Sequence[str], sequence: int) -> None:
-        """Keep what a sequence holds now under the last key, if the beginnings that it continues are kept."""
+        """Keep a fork of a sequence under the last key, if the next shorter prefix is kept; then evict down to the limit."""
         if len(keys) > 1 and keys[-2] not in self.kept:
             return
         self.kept[keys[-1]] = self._engine.fork(sequence)
@@ -94,13 +94,13 @@ class PrefixCache:
             self.evict()
 
     def evict(self) -> bool:
-        """Let the least recently used beginning go; return whether there was one."""
+        """Evict the least recently used prefix; return False if there was no prefix."""
         if not self.kept:
             return False
         self._engine.release([self.kept.pop(next(iter(self.kept)))])
         return True
 
     def _use(self, keys: Sequence[str]) -> None:
-        """Make beginnings the most recently used, the shortest last, so that none outlives those that it continues."""
+        """Mark prefixes as used, the shortest last, so that no prefix outlives its own shorter prefixes."""
         for key in reversed(keys):
             self.kept[key] = self.kept.pop(key)

@@ -1,4 +1,4 @@
-"""Bookkeeping of pages and exact buffers: their numbers, and by sequence. A subclass has the memory that they number."""
+"""Bookkeeping of pages and exact buffers by sequence. A subclass owns the memory."""
 
 import heapq
 from abc import ABC, abstractmethod
@@ -13,10 +13,10 @@ from stages.engines.base import SequenceTable
 
 
 class PageAllocator:
-    """Allocates the numbers 0 to capacity - 1: pages, or other things that are numbered, such as exact buffers.
+    """Allocates the numbers 0 to capacity - 1 of pages or exact buffers.
 
-    The lowest free number comes first, so that the pages of a few sequences stay close together: a graph reads their whole
-    span.
+    The lowest free number is allocated first. This keeps the pages of a few sequences close together, and a graph reads the
+    whole span of their pages.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class PageAllocator:
         self.capacity = max(self.capacity, capacity)
 
     def allocate(self) -> int:
-        """Return the lowest free page, which has one user from now on. Raises IndexError when none is free."""
+        """Return the lowest free page, with one user. Raises IndexError if no page is free."""
         page = heapq.heappop(self._free)
         self._users[page] = 1
         return page
@@ -50,23 +50,23 @@ class PageAllocator:
         return page
 
     def free(self, page: int) -> None:
-        """Remove a user; the page is free when that was the last one."""
+        """Remove a user; the page becomes free if no user is left."""
         self._users[page] -= 1
         if not self._users[page]:
             del self._users[page]
             heapq.heappush(self._free, page)
 
     def state(self) -> tuple[dict[int, int], list[int]]:
-        """Return which pages are in use, for `restore`."""
+        """Return a snapshot of the used and free pages for `restore`."""
         return dict(self._users), list(self._free)
 
     def restore(self, state: tuple[dict[int, int], list[int]]) -> None:
-        """Let the pages be in use that were, of the same capacity."""
+        """Restore a snapshot; the capacity must not have changed."""
         self._users, self._free = dict(state[0]), list(state[1])
 
 
 class PoolFull(UserError):
-    """The pool has no room for more tokens while its sequences hold theirs."""
+    """The live sequences leave no room in the pool for more tokens."""
 
 
 @dataclass
@@ -74,20 +74,20 @@ class PagedSequence:
     """The pages and the exact buffer of one sequence."""
 
     buffer: int
-    """Number of its buffer for exact tokens."""
+    """Number of the buffer for exact tokens."""
     length: int = 0
-    """Tokens that were appended."""
+    """Number of appended tokens, evicted tokens included."""
     pages: list[int] = field(default_factory=list)
-    """Page i holds its tokens from i * PAGE_TOKENS on; with eviction those are left out that it has lost."""
+    """Numbers of the pages in order of position; page i starts at token i * PAGE_TOKENS. Evicted pages are left out."""
     evicted_pages: int = 0
-    """How many it has lost: those after the pages of the sinks."""
+    """Number of evicted pages. They followed the sinks' pages."""
     window_pages: list[int] = field(default_factory=list)
-    """Pages of the window's pool; the first holds the second copy of its page `first_window_page`."""
+    """Pages of the window's pool; the first one holds the second copy of page `first_window_page`."""
     first_window_page: int = 0
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens in the cache."""
+        """Number of tokens in the cache."""
         return self.length - self.evicted_pages * PAGE_TOKENS
 
 
@@ -100,17 +100,17 @@ class SequencePages(ABC):
 
     @abstractmethod
     def _enlarge(self, allocator: PageAllocator, needed: int) -> None:
-        """Allocate memory for at least `needed` of what `allocator` numbers, keeping what is stored, and grow the allocator.
+        """Enlarge the arrays of `allocator` to at least `needed` pages or buffers, keep their contents, and grow the allocator.
 
-        Raises UserError, and changes nothing, where memory or a limit does not allow it.
+        Raises UserError and changes nothing if memory or a limit does not allow it.
         """
 
     @abstractmethod
     def _numbered_by(self, allocator: PageAllocator) -> Iterator[Any]:
-        """Yield the arrays of all layers whose first dimension `allocator` numbers: numpy's, or torch's."""
+        """Yield the arrays of all layers, numpy's or torch's, whose first dimension `allocator` numbers."""
 
     def start(self) -> int:
-        """Start an empty sequence and return its handle. Raises UserError when there is no room for its exact buffer."""
+        """Start an empty sequence and return its handle. Raises UserError if there is no room for its exact buffer."""
         return self.sequences.add(PagedSequence(self._allocate(self.buffers)))
 
     def release(self, handle: int) -> None:
@@ -123,33 +123,33 @@ class SequencePages(ABC):
             self.window_pages.free(page)
 
     def length(self, handle: int) -> int:
-        """Return the tokens that were appended, evicted ones included. Raises KeyError for a sequence that is not live."""
+        """Return the number of appended tokens, evicted tokens included. Raises KeyError if the sequence is not live."""
         return self.sequences[handle].length
 
     def advance(self, handles: Sequence[int], tokens: int = 1) -> None:
-        """Count tokens that were stored of each sequence."""
+        """Add `tokens` stored tokens to the length of every sequence."""
         for handle in handles:
             self.sequences[handle].length += tokens
 
     @property
     def live_tokens(self) -> int:
-        """Tokens in the caches of all sequences."""
+        """Number of tokens in the caches of all sequences."""
         return sum(sequence.kept_tokens for sequence in self.sequences.values())
 
     @property
     def in_use(self) -> tuple[int, int]:
-        """Pages and window pages that some sequence holds."""
+        """Numbers of pages and of window pages in use."""
         return self.pages.used_count, self.window_pages.used_count
 
     def memory(self) -> MemoryReport:
-        """Return the bytes of the arrays as allocated: pools and exact buffers may grow by doubling."""
+        """Return the allocated bytes of the arrays. Pools and exact buffers grow by doubling, so not all bytes are in use."""
         allocators = (self.pages, self.buffers, self.window_pages)
         pool, exact, window = (sum(array.nbytes for array in self._numbered_by(allocator)) for allocator in allocators)
         pages, finer = self.pages.capacity, self.window_pages.capacity
         return MemoryReport(pool, exact, window, pages, self.live_tokens, sum(self.in_use), finer)
 
     def reserve(self, handles: Sequence[int], tokens: int) -> None:
-        """Give each sequence the pages for `tokens` more tokens. Raises UserError when not all fit, and gives none a page."""
+        """Allocate all sequences' pages for `tokens` more tokens. Raises UserError, allocating nothing, if they do not fit."""
         missing = {
             handle: self._pages_for(self.sequences[handle], tokens) - len(self.sequences[handle].pages) for handle in handles
         }
@@ -158,15 +158,15 @@ class SequencePages(ABC):
             self.sequences[handle].pages.extend(self.pages.allocate() for _ in range(count))
 
     def pages_of(self, tokens: int) -> int:
-        """Return the pages that a new sequence takes for so many tokens."""
+        """Return the number of pages that a new sequence of `tokens` tokens needs."""
         return self._pages_for(PagedSequence(-1), tokens)
 
     def _pages_for(self, sequence: PagedSequence, tokens: int) -> int:
-        """Return the pages that a sequence holds while `tokens` are appended to it."""
+        """Return the number of pages that a sequence holds while `tokens` tokens are appended."""
         return page_count(sequence.length + tokens)
 
     def _make_room(self, allocator: PageAllocator, count: int) -> None:
-        """Let at least `count` be free. Raises UserError as `_enlarge`."""
+        """Ensure `count` free pages or buffers. Raises UserError as `_enlarge` does."""
         needed = allocator.used_count + count
         if needed > allocator.capacity:
             self._enlarge(allocator, needed)

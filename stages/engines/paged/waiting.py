@@ -1,7 +1,7 @@
-"""Requests that wait for a pool that is full; the youngest gives way, and is computed again.
+"""Scheduling of requests over a full pool: the youngest request is preempted and computed again later.
 
-A request that gave way loses its pages. Later its prompt is prefilled again, and the tokens after it are decoded again one by
-one: a prefill of them would attend to them exactly, where decoding read their codes.
+A preempted request loses its pages. Later its prompt is prefilled again, and its answer's tokens are decoded again one by one.
+Prefilling them would give other logits, because a prefill attends to its own tokens exactly and decoding reads their codes.
 """
 
 from collections import deque
@@ -22,11 +22,11 @@ from stages.engines.paged.sequences import PoolFull
 
 
 class PooledEngine(Engine):
-    """An engine over a paged pool, but for everything else."""
+    """An engine over a paged pool. It schedules requests; a subclass computes them."""
 
     pool: PagedPool
     prefixes: PrefixCache | None = None
-    """The beginnings of prompts that are kept for later ones; None keeps none."""
+    """Cache of prompts' prefixes; None disables prefix caching."""
 
     def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
         moved, logits = advance(self, live)
@@ -43,9 +43,10 @@ class PooledEngine(Engine):
 
 
 def advance(engine: PooledEngine, live: Sequence[Continuation]) -> tuple[list[Continuation], Logits]:
-    """Prefill those that wait and find room, the oldest first; where none does, decode the next token of all that run.
+    """Prefill the oldest waiting requests that fit into the pool; if none fits, decode one token of every running request.
 
-    Return those that took a step, and the logits (B, V) after their stored tokens. Raises PoolFull where one alone has no room.
+    Returns the requests that advanced, and the logits (B, V) after their stored tokens. Raises PoolFull if a single request
+    does not fit.
     """
     running = [one for one in live if one.sequence >= 0]
     joining = [one for one in live if one.sequence < 0]
@@ -70,7 +71,7 @@ def advance(engine: PooledEngine, live: Sequence[Continuation]) -> tuple[list[Co
 
 
 def _fitting(engine: PooledEngine, joining: Sequence[Continuation], running: Sequence[Continuation]) -> int:
-    """Return how many of those that wait are prefilled now: one at a time where the next may find what it keeps."""
+    """Return how many waiting requests to prefill now: at most one if prefixes are kept, so that the next can reuse them."""
     pool, added = engine.pool, 0
     held = {page for one in running for page in pool.sequences[one.sequence].pages}
     for count, one in enumerate(joining[: None if engine.prefixes is None else 1]):
@@ -102,9 +103,10 @@ def _preempt(engine: PooledEngine, one: Continuation) -> None:
 
 @contextmanager
 def pool_of(engine: PooledEngine, pages: int | None) -> Iterator[None]:
-    """Let the engine's pool be of so many pages and keep beginnings; None: have room, and keep none.
+    """Limit the engine's pool to `pages` more pages and enable prefix caching, within this context.
 
-    Prompts are prefilled in chunks of a page either way, so that beginnings of a page can be found.
+    None: no limit and no prefix caching. Prompts are always prefilled in chunks of one page, so that prefixes of one page can
+    be reused.
     """
     chunk, prefixes, most = engine.prefill_chunk, engine.prefixes, engine.pool.max_pages
     try:
@@ -120,15 +122,15 @@ def pool_of(engine: PooledEngine, pages: int | None) -> Iterator[None]:
 
 @dataclass(eq=False)
 class _Request(Continuation):
-    """A continuation whose tokens are all known."""
+    """A continuation whose tokens are all known in advance."""
 
     rows: deque[Logits] = field(default_factory=deque)
-    """Logits (V) after its last tokens, the oldest first."""
+    """Logits (V) of the last tokens, the oldest first."""
     pages: tuple[int, ...] = ()
 
 
 def serve(engine: PooledEngine, requests: Sequence[tuple[Sequence[int], int]], rows: int) -> list[Pressed]:
-    """Force requests (tokens, first) that arrive at once; return the logits of the last `rows` tokens of each."""
+    """Run requests (forced tokens, prompt length) that arrive together; return the logits of their last `rows` tokens."""
     arrived = [_Request(list(tokens), first, len(tokens), rows=deque(maxlen=rows)) for tokens, first in requests]
     live = list(arrived)
     try:
@@ -137,7 +139,7 @@ def serve(engine: PooledEngine, requests: Sequence[tuple[Sequence[int], int]], r
             for one, row in zip(moved, logits, strict=True):
                 assert isinstance(one, _Request)
                 if one.stored == one.prompt_tokens:
-                    one.rows.clear()  # the prompt's own logits did not read the cache
+                    one.rows.clear()  # the prompt's own logits do not depend on the cache
                 else:
                     one.rows.append(row.copy())
             for one in [one for one in live if one.stored == len(one.tokens)]:
