@@ -1,8 +1,8 @@
-"""A few samples of an evaluation decoded again, on both engines: whether a report is about the engine that it cites.
+"""Checks that a report belongs to the engines it cites, by decoding a few of its samples again on both engines.
 
-Digests say that files fit each other, and whoever can write all of them makes them fit. This asks the engines themselves. What
-differs between two runs of one engine is left room for, so that it tells engines apart that are clearly different, and no
-neighbours.
+Digests only prove that files match, and anyone who can write all files can make them match. This check runs the engines
+themselves. It tolerates the differences between two runs of one engine, so it detects clearly different engines but not
+similar ones.
 """
 
 import math
@@ -20,14 +20,14 @@ from stages.evaluate.inputs.checks import judge
 from stages.evaluate.inputs.tokens import BundleTokenizer, EncodedSample, encode
 
 FACTOR = 2.0
-"""A mean KL may be as many times larger or smaller: one code that rounds the other way moves it."""
+"""Maximum ratio of two mean KLs. A single code that rounds differently changes the mean."""
 LEAST_KL = 1e-6
 NOISE_TIMES = 10
-"""So many times the engine's own noise is allowed on top."""
+"""Additional tolerance of a mean KL, as a multiple of the engine's own noise."""
 NLL = 0.02
-"""Most that a mean NLL may be off, in nats, and as a share of it."""
+"""Tolerance of a mean NLL: absolute in nats, plus the same fraction of the NLL."""
 PROBABILITY = 0.05
-"""Most that the probability of a right answer may be off, beside what noise changes of it by Pinsker's inequality."""
+"""Tolerance of the probability of a right answer, in addition to the effect of noise by Pinsker's inequality."""
 
 
 def decode_again(
@@ -39,20 +39,20 @@ def decode_again(
     config: WorkloadsConfig,
     beside: Sequence[Sample] = (),
 ) -> dict[str, SampleRow]:
-    """Run forced decode of samples on the baseline, and then on the candidate.
+    """Run forced decode of samples on the baseline, then on the candidate.
 
     Args:
         open_baseline: Loads the FP16-KV engine.
         open_engine: Loads the candidate.
-        samples: At least one.
-        own_tokens: The words of the baseline that were scored in place of a sample's reference, by its id.
+        samples: At least one sample.
+        own_tokens: Tokens of the baseline's own answers that were scored instead of references, by sample id.
         tokenizer: The tokenizer of the engine bundle.
-        config: What was asked in the evaluation.
-        beside: The other samples of their documents. They are not decoded: they say how long a prefix the samples shared, since
-            what follows a prefix read the prefix from the quantized cache.
+        config: The workload configuration of the evaluation.
+        beside: All other samples of the same documents. They are not decoded. They determine the length of shared prefixes,
+            because tokens after a shared prefix read the prefix from the quantized cache.
 
     Returns:
-        The row of each sample, without answers, by its id; without samples whose own words are no right answer.
+        Rows without answers, by sample id. Samples are left out if their own tokens are not a right answer.
     """
     baseline, batch_size, encoded = open_baseline(), config.batch_size, list[EncodedSample]()
     asked = encode([*samples, *beside], tokenizer, config.max_scored_tokens, tokenizer.stop_tokens(config)[0])
@@ -71,19 +71,19 @@ def decode_again(
         heads[encoded[i].sample.id] = result.heads
 
     run_samples(baseline, Run(encoded, None, no_progress, done=keep), batch_size)
-    del baseline  # two engines may not fit beside each other
+    del baseline  # memory may not suffice for two engines
     give_back()
     results = run_samples(open_engine(), Run(encoded, heads.__getitem__, no_progress), batch_size)
     return {row.id: row for row in unjudged_rows(encoded, results)}
 
 
 def difference(rows: Sequence[SampleRow], again: Mapping[str, SampleRow], noise: float) -> str | None:
-    """Say of which sample a report has other numbers than its engines give now; None where it has the same.
+    """Return a message about the first sample whose recorded numbers its engines do not reproduce; None if all agree.
 
     Args:
-        rows: The recorded samples.
-        again: What they gave now.
-        noise: Mean KL of the engine to itself, in nats per token.
+        rows: The recorded rows.
+        again: The rows of the new run, by sample id.
+        noise: Mean KL between two runs of the engine, in nats per token.
     """
     for row in rows:
         now = again.get(row.id)

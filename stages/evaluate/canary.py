@@ -1,6 +1,6 @@
-"""The must-fail control: a candidate with a strong fault that must be noticed.
+"""The must-fail control: a candidate with a strong fault, which the gates must detect.
 
-The fault is planted between prefill and decode, so that what decoding reads is wrong and nothing else.
+The fault is injected between prefill and decode, so that it affects only the reads of the decode path.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from stages.evaluate.inputs.tokens import EncodedSample
 def canary(
     engine: Engine, encoded: Sequence[EncodedSample], heads: Heads, config: WorkloadsConfig, progress: Progress
 ) -> Canary:
-    """Run forced decode that reads wrong keys: prefill some samples together, corrupt the key scale once, then decode.
+    """Run forced decode with wrong keys: prefill some samples together, corrupt the key scale once, then decode.
 
     Args:
-        engine: A candidate of its own, which keeps the fault.
+        engine: The candidate. It keeps the fault and must not be used afterwards.
         encoded: The samples of the round.
-        heads: The baseline's distributions of these.
-        config: Size of the must-fail control.
-        progress: Called with what is being done, and how much of how much.
+        heads: The baseline's heads, by sample id.
+        config: Configuration with the size of the must-fail control.
+        progress: Called with a label, the amount done, and the total.
     """
     policy = engine.policy
     least = policy.exact_tokens + 2 * PAGE_TOKENS + (policy.window.tokens if policy.window is not None else 0)

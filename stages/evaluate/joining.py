@@ -1,4 +1,4 @@
-"""Joins what was measured of a candidate and its baseline into the report, in memory: pure, and a matter of milliseconds."""
+"""Joins the measurements of a candidate and its baseline into the report. Pure functions that take milliseconds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ TOKENS = "tokens.safetensors"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A report with what it is computed from."""
+    """A report and the data that it is computed from."""
 
     report: EvaluationReport
     rows: list[SampleRow]
     kl: Array
-    """Of every scored token, in the order of the rows, `scored_tokens` of them for each."""
+    """KL by scored token in nats, concatenated in the order of the rows (`scored_tokens` values per row)."""
 
     def write(self, out: Path) -> None:
         """Write `report.json`, `samples.jsonl` and `tokens.safetensors` into an empty directory."""
@@ -47,15 +47,15 @@ def join(
     engine: str,
     baseline: str,
 ) -> Evaluation:
-    """Join the rounds that ran, from the first on, into the report.
+    """Join the rounds that ran into the report.
 
     Args:
-        encoded: All samples of the evaluation, those of rounds that did not run included.
-        rounds: Baseline and candidate of each round that ran, in order.
-        once: What was measured of baseline and candidate a single time.
-        config: Context bins and drafters.
+        encoded: All samples of the evaluation, including samples of rounds that did not run.
+        rounds: (baseline, candidate) by round that ran, from the first.
+        once: The measurements made only once, (baseline, candidate).
+        config: Configuration with context bins and drafters.
         engine: Digest of the candidate's bundle, which the report cites.
-        baseline: Of the baseline engine's bundle.
+        baseline: Digest of the baseline's bundle.
     """
     asked = [base.scored(encoded.round(number)) for number, (base, _) in enumerate(rounds, start=1)]
     columns = [list(zip(asked, part, strict=True)) for part in zip(*rounds, strict=True)]

@@ -1,6 +1,6 @@
-"""A round of an evaluation: an engine, baseline or candidate, is asked the round's samples, and what it gives is written.
+"""Runs the samples of one round on an engine (baseline or candidate) and writes the measurements.
 
-While a round runs, `unfinished/` in its directory holds the results of the samples that have finished.
+While a round runs, `unfinished/` in its directory holds the results of finished samples.
 """
 
 from collections.abc import Collection, Sequence
@@ -53,27 +53,28 @@ def measure(
     reference: ReferenceEngine | None = None,
     allow_scale_changes: Collection[ScaleChangeKind] = (),
 ) -> None:
-    """Ask an engine the samples of a round; a candidate is compared with the baseline.
+    """Run the samples of a round on an engine; compare a candidate with the baseline.
 
-    The heads of the baseline are kept, and those of the samples that the candidate repeats later (`noise.repeated_samples`).
-    Where the baseline answers rightly and finds its own words likelier than the reference, its own words are scored, of both.
+    The function stores the baseline's heads for all samples, and the candidate's heads for samples that it repeats later
+    (`noise.repeated_samples`). If the baseline's own answer is right and likelier than the reference, this answer is scored
+    instead of the reference, on both engines.
 
     Args:
         engine: The engine.
         encoded: The samples of the round.
         tokenizer: The tokenizer of the engine bundle.
-        out: A directory that is empty, or was left by an interrupted call with the same arguments. It receives what
-            `stored.read_round` and `scores.StoredHeads` read.
-        config: Batch size, limits, and how many samples are compared with the reference.
-        progress: Called with a label, the tokens done, and the tokens in all.
-        baseline: What this function wrote of the baseline in the same round; None for the baseline itself.
-        reference: What the engine is compared with; None compares nothing.
-        allow_scale_changes: What the engine may make of the scales that its checkpoint carries.
+        out: Output directory. It must be empty, or left by an interrupted call with the same arguments. It receives the files
+            that `stored.read_round` and `scores.StoredHeads` read.
+        config: Configuration with batch size, limits, and the number of samples to compare with the reference engine.
+        progress: Called with a label, the number of tokens done, and the total.
+        baseline: Directory that this function wrote for the baseline in the same round; None for the baseline itself.
+        reference: The reference engine; None skips this comparison.
+        allow_scale_changes: Allowed differences between the engine's scales and its checkpoint's scales.
 
     Raises:
-        UserError: The baseline's logits are not finite, or the candidate's vocabulary is another one.
-        GateRefusal: The engine uses other scales than its checkpoint carries.
-        KeyboardInterrupt: The user asked for an end; the samples that have finished are kept.
+        UserError: The baseline's logits are not finite, or the baseline had different samples or a different vocabulary.
+        GateRefusal: The engine's scales differ from its checkpoint's scales in a way that is not allowed.
+        KeyboardInterrupt: The user requested an end. Results of finished samples are kept.
     """
     changes = audit_scales(engine, allow_scale_changes)
     digest, greedy = workloads_digest(encoded), greedy_of(tokenizer, config)
@@ -88,7 +89,7 @@ def measure(
         usual, scored = known.record.conformance, known.scored(encoded)
     repeated = {item.sample.id for item in repeated_samples(scored, config)}
     comparison = None
-    if reference is not None:  # a candidate may be as far from its reference engine as its baseline makes usual
+    if reference is not None:  # the baseline determines the allowed distance of a candidate from its reference engine
         limit, layers = reference.limits(usual)
         chosen = spread(scored, config.conformance_samples)
         comparison = Comparison(
@@ -139,7 +140,7 @@ def measure(
             named("conformance", 0, 1)
             conformance = comparison.result()
         elif not config.conformance_samples:
-            conformance = EngineConformance(policy=engine.policy.name, requests=[])  # which passes nothing
+            conformance = EngineConformance(policy=engine.policy.name, requests=[])  # no gate passes an empty list
         answers = {item.sample.id: answer for item, answer in zip(encoded, said, strict=True) if answer is not None}
         record = Measured(
             samples_digest=digest,
@@ -156,21 +157,21 @@ def measure(
 
 
 UNLIKELY = 0.1
-"""A reference of less probability under a baseline that answers rightly is not how it says the answer."""
+"""Probability below which a reference counts as a phrasing that the baseline would not use for the answer."""
 
 
 def in_own_words(
     encoded: Sequence[EncodedSample], results: Sequence[SampleResult], answers: Sequence[Answer | None], greedy: Greedy
 ) -> dict[int, EncodedSample]:
-    """Return the samples whose reference the baseline finds unlikely, with its own right answer instead, by their place.
+    """Return samples with the baseline's right answer as their reference, if their reference was unlikely, by index.
 
-    Where results are scored, each given the steps before, an answer of its own would have no such results.
+    Samples with scored `results` keep their reference, because the baseline's answer has no such token ranges.
 
     Args:
-        encoded: The samples in tokens.
-        results: What came of the baseline.
-        answers: Its answers, None where the sample is not judged.
-        greedy: How answers end.
+        encoded: The tokenized samples.
+        results: The baseline's results.
+        answers: The baseline's answers; None for samples that are not judged.
+        greedy: End conditions of answers.
     """
     instead = {}
     for i, (item, result, answer) in enumerate(zip(encoded, results, answers, strict=True)):
@@ -185,5 +186,5 @@ def in_own_words(
 
 
 def likelier(own: SampleResult, reference: SampleResult) -> bool:
-    """Return whether the baseline finds its own words more likely than the reference."""
+    """Return whether the baseline's own answer is more likely than the reference."""
     return bool(own.statistics.baseline_nll.sum() < reference.statistics.baseline_nll.sum())

@@ -1,5 +1,5 @@
-"""What is measured of an engine once: noise, must-fail control, times, memory, stress test, free answers, reused prefixes,
-a full pool."""
+"""Makes the measurements that an engine needs only once: noise, must-fail control, times, memory, stress test, free answers,
+reused prefixes, speculation, and pool pressure."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,18 +34,20 @@ def once(
     baseline: Path | None = None,
     planned: Sequence[EncodedSample] = (),
 ) -> Once:
-    """Measure an engine on some samples of the first round and beside them. No sequence is left in it.
+    """Measure an engine on some samples of the first round and on random tokens.
 
     Args:
-        engine: The engine. The must-fail control comes last and leaves its fault in a candidate, which is of no use afterwards.
+        engine: The engine. It holds no sequences afterwards. The must-fail control runs last and leaves its fault in a
+            candidate, which must not be used afterwards.
         encoded: The samples of the first round.
         tokenizer: The tokenizer of the engine bundle.
-        measured: What `measure` wrote of the engine in that round.
-        config: Batch size, repeated samples, must-fail control, probe, and the load that is timed.
-        progress: Called with a label, units done, and units in all.
-        reference: What the stress test compares the engine with; None runs no stress test.
-        baseline: What `measure` wrote of the baseline in that round; None for the baseline, which runs no control.
-        planned: The samples of all rounds, the longest of which the claim is about.
+        measured: Directory that `measure` wrote for the engine in the first round.
+        config: Configuration with batch size, repeated samples, must-fail control, stress test, and timed load.
+        progress: Called with a label, the number of units done, and the total.
+        reference: The reference engine for the stress test; None skips the stress test.
+        baseline: Directory that `measure` wrote for the baseline in the first round; None for the baseline itself, which has no
+            must-fail control and no pool-pressure test.
+        planned: The samples of all rounds. The report claims support for the longest.
     """
     answers = read_round(measured)
     first_round = answers if baseline is None else read_round(baseline)
@@ -56,9 +58,9 @@ def once(
     usual = None if baseline is None else first_round.record.conformance
     if reference is not None:
         reference = reference.with_rounding_of(usual)
-    # Another batch composition: a quarter of the sequences at once, pairs of few ones and where they ran one by one; batched
-    # and token by token where they ran in one pass. Whole requests stay whole requests: each step of one would be a request
-    # of its own.
+    # Choose another batch composition: a quarter of the sequences (pairs if the batch was small or of size one). If the
+    # first run computed samples in one pass, decode them token by token in full batches. An engine that serves whole requests
+    # keeps serving whole requests, because it would make every single step a request.
     in_requests = engine.can(Engine.forced_together)
     together = min(batch, len(subset))
     fewer = max(1, min(2, together - 1), together // 4) if batch > 1 else 2

@@ -1,1 +1,1 @@
-"""How far an engine's answers and distributions are from the baseline's, as numbers."""
+"""Distances between the answers and distributions of an engine and its baseline."""

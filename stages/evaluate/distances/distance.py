@@ -1,11 +1,12 @@
 """Distances between the baseline's and the candidate's next-token distributions, per decode step.
 
-An evaluation compares heads: the baseline's most likely tokens one by one, and all other tokens as one more outcome, the
-rest. By the data processing inequality that KL never exceeds the KL over the vocabulary; what is missing is the rest's mass
-times the KL within the rest. `kl_of_logits` computes the whole sum, which the heads are checked against.
+An evaluation compares heads. A head has the baseline's most likely tokens as separate outcomes, and combines all other tokens
+in one outcome, the rest. By the data processing inequality, the KL over a head never exceeds the KL over the vocabulary. The
+difference is the mass of the rest times the KL within the rest. `kl_of_logits` computes the KL over the vocabulary, against
+which heads are checked.
 
 Legend: B = rows, V = vocab_size, K = tokens of a head. Sums are in float64, because a KL of 1e-7 is a difference of terms
-near 1. Exponentials over the vocabulary are in float32: they decide the mass of the rest alone.
+near 1. Exponentials over the vocabulary are in float32, because they affect only the mass of the rest.
 """
 
 from collections.abc import Sequence
@@ -20,38 +21,38 @@ Tokens = npt.NDArray[np.unsignedinteger]
 TOP_K = 10
 
 REST_MASS = 1e-4
-"""A head is made long enough for the rest to have at most this mass, where the cap allows it."""
+"""Maximum probability mass of the rest. Heads reach the cap (`longest_head`) first if the distribution is too flat."""
 
 LEAST_CAP = 1024
-"""Heads may always be this long: small vocabularies are kept whole where they must be."""
+"""Minimum of the cap on a head's tokens, so that heads may hold a small vocabulary completely."""
 
 ROWS_AT_ONCE = 16
-"""Rows of a KL over the whole vocabulary, which is computed in float64."""
+"""Rows per block of `kl_of_logits`, which limits its memory: it computes in float64."""
 
 ROUNDING = 1e-15
-"""Mass below which a rest, the difference of two sums near 1, is rounding."""
+"""Lower bound of the rest's mass. The mass is a difference of two sums near 1, so smaller values are rounding errors."""
 
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """Statistics of scored tokens; every array has shape (tokens,). A step with a non-finite logit is NaN."""
+    """Statistics of scored tokens. Every array has shape (tokens,). Tokens with a non-finite logit are NaN."""
 
     kl: Array
     """KL divergence of the candidate from the baseline, in nats."""
     baseline_nll: Array
     """Negative log-likelihood of the reference token under the baseline, in nats."""
     candidate_nll: Array
-    """The same under the candidate."""
+    """Negative log-likelihood of the reference token under the candidate, in nats."""
     top1: Array
-    """1.0 where both find the same token most likely, else 0.0."""
+    """1.0 if both engines have the same most likely token, else 0.0."""
     top10: Array
     """Share of the baseline's TOP_K most likely tokens that are among the candidate's."""
     delta_p: Array
-    """Probability of the reference token under the candidate, less that under the baseline."""
+    """Probability of the reference token under the candidate, minus its probability under the baseline."""
 
     @classmethod
     def empty(cls, tokens: int) -> "StepStatistics":
-        """Return statistics of `tokens` tokens that are all still to be written."""
+        """Return statistics of `tokens` tokens, filled with NaN."""
         return cls(*np.full((6, tokens), np.nan))
 
     def part(self, start: int, stop: int) -> "StepStatistics":
@@ -60,7 +61,7 @@ class StepStatistics:
 
     @classmethod
     def joined(cls, parts: "Sequence[StepStatistics]") -> "StepStatistics":
-        """Return the tokens of all parts, one part after the other."""
+        """Concatenate the statistics of all parts."""
         return cls(*(np.concatenate([getattr(part, item.name) for part in parts]) for item in fields(cls)))
 
     def put_token(self, index: int, values: Sequence[float]) -> None:
@@ -70,7 +71,7 @@ class StepStatistics:
 
 
 class Distributions:
-    """Rows of logits, ready to be asked for probabilities."""
+    """Rows of logits with the intermediate results needed to compute probabilities."""
 
     def __init__(self, logits_BV: npt.NDArray[np.float32]) -> None:
         self.logits_BV = logits_BV
@@ -83,7 +84,7 @@ class Distributions:
         self._totals = self._weights_BV.sum(axis=1, dtype=np.float64)
 
     def split(self, row: int, tokens: npt.NDArray[np.integer]) -> tuple[Array, float, float]:
-        """Return what distinct `tokens` (K) and the rest have of a row that is finite.
+        """Split the mass of a finite row between distinct `tokens` (K) and the rest.
 
         Returns:
             Log-probabilities (K) of the tokens, the mass of all other tokens, and the log-sum-exp of the row.
@@ -97,7 +98,7 @@ class Distributions:
         return logits - log_total, rest / total, self._peaks[row] + log_total
 
     def head(self, row: int) -> npt.NDArray[np.integer]:
-        """Return the tokens of a row's head, most likely first: no more than it takes, and no more than the cap."""
+        """Return the tokens of a row's head, most likely first: the fewest tokens that leave REST_MASS, but at most the cap."""
         logits = self.logits_BV[row]
         vocab = len(logits)
         least, cap = min(TOP_K, vocab), longest_head(vocab)
@@ -107,7 +108,7 @@ class Distributions:
         if not least <= len(tokens) <= cap:
             count = min(max(len(tokens), least), cap)
             tokens = np.flatnonzero(logits >= np.partition(logits, vocab - count)[vocab - count])
-        tokens = tokens[np.argsort(-logits[tokens], kind="stable")][:cap]  # more of them are equal to the last
+        tokens = tokens[np.argsort(-logits[tokens], kind="stable")][:cap]  # ties with the last token exceed the cap
         left = self._totals[row] - np.cumsum(self._weights_BV[row, tokens], dtype=np.float64)
         enough = int(np.searchsorted(-left, -REST_MASS * self._totals[row])) + 1
         return tokens[: max(least, enough)]
@@ -115,25 +116,25 @@ class Distributions:
 
 @dataclass(frozen=True)
 class Head:
-    """What is stored of one distribution of the baseline."""
+    """Stored form of one distribution of the baseline."""
 
     tokens: Tokens
-    """(K), most likely first."""
+    """Token ids (K), most likely first."""
     logp: npt.NDArray[np.float32]
-    """Their log-probabilities."""
+    """Log-probabilities (K) of the tokens."""
     rest: float
-    """Probability of all other tokens together."""
+    """Probability mass of all other tokens."""
     reference: float
-    """Log-probability of the reference token, which may be one of the rest."""
+    """Log-probability of the reference token, which may be in the rest."""
 
 
 def longest_head(vocab_size: int) -> int:
-    """Return the most tokens that a head may have."""
+    """Return the maximum number of tokens in a head."""
     return min(vocab_size, max(vocab_size // 8, LEAST_CAP))
 
 
 def head_kl(head: Head, candidate: Distributions, row: int) -> float:
-    """Return the KL of a row of the candidate from the baseline's head in nats, NaN where a logit is not finite."""
+    """Return the KL of the candidate's row from the baseline's head in nats; NaN if a logit is not finite."""
     if not candidate.finite[row]:
         return float("nan")
     logq, rest_q, _ = candidate.split(row, head.tokens)
@@ -141,9 +142,9 @@ def head_kl(head: Head, candidate: Distributions, row: int) -> float:
 
 
 def _kl(head: Head, logq: Array, rest_q: float) -> float:
-    """KL of log-probabilities of the head's tokens (K) and the mass of all others from the head."""
+    """Return the KL from a head. `logq` (K): log-probabilities of its tokens; `rest_q`: mass of all other tokens."""
     logp = head.logp.astype(np.float64)
-    # As stored, the probabilities sum to 1 within a few 1e-8 only, which alone could make a KL negative.
+    # Stored probabilities sum to 1 only within a few 1e-8. This error alone could make a KL negative.
     total = float(np.exp(logp).sum()) + head.rest
     logp, rest_p = logp - np.log(total), head.rest / total
     kl = float((np.exp(logp) * (logp - logq)).sum())
@@ -153,10 +154,10 @@ def _kl(head: Head, logq: Array, rest_q: float) -> float:
 
 
 def compare_head(head: Head, candidate: Distributions, row: int, token: int, greedy: int) -> tuple[float, ...]:
-    """Compare a row of the candidate with the baseline's head; the values are those of StepStatistics, in its order.
+    """Compare a row of the candidate with the baseline's head. Return the fields of StepStatistics in their order.
 
     Args:
-        head: What is stored of the baseline.
+        head: The baseline's head.
         candidate: The candidate's distributions.
         row: The candidate's row.
         token: The reference token.
@@ -167,7 +168,7 @@ def compare_head(head: Head, candidate: Distributions, row: int, token: int, gre
     logq, rest_q, log_sum = candidate.split(row, head.tokens)
     logits = candidate.logits_BV[row]
     k = min(TOP_K, len(logits))
-    # A token is among the k most likely ones when fewer than k are more likely.
+    # A token is among the k most likely tokens if fewer than k tokens are more likely.
     likelier = (logits[None, :] > logits[head.tokens[:k], None]).sum(axis=1)
     candidate_token = float(logits[token]) - log_sum
     return (
@@ -192,7 +193,7 @@ def log_softmax(logits_BV: npt.NDArray[np.float32]) -> Array:
 
 
 def kl_of_logits(exact_BV: npt.NDArray[np.float32], other_BV: npt.NDArray[np.float32]) -> Array:
-    """Return the KL of each row from the exact one over the vocabulary (B), infinite where a logit of either is not finite."""
+    """Return the KL over the vocabulary, `other_BV` from `exact_BV`, per row (B); infinite if a logit is not finite."""
     rows = []
     for first in range(0, len(exact_BV), ROWS_AT_ONCE):
         logp, logq = (log_softmax(x[first : first + ROWS_AT_ONCE]) for x in (exact_BV, other_BV))

@@ -14,16 +14,16 @@ DEPTHS = ("early", "middle", "late")
 DIFFICULTIES = ("easy", "medium", "hard")
 
 SliceKey = tuple[str | None, tuple[int, int | None] | None, str | None, str | None]
-"""(workload, context bin, depth, difficulty) of a slice; None stands for all."""
+"""(workload, context bin, depth, difficulty) of a slice; None means all."""
 
 
 def depth_name(depth: float) -> str:
-    """Name the third of the prompt in which the needle lies, `depth` being its relative position from 0 to 1."""
+    """Return the name of the third of the prompt that holds the needle. `depth`: relative position from 0 to 1."""
     return DEPTHS[min(int(depth * len(DEPTHS)), len(DEPTHS) - 1)]
 
 
 def context_bin(tokens: int, edges: Sequence[int]) -> tuple[int, int | None]:
-    """Return the bin [low, high) that holds a context of `tokens`; the last bin has no upper end.
+    """Return the bin [low, high) that contains `tokens`; the last bin has no upper end.
 
     Args:
         tokens: Tokens of the prompt.
@@ -40,7 +40,7 @@ def _exp(value: float) -> float | None:
 def fidelity(steps: StepStatistics) -> Fidelity:
     """Summarize the statistics of tokens.
 
-    A step that is NaN makes the summaries of its column null: it is never left out of a mean or a percentile.
+    A NaN makes the summaries of its column null, because no token may be left out of a mean or a percentile.
     """
 
     def mean(values: Array) -> float:
@@ -72,7 +72,7 @@ def fidelity(steps: StepStatistics) -> Fidelity:
 
 
 def acceptance(rows: Sequence[SampleRow]) -> dict[str, Acceptance]:
-    """Sum the tokens and passes of answers by drafter."""
+    """Sum the tokens and passes of all answers, by drafter."""
     parts: dict[str, list[Acceptance]] = {}
     for row in rows:
         for drafter, counts in row.acceptance.items():
@@ -97,11 +97,11 @@ def _slice_keys(row: SampleRow, edges: Sequence[int]) -> Iterator[SliceKey]:
 
 
 def slices(rows: Sequence[SampleRow], statistics: Sequence[StepStatistics], edges: Sequence[int]) -> list[Slice]:
-    """Summarize all rows, each workload, each context bin of both, each workload's depth by thirds, and its difficulties.
+    """Summarize all rows together, by workload, by context bin (also per workload), and by depth and difficulty per workload.
 
     Args:
         rows: The rows of an evaluation.
-        statistics: The statistics of each row's tokens.
+        statistics: Token statistics, by row.
         edges: Lower ends of the context bins in tokens.
 
     Returns:

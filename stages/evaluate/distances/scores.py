@@ -1,14 +1,14 @@
-"""The baseline's distributions as they are stored: the head of each.
+"""Storage format of the baseline's distributions, which are stored as heads.
 
-A head lists the most likely tokens with their log-probabilities until the others together have less than REST_MASS, so that
-its length follows the distribution: tens of tokens where the model is sure, thousands where it is not. At most vocab_size / 8
-tokens are listed (LEAST_CAP in small vocabularies).
+A head lists the most likely tokens with their log-probabilities until all other tokens have less than REST_MASS. Its length
+depends on the distribution: tens of tokens if the model is certain, thousands if it is uncertain. A head has at most
+vocab_size / 8 tokens (LEAST_CAP for small vocabularies).
 
 `logprobs.safetensors` holds the arrays of `SampleHeads` for each sample, named `<id>/<array>`. If a head is longer than
-LEAST_CAP, the sample's arrays are packed into a third of the bytes: the EXACT most likely tokens of a head as they are, the
-others by their ids, whose gaps are small, with log-probabilities in steps of STEP. Reading shifts the log-probabilities of the
-others so that all tokens and the rest have a mass of 1. What is read is at most STEP ** 2 / 24 nats, 2.5e-6, from what was
-written (tests/unit/test_evaluate_scores.py).
+LEAST_CAP, the sample's arrays are compressed to a third of their size. The EXACT most likely tokens of a head are stored
+unchanged. The other tokens are sorted by id and stored as gaps, which are small, with log-probabilities in steps of STEP.
+Reading shifts their log-probabilities so that the total mass is 1. The KL between a stored and an original head is at most
+STEP ** 2 / 24 = 2.5e-6 nats (tests/unit/test_evaluate_scores.py).
 """
 
 import zlib
@@ -27,16 +27,16 @@ from stages.evaluate.distances.distance import LEAST_CAP, Distributions, Head, T
 
 @dataclass(frozen=True)
 class SampleHeads:
-    """The heads of a sample's N scored tokens, one after the other."""
+    """The concatenated heads of a sample's N scored tokens."""
 
     offsets: npt.NDArray[np.int64]
-    """(N + 1): head n is tokens[offsets[n] : offsets[n + 1]]."""
+    """Boundaries (N + 1): head n is tokens[offsets[n] : offsets[n + 1]]."""
     tokens: Tokens
     logp: npt.NDArray[np.float32]
     rest: npt.NDArray[np.float64]
-    """(N)."""
+    """Mass of the rest (N)."""
     reference: npt.NDArray[np.float64]
-    """(N)."""
+    """Log-probabilities of the reference tokens (N)."""
 
     @classmethod
     def of(cls, heads: Sequence[Head]) -> "SampleHeads":
@@ -58,11 +58,11 @@ class SampleHeads:
 HEAD_ARRAYS = tuple(item.name for item in fields(SampleHeads))
 
 Heads = Callable[[str], SampleHeads]
-"""Gives the baseline's heads of a sample by its id."""
+"""Returns the baseline's heads of a sample, given the sample's id."""
 
 
 def head_of(distributions: Distributions, row: int, token: int) -> Head:
-    """Return what is stored of a row whose reference token is `token`; everything is NaN where a logit is not finite."""
+    """Return the head of a row. `token`: the reference token. All values are NaN if a logit is not finite."""
     logits = distributions.logits_BV[row]
     ids = np.uint16 if len(logits) <= 1 << 16 else np.uint32
     if not distributions.finite[row]:
@@ -73,7 +73,7 @@ def head_of(distributions: Distributions, row: int, token: int) -> Head:
 
 
 class StoredHeads:
-    """The heads of samples of one engine, read as they are asked for."""
+    """The stored heads of one engine, read on demand."""
 
     def __init__(self, path: Path) -> None:
         file: Any = safe_open(str(path), framework="numpy")
@@ -85,7 +85,7 @@ class StoredHeads:
 
     @staticmethod
     def write(path: Path, samples: Iterable[tuple[str, SampleHeads]]) -> None:
-        """Write the heads of samples, by their ids."""
+        """Write pairs of a sample's id and its heads."""
         arrays: dict[str, npt.NDArray[Any]] = {}
         for name, heads in samples:
             stored: Mapping[str, npt.NDArray[Any]] = {array: getattr(heads, array) for array in HEAD_ARRAYS}
@@ -101,18 +101,18 @@ class StoredHeads:
 
 
 EXACT = 256
-"""Tokens of a long head whose log-probabilities are kept as they are."""
+"""Number of tokens in a long head whose log-probabilities are stored unchanged."""
 STEP = 2.0**-7
-"""Of the other log-probabilities, in nats."""
+"""Quantization step of the other log-probabilities, in nats."""
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 def packed(arrays: Arrays, longest: int) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of a sample's heads (`SampleHeads`) as they are stored.
+    """Compress the arrays of a sample's heads (`SampleHeads`).
 
     Args:
         arrays: The arrays by name.
-        longest: Tokens up to which a head is stored as it is.
+        longest: Maximum tokens of a head that is not compressed.
     """
     offsets, tokens, logp = (arrays[name] for name in ("offsets", "tokens", "logp"))
     listed, gaps, steps = np.ones(len(tokens), bool), [], []
@@ -131,7 +131,7 @@ def packed(arrays: Arrays, longest: int) -> dict[str, npt.NDArray[Any]]:
 
 
 def unpacked(stored: Arrays, longest: int) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays that `packed` was given, but for the rounding of what is kept in steps."""
+    """Reverse `packed`. The result differs only by the rounding of log-probabilities to STEP."""
     offsets, rest = stored["offsets"], stored["rest"]
     parts = _long(offsets, longest)
     gaps, steps = _decompressed(stored["others"], 2)
@@ -153,7 +153,7 @@ def unpacked(stored: Arrays, longest: int) -> dict[str, npt.NDArray[Any]]:
 
 
 def _long(offsets: npt.NDArray[np.int64], longest: int) -> list[tuple[int, int]]:
-    """The places of the heads that are longer than `longest`."""
+    """Return (start, stop) of heads longer than `longest`."""
     places = zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
     return [(start, stop) for start, stop in places if stop - start > longest]
 
@@ -163,9 +163,9 @@ def _steps(logp: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
 
 
 def _compressed(*columns: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """Whole numbers as bytes: the lowest ones of all first, so that those that are mostly equal lie together."""
+    """Compress integers. All lowest bytes come first, then all second bytes, and so on, so that equal bytes are adjacent."""
     planes = (column.astype("<u4").view(np.uint8).reshape(-1, 4).T.tobytes() for column in columns)
-    # Gaps and steps have no repetitions to be searched for, but runs of equal bytes.
+    # Gaps and steps contain runs of equal bytes but no longer repetitions, so a search for matches would be wasted.
     compressor = zlib.compressobj(strategy=zlib.Z_RLE)
     return np.frombuffer(compressor.compress(b"".join(planes)) + compressor.flush(), np.uint8)
 

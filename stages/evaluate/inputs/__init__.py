@@ -1,1 +1,1 @@
-"""What engines are asked: samples, their tokens, and who judges an answer."""
+"""Inputs of an evaluation: samples, their tokens, rounds, and the checks that judge answers."""

@@ -1,7 +1,7 @@
-"""Judges generated answers. All checks but "mention" are strict: the whole text counts, never a substring of it.
+"""Judges generated answers. All checks except "mention" compare the whole text, never a substring.
 
-"mention" is for models that know the answer and phrase it in their own way: "The code is 4711." gives the reference "4711".
-It compares words, see `words_of`.
+"mention" is for models that phrase answers freely: "The code is 4711." mentions the reference "4711". It compares words, see
+`words_of`.
 """
 
 import json
@@ -20,9 +20,8 @@ class Judgement:
     """The judgement of one answer."""
 
     valid: bool | None
-    """Whether the answer has the required form; None where every text has it."""
+    """Whether the answer has the required form; None if the check requires no form."""
     correct: bool
-    """Whether the answer is the right one."""
 
 
 def _refuse_constant(name: str) -> None:
@@ -30,24 +29,24 @@ def _refuse_constant(name: str) -> None:
 
 
 def strict_json(text: str) -> Any:
-    """Parse `text`, all of which must be one JSON value without duplicate keys, NaN or Infinity.
+    """Parse a text that is exactly one JSON value without duplicate keys, NaN or Infinity.
 
     Raises:
-        ValueError: The text is anything else.
+        ValueError: The text is not such a value.
     """
     return json.loads(text, object_pairs_hook=unique_keys, parse_constant=_refuse_constant)
 
 
 def _canonical(value: Any) -> str:
-    """Return a text that is equal for equal JSON values only.
+    """Return a canonical text: two JSON values have the same text exactly if they are equal.
 
-    JSON has one type of numbers: 12, 12.0 and 1.2e1 are equal. 1, true and "1" differ. The order of keys is ignored.
+    JSON has one number type: 12, 12.0 and 1.2e1 are equal. 1, true and "1" differ. The order of keys is ignored.
     """
     return json.dumps(_whole(value), sort_keys=True)
 
 
 def _whole(value: Any) -> Any:
-    """Return a JSON value with integers in place of floats that are whole."""
+    """Return a JSON value with whole floats converted to integers."""
     match value:
         case float() if value.is_integer():
             return int(value)
@@ -64,14 +63,14 @@ _WORD = re.compile(r"(?:(?<!\w)-(?=\d))?\w+(?:[.,:/@-]\w+)*")
 def words_of(text: str) -> tuple[str, ...]:
     """Return the words that check "mention" compares, case-folded and in Unicode's compatibility form (NFKC).
 
-    A word is a run of letters and digits, with whatever `. , : / @ -` stands inside it and a sign before its digits, so that
-    the number 93.10 mentions neither 93 nor 10, and -5 not 5. All other punctuation and all whitespace only separate words.
+    A word is a run of letters and digits. It may contain `. , : / @ -` and may begin with the minus sign of a number. So 93.10
+    mentions neither 93 nor 10, and -5 does not mention 5. All other punctuation and whitespace separates words.
     """
     return tuple(_WORD.findall(unicodedata.normalize("NFKC", text).casefold()))
 
 
 def mentions(text: tuple[str, ...], phrase: tuple[str, ...]) -> bool:
-    """Return whether the words of `phrase` stand in `text`, one after the other."""
+    """Return whether `text` contains the words of `phrase` consecutively."""
     return any(text[i : i + len(phrase)] == phrase for i in range(len(text) - len(phrase) + 1))
 
 
@@ -92,15 +91,14 @@ def judge(sample: Sample, text: str) -> Judgement:
     """Judge a generated text.
 
     Args:
-        sample: The sample that was asked. Its check must not be "none".
+        sample: The sample. Its check must not be "none".
         text: The whole generated answer, without the stop token.
 
     Returns:
-        For check "exact": correct when `text` is the reference, character by character. For "mention": correct when `text`
-        mentions all of `sample.mentions`, or the reference where there are none, and none of `sample.distractors`. For "json"
-        and "tool_call": valid when `text` is strict JSON (and calls a declared tool), correct when its value is the
-        reference's. For "number": correct when `text` ends with the
-        reference's number.
+        "exact": correct if `text` equals the reference. "mention": correct if `text` mentions all `sample.mentions` (the
+        reference if the list is empty) and no `sample.distractors`. "json" and "tool_call": valid if `text` is strict JSON
+        (and calls a declared tool), correct if its value also equals the reference's value. "number": correct if the final
+        numbers of `text` and the reference are equal.
     """
     assert sample.check != "none", "prose has no right answer"
     if sample.check == "exact":

@@ -1,4 +1,4 @@
-"""Divides the samples of an evaluation into rounds, after each of which the gates may have seen enough."""
+"""Divides the samples of an evaluation into rounds. The gates may decide after any round and skip the others."""
 
 import hashlib
 from collections import Counter
@@ -10,18 +10,18 @@ from pipeline.verdict.report import LEAST_STEP
 
 
 def assign_rounds(samples: Sequence[Sample], shares: Sequence[float]) -> list[list[Sample]]:
-    """Divide samples into rounds that look alike.
+    """Divide samples into rounds of similar composition.
 
-    Every workload and difficulty is divided as the shares say, as near as whole documents allow. The order of the samples
-    decides nothing but their order within a round: a file sorted by difficulty gives the same rounds.
+    Every workload and difficulty is divided in proportion to the shares, as closely as possible without splitting a document.
+    The order of the samples affects only their order within a round: a file sorted by difficulty gives the same rounds.
 
     Args:
         samples: The samples.
-        shares: The share of the samples that each round ends at, ascending to 1.
+        shares: Cumulative share of the samples, by round, ascending to 1.
 
     Returns:
-        The samples of each round, in their order. A round of less than LEAST_STEP of all samples, as few and long documents
-        make it, is run with the one after it, the last with the one before.
+        The samples by round, in their original order. A round with less than LEAST_STEP of all samples is merged with the next
+        round, or with the previous round if it is the last. Such rounds result from a few long documents.
     """
     documents: dict[str, Counter[tuple[str, str]]] = {}
     for sample in samples:
@@ -30,7 +30,7 @@ def assign_rounds(samples: Sequence[Sample], shares: Sequence[float]) -> list[li
     widths = [share - before for before, share in zip([0.0, *shares], shares, strict=False)]
     missing = [{stratum: width * count for stratum, count in totals.items()} for width in widths]
     rounds: dict[str, int] = {}
-    # Large documents first: small ones even out what they leave. The digest shuffles those of one size.
+    # Assign large documents first, so that small documents even out the rounds. The digest shuffles documents of equal size.
     order = sorted(documents, key=lambda name: (-documents[name].total(), hashlib.sha256(name.encode()).hexdigest()))
     for name in order:
         document = documents[name]
@@ -47,7 +47,7 @@ def assign_rounds(samples: Sequence[Sample], shares: Sequence[float]) -> list[li
 
 
 def _merged(sizes: Counter[int], count: int, total: int) -> list[set[int]]:
-    """Return the numbers of the rounds that are run together, none of them with less than LEAST_STEP of all samples."""
+    """Return groups of rounds to merge, so that every group has at least LEAST_STEP of all samples."""
     groups: list[set[int]] = [set()]
     for number in range(count):
         if _size(groups[-1], sizes) >= LEAST_STEP * total:
@@ -64,10 +64,10 @@ def _size(numbers: set[int], sizes: Counter[int]) -> int:
 
 
 def planned_shares(numbers: Sequence[int]) -> list[float]:
-    """Return the share of all samples that each round ends at, which is what the looks of the gates go by.
+    """Return the cumulative share of samples by round. The gates use these shares to plan their interim looks.
 
     Args:
-        numbers: The round of each sample, from 1.
+        numbers: Round number by sample, from 1.
     """
     sizes = Counter(numbers)
     return [ended / len(numbers) for ended in accumulate(sizes[number] for number in sorted(sizes))]

@@ -1,6 +1,6 @@
-"""Loads the samples of an evaluation: generated ones, and the user's own JSONL file with every line checked.
+"""Loads the samples of an evaluation: generated samples, and the user's JSONL file, whose lines are all checked.
 
-A line of the user's file is one JSON object; keys with a question mark may be left out:
+A line of the user's file is one JSON object. Keys with a question mark are optional:
 `{"prompt": "..." | "messages": [{"role": "user", "content": "..."}], "reference": "...", "id"?, "workload"?,
 "check"?: "none" | "exact" | "mention" | "json" | "tool_call", "mentions"?: ["..."], "distractors"?: ["..."],
 "document"?, "depth"?: 0 to 1,
@@ -68,18 +68,18 @@ _FIXES = {
 
 
 def load_samples(config: WorkloadsConfig) -> list[Sample]:
-    """Return every sample of an evaluation: the generated ones, GSM8K's, then those of the user's JSONL file.
+    """Return all samples of an evaluation: generated samples, GSM8K, then the user's JSONL file.
 
-    Loads no model and no tokenizer, so that a bad file is reported before anything expensive starts.
+    The function loads no model and no tokenizer, so that a bad file is reported before anything expensive starts.
 
     Args:
-        config: How many samples of each built-in workload, their seed, and the user's file if there is one.
+        config: Number of samples per built-in workload, their seed, and the path of the user's file, if any.
 
     Raises:
         UserError: Each bad line of the user's file, one line `FILE:LINE: key: problem, fix` per problem.
-        MissingRequirement: GSM8K is asked and not installed.
+        MissingRequirement: GSM8K is configured but not installed.
     """
-    # In the order of the Workload type, whatever order the configuration gives: the workloads' digest depends on it.
+    # Use the order of the Workload type, not of the configuration, because the workloads' digest depends on the order.
     counts = {name: config.samples.get(name, 0) for name in get_args(Workload)}
     samples = [s for name, count in counts.items() for s in generate(name, count, config.seed, "evaluation")]
     if config.gsm8k:
@@ -93,11 +93,11 @@ MOST_PROBLEMS = 20
 
 
 def read_jsonl(path: Path, taken: set[str]) -> list[Sample]:
-    """Read the samples of a JSONL file.
+    """Read samples from a JSONL file.
 
     Args:
-        path: UTF-8 file with one JSON object on each line; empty lines are skipped.
-        taken: Ids that the file may not use. Its own ids must differ from each other, too.
+        path: UTF-8 file with one JSON object per line; empty lines are skipped.
+        taken: Ids that the file may not use. Ids within the file must be unique, too.
 
     Raises:
         UserError: One line per problem, `FILE:LINE: key: problem, fix`.
@@ -166,7 +166,7 @@ def _tools(line: _Line) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 def _problems(error: ValidationError) -> Iterator[str]:
-    """Yield `key: problem, fix` for everything that pydantic refuses."""
+    """Yield `key: problem, fix` for each error that pydantic reports."""
     for problem in error.errors(include_url=False):
         key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
@@ -180,7 +180,7 @@ def _problems(error: ValidationError) -> Iterator[str]:
 
 
 def _contradictions(line: _Line) -> Iterator[str]:
-    """Yield the problems that no single key shows."""
+    """Yield the problems that involve more than one key."""
     if (line.prompt is None) == (line.messages is None):
         both = line.prompt is not None
         yield f"prompt: {'given beside' if both else 'missing, and so is'} messages, give exactly one of the two"
@@ -203,7 +203,7 @@ def _contradictions(line: _Line) -> Iterator[str]:
 
 
 def _unanswerable(line: _Line) -> Iterator[str]:
-    """Yield why check "mention" would find the reference itself wrong."""
+    """Yield the reasons why check "mention" would reject the reference itself."""
     key, phrases = ("mentions", line.mentions) if line.mentions else ("reference", [line.reference])
     for phrase in phrases:
         if not words_of(phrase):

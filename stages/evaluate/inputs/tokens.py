@@ -1,4 +1,4 @@
-"""Encodes samples into token ids, with the tokenizer that the engine bundle carries."""
+"""Encodes samples as token ids, with the tokenizer from the engine bundle."""
 
 import hashlib
 import json
@@ -20,57 +20,57 @@ from stages.workloads.prompts import after_answer, all_prompt_ids
 
 UNLIMITED = 1 << 62
 TEMPLATE_BYTES = 512
-"""Of what a chat template writes around a message, and before the first one."""
+"""Maximum bytes that a chat template adds per message, and before the first message."""
 
 
 MOST_BYTES_OF_A_TOKEN = 256
 
 
 class BundleTokenizer:
-    """The tokenizer in a bundle's or checkpoint's directory, loaded with transformers; nothing is downloaded."""
+    """The tokenizer of a bundle or checkpoint, loaded from its directory with transformers. Downloads nothing."""
 
     def __init__(self, directory: Path) -> None:
         self._tokenizer = load_tokenizer(directory)
-        self._tokenizer.model_max_length = UNLIMITED  # else it warns; how long a sequence may be, `check_lengths` says
+        self._tokenizer.model_max_length = UNLIMITED  # avoids a warning; `check_lengths` checks lengths
         if self._tokenizer.eos_token_id is None:
             raise UserError(f"model.path: the tokenizer in {directory} has no eos_token; set it in tokenizer_config.json")
         self.ends: tuple[int, ...] = tuple(dict.fromkeys([self._tokenizer.eos_token_id, *named_ends(directory)]))
-        """Tokens that end an answer: the tokenizer's eos, and those that generation_config.json and config.json name."""
+        """Tokens that end an answer: the tokenizer's eos, and the end tokens in generation_config.json and config.json."""
 
     @cached_property
     def end(self) -> int:
-        """The token that ends a reference: the end that the chat template writes after an answer, or eos."""
+        """The token that ends a reference: the end token that the chat template writes after an answer, or eos."""
         return next((token for token in self.text_ids(after_answer(self._tokenizer)) if token in self.ends), self.ends[0])
 
     def stop_tokens(self, config: WorkloadsConfig) -> tuple[int, ...]:
-        """Return the tokens that end an answer, first the one that ends references.
+        """Return the tokens that end an answer. The first token also ends references.
 
-        That is the end of the line if a model without a chat template reads lines.
+        The first token is a newline if `config.answers_are_lines` is set and the model has no chat template.
         """
         line = [] if self._tokenizer.chat_template or not config.answers_are_lines else self.text_ids("\n")
         return tuple(dict.fromkeys([line[0] if len(line) == 1 else self.end, *self.ends]))
 
     def all_prompt_ids(self, samples: Sequence[Sample]) -> list[list[int]]:
-        """Return the ids of each conversation up to the assistant's turn, or of each raw prompt with its special tokens."""
+        """Return token ids by sample: the conversation up to the assistant's turn, or the raw prompt with special tokens."""
         return all_prompt_ids(self._tokenizer, samples)
 
     def prompt_ids(self, sample: Sample) -> list[int]:
-        """Return the ids of one sample's prompt."""
+        """Return the token ids of one sample's prompt."""
         return self.all_prompt_ids([sample])[0]
 
     def text_ids(self, text: str) -> list[int]:
-        """Return the ids of a text, without special tokens."""
+        """Return the token ids of a text, without special tokens."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def spans(self, text: str, parts: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """Return the tokens of a text that hold each part: the first one's place, and the end.
+        """Convert character ranges of a text to token ranges.
 
         Args:
             text: The text.
-            parts: Places of characters, of each part its first and its end.
+            parts: Character ranges (start, stop). Ranges without tokens are dropped.
 
         Raises:
-            UserError: The tokenizer does not say which characters its tokens are.
+            UserError: The tokenizer cannot map tokens to characters.
         """
         if not self._tokenizer.is_fast:
             raise UserError(
@@ -88,36 +88,36 @@ class BundleTokenizer:
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """A sample in tokens."""
+    """A tokenized sample."""
 
     sample: Sample
     prompt: tuple[int, ...]
     reference: tuple[int, ...]
-    """What is forced and scored. Ends with the stop token when the sample is judged."""
+    """Tokens that are forced and scored, with the stop token at the end if the sample is judged."""
     shared: int = 0
-    """Tokens that its prompt begins with like those of its document's other samples; 0 where sharing them is not worth it."""
+    """Length of the prompt's prefix that other samples of the document share, in tokens; 0 if sharing is not worthwhile."""
     replaced: int = 0
-    """Tokens of the sample's own reference, where the baseline's right answer is scored in its place; else 0."""
+    """Number of tokens in the original reference if the baseline's right answer replaces it; else 0."""
     results: tuple[tuple[int, int], ...] = ()
-    """Parts of the reference whose mean probability counts, each by its first token and its end; empty: all of it at once."""
+    """Token ranges (start, stop) of the reference whose mean probability counts; if empty, the whole reference counts."""
 
     def answered(self, tokens: Sequence[int]) -> "EncodedSample":
-        """Return the sample with a right answer of the baseline in place of its reference."""
+        """Return the sample with its reference replaced by a right answer of the baseline."""
         return replace(self, reference=tuple(tokens), replaced=len(self.reference))
 
     @property
     def asked(self) -> int:
-        """Tokens of the sample's own reference, whatever is scored."""
+        """Number of tokens in the original reference, even if it was replaced."""
         return self.replaced or len(self.reference)
 
     @property
     def prefix(self) -> tuple[str, tuple[int, ...]]:
-        """What the samples that share a prefix have in common and no others: its document and its first tokens."""
+        """Key of the shared prefix: the document and the first tokens of the prompt."""
         return self.sample.document, self.prompt[: self.shared]
 
     @property
     def judged(self) -> bool:
-        """Whether the engine's answer to this sample is judged; prose is only scored."""
+        """Whether the answer to this sample is judged. Prose is only scored."""
         return self.sample.check != "none"
 
 
@@ -130,11 +130,11 @@ def encode(
         samples: The samples.
         tokenizer: The tokenizer of the engine bundle.
         max_scored_tokens: References that are not judged are cut to this many tokens.
-        stop: The token that ends a judged reference; None is the tokenizer's `end`.
+        stop: The token that ends a judged reference; by default the tokenizer's `end`.
 
     Raises:
-        UserError: A prompt has fewer than two tokens (the last one must go through the decode path), or a reference has
-            none.
+        UserError: A prompt has fewer than two tokens (its last token must go through the decode path), or a reference is
+            empty.
     """
     encoded, stop = [], tokenizer.end if stop is None else stop
     for sample, prompt in zip(samples, tokenizer.all_prompt_ids(samples), strict=True):
@@ -149,19 +149,19 @@ def encode(
 
 
 def check_lengths(samples: Sequence[Sample], checkpoint: Path, config: WorkloadsConfig, most_tokens: int, limited: str) -> None:
-    """Refuse samples whose prompt and answer are longer than a sequence may be.
+    """Refuse samples whose prompt and answer exceed the maximum sequence length.
 
-    No token is less than a byte, so that the tokenizer is only loaded for what might be too long.
+    A token has at least one byte, so the tokenizer is loaded only if a sample has more bytes than tokens are allowed.
 
     Args:
         samples: The samples.
         checkpoint: The checkpoint, for its tokenizer.
         config: The workloads of the evaluation.
-        most_tokens: Of a sequence.
-        limited: What limits it, for the message.
+        most_tokens: Maximum tokens per sequence.
+        limited: Source of this limit, for the message.
 
     Raises:
-        UserError: naming the first such sample, and by how much it is too long.
+        UserError: A sample exceeds the limit. The message has the id of the first such sample and the excess.
     """
     own = config.extra_new_tokens
     doubtful = [sample for sample in samples if _most_tokens_of(sample) + own > most_tokens]
@@ -183,26 +183,26 @@ def check_lengths(samples: Sequence[Sample], checkpoint: Path, config: Workloads
 
 
 def _most_tokens_of(sample: Sample) -> int:
-    """Return a bound of a sample's tokens: its bytes, and what a chat template writes around messages."""
+    """Return an upper bound of a sample's tokens: its bytes plus an allowance for the chat template."""
     texts = (sample.prompt, sample.reference, *(content for _, content in sample.messages))
     return sum(len(text.encode()) for text in texts) + TEMPLATE_BYTES * (1 + len(sample.messages))
 
 
 def _with_shared_prefixes(encoded: Sequence[EncodedSample]) -> list[EncodedSample]:
-    """Say of each sample how much of its prompt it shares.
+    """Set `shared` of all samples.
 
-    The length depends on all samples of a document, not on those that happen to run together: what is prefilled in one piece
-    decides what is read from the quantized cache, so that a sample must be cut in the same place whenever it runs.
+    The length depends on all samples of a document, not on the samples that happen to run together. Tokens after a shared
+    prefix read the prefix from the quantized cache, so the boundary affects the results and must be the same in every run.
     """
     groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for i, item in enumerate(encoded):
-        # The last token of a prompt is decoded, so that no prefix holds it.
+        # The last token of a prompt is decoded, so it is never part of a prefix.
         if item.sample.document and len(item.prompt) > PAGE_TOKENS:
             groups.setdefault((item.sample.document, item.prompt[:PAGE_TOKENS]), []).append(i)
     shared = [0] * len(encoded)
     for members in groups.values():
         if len(members) > 1:
-            # The common prefix of all is that of the first and the last in lexicographic order.
+            # The first and last prompts in lexicographic order have the same common prefix as all prompts.
             low, high = (order(encoded[i].prompt[:-1] for i in members) for order in (min, max))
             length = next((n for n, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
             for i in members:
@@ -211,12 +211,12 @@ def _with_shared_prefixes(encoded: Sequence[EncodedSample]) -> list[EncodedSampl
 
 
 def vocabulary(directory: Path) -> dict[str, int]:
-    """Return the tokens of a checkpoint's tokenizer, special ones included, with their ids."""
+    """Return the vocabulary of a checkpoint's tokenizer, token -> id, including special tokens."""
     return dict(load_tokenizer(directory).get_vocab())
 
 
 def workloads_digest(encoded: Sequence[EncodedSample]) -> str:
-    """Return the sha256 of every sample and its tokens, in order."""
+    """Return the SHA-256 digest of all samples and their tokens, in order."""
     digest = hashlib.sha256()
     for item in encoded:
         line = json.dumps([asdict(item.sample), item.prompt, item.reference], sort_keys=True, separators=(",", ":"))
@@ -226,20 +226,20 @@ def workloads_digest(encoded: Sequence[EncodedSample]) -> str:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Every sample of an evaluation in tokens, and the round that runs it: what all engines of an evaluation are asked."""
+    """All tokenized samples of an evaluation and their rounds. They are the same for all engines of an evaluation."""
 
     items: list[EncodedSample]
     numbers: list[int]
-    """The round of each, from 1."""
+    """Round number by sample, from 1."""
     digest: str
-    """The `workloads_digest` of all."""
+    """The `workloads_digest` of all samples."""
 
     def round(self, number: int) -> list[EncodedSample]:
         """Return the samples of a round."""
         return [item for item, of in zip(self.items, self.numbers, strict=True) if of == number]
 
     def write(self, out: Path) -> None:
-        """Write the file that `read_encoded` reads into a directory."""
+        """Write the file that `read_encoded` reads."""
         (out / ENCODED).write_bytes(_ENCODED.dump_json(self))
 
 
@@ -248,12 +248,12 @@ _ENCODED = TypeAdapter(Encoded)
 
 
 def read_encoded(directory: Path) -> Encoded:
-    """Read what `Encoded.write` wrote."""
+    """Read the file that `Encoded.write` wrote."""
     return _ENCODED.validate_json((directory / ENCODED).read_bytes())
 
 
 def encode_rounds(samples: Sequence[Sample], tokenizer: BundleTokenizer, config: WorkloadsConfig) -> Encoded:
-    """Encode the samples of an evaluation and divide them into rounds. Raises what `encode` raises."""
+    """Encode the samples of an evaluation and divide them into rounds. Raises UserError like `encode`."""
     rounds = enumerate(assign_rounds(samples, config.rounds), start=1)
     numbers = {sample.id: number for number, chosen in rounds for sample in chosen}
     items = encode(samples, tokenizer, config.max_scored_tokens, tokenizer.stop_tokens(config)[0])
