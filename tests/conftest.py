@@ -1,4 +1,4 @@
-"""Fixtures that more than one test module uses."""
+"""Fixtures used by more than one test module."""
 
 import gc
 import os
@@ -16,17 +16,18 @@ from composed_once import compose_once
 if TYPE_CHECKING:
     from main_path import Swept
 
-# Tables are as wide as where there is no terminal, whoever runs the tests: xdist sets a width.
+# xdist sets COLUMNS. Without it, tables have the width of output without a terminal.
 os.environ.pop("COLUMNS", None)
-# Triton decides at its first import whether kernels are interpreted: where there is no GPU, they are.
+# Triton decides at its first import whether to interpret kernels. Without a GPU, it must.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-# The tests' models are tiny, and each core has a process of tests: more threads would only wait for each other.
+# The tests' models are tiny and every core runs a test process: more threads would only wait for each other.
 torch.set_num_threads(1)
-# A shell's background job ignores Ctrl-C, and so would all that the tests start.
+# A shell's background job ignores Ctrl-C, and so would every process that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# A fork that collects what its parent left would wait for threads that it does not have: those of an ONNX Runtime session.
+# Garbage collection in a fork could destroy inherited objects, such as an ONNX Runtime session, and wait for threads that
+# do not exist in the child.
 os.register_at_fork(after_in_child=gc.freeze)
 compose_once()
 
@@ -34,12 +35,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A GPU test is skipped with its reason where there is no GPU; REQUIRE_GPU=1 makes that a failure instead.
+    """Skip GPU tests on machines without a GPU (REQUIRE_GPU=1 makes them fail instead), and select integration tests.
 
-    `make test-long` takes of tests/integration what has more cases there; `make test` takes the rest. So with EVERY_POLICY=1 a
-    test of tests/integration that is not marked `every` is left out, also where its file is named.
+    `make test-long` sets EVERY_POLICY=1 and runs only those tests of tests/integration that are marked `every`, because
+    they have more cases then. `make test` runs the rest. Naming a file does not change this.
     """
-    # An item's keywords hold the names of its folders, too: marks alone say what a test is.
+    # Only marks are checked: an item's keywords also contain the names of its folders.
     if STRIDE == 1:
         items[:] = [item for item in items if item.path.parent.name != "integration" or item.get_closest_marker("every")]
     marked = [item for item in items if item.get_closest_marker("gpu")]
@@ -49,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: the collector, which walks all of it again and again, need not look at it."""
+    """Exempt imported modules from garbage collection, which would scan them repeatedly."""
     gc.collect()
     gc.freeze()
 
@@ -71,7 +72,7 @@ def tiny_checkpoint() -> Path:
 
 @pytest.fixture(scope="session")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The skeleton of the random Llama of `onnx_fixtures`, which computes in float32."""
+    """The decoder skeleton of the random Llama in `onnx_fixtures`, which computes in float32."""
     from onnx_fixtures import shared_decoder
 
     return shared_decoder(tmp_path_factory, "float32")
@@ -79,7 +80,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def evidence(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What an engine was judged on, in its store; tests change only copies of it."""
+    """Evidence of a judged engine, in its store. Tests may only change copies."""
     from judged_engine import judged_engine
 
     return judged_engine(tmp_path_factory.mktemp("store"))
@@ -87,14 +88,14 @@ def evidence(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(evidence: Path, tmp_path: Path) -> Path:
-    """An engine with its evidence, copied out of the store."""
+    """An engine and its evidence, copied out of the store."""
     from judged_engine import exported
 
     return exported(evidence, tmp_path / "copy", "engine", "baseline")
 
 
 def _own_python(library: str) -> str:
-    """A library's interpreter. Tests are skipped without it; with REQUIRE_LIBRARY=1 they fail."""
+    """Return the path of a library's interpreter. Without it, tests are skipped, or fail if REQUIRE_LIBRARY=1."""
     named = os.environ.get(f"KVGATE_{library.upper()}_PYTHON", ROOT / f".venv-{library}" / "bin" / "python")
     python = Path(named).absolute()
     if not python.is_file():
@@ -124,7 +125,7 @@ def commands() -> Iterator[Commands]:
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> "Swept":
-    """A work directory after a sweep over a sound and a broken cache, and what the sweep said."""
+    """The work directory after a sweep over a sound and a broken cache, and the finished process."""
     from main_path import sweep
 
     return sweep(tmp_path_factory.mktemp("main") / "work")

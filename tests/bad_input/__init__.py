@@ -1,1 +1,1 @@
-"""Bad input: what a user can give wrongly, a table a kind, and the promise that holds for every one of them."""
+"""Tables of bad input by kind, and the checks that every refusal must pass."""

@@ -1,4 +1,4 @@
-"""A case of bad input, how it is run, and what is promised of it."""
+"""A case of bad input, the process that runs cases, and the checks on refusals."""
 
 import hashlib
 import json
@@ -23,45 +23,45 @@ FIXES = re.compile(
     r"\b(give|given|set|use|choose|must|should|did you mean|remove|save|download|convert|leave|needs?|add|write|run|make|"
     r"install|is missing|put|free|start|raise|lower|export|copy|correct|change|quote|name|keep|judge|move|take|wait|list)\b"
 )
-"""What a fix begins with, or says that there has to be."""
+"""Verbs that a suggested fix contains."""
 
 
 def nothing(_: Path) -> None:
-    """Prepare nothing."""
+    """Prepare no files."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Bad input: a command line, and the files that it finds in its directory."""
+    """Bad input: a command line, and the files in its directory."""
 
     name: str
     arguments: tuple[str, ...]
     says: tuple[str, ...]
-    """Parts of the line on stderr: the key or the file, the value, and what tells this problem from others."""
+    """Texts that stderr must contain: the key or file, the value, and the words that identify the problem."""
     prepare: Callable[[Path], object] = nothing
-    """Makes the files, in the directory in which the command runs."""
+    """Creates the files in the command's directory."""
     code: int = 2
     begins: bool = False
-    """Whether its stage looks for itself at what earlier commands left, so that the refusal is the stage's own."""
+    """Whether the stage itself reads the results of earlier commands, so that the stage has to refuse."""
     loads_model: bool = False
-    """Whether what is wrong shows only once a library has read a file of the model."""
+    """Whether the error shows only after a library has read a file of the model."""
     environment: Mapping[str, str] = field(default_factory=dict)
     unprivileged: bool = False
-    """Whether it runs as a user who may not write everywhere, where the tests are root's."""
+    """Whether to drop root's privileges, so that file permissions apply."""
     file_bytes: int | None = None
-    """Most bytes of a file that it may write: a disk that is full."""
+    """Maximum size in bytes of a written file, to simulate a full disk."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command did."""
+    """Result of a command."""
 
     code: int | None
-    """None: it was stopped, because it took too long."""
+    """Exit code; None if the command was stopped after a timeout."""
     stdout: str
     stderr: str
     heavy: tuple[str, ...]
-    """Libraries that it imported and that take seconds."""
+    """Slow-to-import libraries that the command imported."""
 
 
 class Commands:
@@ -83,7 +83,7 @@ class Commands:
         self._process.communicate()
 
     def run(self, case: Case, directory: Path, seconds: float = 60) -> Outcome:
-        """Run a case's command in a directory; it is stopped after `seconds`, which only a hang takes."""
+        """Run a case's command in a directory. A hanging command is stopped after `seconds`."""
         request: dict[str, Any] = {
             "arguments": case.arguments,
             "directory": str(directory),
@@ -94,7 +94,7 @@ class Commands:
             "limited": True,
             "seconds": seconds,
         }
-        if case.loads_model:  # by libraries that take seconds to import, and that the tests' own process has
+        if case.loads_model:  # These libraries take seconds to import, and the test process has them already.
             import_module("transformers.modeling_gguf_pytorch_utils")
             answer = forks.answer(request)
         else:
@@ -107,7 +107,7 @@ class Commands:
 
 
 def contents(directory: Path) -> dict[str, str]:
-    """Return what lies in a directory: relative path -> what it is and, of a file, the digest of its bytes."""
+    """Return the contents of a directory: relative path -> mode and, for a file, the digest of its bytes."""
     found = {}
     for path in sorted(directory.rglob("*")):
         mode = path.lstat().st_mode
@@ -121,7 +121,7 @@ def contents(directory: Path) -> dict[str, str]:
 
 
 def broken_promises(case: Case, commands: Commands, directory: Path) -> list[str]:
-    """Prepare and run a case in an empty directory; return what is promised of bad input and does not hold, with its output."""
+    """Prepare and run a case in an empty directory; return the failed checks followed by the command's output, or nothing."""
     case.prepare(directory)
     before = contents(directory)
     outcome = commands.run(case, directory)
@@ -130,7 +130,7 @@ def broken_promises(case: Case, commands: Commands, directory: Path) -> list[str
 
 
 def _broken(case: Case, outcome: Outcome, before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    # what takes long says so, in lines that begin with spaces
+    # progress lines of slow commands start with spaces
     lines = [line for line in outcome.stderr.splitlines() if not line.startswith("  ")]
     broken = []
     if outcome.code is None:

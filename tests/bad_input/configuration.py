@@ -1,4 +1,4 @@
-"""Keys and values of the command line."""
+"""Bad keys and values on the command line."""
 
 from bad_input.case import Case
 from bad_input.makers import text
@@ -25,7 +25,7 @@ NAMED = {
     "backend=tensorrt_rtx": "backend.compute_capabilities=[90]",
     "backend=trtllm": "backend.serving.speculation={decoding_type:Guess,max_draft_len:4}",
 }
-"""What stands before -> overrides, each a case, whose line names the key."""
+"""Preceding arguments -> overrides. Each override is a case whose message must name its key."""
 
 SAID: tuple[tuple[str, ...], ...] = (
     ("seed=-1", "seed: input should be greater than or equal to 0 (got -1)"),
@@ -108,7 +108,7 @@ SAID: tuple[tuple[str, ...], ...] = (
     ("backend=vllm backend.enable_chunked_prefill=false", "backend.max_num_batched_tokens"),
     ("backend=vllm backend.python=/bin/false",),
 )
-"""Arguments, then what the line says: the last argument where nothing is listed."""
+"""Arguments, then texts that the message must contain (by default the last argument)."""
 
 MISSING: tuple[tuple[str, ...], ...] = (
     ("backend=tensorrt", "backend=tensorrt", "TensorRT"),
@@ -117,7 +117,7 @@ MISSING: tuple[tuple[str, ...], ...] = (
     ("backend=vllm", "backend.python"),
     ("backend=sglang kv=fp8_e5m2 backend.python=/etc/passwd", "backend.python=/etc/passwd"),
 )
-"""The same, of what this machine lacks."""
+"""Like SAID, for requirements that this machine does not meet (exit code 4)."""
 
 
 OWN_FILES: tuple[tuple[str, str | bytes, tuple[str, ...]], ...] = (

@@ -1,7 +1,7 @@
-"""Runs the command line in forks of one process that has imported it and nothing heavy.
+"""Runs command lines in forks of one process that has imported the command line but no slow library.
 
-A fork is as fresh as a new process: it has its own modules, environment, limits and user, and may hang or die. It takes
-milliseconds where a new interpreter takes a second. Requests and answers are lines of JSON on stdin and stdout.
+A fork is as isolated as a new process: it has its own modules, environment, limits and user, and may hang or die. It starts
+in milliseconds, while a new interpreter takes a second. Requests and answers are lines of JSON on stdin and stdout.
 """
 
 import ctypes
@@ -36,21 +36,21 @@ LIGHT = (
     "stages.evaluate.inputs.tokens",
 )
 MEMORY = 6 << 30
-"""Of a fork, in bytes of addresses: input that asks for more is not limited by what reads it."""
+"""Limit on a fork's address space in bytes. Input that exceeds it shows that its reader has no limit."""
 
 
 CAPABILITY_VERSION = 0x20080522
 
 
 def drop_capabilities() -> None:
-    """Let permissions hold for root as well, who owns the files of the tests."""
+    """Drop root's capabilities, so that file permissions apply. The test files belong to root."""
     header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
     if ctypes.CDLL(None, use_errno=True).capset(header, none):
         raise OSError(ctypes.get_errno(), "capset")
 
 
 def no_runner() -> ModuleType:
-    """Return what stands in for the stages: what is refused before any work does not come here."""
+    """Return a replacement of the runner that fails: bad input must be refused before any work."""
 
     def begin(*_: object, **__: object) -> NoReturn:
         print("the work began")
@@ -62,7 +62,7 @@ def no_runner() -> ModuleType:
 
 
 def child(request: dict[str, Any], scratch: Path) -> NoReturn:
-    """Run the command line as the request says; leaves its streams and the heavy modules that it imported in `scratch`."""
+    """Run a request's command line; leave its output and the list of imported slow modules in `scratch`."""
     code: object = 1
     try:
         for number, name in ((1, "stdout"), (2, "stderr")):
@@ -73,7 +73,7 @@ def child(request: dict[str, Any], scratch: Path) -> NoReturn:
         os.chdir(request["directory"])
         for name, value in request["environment"].items():
             os.environ[name] = value
-        if request["file_bytes"] is not None:  # a write beyond it fails with EFBIG, as on a disk that is full
+        if request["file_bytes"] is not None:  # A larger write fails with EFBIG, as on a full disk.
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_bytes"],) * 2)
         if request["limited"]:
@@ -97,7 +97,7 @@ def child(request: dict[str, Any], scratch: Path) -> NoReturn:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Run a request in a fork; `code` is None where it took longer than it may."""
+    """Run a request in a fork; `code` is None after a timeout."""
     with tempfile.TemporaryDirectory() as scratch:
         pid = os.fork()
         if pid == 0:
@@ -121,7 +121,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 def serve() -> None:
     """Answer requests until stdin ends."""
     compose_once()
-    # What commands load once, and no fork has to load again.
+    # Load modules and files used by every command, so that forks inherit them.
     plan([], multirun=False)
     for module in LIGHT:
         import_module(module)

@@ -1,4 +1,4 @@
-"""Small files of every format that kvgate reads, written byte by byte so that they can be wrong in any place."""
+"""Small files of every format that kvgate reads, written byte by byte so that any part can be wrong."""
 
 import json
 import os
@@ -40,7 +40,7 @@ BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I8": 1, "I64": 8, "F8_E4M3": 
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a small Llama."""
+    """Return the tensor shapes of a small Llama."""
     hidden, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
     queries, keys = (CONFIG[f"num_{name}_heads"] * CONFIG["head_dim"] for name in ("attention", "key_value"))
     tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (CONFIG["vocab_size"], hidden)}
@@ -58,7 +58,7 @@ def safetensors(
     path: Path, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str] | None = None,
     header: Callable[[Header], Header] = dict, data: Callable[[bytes], bytes] = bytes,
 ) -> None:  # fmt: skip
-    """Write a safetensors file of zeros; `header` and `data` change what is written."""
+    """Write a safetensors file of zeros; `header` and `data` may change the header and the bytes."""
     table: Header = {}
     offset = 0
     for name, shape in tensors.items():
@@ -71,7 +71,7 @@ def safetensors(
 
 
 def checkpoint(directory: Path) -> Path:
-    """Write a sound small checkpoint with the tiny model's tokenizer."""
+    """Write a small valid checkpoint with the tiny model's tokenizer."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(CONFIG))
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
@@ -81,7 +81,7 @@ def checkpoint(directory: Path) -> Path:
 
 
 def with_config(**changes: Any) -> Prepare:
-    """Make `model` with other values in config.json; a value of `...` leaves the key out."""
+    """Create `model` with changed values in config.json; a value of `...` removes the key."""
 
     def prepare(directory: Path) -> None:
         checkpoint(directory / "model")
@@ -92,7 +92,7 @@ def with_config(**changes: Any) -> Prepare:
 
 
 def with_file(name: str, content: str | bytes | Callable[[bytes], bytes]) -> Prepare:
-    """Make `model` with another content of a file."""
+    """Create `model` with one file replaced or changed."""
 
     def prepare(directory: Path) -> None:
         path = checkpoint(directory / "model") / name
@@ -107,7 +107,7 @@ def with_file(name: str, content: str | bytes | Callable[[bytes], bytes]) -> Pre
 
 
 def with_json(name: str, change: Callable[[dict[str, Any]], Any]) -> Prepare:
-    """Make `model` with a changed JSON file."""
+    """Create `model` with a changed JSON file."""
     return with_file(name, lambda old: json.dumps(change(json.loads(old))).encode())
 
 
@@ -115,7 +115,7 @@ def with_weights(
     change: Callable[[dict[str, tuple[int, ...]]], object] = lambda _: None, dtypes: Mapping[str, str] | None = None,
     **how: Any,
 ) -> Prepare:  # fmt: skip
-    """Make `model` with other tensors."""
+    """Create `model` with changed tensors."""
 
     def prepare(directory: Path) -> None:
         tensors = shapes()
@@ -126,7 +126,7 @@ def with_weights(
 
 
 def sharded(weight_map: object, files: dict[str, list[str]] | None = None) -> Prepare:
-    """Make `model` with an index, and shards that hold what `files` says; without it, half of the tensors each."""
+    """Create `model` with an index and the shards in `files`, or by default two shards with half of the tensors each."""
 
     def prepare(directory: Path) -> None:
         model = checkpoint(directory / "model")
@@ -144,7 +144,7 @@ def sharded(weight_map: object, files: dict[str, list[str]] | None = None) -> Pr
 
 
 def instead(name: str, make: Callable[[Path], object]) -> Prepare:
-    """Make `model` in which something else lies in the place of a file."""
+    """Create `model`, and replace one file by something else."""
 
     def prepare(directory: Path) -> None:
         path = checkpoint(directory / "model") / name
@@ -155,7 +155,7 @@ def instead(name: str, make: Callable[[Path], object]) -> Prepare:
 
 
 def sparse(size: int) -> Callable[[Path], None]:
-    """Make a file of so many bytes that takes no room."""
+    """Create a sparse file of `size` bytes, which needs no disk space."""
 
     def make(path: Path) -> None:
         with path.open("wb") as stream:
@@ -165,7 +165,7 @@ def sparse(size: int) -> Callable[[Path], None]:
 
 
 def place(name: str, make: Callable[[Path], object]) -> Prepare:
-    """Make something at a path below the directory."""
+    """Create something at a path below the directory."""
 
     def prepare(directory: Path) -> None:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
@@ -175,12 +175,12 @@ def place(name: str, make: Callable[[Path], object]) -> Prepare:
 
 
 def text(name: str, content: str | bytes) -> Prepare:
-    """Make a file of the directory."""
+    """Create a file in the directory."""
     return place(name, lambda path: path.write_bytes(content.encode() if isinstance(content, str) else content))
 
 
 def both(*parts: Prepare) -> Prepare:
-    """Prepare several things."""
+    """Run several preparations."""
 
     def prepare(directory: Path) -> None:
         for part in parts:

@@ -1,4 +1,4 @@
-"""Checkpoints whose files are not what they should be, or do not belong together."""
+"""Checkpoints whose files are invalid or inconsistent."""
 
 import json
 import struct
@@ -207,7 +207,7 @@ HELD_AGAINST_THE_MODEL = (
     "biases that the weights have not", "a tensor missing", "a tensor too many", "a tensor's name with a terminal's codes",
     "a tensor transposed",
 )  # fmt: skip
-"""What shows once transformers has built the model on the meta device."""
+"""Cases that are detected only after transformers has built the model on the meta device."""
 
 
 def tokenizer_with(**parts: Any) -> Prepare:
@@ -238,7 +238,7 @@ OPENED: tuple[tuple[str, Prepare, tuple[str, ...]], ...] = (
      tokenizer_with(normalizer={"type": "Replace", "pattern": {"Regex": "."}, "content": ""}), ("makes the same",)),
     ("a template that divides by 0", tokenizer_config_with(chat_template="{{ 1 / 0 }}"), ("chat_template", "ZeroDivision")),
 )  # fmt: skip
-"""What shows once transformers has opened the tokenizer."""
+"""Cases that are detected only after transformers has opened the tokenizer."""
 
 CASES = [
     *(

@@ -1,6 +1,6 @@
 """Bad input is refused in one line that names key or file, value and fix, before any work, and nothing is written.
 
-Every eighth case of the tables; `make test-long` asks all of them.
+`make test` runs every eighth case; `make test-long` runs all.
 """
 
 from pathlib import Path

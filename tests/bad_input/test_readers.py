@@ -1,4 +1,4 @@
-"""Whatever bytes a file from outside holds, its reader gives a value or one of kvgate's own refusals."""
+"""For any bytes, readers of external files return a value or raise a refusal of kvgate's."""
 
 import contextlib
 import json
@@ -40,12 +40,12 @@ VALUES = st.recursive(
 
 
 def nested(keys: list[str]) -> SearchStrategy[dict[str, Any]]:
-    """Objects with some of these keys, and values of any kind."""
+    """Return a strategy for objects with some of the given keys and arbitrary values."""
     return st.dictionaries(st.sampled_from(keys), VALUES, max_size=4)
 
 
 def refuses_or_reads(read: Callable[[], object]) -> None:
-    """Run a reader; anything but its value and a refusal of kvgate's is a defect."""
+    """Run a reader. It may return or raise a refusal; other exceptions are defects."""
     with contextlib.suppress(*REFUSALS):
         read()
 

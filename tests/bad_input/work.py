@@ -1,4 +1,4 @@
-"""Work directories, samples, routing files, snapshots, GGUF files and loads that cannot be used."""
+"""Invalid work directories, samples, routing files, snapshots, GGUF files and loads."""
 
 import json
 import struct

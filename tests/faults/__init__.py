@@ -1,1 +1,1 @@
-"""Faults as real KV caches have them, planted in our engines and judged by the real gates."""
+"""Faults of real KV caches, planted in kvgate's engines and judged by the real gates."""

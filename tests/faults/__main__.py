@@ -1,8 +1,8 @@
-"""Judges every fault of the library by the real gates, and writes the record and the page.
+"""Judge every planted fault by the real gates, and write the record and the page.
 
     PYTHONPATH=tests python -m faults [--only NAME ...] [KEY=VALUE ...]
 
-What was judged already by the same code is not judged again, so that an interrupted run goes on where it ended.
+Faults that the same code has already judged are skipped, so an interrupted run resumes.
 """
 
 import argparse
@@ -31,15 +31,15 @@ CODE = (
     "stages.engines.oracle.engine",
     "pipeline.run.chain",
 )
-"""Modules that judge, and those that are judged."""
+"""Entry modules of the evaluation and of the judged engines."""
 
 ASKS_NO_SAMPLE = {"probe", "allocation", "canary", "free_answers", "reused_prefixes", "memory", "error"}
-"""Gates that the default evaluation asks as the smallest one does: what they refuse there is refused here."""
+"""Gates that the default evaluation checks like the smallest one. An engine that they refuse needs no default evaluation."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One engine to be judged, with a fault or without."""
+    """An engine to judge, with or without a fault."""
 
     name: str
     fault: Fault | None
@@ -48,7 +48,7 @@ class Job:
     seed: int = 0
 
     def keys(self, overrides: list[str]) -> tuple[str, str]:
-        """Return the digests of all that decides what the engine costs, and what comes of judging it."""
+        """Return digests of everything that determines the cost, and of everything that determines the outcome."""
         what = "" if self.fault is None else inspect.getsource(sys.modules[self.fault.module])
         parts = [what, POLICIES[self.policy], BACKENDS[self.engine]]
         costs = [*parts, _texts("hooks", "drill")]
@@ -75,15 +75,15 @@ def main() -> None:
 
 
 def jobs() -> list[Job]:
-    """Return what there is to judge: every fault, and sound engines with five seeds."""
+    """Return all jobs: every fault, and sound engines with five seeds."""
     found = [Job(fault.name, fault, fault.policy, fault.engine) for fault in FAULTS]
     sound = [(policy, seed) for policy in SOUND_ENGINES for seed in range(5)]
     return found + [Job(sound_name(policy, seed), None, policy, "native", seed) for policy, seed in sound]
 
 
 def judge(options: argparse.Namespace) -> None:
-    """Judge what the record lacks."""
-    plan(options.overrides, multirun=False)  # a wrong override is refused before any work
+    """Judge the jobs whose results are missing from the record or stale."""
+    plan(options.overrides, multirun=False)  # refuses a wrong override before any work
     ground = Ground(Path("work/faults"), options.overrides)
     outcomes, costs = record.load(record.RESULTS, Outcome), record.load(record.COSTS, Cost)
     chosen = [job for job in jobs() if not options.only or job.name in options.only]
@@ -92,7 +92,7 @@ def judge(options: argparse.Namespace) -> None:
         if job.fault is not None and (name not in costs or costs[name].key != costs_key):
             try:
                 cost = costs[name] = ground.cost(job.fault).model_copy(update={"key": costs_key})
-            except Exception:  # a fault that cannot be planted has no record, which the tests want
+            except Exception:  # a fault that cannot be planted stays out of the record; a test then reports it as missing
                 traceback.print_exc()
                 continue
             record.save(record.COSTS, costs)
@@ -109,7 +109,7 @@ def judge(options: argparse.Namespace) -> None:
 
 
 def _commit() -> str:
-    """Return the commit that is checked out, empty outside of a checkout."""
+    """Return the short hash of the checked-out commit, or an empty string outside of a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
 
@@ -128,7 +128,7 @@ def _outcome(ground: Ground, job: Job, key: str) -> Outcome:
                 default = ground.judge(job.fault, probe="default", workloads=DEFAULT).verdict.status
         verdict, gates, samples = judgement.verdict.status, failed_gates(judgement), len(judgement.rows)
         kl = judgement.report.overall.fidelity.kl_mean
-    except Exception as error:  # whatever a broken engine raises ends the evaluation: no verdict, no promotion
+    except Exception as error:  # Any exception of a broken engine ends the evaluation: no verdict, no promotion.
         traceback.print_exc()
         gates, samples, kl = {"error": f"{type(error).__name__}: {error}"[:200]}, 0, None
     return Outcome(
@@ -145,7 +145,7 @@ def _outcome(ground: Ground, job: Job, key: str) -> Outcome:
 
 
 def failed_gates(judgement: Judgement) -> dict[str, str]:
-    """Return the gates that failed an engine, each with the first thing that it saw."""
+    """Return the gates that failed an engine -> reason of the gate's first failed check."""
     gates: dict[str, str] = {}
     for check in judgement.verdict.checks:
         if check.status == "FAIL":

@@ -1,4 +1,4 @@
-"""Claims: engines that are not what they say, memory that they do not say, and faults that the baseline has as well."""
+"""False claims: engines that misstate their format or their memory, and faults that the baseline shares."""
 
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ from faults.pages import offset
 
 
 def reports(**changes: Any) -> Plant:
-    """The engine's report of its memory differs: numbers, or functions of the engine and the sound report."""
+    """Falsify the engine's memory report: new values, or functions of the engine and the sound report."""
 
     def faulty(memory: Any, engine: Any) -> Any:
         report = memory()
@@ -23,7 +23,7 @@ def reports(**changes: Any) -> Plant:
 
 
 def another_bundle(engine: Any) -> None:
-    """The engine holds another policy's bundle; it knows that where its own arrays are concerned."""
+    """Let the engine hold another policy's bundle. `corrupt_scale` still uses the policy of the real arrays."""
     corrupt = engine.corrupt_scale
 
     def faulty(*given: Any) -> None:
@@ -37,11 +37,11 @@ def another_bundle(engine: Any) -> None:
 AS_CLAIMED = Plant("the bundle", another_bundle) + reports(
     pool_bytes=lambda engine, report: engine.policy.pool_bytes(engine.shape, report.pages), window_bytes=0
 )
-"""Another policy's bundle, and the memory of the claimed one."""
+"""An engine with another policy's bundle that reports the memory of the claimed policy."""
 
 
 def copy_beside(append: Any, engine: Any, handles: Any, new: Any) -> None:
-    """Every key and value is kept as float16 as well, in memory that nobody counts."""
+    """Store every key and value as float16 too, in memory that nothing counts."""
     append(handles, new)
     pool, shape = engine.pool, engine.shape
     pages = pool.pages.capacity
@@ -51,7 +51,7 @@ def copy_beside(append: Any, engine: Any, handles: Any, new: Any) -> None:
 
 
 def saturating(x: Array, _: Step) -> Any:
-    """Keys that are multiplied by 1,024 for float16's sake saturate there; only what stores float16 does so."""
+    """Saturate float16 keys: multiplied by 1,024, keys beyond 2 would exceed its range. Other types stay unchanged."""
     return np.clip(x, -2, 2) if x.dtype == np.float16 else x
 
 

@@ -1,4 +1,4 @@
-"""Codes: rounded, clipped, packed, rotated or stored in another way, or in another place, than they were meant."""
+"""Faults of codes: rounded, clipped, packed, rotated or stored in another way or place than intended."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,24 +11,24 @@ from faults.hooks import Array, Edit, Step, write
 
 
 def _some(x: Array, share: int) -> Any:
-    """One element in `share`, the same at every call: where a number's rounding went another way, for all that is known."""
+    """Return a fixed pseudo-random mask of one element in `share`."""
     index = np.arange(x.size, dtype=np.uint64).reshape(x.shape)
     mixed: Array = (index * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) % np.uint64(share) == 0
     return mixed
 
 
 def towards_zero(x: Array, _: Step) -> Any:
-    """Of whole numbers, half of them."""
+    """Decrease the magnitude of half of the integers by one."""
     return x - np.where(_some(x, 2), np.sign(x), 0)
 
 
 def magnitude_less(x: Array, _: Step) -> Any:
-    """Of floating-point codes half of the numbers are the next smaller one."""
+    """Replace half of the floating-point codes by the next smaller magnitude."""
     return np.where(_some(x, 2) & ((x & 0x7F) > 0), x - 1, x)
 
 
 def channels(edit: Callable[[Array], Any], *which: int) -> Edit:
-    """Change some channels alone."""
+    """Change only some channels."""
 
     def changed(x: Array, _: Step) -> Any:
         x = x.copy()
@@ -39,7 +39,7 @@ def channels(edit: Callable[[Array], Any], *which: int) -> Edit:
 
 
 def swapped(x: Array, _: Step) -> Any:
-    """Halves of a vector as pairs: the other convention of rotary embeddings."""
+    """Interleave the halves of a vector into pairs: the other convention of rotary embeddings."""
     size = x.shape[-1]
     return x[..., np.arange(size).reshape(2, -1).T.ravel()]
 

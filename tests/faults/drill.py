@@ -1,6 +1,6 @@
-"""A day of service, the same for every engine: what a fault costs a user is how the day differs from a sound engine's.
+"""A simulated day of service, identical for every engine. The difference from the sound engine's day is the fault's cost.
 
-No gate is asked: an engine is compared with itself without the fault, which repeats every logit bit by bit.
+No gate takes part. An engine is compared with the same engine without the fault, whose logits are bit-for-bit repeatable.
 """
 
 import time
@@ -16,12 +16,12 @@ from pipeline.core.errors import UserError
 from stages.engines.base import Logits
 
 LENGTHS = (3, 17, 64, 65, 130, 300, 40, 200, 30, 30, 129, 63)
-"""Of the prompts of a crowd; two of them are equal and end within a page."""
+"""Prompt lengths in tokens of the crowded requests. Two of the prompts are equal and end within a page."""
 
 
 @dataclass
 class Day:
-    """What an engine gave."""
+    """Outputs of an engine over a day."""
 
     rows: list[Logits]
     """Logits of every prompt and of every decoded token."""
@@ -30,7 +30,7 @@ class Day:
 
 
 class _Desk:
-    """Sends requests, with random tokens that are the same every day, and notes what comes back."""
+    """Client that sends random tokens from a fixed seed and records the results."""
 
     def __init__(self, engine: Engine, day: Day, seed: int) -> None:
         self.engine, self.day, self.rng = engine, day, np.random.default_rng(seed)
@@ -53,7 +53,7 @@ class _Desk:
 
 
 def serve(engine: Engine, *, long: bool) -> Day:
-    """Serve a day, or a `long` one in which what is rare comes up."""
+    """Serve a short day, or a `long` day that also covers rare situations."""
     day = Day([], [])
     try:
         desk = _Desk(engine, day, 7)
@@ -69,7 +69,7 @@ def serve(engine: Engine, *, long: bool) -> Day:
 
 
 def _large_batch(desk: _Desk) -> None:
-    """20 requests, some of them long, which leave one by one."""
+    """Decode 20 requests, short and long, that finish in turn."""
     handles = desk.start([desk.tokens(205 if row % 3 == 0 else 5 + row) for row in range(20)])
     while handles:
         desk.decode(handles, 1)
@@ -77,7 +77,7 @@ def _large_batch(desk: _Desk) -> None:
 
 
 def _alone(desk: _Desk) -> None:
-    """One long prompt, and one long answer."""
+    """Serve one long prompt, then one long answer."""
     for prompt, steps in ((1190, 6), (20, 345)):
         handles = desk.start([desk.tokens(prompt)])
         desk.decode(handles, steps)
@@ -85,7 +85,7 @@ def _alone(desk: _Desk) -> None:
 
 
 def _turns(desk: _Desk) -> None:
-    """Conversations: chunks after decoded tokens, at and over page borders; forks that part and are continued."""
+    """Serve conversations: chunks after decoded tokens, at and across page borders, and forks that diverge and continue."""
     for prompt, decoded, turns in ((50, 14, (30, 64)), (100, 20, (1, 9)), (800, 5, (120, 40))):
         (origin,) = desk.start([desk.tokens(prompt)])
         desk.decode([origin], decoded)
@@ -103,7 +103,7 @@ def _turns(desk: _Desk) -> None:
 
 
 def _prefixes(desk: _Desk) -> None:
-    """Prompts that begin alike, some of which differ before pages that are the same."""
+    """Serve prompts with common beginnings. Some differ first and then contain equal pages."""
     system, page = desk.tokens(128), desk.tokens(128)
     prompts = [[*system, *page, *desk.tokens(20)] for _ in range(2)] + [[*desk.tokens(128), *page, *desk.tokens(9)]]
     prompts += [desk.tokens(300), [*system, *page, *desk.tokens(5)]]
@@ -117,13 +117,13 @@ def _prefixes(desk: _Desk) -> None:
 
 
 def _generated(desk: _Desk) -> None:
-    """More prompts than sequences at once, of all lengths."""
+    """Generate answers to more prompts of different lengths than may run at once."""
     prompts = [desk.tokens(length) for length in (5, 66, 350, 12, 30, 700)]
     desk.day.answers += desk.engine.generate(prompts, [40, 12, 6, 20, 3, 10], (), max_sequences=3)
 
 
 def _crowd(desk: _Desk) -> None:
-    """Requests of all lengths come and go."""
+    """Serve crowded requests of all lengths that arrive and finish at different times."""
     waiting = [desk.tokens(length) for length in LENGTHS * 2]
     waiting[9] = waiting[8]
     live: list[tuple[int, int]] = []
@@ -139,7 +139,7 @@ def _crowd(desk: _Desk) -> None:
 
 
 def _many(desk: _Desk) -> None:
-    """Short requests: many at once, and many one after the other."""
+    """Serve short requests: many at once, then many in succession."""
     for size, batches in ((270, 1), (10, 40)):
         for _ in range(batches):
             handles = desk.start([desk.tokens(4 + row % 10) for row in range(size)])
@@ -148,7 +148,7 @@ def _many(desk: _Desk) -> None:
 
 
 def _conversation(desk: _Desk) -> None:
-    """Six later turns, some longer than a page, and a late fork."""
+    """Serve a conversation with six further turns, some longer than a page, and a late fork."""
     (origin,) = desk.start([desk.tokens(1000)])
     for turn in (150, 100, 5, 40, 64, 90):
         desk.decode([origin], 3)
@@ -161,7 +161,7 @@ def _conversation(desk: _Desk) -> None:
 
 
 def _many_forks(desk: _Desk) -> None:
-    """Twelve rows on one prefix, also forks of forks; most leave, others come."""
+    """Decode twelve forks of one prefix, including forks of forks. Most finish and new requests arrive."""
     (origin,) = desk.start([desk.tokens(190)])
     rows = [desk.engine.fork(origin) for _ in range(10)]
     rows += [desk.engine.fork(rows[-1])]
@@ -174,7 +174,7 @@ def _many_forks(desk: _Desk) -> None:
 
 
 def _large_step(desk: _Desk) -> None:
-    """Prompts of whole tiles and chunks, whose caches cross these, and more than 10,240 tokens in one step."""
+    """Prefill prompts of whole tiles and chunks, then decode across their borders with over 10,240 tokens in a step."""
     rows = desk.start([desk.tokens(length) for length in (256, 512, 510, 1022, 700, 900)])
     rows += [desk.engine.fork(rows[-1]) for _ in range(9)]
     desk.decode(rows, 6)
@@ -182,7 +182,7 @@ def _large_step(desk: _Desk) -> None:
 
 
 def _schedule(desk: _Desk) -> None:
-    """Rows change places, sit out steps and sleep; one is cancelled, one ends with a full page."""
+    """Reorder, skip and idle rows; cancel one request, and finish another with a full page."""
     rows = desk.start([desk.tokens(length) for length in (30, 70, 110, 150)])
     desk.decode(rows, 2)
     desk.engine.release(desk.start([desk.tokens(50)]))
@@ -199,7 +199,7 @@ def _schedule(desk: _Desk) -> None:
 
 
 def _answers(desk: _Desk) -> None:
-    """A long answer, many that wait, one prompt with two limits, equal first pages, and stop tokens."""
+    """Generate a long answer, many queued answers, one prompt with two limits, equal first pages, and stop tokens."""
     say, page, again = desk.engine.generate, desk.tokens(64), desk.tokens(50)
     said = [*say([desk.tokens(40)], 200, ()), *say([again], 4, ()), *say([again], 10, ())]
     said += say([desk.tokens(3 + row % 10) for row in range(80)], 3, (), max_sequences=16)
@@ -208,7 +208,7 @@ def _answers(desk: _Desk) -> None:
 
 
 def _full_pool(desk: _Desk) -> None:
-    """Requests in a pool that holds a third of them, some of which begin alike."""
+    """Serve more requests than the pool can hold: a third fit. Some prompts begin with the same page."""
     page = desk.tokens(64)
     prompts = [[*(page if row % 2 else desk.tokens(64)), *desk.tokens(120 + 7 * row)] for row in range(12)]
     for pressed in desk.engine.press([[(prompt, len(prompt) - 40) for prompt in prompts]], 32, 16)[0]:
@@ -216,7 +216,7 @@ def _full_pool(desk: _Desk) -> None:
 
 
 def _idle_and_worn(desk: _Desk) -> None:
-    """A pair decodes, waits for four seconds, and decodes 4,300 steps more in requests of 43."""
+    """Decode a pair, idle for four seconds, and decode 4,300 further steps in requests of 43 steps."""
     handles = desk.start([desk.tokens(70), desk.tokens(40)])
     desk.decode(handles, 3)
     time.sleep(4)
@@ -229,7 +229,7 @@ def _idle_and_worn(desk: _Desk) -> None:
 
 
 def cost(sound: Day, faulty: Day) -> Cost:
-    """Hold a day against a sound engine's."""
+    """Compare a faulty engine's day with a sound engine's."""
     pairs = list(zip(sound.rows, faulty.rows, strict=False))
     differing = [pair for pair in pairs if not np.array_equal(*pair)]
     rows = [np.array([pair[i] for pair in differing] or np.zeros((1, 1)), np.float64) for i in range(2)]

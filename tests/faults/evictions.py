@@ -1,4 +1,4 @@
-"""Evictions: pages that leave too early, too late or not at all; windows of finer copies; layers that slide otherwise."""
+"""Faults of evictions: pages freed too early, too late or never, wrong windows of finer copies, wrong sliding layers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +14,7 @@ from pipeline.core.kv import PAGE_TOKENS
 
 
 def keeps(part: str, **changes: int) -> Plant:
-    """The pool keeps other tokens than the policy says: `changes` are added to the numbers of its eviction or window."""
+    """Change the pool's eviction or window: add `changes` to the policy's numbers."""
 
     def apply(engine: Any) -> None:
         sound = getattr(engine.policy, part)
@@ -25,7 +25,7 @@ def keeps(part: str, **changes: int) -> Plant:
 
 
 def pool_slides(by: int) -> Plant:
-    """The pool frees pages as if the model's layers attended to fewer tokens, or to more."""
+    """Change the attention windows that the pool uses to free pages, by `by` tokens."""
 
     def apply(engine: Any) -> None:
         windows = tuple(None if window is None else window + by for window in engine.shape.windows)
@@ -35,7 +35,7 @@ def pool_slides(by: int) -> Plant:
 
 
 def while_evicting(free: Callable[[Any, int], None]) -> Plant:
-    """Free the pages that an append evicts in another way than those of sequences that end."""
+    """Replace the function that frees evicted pages; pages of finished sequences are freed as before."""
 
     def faulty(places: Any, engine: Any, *given: Any) -> Any:
         allocator = engine.pool.pages
@@ -61,10 +61,10 @@ def present(free: Any, engine: Any, page: int) -> None:
 
 
 freed_for_all = method("pool.pages.free", present) + while_evicting(forced)
-"""An evicted page is free for others at once, though a fork still reads it."""
+"""Frees an evicted page at once, even if a fork still reads it."""
 
 never_freed = while_evicting(lambda *_: None)
-"""Evicted pages leave the sequence's list and are never free again."""
+"""Removes evicted pages from the sequence but never frees them."""
 
 of = partial(Fault, "evictions")
 slides = partial(mutant, kind="evictions")

@@ -1,4 +1,4 @@
-"""What a planted fault is: a small patch of a loaded engine, and the one line that says which real fault it models."""
+"""A planted fault: a small patch of a loaded engine, and a one-line description of the real fault that it models."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,10 +11,10 @@ from faults.models import mistral
 from stages.engines.paged.prefixes import PrefixCache
 
 EngineName = Literal["native", "graph", "torch"]
-"""The ONNX engine with its compiled attention, the same with the graph's own, and the oracle as an engine of its own."""
+"""The ONNX engine with compiled attention, the ONNX engine with the graph's own attention, and the reference backend."""
 
 Harm = Literal["answers", "memory", "claim", "rare"]
-"""What a fault costs: answers, memory that nobody counted, a word that is not kept, or answers more seldom than once a day."""
+"""Cost of a fault: wrong answers, uncounted memory, a false claim, or wrong answers less often than once a day."""
 
 POLICIES: dict[str, tuple[str, ...]] = {
     "fp16": ("kv=fp16",),
@@ -40,24 +40,27 @@ POLICIES: dict[str, tuple[str, ...]] = {
     "fp8_streaming": ("kv=fp8_streaming", "kv.eviction={window_tokens: 832, sink_tokens: 64}"),
     "fp8_mistral": ("kv=fp8", "kv.name=fp8_mistral"),
 }
-"""The caches that faults are planted in, by the overrides that configure them. All but int4_tensor, which is too coarse for the
-tiny model, hold up when they are sound, int8_asym with more samples than here."""
+"""Configuration overrides of every cache that faults are planted in.
+
+Sound engines pass with every cache but two: int4_tensor is too coarse for the tiny model, and int8_asym needs more samples
+than this evaluation has.
+"""
 
 MODELS: dict[str, Callable[[Path], None]] = {"fp8_mistral": mistral}
-"""What writes the model of a cache that is not the tiny model's, by the cache."""
+"""Cache -> function that writes its model; all other caches use the tiny model."""
 
 KEPT_CHUNK, KEPT_TOKENS = 128, 2048
-"""How the beginnings of prompts are kept: in chunks of so many tokens, and how many at most."""
+"""Chunk size of kept prefixes, and maximum number of kept tokens."""
 
 
 def keeps_prefixes(engine: Any) -> None:
-    """Let an engine keep the beginnings of prompts for later ones."""
+    """Enable prefix caching in an engine."""
     engine.prefill_chunk = KEPT_CHUNK
     engine.prefixes = PrefixCache(engine, chunk=KEPT_CHUNK, most_tokens=KEPT_TOKENS)
 
 
 SETUPS: dict[str, Callable[[Any], None]] = {"int8_prefixes": keeps_prefixes}
-"""What is done to every engine of a cache when it is loaded, sound or not."""
+"""Cache -> set-up of its engines after loading, whether sound or faulty."""
 
 
 TABLES = {"turns": "positions", "crowds": "pages", "prompts": "serving", "prefixes": "serving"}
@@ -66,35 +69,35 @@ TABLES = {"turns": "positions", "crowds": "pages", "prompts": "serving", "prefix
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault in one engine."""
+    """A fault in one engine."""
 
     kind: str
-    """The group that its table lists it in."""
+    """Group of the fault on the page."""
     name: str
     policy: str
-    """The cache that it is planted in, of POLICIES."""
+    """Key of POLICIES: the cache that the fault is planted in."""
     models: str
-    """The real fault, in one line."""
+    """One-line description of the real fault."""
     plant: Plant
     by: str = "probe"
-    """The gate that is expected to see it."""
+    """The gate that is expected to fail."""
     engine: EngineName = "native"
     harm: Harm = "answers"
     shared: bool = False
-    """Whether the FP16 baseline has it as well."""
+    """Whether the FP16 baseline has the fault too."""
     holds: str = ""
-    """The policy whose bundle the engine really holds, where that is not the one that it claims."""
+    """Policy of the bundle that the engine really loads, if it differs from the claimed policy."""
     loads: Callable[[], AbstractContextManager[object]] = nullcontext
-    """What is in place while the engine is loaded: another kernel, another graph."""
+    """Context manager for loading the engine, for example with another kernel or graph."""
     where: str = ""
-    """Where it acts, where the plant does not say."""
+    """Location of the fault, if the plant does not describe it."""
 
     @property
     def acts(self) -> str:
-        """Where it acts."""
+        """Location of the fault."""
         return self.where or self.plant.where
 
     @property
     def module(self) -> str:
-        """The module of its table, whose text decides what it does."""
+        """Module that lists the fault. Its source text is part of the record's key."""
         return f"faults.{TABLES.get(self.kind, self.kind)}"

@@ -1,7 +1,7 @@
-"""The ground that faults are judged on: the real chain on the tiny model, with a fault in every engine that the chain loads.
+"""The setup that judges faults: the real chain on the tiny model, with a fault in every engine that the chain loads.
 
-What is sound is made once and shared (checkpoints, bundles, the baseline's answers); what a faulty engine gives is made in a
-folder of its own, which goes when the verdict is known: the store's keys know nothing of a fault.
+Results of sound engines are created once and shared (checkpoints, bundles, the baseline's answers). Results of a faulty
+engine go into a temporary folder that is deleted after the verdict, because the store's keys do not include the fault.
 """
 
 import shutil
@@ -43,21 +43,21 @@ SMALLEST = (
     "workloads.canary_samples=1",
     "workloads.load={batch: 2, context_tokens: 128, new_tokens: 4}",
 )
-"""A small evaluation: with 68 answers a sound int8 ended INCONCLUSIVE by `gates.min_recovery`."""
+"""A small evaluation. With 68 answers, `gates.min_recovery` left a sound int8 INCONCLUSIVE."""
 
 DEFAULT = ("workloads.noise_samples=1", "workloads.canary_samples=1", SMALLEST[-1])
-"""The default evaluation: all 664 samples, in its rounds; times are taken of a smaller load."""
+"""The default evaluation: all 664 samples in the default rounds, but timed with a smaller load."""
 
 SMALL_PROBE = "workloads.probe={max_tokens: 640, decode_steps: 40, offset_steps: 4, max_batch: 20, requests: 60, seed: 0}"
-"""What most faults need; what gets through is asked the default one."""
+"""A stress test that finds most faults. Faults that pass it are judged with the default stress test."""
 
 SOUND = ("calibration", "weights", "extremes", "quantize", "export", "build", "encode")
-"""Stages that no fault has a part in."""
+"""Stages whose results do not depend on a fault."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the gates said of one engine, and what they said it of."""
+    """The gates' verdict on one engine, and the evidence."""
 
     verdict: Verdict
     report: EvaluationReport
@@ -65,11 +65,11 @@ class Judgement:
 
 
 class FaultyChain(Chain):
-    """The chain of a configuration whose engines have a fault."""
+    """The chain of a configuration, with a fault in its engines."""
 
     fault: Fault | None = None
     references: dict[str, Any]
-    """Reference engines by the name of their policy, which are the same for every fault."""
+    """Policy name -> reference engine, shared by all faults."""
 
     @cached_property
     def backend(self) -> Backend:
@@ -78,7 +78,7 @@ class FaultyChain(Chain):
         return backend
 
     def load(self, load: Callable[[Path], Engine], bundle: Path) -> Engine:
-        """Load an engine, with the fault where it is one that has it."""
+        """Load an engine and plant the fault, unless the engine is a baseline that does not share the fault."""
         policy = KVPolicy.model_validate_json((bundle / POLICY_FILE).read_text(encoding="utf-8"))
         fault = self.fault
         if fault is None or (policy == FP16_POLICY and not fault.shared):
@@ -101,13 +101,13 @@ class FaultyChain(Chain):
 
 
 def set_up(engine: Any) -> Engine:
-    """Do to an engine what its cache asks for."""
+    """Apply the set-up of the engine's cache."""
     SETUPS.get(engine.policy.name, lambda _: None)(engine)
     return engine  # type: ignore[no-any-return]
 
 
 def remembering(reference: Any) -> Any:
-    """Let a reference engine compute what it is asked about a sequence of its own once."""
+    """Cache a reference engine's results on its own sequences, so that each is computed once."""
     oracle, answers = reference.engine, dict[Any, Any]()
     forced, replay = oracle.forced, oracle.replay
 
@@ -142,7 +142,7 @@ class Ground:
     def config(
         self, policy: str, engine: EngineName, *, probe: str = "small", workloads: Sequence[str] = (), seed: int = 0
     ) -> Config:
-        """Return the configuration of one cache on one engine: the defaults, but for the overrides of this ground."""
+        """Return the configuration of one cache on one engine: the defaults with the overrides of this setup."""
         key = (policy, engine, probe, tuple(workloads), seed)
         if key not in self._configs:
             small = [SMALL_PROBE] if probe == "small" else ["workloads.probe.seed=0"]
@@ -152,7 +152,7 @@ class Ground:
         return self._configs[key]
 
     def _model(self, policy: str) -> list[str]:
-        """Return what names the model of a cache: nothing for the tiny model, otherwise a checkpoint that is written once."""
+        """Return the override that selects the cache's model (written once), or nothing for the tiny model."""
         if policy not in MODELS:
             return []
         path = self.work.resolve() / "models" / policy
@@ -168,11 +168,11 @@ class Ground:
         return self._judge(self.config(fault.policy, fault.engine, **asked), fault)
 
     def judge_sound(self, policy: str, engine: EngineName = "native", seed: int = 0) -> Judgement:
-        """Judge an engine without one."""
+        """Judge an engine without a fault."""
         return self._judge(self.config(policy, engine, seed=seed), None)
 
     def cost(self, fault: Fault) -> Cost:
-        """Return what a fault costs in a day of service, in a long one where a short one does not show it."""
+        """Return a fault's cost in a short day of service, or in a long day if the short day shows none."""
         chain = self._chain(self.config(fault.policy, fault.engine), fault)
         with _silence():
             bundle = chain.bundle(chain.config.kv).path
@@ -208,7 +208,7 @@ class Ground:
 
 
 def decide_without(without: str, report: EvaluationReport, rows: Sequence[SampleRow], gates: Gates) -> Verdict:
-    """Decide as the gates do, but for the lines of one of them."""
+    """Decide like the gates, but ignore the lines of one gate."""
     verdict = decide(report, rows, gates)
     checks = [check for check in verdict.checks if check.gate != without]
     return verdict if len(checks) == len(verdict.checks) else conclude(checks, verdict.samples_needed, verdict.round)
@@ -216,7 +216,7 @@ def decide_without(without: str, report: EvaluationReport, rows: Sequence[Sample
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Keep what an evaluation prints off the terminal: there is a line a fault."""
+    """Suppress the evaluation's output; every fault prints one line."""
     with patch.object(console.out, "quiet", True), patch.object(console.err, "quiet", True):
         yield
 

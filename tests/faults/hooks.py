@@ -1,8 +1,8 @@
-"""Where a fault gets hold of a loaded ONNX engine: what is written, what the graphs are given, what they read, a method.
+"""Hooks that plant faults in a loaded ONNX engine: in stored data, in the graphs' inputs, in data they read, in a method.
 
-A hook returns a plant: what it changes, in words, and the function that patches one engine. Plants add up. An edit takes what
-is there and the step, and returns what is to be there instead. Shapes: B sequences, H KV heads, S new tokens, W elements of a
-token, P pages of a sequence, V vocab_size.
+A hook returns a plant: a description of the patched part, and a function that patches one engine. Plants can be added. An
+edit receives the current values and the step, and returns the new values. Shapes: B sequences, H KV heads, S new tokens, W
+elements per token, P pages per sequence, V vocab_size.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ from stages.engines.base import Mode
 Array = npt.NDArray[Any]
 
 TABLES = ("page_table", "lengths", "window_base_table", "window_table", "window_starts", "exact_slots")
-"""Inputs of the graphs that come from the pool; the others come from the engine."""
+"""Graph inputs that come from the pool; all other inputs come from the engine."""
 
 
 @dataclass(frozen=True)
 class Plant:
-    """A patch of one loaded engine in place: no class and no module, so that an engine beside it stays sound."""
+    """An in-place patch of one loaded engine. Classes and modules are not patched, so other engines stay sound."""
 
     where: str
-    """What is patched."""
+    """Description of the patched part."""
     apply: Callable[[Any], None]
 
     def __call__(self, engine: Any) -> None:
@@ -41,7 +41,7 @@ class Plant:
 
 
 SOUND = Plant("", lambda _: None)
-"""The fault is in what was loaded."""
+"""A plant that changes nothing, for faults that are applied while loading."""
 
 
 @dataclass
@@ -54,15 +54,15 @@ class Step:
     ids: Array
     """Tokens (B, S)."""
     number: int
-    """How many runs of this mode the engine has had before."""
+    """Number of earlier runs in this mode."""
     before: Sequence[int]
-    """The handles of the last decode step."""
+    """Handles of the previous decode step."""
     memo: dict[Any, Any] = field(repr=False)
-    """What the fault wants to remember; an engine has one."""
+    """The fault's state, one dictionary per engine."""
     decoded: Array = field(init=False)
-    """Decode steps that each sequence has had, (B,); a fork begins anew."""
+    """Earlier decode steps of every sequence, (B,). A fork starts at zero."""
     chunks: Array = field(init=False)
-    """Prefill runs that each sequence has had, (B,)."""
+    """Earlier prefill runs of every sequence, (B,)."""
 
     def __post_init__(self) -> None:
         runs = self.memo.setdefault("runs", {})
@@ -74,18 +74,18 @@ class Step:
 
     @property
     def lengths(self) -> Array:
-        """Tokens of each sequence before the step, (B,)."""
+        """Tokens of every sequence before the step, (B,)."""
         return np.array([self.engine.pool.length(handle) for handle in self.handles])
 
     @property
     def positions(self) -> Array:
-        """Of the new tokens, (B, S)."""
+        """Positions of the new tokens, (B, S)."""
         found: Array = self.lengths[:, None] + np.arange(self.ids.shape[1])
         return found
 
     @property
     def rows(self) -> Array:
-        """Numbers of the rows, (B, 1)."""
+        """Row numbers, (B, 1)."""
         return np.arange(len(self.handles))[:, None]
 
     def pages(self, handle: int) -> list[int]:
@@ -96,36 +96,36 @@ class Step:
 
 Edit = Callable[[Array, Step], Any]
 When = Callable[[Step], Any]
-"""Where an edit holds: a bool, or an array of them that broadcasts."""
+"""Condition of an edit: returns a bool, or a Boolean array that broadcasts against the values."""
 
 
 def zero(x: Array, _: Step) -> Any:
-    """Lose it."""
+    """Replace the values by zeros."""
     return np.zeros_like(x)
 
 
 def times(factor: float) -> Edit:
-    """Multiply it."""
+    """Multiply the values by `factor`."""
     return lambda x, _: (x.astype(np.float32) * factor).astype(x.dtype)
 
 
 def add(amount: int) -> Edit:
-    """Add a number to it."""
+    """Add `amount` to the values."""
     return lambda x, _: x + amount
 
 
 def always(_: Step) -> bool:
-    """Everywhere."""
+    """Apply in every step."""
     return True
 
 
 def every(count: int) -> When:
-    """In one step of so many."""
+    """Apply in every `count`-th step."""
     return lambda step: step.number % count == count - 1
 
 
 def write(arrays: str, edit: Edit, at: When = always, layers: Sequence[int] = range(99), heads: Any = slice(None)) -> Plant:
-    """Change what is stored in some arrays, named as "key value_scale window_value key_exact"; `at` is over (B, S)."""
+    """Change the data stored in the named arrays, e.g. "key value_scale window_value key_exact"; `at` is over (B, S)."""
     wanted = {name if "exact" in name else f"{name}_pool" for name in arrays.split()}
 
     def apply(engine: Any) -> None:
@@ -170,7 +170,7 @@ def given(name: str, edit: Edit, at: When = always, mode: Mode = "decode") -> Pl
             return
         session = engine._sessions[mode]
         put = session.put
-        # One session may serve both modes.
+        # one session may serve both modes
         session.put = lambda given, values: put(given, edited(values) if given == name and run().mode == mode else values)
 
     return Plant(f"{mode}: {name}", apply)
@@ -180,9 +180,9 @@ Choose = Callable[[list[int], int, Step], int | None]
 
 
 def page(choose: Choose, column: int, at: When = always) -> Plant:
-    """Let a decode step find another page in a column of each row's table, counted from its end where negative.
+    """Replace one page per row that decode steps read; `column` counts from the end of the row's table if negative.
 
-    `choose` gets the row's pages, its number and the step, and returns the page, or None to leave the row.
+    `choose` receives the row's pages, the row number and the step. It returns the new page, or None to keep the page.
     """
 
     def edit(table: Array, step: Step) -> Array:
@@ -198,7 +198,7 @@ def page(choose: Choose, column: int, at: When = always) -> Plant:
 
 
 def reads(arrays: str, edit: Edit, at: When = always, layers: Sequence[int] = range(99), heads: Any = slice(None)) -> Plant:
-    """Change what a decode step reads in some arrays of its pages, (pages, H, 64, W), and only what it reads."""
+    """Change the data that decode steps read in the named arrays of pages, (pages, H, 64, W). Stored data stays unchanged."""
     wanted = {f"{name}_pool" for name in arrays.split()}
 
     def apply(engine: Any) -> None:
@@ -226,7 +226,7 @@ def reads(arrays: str, edit: Edit, at: When = always, layers: Sequence[int] = ra
 
 
 def logits(edit: Edit, at: When = always, mode: Mode = "decode") -> Plant:
-    """Change the logits (B, V) of a step; `at` broadcasts against them."""
+    """Change the logits (B, V) of a step; `at` broadcasts against the logits."""
 
     def apply(engine: Any) -> None:
         current = steps(engine)
@@ -242,7 +242,7 @@ def logits(edit: Edit, at: When = always, mode: Mode = "decode") -> Plant:
 
 
 def method(path: str, faulty: Callable[..., Any]) -> Plant:
-    """Replace a method of the engine, or of its pool ("pool.fork"): `faulty` gets the sound one, the engine, the arguments."""
+    """Replace a method of the engine or of its pool ("pool.fork"); `faulty` gets the sound method, engine and arguments."""
 
     def apply(engine: Any) -> None:
         if hasattr(engine, "pool"):
@@ -258,9 +258,9 @@ def method(path: str, faulty: Callable[..., Any]) -> Plant:
 
 
 def static(side: str, edit: Callable[[Array], Any], layers: Sequence[int] = range(99), mode: Mode | None = None) -> Plant:
-    """Change the static scales ("key") of some layers: all of them, or those alone that one graph is given.
+    """Change the static scales ("key") of some layers, for all graphs or for one mode's graph only.
 
-    Those are not the ones that the engine shows.
+    The engine still reports the sound scales.
     """
 
     def apply(engine: Any) -> None:
@@ -293,7 +293,7 @@ def static(side: str, edit: Callable[[Array], Any], layers: Sequence[int] = rang
 
 
 def steps(engine: Any) -> Callable[[], Step]:
-    """Return what returns the step that runs, or the last one that ran."""
+    """Return a function that returns the current step, or the last step between runs."""
     if not hasattr(engine, "current_step"):
         run, memo, before = engine._run, dict[Any, Any](), list[int]()
         counts = {"prefill": 0, "decode": 0}

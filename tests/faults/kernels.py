@@ -1,4 +1,4 @@
-"""Mutants: the attention kernel compiled from a source with one place changed, the graphs with one operator changed."""
+"""Mutants: the attention kernel compiled from sources with one place changed, or graphs with one operator changed."""
 
 import subprocess
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ Loads = Callable[[], AbstractContextManager[None]]
 
 
 def kernel(before: str, after: str) -> Loads:
-    """Compile the kernel with the one place of its sources changed that reads so."""
+    """Compile the kernel with the text `before`, which must occur exactly once in the sources, replaced by `after`."""
 
     def compiled(head_dim: int, group: int) -> Path:
         folder = Path(work.name)
@@ -34,7 +34,7 @@ def kernel(before: str, after: str) -> Loads:
         assert places == 1, f"the kernel has {places} places like {before!r}"
         for name, text in texts.items():
             (folder / name).write_text(text.replace(before, after), encoding="utf-8")
-        flags = [flag.replace("-O3", "-O1") for flag in compiler.FLAGS]  # it compiles in a third of the time
+        flags = [flag.replace("-O3", "-O1") for flag in compiler.FLAGS]  # compiles in a third of the time
         sizes = (f"-DHEAD_DIM={head_dim}", f"-DGROUP={group}")
         options = [*flags, *sizes, str(folder / compiler.SOURCES[0])]
         subprocess.run([*compiler.require_compiler().command, *options, "-o", str(out), "-lm"], check=True)
@@ -50,7 +50,7 @@ def kernel(before: str, after: str) -> Loads:
 
 
 def graph(function: str, before: str, after: str) -> Loads:
-    """Load the graphs with an operator of some functions replaced: everywhere in those whose name begins so."""
+    """Replace one operator type in all graph functions whose name starts with `function`."""
 
     class Mutant(GraphSession):
         def __init__(self, path: Path, threads: int, **options: Any) -> None:
@@ -71,12 +71,12 @@ HALF = "    for (int q = 0; q < GROUP; q++) for (int d = 0; d < HEAD_DIM; d++) s
 
 
 def mutant(name: str, policy: str, models: str, before: str, after: str, kind: str = "kernels", by: str = "probe") -> Fault:
-    """A kernel with one place changed."""
+    """Return a fault: a kernel with one place changed."""
     return Fault(kind, name, policy, models, SOUND, by, loads=kernel(before, after), where="the kernel")
 
 
 def operator(name: str, policy: str, models: str, function: str, before: str, after: str, **options: Any) -> Fault:
-    """Graphs with one operator changed."""
+    """Return a fault: graphs with one operator changed."""
     where = f"graph: {function}"
     return Fault("kernels", name, policy, models, SOUND, loads=graph(function, before, after), where=where, **options)
 

@@ -1,4 +1,4 @@
-"""All faults, by kind, and for some gates one that only this gate sees."""
+"""The list of all faults, and faults that only one gate finds."""
 
 from faults import claims, codes, evictions, kernels, oracle, pages, positions, scales, serving
 from faults.fault import Fault
@@ -15,12 +15,12 @@ ALONE: dict[str, str] = {
     "probe": "rows_above_16",
     "allocation": "pool_twice_as_large",
 }
-"""Gate -> a fault that gets through without it."""
+"""Gate -> a fault that passes if this gate is disabled."""
 
 SOUND_ENGINES = ("fp8", "int8", "fp8k_int4v", "fp8_streaming", "fp8_mistral", "int8_prefixes")
-"""Caches whose engines hold up without a fault, with every seed: one that evicts, one that slides, one that keeps prefixes."""
+"""Caches whose engines pass with every seed if they are sound, including eviction, sliding layers and kept prefixes."""
 
 
 def sound_name(policy: str, seed: int) -> str:
-    """Return the name in the record of a sound engine."""
+    """Return a sound engine's name in the record."""
     return f"sound {policy}, seed {seed}"

@@ -1,4 +1,4 @@
-"""The tiny model as a Mistral, whose layers attend to their latest tokens alone: the same weights, another mask."""
+"""The tiny model as a Mistral with sliding-window attention: same weights, different mask."""
 
 import json
 import shutil
@@ -8,11 +8,11 @@ import stages.tiny
 
 TINY = Path(stages.tiny.__file__).parent / "checkpoint"
 SLIDES = 200
-"""Latest tokens of a layer, the attending one included: no whole pages, and fewer than most samples have."""
+"""Sliding window in tokens, including the current token. It is no multiple of the page size and shorter than most samples."""
 
 
 def mistral(out: Path) -> None:
-    """Write the checkpoint, of which all layers slide, so that pages are freed."""
+    """Write the checkpoint. All layers slide, so that pages are freed."""
     shutil.copytree(TINY, out, ignore=shutil.ignore_patterns("README.md"))
     config = json.loads((TINY / "config.json").read_text(encoding="utf-8"))
     config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": SLIDES}

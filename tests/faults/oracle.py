@@ -1,4 +1,4 @@
-"""backend=torch on a CPU: faults of the reference cache, of its pages alone, and of the one pass that scores it."""
+"""Faults of backend=torch on a CPU: in the reference cache, only in its pages, or in the one-pass scoring."""
 
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from stages.engines.oracle.cache import Storage
 
 
 def on_pages(edit: Callable[[Any, Any, Tensor], Tensor]) -> Plant:
-    """Change what is appended to the pages of every sequence, x (H, S, D); one pass has no pages."""
+    """Change the data x (H, S, D) appended to every sequence's pages. One-pass scoring uses no pages."""
 
     def faulty(start: Any, engine: Any) -> int:
         handle: int = start()
@@ -36,14 +36,14 @@ def page_end(_: Any, pages: Any, x: Tensor) -> Tensor:
 
 
 def rows_swapped(hidden: Any, _: Any, ids: Any, positions: Tensor, views: list[Any], *given: Any) -> Any:
-    """Two rows of a batch read each other's cache."""
+    """Let two rows of a batch read each other's cache."""
     if len(views) > 1 and views[0].caches[0].length == views[1].caches[0].length:
         views[0].caches, views[1].caches = views[1].caches, views[0].caches
     return hidden(ids, positions, views, *given)
 
 
 def unquantized(compute: Any, engine: Any, *given: Any, **options: Any) -> Any:
-    """The method reads exact keys and values; others read the codes."""
+    """Let one method read exact keys and values, while the other methods read the codes."""
     with exact_storages(engine):
         return compute(*given, **options)
 
@@ -58,7 +58,7 @@ def exact_storages(engine: Any) -> Any:
 
 @dataclass(frozen=True)
 class Exact(Storage):
-    """Keeps numbers as they are."""
+    """A storage that does not quantize."""
 
     def write(self, x: Tensor) -> Stored:
         return Stored(x, None, None)

@@ -90,7 +90,7 @@ def _size(number: float | None) -> str:
 
 
 def _cost(found: Cost | None, fault: Fault) -> str:
-    """What a fault costs a user."""
+    """Return a fault's cost to a user."""
     if fault.harm != "answers":
         return {"memory": "memory", "claim": "a claim", "rare": "no day"}[fault.harm]
     return "an error" if found is not None and found.error else _size(None if found is None else found.worst_kl)

@@ -1,4 +1,4 @@
-"""Pages: not written, another one read, shared where they should be copied, given away too early, another request's."""
+"""Faults of pages: unwritten, mixed up, shared instead of copied, freed too early, or another request's."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,30 +12,30 @@ from pipeline.core.kv import PAGE_TOKENS
 
 
 def offset(number: int) -> Callable[[Step], Array]:
-    """At one offset of every page."""
+    """Apply at one offset of every page."""
     return lambda step: step.positions % PAGE_TOKENS == number
 
 
 def first_of_next_row(_: list[int], row: int, step: Step) -> int | None:
-    """Another request's first page."""
+    """Return another request's first page."""
     others = step.pages(step.handles[(row + 1) % len(step.handles)])
     return others[0] if len(step.handles) > 1 and others else None
 
 
 def same_of_next_row(pages: list[int], row: int, step: Step) -> int | None:
-    """Another request's third page, of requests that have three, in a crowd."""
+    """Return another request's third page, if both requests have three pages and the batch has more than seven rows."""
     rows = [step.pages(handle) for handle in step.handles]
     others = [others for number, others in enumerate(rows) if len(others) > 2 and number != row]
     return others[0][2] if others and len(pages) > 2 and len(rows) > 7 else None
 
 
 def of_one_request_in(count: int) -> Callable[[list[int], int, Step], int | None]:
-    """One request in so many reads another request's first page."""
+    """Let every `count`-th request read another request's first page."""
     return lambda pages, row, step: first_of_next_row(pages, row, step) if step.handles[row] % count == count - 1 else None
 
 
 def beyond(tokens: int) -> Plant:
-    """Pages beyond so many tokens are read from the sequence's first one."""
+    """Read the sequence's first page instead of all pages beyond `tokens` tokens."""
 
     def edit(table: Array, _: Step) -> Any:
         table[:, tokens // PAGE_TOKENS :] = table[:, :1]
@@ -45,7 +45,7 @@ def beyond(tokens: int) -> Plant:
 
 
 def row_above_16(table: Array, step: Step) -> Any:
-    """Rows of a large batch read another row's pages beyond 192 tokens."""
+    """Let rows from 16 on read another row's pages beyond 192 tokens."""
     for row in range(16, len(table)):
         pages = step.pages(step.handles[row - 16])
         for number in range(3, min(len(pages), len(step.pages(step.handles[row])))):
@@ -54,7 +54,7 @@ def row_above_16(table: Array, step: Step) -> Any:
 
 
 def freed_twice(release: Any, engine: Any, handle: int) -> None:
-    """The first page of a sequence is free twice, so that two sequences get it."""
+    """Free a sequence's first page twice, so that two sequences receive it."""
     first = engine.pool.sequences[handle].pages[:1]
     release(handle)
     allocator = engine.pool.pages
@@ -64,15 +64,15 @@ def freed_twice(release: Any, engine: Any, handle: int) -> None:
 
 
 def free_of_two(free: Any, engine: Any, number: int) -> None:
-    """The second owner's release finds the page gone."""
+    """Let the second owner's release tolerate the missing page."""
     if number in engine.pool.pages._users:
         free(number)
 
 
 def shared(same: Callable[[list[int]], Any], *, partial: bool = False) -> Plant:
-    """Pages of a prompt are those of a live sequence whose tokens look the same: `same` is what is compared of each page.
+    """Share pages of a prompt with a live sequence if `same` gives equal keys for the tokens of the two pages.
 
-    Full pages, or the last one where it is not full, into which both will write.
+    Shares full pages or, if `partial`, only a last page that is not full, into which the two sequences will write.
     """
 
     def faulty(prefill: Any, engine: Any, handle: int, prompt: Sequence[int]) -> Any:
@@ -97,7 +97,7 @@ def shared(same: Callable[[list[int]], Any], *, partial: bool = False) -> Plant:
 
 
 def third_fork_loses_a_token(fork: Any, engine: Any, handle: int) -> int:
-    """A fork of a fork of a fork does not get the last token of a partial page."""
+    """Lose the last token of a partial page in a fork of a fork of a fork."""
     child: int = fork(handle)
     forks = engine.memo.setdefault("forks", {})
     forks[child] = forks.get(handle, 0) + 1

@@ -1,4 +1,4 @@
-"""Positions, lengths, and the tokens that are kept exactly: the right token at the wrong place, or kept otherwise than said."""
+"""Faults of positions, lengths and exact tokens: the right token at the wrong position, or in the wrong slot."""
 
 from functools import partial
 from typing import Any
@@ -13,18 +13,18 @@ from pipeline.core.records import PREFILL_CHUNK
 
 
 def after_prefix(x: Array, _: Step) -> Any:
-    """What follows a shared prefix is rotated as if the prefix ended with its last full page."""
+    """Rotate the tokens after a shared prefix as if the prefix ended at its last full page."""
     return x - x[:, :1] % PREFILL_CHUNK % PAGE_TOKENS
 
 
 def in_bfloat16(x: Array, _: Step) -> Any:
-    """Eight significant bits."""
+    """Round to eight significant bits."""
     unit = np.exp2(np.maximum(np.floor(np.log2(np.maximum(x, 1))) - 7, 0))
     return np.round(x / unit) * unit
 
 
 def ring(edit: Any) -> Plant:
-    """Exact tokens go into other slots than they are read from: `edit(slots, sinks, recent)`."""
+    """Write exact tokens into other slots than decoding reads: `edit(slots, sinks, recent)`."""
 
     def faulty(places: Any, engine: Any, *given: Any) -> Any:
         pool = engine.pool

@@ -1,4 +1,4 @@
-"""The records of faults, a JSON file each: what they cost, and what came of judging them. An interrupted run goes on there."""
+"""The records of faults in JSON files: their costs and their outcomes. An interrupted run resumes from the records."""
 
 import json
 from pathlib import Path
@@ -11,69 +11,72 @@ RESULTS, COSTS = HERE / "results.json", HERE / "costs.json"
 
 
 class Cost(BaseModel):
-    """What a fault costs in a day of service (`faults.drill`), beside the same engine without it."""
+    """Cost of a fault: a day of service (`faults.drill`) compared with the same engine without the fault."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     worst_kl: float
-    """The largest KL of a token from the sound engine, in nats; 1e9 for what is not finite."""
+    """Largest KL of a token from the sound engine, in nats; 1e9 if not finite."""
     rows: float
-    """Share of the tokens that differ."""
+    """Share of the tokens whose logits differ."""
     changed: int
-    """Tokens that a greedy user gets otherwise."""
+    """Number of tokens that greedy decoding chooses differently."""
     error: str = ""
     """The error that ended the day."""
     key: str = ""
-    """Digest of all that decides it: another key is stale."""
+    """Digest of everything that determines the cost. If it differs, the cost is stale."""
 
     @property
     def real(self) -> bool:
-        """Whether a user gets something else: more than arithmetic could differ by, the probe's own least distance."""
+        """Whether a user notices: an error, a changed token, or a KL of at least 1e-6.
+
+        1e-6 is the stress test's smallest threshold, which rounding errors do not reach.
+        """
         return bool(self.error) or self.worst_kl >= 1e-6 or self.changed > 0
 
 
 class Outcome(BaseModel):
-    """What came of one engine."""
+    """Result of judging one engine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     verdict: str
-    """PASS, FAIL or INCONCLUSIVE of the smallest evaluation that may pass; ERROR where an evaluation ended with an error."""
+    """Verdict of the smallest evaluation that can pass: PASS, FAIL, INCONCLUSIVE, or ERROR if an evaluation raised."""
     gates: dict[str, str]
-    """Every gate that failed the engine -> where, and what it saw."""
+    """Gate that failed the engine -> reason."""
     default: str = ""
-    """The verdict of the default evaluation, where the gates that ask no sample did not see it and samples might."""
+    """Verdict of the default evaluation, run only if the gates that use no samples found nothing."""
     probe: Literal["small", "default"] = "small"
-    """The probe that it took: the small one comes first."""
+    """The stress test used; the small one runs first."""
     samples: int
     mean_kl: float | None
-    """Mean KL from the baseline, nats per token."""
+    """Mean KL from the baseline, in nats per token."""
     seconds: float
-    """Of the processor."""
+    """CPU time in seconds."""
     key: str
-    """Digest of all that decides it: an outcome with another key is stale."""
+    """Digest of everything that determines the outcome. If it differs, the outcome is stale."""
     commit: str
-    """The commit that was checked out when it was judged."""
+    """The commit that was checked out for the evaluation."""
 
     @property
     def caught(self) -> bool:
-        """Whether both evaluations refuse the engine, and not for want of samples."""
+        """Whether every evaluation that ran ended in FAIL or ERROR, not INCONCLUSIVE."""
         return {self.verdict, self.default or self.verdict} <= {"FAIL", "ERROR"}
 
 
 Outcomes = dict[str, Outcome]
 Costs = dict[str, Cost]
-"""By the fault's name; the outcomes of sound engines have names of their own (`faults.library`)."""
+"""Records by the fault's name; sound engines have their own names (`faults.library.sound_name`)."""
 
 M = TypeVar("M", bound=BaseModel)
 
 
 def load(path: Path, model: type[M]) -> dict[str, M]:
-    """Read a record; an absent one is empty."""
+    """Read a record; return an empty one if the file does not exist."""
     return TypeAdapter(dict[str, model]).validate_json(path.read_bytes()) if path.exists() else {}  # type: ignore[valid-type]
 
 
 def save(path: Path, found: dict[str, M]) -> None:
-    """Write a record, in the order in which it was made."""
+    """Write a record in insertion order."""
     text = json.dumps({name: one.model_dump() for name, one in found.items()}, indent=1)
     path.write_text(text + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Scales: of another place, of another precision, of another moment, or not there at all."""
+"""Faults of scales: from another place, of another precision, of another time, or missing."""
 
 from functools import partial
 from typing import Any
@@ -8,7 +8,7 @@ from faults.hooks import Array, Step, static, times, write
 
 
 def drifting(x: Array, step: Step) -> Any:
-    """What is read with a scale that grows by a tenth in every 100 steps."""
+    """Scale the values by a factor that grows by 0.1 every 100 steps."""
     return x * (1 + step.number // 100 * 0.1)
 
 

@@ -1,4 +1,4 @@
-"""Serving: prompts, batches that rows join and leave, generation, kept prefixes, and what is rare or late."""
+"""Faults of serving: prompts, changing batches, generation, kept prefixes, and rare or late errors."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +12,7 @@ from pipeline.core.kv import PAGE_TOKENS
 
 
 def rows_from(first: int) -> Callable[[Array, Step], Array]:
-    """Rows of a batch from `first` on have what the rows before have."""
+    """Give rows from `first` on the values of the rows before."""
     return lambda x, _: x[np.arange(len(x)) % first]
 
 
@@ -27,24 +27,24 @@ def batch(edit: Callable[[Array, Any, Sequence[Any]], Array]) -> Plant:
 
 
 def of_equal_lengths(found: Array, _: Any, prompts: Sequence[Any]) -> Any:
-    """Prompts of one length get the logits of the first of them."""
+    """Give all prompts of equal length the first such prompt's logits."""
     first = {len(prompt): row for row, prompt in reversed(list(enumerate(prompts)))}
     return found[[first[len(prompt)] for prompt in prompts]]
 
 
 def of_last_prompt(found: Array, engine: Any, _: Sequence[Any]) -> Any:
-    """Prompts that join live sequences get the logits that the last prompt had."""
+    """Give prompts that join live sequences the logits of the previously prefilled prompt."""
     last, engine.last_logits = getattr(engine, "last_logits", found[-1]), found[-1].copy()
     return np.broadcast_to(last, found.shape).copy() if len(engine.pool.sequences) > len(found) else found
 
 
 def where_rows_left(x: Array, step: Step) -> Any:
-    """After a row has left, the next step's logits are in the order of before."""
+    """Rotate the logits by one row in the first step after a row left."""
     return np.roll(x, 1, axis=0) if len(step.handles) < len(step.before) else x
 
 
 def generating(edit: Callable[..., Any]) -> Plant:
-    """Change what `generate` answers: `edit(answers, prompts, limits, options)`."""
+    """Change the answers of `generate`: `edit(answers, prompts, limits, options)`."""
 
     def faulty(generate: Any, _: Any, prompts: Any, limits: Any, *given: Any, **options: Any) -> Any:
         return edit(generate(prompts, limits, *given, **options), prompts, limits, options)
@@ -53,18 +53,18 @@ def generating(edit: Callable[..., Any]) -> Plant:
 
 
 def turned(answers: list[list[int]], _: Any, __: Any, options: dict[str, Any]) -> list[list[int]]:
-    """With more prompts than sequences at once, answers go to other callers."""
+    """Send answers to other callers if there are more prompts than sequences at once."""
     most = options.get("max_sequences") or len(answers)
     return answers[1:] + answers[:1] if len(answers) > most else answers
 
 
 def calm(x: Array, step: Step) -> Any:
-    """A row of a batch of one in the place of a batch."""
+    """Shorten a long row by a page if it decodes alone."""
     return np.maximum(x - PAGE_TOKENS, 1) if len(step.handles) == 1 and x[0] > 512 else x
 
 
 def prefix(edit: Callable[..., Any]) -> Plant:
-    """Change how kept beginnings are found: `edit(prefixes, begin, prompt, start, prefill)`."""
+    """Change the lookup of kept prefixes: `edit(prefixes, begin, prompt, start, prefill)`."""
 
     def apply(engine: Any) -> None:
         begin = engine.prefixes.begin
@@ -74,7 +74,7 @@ def prefix(edit: Callable[..., Any]) -> Plant:
 
 
 def keys(edit: Callable[[Sequence[int], int], str]) -> Plant:
-    """Change the key of a prompt's beginning of `i + 1` chunks: `edit(prompt, i)`."""
+    """Change the key of a prompt's first `i + 1` chunks: `edit(prompt, i)`."""
 
     def apply(engine: Any) -> None:
         sound = engine.prefixes.keys
@@ -84,13 +84,13 @@ def keys(edit: Callable[[Sequence[int], int], str]) -> Plant:
 
 
 def one_token_less(_: Any, begin: Any, prompt: Any, start: Any, prefill: Any) -> tuple[int, int]:
-    """A token of the prompt is skipped after a beginning that was found."""
+    """Skip one token of the prompt after a kept prefix."""
     sequence, held = begin(prompt, start, prefill)
     return sequence, held + (1 if held and len(prompt) - held > 1 else 0)
 
 
 def evicted_in_use(prefixes: Any, begin: Any, prompt: Any, start: Any, prefill: Any) -> tuple[int, int]:
-    """The beginning that goes when there is no room is wiped, while requests read it."""
+    """Wipe the oldest kept prefix once more than two are kept, although requests may still read it."""
     for kept in list(prefixes.kept.values())[:1] if len(prefixes.kept) > 2 else ():
         pages = prefixes._engine.pool.sequences[kept].pages
         prefixes._engine.pool.arrays["key_pool.2"][pages] = 0
