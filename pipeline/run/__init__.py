@@ -1,1 +1,1 @@
-"""What a command does: the chain of artifacts, the stages."""
+"""Execution of a command: its jobs, its stages and their artifacts."""

@@ -1,4 +1,4 @@
-"""The chain of artifacts from a checkpoint to an engine: each is made from the ones before it, or found in the store."""
+"""The chain of artifacts from a checkpoint to an engine. Each artifact is built from earlier ones, or reused from the store."""
 
 import json
 import platform
@@ -41,17 +41,17 @@ class BuildChain:
     config: Config
     store: Store
     finished: list[tuple[str, Artifact]] = field(default_factory=list)
-    """What was made or reused, by its title, in the order in which it was finished."""
+    """Titles and artifacts, made or reused, in order of completion."""
     _given: dict[Path, tuple[int, ...]] = field(default_factory=dict)
     """The user's files whose digest names artifacts -> their state before they were read."""
 
     def digest_of(self, path: Path) -> str:
-        """Return the digest of a file of the user's, which has to stay as it is until an artifact is made of it."""
+        """Return the digest of a user's file. The command fails if the file changes before its artifact is made."""
         self._given.setdefault(path, _state(path))
         return file_digest(path)
 
     def digest_of_model(self, checkpoint: Path) -> str:
-        """Return the digest of the files that make a model; a repository may hold other formats beside them."""
+        """Return the digest of a model's files. Files of other formats in the same repository are not included."""
         info = inspect_checkpoint(checkpoint)
         names = (*info.weight_files, *info.other_files)
         return files_digest(dict(zip(names, in_threads(self.digest_of, [checkpoint / name for name in names]), strict=True)))
@@ -89,7 +89,7 @@ class BuildChain:
 
     @cached_property
     def _converted(self) -> Artifact | None:
-        """The Hugging Face checkpoint of a GGUF, from which every later stage works; None if model.path is a checkpoint."""
+        """The Hugging Face checkpoint converted from a GGUF, used by every later stage; None if model.path is a checkpoint."""
         gguf, libraries = self.given, (*TORCH, "gguf", "numpy")
         if not gguf.is_file():
             return None
@@ -118,7 +118,7 @@ class BuildChain:
         return self.make(recipe, fill)
 
     def weights(self) -> Artifact:
-        """Return the quantized weights, which the baseline and every candidate have."""
+        """Return the quantized weights that the baseline and every candidate share."""
         inputs = {"checkpoint": self.checkpoint_digest, "calibration": self.calibration().digest}
         recipe = Recipe("weights", ("stages.quantize.run",), self._recipe_config(), inputs, MODELOPT)
 
@@ -131,7 +131,7 @@ class BuildChain:
         return self.make(recipe, fill)
 
     def extremes(self, rotation: Rotation) -> Artifact:
-        """Return the extremes of keys and values that are rotated so, over the calibration texts."""
+        """Return the extremes of keys and values after `rotation`, measured on the calibration texts."""
         weights, max_length = self.weights(), self.config.calibration.max_length
         config: dict[str, Any] = {"rotation": rotation, "max_length": max_length, "device": self.config.quantize.device}
         inputs = {"weights": weights.digest, "calibration": self.calibration().digest}
@@ -162,7 +162,7 @@ class BuildChain:
         return self.make(recipe, fill, policy)
 
     def _carries_scales(self, policy: KVPolicy) -> bool:
-        """Whether the checkpoint has static scales in the policy's format, which are then not measured."""
+        """Return whether the checkpoint has static scales in the policy's format. Such scales are not measured again."""
         if self.given.is_file():
             return False
         info = inspect_checkpoint(self.checkpoint)
@@ -173,7 +173,7 @@ class BuildChain:
         return own_scales(info.path, policy, info.shape) is not None
 
     def exports(self, policy: KVPolicy) -> Artifact:
-        """Return ModelOpt's official exports of the quantized checkpoint, where they can express the policy."""
+        """Return ModelOpt's official exports of the quantized checkpoint, if they can express the policy."""
         weights, scales = self.weights(), self.quantized(policy)
         inputs = {
             "checkpoint": self.checkpoint_digest,
@@ -192,7 +192,7 @@ class BuildChain:
         return self.make(recipe, fill, policy)
 
     def _options(self) -> dict[str, Any]:
-        """Return what decides how ModelOpt quantizes weights, besides checkpoint and texts, as arguments of the stages."""
+        """Return the arguments of the stages that decide how ModelOpt quantizes weights, except checkpoint and texts."""
         max_length, seed = self.config.calibration.max_length, self.config.seed
         return {"weights": self.config.weights.format, "max_length": max_length, "seed": seed}
 
@@ -213,7 +213,7 @@ class BuildChain:
         content = {
             "tune": options.model_dump(exclude={"policies"}),
             "seed": self.config.seed,
-            "python": platform.python_version(),  # the texts of some workloads are its own
+            "python": platform.python_version(),  # some workloads quote this Python's documentation
             "policies": json_digest([policy.model_dump(mode="json") for policy in policies]),
         }
         recipe = Recipe("tune", ("stages.tune.run",), content, inputs, (*TORCH, "numpy", "scipy"))
@@ -260,10 +260,10 @@ class BuildChain:
     def make(
         self, recipe: Recipe, fill: Fill, policy: KVPolicy | None = None, note: str = "", *, resumable: bool = False
     ) -> Artifact:
-        """Return the artifact of `recipe`, with its progress on the console.
+        """Return the artifact of `recipe`, and show its progress on the console.
 
-        It is verified once a job, since that reads every byte. `policy` and `note` are shown beside the stage; for `resumable`
-        see `Store.get`.
+        An artifact is verified once per job, because verification reads every byte. `policy` and `note` complete its title on
+        the console. `Store.get` explains `resumable`.
         """
         known = next((artifact for _, artifact in self.finished if artifact.key == recipe.key), None)
         if known is not None:

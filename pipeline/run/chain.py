@@ -1,4 +1,4 @@
-"""The chain of artifacts from an engine to its identity: what it and its baseline answer, round by round, and the report."""
+"""The chain of artifacts from an engine to its identity: the rounds of answers of engine and baseline, and the report."""
 
 import platform
 from collections.abc import Mapping
@@ -36,12 +36,12 @@ class Chain(BuildChain):
     """All artifacts of one configuration."""
 
     _opened: "_Opened | None" = field(default=None, init=False)
-    """The engine that was asked last."""
+    """The engine that was used last, kept loaded."""
 
     def made(self) -> Artifact:
-        """Return the last artifact that the configured stage makes; a verdict is made into an identity besides.
+        """Return the last artifact of the configured stage. A verdict's identity is made separately.
 
-        A command, each job of a sweep and a dry run all walk the chain by asking for it.
+        A command, each job of a sweep and a dry run all walk the chain by calling this method.
         """
         stage, policy = self.config.stage, self.config.kv
         if stage == "tune":
@@ -49,12 +49,12 @@ class Chain(BuildChain):
         return {"quantize": self.exports, "build": self.bundle}.get(stage, self.evaluation)(policy)
 
     def reference(self, policy: KVPolicy) -> Artifact:
-        """Return the bundle of the oracle under `policy`, from the weights and scales that the engine is built from."""
+        """Return the reference engine's bundle under `policy`, from the same weights and scales as the engine."""
         return self.bundle(policy, self.reference_config)
 
     @cached_property
     def reference_device(self) -> str:
-        """Device of the reference: `cpu` or `cuda`."""
+        """Device of the reference engine: `cpu` or `cuda`."""
         from stages.engines.oracle.device import reference_device
 
         given = self.given
@@ -63,7 +63,7 @@ class Chain(BuildChain):
 
     @cached_property
     def encoded_samples(self) -> Artifact:
-        """The tokens of every sample, which the engines of all policies are asked."""
+        """The tokens of every sample, shared by the engines of all policies."""
         bundle = self.bundle(FP16_POLICY)
 
         def fill(out: Path, _: Progress) -> None:
@@ -74,11 +74,11 @@ class Chain(BuildChain):
         return self.make(self._recipe("encode", "inputs.tokens", {"baseline": bundle}), fill)
 
     def baseline(self, number: int = 1) -> Artifact:
-        """Return the answers and distributions of the FP16-KV engine of the same backend and weights on a round's samples."""
+        """Return the FP16-KV engine's answers and distributions on a round's samples. It has the same backend and weights."""
         return self._round("baseline", FP16_POLICY, number)
 
     def round(self, policy: KVPolicy, number: int) -> Artifact:
-        """Return how `policy`'s engine compares with the baseline on a round's samples."""
+        """Return the comparison of `policy`'s engine with the baseline on a round's samples."""
         return self._round("round", policy, number, self.baseline(number))
 
     def _round(self, stage: str, policy: KVPolicy, number: int, baseline: Artifact | None = None) -> Artifact:
@@ -88,9 +88,8 @@ class Chain(BuildChain):
             from stages.evaluate.measure import measure
 
             opened, config = self._open(policy), self.config.workloads
-            engine = (
-                opened.engine
-            )  # first: on a GPU an engine may take a share of all memory, and the reference engine takes of the rest
+            # Load the engine before its reference engine: on a GPU it may claim a share of all memory.
+            engine = opened.engine
             measure(
                 engine,
                 self._encoded.round(number),
@@ -107,9 +106,9 @@ class Chain(BuildChain):
         return self.make(recipe, fill, policy, f" {number}/{self._rounds}", resumable=True)
 
     def once(self, policy: KVPolicy, measured: Artifact, baseline: Artifact | None = None) -> Artifact:
-        """Return what is measured of `policy`'s engine a single time.
+        """Return the measurements of `policy`'s engine that are taken once instead of per round.
 
-        `baseline` is the baseline's first round; None for the baseline itself.
+        `baseline` is the baseline's first round; None measures the baseline itself.
         """
         inputs = {**self._asked(policy, baseline), "measured": measured}
 
@@ -133,7 +132,7 @@ class Chain(BuildChain):
         return self.make(self._recipe(stage, "once", inputs), fill, policy)
 
     def _asked(self, policy: KVPolicy, baseline: Artifact | None) -> dict[str, Artifact]:
-        """Return what is asked and what it is compared with, by its name among the inputs of an artifact."""
+        """Return the inputs of a measurement by name: the engine, the samples, and the artifacts to compare with."""
         engine = self.bundle(policy)
         asked = {"baseline": engine} if baseline is None else {"engine": engine, "answers": baseline}
         if self.config.workloads.conformance_samples:
@@ -141,7 +140,7 @@ class Chain(BuildChain):
         return {**asked, "encoded": self.encoded_samples}
 
     def _open(self, policy: KVPolicy) -> "_Opened":
-        """Return the engine of `policy`; it takes the place of another one, because two may not fit beside each other."""
+        """Return the engine of `policy`, and release any other engine: two may not fit into memory."""
         if self._opened is None or self._opened.policy != policy:
             self._opened = None
             return_large_blocks()
@@ -150,7 +149,7 @@ class Chain(BuildChain):
         return self._opened
 
     def evaluation(self, policy: KVPolicy) -> Artifact:
-        """Return the report on the engine of `policy`, after as many rounds as the gates want."""
+        """Return the report on the engine of `policy`, after enough rounds for the gates to decide."""
         made = {"baseline": self.bundle(FP16_POLICY), "encoded": self.encoded_samples}
         if self.encoded_samples.exists:
             self._note_length()
@@ -162,7 +161,7 @@ class Chain(BuildChain):
         candidate = made[round_input(1)] = self.round(policy, 1)
         made["once"] = self.once(policy, candidate, answers)
         for number in range(2, self._rounds + 1):
-            # A dry run expects every round that follows one that is still to be run.
+            # A dry run cannot decide on rounds that are still to be run, so it expects every further round.
             if all(artifact.exists for artifact in made.values()) and self._is_decided(made):
                 break
             made[answers_input(number)] = self.baseline(number)
@@ -175,7 +174,7 @@ class Chain(BuildChain):
         return self.make(self._recipe("evaluate", "joining", made), fill, policy)
 
     def _note_length(self) -> None:
-        """Say before anything is asked that a promotion will refuse an engine which allows longer sequences than are asked."""
+        """Warn early that a promotion will refuse the engine if it allows longer sequences than the samples have."""
         backend, room = self.config.backend, self.config.workloads.extra_new_tokens
         longest = max(len(item.prompt) + len(item.reference) for item in self._encoded.items) + room
         judged = whole_pages(longest)
@@ -204,13 +203,13 @@ class Chain(BuildChain):
         return join(self._encoded, rounds, once, config, engine=engine.digest, baseline=baseline.digest)
 
     def _is_decided(self, made: Mapping[str, Artifact]) -> bool:
-        """Whether the gates want no round after those that ran."""
+        """Return whether the gates need no further round."""
         with console.doing("deciding whether to ask more"):
             found = self._joined(made)
             return is_final(decide(found.report, found.rows, self.config.gates), found.report)
 
     def identity(self, evaluation: Artifact, report: EvaluationReport, verdict: Verdict) -> Artifact:
-        """Return what binds the judged engine to all that made it and to the verdict, with the evidence itself."""
+        """Return the identity: the evidence, and the digests that bind the judged engine to its inputs and its verdict."""
         policy = self.config.kv
         engine = self.bundle(policy)
         members: dict[Role, Artifact] = {
@@ -230,16 +229,16 @@ class Chain(BuildChain):
         return self.make(recipe, lambda out, _: write_identity(identity, evaluation.path, file, out, signing), policy)
 
     def _recipe(self, stage: str, module: str, inputs: Mapping[str, Artifact], **config: object) -> Recipe:
-        """Return the recipe of a part of an evaluation, which a module of `stages.evaluate` makes."""
+        """Return the recipe of an artifact that a module of `stages.evaluate` makes."""
         workloads, backend = self.config.workloads, self.backend
         digests = {name: artifact.digest for name, artifact in inputs.items()}
         if workloads.file is not None:
             digests["jsonl"] = self.digest_of(workloads.file)
         if self._draft_digest is not None:
             digests["draft"] = self._draft_digest
-        # The texts of some workloads are those of the Python that runs.
+        # Some workloads quote the documentation of the Python that runs.
         python = platform.python_version()
-        # What is measured a single time is no part of a round: another probe asks no question anew.
+        # Rounds do not depend on the stress test and the load: new settings there repeat no round.
         apart = {"probe", "load"} if module in ("measure", "inputs.tokens") else set[str]()
         parts = {"workloads": workloads.model_dump(exclude=apart), "python": python, **backend.run_parts(), **config}
         if "reference" in inputs and self.reference_device == "cuda":
@@ -265,7 +264,7 @@ class Chain(BuildChain):
 
     @cached_property
     def _rounds(self) -> int:
-        """Rounds of samples; a dry run counts them before the samples are encoded."""
+        """Number of rounds. A dry run counts them before the samples are encoded."""
         if self.encoded_samples.exists:
             return max(self._encoded.numbers)
         from stages.evaluate.inputs.rounds import assign_rounds
@@ -280,14 +279,14 @@ class Chain(BuildChain):
 
     @cached_property
     def _encoded(self) -> "Encoded":
-        """The tokens of every sample; they are read once a command."""
+        """The tokens of every sample, read once per command."""
         from stages.evaluate.inputs.tokens import read_encoded
 
         return read_encoded(self.encoded_samples.path)
 
 
 class _Opened:
-    """An engine that is loaded when it is asked for, and its reference."""
+    """An engine and its reference engine, each loaded on first use."""
 
     def __init__(self, chain: Chain, policy: KVPolicy) -> None:
         self.chain, self.policy = chain, policy
@@ -304,5 +303,5 @@ class _Opened:
         backend: Any = open_backend(chain.reference_config)
         oracle = backend.load_reference(chain.reference(self.policy).path, chain.reference_device)
         quantized = inspect_checkpoint(chain.checkpoint).quantized
-        other = quantized is not None and quantized.inputs == "other"  # which the oracle does not round
+        other = quantized is not None and quantized.inputs == "other"  # the reference engine does not round such inputs
         return ReferenceEngine(oracle, None if other else chain.backend.compute_dtype, chain.backend.measures_rounding)

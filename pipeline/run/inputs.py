@@ -1,4 +1,4 @@
-"""The checks that come before any work: files that the configuration names, the policy, what the backend needs."""
+"""Checks that run before any work: the files that the configuration names, the policy, and the backend's requirements."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ from pipeline.registry.tracking import locate
 from pipeline.routing.files import read_routing_file, read_snapshot
 
 UNRECORDED = ("verify", "audit", "status", "prune")
-"""Stages of which summary.json says nothing; they write to no work directory, but for a prune that removes artifacts."""
+"""Stages that summary.json does not record. They do not write to the work directory, except that prune removes artifacts."""
 
 TRACKED = (*MOVING, "evaluate", "status", "prune")
 
@@ -36,7 +36,7 @@ GENERATED_TOKENS = 8192
 
 
 def check_inputs(*jobs: Config) -> None:
-    """Refuse inputs of a command's jobs that cannot be used. Weights are read once per command, to see that they are finite."""
+    """Refuse unusable inputs of a command's jobs. Weights are read once per command, to check that they are finite."""
     opened = set[Path]()
     for config in jobs:
         for check in checks(config, opened):
@@ -44,9 +44,9 @@ def check_inputs(*jobs: Config) -> None:
 
 
 def checks(config: Config, opened: set[Path]) -> Iterator[Callable[[], object]]:
-    """Yield the checks, none of which needs another one to hold: a dry run says what each of them finds.
+    """Yield independent checks, so that a dry run can report every result.
 
-    `opened` are the checkpoints whose files this command found sound; the checks add to it.
+    `opened` holds the checkpoints that this command already found sound; the checks extend it.
     """
     yield config.signing.check
     if config.stage not in ("verify", "audit"):
@@ -68,7 +68,7 @@ def checks(config: Config, opened: set[Path]) -> Iterator[Callable[[], object]]:
 
 
 def _check_registered(config: Config) -> None:
-    """Refuse to move what nothing was registered for, before a store is made."""
+    """Refuse to move aliases if nothing was registered: opening the store would create it."""
     store = locate(config.tracking, config.work, config.model.label).file
     if store is not None and not store.exists():
         raise UserError(f"stage={config.stage}: nothing is registered in {store}; run stage=all first, or give its workdir")
@@ -84,7 +84,7 @@ def _check_budget(config: Config) -> None:
 
 
 def _check_model(config: Config, opened: set[Path]) -> None:
-    """Refuse a model, and what cannot be done with it: the policy, the load, the questions, the backend's own refusals."""
+    """Refuse a model that is unusable, or that does not fit the policy, the load, the samples or the backend."""
     checkpoint = inspect_model(locate_checkpoint(config.model.path))
     job = Job(config.stage, config.kv, config.weights.format, checkpoint)
     config.kv.check_shape(checkpoint.shape)
@@ -127,7 +127,7 @@ def _check_reference(config: Config) -> None:
 
 
 def _refuse_quantized(backend: BackendConfig, checkpoint: CheckpointInfo) -> None:
-    """Refuse weights that are stored quantized where the backend computes with plain ones alone."""
+    """Refuse a quantized checkpoint if the backend supports plain weights only."""
     if checkpoint.quantized is not None and not backend.takes_quantized:
         others = " or ".join(name for name, config in backend_configs().items() if config.takes_quantized)
         raise UserError(
@@ -162,7 +162,7 @@ def _context(config: Config, checkpoint: CheckpointInfo) -> tuple[int, str]:
 
 
 def _check_load(config: Config, checkpoint: CheckpointInfo) -> None:
-    """Refuse a load that is longer than the model's context, or larger than this machine."""
+    """Refuse a load that exceeds the model's context or this machine's memory."""
     load, (limit, limited) = config.workloads.load, _context(config, checkpoint)
     tokens = load.tokens
     if tokens > limit:
@@ -180,15 +180,15 @@ def cache_bytes(config: Config, checkpoint: CheckpointInfo) -> int:
 
 
 def weight_bytes(checkpoint: CheckpointInfo) -> int:
-    """Return the bytes of a checkpoint's weights as they lie on disk; of a GGUF those of the file."""
+    """Return the bytes of a checkpoint's weight files, or of a GGUF file."""
     sizes = [(checkpoint.path / name).stat().st_size for name in checkpoint.weight_files if checkpoint.path.is_dir()]
     return sum(sizes) or checkpoint.path.stat().st_size
 
 
 def _check_questions(config: Config, checkpoint: CheckpointInfo) -> list[Sample]:
-    """Check the files and options of what is calibrated on and asked.
+    """Check the files and options for calibration and evaluation.
 
-    Return the samples; none where they are generated and no model that is long enough could find them too long.
+    Return the samples. The list is empty if all samples are generated and the context has room for every generated sample.
     """
     if config.calibration.file is not None:
         from stages.quantize.calibration import texts_from_file
@@ -225,7 +225,7 @@ def inspect_model(path: Path) -> CheckpointInfo:
 
 
 def check_draft(path: str, target: Path) -> None:
-    """Check that a draft checkpoint can be read, and that it has the target's tokens."""
+    """Check that a draft checkpoint can be read and has the target's tokens."""
     from stages.checkpoints import expected_tensors
     from stages.opening import check_opens
 
@@ -255,7 +255,7 @@ def check_draft(path: str, target: Path) -> None:
 
 
 def _vocabulary(path: Path, named: str) -> tuple[dict[str, int], set[str]]:
-    """Return the tokens of a checkpoint or a GGUF with their ids, and those that a GGUF only fills its list up with."""
+    """Return the token ids of a checkpoint or a GGUF, and the unused tokens that only pad a GGUF's list."""
     if path.is_file():
         listed = inspect_gguf(path).vocabulary
         unused = {token for token, kind in zip(listed.tokens, listed.types, strict=True) if kind == UNUSED}

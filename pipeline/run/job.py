@@ -1,4 +1,4 @@
-"""One job of a command: its configuration, its artifacts, and the keys and gates that it goes by."""
+"""One job of a command: its configuration, its artifacts, and the signing keys and gates that apply."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @cache
 def open_store(tracking: Tracking, workdir: Path, model: str) -> "MlflowStore | None":
-    """Open the tracking store of a model; None when tracking is off. Imports MLflow, which takes 2 s. It is opened once."""
+    """Open a model's tracking store once; return None if tracking is off. Importing MLflow takes 2 s."""
     if not tracking.enabled:
         return None
     location = locate(tracking, workdir, model)
@@ -44,14 +44,14 @@ class Run:
     sweep: str = ""
     sweeping: bool = False
     label: str = ""
-    """Display name of its candidate, unique within the sweep: the policy, and what else was overridden."""
+    """Display name of the candidate, unique within the sweep: the policy and the other overrides."""
 
     @cached_property
     def chain(self) -> Chain:
         return Chain(self.config, Store(self.config.work / "artifacts"))
 
     def registry(self) -> "MlflowStore":
-        """Open the registry. Raises UserError when tracking is off."""
+        """Open the registry. Raises UserError if tracking is off."""
         with console.doing("opening MLflow"):
             store = open_store(self.config.tracking, self.config.work, self.config.model.label)
         if store is None:
@@ -63,7 +63,7 @@ class Run:
         return replay_candidate(candidate, self.config.signing, self.decode_again)
 
     def decode_again(self, evidence: Evidence) -> list[Finding]:
-        """Decode a few samples again, where this command's backend is one that is opened in seconds, and the engine's."""
+        """Decode a few samples again if this command's backend opens in seconds and is the engine's backend."""
         backend = self.config.backend
         if backend.name != evidence.identity.backend or not backend.in_process:
             return []
@@ -74,5 +74,5 @@ class Run:
             return []
 
     def decide(self, report: EvaluationReport, rows: Sequence[SampleRow]) -> Verdict:
-        """Decide by the gates of this command."""
+        """Return the verdict of this command's gates."""
         return decide(report, rows, self.config.gates)

@@ -39,7 +39,7 @@ def build(run: Run) -> None:
 def evaluate(run: Run) -> None:
     """Judge the engine against the FP16-KV engine and register it; with stage=all, promote it if it passed.
 
-    Jobs of a sweep only register: else the last to finish would win.
+    Jobs of a sweep only register. Otherwise the job that finishes last would be promoted.
     """
     config, chain = run.config, run.chain
     with console.doing("opening MLflow"):
@@ -75,7 +75,7 @@ def evaluate(run: Run) -> None:
         return
     promotes = config.stage == "all" and config.tracking.enabled
     show(config, [candidate], sweep=run.sweep, command=commands.whole())
-    if not (promotes and candidate.verdict == PASS):  # a promotion says what comes next, too
+    if not (promotes and candidate.verdict == PASS):  # a promotion prints its own next step
         asking = sum(artifact.seconds for _, artifact in chain.finished if artifact.stage in ("baseline", "round"))
         next_steps.show(next_steps.after_judging(config, [candidate], commands.typed(), asking_s=asking))
     if candidate.verdict != PASS:

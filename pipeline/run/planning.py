@@ -1,4 +1,7 @@
-"""stage=capacity and stage=recommend: what a memory budget holds, and which policy to take. Nothing is judged or promoted."""
+"""stage=capacity and stage=recommend: the capacity of a memory budget, and the policy to choose.
+
+Nothing is judged or promoted.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -33,14 +36,14 @@ from pipeline.verdict.gates import decide
 from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE
 
 CAPACITY, RECOMMENDATION = "capacity.json", "recommendation.json"
-"""In the work directory: what the stages said last."""
+"""Files in the work directory with the latest output of the two stages."""
 
 SIZE_TOLERANCE = 1e-9
-"""Relative, between the KiB a token of a report and those of config.json's shapes."""
+"""Relative tolerance between a report's KiB per token and the KiB computed from config.json's shapes."""
 
 
 def show_capacity(config: Config) -> None:
-    """Print and write what the memory holds under every policy of conf/kv and under `kv=`."""
+    """Print and write the memory's capacity under every policy of conf/kv and under `kv=`."""
     capacity, parameters = _capacity(config, []), read_model(locate_checkpoint(config.model.path)).parameters
     for line in (*tables.policy_line(capacity, config.kv.name), *tables.budget_lines(capacity)):
         console.say(line)
@@ -56,13 +59,13 @@ def show_capacity(config: Config) -> None:
 
 
 def recommend_policy(config: Config) -> None:
-    """Print and write which policy to take: the most live tokens among those whose evidence covers the use."""
+    """Print and write the recommendation: the policy with the most live tokens whose evidence covers the use."""
     with TemporaryDirectory() as scratch, console.doing("reading the evidence"):
         binds, notes = _checkpoint_digests(config)
         judged = list(_find_evidence(config, binds, Path(scratch)))
     capacity = _capacity(config, [one.policy for one in judged])
     recommendation = recommend(capacity, judged, notes)
-    dropped = ("stage=", "kv=", "kv.", "capacity.", "capacity=")  # of what was typed: another stage's command keeps the rest
+    dropped = ("stage=", "kv=", "kv.", "capacity.", "capacity=")  # the printed commands keep the other arguments
     kept = [part for part in typed() if not part.lstrip("+~").startswith(dropped)]
     for line in (*tables.budget_lines(capacity)[:3], *tables.recommendation_lines(recommendation, kept)):
         console.say(line, paste=line.startswith("    "))
@@ -100,9 +103,9 @@ def _write(config: Config, name: str, content: BaseModel) -> Path:
 
 
 def _find_evidence(config: Config, binds: dict[str, str], scratch: Path) -> Iterator[Judged]:
-    """Find the evidence in the work directory's store and, where tracking is on, in the registry.
+    """Yield the evidence in the work directory's store and, if tracking is on, in the registry.
 
-    Evidence of another model, or that cannot be read, is left out.
+    Skips evidence of another model, and evidence that cannot be read.
     """
     model, known = read_model(locate_checkpoint(config.model.path)).kv, set()
     for path in sorted((config.work / "artifacts" / "identity").glob(f"[!.]*/{IDENTITY_FILE}")):
@@ -124,7 +127,7 @@ def _find_evidence(config: Config, binds: dict[str, str], scratch: Path) -> Iter
 
 
 def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
-    """Return what an identity has to bind, by name, for the model to be this one; nothing where its weights are not here."""
+    """Return the digests by name that an identity of this model must bind, and notes; no digests if the weights are missing."""
     path = locate_checkpoint(config.model.path)
     if path.is_file():
         return {"gguf": file_digest(path)}, []
@@ -138,7 +141,7 @@ def _checkpoint_digests(config: Config) -> tuple[dict[str, str], list[str]]:
 def _judged(
     config: Config, model: KVShape, binds: dict[str, str], directory: Path, source: str, made: float, problem: str | None = None
 ) -> Iterator[Judged]:
-    """Check evidence as a replay does, as far as that needs no engine, and let the present gates decide it again."""
+    """Yield the evidence, replayed without an engine and judged again by the present gates."""
     try:
         evidence = read_evidence(directory)
         policy = KVPolicy.model_validate(evidence.identity.link("engine").parts["config"]["kv"])
@@ -184,7 +187,7 @@ def _judged(
 
 
 def _other_use(config: Config, binds: dict[str, str], identity: Identity) -> str | None:
-    """Say what the engine was judged as, where that is not what is asked; None where it is."""
+    """Return how the judged engine differs from the requested use, or None if it does not."""
     for name, digest in binds.items():
         if identity.binds.get(name) != digest:
             return f"it is of another {name} than model.path={config.model.path}"
@@ -200,7 +203,7 @@ def _other_use(config: Config, binds: dict[str, str], identity: Identity) -> str
 
 
 def _other_size(expected: float, size: float | None) -> str | None:
-    """Say that evidence is of a model with other KiB a token than config.json's shapes have."""
+    """Return a message if the evidence is of a model with other KiB per token than config.json's shapes."""
     if size is not None and abs(size - expected) <= SIZE_TOLERANCE * expected:
         return None
     return f"it is of a model with {'unknown' if size is None else f'{size:g}'} KiB a token, and this one has {expected:g}"

@@ -1,7 +1,7 @@
-"""Runs the stage of one job: STAGES maps its name to its function. Start reading here.
+"""Runs the stage of one job: STAGES maps the stage's name to its function. Start reading here.
 
-The stages up to evaluate make the artifacts that they need, or reuse those in the store. Promote, rollback and verify work
-on what earlier commands left.
+The stages up to evaluate make the artifacts that they need, or reuse artifacts in the store. Promote, rollback and verify
+use the results of earlier commands.
 
 checkpoint -> quantize -> export -> build -> evaluate against the FP16-KV engine -> promote
 """
@@ -41,20 +41,21 @@ STAGES: dict[str, Callable[[Run], None]] = {
 
 
 def holding(config: Config) -> AbstractContextManager[None]:
-    """Keep stage=prune from the artifacts that a command uses, while its block runs."""
-    if config.stage in ("status", "prune", "audit"):  # two look alone, the other holds them for itself
+    """Prevent stage=prune from removing artifacts that a command uses while the block runs."""
+    if config.stage in ("status", "prune", "audit"):  # status and audit only read; prune takes its own lock
         return nullcontext()
     root = config.work / "artifacts"
-    if config.stage == "verify":  # it may be of another work directory, or of none
+    if config.stage == "verify":  # the bundle may be outside of any work directory
         found = store_of(Path(str(config.bundle)).resolve() / "bundle.json")
         return used(found, make=False) if found is not None else nullcontext()
     return used(root, make=config.stage in MAKING or root.is_dir())
 
 
 def run(config: Config, sweep: str, job: console.Job | None = None, *, sweeping: bool = False) -> None:
-    """Run one job, and record in summary.json what it judged and how it ended.
+    """Run one job, and record its candidate and its exit code in summary.json.
 
-    Raises UserError, GateRefusal, MissingRequirement: what a person or CI can act on; any other exception is a defect.
+    Raises UserError, GateRefusal or MissingRequirement for problems that a person or CI can act on. Other exceptions are
+    defects.
     """
     job, judging = job or console.Job(config.stage, config.kv.name), config.stage in JUDGING
     if judging and not sweeping:
@@ -72,7 +73,7 @@ def run(config: Config, sweep: str, job: console.Job | None = None, *, sweeping:
         code = INTERRUPTED
         raise
     finally:
-        # Only an evaluation's sweep becomes the last one: other stages leave its candidates.
+        # Only an evaluation's sweep becomes the latest sweep: other stages keep its candidates.
         if sweeping or judging:
             last = summary.finish(config.work, sweep, code, job.number, latest=judging)
             if not sweeping:

@@ -32,7 +32,7 @@ TOLD = "what follows it failed"
 
 
 def promote(run: Run) -> None:
-    """Make the best of a sweep's candidates that passed the champion, or the one that is asked for by name."""
+    """Make the best passing candidate of a sweep the champion, or the candidate that `promote.name` names."""
     last = summary.load(run.config.work, run.config.promote.sweep)
     if run.config.promote.sweep is None and not last.candidates:
         judged = summary.last_judged(run.config.work)
@@ -51,9 +51,10 @@ def promote(run: Run) -> None:
 
 
 def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = None) -> None:
-    """Promote the best candidate of a summary; raises as `promote` does. The page says what is `unfinished`.
+    """Promote the best candidate of a summary. Raises as `promote` does.
 
-    A job that promotes what it judged has not ended yet, so that the summary's own word on this would be of that job.
+    The page shows `unfinished`. It is not read from the summary: a job that promotes its own candidate is still running, and
+    the summary would report this job as unfinished.
     """
     config, model, name = run.config, run.config.model.label, run.config.promote.name
     listed = [candidate for candidate in last.candidates if candidate.model == model]
@@ -93,7 +94,7 @@ def promote_from(run: Run, last: summary.Summary, *, unfinished: str | None = No
 
 @contextmanager
 def _advised(step: Callable[[Exception], Step], refusals: tuple[type[Exception], ...] = (GateRefusal,)) -> Iterator[None]:
-    """Say what to do next where the block is refused."""
+    """Print the next step if the block is refused."""
     try:
         yield
     except refusals as error:
@@ -104,7 +105,7 @@ def _advised(step: Callable[[Exception], Step], refusals: tuple[type[Exception],
 def rollback(run: Run) -> None:
     """Bring the previous champion back.
 
-    Its gates are those that it was judged by: the way back asks for no key of this command.
+    The gates come from its identity, so that a rollback needs none of the original command's keys.
     """
 
     def prove(version: Version) -> None:
@@ -131,7 +132,7 @@ def route(run: Run) -> None:
 
 
 def monitor(run: Run) -> None:
-    """Move routes as a snapshot of the fleet asks. Raises GateRefusal when a monitor broke."""
+    """Move routes according to a snapshot of the fleet. Raises GateRefusal if a monitor broke."""
     try:
         routes.monitor(_engines(run), run.config.monitor, _say)
     finally:
@@ -165,11 +166,11 @@ def verify(run: Run) -> None:
 
 
 def audit(run: Run) -> None:
-    """Say in a line each what of a checkpoint's scales an engine would not use, or could not; nothing is judged or written.
+    """Print a line for each problem with a checkpoint's scales that an engine would load. Nothing is judged or written.
 
     Raises:
-        GateRefusal: there is something.
-        UserError: the checkpoint cannot be read, or the backend loads no scales of it by itself.
+        GateRefusal: if the engine would not or could not use a scale as carried.
+        UserError: if the checkpoint cannot be read, or the backend does not load a checkpoint's scales.
     """
     config = run.config
     found = open_backend(config.backend).audit(locate_checkpoint(config.model.path))

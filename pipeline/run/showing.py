@@ -1,4 +1,4 @@
-"""What is written for people to look at: report.html, and the comparison in MLflow. Neither decides anything."""
+"""Output for people: report.html, and the comparison in MLflow. Neither decides anything."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from stages.report.exhibit import Exhibit
 
 PAGE = "report.html"
-"""In the work directory: what the last evaluation, sweep or promotion looked at."""
+"""File in the work directory that shows the last evaluation, sweep or promotion."""
 
 
 @contextmanager
 def warned(what: str) -> Iterator[None]:
-    """Say what went wrong in the block, which decides nothing."""
+    """Turn an exception of the block into a warning, because the block decides nothing."""
     try:
         yield
     except Exception as error:
@@ -40,7 +40,7 @@ def warned(what: str) -> Iterator[None]:
 
 
 def _store_of(config: Config, candidates: Sequence[Candidate]) -> "MlflowStore | None":
-    """Return the tracking store with the runs of candidates; None where they have none."""
+    """Return the tracking store with the candidates' runs, or None if no candidate was registered."""
     tracked = any(candidate.registration is not None for candidate in candidates)
     return open_store(config.tracking, config.work, candidates[0].model) if tracked else None
 
@@ -48,7 +48,7 @@ def _store_of(config: Config, candidates: Sequence[Candidate]) -> "MlflowStore |
 def show(config: Config, candidates: Sequence[Candidate], *, sweep: str, **occasion: Any) -> None:
     """Write the page about candidates and attach it to their runs.
 
-    It decides nothing, and a failure is a warning. `occasion` are fields of `stages.report.exhibit.Occasion`.
+    The page decides nothing, so a failure is only a warning. `occasion` holds fields of `stages.report.exhibit.Occasion`.
     """
     with warned(f"{PAGE} is not complete"), required_libraries(), TemporaryDirectory() as scratch:
         from stages.report.exhibit import Occasion
@@ -79,7 +79,7 @@ def compare_in_mlflow(config: Config, candidates: Sequence[Candidate], sweep: st
 
 
 def _exhibit(candidate: Candidate) -> "Exhibit":
-    """Return a candidate with its evidence, as far as that can be read."""
+    """Return a candidate with its evidence, or with the problem that prevents reading it."""
     from stages.evaluate.inputs.samples import load_samples
     from stages.report.exhibit import Exhibit
 

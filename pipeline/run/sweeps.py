@@ -1,4 +1,4 @@
-"""The jobs of a command: one, or those of a sweep, here or in processes of one of Hydra's launchers, and what they come to."""
+"""The jobs of a command, in this process or in processes of a Hydra launcher, and the command's exit code."""
 
 import signal
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from pipeline.terminal.next_steps import Step
 
 GATE_EXIT = EXIT_CODES[GateRefusal]
 UNFINISHED_EXIT = EXIT_CODES[MissingRequirement]
-"""Of a sweep with jobs that nobody interrupted and that did not end: this machine, or another one, killed them."""
+"""Exit code of a sweep with jobs that neither ended nor were interrupted: a machine killed them."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class Ended:
     code: int
     said: str = ""
     step: Step | None = None
-    """What to do about that."""
+    """Next step that follows from the error."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a launcher calls in the process of a job, which may be of another machine: the configuration is composed there."""
+    """Callable that a launcher runs for a job, perhaps on another machine. The configuration is composed there."""
 
     sweep: str
     names: tuple[str, ...]
-    """Those of all jobs."""
+    """Display names of all jobs."""
     typed: tuple[str, ...]
     """The arguments of the sweep's command, which a next command repeats."""
 
@@ -59,7 +59,7 @@ class Task:
         """Run the job of a composed configuration."""
         redact_output()
         commands.remember(self.typed)
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # what a cluster set stays
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # keep a handler that a cluster set
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         number, config = HydraConfig.get().job.num, to_config(composed)
         console.configure(config.log, verbose=config.verbose)
@@ -68,7 +68,7 @@ class Task:
 
 
 def _attempt(config: Config, sweep: str, job: console.Job, *, sweeping: bool = True) -> Ended:
-    """Run a job, and say what ends it; a sweep goes on with the next one."""
+    """Run a job and return how it ended. An error does not stop a sweep."""
     try:
         run(config, sweep, job, sweeping=sweeping)
     except Exception as error:
@@ -86,7 +86,7 @@ def _attempt(config: Config, sweep: str, job: console.Job, *, sweeping: bool = T
 
 def run_command(planned: Plan) -> int:
     if planned.sweeping:
-        with holding(planned.jobs[0]):  # between its jobs as well
+        with holding(planned.jobs[0]):  # held between jobs too
             return _sweep(planned, new_sweep())
     config, name = planned.jobs[0], planned.names[0]
     return _attempt(config, new_sweep(), console.Job(config.stage, name), sweeping=False).code
@@ -97,7 +97,7 @@ def _sweep(planned: Plan, sweep: str) -> int:
     has_logs = launcher.startswith("submitit")  # their jobs write into files
     with console.doing(f"starting {launcher}"):
         more = start(launcher, planned.launcher_keys)
-    # Noted before the first of them runs: they may run in processes of their own, on other machines.
+    # Recorded before any job starts, because jobs may run in other processes and on other machines.
     summary.begin(first.work, sweep, planned.names, latest=first.stage in JUDGING, command=commands.whole(sweep=True))
     if has_logs:
         console.LOGGER.info("jobs write what they print below %s", first.work / LOGS)
@@ -125,7 +125,7 @@ def _sweep(planned: Plan, sweep: str) -> int:
 
 
 def _repeat(planned: Plan, ended: Sequence[Ended]) -> None:
-    """Say what jobs were refused for that wrote it into files."""
+    """Repeat the refusals that jobs wrote to their log files."""
     for number, (job, name) in enumerate(zip(ended, planned.names, strict=True), start=1):
         place = console.Job(planned.jobs[0].stage, name, number, len(ended)).name
         for line in job.said.splitlines():
@@ -135,8 +135,8 @@ def _repeat(planned: Plan, ended: Sequence[Ended]) -> None:
 def _conclude(planned: Plan, sweep: str, code: int = 0, step: Step | None = None) -> int:
     """Print the comparison of a sweep's candidates and return the sweep's exit code.
 
-    It is the worst of its jobs' codes and of what ended them all; if all ended well, it says whether a candidate passed. `code`
-    is what ended its jobs before their time, `step` what to do about what they were refused for.
+    The result is the worst of `code` and the jobs' exit codes. If all are 0, it tells whether a candidate passed.
+    `code` is nonzero if something ended the sweep early. `step` is the next step after a refusal.
     """
     config, last = planned.jobs[0], summary.load(planned.jobs[0].work, sweep)
     if config.stage in JUDGING:

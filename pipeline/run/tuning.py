@@ -1,4 +1,4 @@
-"""`stage=tune`: the policies that the search leaves for later commands, and its table."""
+"""`stage=tune`: stores the tuned policies for later commands and prints the search's table."""
 
 import shutil
 import tempfile
@@ -13,11 +13,11 @@ from pipeline.terminal import console, next_steps
 from pipeline.terminal.grids import Column, Grid, Row
 
 FOLDER = "tuned"
-"""In the work directory: a configuration folder with the policies that were found, as `kv/NAME.yaml`, and their record."""
+"""Folder in the work directory with the policies that were found (`kv/NAME.yaml`, a configuration folder) and their record."""
 
 
 def tune(chain: Chain) -> None:
-    """Search, leave the policies on the front for later commands, and print them."""
+    """Search for policies, store the tuned ones for later commands, and print the front."""
     artifact, shape = chain.made(), chain.shape
     report = TuneReport.model_validate_json((artifact.path / TUNE_FILE).read_text(encoding="utf-8"))
     folder = chain.config.work / FOLDER
@@ -41,7 +41,7 @@ def tune(chain: Chain) -> None:
 
 
 def _leave(report: TuneReport, artifact: Path, folder: Path) -> None:
-    """Replace what an earlier search left by the policies of this one."""
+    """Replace an earlier search's folder with the policies of this search."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{FOLDER}-", dir=folder.parent) as scratch:
         new = Path(scratch) / FOLDER
