@@ -1,1 +1,1 @@
-"""What binds a judged engine to all that made it, and its verification."""
+"""The record that binds a judged engine to all its inputs, and its verification."""

@@ -1,9 +1,9 @@
-"""The identity of a judged engine, `identity.json`: what made the engine, the gates that judged it, and their verdict.
+"""The identity of a judged engine, `identity.json`: its chain of artifacts, the gates that judged it, and their verdict.
 
-It holds the manifest of every artifact of the chain: what the artifact was made from, by which code and libraries, on which
-hardware, and the digest of every file. A manifest's key is the digest of its parts, and the parts name the digests of the
-inputs. The chain is closed in this way: whoever exchanges one artifact breaks the next one's key.
-The field `binds` repeats by name what people look up. `pipeline.evidence.verify` replays all of it.
+It has the manifest of every artifact in the chain: inputs, code, libraries, hardware, and the digest of every file. The key of
+a manifest is the digest of its parts, and the parts name the digests of the inputs. Replacing an artifact therefore breaks the
+key of the next one. The field `binds` repeats the most important digests and versions by name. `pipeline.evidence.verify`
+replays the whole chain.
 """
 
 import json
@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal, Self, cast, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
-from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this class before Python 3.12
 
 from pipeline import __version__
 from pipeline.artifacts.digest import files_digest, json_digest
@@ -46,21 +46,22 @@ def round_input(number: int) -> str:
 
 
 def measured_role(name: str) -> Role | None:
-    """Return whose engine an input of an evaluation was measured on; None for an input that was not measured."""
+    """Return the engine on which an input of an evaluation was measured; None for an input without measurements."""
     if name == "once" or name.startswith("round_"):
         return "engine"
     return "baseline" if name in ("encoded", "baseline_once") or name.startswith("answers") else None
 
 
-# An identity may come from anyone. Values of these forms become paths, which must stay in the store and beside the identity.
+# An identity may come from an untrusted source. Values that match these patterns become paths, which must not leave the store
+# or the identity's folder.
 STAGE, KEY = "^[a-z_]+$", "^[0-9a-f]{64}$"
 WORKLOADS_FILE = re.compile(r"workloads/(?!\.{1,2}$)[^/\0]+")
 
 
 class Parts(TypedDict):
-    """What an artifact's bytes depend on, as far as this module reads it."""
+    """The inputs that determine an artifact's bytes; only the parts that this module reads."""
 
-    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]  # how pydantic is told
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]  # pydantic's API for TypedDict
 
     stage: Annotated[str, Field(pattern=STAGE)]
     config: dict[str, Any]
@@ -72,7 +73,7 @@ class Parts(TypedDict):
 def _has_a_digest(parts: Parts) -> Parts:
     try:
         json_digest(parts)
-    except ValueError:  # NaN and infinity, which JSON parsers let through
+    except ValueError:  # NaN and infinity, which JSON parsers accept
         raise ValueError("holds a number that JSON has no form for") from None
     return parts
 
@@ -84,7 +85,7 @@ def _is_beside(name: str | None) -> str | None:
 
 
 class Link(StrictModel):
-    """The manifest of an artifact of the chain."""
+    """The manifest of one artifact in the chain."""
 
     title: str
     key: Annotated[str, Field(pattern=KEY)]
@@ -107,7 +108,7 @@ class Link(StrictModel):
         return Recipe.place(self.parts["stage"], self.key)
 
     def provides(self) -> set[str]:
-        """Return the digests by which a later artifact may name it: of the whole, of each of its folders and files."""
+        """Return the digests that a later artifact may cite as input: of the whole artifact, its folders and its files."""
         folders = {path.partition("/")[0] for path in self.files if "/" in path}
         return {self.digest, *self.files.values(), *(files_digest(self.files, folder) for folder in folders)}
 
@@ -120,15 +121,15 @@ class Identity(StrictModel):
     backend: str
     chain: list[Link]
     roles: dict[Role, str]
-    """Role -> key of the artifact with that role."""
+    """Role -> key of the artifact in this role."""
     workloads_file: Annotated[str | None, AfterValidator(_is_beside)]
-    """Path of the user's own samples, relative to this file; null when all are generated."""
+    """Path of the user's own samples, relative to this file; null if all samples are generated."""
     gates: Gates
     verdict: Verdict
     signer: str | None = None
-    """sha256 of the public key that belongs to the signature beside this file; null if it is not signed."""
+    """sha256 of the public key whose signature lies in the same folder; null if the identity is not signed."""
     binds: dict[str, str]
-    """Digests, versions and the verdict by the names that people look up; see `bindings`."""
+    """Readable name -> digest, version or verdict; see `bindings`."""
 
     @model_validator(mode="after")
     def _roles_are_of_the_chain(self) -> Self:
@@ -143,13 +144,13 @@ class Identity(StrictModel):
 
     @property
     def other_rules(self) -> str | None:
-        """Say by which other rules of the gates the engine was judged; None for the rules of this kvgate."""
+        """Message that other rules of the gates decided the verdict; None for the rules of this kvgate."""
         rules = self.verdict.rules
         return by_other_rules(self.verdict.status, rules, self.kvgate) if rules != RULES else None
 
     @property
     def digests(self) -> dict[str, str]:
-        """Of the engine, its baseline and their report, by the names under which a model version cites them."""
+        """Digests of the engine, its baseline and their report. The keys are the tags of a model version."""
         evaluation = self.link("evaluation").files
         return {
             "engine_digest": self.link("engine").digest,
@@ -159,12 +160,12 @@ class Identity(StrictModel):
 
     @property
     def reads(self) -> list[Link]:
-        """The artifacts that a replay, a promotion, a way back and a route read; what these were made from is read by none."""
+        """The artifacts that a replay, promotion, rollback or route reads. Earlier artifacts of the chain are not needed."""
         return [self.link("engine"), self.link("baseline"), self.link("evaluation")]
 
 
 def by_other_rules(status: object, rules: int, kvgate: object) -> str:
-    """Say that a verdict was decided by other rules of the gates, and what to do."""
+    """Return a message that other rules of the gates decided a verdict, with a remedy."""
     return (
         f"{status} by rules {rules} of the gates, this kvgate has rules {RULES}, by which the same samples may get another "
         f"verdict: judge it again with stage=evaluate, or verify it with the kvgate that wrote it ({kvgate})"
@@ -172,7 +173,7 @@ def by_other_rules(status: object, rules: int, kvgate: object) -> str:
 
 
 def read_identity(path: Path) -> Identity:
-    """Read an identity.json."""
+    """Read an identity.json. Raises UserError if it is missing or invalid."""
     try:
         content = read_file(path, MOST_BYTES)
         return Identity.model_validate_json(content)
@@ -186,7 +187,7 @@ def read_identity(path: Path) -> Identity:
 
 
 def _other_rules(content: bytes) -> str | None:
-    """Say by which other rules of the gates, which have other thresholds, an identity was decided; None where it was not."""
+    """Return the message for an unreadable identity that is by other rules, with other thresholds; None if it is not."""
     try:
         written = json.loads(content)
         status, rules, kvgate = written["verdict"]["status"], int(written["verdict"].get("rules", 1)), written["kvgate"]
@@ -204,10 +205,10 @@ def make_identity(
     report: EvaluationReport,
     verdict: Verdict,
 ) -> Identity:
-    """Build the identity of a judged engine. Raises UserError when the bundle's record cannot be read."""
+    """Build the identity of a judged engine. Raises UserError if the engine's bundle.json cannot be read."""
     samples, signer = config.workloads.file, None
     if config.signing.key is not None:
-        with TemporaryDirectory() as scratch:  # a signature of anything names the key
+        with TemporaryDirectory() as scratch:  # any signature has the public key's digest
             (file := Path(scratch) / IDENTITY_FILE).touch()
             signer = config.signing.sign(file)
     unbound = Identity(
@@ -229,7 +230,7 @@ def make_identity(
 
 
 def write_identity(identity: Identity, evaluation: Path, workloads: Path | None, out: Path, signing: SigningConfig) -> None:
-    """Write the identity, the evidence that its replay reads, and their signature."""
+    """Write the identity, its signature, and the evidence that a replay reads."""
     for name in (REPORT_FILE, SAMPLES_FILE):
         shutil.copyfile(evaluation / name, out / name)
     if workloads is not None:
@@ -241,7 +242,7 @@ def write_identity(identity: Identity, evaluation: Path, workloads: Path | None,
 
 
 def read_bundle(engine: Path) -> dict[str, Any]:
-    """Return the `bundle.json` of any backend, with unchecked values. Raises UserError when it is no JSON object."""
+    """Return the `bundle.json` of any backend, without checking its values. Raises UserError if it is not a JSON object."""
     path = engine / BUNDLE_FILE
     try:
         record = parse_json(read_file(path, MOST_BYTES))
@@ -253,10 +254,10 @@ def read_bundle(engine: Path) -> dict[str, Any]:
 
 
 def bindings(identity: Identity, record: Mapping[str, Any], report: EvaluationReport) -> dict[str, str]:
-    """Return what the identity binds, by name: digests, versions, and the verdict. `record` is the engine's bundle.json."""
+    """Return the digests, versions and verdict that the identity binds, by name. `record` is the engine's bundle.json."""
     engine, evaluation = identity.link("engine"), identity.link("evaluation")
     quantized = identity.link("quantized")
-    # A chain that was altered may lack the weights, which `lineage` says.
+    # An altered chain may lack the weights; `lineage` reports that.
     weights = next((link for link in identity.chain if link.parts["stage"] == "weights"), quantized)
     bound = {
         "kv policy": engine.files[POLICY_FILE],
@@ -290,7 +291,7 @@ def bindings(identity: Identity, record: Mapping[str, Any], report: EvaluationRe
 
 
 def _libraries(chain: Sequence[Link]) -> dict[str, set[str]]:
-    """Library -> the versions that any artifact of the chain was made with."""
+    """Return the versions of every library that some artifact of the chain used."""
     versions_by_name: dict[str, set[str]] = {}
     for link in chain:
         for name, version in link.parts["libraries"].items():

@@ -1,8 +1,8 @@
-"""The evidence of a judged engine: found, read, and whether the artifacts of its identity follow from each other.
+"""Finding and reading the evidence of a judged engine, and checking its chain of artifacts.
 
-An engine and its evidence lie in one of two layouts: in the artifact store (`identity/KEY/` beside `build/KEY/`), or copied
-out of it: `DIR/identity.json`, `DIR/report.json`, `DIR/samples.jsonl`, `DIR/engine/` and, if wanted, `DIR/baseline/`. The
-second is how MLflow stores a model version.
+There are two layouts. In the artifact store, evidence is in `identity/KEY/` and the engine in `build/KEY/`. Copied evidence has
+`DIR/identity.json`, `DIR/report.json`, `DIR/samples.jsonl`, `DIR/engine/` and optionally `DIR/baseline/`. MLflow stores a model
+version in the second layout.
 """
 
 from collections.abc import Iterator
@@ -33,33 +33,36 @@ from pipeline.verdict.report import REPORT_FILE, SAMPLES_FILE, EvaluationReport,
 from pipeline.verdict.tracked import flat_metrics
 
 USER_INPUTS = ("gguf", "checkpoint", "jsonl", "draft")
-"""Inputs that no artifact of the chain provides: the user's files. The checkpoint of a GGUF is an artifact, though."""
+"""Inputs that are the user's files instead of artifacts. A checkpoint converted from GGUF is an artifact, though."""
 
 INPUT_ROLES: dict[Role, tuple[Role, ...]] = {"quantized": ("calibration",), "evaluation": ("engine", "baseline", "answers")}
-"""Role -> its inputs that must be the artifacts with the roles of the same names."""
+"""Role -> names of inputs that must be the artifact in the role of that name."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What `pipeline.evidence.verify.replay` checks."""
+    """The evidence of a judged engine, for `pipeline.evidence.verify.replay`."""
 
     directory: Path
     identity: Identity
     report: EvaluationReport | None
-    """None when it or its samples are missing or cannot be read, and for a verdict by other rules, whose report has other
-    fields."""
+    """None if the report or its samples are missing or unreadable, or if other rules decided: then it has other fields."""
     rows: list[SampleRow]
     problem: str | None
-    """Why the report or its samples cannot be read; None when they can, or are missing."""
+    """Reason why the report or its samples are unreadable; None if they are readable or missing."""
     engine: Path | None
     baseline: Path | None
 
 
 def find_evidence(directory: Path) -> list[Path]:
-    """Return the directories of the evidence about an engine.
+    """Return the directories with evidence about an engine.
 
-    `directory` is the evidence itself or a bundle in an artifact store, which may have been judged several times: if any of its
-    evidence is signed, the unsigned evidence is left out.
+    `directory` is the evidence itself, or a bundle in an artifact store. A bundle may have been judged several times. If some
+    of its evidence is signed, only signed evidence is returned.
+
+    Raises:
+        UserError: the directory has neither, or the evidence is unreadable.
+        MissingRequirement: the bundle was not judged.
     """
     if (directory / IDENTITY_FILE).is_file():
         return [directory]
@@ -75,7 +78,7 @@ def find_evidence(directory: Path) -> list[Path]:
         try:
             if read_identity(path).link("engine").place == place:
                 about.append(path.parent)
-        except UserError as error:  # it may belong to another engine, and must not stop the verification of this one
+        except UserError as error:  # another engine's broken evidence must not stop this verification
             unreadable.append(str(error))
     about = [path for path in about if (path / SIGNATURE_FILE).is_file()] or about
     if not about and unreadable:
@@ -91,7 +94,7 @@ def find_evidence(directory: Path) -> list[Path]:
 def read_evidence(directory: Path, engine: Path | None = None, baseline: Path | None = None) -> Evidence:
     """Read the evidence in a directory.
 
-    Bundles that are not given are looked for beside the evidence, and in the store that the evidence is part of.
+    If `engine` or `baseline` is not given, look in the evidence's directory, then in the store around it.
     """
     identity = read_identity(directory / IDENTITY_FILE)
     report, rows, problem = None, list[SampleRow](), None
@@ -114,15 +117,18 @@ def read_evidence(directory: Path, engine: Path | None = None, baseline: Path | 
 
 
 def _bundle(directory: Path, role: Role, identity: Identity) -> Path | None:
-    """The bundle with a role: copied beside the evidence, or in the store that the evidence is part of."""
+    """Return the bundle in a role, from the evidence's directory or the store around it; None if there is no such bundle."""
     places = (directory / role, directory.resolve().parent.parent / identity.link(role).place)
     return next((place for place in places if place.is_dir()), None)
 
 
 def registered_candidate(store: Path, version: Version) -> tuple[Candidate, Evidence]:
-    """Return a registered candidate as its artifacts in a store say it is, with the verdict of its identity.
+    """Return a registered candidate and its evidence, read from the artifacts in a store.
 
-    Only the name that it is shown by is the registry's. What its version cites is not checked here.
+    The verdict is the identity's; only the display name comes from the registry. The version's citations are not checked here.
+
+    Raises:
+        GateRefusal: the evidence is missing or unreadable, or other rules decided.
     """
     tags = version.tags
     cited = {role: tags.get(f"{role}_digest", "") for role in ("engine", "baseline", "report", "identity")}
@@ -157,7 +163,7 @@ def registered_candidate(store: Path, version: Version) -> tuple[Candidate, Evid
 
 
 def registered_engine(store: Path, version: Version) -> Engine:
-    """Return a registered engine whose evidence lies in an artifact store. Arguments and errors: `registered_candidate`."""
+    """Return a registered engine for routing. Arguments and errors: see `registered_candidate`."""
     candidate, evidence = registered_candidate(store, version)
     report = evidence.report
     assert report is not None, "a candidate has a report"
@@ -171,7 +177,7 @@ def registered_engine(store: Path, version: Version) -> Engine:
 
 
 def lineage(identity: Identity) -> list[Finding]:
-    """Check that each artifact's key and digest follow from its manifest, and its inputs from other artifacts of the chain."""
+    """Check that every artifact's key and digest match its manifest, and that its inputs are artifacts of the chain."""
     titles = ", ".join(link.title for link in identity.chain)
     whole = Finding("chain", "same", f"{len(identity.chain)} artifacts: {titles}")
     return [*(list(_manifests(identity)) or [whole]), *_links(identity), *_round_links(identity)]
@@ -190,14 +196,14 @@ def _manifests(identity: Identity) -> Iterator[Finding]:
 
 
 def _links(identity: Identity) -> Iterator[Finding]:
-    """Check that each artifact's inputs are artifacts of the chain, and that roles are made from the roles of INPUT_ROLES."""
+    """Yield inputs that are no artifacts of the chain, and roles whose inputs differ from INPUT_ROLES."""
     provided = set[str]().union(*(link.provides() for link in identity.chain))
     converted = {link.digest for link in identity.chain if link.parts["stage"] == "checkpoint"}
     for link in identity.chain:
         for name, digest in link.inputs.items():
             if name not in USER_INPUTS:
                 known = digest in provided
-            else:  # a quantized checkpoint may have the same digest as the converted one, which it must not stand in for
+            else:  # a quantized checkpoint with the same digest must not replace the converted one
                 known = name != "checkpoint" or not converted or digest in converted
             if not known:
                 yield _differs(link, f"its input {name} {digest[:12]} is nothing of this chain")
@@ -209,7 +215,7 @@ def _links(identity: Identity) -> Iterator[Finding]:
 
 
 def _round_links(identity: Identity) -> Iterator[Finding]:
-    """Check that what was measured is of the judged engine or its baseline, and that each round was compared with its own."""
+    """Yield measurements of other engines, and rounds that were not compared with the baseline's answers of the same round."""
     evaluation = identity.link("evaluation")
     by_digest = {link.digest: link for link in identity.chain}
     for name, digest in evaluation.inputs.items():

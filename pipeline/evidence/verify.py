@@ -1,10 +1,13 @@
-"""The replay of evidence: whether an engine is the one that was judged, and whether its evidence still gives that verdict.
+"""The replay of evidence. It checks that an engine is the judged engine, and that its evidence still gives the same verdict.
 
-From an identity and the files that it names, offline: every file's digest, the chain of artifacts (each key is the digest of
-its parts, each input is the digest of another member), what the report cites, the samples (generated again and encoded with
-the engine's own tokenizer), and the verdict (the gates decide again on the recorded rows). Nothing is written.
+The replay works offline, from an identity and the files that it names, and writes nothing. It checks:
+- the digest of every file;
+- the chain of artifacts: each key is the digest of its parts, each input is the digest of another artifact;
+- the digests that the report cites;
+- the samples, which are generated again and encoded with the engine's own tokenizer;
+- the verdict: the gates decide again on the recorded rows.
 
-`stage=verify` prints the findings. A promotion refuses a candidate on the first one that is not "same".
+`stage=verify` prints the findings. A promotion refuses a candidate at the first finding that is not "same".
 """
 
 import json
@@ -46,9 +49,10 @@ VERDICT_CHECK = "verdict, decided again"
 def replay_candidate(
     candidate: Candidate, signing: SigningConfig, decode: Callable[[Evidence], list[Finding]] | None = None
 ) -> ReplayedEvidence:
-    """Replay the evidence of a candidate, with the bundles where the candidate says they are.
+    """Replay the evidence of a candidate, with the bundles at the paths that the candidate gives.
 
-    `decode` asks the engines themselves, if everything else is the same. Raises UserError when its identity cannot be read.
+    `decode` decodes samples again on the engines; it is called only if all other findings are "same". Raises UserError if the
+    identity cannot be read.
     """
     evidence = read_evidence(candidate.identity.path.parent, candidate.engine.path, candidate.baseline.path)
     findings = replay(evidence, signing)
@@ -62,11 +66,11 @@ def replay_candidate(
 
 
 def replay(evidence: Evidence, signing: SigningConfig) -> list[Finding]:
-    """Check the evidence of an engine. If keys are trusted, one of them must have signed the identity."""
+    """Check the evidence of an engine. If `signing.trusted` has keys, the identity needs a signature by such a key."""
     identity = evidence.identity
     engine_findings = _files("engine", evidence.engine, identity.link("engine").files)
     findings = [*replay_record(evidence), *_signature(evidence, signing), *engine_findings]
-    if evidence.baseline is not None:  # a copy may lack it, since the report cites its digest
+    if evidence.baseline is not None:  # optional in copies, because the report cites its digest
         findings += _files("baseline", evidence.baseline, identity.link("baseline").files)
     if evidence.report is not None:
         altered = {finding.name for finding in engine_findings if finding.status != "same"}
@@ -76,9 +80,9 @@ def replay(evidence: Evidence, signing: SigningConfig) -> list[Finding]:
 
 
 def replay_record(evidence: Evidence) -> list[Finding]:
-    """Check what needs neither the engine nor its libraries: seal, chain, the report's files and what it cites.
+    """Check the parts that need neither the engine nor its libraries: seal, chain, the report's files and its citations.
 
-    What other rules decided is not decided again, because the same rows may give another verdict by these: rules are missing.
+    A verdict by other rules is reported as missing, because the current rules may give another verdict on the same rows.
     """
     identity, report = evidence.identity, evidence.report
     report_files = {name: identity.link("evaluation").files.get(name, "nothing") for name in (REPORT_FILE, SAMPLES_FILE)}
@@ -98,7 +102,7 @@ def replay_record(evidence: Evidence) -> list[Finding]:
 def _seal(directory: Path) -> list[Finding]:
     """Check the identity's own digest against its manifest.
 
-    A copy outside of a store has no manifest: its digest is printed, to be compared with the registry's.
+    A copy outside a store has no manifest. Its digest is printed, for comparison with the registry.
     """
     digest = file_digest(directory / IDENTITY_FILE)
     manifest = directory / MANIFEST
@@ -125,13 +129,13 @@ def _compare(name: str, recorded: object, actual: object) -> Finding:
 
 
 def _abbreviated(value: object) -> str:
-    """Return the first 16 digits of a digest, which identity.json holds in full; return any other value as text."""
+    """Return the first 16 digits of a digest (identity.json has all digits), or any other value as text."""
     text = str(value)
     return f"{text[:16]}..." if re.fullmatch("[0-9a-f]{64}", text) else text
 
 
 def _files(what: str, folder: Path | None, digests: Mapping[str, str], only: bool = False) -> list[Finding]:
-    """Compare the files of `folder` with their digests; with `only`, other files beside them are ignored."""
+    """Compare the files of `folder` with their digests. With `only`, ignore other files in the folder."""
     if folder is None or not folder.is_dir():
         return [Finding(what, "missing", f"copy it to {what}/ beside {IDENTITY_FILE}, or judge it again with stage=evaluate")]
     if only:
@@ -142,7 +146,7 @@ def _files(what: str, folder: Path | None, digests: Mapping[str, str], only: boo
     findings = [Finding(f"{what}: {name}", "missing", f"not in {place}") for name in sorted(digests.keys() - kinds.keys())]
     for name, kind in sorted(kinds.items()):
         printable = f"{what}: {name if name.isprintable() else ascii(name)}"
-        if kind != "file":  # never opened: a link may lead anywhere, and a pipe never ends
+        if kind != "file":  # never opened: a link may lead anywhere, and a pipe may never end
             findings.append(Finding(printable, "differs", f"is a {kind}, no file"))
         elif name not in digests:
             findings.append(Finding(printable, "differs", "is no part of it"))
@@ -152,9 +156,9 @@ def _files(what: str, folder: Path | None, digests: Mapping[str, str], only: boo
 
 
 def _report(evidence: Evidence, report: EvaluationReport, tokenizer_intact: bool) -> list[Finding]:
-    """Check what the identity binds, the samples and the verdict.
+    """Check the bindings of the identity, the samples and the verdict.
 
-    The engine's tokenizer is loaded only when its files are intact.
+    The samples are checked only if the files of the engine's tokenizer are intact.
     """
     identity, engine = evidence.identity, evidence.engine
     findings = list[Finding]()
@@ -163,7 +167,7 @@ def _report(evidence: Evidence, report: EvaluationReport, tokenizer_intact: bool
             record = read_bundle(engine)
             bound = bindings(identity, record, report)
             findings.append(_compare("backend", identity.backend, record["backend"]))
-        except (UserError, KeyError, TypeError, AttributeError) as error:  # its digest differs too, which `_files` says
+        except (UserError, KeyError, TypeError, AttributeError) as error:  # `_files` also reports its digest
             return [*findings, Finding("engine: bundle.json", "differs", f"cannot be read ({error})")]
         findings += [_compare(name, identity.binds.get(name), bound.get(name)) for name in {**identity.binds, **bound}]
         if tokenizer_intact:
@@ -172,7 +176,7 @@ def _report(evidence: Evidence, report: EvaluationReport, tokenizer_intact: bool
 
 
 def _samples(evidence: Evidence, engine: Path, report: EvaluationReport) -> Finding:
-    """Generate the samples again, or read the user's file, encode them with the engine's tokenizer, and compare the digest."""
+    """Generate the samples again (or read the user's file), encode them with the engine's tokenizer, and compare digests."""
     try:
         config = requested_workloads(evidence)
         if config.file is not None and not config.file.is_file():
@@ -185,7 +189,10 @@ def _samples(evidence: Evidence, engine: Path, report: EvaluationReport) -> Find
 
 
 def decoded_again(evidence: Evidence, load: Callable[[Path], Engine], count: int) -> list[Finding]:
-    """Decode a few samples again on both engines, which no digest can stand in for, and compare them with their rows."""
+    """Decode `count` random samples again on candidate and baseline, and compare the results with the recorded rows.
+
+    Unlike digests, this detects rows that the engines never produced.
+    """
     engine, baseline, report = evidence.engine, evidence.baseline, evidence.report
     if engine is None or baseline is None or report is None or not count:
         return []
@@ -219,20 +226,24 @@ def _encoded_digest(config: WorkloadsConfig, engine: Path) -> str:
             return encode_rounds(load_samples(config), BundleTokenizer(engine), config).digest
     except REFUSALS:
         raise
-    except Exception as error:  # tokenizers raises bare exceptions, and a forger may have sealed any file as tokenizer.json
+    except Exception as error:  # tokenizers raises bare exceptions, and tokenizer.json may be forged
         detail = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(f"the engine's tokenizer cannot encode them ({detail})") from error
 
 
 def requested_workloads(evidence: Evidence) -> WorkloadsConfig:
-    """Return the configuration of the samples; the user's own file is the copy in the evidence, which may be missing."""
+    """Return the configuration of the samples.
+
+    The path of the user's own samples is the copy in the evidence, which may be missing. Raises UserError if the configuration
+    is unreadable, or if the copy is a link or another file.
+    """
     identity, link = evidence.identity, evidence.identity.link("evaluation")
     try:
         config = WorkloadsConfig.model_validate_json(json.dumps(link.parts["config"]["workloads"]))
     except (KeyError, ValidationError) as error:
         raise UserError(f"what was asked cannot be read: {str(error).splitlines()[0]}") from None
     if identity.workloads_file is None:
-        if config.jsonl is not None:  # whoever wrote this identity chose the path, so that it is never opened
+        if config.jsonl is not None:  # the identity's author chose this path: never open it
             raise UserError("workloads.jsonl was asked, and no copy of it is part of the evidence")
         return config
     path = evidence.directory / identity.workloads_file
@@ -244,7 +255,7 @@ def requested_workloads(evidence: Evidence) -> WorkloadsConfig:
 
 
 def _verdict(evidence: Evidence, report: EvaluationReport) -> Finding:
-    """Decide with the recorded gates again: they are pure, so that the same rows must give the same verdict by every check."""
+    """Decide again with the recorded gates. They are pure functions, so the same rows must give the same checks and verdict."""
     recorded = evidence.identity.verdict
     try:
         verdict = decide(report, evidence.rows, evidence.identity.gates)
@@ -253,7 +264,7 @@ def _verdict(evidence: Evidence, report: EvaluationReport) -> Finding:
     if verdict.status != recorded.status:
         detail = f"recorded {recorded.status}, it is {verdict.status}: {verdict.reasons[0]}"
         return Finding(VERDICT_CHECK, "differs", detail)
-    apart: Any = {"checks": {"__all__": {"reason"}}}  # a reason shows rounded what is compared exactly
+    apart: Any = {"checks": {"__all__": {"reason"}}}  # reasons have rounded numbers; the exact numbers are compared
     difference = _difference("verdict", recorded.model_dump(exclude=apart), verdict.model_dump(exclude=apart))
     if difference is not None:
         detail = f"{recorded.status} as recorded, but not by the same checks: {difference}"
@@ -262,7 +273,7 @@ def _verdict(evidence: Evidence, report: EvaluationReport) -> Finding:
 
 
 def _difference(where: str, recorded: object, found: object) -> str | None:
-    """Describe the first difference between two values of JSON; None where they are the same but for rounding."""
+    """Return a description of the first difference between two JSON values; None if they are equal up to rounding."""
     if isinstance(recorded, dict) and isinstance(found, dict) and recorded.keys() == found.keys():
         inner = (_difference(f"{where}.{name}", value, found[name]) for name, value in recorded.items())
         return next((text for text in inner if text is not None), None)

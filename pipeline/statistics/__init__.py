@@ -1,6 +1,6 @@
-"""The statistics of the gates: they know numbers and documents, and nothing of reports.
+"""The statistics of the gates. They work on numbers by document, without knowledge of reports.
 
-A module is imported with its first use: neither a configuration error nor a completion waits for NumPy.
+Modules are imported at their first use, so that configuration errors and shell completion do not wait for NumPy.
 """
 
 import pkgutil

@@ -1,4 +1,4 @@
-"""Bootstraps by document. They are deterministic: all have one seed."""
+"""Bootstrap by document, deterministic because of a fixed seed."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -12,7 +12,7 @@ SEED = 20_260_101
 
 
 def resampled_sums(sums: Array, documents: Sequence[str]) -> Array:
-    """Resample `sums`, shape (rows, columns), by document and return the column sums, shape (REPLICATES, columns)."""
+    """Resample the rows of `sums` by document: (rows, columns) -> column sums of every replicate, (REPLICATES, columns)."""
     clustered = np.stack(document_sums(documents, *sums.T), axis=1)
     return _draws(len(clustered)) @ clustered
 

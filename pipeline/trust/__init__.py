@@ -1,1 +1,1 @@
-"""Signatures of evidence, and files that people write."""
+"""Signatures of evidence, and strict reading of files that users write."""

@@ -1,4 +1,4 @@
-"""Files that people write, YAML or JSON, strictly read: what is wrong with one is said in a line."""
+"""Strict reading of YAML and JSON files that users write. An error is one line that names the problem."""
 
 import json
 from io import StringIO
@@ -21,13 +21,13 @@ SHOWN_CHARS = 200
 
 
 def read_yaml(model: type[M], key: str, file: str | None) -> M:
-    """Read a YAML or JSON file. Raises UserError with its first problem."""
+    """Read a YAML or JSON file into a record. Raises UserError with the first problem of the file."""
     where = f"{key}={file}"
     try:
         text = read_file(absolute(str(file)), MOST_BYTES).decode("utf-8")
-        text = text.replace("\t", " ")  # JSON may be indented by tabs, YAML not
+        text = text.replace("\t", " ")  # JSON allows tabs as indentation, YAML does not
         refuse_growth(text, where)
-        loaded = OmegaConf.load(StringIO(text))  # it refuses a key that is given twice
+        loaded = OmegaConf.load(StringIO(text))  # OmegaConf refuses duplicate keys
         content = OmegaConf.to_container(loaded, resolve=False)
     except UserError:
         raise
@@ -39,11 +39,11 @@ def read_yaml(model: type[M], key: str, file: str | None) -> M:
 
 
 def refuse_growth(text: str, where: str, most_aliases: int = 0) -> None:
-    """Refuse aliases of aliases, a few lines of which make gigabytes, and depth, on which the parser spends minutes.
+    """Refuse YAML that is costly to load: nested aliases (a few lines expand to gigabytes) and deep nesting.
 
-    It may have `most_aliases`, each of what holds none.
+    `most_aliases` aliases are allowed, unless they lie inside an anchored collection.
     """
-    within: list[bool] = []  # of each collection that is open: whether an anchor names it, or one around it
+    within: list[bool] = []  # for every open collection: whether it has an anchor
     aliases = 0
     for event in yaml.parse(text):
         if isinstance(event, yaml.AliasEvent):
@@ -59,7 +59,7 @@ def refuse_growth(text: str, where: str, most_aliases: int = 0) -> None:
 
 
 def validated(model: type[M], content: str, where: str) -> M:
-    """Return JSON text as a record. Raises UserError with its first problem."""
+    """Parse JSON text into a record. Raises UserError with the first problem of the text."""
     try:
         return model.model_validate_json(content)
     except ValidationError as error:
@@ -72,5 +72,5 @@ def validated(model: type[M], content: str, where: str) -> M:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of what an error says, or its name."""
+    """Return the first line of an error's message, or the name of its class if the message is empty."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__

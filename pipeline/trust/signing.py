@@ -1,4 +1,7 @@
-"""Signatures of identity.json, which has the digest of every file of engine and evidence: Sigstore's model-signing, EC keys."""
+"""Signatures of identity.json with Sigstore's model-signing and EC keys.
+
+identity.json has the digest of every file of the engine and its evidence, so its signature covers all these files.
+"""
 
 import json
 from contextlib import redirect_stdout
@@ -20,18 +23,18 @@ class SigningConfig(StrictModel):
     """`signing.*` on the command line: PEM files of elliptic curve keys (P-256, P-384 or P-521)."""
 
     key: str | None = None
-    """Private key that signs evaluations; null signs nothing."""
+    """File of the private key that signs evaluations; null: no signatures."""
     trusted: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Public keys; if any, promotions, rollbacks, stage=verify and champion() refuse evidence that none of them signed."""
+    """Files of public keys. If any, promotions, rollbacks, stage=verify and champion() require a signature by one of these."""
 
     def check(self) -> None:
-        """Open the keys. Raises UserError for a file that is no key."""
+        """Open all keys. Raises UserError if a file is not a valid key."""
         for name, path in [("key", self.key), *(("trusted", path) for path in self.trusted)]:
             if path is not None:
                 _open(name, path)
 
     def sign(self, file: Path) -> str | None:
-        """Write the signature of a file beside it. Return the sha256 of the public key; None without a key."""
+        """Write a file's signature to its folder. Return the sha256 of the public key; None if no key is configured."""
         if self.key is None:
             return None
         signature = file.with_name(SIGNATURE_FILE)
@@ -39,7 +42,7 @@ class SigningConfig(StrictModel):
         return str(json.loads(signature.read_text(encoding="utf-8"))["verificationMaterial"]["publicKey"]["hint"])
 
     def problem(self, identity: Path) -> str | None:
-        """Say why no trusted key signed an identity; None if one did."""
+        """Return why an identity has no signature by a trusted key; None if it has one."""
         signature = identity.with_name(SIGNATURE_FILE)
         if signature.is_symlink() or not signature.is_file() or signature.stat().st_size > MOST_BYTES:
             return f"{SIGNATURE_FILE} is missing, a link, or too large"
@@ -55,7 +58,7 @@ class SigningConfig(StrictModel):
 
 
 def _open(name: str, path: str) -> Any:
-    """Return model-signing's signer or verifier with a key. Raises UserError without the key's content."""
+    """Return model-signing's signer or verifier for a key file. Raises UserError, without the key's content in the message."""
     try:
         from model_signing import signing, verifying
 
@@ -65,6 +68,6 @@ def _open(name: str, path: str) -> Any:
         return verifying.Config().use_elliptic_key_verifier(public_key=file)
     except ImportError as error:
         raise MissingRequirement(f"signing.{name}: {error.name} is missing: pip install 'kvgate[signing]'") from None
-    except Exception as error:  # cryptography raises several kinds; only ours are shown, since they do not have the content
+    except Exception as error:  # cryptography raises many kinds; only our messages never quote the key
         problem = error if isinstance(error, Unreadable) else "is no such EC key in PEM without a password"
         raise UserError(f"signing.{name}={path}: {problem}; {HOW}") from None
