@@ -3,4 +3,4 @@
 from pathlib import Path
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-"""The folder conf/ beside the packages, in a checkout and in a wheel. A folder `conf` in the current directory is not it."""
+"""kvgate's own folder conf/, next to the packages in a checkout and in a wheel; never a `conf` in the current directory."""

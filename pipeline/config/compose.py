@@ -1,4 +1,4 @@
-"""From command-line overrides to validated configurations: every job of a sweep is checked before any is launched."""
+"""Composition of command-line overrides into validated configurations. All jobs of a sweep are checked before the launch."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,18 +38,18 @@ T = TypeVar("T")
 TRACKING_URI = "tracking.uri"
 MOST_DIGITS = 1000
 MOST_KEY, MOST_VALUE = 200, 1 << 15
-"""Characters of a key, and of its value."""
+"""Maximum characters of a key and of its value."""
 ALONE = {
     **dict.fromkeys(PLANNING, "looks at every policy in one run; leave -m and experiment= out"),
     **dict.fromkeys(
         ({*MOVING} - {*JUDGING}) | {"status", "prune"}, "is of a whole work directory, and jobs may run at once; leave -m out"
     ),
 }
-"""Stages that are no job of a sweep, and why."""
+"""Stages that cannot be jobs of a sweep -> the reason."""
 
 
 def to_config(composed: DictConfig) -> Config:
-    """Validate a composed configuration, with or without its node `hydra`. Raises UserError with one line per problem."""
+    """Validate a composed configuration; its node `hydra` is ignored. Raises UserError with one line per problem."""
     ours = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     try:
         values = OmegaConf.to_container(ours, resolve=True, throw_on_missing=True)
@@ -65,14 +65,14 @@ def to_config(composed: DictConfig) -> Config:
 
 
 def _refuse_secrets(value: object, key: str = "") -> None:
-    """Refuse values that hold a secret: configurations are printed, stored beside sweeps and logged. Raises UserError."""
+    """Raise UserError for values that hold a secret, since configurations are printed, stored with sweeps and logged."""
     if isinstance(value, dict):
         for name, inner in value.items():
             _refuse_secrets(inner, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list):
         for inner in value:
             _refuse_secrets(inner, key)
-    elif isinstance(value, str) and key != TRACKING_URI and holds_secret(value):  # whose own check says what to do
+    elif isinstance(value, str) and key != TRACKING_URI and holds_secret(value):  # tracking.uri has its own check
         raise UserError(f"{key}: holds a password or a key, and configurations are printed and logged; leave it out")
 
 
@@ -87,23 +87,23 @@ class Plan:
     """Keys that differ between the jobs of a sweep."""
     launcher: str = BASIC
     launcher_keys: Mapping[str, object] = field(default_factory=dict)
-    """Below `hydra.launcher.`, dotted, with their values."""
+    """Dotted keys below `hydra.launcher.` with their values."""
     given: tuple[str, ...] = ()
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Display names of the jobs' candidates: the policy, what was changed of it, and what differs within the sweep."""
+        """Display names of the jobs' candidates: the policy, its changed keys, and the keys that differ within the sweep."""
         prefixes = ("kv.", *(f"{key}=" for key in self.swept if key != "kv"))
         own = ([part.replace("'", "") for part in line if part.startswith(prefixes)] for line in self.overrides)
         return tuple(" ".join([job.kv.name, *parts]) for job, parts in zip(self.jobs, own, strict=True))
 
 
 class _Typo(UserError):
-    """An unknown key or option, which hides those after it."""
+    """An unknown key or option. Hydra stops at the first typo, which hides later typos."""
 
 
 def plan(overrides: Sequence[str], multirun: bool) -> Plan:
-    """Compose and validate the configuration of every job, before any of them runs. Raises UserError with all typos."""
+    """Compose and validate the configurations of all jobs before the first job runs. Raises UserError with all typos."""
     problems, rest = list[str](), list(overrides)
     while True:
         try:
@@ -141,7 +141,7 @@ def _plan(overrides: Sequence[str], multirun: bool) -> Plan:
             _refuse_secrets(value, redact_text(key.lstrip("+~")))
     try:
         with _hydra():
-            parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # it knows what kv=glob(*) matches
+            parser = OverridesParser.create(GlobalHydra.instance().config_loader())  # with the loader, it can expand kv=glob(*)
             overrides = [readable(override, parser) for override in overrides]
             parsed = parser.parse_overrides(overrides)
             check_overrides(parsed, _options)
@@ -180,22 +180,22 @@ def _plan(overrides: Sequence[str], multirun: bool) -> Plan:
 
 
 def _composed(overrides: Sequence[str]) -> DictConfig:
-    """Compose the configuration, with its node `hydra`. Raises UserError for a file of --config-dir that is no YAML."""
+    """Compose the configuration, including its node `hydra`. Raises UserError for invalid YAML in --config-dir."""
     try:
         return compose("config", overrides=list(overrides), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException):
         raise
-    except (yaml.YAMLError, RecursionError, ValueError, OSError) as error:  # a ValueError: no UTF-8, or too many digits
-        if isinstance(error, OSError) and error.errno is not None:  # else OmegaConf's, of a file that holds one value
+    except (yaml.YAMLError, RecursionError, ValueError, OSError) as error:  # ValueError: not UTF-8, or a huge integer
+        if isinstance(error, OSError) and error.errno is not None:  # without errno: OmegaConf's, for a file with a single value
             raise
         said = printable(" ".join(str(error).split()))[:300]
         raise UserError(f"--config-dir: a file in it cannot be read ({said}); correct it") from error
 
 
 def _suited(overrides: list[str]) -> tuple[list[str], DictConfig]:
-    """Compose a job's configuration, with its node `hydra`, and with what suits the model in place of `auto`.
+    """Compose a job's configuration, including its node `hydra`, and replace `auto` by the options that suit the model.
 
-    Keys that `auto` lacks are set once it is known what suits the model.
+    Overrides of keys that `auto` lacks are applied after this replacement.
     """
     own, whole = tuple(f"{group}." for group in SUITING), True
     try:
@@ -213,7 +213,7 @@ def _suited(overrides: list[str]) -> tuple[list[str], DictConfig]:
 
 
 def _configs(given: Sequence[Sequence[str]]) -> tuple[list[Config], tuple[list[str], ...]]:
-    """Compose and validate each job's configuration, and return its overrides with what suits its model."""
+    """Compose and validate all jobs' configurations, and return them with the overrides after resolving `auto`."""
     configs, suited, problems = [], [], list[str]()
     for overrides in given:
         try:
@@ -228,10 +228,10 @@ def _configs(given: Sequence[Sequence[str]]) -> tuple[list[Config], tuple[list[s
 
 
 def launch(planned: Plan, more: Sequence[str], task: Callable[[DictConfig], T]) -> list[T]:
-    """Run the jobs of a sweep by its launcher and return what each returned, in the order of the command line.
+    """Run the jobs of a sweep with its launcher and return the results of `task`, in the order of the command line.
 
-    Hydra composes each again where it runs, since a machine's own defaults are of that machine, and sends `task` there. `more`
-    are overrides for the launcher's plugin.
+    Hydra sends `task` to the job's machine and composes the configuration there again, because some defaults depend on the
+    machine. `more` are overrides for the launcher's plugin.
     """
     with _hydra():
         state = GlobalHydra.instance()
@@ -244,9 +244,9 @@ def launch(planned: Plan, more: Sequence[str], task: Callable[[DictConfig], T]) 
 
 
 def configurations(planned: Plan) -> Iterator[str]:
-    """Yield the configuration of each job as a document of one YAML stream, for `--cfg job`.
+    """Yield the configuration of every job as a document of a YAML stream, for `--cfg job`.
 
-    A comment above one of a sweep says what is overridden in it.
+    In a sweep, a comment above the document lists the job's overrides.
     """
     with _hydra():
         for number, overrides in enumerate(planned.overrides, start=1):
@@ -256,7 +256,7 @@ def configurations(planned: Plan) -> Iterator[str]:
 
 @contextmanager
 def _hydra() -> Iterator[None]:
-    """Compose as if nobody else used Hydra in this process: an application may be one of Hydra's, and stays what it was."""
+    """Initialize Hydra for kvgate, and restore the previous state of Hydra, which the calling application may use too."""
     state = GlobalHydra.instance()
     theirs, base = state.hydra, copy(VersionBase.instance())
     state.clear()
@@ -274,17 +274,17 @@ def _is_hydras(override: Override) -> bool:
 
 
 def _jobs(overrides: list[Override]) -> list[list[str]]:
-    """Return the overrides of each job, as Hydra's sweeper makes them, in its order: every combination of the swept values.
+    """Return the overrides of every job: all combinations of the swept values, in the order of Hydra's sweeper.
 
-    Raises UserError for a key without a value, and for more jobs than a sweep may have.
+    Raises UserError for a key without a value, and for more than MOST_JOBS jobs.
     """
-    choices: dict[str, list[str]] = {}  # the last value of a key counts, in the place of its first
+    choices: dict[str, list[str]] = {}  # the last value of a key counts, at the position of the first
     for o in overrides:
         key = o.get_key_element()
         if o.is_sweep_override():
             try:
                 choices[key] = [f"{key}={value}" for value in islice(o.sweep_string_iterator(), MOST_JOBS + 1)]
-            except ValueError as error:  # range() of Python's own
+            except ValueError as error:  # from Python's range()
                 raise UserError(f"{o.input_line}: {error}; give values that the sweep is over") from None
         else:
             choices[key] = [str(o.input_line) if o.is_delete() else f"{key}={o.get_value_element_as_str()}"]

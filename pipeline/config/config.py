@@ -1,4 +1,4 @@
-"""The typed configuration: what conf/ composes is validated here, strictly, before anything heavy is imported."""
+"""The typed configuration. It strictly validates the composition of conf/ before any heavy import."""
 
 from functools import reduce
 from operator import attrgetter, or_
@@ -59,59 +59,61 @@ READERS: dict[str, tuple[Stage, ...]] = {
     "routing.rollback": ("route",),
     "monitor.snapshot": ("monitor",),
 }
-"""Keys that other stages refuse, since they would not read them."""
+"""Key -> the stages that read it. Other stages refuse the key."""
 NEEDED: dict[Stage, tuple[str, str]] = {
     "verify": ("bundle", "the directory of an engine, or of its evidence"),
     "monitor": ("monitor.snapshot", "the JSON file of a snapshot"),
 }
-"""Stage -> the key that it cannot do without, and what that is."""
+"""Stage -> its required key and a description of the value."""
 
 
 class ModelConfig(StrictModel):
-    """The checkpoint: a local Hugging Face directory or GGUF file, or `pkg://module/...` for one inside a Python package."""
+    """The checkpoint: a local Hugging Face directory, a GGUF file, or `pkg://module/...` inside a Python package."""
 
     path: PathText
-    """A directory, a GGUF file, or a place inside a package."""
+    """Path of the checkpoint: a directory, a GGUF file, or `pkg://module/...` inside a Python package."""
 
     @property
     def label(self) -> str:
-        """Short name for tables and the registry."""
+        """Short name of the model in tables and in the registry."""
         return checkpoint_label(self.path)
 
 
 class WeightsConfig(StrictModel):
-    """How ModelOpt quantizes the weights; the baseline has the same weights, so that only the cache differs."""
+    """Quantization of the weights by ModelOpt. The baseline has the same weights, so that only the cache differs."""
 
     format: WeightsFormat
-    """What linear layers are rounded to: E4M3, or INT8 with SmoothQuant, with their inputs; INT4 by AWQ; none as they are."""
+    """Format of the linear layers: fp8 (E4M3) or int8_sq (INT8 with SmoothQuant) for weights and inputs, int4_awq (INT4 with
+    AWQ) for weights, none for no change."""
 
 
 class QuantizeConfig(StrictModel):
-    """Where ModelOpt quantizes and calibrates; `auto` is a GPU where torch finds one."""
+    """Device for ModelOpt's quantization and calibration."""
 
     device: Literal["auto", "cpu", "cuda"]
-    """auto is a GPU where torch finds one."""
+    """Device; auto uses a GPU if torch finds one."""
 
 
 class ReferenceConfig(StrictModel):
-    """Where the reference engine runs, with which a judged engine is compared: transformers' model in float32."""
+    """Device of the reference engine, to which judged engines are compared: transformers' model in float32."""
 
     device: Literal["auto", "cpu", "cuda"]
-    """auto is a GPU if torch finds one and the weights take at least 100 MB on the disk; a smaller model is faster on a CPU.
-    On a GPU the weights stay in 16 bits beside the judged engine, which has to leave room for them
+    """Device; auto uses a GPU if torch finds one and the weights take at least 100 MB on disk (smaller models are faster on a
+    CPU). On a GPU the weights stay in 16 bits next to the judged engine, which must leave room for them
     (backend.gpu_memory_utilization)."""
 
 
 class CalibrationConfig(StrictModel):
-    """Texts from which ModelOpt measures static scales: generated, or one JSON string or {"text": ...} a line."""
+    """Texts for ModelOpt's calibration of static scales: generated, or read from a file."""
 
     samples: Annotated[int, Field(ge=1, le=100_000)]
-    """How many texts."""
+    """Number of texts."""
     max_length: Annotated[int, Field(ge=16, le=131_072)]
-    """Longer texts are cut, in tokens."""
+    """Maximum length of a text in tokens; longer texts are cut."""
     workloads: Annotated[list[Workload], Field(min_length=1)]
-    """The generated texts are equal parts of these workloads, of a split that no evaluation draws from."""
+    """Workloads of the generated texts, in equal shares, from a split that no evaluation uses."""
     jsonl: PathText | None = None
+    """File of texts, one JSON string or {"text": ...} per line; null generates the texts."""
 
     @property
     def file(self) -> Path | None:
@@ -122,31 +124,31 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class PromoteConfig(StrictModel):
-    """Which candidates stage=promote looks at, and how it checks them."""
+    """Candidates that stage=promote considers, and their last check."""
 
     name: Text | None
-    """The candidate that is promoted if it passed; null takes the best. Also one that was rolled back, or of a sweep that did
-    not finish."""
+    """Candidate to promote if it passed; null takes the best. A name may also select a candidate that was rolled back or that
+    belongs to an unfinished sweep."""
     sweep: Text | None
-    """The sweep whose candidates are looked at; null takes the last one that has a candidate."""
+    """Sweep whose candidates are considered; null takes the last sweep with a candidate."""
     decode_again: Annotated[int, Field(ge=0, le=1000)]
-    """Samples that are decoded again before an alias moves, on engines that open in seconds; 0 asks no engine."""
+    """Samples that are decoded again before an alias moves, if the engine opens in seconds; 0 skips this check."""
 
 
 class PruneConfig(StrictModel):
-    """What stage=prune leaves, and whether it removes the rest; stage=status shows the same sweeps."""
+    """Retention of sweeps by stage=prune; stage=status shows the same sweeps."""
 
     keep_sweeps: Annotated[int, Field(ge=0, le=1000)]
-    """Number of the last sweeps whose candidates stay, and of the last single evaluations, which are counted separately."""
+    """Number of latest sweeps whose candidates are kept; the same number of latest single evaluations is also kept."""
     apply: bool
-    """False shows what would go, and removes nothing."""
+    """Whether files are removed; false only lists them."""
 
 
 class Config(StrictModel):
-    """Everything that a run needs: one field for each group of conf/."""
+    """The configuration of a run. Every group of conf/ has a field."""
 
     stage: Stage
-    """What the command does: docs/start.md#my-model has a table."""
+    """Stage to run; docs/start.md#my-model has a table."""
     model: ModelConfig
     weights: WeightsConfig
     quantize: QuantizeConfig
@@ -158,26 +160,27 @@ class Config(StrictModel):
     gates: Gates
     tune: TuneConfig
     capacity: CapacityConfig
-    """What stage=capacity and stage=recommend plan for; no other stage reads it."""
+    """Intended use that stage=capacity and stage=recommend plan for; other stages ignore it."""
     monitor: MonitorConfig
-    """What stage=monitor looks at; no other stage reads it."""
+    """Input of stage=monitor; other stages ignore it."""
     tracking: Tracking
     promote: PromoteConfig
     signing: SigningConfig
     routing: RoutingConfig
     prune: Annotated[PruneConfig, Field(exclude=True)]
-    """It decides nothing of what is made or judged, so that it is tracked nowhere."""
+    """Retention of sweeps. It affects no artifact and no verdict, so it is not tracked."""
     seed: Annotated[int, Field(ge=0, lt=2**31)]
-    """Of samples, calibration texts and searches."""
+    """Seed of samples, calibration texts and searches."""
     workdir: PathText
+    """Directory of all artifacts."""
     log: Literal["human", "json", "quiet"]
-    """What a command says and how; no artifact depends on it."""
+    """Output format of the command; artifacts do not depend on it."""
     verbose: bool
-    """Whether it says details as well; no artifact depends on it."""
+    """Whether details are printed; artifacts do not depend on it."""
     bundle: PathText | None
-    """Directory of an engine, or of its evidence, for stage=verify."""
+    """Directory of an engine or of its evidence, for stage=verify."""
     dry: bool
-    """Whether the command only says what it would do. Nothing that is made depends on it."""
+    """Whether the command only prints its plan; artifacts do not depend on it."""
 
     @model_validator(mode="after")
     def _is_what_the_stage_reads(self) -> Self:

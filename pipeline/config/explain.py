@@ -1,4 +1,4 @@
-"""One line for each problem of a configuration: the texts of Hydra and pydantic are written for developers."""
+"""Error messages for configurations, one line per problem, since the texts of Hydra and pydantic are for developers."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from pipeline.core.errors import short
 from pipeline.core.redaction import redact_text
 
 MOST_SHOWN = 400
-"""Characters of a command that a message quotes."""
+"""Maximum characters of a command in a message."""
 
 
 def explain_validation(error: ValidationError, composed: DictConfig) -> list[str]:
@@ -26,14 +26,14 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
     for problem in error.errors(include_url=False):
         location = problem["loc"]
         if problem["type"] == "too_short" and problem["ctx"]["actual_length"] == 0 and problem["input"]:
-            continue  # what is in the list has lines of its own
-        if location[1:2] == (composed.backend.get("name"),):  # which pydantic inserts
+            continue  # the problems of the list's items have their own lines
+        if location[1:2] == (composed.backend.get("name"),):  # pydantic inserts the tag of the union
             location = location[:1] + location[2:]
         written = _interpolation(composed, location)
         if written is not None and ":" not in written:
-            continue  # interpolated from another key, whose problem has a line of its own
+            continue  # interpolated from another key, whose problem has its own line
         key = ".".join(str(part) for part in location)
-        # A variable of the environment may hold a secret: what is shown is its name.
+        # An environment variable may hold a secret, so only its name is shown.
         text: str = problem["msg"]
         value: Any = problem["input"] if written is None else written
         if problem["type"] == "extra_forbidden":
@@ -57,8 +57,8 @@ def explain_validation(error: ValidationError, composed: DictConfig) -> list[str
 
 
 def _interpolation(composed: DictConfig, location: tuple[int | str, ...]) -> str | None:
-    """Return the interpolation that a key is written as, such as `${seed}` or `${oc.env:HOME}`; None for a plain value."""
-    if not location:  # a problem of several sections together
+    """Return the interpolation of a key, such as `${seed}` or `${oc.env:HOME}`; None for a plain value."""
+    if not location:  # a problem that concerns several sections
         return None
     node: object = composed
     for part in location:
@@ -72,7 +72,7 @@ def _interpolation(composed: DictConfig, location: tuple[int | str, ...]) -> str
 
 
 def _siblings(location: tuple[int | str, ...], backend: str | None = None) -> list[str]:
-    """Return the keys that exist where an unknown one was given; below `backend`, those of the named backend, or of all."""
+    """Return the valid keys next to an unknown key. Below `backend` these are the named backend's keys, or all backends'."""
     models: list[Any] = [Config]
     for part in location[:-1]:
         annotations = [model.model_fields[part].annotation for model in models if part in model.model_fields]
@@ -83,7 +83,7 @@ def _siblings(location: tuple[int | str, ...], backend: str | None = None) -> li
 
 
 def suggest(value: str, choices: Sequence[str]) -> str:
-    """Return what to say after a value that is no choice: the closest one, or all of them."""
+    """Return the hint after an invalid value: the closest choice, or all choices."""
     close = get_close_matches(value, choices, n=1)
     if close:
         return f", did you mean {close[0]}?"
@@ -91,7 +91,7 @@ def suggest(value: str, choices: Sequence[str]) -> str:
 
 
 def _explain_key(key: str, cause: Exception, overrides: Sequence[str]) -> str:
-    """Return one line for an override of a key that takes no such value, or that does not exist."""
+    """Return a line about an override with a wrong value or an unknown key."""
     parent, _, name = key.rpartition(".")
     siblings = _siblings(tuple(key.split(".")))
     if key.startswith(LAUNCHER_KEYS):
@@ -111,7 +111,7 @@ def _explain_key(key: str, cause: Exception, overrides: Sequence[str]) -> str:
 
 
 def explain_hydra(error: Exception, overrides: Sequence[str]) -> str:
-    """Return one line for what Hydra could not compose: its own texts are written for its developers."""
+    """Return a line about an error of Hydra's composition, whose own text is written for developers."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key = getattr(cause, "full_key", None)
     if key:

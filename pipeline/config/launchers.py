@@ -1,7 +1,7 @@
-"""The launcher of a sweep's jobs: any that is installed as a plugin of Hydra, with the keys that were typed.
+"""Checks of a sweep's launcher: an installed Hydra plugin, changed only by keys on the command line.
 
-A launcher's configuration can name code and shell commands (`_target_`, `setup`), so `_target_` is always the plugin's own, and
-other keys come from the command line, never from files of --config-dir.
+A launcher's configuration can name code and shell commands (`_target_`, `setup`). Therefore `_target_` is always the plugin's
+own, and other keys come from the command line, never from files of --config-dir.
 """
 
 from collections.abc import Collection, Mapping
@@ -15,22 +15,22 @@ from pipeline.core.errors import MissingRequirement, UserError, short
 from pipeline.core.redaction import leaves
 
 BASIC = "basic"
-"""One job after the other, in this process."""
+"""Hydra's launcher that runs the jobs sequentially in this process."""
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 NO_NUMBER = (
     "a job ends with a verdict, not with a number to minimize; search formats with stage=tune, or list the candidates, "
     "as in -m kv=fp8,int8"
 )
-"""Why no other sweeper fits, and what to use."""
+"""Reason why other sweepers are refused, and the alternative."""
 EXTRAS = {"joblib": "joblib", "submitit_local": "submitit", "submitit_slurm": "submitit", "ray": "ray"}
-"""Launcher -> the extra of kvgate that installs it, which has the name of its library."""
+"""Launcher -> kvgate's extra that installs it; the extra has the name of the library."""
 LOGS = "sweep/.submitit"
-"""Folder below the work directory for the output of submitit's jobs."""
+"""Folder inside the work directory for the output of submitit's jobs."""
 
 
 def installed() -> list[str]:
     """Return the names of the launchers that Hydra finds."""
-    Plugins.instance()  # its plugins store their configurations
+    Plugins.instance()  # loads the plugins, which store their configurations
     names = [name.removesuffix(".yaml") for name in ConfigStore.instance().list("hydra/launcher")]
     return sorted(name for name in names if name not in EXTRAS or find_spec(EXTRAS[name]) is not None)
 
@@ -49,14 +49,14 @@ def check_installed(name: object) -> None:
 
 
 def check_sweep(hydra: DictConfig, typed: Collection[str]) -> tuple[str, Mapping[str, object]]:
-    """Refuse a composition with another sweeper, or whose launcher is not an installed plugin with the keys that were typed.
+    """Refuse a composition with another sweeper, or with a launcher other than an installed plugin plus the typed keys.
 
     Args:
         hydra: The composed node `hydra`.
         typed: Dotted keys below `hydra.launcher` on the command line.
 
     Returns:
-        The launcher's name and its dotted keys with their values, interpolations unresolved.
+        The launcher's name, and its dotted keys with their values. Interpolations are not resolved.
     """
     for key in ("launcher", "sweeper"):
         if not isinstance(hydra[key], DictConfig):

@@ -1,4 +1,4 @@
-"""Options that no file of conf/ has: their values are defaults of the code. Importing this module stores them for Hydra."""
+"""Hydra options whose values are defaults in the code, not files of conf/. Importing this module registers them."""
 
 from hydra.core.config_store import ConfigStore
 

@@ -1,4 +1,4 @@
-"""What of a command line is refused as it is written, and what a composition may not bring: nothing that Hydra would run."""
+"""Checks of command-line overrides before composition, and of compositions for code that Hydra would run."""
 
 import re
 import shlex
@@ -21,10 +21,10 @@ from pipeline.core.strict import Unreadable, read_file
 from pipeline.trust.files import MOST_BYTES, refuse_growth
 
 MOST_JOBS = 1000
-"""Of a sweep. Each is composed and checked before the first one runs."""
+"""Maximum jobs of a sweep; every job is composed and checked before the first job runs."""
 
 MOST_ALIASES = 20
-"""Of a file of --config-dir."""
+"""Maximum YAML aliases in a file of --config-dir."""
 
 OPTION = re.compile(r"[\w-]+")
 BRACKETED = re.compile(r"\[.*\]|\{.*\}", re.DOTALL)
@@ -34,15 +34,15 @@ LAUNCHER_KEYS = "hydra.launcher."
 
 
 def searching(*folders: str | Path) -> str:
-    """Return the override by which options are found in these folders as well, as `--config-dir` has it for one."""
+    """Return the override that adds folders of options to Hydra's search path, like `--config-dir` does for one folder."""
     places = dict.fromkeys(f"{SEARCHED}{Path(folder).resolve()}" for folder in folders)
     return f"{SEARCHPATH}={written(list(places))}"
 
 
 def searching_too(arguments: Sequence[str], folder: Path) -> list[str]:
-    """Return the arguments of a command with one more folder in which options are found."""
+    """Return the arguments of a command with one more folder of options."""
     folders, rest = list[str](), list(arguments)
-    if rest[:1] == ["--config-dir"]:  # which may be given once
+    if rest[:1] == ["--config-dir"]:  # --config-dir can only be given once
         folders, rest = rest[1:2], rest[2:]
     for override in OverridesParser.create().parse_overrides([one for one in rest if names_searchpath(one)]):
         rest.remove(str(override.input_line))
@@ -57,13 +57,13 @@ def names_searchpath(argument: str) -> bool:
 
 
 def readable(argument: str, parser: OverridesParser) -> str:
-    """Return an argument of the command line in Hydra's grammar: a value that the grammar cannot read is one text, and quoted.
+    """Return a command-line argument in Hydra's grammar; a value that the grammar cannot parse is quoted as one text.
 
-    Paths may hold letters, `=`, `#`, brackets and quotes. Lists, and values with commas, which may be a sweep, have to be
-    quoted where they are typed.
+    Paths may contain letters, `=`, `#`, brackets and quotes. The user must quote texts in lists and texts with commas, since
+    commas may separate the values of a sweep.
 
     Raises:
-        UserError: The argument cannot be read with its value quoted, or its value may be several texts.
+        UserError: The argument cannot be parsed even with a quoted value, or its value may be several texts.
     """
     if _is_read(argument, parser):
         return argument
@@ -86,13 +86,13 @@ def _is_read(argument: str, parser: OverridesParser) -> bool:
 
 
 def as_text(argument: str) -> str:
-    """Return an argument whose value is one text, quoted for the shell and for Hydra."""
+    """Return an argument with its value as one text, quoted for the shell and for Hydra."""
     key, _, value = argument.partition("=")
     return shlex.quote(f"{key}={QuotedString(value, Quote.double).with_quotes()}")
 
 
 def check_overrides(overrides: Sequence[Override], options_of: Callable[[str], Sequence[str]]) -> None:
-    """Refuse overrides that mean nothing, or something else than they seem to."""
+    """Raise UserError for overrides without effect or with a misleading meaning."""
     problems = [problem for o in overrides if (problem := _problem(o, options_of)) is not None]
     if problems:
         raise UserError("\n".join(problems))
@@ -143,13 +143,13 @@ def _hydra_problem(override: Override, line: str) -> str | None:
 
 
 def _refuse_growth(path: Path) -> None:
-    """Refuse a file of --config-dir whose few lines would become gigabytes; what else is wrong with it, its reader says."""
+    """Refuse a file of --config-dir whose YAML aliases would expand to gigabytes; other errors are left to its reader."""
     with suppress(Unreadable, yaml.YAMLError, UnicodeError, RecursionError):
         refuse_growth(read_file(path, MOST_BYTES).decode(), f"--config-dir: {path}", MOST_ALIASES)
 
 
 def values_of(override: Override) -> Iterator[object]:
-    """Yield the values that an override gives its key, at most one more than a sweep may have jobs."""
+    """Yield the values of an override, at most MOST_JOBS + 1 of a sweep."""
     if not override.is_sweep_override():
         yield override.value()
     elif not isinstance(override.value(), Glob):
@@ -157,7 +157,7 @@ def values_of(override: Override) -> Iterator[object]:
 
 
 def refuse_code(hydra: DictConfig) -> None:
-    """Refuse a composition that would make Hydra import and call something; files of --config-dir may hold such."""
+    """Refuse a composition that would make Hydra import and call code, as a file of --config-dir could request."""
     loggers = ("handlers", "formatters", "filters", "loggers")
     for key in ("callbacks", *(f"{log}.{part}" for log in ("job_logging", "hydra_logging") for part in loggers)):
         node: object = hydra

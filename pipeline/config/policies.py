@@ -1,4 +1,4 @@
-"""The KV policies of conf/kv, by name, for stages that compare several."""
+"""The KV policies of conf/kv, for stages that compare several policies."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from pipeline.planning.tuning import check_uniform
 
 
 def load_policies(key: str, names: Sequence[str]) -> list[KVPolicy]:
-    """Return the policies of conf/kv with these names."""
+    """Return the policies of conf/kv with the given names. Raises UserError, which names `key`, for an unknown name."""
     known = sorted(path.stem for path in (CONF / "kv").glob("*.yaml"))
     for name in names:
         if name not in known:
@@ -27,9 +27,9 @@ def shipped_policies() -> list[KVPolicy]:
 
 
 def labelled(others: Sequence[KVPolicy]) -> list[tuple[str, KVPolicy]]:
-    """Return all policies of conf/kv, then those of others that are none of them, with display names.
+    """Return the shipped policies, then the unshipped policies from `others`, with display names.
 
-    The name of a policy that was changed on the command line says how: `fp8 kv.sink_tokens=4`.
+    The display name of a policy that was changed on the command line includes the change: `fp8 kv.sink_tokens=4`.
     """
     by_name = {policy.name: policy for policy in shipped_policies()}
     found = list(by_name.items())
@@ -47,7 +47,7 @@ def policy_yaml(policy: KVPolicy, comment: str) -> str:
 
 
 def tuned_policies(config: Config, shape: KVShape) -> list[KVPolicy]:
-    """Return the policies that the search mixes."""
+    """Return the uniform policies that the search combines by layer. Raises UserError if they do not fit the model."""
     uniform = load_policies("tune.policies", config.tune.policies)
     for policy in uniform:
         check_uniform(policy)

@@ -1,4 +1,4 @@
-"""What `workloads=auto` and `calibration=auto` stand for: the questions and texts that suit the model."""
+"""Resolution of `workloads=auto` and `calibration=auto` to the questions and texts that suit the model."""
 
 import json
 from filecmp import cmp
@@ -12,16 +12,16 @@ from pipeline.gguf.header import read_header
 
 AUTO = "auto"
 SUITING = {"workloads": ("builtin", "chat"), "calibration": ("generated", "chat")}
-"""Group -> its option for the tiny model, which `auto` is composed of, and the one for any other."""
+"""Group -> its option for the tiny model, which `auto` is composed of, and its option for any other model."""
 TINY = "pkg://stages.tiny/checkpoint"
 TOKENIZER = "tokenizer.json"
 
 
 @cache
 def is_tiny(path: str) -> bool:
-    """Return whether a model reads the words that the tiny model was trained on: its tokenizer tells, also of a copy.
+    """Return whether a model has the tiny model's tokenizer, as the tiny model and its copies do.
 
-    What cannot be read is none.
+    Returns False if the model cannot be read.
     """
     if path == TINY:
         return True
@@ -41,7 +41,7 @@ def _is_converted(gguf: Path, own: Path) -> bool:
 
 
 def has_chat_template(path: Path) -> bool:
-    """Return whether a checkpoint's or a GGUF's tokenizer renders conversations. Raises UserError for what cannot be read."""
+    """Return whether the tokenizer of a checkpoint or GGUF renders conversations. Raises UserError if it cannot be read."""
     if path.is_file():
         return "tokenizer.chat_template" in read_header(path).metadata
     if any((path / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):

@@ -1,4 +1,4 @@
-"""The processes of a sweep's jobs: what kvgate sets of a launcher for them, what it says where one died, how it ends them."""
+"""The processes of a sweep's jobs: settings of their launcher, errors if a process dies, and shutdown."""
 
 import atexit
 import logging
@@ -24,37 +24,37 @@ SLURM = "submitit_slurm"
 SLURM_COMMANDS = ("sbatch", "srun", "sacct")
 
 SLURM_OVERRIDES = [
-    # One folder for all, which submitit makes before it submits: Slurm fails a job whose output has no folder yet, and with
-    # the plugin's own `.submitit/%j` it is made once sbatch has returned.
+    # One folder for all jobs, which submitit creates before sbatch runs. Slurm fails a job if its output folder does not exist
+    # yet, and the plugin's default `.submitit/%j` is created only after sbatch has returned.
     "++hydra.launcher.submitit_folder=${hydra.sweep.dir}/.submitit",
 ]
 
 RAY = "ray"
 RAY_LINES = {
-    "RAY_DISABLE_WORKER_LOG_PREFIX": "1",  # before lines that name their job, and that may be JSON
-    "RAY_DEDUP_LOGS": "0",  # it takes lines that differ in numbers alone for one, errors as well
+    "RAY_DISABLE_WORKER_LOG_PREFIX": "1",  # the lines already name their job, and may be JSON
+    "RAY_DEDUP_LOGS": "0",  # it would merge lines that differ only in numbers, even errors
 }
-"""Variables by which Ray passes on the lines of jobs as they are."""
+"""Environment variables that make Ray print the jobs' lines unchanged."""
 RAY_HERE = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # all its ports on 127.0.0.1, as on those systems, and not on every address
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # all ports on 127.0.0.1, as on those systems, not on every address
     "RAY_AUTH_MODE": "token",
 }
-"""Variables of a Ray that the command starts."""
+"""Environment variables of a Ray instance that the command starts."""
 RAY_STORE_BYTES = 75 << 20
-"""Of the memory in which Ray keeps what tasks return; jobs return nothing. It takes no less."""
+"""Bytes of Ray's object store, which holds the results of tasks: Ray's minimum, since jobs return nothing."""
 RAY_OVERRIDES = [
-    "++hydra.launcher.ray.remote.max_retries=0",  # a job that used up the memory would be run again without end
-    "++hydra.launcher.ray.remote.max_calls=1",  # a process a job, as submitit has it: what a job held is free for the next
+    "++hydra.launcher.ray.remote.max_retries=0",  # otherwise a job that ran out of memory is retried forever
+    "++hydra.launcher.ray.remote.max_calls=1",  # one process per job, which frees all its memory
 ]
 
 LOST = {"TerminatedWorkerError", "BrokenProcessPool", "UncompletedJobError", "WorkerCrashedError", "OutOfMemoryError"}
-"""Exceptions of joblib, submitit and ray for a process that ended before its job."""
+"""Names of the exceptions of joblib, submitit and ray for a process that died during its job."""
 ENDING_S = 5.0
 LAST_LINES_S = 1.0
 
 
 def start(name: str, keys: Mapping[str, object]) -> list[str]:
-    """Start what a launcher's jobs run on where its plugin would start it otherwise: Ray. Return overrides for the plugin."""
+    """Prepare the launcher, and return overrides for its plugin. Ray is started here, before the plugin would start it."""
     if name == SLURM:
         missing = [command for command in SLURM_COMMANDS if shutil.which(command) is None]
         if missing:
@@ -73,8 +73,8 @@ def start(name: str, keys: Mapping[str, object]) -> list[str]:
     if options.get("address", "local") == "local" and "RAY_ADDRESS" not in os.environ:
         variables |= RAY_HERE
         if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
-            variables["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # else Ray leaves one in the home directory
-        folder = tempfile.mkdtemp(prefix="kvgate-ray-")  # of its logs and sockets, which it would leave
+            variables["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # else Ray writes a token file into the home directory
+        folder = tempfile.mkdtemp(prefix="kvgate-ray-")  # logs and sockets, which Ray would not remove
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": RAY_STORE_BYTES, "_temp_dir": folder}
     for variable, value in variables.items():
@@ -84,30 +84,30 @@ def start(name: str, keys: Mapping[str, object]) -> list[str]:
         import ray
 
         ray.init(**options, logging_level=logging.WARNING)
-    except SystemExit as error:  # what Ray makes of SIGTERM
+    except SystemExit as error:  # Ray's reaction to SIGTERM
         raise KeyboardInterrupt from error
-    except Exception as error:  # it has no class of its own for that
+    except Exception as error:  # Ray has no specific class for a failed start
         said = short(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", 200)
         raise MissingRequirement(
             f"hydra/launcher=ray: Ray did not start ({said}); run less beside it, or mend hydra.launcher.ray.init.* or the "
             f"installation ({install(RAY)})"
         ) from error
-    signal.signal(signal.SIGTERM, terminated)  # Ray's would abort this process
+    signal.signal(signal.SIGTERM, terminated)  # Ray's handler would abort this process
     return RAY_OVERRIDES
 
 
 def explained(name: str, error: Exception) -> Exception:
-    """Return the refusal that a launcher's exception stands for: a worker died, no job was taken, or a key is wrong."""
+    """Return the UserError or MissingRequirement for a launcher's exception: a dead worker, a refused job or a wrong key."""
     if isinstance(error, ValueError):
         said = short(" ".join(str(error).split()), 200)
         return UserError(f"hydra/launcher={name}: {said}; correct what it names in hydra.launcher.*")
-    if isinstance(error.__cause__, CalledProcessError):  # as submitit raises it, with the class of a job that failed
+    if isinstance(error.__cause__, CalledProcessError):  # submitit raises it with the class of a failed job
         said = short(" ".join(str(error.__cause__.stderr or error).split()), 200)
         return MissingRequirement(f"hydra/launcher={name}: sbatch failed ({said}); mend what it names in hydra.launcher.*")
     if LOST.isdisjoint(kind.__name__ for kind in type(error).__mro__):
         return error
     lines = [line for line in str(error).splitlines() if line.strip()]
-    # submitit's FailedJobError holds the traceback of what the process died of.
+    # submitit's FailedJobError holds the traceback that ended the process.
     detail = f" ({short(lines[-1], 200)})" if type(error).__name__ == "FailedJobError" and lines else ""
     going_on = "; jobs that Slurm has go on, and record how they end" if name == SLURM else ""
     return MissingRequirement(
@@ -117,7 +117,7 @@ def explained(name: str, error: Exception) -> Exception:
 
 
 def end_workers(name: str) -> None:
-    """End the jobs' processes of a launcher that would let them run on: submitit's on this machine, and Ray's."""
+    """Stop the job processes that would outlive the command: submitit's on this machine, and Ray's."""
     finish(name)
     if name != "submitit_local":
         return
@@ -132,7 +132,7 @@ def end_workers(name: str) -> None:
 
 
 def finish(name: str) -> None:
-    """End the Ray of the command, or leave its cluster, once the last lines of its jobs have been printed."""
+    """Stop the command's Ray instance, or leave the Ray cluster, after the jobs' last lines have been printed."""
     ray: Any = sys.modules.get(RAY)
     if name == RAY and ray is not None and ray.is_initialized():
         time.sleep(LAST_LINES_S)
