@@ -1,7 +1,6 @@
 """backend=torch on a GPU: the engine over the attention kernels.
 
-backend.device=auto is this engine where torch finds a GPU, else the oracle. Bundles are the same for both: only running
-them differs.
+backend.device=auto selects this engine if torch finds a GPU, else the reference engine. Both engines load the same bundles.
 """
 
 from pathlib import Path
@@ -14,10 +13,10 @@ from stages.engines.oracle.backend import OracleBackend
 
 
 class CudaBackend(OracleBackend):
-    """transformers' own model, whose decoding attends through the kernels, on the current GPU."""
+    """transformers' model on the current GPU, with attention through the kernels."""
 
     def check_inputs(self, job: Job) -> None:
-        """Refuse a policy that the kernels do not hold and, for a command that judges, a missing GPU. Building needs none."""
+        """Refuse a policy that the kernels do not support and, if the command judges, a missing GPU. Building needs no GPU."""
         if self.config.device == "auto" and not (job.judges and self._finds_gpu()):
             if job.judges:
                 self._refuse_oracle()
@@ -39,7 +38,7 @@ class CudaBackend(OracleBackend):
         return "stages.engines.cuda.engine" if self._finds_gpu() else super().engine_module
 
     def run_parts(self) -> dict[str, object]:
-        """Return the oracle's parts and the GPU's identity, so that results of one GPU are not reused on another."""
+        """Return the reference engine's parts and the GPU's identity, so that another GPU does not reuse results."""
         from stages.engines.cuda.device import device_identity
 
         parts = {**super().run_parts(), **device_identity(self.config.device)}
@@ -57,7 +56,7 @@ class CudaBackend(OracleBackend):
         return load_engine(bundle, threads=self.config.threads, compute_dtype=self.config.compute_dtype)
 
     def _refuse_oracle(self) -> None:
-        """Raise MissingRequirement where the oracle would compute in another type than is asked for."""
+        """Raise MissingRequirement if `compute_dtype` is not the reference engine's float32."""
         if self.config.compute_dtype != "float32":
             raise MissingRequirement(
                 f"backend.compute_dtype={self.config.compute_dtype}: torch finds no NVIDIA GPU, and on a CPU backend=torch "
@@ -65,7 +64,7 @@ class CudaBackend(OracleBackend):
             )
 
     def _finds_gpu(self) -> bool:
-        """Whether the engine runs on a GPU; MissingRequirement when one is asked for, or found, and cannot be used."""
+        """Return whether the engine runs on a GPU. Raises MissingRequirement if a GPU is requested or found but unusable."""
         from stages.engines.cuda.device import resolve_device
 
         return resolve_device(self.config.device).type == "cuda"

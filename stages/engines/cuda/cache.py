@@ -1,7 +1,7 @@
-"""The quantized cache on a GPU: pools of all layers, and one append for all layers of a layout.
+"""The quantized cache on a GPU: pools of all layers, and one append per layout for all its layers.
 
-Shapes: l layers of one format, L layers, N pages, M exact buffers, E exact tokens, H KV heads, D head_dim, W elements of a
-token, B rows of a step, P pages of a row of the table, T tokens in a sequence's cache.
+Shapes: l layers of one layout, L layers, N pages, M exact buffers, E exact tokens, H KV heads, D head_dim, W elements of a
+token, B rows of a step, P columns (pages) of the page table, T tokens in a sequence's cache.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,34 +23,34 @@ from stages.engines.paged.sequences import PageAllocator, SequencePages
 from stages.engines.staging import scaled
 
 FIRST_COLUMNS = 16
-"""Pages of a row of a step's table at first: 1,024 tokens."""
+"""Initial columns (pages) of a step's page table: 1,024 tokens."""
 
 
 @dataclass
 class LayerGroup:
-    """Layers whose caches have one layout, and their tensors."""
+    """Layers that share a cache layout, and their tensors."""
 
     layout: CacheLayout
     layers: list[int]
     first: int
-    """Place of its first layer among the new keys and values of a step, which are in the order of the groups."""
+    """Index of the group's first layer in a step's new keys and values, which are in the order of the groups."""
     paged: dict[str, Tensor]
-    """`key_pool`, ... (l, N, H, 64, W), as CacheLayout.pools says."""
+    """Pools (l, N, H, 64, W) by the names of CacheLayout.pools: `key_pool`, ..."""
     exact: dict[str, Tensor]
-    """`key_exact`, `value_exact` (l, M, H, E, D)."""
+    """Exact tokens `key_exact` and `value_exact`, (l, M, H, E, D)."""
     scales: dict[str, Tensor]
-    """`key_scale`, `value_scale` (l, 1 | H) of static sides."""
+    """Static scales `key_scale` and `value_scale`, (l, 1 or H)."""
     read: dict[str, Tensor] = field(default_factory=dict)
-    """Those of `scales` that are read with other numbers than tokens are stored with: the must-fail control corrupted them."""
+    """Static scales for reading that the must-fail control corrupted; tokens are still stored with `scales`."""
     faults: dict[str, Tensor] = field(default_factory=dict)
-    """The must-fail control's factors (l, 1, H, 1, 1) on stored scales, or on numbers that have none, by paged array."""
+    """Factors (l, 1, H, 1, 1) of the must-fail control on stored scales, or on unscaled numbers, by paged array."""
 
     def to_read(self, i: int) -> dict[str, Tensor]:
-        """Return the tensors of the i-th layer that attention reads; their addresses stay the same until `moves` changes."""
+        """Return the tensors of the i-th layer that attention reads. Their addresses are constant until `moves` changes."""
         return {name: tensor[i] for name, tensor in (self.paged | self.exact | self.scales | self.read).items()}
 
     def apply_faults(self, pages: Tensor, slots: Tensor, stored: Tensor) -> None:
-        """Multiply the scales, or the numbers, at some places by the group's faults; leave them where `stored` is false."""
+        """Multiply the scales or numbers at `slots` of `pages` by the group's faults, if `stored` is true."""
         for name, factors in self.faults.items():
             factor = factors[None, :, 0, :, 0]
             array = self.paged[name]
@@ -61,20 +61,20 @@ class LayerGroup:
 class KernelCache(SequencePages):
     """The caches of all sequences.
 
-    Kernels alone read and write what is on the device. The host knows which sequence has which pages, and how long it is.
+    Only kernels read and write the tensors on the device. The host tracks the pages and the length of every sequence.
     """
 
     def __init__(self, layouts: Sequence[CacheLayout], scales: KVScales, device: torch.device) -> None:
-        """`layouts` are those of all layers, as check_kernels returns them; `scales` hold their static scales."""
+        """Create an empty cache from the layouts of all layers (as check_kernels returns them) and their static scales."""
         super().__init__()
         self.device = device
         self.moves = 0
-        """Counts the times that a captured graph no longer fits: its tensors are elsewhere, or its tables too narrow."""
+        """Number of events that invalidated captured graphs: tensors moved, or page tables were widened."""
         self.columns = FIRST_COLUMNS
-        """Pages of a row of a step's page table."""
+        """Columns (pages) of a step's page table."""
         self.groups: list[LayerGroup] = []
         self.places: list[tuple[LayerGroup, int]] = []
-        """For each layer, the group that it belongs to and its index in that group."""
+        """For every layer, its group and its index in that group."""
         by_layout: dict[CacheLayout, list[int]] = {}
         for layer, layout in enumerate(layouts):
             by_layout.setdefault(layout, []).append(layer)
@@ -91,22 +91,23 @@ class KernelCache(SequencePages):
         self._enlarge(self.buffers, 0)
 
     def widen(self, handles: Sequence[int]) -> None:
-        """Let rows of a step's page table reach all pages of these sequences."""
+        """Widen the page table, if necessary, to fit the pages of the longest sequence."""
         needed = max(len(self.sequences[handle].pages) for handle in handles)
         if needed > self.columns:
             self.columns = 1 << (needed - 1).bit_length()
             self.moves += 1
 
     def append(self, keys: Tensor, values: Tensor, page_table: Tensor, positions: Tensor, exact_slots: Tensor) -> None:
-        """Store one token of every row that has a position, which is the first or no row; nothing here waits for the device.
+        """Store one token of every row with a position, without waiting for the device.
 
-        Keys and values are (L, B, H, D), layers in the order of the groups. Rows that are not stored have the position -1.
+        Keys and values are (L, B, H, D), with layers in the order of the groups. Rows that are not stored have position -1. If
+        any row is stored, the first row is stored.
         """
         for group in self.groups:
             cache, own = group.paged | group.exact | group.scales, slice(group.first, group.first + len(group.layers))
             launch.append(group.layout, keys[own], values[own], cache, page_table, positions, exact_slots=exact_slots)
         if any(group.faults for group in self.groups):
-            # Rows that are not stored do again what the first row does, so that no two rows write different numbers to a place.
+            # Rows that are not stored repeat the first row, so that two rows never write different numbers to the same slot.
             row = torch.where(positions >= 0, torch.arange(len(positions), device=self.device), 0)
             place = positions[row].clamp(min=0).long()
             pages = page_table[row, (place // PAGE_TOKENS).clamp(max=page_table.shape[1] - 1)].long()
@@ -115,15 +116,15 @@ class KernelCache(SequencePages):
 
     @property
     def recent_tokens(self) -> int:
-        """The newest tokens of a sequence that are kept exact, the same in all layers."""
+        """Number of newest tokens of a sequence that are kept exact, the same in all layers."""
         return self.groups[0].layout.recent_tokens
 
     def by_layer(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return rows that are in the order of the groups, (L, ...), in the order of the layers."""
+        """Reorder rows (L, ...) from the order of the groups to the order of the layers."""
         return rows[[group.first + i for group, i in self.places]]
 
     def stored(self, handle: int, layer: int) -> dict[Side, StoredCopy]:
-        """Return what a sequence's pages hold of a layer, and the static scales that attention reads it with."""
+        """Return a sequence's stored codes of a layer, with the static scales that attention uses."""
         sequence = self.sequences[handle]
         group, i = self.places[layer]
         tensors, pages = group.to_read(i), torch.tensor(sequence.pages, dtype=torch.int64, device=self.device)
@@ -143,7 +144,7 @@ class KernelCache(SequencePages):
         return {Side.KEY: copy(Side.KEY, group.layout.key), Side.VALUE: copy(Side.VALUE, group.layout.value)}
 
     def corrupt_scale(self, side: Side, factor: float, layer: int | None, head: int | None) -> None:
-        """Multiply the scales that the pools are read with, of stored and of later tokens; the codes stay right."""
+        """Multiply the scales for reading the pools, for stored and future tokens. The codes do not change."""
         for group in self.groups:
             chosen = [layer is None or one == layer for one in group.layers]
             if not any(chosen):
@@ -162,7 +163,7 @@ class KernelCache(SequencePages):
         self.moves += 1
 
     def _factors(self, chosen: Sequence[bool], heads: int, factor: float, head: int | None) -> Tensor:
-        """`factor` of one head or all in the layers that are chosen, else 1: (l, heads)."""
+        """Return (l, heads): `factor` on one head (None: all heads) of the chosen layers, else 1."""
         factors = torch.ones(len(chosen), heads, device=self.device)
         for i in (i for i, one in enumerate(chosen) if one):
             factors[i, slice(None) if head is None else head] = factor
@@ -174,16 +175,16 @@ class KernelCache(SequencePages):
                 yield from layers
 
     def _enlarge(self, allocator: PageAllocator, needed: int) -> None:
-        """Make room for twice as many pages or exact buffers as there are where memory allows that, for `needed` otherwise.
+        """Double the number of pages or exact buffers if memory allows it, else grow to `needed`.
 
-        All new tensors are allocated before one replaces an old one: a cache that cannot grow stays as it is.
+        All new tensors are allocated before an old one is replaced, so a failed growth changes nothing.
         """
         kind: Literal["paged", "exact"] = "paged" if allocator is self.pages else "exact"
         for capacity in sorted({max(needed, 2 * allocator.capacity), needed}, reverse=True):
             try:
                 larger = [self._larger(group, kind, capacity) for group in self.groups]
             except torch.OutOfMemoryError:
-                continue  # the new tensors so far are freed with the exception, before the next attempt
+                continue  # the exception frees the new tensors before the next attempt
             for group, tensors in zip(self.groups, larger, strict=True):
                 setattr(group, kind, tensors)
             allocator.grow(capacity)
@@ -196,7 +197,7 @@ class KernelCache(SequencePages):
         )
 
     def _larger(self, group: LayerGroup, kind: Literal["paged", "exact"], capacity: int) -> dict[str, Tensor]:
-        """New tensors (l, *shape) of a group for `capacity` pages or buffers, with what is stored copied to their beginning."""
+        """Return new tensors (l, *shape) of a group for `capacity` pages or buffers; the old contents are copied first."""
         old = group.paged if kind == "paged" else group.exact
         specs = group.layout.pools(capacity) if kind == "paged" else group.layout.exact_buffers(capacity)
         new = {}

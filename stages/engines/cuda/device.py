@@ -1,4 +1,4 @@
-"""The device of backend=torch: what backend.device means on this machine, and what the machine lacks for it."""
+"""Resolves backend.device of backend=torch on this machine, and reports missing requirements."""
 
 from importlib.util import find_spec
 
@@ -8,11 +8,14 @@ from pipeline.core.errors import MissingRequirement
 from stages.engines.oracle.device import gpu_identity
 
 OLDEST = 8
-"""Major compute capability from which the kernels compile."""
+"""Lowest major compute capability that the kernels compile for."""
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return the device that backend.device (`auto`, `cpu` or `cuda`) means here; `auto` is cuda where torch finds a GPU."""
+    """Return the device for backend.device (`auto`, `cpu` or `cuda`); `auto` means cuda if torch finds a GPU.
+
+    Raises MissingRequirement if the GPU is missing or unusable.
+    """
     available = torch.cuda.is_available()
     if device == "cpu" or (device == "auto" and not available):
         return torch.device("cpu")
@@ -38,5 +41,5 @@ def resolve_device(device: str) -> torch.device:
 
 
 def device_identity(device: str) -> dict[str, object]:
-    """Return what results depend on: the kind of device, and which GPU it is."""
+    """Return the kind of device and the GPU's identity, on which results depend."""
     return {"device": "cpu"} if resolve_device(device).type == "cpu" else gpu_identity()

@@ -1,4 +1,4 @@
-"""backend=torch on a GPU: transformers' own model, which attends through the Triton kernels."""
+"""backend=torch on a GPU: transformers' own model, with attention through the Triton kernels."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,13 +22,13 @@ from stages.engines.oracle.model import scales_for, shape_for
 from stages.engines.paged.kernel_layout import check_kernels
 
 PASS_TOKENS = 4 * PREFILL_CHUNK
-"""Tokens of a pass over several sequences."""
+"""Maximum tokens of a pass over several sequences."""
 
 
 def load_engine(
     bundle: Path, *, threads: int, prefill_chunk: int = PREFILL_CHUNK, compute_dtype: Literal["float32", "bfloat16"] = "float32"
 ) -> "KernelEngine":
-    """Load a bundle of backend=torch onto the current GPU. `threads` are those of all of torch in this process."""
+    """Load a bundle of backend=torch onto the current GPU. `threads` applies to all of torch in this process."""
     check_positive(threads=threads, prefill_chunk=prefill_chunk)
     device = resolve_device("cuda")
     policy, scales = open_bundle(bundle)
@@ -43,8 +43,8 @@ def load_engine(
 class KernelEngine(Engine):
     """An engine over the attention kernels.
 
-    It has no `forced` on purpose: forced decode of a whole sequence at once would bypass the kernels. Step by step it runs
-    through the kernels that are judged.
+    It deliberately has no `forced` method: forced decoding of a whole sequence at once would bypass the judged kernels, and
+    forced decoding step by step runs through them.
     """
 
     def __init__(self, model: Any, policy: KVPolicy, shape: KVShape, cache: KernelCache, chunk: int) -> None:
@@ -52,11 +52,11 @@ class KernelEngine(Engine):
         self.model, self.cache, self.prefill_chunk = model, cache, chunk
         self.logit_step = LOGIT_STEP[str(model.dtype).removeprefix("torch.")]
         self._passes: dict[int, DecodePass] = {}
-        """By padded batch size."""
+        """Decode passes by padded batch size."""
         self._captured_moves = -1
         """`cache.moves` when the passes were captured."""
         self._pool: Any = None
-        """Memory that the captured graphs share: no graph runs while the outputs of another are still needed."""
+        """Memory pool that the captured graphs share. No graph runs while another graph's outputs are still needed."""
 
     @classmethod
     def from_model(
@@ -64,7 +64,7 @@ class KernelEngine(Engine):
     ) -> Self:
         """Return an engine around transformers' causal language model in float32 or bfloat16.
 
-        It lies on a GPU, or on a CPU in a process whose kernels are interpreted (TRITON_INTERPRET=1).
+        The model is on a GPU, or on a CPU if Triton interprets its kernels in this process (TRITON_INTERPRET=1).
         """
         shape = shape_for(model, policy)
         layouts = check_kernels(policy, shape, model.config.num_attention_heads)
@@ -87,9 +87,9 @@ class KernelEngine(Engine):
 
     @torch.inference_mode()
     def _advance(self, live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:
-        """Run one pass: the next chunk of each prompt that joins, and one token of every other sequence.
+        """Run one pass: the next chunk of every joining prompt, and one token of every other sequence.
 
-        So no sequence waits for a long prompt to end. Where none joins, the pass is that of a decode step, which is captured.
+        So no sequence waits until a long prompt is prefilled. If no prompt joins, run a decode step, which is captured.
         """
         running = [one.sequence for one in live if one.stored >= one.prompt_tokens]
         if len(running) == len(live):
@@ -99,13 +99,13 @@ class KernelEngine(Engine):
         return self._run_pass(live)
 
     def _start(self, continuations: Sequence[Continuation]) -> None:
-        """Start the sequences of continuations, with pages for their prompts."""
+        """Start the sequences of continuations and reserve pages for their prompts."""
         for one in continuations:
             one.sequence = self.cache.start()
             self.cache.reserve([one.sequence], len(one.tokens))
 
     def _run_pass(self, continuations: Sequence[Continuation]) -> tuple[list[Continuation], Logits]:
-        """Store the next tokens of continuations that are started, and return what `_advance` does."""
+        """Store the next tokens of started continuations, and return the same result as `_advance`."""
         left = [len(one.tokens) - one.stored for one in continuations]
         planned = [(continuations[i], size) for i, size in plan_pass(left, self.prefill_chunk, PASS_TOKENS)]
         chunks = [(one.sequence, one.tokens[one.stored : one.stored + size]) for one, size in planned]
@@ -135,7 +135,7 @@ class KernelEngine(Engine):
         return self.cache.memory()
 
     def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:
-        """Return what a sequence's pages hold, and the static scales that attention reads it with."""
+        """Return a sequence's stored codes by layer, with the static scales that attention uses."""
         return [self.cache.stored(sequence, layer) for layer in range(self.shape.layers)]
 
     def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
@@ -143,7 +143,7 @@ class KernelEngine(Engine):
             self.cache.corrupt_scale(side, factor, layer, head)
 
     def _pass(self, batch: int) -> DecodePass:
-        """The pass for `batch` sequences. Passes that were captured with old addresses are dropped."""
+        """Return the pass for `batch` sequences. Drops passes that were captured with old addresses."""
         if self._captured_moves != self.cache.moves:
             self._passes, self._captured_moves = {}, self.cache.moves
             self._pool = torch.cuda.graph_pool_handle() if self.cache.device.type == "cuda" else None
@@ -156,11 +156,11 @@ class KernelEngine(Engine):
 
 
 def plan_pass(left: Sequence[int], chunk: int, most: int) -> list[tuple[int, int]]:
-    """Return which sequences take part in a pass, by number, and how many tokens each of them stores.
+    """Return (index of the sequence, number of tokens to store) for every sequence that takes part in a pass.
 
-    A prompt is cut into chunks as if it were alone, since its tokens attend to those of earlier chunks through the quantized
-    cache: which other sequences are there changes nothing of its logits but the order of sums. Sequences that have one token
-    left come first: they are waited for at every step.
+    A prompt is cut into the same chunks as if it were alone, because its tokens attend to earlier chunks through the quantized
+    cache. Other sequences therefore change only the order of sums in its logits. Sequences with one token left come first,
+    because every decode step waits for them.
     """
     planned: list[tuple[int, int]] = []
     tokens = 0

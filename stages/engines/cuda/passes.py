@@ -1,6 +1,6 @@
-"""The two forward passes of backend=torch on a GPU, and transformers' attention interface that leads to them.
+"""The two forward passes of backend=torch on a GPU, and the attention function through which transformers calls them.
 
-Shapes: L layers, B sequences of a step, Hq query heads, H KV heads, S new tokens, D head_dim, P pages of a row of the table.
+Shapes: L layers, B sequences of a step, Hq query heads, H KV heads, S new tokens, D head_dim.
 """
 
 from collections.abc import Sequence
@@ -25,17 +25,17 @@ Indices = npt.NDArray[np.int64]
 ATTENTION = "kvgate_kernels"
 
 WARM_UP = 2
-"""Runs before a capture: kernels are compiled and libraries initialized, neither of which may happen inside one."""
+"""Number of runs before a capture. They compile kernels and initialize libraries, which must not happen during the capture."""
 
 
 class DecodePass:
-    """One token of each of `batch` sequences: attention, the check of what is new, and its append, as one CUDA graph on a GPU.
+    """A decode step of `batch` sequences as one CUDA graph: attention, the check of new keys and values, and their append.
 
-    The host fills one buffer before it and reads one after it. All that it reads and writes has a fixed address.
+    The host fills one buffer before the step and reads one buffer afterwards. All buffers have fixed addresses.
 
-    Queries, keys and values go into the kernels in the type that the model computes. float32 is not rounded to float16: the
-    kernels take such a query as two float16 terms, 22 of its 24 bits, and return float32. So only the rounding of softmax
-    weights and the order of sums differ from the oracle, at the price of one more small matrix product a tile.
+    Queries, keys and values enter the kernels in the model's type. float32 is not rounded to float16: the kernels split a
+    float32 query into two float16 terms, which keep 22 of its 24 bits, and return float32. Only the rounding of softmax weights
+    and the order of sums then differ from the reference engine, at the cost of one more small matrix product per tile.
     """
 
     def __init__(self, model: Any, cache: KernelCache, shape: KVShape, batch: int) -> None:
@@ -48,24 +48,24 @@ class DecodePass:
         self.page_table, self.exact_slots = tensors["page_table"], tensors["exact_slots"]
         new = (shape.layers, batch, shape.kv_heads, shape.head_dim)
         self.keys = torch.zeros(new, dtype=model.dtype, device=cache.device)
-        """Of all layers in the order of the cache's groups."""
+        """New keys (L, B, H, D), layers in the order of the cache's groups."""
         self.values = torch.zeros(new, dtype=model.dtype, device=cache.device)
         self._lengths: Tensor
         self._plans: dict[int, launch.Plan] = {}
-        """Work lists of this step, by the number of programs that fill the GPU with a layer's kernel."""
+        """Work lists of this step by the number of programs that fill the GPU."""
         self._logits: Tensor
-        """(batch, vocab_size)."""
+        """Logits (batch, vocab_size)."""
         self._finite: Tensor
-        """(L, 2, batch): whether all new keys, and all new values, fit float16."""
+        """Whether a token's new keys, and its new values, are finite as float16: (L, 2, batch)."""
         self._listed: list[tuple[int, int]] = []
-        """Handle and number of pages of each row of the page table."""
+        """(handle, number of pages) by row of the page table."""
         self._results: StepResults | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def capture(self, pool: Any) -> None:
         """Capture `run` into a CUDA graph, which takes its memory from `pool`. No row may have a position yet.
 
-        The runs that warm up then append nothing: a token that they stored would take the place of one that is still read.
+        Warm-up runs then append nothing. Otherwise they would overwrite tokens that are still needed.
         """
         warm_up = torch.cuda.Stream(self.cache.device)  # type: ignore[no-untyped-call]
         warm_up.wait_stream(torch.cuda.current_stream(self.cache.device))
@@ -79,7 +79,7 @@ class DecodePass:
         self._graph = graph
 
     def put(self, handles: Sequence[int], tokens: Sequence[int]) -> None:
-        """Let the first rows be one token of each sequence; the others have no position, so that nothing is stored of them."""
+        """Fill the first rows with one token per sequence. The other rows get position -1, so they store nothing."""
         sequences, arrays = [self.cache.sequences[handle] for handle in handles], self.inputs.arrays
         batch = len(sequences)
         arrays["ids"][:batch] = tokens
@@ -91,19 +91,19 @@ class DecodePass:
             return
         arrays["exact_slots"][:batch] = [sequence.buffer for sequence in sequences]
         for row, sequence in zip(arrays["page_table"], sequences, strict=False):
-            row[: len(sequence.pages)] = sequence.pages  # what lies behind them is never read
+            row[: len(sequence.pages)] = sequence.pages  # later columns are never read
         self._listed = listed
         self.inputs.upload()
 
     def run(self) -> None:
-        """Compute the step that `put` described and store its tokens, or none where any of them is not finite."""
+        """Compute the step that `put` described. Stores all its tokens, or none if a key or value is not finite."""
         if self._graph is None:
             self._forward()
         else:
             self._graph.replay()
 
     def read(self) -> tuple[Logits, npt.NDArray[np.bool_]]:
-        """Wait for the step; return its logits (batch, vocab_size) and whether keys and values are finite (L, 2, batch)."""
+        """Wait for the step; return its logits (batch, vocab_size), and whether keys and values are finite (L, 2, batch)."""
         if self._results is None or self._graph is None:
             self._results = StepResults(self._logits, self._finite)
         logits, finite = self._results.read()
@@ -128,7 +128,7 @@ class DecodePass:
         ).unsqueeze(1)
 
     def _plan(self, layout: CacheLayout, query: Tensor, scaling: float) -> launch.Plan:
-        """The step's work list, which the first of the layers that share it makes: their exact tokens are the policy's."""
+        """Return the step's work list. Layers with equal numbers of programs share one: their exact tokens are the policy's."""
         programs = launch.default_programs(layout, query, self.page_table, scaling)
         if programs not in self._plans:
             self._plans[programs] = launch.plan_decode(layout, self._lengths, programs=programs)
@@ -141,20 +141,20 @@ class DecodePass:
         hidden = hidden_states(self.model, ATTENTION, ids, self._lengths[:, None].long(), step=self)
         self._logits = head(self.model, hidden[:, -1:])[:, 0].float()
         self._finite = fits(self.keys, self.values)
-        # A step stores all of its tokens or none: a refused one would overwrite a recent one that is still needed.
+        # A step stores all its tokens or none: a refused token would overwrite a recent token that is still needed.
         stored = (self._finite | (positions < 0)).all()
         self.cache.append(self.keys, self.values, self.page_table, torch.where(stored, positions, -1), self.exact_slots)
 
 
 class PrefillPass:
-    """Chunks of several sequences in one pass, a token a row, one sequence after the other.
+    """Chunks of several sequences in one pass: one row per token, sequences concatenated.
 
-    The tokens of a chunk attend to each other exactly and causally, and to those before through the quantized cache. So a chunk
-    of one token is a decode step of its sequence, beside prompts that join.
+    The tokens of a chunk attend to each other exactly and causally, and to earlier tokens through the quantized cache. So a
+    chunk of one token is a decode step of its sequence, in the same pass as joining prompts.
     """
 
     def __init__(self, model: Any, cache: KernelCache, shape: KVShape, chunks: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """`chunks`: sequences that have pages for them, each with its next tokens."""
+        """Prepare a pass over `chunks`: (handle, next tokens). Pages for the tokens must be reserved."""
         self.model, self.cache, self.chunks = model, cache, chunks
         sequences = [cache.sequences[handle] for handle, _ in chunks]
         batch, tokens = len(chunks), sum(len(chunk) for _, chunk in chunks)
@@ -187,13 +187,13 @@ class PrefillPass:
             arrays["page_table"][b, : held[b]] = sequence.pages[: held[b]]
         new = (shape.layers, tokens, shape.kv_heads, shape.head_dim)
         self.keys = torch.zeros(new, dtype=model.dtype, device=cache.device)
-        """Of all layers in the order of the cache's groups."""
+        """New keys (L, tokens, H, D), layers in the order of the cache's groups."""
         self.values = torch.zeros(new, dtype=model.dtype, device=cache.device)
 
     def run(self) -> Logits:
-        """Store the chunks and return the logits (chunks, vocab_size) of the last token of each.
+        """Store the chunks and return the logits (chunks, vocab_size) of their last tokens.
 
-        Raises UserError, and stores nothing of any chunk, for keys or values that are not finite.
+        Raises UserError and stores nothing of any chunk if a key or value is not finite.
         """
         tensors = self.inputs.tensors
         self.inputs.upload()
@@ -232,10 +232,11 @@ class PrefillPass:
 
 
 def _append_rows(row: PagedSequence, tokens: int, recent_tokens: int) -> tuple[Indices, Indices, Indices]:
-    """Positions of a sequence's next tokens, the page of each, and its row slot, as the kernels' append takes them.
+    """Return positions, pages and row slots of a sequence's next tokens, as the kernels' append expects them.
 
-    Several tokens of a chunk may share a slot of the ring, in which the last one must stay. So only the newest `recent_tokens`
-    have the sequence's buffer as their slot, and those before it -1 - buffer, by which only sinks are kept exactly.
+    Several tokens of a chunk may map to the same slot of the ring of recent tokens, and the newest must win. So only the newest
+    `recent_tokens` tokens get the sequence's buffer as their row slot. Earlier tokens get -1 - buffer, which keeps only sinks
+    exactly.
     """
     end = row.length + tokens
     positions = np.arange(row.length, end)
@@ -255,10 +256,10 @@ def _attention(
     step: DecodePass | PrefillPass,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query (B, Hq, S, D), key and value (B, H, S, D) -> (B, S, Hq, D).
+    """Implement transformers' attention interface: query (B, Hq, S, D), key and value (B, H, S, D) -> (B, S, Hq, D).
 
-    `step` travels through the model's forward as a keyword argument. transformers computes no mask for an attention that has
-    registered none.
+    `step` is a keyword argument of the model's forward. transformers computes no mask, since no mask function is registered
+    under this name.
     """
     refuse_options(module, key.shape[1], options)
     return step.attend(int(module.layer_idx), query, key, value, scaling), None  # type: ignore[arg-type]
@@ -268,14 +269,14 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 def fits(keys: Tensor, values: Tensor) -> Tensor:
-    """Whether all keys, and all values, of a row are finite as float16: (L, n, H, D) each -> (L, 2, n)."""
+    """Return whether a row's keys, and its values, are finite as float16: keys and values (L, n, H, D) -> (L, 2, n)."""
     return torch.stack([torch.isfinite(x.half()).flatten(2).all(-1) for x in (keys, values)], 1)
 
 
 def refuse_not_finite(finite: npt.NDArray[np.bool_], rows: Sequence[tuple[int, int]]) -> None:
-    """Raise UserError for the first row of `finite` (L, 2, n) that is false; `rows` are their sequences and positions.
+    """Raise UserError for the first false row of `finite` (L, 2, n). `rows`: (sequence, position) by row.
 
-    The lowest layer comes first: what is not finite there makes the layers above not finite either.
+    The lowest layer is reported, because its infinite or NaN values spread to all higher layers.
     """
     if not finite.all():
         layer, side, row = (int(i) for i in np.argwhere(~finite)[0])

@@ -1,1 +1,1 @@
-"""backend=tensorrt_rtx and backend=tensorrt: plans of the ONNX bundle's graphs, run on CUDA over the same paged pool."""
+"""backend=tensorrt_rtx and backend=tensorrt: plans built from an ONNX bundle's graphs, run on CUDA over the paged pool."""

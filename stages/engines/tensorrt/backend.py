@@ -1,4 +1,4 @@
-"""backend=tensorrt_rtx and backend=tensorrt: plans of the ONNX engine's own graphs."""
+"""backend=tensorrt_rtx and backend=tensorrt: plans built from the ONNX engine's graphs."""
 
 from collections.abc import Callable, Iterable
 from importlib import metadata
@@ -18,14 +18,15 @@ from stages.engines.tensorrt.config import PlanConfig, TensorRTRTXConfig
 from stages.engines.tensorrt.library import Name, load, used_gpu
 
 TENSOR_TYPES = ("FLOAT", "FLOAT16", "BFLOAT16", "INT8", "INT32", "INT64", "FLOAT8E4M3FN")
-"""ONNX's names of the element types that TensorRT takes as inputs."""
+"""ONNX's names of the element types that TensorRT accepts as inputs."""
 FP8, FIRST_FP8 = "FLOAT8E4M3FN", 89
-"""A type that GPUs have from a compute capability on. TensorRT for RTX does not convert it for others."""
+"""The FP8 type, and the lowest compute capability with FP8. TensorRT for RTX does not convert FP8 for older GPUs."""
 
 
 class PlanBackend(Backend):
-    """The base class of both TensorRT backends. Artifact keys hold the version of the imported module, because each library
-    is distributed under several names.
+    """The common base class of the TensorRT backends.
+
+    Artifact keys contain the version of the imported module, because the libraries are distributed under several package names.
     """
 
     engine_module = "stages.engines.tensorrt.engine"
@@ -39,13 +40,13 @@ class PlanBackend(Backend):
         return self.config.compute_dtype
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
-        """Return the ONNX engine's bundle of the policy, which has the graphs."""
+        """Return the policy's ONNX bundle, which contains the graphs."""
         config = OnnxRuntimeConfig(name="onnxruntime", compute_dtype=self.config.compute_dtype, threads=1, attention="auto")
         bundle = artifacts.bundle(policy, config)
         return Source(bundle.path, bundle.digest)
 
     def run_parts(self) -> dict[str, object]:
-        """Return the library, its version, and whether decode steps become CUDA graphs: all that running a plan depends on."""
+        """Return everything that running a plan depends on: the library, its version, and whether CUDA graphs are used."""
         versions = {self.library: load(self.library).version}
         return {"library": self.library, "cuda_graphs": self.config.cuda_graphs, "versions": versions}
 
@@ -59,7 +60,7 @@ class PlanBackend(Backend):
         return load_engine(bundle, library=self.library, cuda_graphs=self.config.cuda_graphs)
 
     def describe(self, bundle: Path) -> list[str]:
-        """Return the sizes of the plans."""
+        """Return one line with the sizes of the plans."""
         plans = {path.name: path.stat().st_size / 2**20 for path in sorted(bundle.glob("*.plan"))}
         return ["  ".join(f"{name} {size:.1f} MiB" for name, size in plans.items())]
 
@@ -70,7 +71,7 @@ class PlanBackend(Backend):
         return {"max_batch": self.config.max_batch, "max_tokens": self.config.max_tokens}
 
     def _check_extents(self, job: Job, native: Callable[[KVPolicy], Iterable[int]]) -> None:
-        """Refuse sizes of plans that TensorRT cannot address. native: the layers of a policy that keep their function body."""
+        """Refuse sizes that TensorRT cannot address. `native` returns the layers of a policy that keep their function body."""
         from stages.engines.tensorrt.shapes import check_extents
 
         for policy in built_policies(job):
@@ -78,7 +79,7 @@ class PlanBackend(Backend):
 
 
 class RTXBackend(PlanBackend):
-    """TensorRT for RTX, which builds plans for the named GPUs on a machine that need not have one."""
+    """TensorRT for RTX, which builds plans for the named GPUs, even on a machine without a GPU."""
 
     build_module = "stages.engines.tensorrt.build"
 
@@ -87,7 +88,7 @@ class RTXBackend(PlanBackend):
 
     @property
     def targets(self) -> list[int]:
-        """Compute capabilities, each once."""
+        """Sorted compute capabilities without duplicates."""
         return sorted(set(self.config.compute_capabilities))
 
     def check_inputs(self, job: Job) -> None:
@@ -114,14 +115,14 @@ class RTXBackend(PlanBackend):
 
 
 class TensorRTBackend(PlanBackend):
-    """TensorRT: builds on the GPU that the plans are for, with the attention plugin in them."""
+    """TensorRT, which builds plans with the attention plugin on the GPU that will run them."""
 
     build_module = "stages.engines.tensorrt.plugin"
 
     library = "tensorrt"
 
     def check_inputs(self, job: Job) -> None:
-        """Refuse a missing library, GPU, or CUDA build of torch, and a missing Triton where a plan takes the plugin."""
+        """Refuse a missing library, GPU or CUDA build of torch, and a missing Triton if a plan needs the plugin."""
         refuse_caches(job)
         if not job.builds:
             return
@@ -136,7 +137,7 @@ class TensorRTBackend(PlanBackend):
             raise MissingRequirement("backend=tensorrt needs Triton for the attention plugin: pip install 'kvgate[kernels]'")
 
     def build_parts(self) -> dict[str, object]:
-        """Return the GPU too: plans are tuned on the one that they are for."""
+        """Return the parts of a build, including the GPU, because plans are tuned for the GPU that builds them."""
         versions = {self.library: load(self.library).version, "triton": triton_version()}
         return {"library": self.library, **self._sizes(), "gpu": cuda_gpu(), "versions": versions}
 
@@ -145,14 +146,14 @@ class TensorRTBackend(PlanBackend):
 
 
 def built_policies(job: Job) -> list[KVPolicy]:
-    """Return the policies that engines are built of: the candidate's, and the baseline's where it is judged."""
+    """Return the policies to build engines for: the candidate's and, if the job judges, the baseline's."""
     return [job.policy, FP16_POLICY] if job.judges else [job.policy]
 
 
 def refuse_caches(job: Job) -> None:
-    """Raise UserError for a type that TensorRT lacks, and where not every token is kept and attended to.
+    """Raise UserError if TensorRT lacks a type, or if the policy or the model does not keep and attend to all tokens.
 
-    The engine of plans counts positions by its pages.
+    The engine derives positions from its pages, so it cannot skip tokens.
     """
     policy = job.policy
     refuse_oracles_own(policy)
@@ -171,7 +172,7 @@ def refuse_caches(job: Job) -> None:
 
 
 def refuse_targets(policy: KVPolicy, targets: list[int]) -> None:
-    """Raise UserError if the plans would take a type that one of these compute capabilities lacks."""
+    """Raise UserError if the plans would need a type that a compute capability in `targets` lacks."""
     fit = [target for target in targets if target >= FIRST_FP8]
     if fit == targets:
         return
@@ -185,7 +186,7 @@ def refuse_targets(policy: KVPolicy, targets: list[int]) -> None:
 
 
 def cuda_gpu() -> dict[str, str]:
-    """Return the GPU that plans are built on and for, CUDA's first. Raises MissingRequirement without one."""
+    """Return the GPU that plans are built on and for, CUDA's first. Raises MissingRequirement if there is no GPU."""
     listed = gpus()
     if not listed:
         raise MissingRequirement(
@@ -197,7 +198,7 @@ def cuda_gpu() -> dict[str, str]:
 
 
 def triton_version() -> str | None:
-    """Return Triton's version, None where it is not installed: only plans with the plugin need it."""
+    """Return Triton's version; None if it is not installed. Only plans with the plugin need Triton."""
     try:
         return metadata.version("triton")
     except metadata.PackageNotFoundError:

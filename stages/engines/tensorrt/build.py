@@ -1,6 +1,7 @@
 """Builds a bundle of TensorRT plans from the graphs of an ONNX bundle.
 
-plugin.py changes the graphs for backend=tensorrt: plans for TensorRT for RTX do not depend on the plugin's code.
+plugin.py changes the graphs for backend=tensorrt. It is a separate module so that plans for TensorRT for RTX do not depend on
+the plugin's code.
 """
 
 import re
@@ -28,7 +29,7 @@ from stages.engines.tensorrt.library import Library, Name, load
 from stages.engines.tensorrt.shapes import Limits, Range, prefill_rows
 
 Steps = Callable[[int, int], None]
-"""Called with the steps of the build that are done, and with all steps."""
+"""Called with the number of finished steps of the build, and the total number."""
 
 NETWORK_FLAGS: dict[Name, tuple[str, ...]] = {
     "tensorrt_rtx": ("STRONGLY_TYPED",),
@@ -36,38 +37,38 @@ NETWORK_FLAGS: dict[Name, tuple[str, ...]] = {
 }
 
 CLEARED_FLAGS = ("TF32",)
-"""A float32 graph is computed in float32, as ONNX Runtime does."""
+"""Cleared so that a float32 graph is computed in float32, as ONNX Runtime does."""
 
 SET_FLAGS: dict[Name, tuple[str, ...]] = {
     "tensorrt_rtx": ("STRICT_NANS", "REQUIRE_USER_ALLOCATION"),
     "tensorrt": ("STRICT_NANS",),
 }
-"""STRICT_NANS: without it 0 * x may become 0, and with it the graphs' check for keys and values that are not finite.
-REQUIRE_USER_ALLOCATION: the build fails where a plan would allocate while it runs, which no CUDA graph can capture."""
+"""STRICT_NANS: without this flag, 0 * x may be folded to 0, which would disable the graphs' check for non-finite keys and
+values. REQUIRE_USER_ALLOCATION: the build fails if a plan would allocate memory in a run, which CUDA graphs cannot capture."""
 
 TARGETS = re.compile(r"Cannot compile for target\(s\) (?P<targets>(?:sm\d+[, ]*)+)")
-"""How TensorRT says which GPUs lack a type."""
+"""TensorRT's message that names the GPUs without a type."""
 
 
 class GraphRefusal(Exception):
-    """TensorRT does not take the graph; the text is its own message."""
+    """TensorRT refuses the graph. The text is TensorRT's message."""
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """A graph as TensorRT read it."""
+    """A graph, parsed by TensorRT."""
 
     library: Library
     builder: Any
     network: Any
     parser: Any
-    """Kept as long as the network, which refers to the weights that the parser read."""
+    """Must outlive the network, which refers to the parser's weights."""
     inputs: list[Tensor]
     outputs: list[Tensor]
 
 
 def parse(library: Library, graph: Path) -> Parsed:
-    """Return the strongly typed network of `graph`, whose external weights lie beside it. Raises GraphRefusal."""
+    """Parse `graph` into a strongly typed network; external weights are in the same folder. Raises GraphRefusal."""
     trt = library.trt
     library.take_errors()
     builder = trt.Builder(library.log)
@@ -89,10 +90,10 @@ def parse(library: Library, graph: Path) -> Parsed:
 
 
 def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], steps: Steps) -> bytes | memoryview:
-    """Return a plan, a serialized engine.
+    """Return a plan (a serialized engine).
 
-    TensorRT for RTX measures no times: the plan has the same kernels wherever it is built, and two builds differ in a few
-    generated names only.
+    TensorRT for RTX does not measure kernels during the build. Its plan has the same kernels on any build machine, and two
+    builds differ only in a few generated names.
     """
     library, trt = parsed.library, parsed.library.trt
     config = parsed.builder.create_builder_config()
@@ -119,7 +120,7 @@ def build(parsed: Parsed, ranges: Mapping[str, Range], targets: Sequence[int], s
 
 
 def refusal(library: Library, policy: KVPolicy, refused: GraphRefusal, targets: Sequence[int]) -> UserError:
-    """Return the error for a graph that was refused: the key and its value, TensorRT's reason, what to do."""
+    """Return the error for a refused graph: key and value, TensorRT's reason, and advice."""
     title = f"{library.title} {library.version}"
     lacking = re.findall(r"sm(\d+)", match["targets"]) if (match := TARGETS.search(str(refused))) else []
     without = [target for target in targets if str(target) not in lacking]
@@ -147,7 +148,7 @@ def _last(lines: list[str]) -> str:
 
 
 def _monitor(trt: Any, steps: Steps) -> Any:
-    """TensorRT's progress interface; it is called from several threads, and never ends a build early."""
+    """Return a progress monitor, which TensorRT calls from several threads. It never cancels a build."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -169,8 +170,8 @@ def _monitor(trt: Any, steps: Steps) -> Any:
 
 
 GraphAdapter = Callable[[Mapping[Mode, Path], Path, ModelInfo, Limits], tuple[Mapping[Mode, Path], dict[int, str]]]
-"""Returns the graphs that replace those of a bundle, whose files it writes to a folder, and the reason of each layer that keeps
-its function body instead of the plugin."""
+"""Writes replacements of a bundle's graphs to a folder. Returns the new graphs, and the reason for every layer that keeps its
+function body instead of the plugin."""
 
 
 def build_bundle(
@@ -234,7 +235,7 @@ def build_bundle(
 
 
 def _without_weights(graph: Path, out: Path) -> list[Weight]:
-    """Write a graph whose weights are inputs, and return them."""
+    """Write a copy of a graph with weights as inputs, and return the weights."""
     model = onnx.load(graph, load_external_data=False)
     weights = as_inputs(model)
     onnx.save(model, out)

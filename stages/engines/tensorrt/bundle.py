@@ -1,11 +1,13 @@
-"""The bundle of TensorRT plans on disk, the check that it is still what was built, and the weights of its plans.
+"""The bundle of TensorRT plans on disk, and the weights of its plans.
 
-Weights are inputs of both plans, which are bound to the same tensors on the GPU. A plan that holds its weights as constants
-has them to itself: TensorRT shares them between the contexts and the profiles of one engine, not between two engines, and
-refitting copies them into an engine. One engine with a profile for prefill and one for decode would need both kinds of
-attention in it, behind a conditional, and stream capture need not take control flow on the device. Weight streaming leaves the
-second copy in the host's memory and moves it at every run. As inputs the weights lie on the GPU once; what that costs is that
-the builder cannot lay them out anew, nor join matrices that share an input.
+Both plans take the weights as inputs, bound to the same tensors, so the weights are in GPU memory once. The alternatives do not
+achieve this:
+- Weights as constants: TensorRT shares constants between the contexts and profiles of one engine, not between two engines.
+- Refitting copies the weights into an engine.
+- One engine with a prefill profile and a decode profile would need both kinds of attention behind a conditional, and stream
+  capture may not support control flow on the device.
+- Weight streaming keeps the second copy in host memory and transfers it in every run.
+The cost of inputs is that the builder cannot change the weights' layout or join matrices that share an input.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,27 +29,27 @@ PLANS: dict[Mode, str] = {"prefill": "prefill.plan", "decode": "decode.plan"}
 
 
 STORED = {"FLOAT": torch.float32, "FLOAT16": torch.float16, "BFLOAT16": torch.bfloat16}
-"""torch's type by ONNX's name of the type in the file."""
+"""torch's type by ONNX's type name."""
 
 
 class Weight(StrictModel):
     """One tensor of `weights.bin`."""
 
     name: str
-    """Of the plans' input."""
+    """Name of the plans' input."""
     stored: str
-    """ONNX's name of its type in the file."""
+    """ONNX's name of the type in the file."""
     dtype: str
     """ONNX's name of the input's type."""
     shape: list[int]
     offset: int
-    """Its first byte in the file."""
+    """Offset in the file, in bytes."""
     transposed: bool = False
     """Whether the file holds the transpose of the input."""
 
 
 class Tensor(StrictModel):
-    """One input or output of a graph; dynamic dimensions are named."""
+    """One input or output of a graph. Dynamic dimensions are strings (their names)."""
 
     name: str
     dtype: str
@@ -58,29 +60,29 @@ class PlanRecord(Bundle):
     """`bundle.json` of a bundle with TensorRT plans. `graph_digest` is the decode graph's before surgery."""
 
     built_for: BuiltFor
-    """Library, its version, and the compute capabilities that the plans have code for."""
+    """Library, version, and compute capabilities that the plans have code for."""
     native: dict[str, str]
-    """Layer -> the reason why it keeps its function body instead of the plugin; empty in a build without the plugin."""
+    """Reason why a layer keeps its function body, by layer; empty in a build without the plugin."""
     weights: list[Weight]
-    """Inputs of both plans, of which `weights.bin` has the values."""
+    """Inputs of the plans whose values are in `weights.bin`."""
     max_batch: int
     max_tokens: int
     prefill_rows: int
-    """Most sequences of a prefill run."""
+    """Maximum sequences of a prefill run."""
     inputs: dict[str, list[Tensor]]
-    """By plan, `prefill` or `decode`: the inputs that TensorRT reads in the graph, with names for dynamic dimensions."""
+    """The graph's inputs as TensorRT parsed them, by plan (`prefill` or `decode`)."""
     outputs: dict[str, list[Tensor]]
 
     def limits(self, policy: KVPolicy) -> Limits:
-        """Return what the plans are sized for."""
+        """Return the sizes that the plans were built for."""
         return Limits(policy, self.max_batch, self.max_tokens, self.prefill_rows)
 
 
 def as_inputs(model: onnx.ModelProto) -> list[Weight]:
-    """Make inputs of a graph's external tensors, in place, and return them.
+    """Turn a graph's external tensors into inputs, in place, and return them.
 
-    A tensor that the file holds in 16 bits or the other way round becomes an input as the graph computes with it: it is widened
-    and transposed once, when the engine is loaded.
+    If the file stores a tensor in 16 bits or transposed, the input has the type and orientation that the graph computes with.
+    The tensor is then widened and transposed once, when the engine is loaded.
     """
     graph, weights = model.graph, []
     made_from = makers(graph)
@@ -109,7 +111,7 @@ def as_inputs(model: onnx.ModelProto) -> list[Weight]:
 
 
 def load_weights(bundle: Path, weights: Sequence[Weight], device: torch.device) -> Mapping[str, torch.Tensor]:
-    """Return a bundle's weights on a device, by the plans' inputs."""
+    """Return a bundle's weights on a device, by input name."""
     path = bundle / WEIGHTS_FILE
     data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
     loaded = {}

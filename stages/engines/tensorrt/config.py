@@ -10,35 +10,35 @@ from stages.engines.onnx.config import GraphConfig
 
 
 class PlanConfig(GraphConfig):
-    """TensorRT plans of the ONNX engine's own graphs."""
+    """TensorRT plans built from the ONNX engine's graphs."""
 
     length_key = "max_tokens"
     name: str
     max_batch: Annotated[int, Field(ge=1, le=1024)]
-    """Most sequences of a decode step."""
+    """Maximum sequences of a decode step."""
     max_tokens: Annotated[int, Field(ge=PAGE_TOKENS, le=1 << 20, multiple_of=PAGE_TOKENS)]
-    """Most tokens of one sequence. Loading the engine allocates a pool for max_batch sequences of this length."""
+    """Maximum tokens of one sequence. Loading the engine allocates a pool for max_batch sequences of this length."""
     cuda_graphs: bool
     """Whether decode steps are captured once per shape and replayed."""
 
 
 class TensorRTConfig(PlanConfig):
-    """TensorRT: builds on the GPU that will run the plans, with the attention plugin in them."""
+    """TensorRT, which builds plans with the attention plugin on the GPU that will run them."""
 
     name: Literal["tensorrt"]
 
 
 RTXTarget = Literal[80, 86, 89, 120, 121]
-"""Compute capabilities that TensorRT for RTX 1.7 builds for (tensorrt_rtx.ComputeCapability). Of 75 it refuses every graph:
-attention multiplies in float32 ("FP32 GEMM is not supported")."""
+"""Compute capabilities that TensorRT for RTX 1.7 builds for (tensorrt_rtx.ComputeCapability). For 75 it refuses every graph,
+because attention multiplies in float32 ("FP32 GEMM is not supported")."""
 
 
 class TensorRTRTXConfig(PlanConfig):
-    """TensorRT for RTX, which builds plans for the named GPUs on a machine that need not have one."""
+    """TensorRT for RTX, which builds plans for the named GPUs, even on a machine without a GPU."""
 
     name: Literal["tensorrt_rtx"]
     compute_capabilities: Annotated[tuple[RTXTarget, ...], Field(min_length=1, strict=False)]
-    """GPUs that the plans have code for: 89 is SM 8.9."""
+    """Compute capabilities that the plans have code for; 89 means SM 8.9."""
 
     @field_validator("compute_capabilities", mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""The engine of a bundle of TensorRT plans: the ONNX engine's steps and pages, on a GPU."""
+"""The engine that runs TensorRT plans on a GPU, with the steps and pages of the ONNX engine."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,7 +41,7 @@ def load_engine(bundle: Path, *, library: Name, cuda_graphs: bool) -> "PlanEngin
 def this_machine(library: Library, built: BuiltFor) -> BuiltFor:
     """Return the library and the GPU of this machine.
 
-    Raises MissingRequirement naming the GPU, driver or CUDA build of torch that is missing.
+    Raises MissingRequirement if the GPU, its driver or a CUDA build of torch is missing.
     """
     capabilities = " or ".join(built.compute_capabilities)
     if not gpus() and not torch.cuda.is_available():
@@ -55,7 +55,7 @@ def this_machine(library: Library, built: BuiltFor) -> BuiltFor:
 
 
 class PlanEngine(PagedEngine):
-    """The engine on TensorRT. The graphs read the pool in place, and a step stores its tokens itself."""
+    """The engine on TensorRT. The graphs read the pool in place, and a step stores its own tokens."""
 
     pool: TorchPool
 
@@ -71,7 +71,7 @@ class PlanEngine(PagedEngine):
         *,
         cuda_graphs: bool,
     ) -> None:
-        """`plans` are ICudaEngines. Raises UserError when the GPU has no room for weights, pool and the plans' activations."""
+        """Allocate weights, pool and activations for `plans` (ICudaEngines). Raises UserError if GPU memory is too small."""
         limits = bundle.limits(policy)
         self._device, self._limits = device, limits
         activations = max(int(plan.device_memory_size_v2) for plan in plans.values())
@@ -94,10 +94,10 @@ class PlanEngine(PagedEngine):
             )
             for mode, plan in plans.items()
         }  # fmt: skip
-        """Only decode steps are captured: a prompt is prefilled once."""
+        """Sessions by mode. Only decode steps are captured, because a prompt is prefilled once."""
 
     def fork(self, sequence: int) -> int:
-        with self._device.running():  # on the stream of the next step, so that the copies of pages come before it
+        with self._device.running():  # on the stream of the next step, so that pages are copied first
             return super().fork(sequence)
 
     def corrupt_scale(self, side: Side, factor: float, layer: int | None = None, head: int | None = None) -> None:
@@ -111,7 +111,7 @@ class PlanEngine(PagedEngine):
         return torch.from_numpy(values).to(self._device.torch_device, copy=True)
 
     def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:
-        with self._device.running():  # after the steps that wrote it
+        with self._device.running():  # on the same stream, so after the steps that wrote the tokens
             return super().stored(sequence)
 
     def _host(self, constant: torch.Tensor) -> npt.NDArray[np.float32]:
@@ -119,7 +119,7 @@ class PlanEngine(PagedEngine):
         return values
 
     def _prefill_batch(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
-        """As ChunkedEngine's, chunks of several prompts in a run."""
+        """Prefill prompts as ChunkedEngine does, but with chunks of several prompts in one run."""
         handles: list[int] = []
         logits = np.zeros((len(prompts), self.vocab_size), np.float32)
         done = [0] * len(prompts)
@@ -145,9 +145,10 @@ class PlanEngine(PagedEngine):
         return self._run_chunks(mode, handles, ids, [ids.shape[1]] * len(handles))
 
     def _run_chunks(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64], sizes: Sequence[int]) -> Logits:
-        """As PagedEngine's `_run`, at a padded shape: row b of `ids` has `sizes[b]` tokens, at least one row all its columns.
+        """Run a step as PagedEngine's `_run` does, at a padded shape.
 
-        Rows of padding have an empty cache; columns of padding are masked, or follow the last token.
+        Row b of `ids` has `sizes[b]` tokens; the longest row has no padding. Padding rows have an empty cache.
+        Padding columns are masked, or follow the last token.
         """
         batch, columns = ids.shape
         tables = self.pool.tables(handles)
@@ -171,10 +172,10 @@ class PlanEngine(PagedEngine):
                 self._refuse(sums, handles)
             for handle, size in zip(handles, sizes, strict=True):
                 pool.advance([handle], size)
-        return logits[:batch].astype(np.float32)  # a copy: the next step overwrites what was read
+        return logits[:batch].astype(np.float32)  # a copy, because the next step overwrites the results
 
     def _sizes(self, mode: Mode, batch: int, tokens: int, pages: int) -> dict[str, int]:
-        """The shape that a run is padded to."""
+        """Return the sizes that a run is padded to, by dimension."""
         limits = self._limits
         return {
             "B": bucket(batch, limits.prefill_rows if mode == "prefill" else limits.max_batch),

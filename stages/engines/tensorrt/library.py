@@ -1,4 +1,4 @@
-"""Imports TensorRT or TensorRT for RTX, which have the same Python API. No other module of `stages/engines` imports them."""
+"""Imports TensorRT or TensorRT for RTX, which have the same Python API. Other modules of `stages/engines` never import them."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -15,8 +15,8 @@ RANGES: dict[Name, tuple[tuple[int, int], tuple[int, int]]] = {
     "tensorrt": ((10, 14), (12, 0)),
     "tensorrt_rtx": ((1, 7), (1, 8)),
 }
-"""The first release that has the calls that kvgate uses, and the first one that is refused, since its bindings were not read:
-tests/contract/facts/tensorrt.json has what was read of 10.14 to 11.4, and of TensorRT for RTX 1.7."""
+"""The first supported release, which has all calls that kvgate uses, and the first refused release, whose bindings were not
+checked. tests/contract/facts/tensorrt.json records the bindings of TensorRT 10.14 to 11.4 and TensorRT for RTX 1.7."""
 
 TITLES: dict[Name, str] = {"tensorrt_rtx": "TensorRT for RTX", "tensorrt": "TensorRT"}
 
@@ -31,7 +31,7 @@ HOW_TO_GET: dict[Name, str] = {
 
 @dataclass(frozen=True)
 class Library:
-    """The imported module, and its logger, of which there is one in a process."""
+    """The imported module, and the process's only logger."""
 
     name: Name
     trt: Any
@@ -53,7 +53,7 @@ class Library:
 
 @cache
 def load(name: Name) -> Library:
-    """Import TensorRT. Raises MissingRequirement, which says how to get it, when it is absent or of another release."""
+    """Import TensorRT. Raises MissingRequirement, with installation advice, if it is missing or its release is unsupported."""
     try:
         if name == "tensorrt_rtx":
             import tensorrt_rtx as trt
@@ -71,7 +71,7 @@ def load(name: Name) -> Library:
 
 
 def used_gpu(backend: Name) -> tuple[str, str]:
-    """Return name and compute capability of the GPU that CUDA uses. Raises MissingRequirement where torch cannot use one."""
+    """Return name and compute capability of CUDA's GPU. Raises MissingRequirement if torch cannot use a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -85,7 +85,7 @@ def used_gpu(backend: Name) -> tuple[str, str]:
 
 
 def _collector(trt: Any) -> Any:
-    """A logger that collects errors: TensorRT returns None or False and writes the reason only to the log."""
+    """Return a logger that collects errors: failing calls return None or False, and the reason is only in the log."""
 
     class Collector(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -1,12 +1,12 @@
-"""backend=tensorrt: plans with the attention plugin, from graphs in which kv.PagedAttention_N becomes two plugin nodes.
+"""backend=tensorrt: plans with the attention plugin. Two plugin nodes replace every kv.PagedAttention_N of the graphs.
 
-TensorRT does not compile the plugin's kernels: they are Triton's PTX, compiled here ahead of time, and become part of the
-plan, which needs neither Python nor a plugin library to run.
+TensorRT does not compile the plugin's kernels. They are Triton's PTX, compiled here ahead of time and stored in the plan, so
+the plan needs neither Python nor a plugin library to run.
 
-The attention of parts of sequences and the reduction of these are two plugins, because an ahead-of-time plugin launches one
-kernel; the partial sums between them are ordinary tensors. So is the work list of both, which one more plugin makes of the
-lengths, once for all layers of the decode graph. In the prefill graph pages are read where they lie, while the function's body
-gathers all and, of FP8, first widens the whole pool. Layers whose formats the kernels do not hold keep their function body.
+An ahead-of-time plugin can launch only one kernel. Attention over parts of sequences and the reduction of its partial results
+are therefore two plugins, connected by ordinary tensors. A third plugin computes the work list from the lengths, once for all
+layers of the decode graph. In the prefill graph, the plugin reads pages in place. (The function body gathers all pages, and
+widens the whole pool first if its type is FP8.) Layers with formats that the kernels do not support keep their function body.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,11 +38,11 @@ from stages.engines.tensorrt import build
 from stages.engines.tensorrt.shapes import Limits
 
 PLUGIN_VERSION = "1"
-"""Version of every quickly deployable plugin."""
+"""Version that TensorRT gives to all quickly deployable plugins."""
 
 
 def build_bundle(onnx_bundle: Path, out: Path, *, gpu: Mapping[str, str], **given: Any) -> None:
-    """Write a bundle of plans for a GPU, with the plugin in them. Takes what `build_bundle` of build.py takes."""
+    """Write a bundle of plans with the plugin for a GPU. Takes the arguments of `build.build_bundle`."""
     adapt = partial(with_plugin, sm=int(gpu["compute_cap"].replace(".", "")))
     build.build_bundle(onnx_bundle, out, gpu=gpu, adapt=adapt, **given)
 
@@ -50,9 +50,10 @@ def build_bundle(onnx_bundle: Path, out: Path, *, gpu: Mapping[str, str], **give
 def with_plugin(
     graphs: Mapping[Mode, Path], folder: Path, info: ModelInfo, limits: Limits, *, sm: int
 ) -> tuple[Mapping[Mode, Path], dict[int, str]]:
-    """Put the plugin into the layers that the kernels hold: graphs without weights in `folder`, the given ones without such.
+    """Put the plugin into the layers that the kernels support, and write the graphs without weights to `folder`.
 
-    The second is the reason of each layer that they do not hold.
+    Returns:
+        The new graphs, or the given ones if the kernels support no layer; and the reason by unsupported layer.
     """
     layers = choose_layers(limits.policy, info.shape, info.q_heads)
     native = {layer: str(refusal) for layer, refusal in layers.refusals.items()}
@@ -69,13 +70,15 @@ def with_plugin(
 
 
 def register() -> None:
-    """Declare the plugin's operations to TensorRT, once a process: TensorRT takes each name once."""
+    """Register the plugin's operations with TensorRT. The import does so once per process: TensorRT refuses a second time."""
     import plugins.kv_attention.tensorrt_plugin  # noqa: F401
 
 
 def default_counts(layouts: Sequence[CacheLayout], info: ModelInfo, limits: Limits, sm: int) -> dict[Mode, int]:
-    """Return the programs or splits that fill this GPU, the least over all layouts: of a decode step the programs over a KV
-    head's pages, of a whole chunk of a prompt the splits over a sequence's pages."""
+    """Return the counts that fill this GPU, as the minimum over all layouts.
+
+    For decode: programs over a KV head's pages. For prefill: splits over a sequence's pages for a whole chunk.
+    """
     import torch
 
     from plugins.kv_attention import launch
@@ -95,16 +98,16 @@ def default_counts(layouts: Sequence[CacheLayout], info: ModelInfo, limits: Limi
 def use_plugin(
     model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, mode: Mode, *, programs: int, sm: int
 ) -> KernelLayers:
-    """Replace the attention of every layer that the kernels hold, in place.
+    """Replace the attention of every layer that the kernels support, in place.
 
-    The plugin of a chunk takes new tokens as they lie in memory for the decoder's linear layers, heads of a token together, and
-    the graph has them by head: Transposes are put before it, which cancel out with those that the decoder has there.
+    The plugin for chunks expects new tokens in the memory order of the decoder's linear layers (all heads of a token together),
+    but the graph orders them by head. Transposes are inserted before the plugin; they cancel out with the decoder's own.
 
     Returns:
-        The layers that were replaced, and why the others were not.
+        The replaced layers, and the reasons why the others were not replaced.
     """
     layers, decode = choose_layers(policy, info.shape, info.q_heads), mode == "decode"
-    # The function body multiplies queries with the factor of the scores in its own arithmetic, and so do the kernels.
+    # The kernels multiply queries by the scaling factor in the same arithmetic as the function body.
     scaling = float(NUMPY_FLOATS[cache_arithmetic(info.compute_dtype)](info.scaling))
     group, splits = info.q_heads // info.kv_heads, 1 if decode else programs
     plan = {name: f"{name}.plan" for name in PLAN.outputs} if decode else {}
@@ -114,7 +117,7 @@ def use_plugin(
         node, names = _attention(model, info, policy, layer, mode)
         names |= plan
         if decode and not any(made.name == PLAN.operation for made in model.graph.node):
-            # The exact tokens are the policy's, and with them the work list is the same in every layer.
+            # The number of exact tokens is the policy's, so the work list is the same in every layer.
             attributes = attributes_of(PLAN, setting, programs)
             model.graph.node.insert(0, plugin_node(PLAN, [names["lengths"]], list(plan.values()), attributes))
         turned = []
@@ -136,7 +139,7 @@ def use_plugin(
 def _attention(
     model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, layer: int, mode: Mode
 ) -> tuple[onnx.NodeProto, dict[str, str]]:
-    """A layer's attention node, and the tensors that it takes by their names in its function."""
+    """Return a layer's attention node, and the names of its input tensors by their names in its function."""
     function = layer_function("PagedAttention", layer)
     (node,) = (node for node in model.graph.node if (node.domain, node.op_type) == (DOMAIN, function))
     spec = AttentionSpec.of(info, policy, layer, mode)
@@ -144,7 +147,7 @@ def _attention(
 
 
 def _replace(model: onnx.ModelProto, node: onnx.NodeProto, nodes: list[onnx.NodeProto]) -> None:
-    """Put nodes in the place of one, and remove the function that it called."""
+    """Replace a node by `nodes`, and remove the function that it called."""
     position = list(model.graph.node).index(node)
     (body,) = (body for body in model.functions if (body.domain, body.name) == (node.domain, node.op_type))
     model.graph.node.remove(node)
@@ -156,7 +159,7 @@ def _replace(model: onnx.ModelProto, node: onnx.NodeProto, nodes: list[onnx.Node
 def plugin_node(
     node: Node, inputs: list[str], outputs: list[str], attributes: dict[str, int | float], part: int | str | None = None
 ) -> onnx.NodeProto:
-    """Return the ONNX node of a plugin, whose name, version and namespace TensorRT's parser looks for in its registry."""
+    """Return the ONNX node of a plugin. TensorRT's parser looks up its name, version and namespace in the plugin registry."""
     name = node.operation if part is None else f"{node.operation}.{part}"
     fields: dict[str, Any] = {"plugin_namespace": NAMESPACE, "plugin_version": PLUGIN_VERSION, **attributes}
     return helper.make_node(node.name, inputs, outputs, name=name, domain=NAMESPACE, **fields)

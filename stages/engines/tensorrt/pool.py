@@ -1,9 +1,9 @@
 """The paged pool on a GPU: the pages and tables of the ONNX engine, in torch tensors whose addresses never change.
 
-New tokens are written to their places on the device, in the step that computes them: arrays of one name, type and shape lie in
-one tensor, and so do the plan's outputs for them, so that one launch after the plan writes those of all layers.
+A step writes its new tokens to their places on the device. Arrays of one name, type and shape are stacked in one tensor, and so
+are the plan's outputs for these arrays. One launch after the plan therefore writes the tokens of all layers.
 
-Shapes: l layers, B sequences, S new tokens of each, T = B * S, H KV heads, N pages or buffers, W elements of a token.
+Shapes: l layers, B sequences, S new tokens per sequence, T = B * S, H KV heads, N pages or buffers, W elements of a token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,22 +26,22 @@ from stages.engines.tensorrt.shapes import Limits
 
 @dataclass(frozen=True)
 class Stack:
-    """Arrays of several layers in one tensor."""
+    """Arrays of several layers, stacked in one tensor."""
 
     names: list[str]
     tensor: torch.Tensor
-    """(l, N, H, 64 or exact slots, W)."""
+    """The stacked arrays, (l, N, H, 64 or exact slots, W)."""
     allocator: PageAllocator
 
 
 class TorchPool(PagedPool):
-    """A pool that is allocated once, since a plan's bindings and a captured CUDA graph contain addresses."""
+    """A pool that is allocated once, because a plan's bindings and captured CUDA graphs contain addresses."""
 
     def __init__(self, limits: Limits, shape: KVShape, device: torch.device) -> None:
         self.limits, self.device = limits, device
         self.stacks: list[Stack] = []
         self._factors: dict[str, torch.Tensor] = {}
-        """The must-fail control's factors (l, H, 1) on what is written, by the first name of a stack."""
+        """Factors (l, H, 1) of the must-fail control on written numbers, by the first name of a stack."""
         super().__init__(limits.policy, shape, limits.pages)
         for allocator, capacity in (
             (self.pages, limits.pages),
@@ -72,23 +72,23 @@ class TorchPool(PagedPool):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The pool's arrays, typed as the tensors that they are."""
+        """The pool's arrays, with the static type of tensors."""
         return cast(dict[str, torch.Tensor], self.arrays)
 
     def _zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        # Types of bytes have one name in numpy and torch; codes of FP8 are uint8.
+        # Byte types have the same name in numpy and torch; FP8 codes are uint8.
         kind = dtype if isinstance(dtype, torch.dtype) else getattr(torch, np.dtype(dtype).name)
         return torch.zeros(shape, dtype=kind, device=self.device)
 
     def window_state(self, handles: Sequence[int]) -> list[Any]:
-        """Return what `places` changes, for `restore`."""
+        """Return a snapshot of the windows, which `places` moves, for `restore`."""
         if self.policy.window is None:
             return []
         rows = [self.sequences[handle] for handle in handles]
         return [self.window_pages.state(), *((row, list(row.window_pages), row.first_window_page) for row in rows)]
 
     def restore(self, state: list[Any]) -> None:
-        """Take back that windows moved: the step that moved them stored nothing."""
+        """Move the windows back to a snapshot, after a step that stored nothing."""
         for allocator_state in state[:1]:
             self.window_pages.restore(allocator_state)
         for row, pages, first in state[1:]:
@@ -99,7 +99,7 @@ class TorchPool(PagedPool):
         return held
 
     def _resize(self, allocator: PageAllocator, capacity: int) -> None:
-        """Allocate the arrays of `allocator`, once."""
+        """Allocate the arrays of `allocator`. Called once per allocator."""
         allocator.grow(capacity)
         stacks: dict[tuple[Any, ...], list[str]] = {}
         for name, array in self.tensors.items():
@@ -112,12 +112,12 @@ class TorchPool(PagedPool):
 
     @property
     def families(self) -> Sequence[Sequence[str]]:
-        """The plans' outputs that go to each stack."""
+        """Names of the plans' outputs, by stack."""
         return [[f"new_{name}" for name in stack.names] for stack in self.stacks]
 
     @property
     def _kinds(self) -> dict[str, tuple[PageAllocator, int]]:
-        """Lists of places by the name of their input: what numbers the arrays, and which of its lists."""
+        """Lists of places by input name: (allocator of the arrays, index among the allocator's lists)."""
         exact = bool(self.policy.sink_tokens) + bool(self.policy.recent_tokens)
         counts = {"page": (self.pages, 1), "window": (self.window_pages, self.policy.window is not None)}
         counts["buffer"] = (self.buffers, exact)
@@ -129,15 +129,16 @@ class TorchPool(PagedPool):
         }
 
     def sections(self, sizes: Mapping[str, int]) -> dict[str, Section]:
-        """Return what writes after the plan need: (3, T) indices a list of places, and how much of it is padding."""
+        """Return the inputs for the writes after the plan: (3, T) indices per list of places, and counts without padding."""
         places: dict[str, Section] = dict.fromkeys(self._kinds, (torch.int64, (3, sizes["B"] * sizes["S"])))
         counts = {"tokens": sizes["B"], "stored_places": len(places)}
         return {name: (torch.int32, (count,)) for name, count in counts.items()} | places
 
     def put_places(self, step: Step, handles: Sequence[int], tokens: Sequence[int]) -> None:
-        """Set where the next tokens of each sequence go, so many of each.
+        """Set the places of the next `tokens[i]` tokens of every sequence i.
 
-        A list is filled up with its first place, which is then written several times with the same; an empty one is not used.
+        A list is padded with its first place, which is then written several times with the same value. An empty list is not
+        used.
         """
         columns = step.inputs["input_ids"].shape[1]
         listed: dict[str, list[Indices]] = {name: [] for name in self._kinds}
@@ -160,14 +161,14 @@ class TorchPool(PagedPool):
         step.put("stored_places", np.array(counts, np.int32))
 
     def results(self, step: Step) -> Sequence[torch.Tensor]:
-        """Return logits (B, V) float32, and whether the tokens were stored."""
+        """Return tensors for the logits (B, V) float32 and for the flag whether the tokens were stored."""
         logits = torch.zeros(step.outputs["logits"].shape, dtype=torch.float32, device=self.device)
         return logits, torch.zeros((), dtype=torch.bool, device=self.device)
 
     def consume(self, step: Step) -> None:
-        """Write the new tokens to their places, or none where a key or value of any of them is not finite."""
+        """Write all new tokens to their places, or none if a key or value is not finite."""
         logits, stored = step.results
-        sums, sizes = step.outputs[NOT_FINITE][..., 0], step.inputs["tokens"]  # of padding, 0 tokens
+        sums, sizes = step.outputs[NOT_FINITE][..., 0], step.inputs["tokens"]  # padding rows have 0 tokens
         real = torch.arange(sums.shape[2], device=self.device) < sizes[:, None]
         stored.copy_(((sums == 0) | ~real[:, None]).all())
         logits.copy_(step.outputs["logits"])
@@ -182,7 +183,7 @@ class TorchPool(PagedPool):
     def _write_stack(
         self, stack: Stack, new: torch.Tensor, number: torch.Tensor, slot: torch.Tensor, stored: torch.Tensor
     ) -> None:
-        """Write `new` (l, T, H, W). What is not stored writes what is there, so that nothing depends on the host."""
+        """Write `new` (l, T, H, W). If `stored` is false, rewrite the old values instead, so that the host need not decide."""
         if stack.names[0] in self._factors:
             new = scaled(new, self._factors[stack.names[0]][:, None])
         # (T, l, H, W): indices on both sides of a slice put their dimension first.
@@ -190,7 +191,7 @@ class TorchPool(PagedPool):
         stack.tensor[:, number, :, slot] = torch.where(stored, new.transpose(0, 1), held)
 
     def set_faults(self, faults: Mapping[str, Factor]) -> None:
-        """Multiply what is written to these arrays from now on, (1, H, 1, 1) each."""
+        """Set the factors (1, H, 1, 1) on numbers that will be written to these arrays."""
         for stack in self.stacks:
             if any(name in faults for name in stack.names):
                 ones = np.ones((1, self.shape.kv_heads, 1, 1), np.float32)

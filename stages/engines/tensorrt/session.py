@@ -1,11 +1,11 @@
-"""One plan on a GPU: tensors bound by address, an execution context for every shape, decode steps as CUDA graphs.
+"""One plan on a GPU: tensors bound by address, an execution context per shape, and decode steps as CUDA graphs.
 
-A captured graph holds the addresses and the shape that it was captured with, and ends with its context. So every shape has a
-context and input and output tensors of its own, and shapes are few (`shapes.bucket`). Contexts share one activation
-memory: everything runs on one stream, one after the other.
+A captured graph contains the addresses and the shape of its capture, and becomes invalid with its context. So every shape has
+its own context, inputs and outputs, and the number of shapes is kept small (`shapes.bucket`). All contexts share one activation
+memory, because everything runs on one stream.
 
-What the pool does with a run's outputs on the device (`Consumer`) is part of the run, and of its graph: the host fills
-one buffer before it and reads one result after it.
+The pool's work on a run's outputs (`Consumer`) is part of the run and of its graph: the host fills one buffer before the run
+and reads one result afterwards.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,11 +30,11 @@ DTYPES = {
     "INT64": torch.int64,
     "FP8": torch.uint8,
 }
-"""torch's type by the name of TensorRT's DataType. FP8 E4M3 codes are bytes: torch has few operators on float8."""
+"""torch's type by the name of TensorRT's DataType. FP8 E4M3 codes are bytes, because torch has few operators for float8."""
 
 
 class Device:
-    """The current GPU, with a stream of its own: on the default stream TensorRT synchronizes the whole device."""
+    """The current GPU and a separate stream, because TensorRT synchronizes the whole device on the default stream."""
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
@@ -48,12 +48,12 @@ class Device:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let torch launch on the stream within this context."""
+        """Make torch launch on the stream within this context."""
         with torch.cuda.stream(self._stream):
             yield
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record what `work` launches, without running it, and return a function that replays it."""
+        """Record the launches of `work` without running them, and return a function that replays them."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream):
             work()
@@ -61,7 +61,7 @@ class Device:
 
 
 class Consumer(Protocol):
-    """What runs on the device after the plan, in the same step: `TorchPool`."""
+    """Work on the device after the plan, in the same step; implemented by `TorchPool`."""
 
     @property
     def families(self) -> Sequence[Sequence[str]]: ...
@@ -81,15 +81,15 @@ class Step:
         own = {name: tensor for name, tensor in session.inputs.items() if name not in session.bound}
         sections = {name: (DTYPES[t.dtype], session.shape(t, sizes)) for name, t in own.items()}
         sections |= session.consumer.sections(sizes)
-        # Tables change once in many steps: what lies before them is then all that is copied.
+        # Tables change rarely, so they come last: most steps copy only the inputs before the tables.
         self._order = sorted(sections, key=lambda name: "table" in name or name == "exact_slots")
         self._staged = StagedInputs({name: sections[name] for name in self._order}, session.device.torch_device)
         self._changed = -1
-        """Place in `_order` of the last input that differs from the device's."""
+        """Index in `_order` of the last input that differs from the device's copy; -1 if no input differs."""
         self.inputs = self._staged.tensors
         self.outputs: dict[str, torch.Tensor] = {}
         self.families: list[torch.Tensor] = []
-        """As the consumer's families name them, each (outputs, *shape)."""
+        """Stacked outputs (number of outputs, *shape), in the order of the consumer's families."""
         for names in session.consumer.families:
             first = session.outputs[names[0]]
             shape, kind = session.shape(first, sizes), DTYPES[first.dtype]
@@ -118,7 +118,7 @@ class Step:
         self.replay: Callable[[], None] | None = None
 
     def put(self, name: str, values: npt.NDArray[np.generic]) -> None:
-        """Set an input and fill the rest of its padded shape; skip an input that the plan does not read."""
+        """Set an input, padded to its shape. Does nothing if the plan does not read the input."""
         if name in self._staged.arrays:
             array = self._staged.arrays[name]
             new = padded(values, array.shape)
@@ -127,7 +127,7 @@ class Step:
                 self._changed = max(self._changed, self._order.index(name))
 
     def upload(self) -> None:
-        """Copy what `put` has changed to the device, in one copy, without waiting."""
+        """Copy the inputs that `put` changed to the device, in one copy, without waiting."""
         if self._changed >= 0:
             self._staged.upload(self._order[self._changed])
         self._changed = -1
@@ -137,7 +137,7 @@ class Step:
         return self._results.read()
 
     def run(self) -> None:
-        """Run once on the session's stream. The first run of a shape compiles and allocates, the second is captured."""
+        """Run once on the session's stream. The first run of a shape compiles and allocates; the second run is captured."""
         if self.replay is None and self._runs and self._session.captures(self._context):
             self.replay = self._session.device.capture(self._enqueue)
         self._runs += 1
@@ -150,7 +150,7 @@ class Step:
 
 
 class PlanSession:
-    """A deserialized plan, the tensors that are bound in all shapes, and its steps by shape."""
+    """A deserialized plan, the tensors that are bound for all shapes, and the steps by shape."""
 
     def __init__(
         self,
@@ -165,39 +165,39 @@ class PlanSession:
         consumer: Consumer,
         captured: bool,
     ) -> None:
-        """Open a plan. `bound` are tensors whose addresses never change; `consumer` runs on the device after the plan."""
+        """Open a plan. `bound`: tensors whose addresses never change. `consumer` runs on the device after the plan."""
         assert memory.data_ptr() % ALIGNMENT == 0, f"TensorRT wants memory aligned to {ALIGNMENT} bytes"
         self.library, self.engine, self.device, self.captured = library, engine, device, captured
         self.consumer, self._memory = consumer, memory
-        # An input that nothing reads may be missing: the builder may drop it.
+        # The builder may have dropped an input that nothing reads.
         names = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
         self.inputs = {tensor.name: tensor for tensor in inputs if tensor.name in names}
         self.outputs = {tensor.name: tensor for tensor in outputs}
         self.bound = {name: tensor for name, tensor in bound.items() if name in self.inputs}
         self._steps: dict[tuple[tuple[str, int], ...], Step] = {}
         self._compiled: Any = None
-        """TensorRT for RTX: the kernels that contexts compiled, which the contexts of other shapes reuse."""
+        """Kernels that TensorRT for RTX compiled for a context; contexts of other shapes reuse them."""
 
     def step(self, **sizes: int) -> Step:
-        """Return the step of a shape, given as sizes of the dimensions by name."""
+        """Return the step of a shape, given by the sizes of its named dimensions."""
         key = tuple(sorted(sizes.items()))
         if key not in self._steps:
             self._steps[key] = Step(self, sizes)
         return self._steps[key]
 
     def forget_graphs(self) -> None:
-        """Let every step be captured anew: what runs after the plan has changed."""
+        """Drop all captured graphs, because the consumer's work has changed."""
         for step in self._steps.values():
             step.replay = None
 
     def context(self) -> Any:
-        """Return a new execution context in the shared activation memory."""
+        """Return a new execution context that uses the shared activation memory."""
         trt = self.library.trt
         config = self.engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if self.library.name == "tensorrt_rtx":
-            # By default it compiles in the background and runs other kernels until then: the same call would not always
-            # return the same logits, and a graph that was captured early would keep the slow kernels.
+            # By default it compiles in the background and runs other kernels meanwhile. Equal calls could then return different
+            # logits, and a graph that was captured early would keep the slow kernels.
             eager = trt.DynamicShapesKernelSpecializationStrategy.EAGER
             config.dynamic_shapes_kernel_specialization_strategy = eager
             if self._compiled is None:
@@ -209,17 +209,17 @@ class PlanSession:
         return context
 
     def captures(self, context: Any) -> bool:
-        """Return whether runs of the context may become a CUDA graph. Only TensorRT for RTX has a call that tells."""
+        """Return whether to capture runs of the context. Only TensorRT for RTX can report whether a context is capturable."""
         if self.captured and self.library.name == "tensorrt_rtx":
             return bool(context.is_stream_capturable(self.device.stream))
         return self.captured
 
     def shape(self, described: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of an input or output where its dimensions have these sizes."""
+        """Return the shape of an input or output for these sizes of the named dimensions."""
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in described.shape)
 
     def check(self, done: bool, what: str) -> None:
-        """Raise RuntimeError with the reason in TensorRT's log unless a call returned True."""
+        """Raise RuntimeError with the reason from TensorRT's log if `done` is false."""
         if not done:
             raise RuntimeError(
                 f"{self.library.title} {self.library.version} refuses {what}: {'; '.join(self.library.take_errors())}"

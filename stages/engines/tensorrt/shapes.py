@@ -1,11 +1,11 @@
-"""Sizes of a plan's dynamic dimensions: the ranges that it is built for, the few sizes that the engine uses, and their limits.
+"""Sizes of a plan's dynamic dimensions: the ranges of the build, the few sizes that the engine uses, and TensorRT's limits.
 
-Dimensions are named as in the graphs: B sequences, S new tokens of each, P pages of a sequence's table, N pages of the
+Dimensions are named as in the graphs: B sequences, S new tokens per sequence, P pages of a sequence's table, N pages of the
 pool, M exact buffers, Y pages of a sequence in the window, NW pages of the window's pool.
 
-The function body of attention gathers and scores all positions of the pages that a plan is built for, whatever sequences are
-long. The attention plugin makes no such tensor, and its kernels compute addresses in 64 bits. How many prompts prefill together
-follows from that.
+The function body of attention gathers and scores all positions of the largest sequence that a plan is built for, even if the
+actual sequences are short. This limits the number of prompts that can prefill together. The attention plugin has no such
+tensor, and its kernels compute addresses in 64 bits.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,18 +20,18 @@ from pipeline.core.kv import PAGE_TOKENS, KVPolicy, KVShape, page_count
 from pipeline.core.records import PREFILL_CHUNK
 
 MOST_ELEMENTS = 2**31 - 1
-"""Elements of a tensor: TensorRT's layers index in 32 bits (NVIDIA/TensorRT issues 1948, 3815, 4123)."""
+"""Maximum elements of a tensor: TensorRT's layers index in 32 bits (NVIDIA/TensorRT issues 1948, 3815, 4123)."""
 
 MOST_PREFILL_ROWS = 4
-"""Prompts of a prefill run: with as many tokens of each as fit a chunk the GPU has enough to do, and activations are sized for
-them whether they come or not."""
+"""Maximum prompts of a prefill run. Four full chunks keep the GPU busy, and memory for the activations of all four is always
+allocated."""
 
 MOST_SHARED_ELEMENTS = 2**29
-"""Elements of the scores of a function body in a run of several prompts, 1 GiB in float16; a run of one may have more."""
+"""Maximum elements of a function body's scores in a run of several prompts: 1 GiB in float16. One prompt may have more."""
 
 
 class Range(NamedTuple):
-    """Smallest and largest size of a dimension; the largest is the likely one."""
+    """Smallest and largest size of a dimension. Plans are optimized for the largest."""
 
     smallest: int
     largest: int
@@ -45,11 +45,11 @@ class Limits:
     max_batch: int
     max_tokens: int
     prefill_rows: int = 1
-    """Most sequences of a prefill run (prefill_rows)."""
+    """Maximum sequences of a prefill run, from the function `prefill_rows`."""
 
     @property
     def sequence_pages(self) -> int:
-        """Pages of a sequence at most."""
+        """Maximum pages of a sequence."""
         return page_count(self.max_tokens)
 
     @property
@@ -59,7 +59,7 @@ class Limits:
 
     @property
     def sequence_window_pages(self) -> int:
-        """Window pages of a sequence at most: one more than the window's, because its start lies within a page."""
+        """Maximum window pages of a sequence: one more than the window's length, because it may start within a page."""
         window = self.policy.window
         return 0 if window is None else min(self.sequence_pages, window.tokens // PAGE_TOKENS + 1)
 
@@ -70,11 +70,11 @@ class Limits:
 
     @property
     def chunk(self) -> int:
-        """Most tokens of a sequence in one prefill run."""
+        """Maximum tokens of a sequence in one prefill run."""
         return min(PREFILL_CHUNK, self.max_tokens)
 
     def ranges(self, mode: str) -> dict[str, Range]:
-        """Return the range of every dimension. Pools have one size, so that their addresses and shapes never change."""
+        """Return the range of every dimension. Pools have a fixed size, so that their addresses and shapes never change."""
         rows = self.prefill_rows if mode == "prefill" else self.max_batch
         largest = {"B": rows, "P": self.sequence_pages, "S": self.chunk}
         fixed = {"Y": max(1, self.sequence_window_pages), **self.fixed}
@@ -87,9 +87,9 @@ class Limits:
 
 
 def bucket(size: int, largest: int) -> int:
-    """Return the next power of two from `size` on, or `largest` if that is less.
+    """Return the smallest power of two that is at least `size`, or `largest` if that is less.
 
-    So there are few shapes, each of which is captured once.
+    This keeps the number of shapes small, because every shape is captured separately.
 
     >>> [bucket(size, 12) for size in (1, 3, 9)]
     [1, 4, 12]
@@ -100,10 +100,10 @@ def bucket(size: int, largest: int) -> int:
 
 
 def plan_run(left: Sequence[int], chunk: int, rows: int) -> list[tuple[int, int]]:
-    """Return which prompts take part in a prefill run, by number, and how many tokens of each.
+    """Return (index of the prompt, number of tokens) for every prompt that takes part in a prefill run.
 
-    A prompt is cut into chunks as if it were alone, since its tokens attend to those of earlier chunks through the quantized
-    cache. Chunks of one bucket run together, that of the first prompt: a short one would be padded to many times its tokens.
+    A prompt is cut into the same chunks as if it were alone, because its tokens attend to earlier chunks through the quantized
+    cache. Only chunks of the first prompt's bucket run together, because padding a short chunk would multiply its work.
 
     >>> plan_run([0, 700, 3, 1024, 600], chunk=1024, rows=4)
     [(1, 700), (3, 1024), (4, 600)]
@@ -114,14 +114,14 @@ def plan_run(left: Sequence[int], chunk: int, rows: int) -> list[tuple[int, int]
 
 
 def padded(values: npt.NDArray[np.generic], shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
-    """Return an array of `shape` that begins with `values` in every dimension and is filled up with 0."""
+    """Return `values`, padded with zeros at the end of every dimension to `shape`."""
     out = np.zeros(shape, values.dtype)
     out[tuple(slice(size) for size in values.shape)] = values
     return out
 
 
 def prefill_rows(limits: Limits, q_heads: int, *, native: bool) -> int:
-    """Return how many prompts a prefill run takes at most; `native` is whether any layer keeps its function body."""
+    """Return the maximum prompts of a prefill run. `native`: whether any layer keeps its function body."""
     rows = min(MOST_PREFILL_ROWS, limits.max_batch)
     if not native:
         return rows
@@ -131,7 +131,7 @@ def prefill_rows(limits: Limits, q_heads: int, *, native: bool) -> int:
 def check_extents(
     policy: KVPolicy, shape: KVShape, q_heads: int, layers: Iterable[int], *, max_batch: int, max_tokens: int
 ) -> None:
-    """Raise UserError where the function body of one of `layers` would have a tensor that TensorRT cannot address."""
+    """Raise UserError if the function body of any layer in `layers` would have a tensor that TensorRT cannot address."""
     limits = Limits(policy, max_batch, max_tokens)
     scores = max(_scores_of_chunks(limits, q_heads), max_batch * q_heads * (_positions(limits) + 1))
     for layer in layers:
@@ -152,10 +152,10 @@ def check_extents(
 
 
 def _positions(limits: Limits) -> int:
-    """Positions that a function body scores for each query."""
+    """Return the number of positions that a function body scores for every query."""
     return PAGE_TOKENS * (limits.sequence_pages + limits.sequence_window_pages) + limits.policy.exact_tokens
 
 
 def _scores_of_chunks(limits: Limits, q_heads: int) -> int:
-    """Elements of the scores of a prefill run."""
+    """Return the number of elements of a prefill run's scores."""
     return limits.prefill_rows * q_heads * limits.chunk * (_positions(limits) + limits.chunk)
