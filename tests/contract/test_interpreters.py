@@ -1,4 +1,7 @@
-"""What every library in an interpreter of its own is held to, by our workers on fakes that take the recorded arguments."""
+"""Requirements on every library that runs in its own interpreter, tested with our workers on fakes.
+
+The fakes accept only the recorded arguments.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,15 +37,15 @@ def trtllm_bundle(target: str, checkpoint: Path, out: Path, kv: str, python: str
 class Library:
     program: Program
     make: Callable[..., str]
-    """Makes an interpreter."""
+    """Creates an interpreter with the fake."""
     build: Callable[[Path, Path, str, str], Path]
     release: str
     limit: str
-    """What bounds a sequence."""
+    """Name of the option that limits a sequence's tokens."""
     hints: tuple[str, ...]
-    """What says how to get it."""
+    """Texts of the hint on how to install the library."""
     broken: str
-    """Why it does not import."""
+    """Reason why a broken installation cannot be imported."""
     kv: str = "fp8"
 
 

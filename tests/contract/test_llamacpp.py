@@ -1,4 +1,4 @@
-"""backend=llamacpp without llama.cpp: what is refused before any work, and the bytes of a state."""
+"""backend=llamacpp without llama.cpp: refusals before any work, and the bytes of a state."""
 
 import struct
 import sys
@@ -77,7 +77,7 @@ def test_a_checkpoint_is_refused_with_the_converter_that_writes_a_gguf_of_it() -
 
 
 def state_bytes(tokens: int, *, transposed: bool) -> tuple[bytes, np.ndarray, np.ndarray]:
-    """A state of one layer with one stream of its own between empty ones: q8_0 keys of 64 channels, f16 values of 3."""
+    """Return a state of one layer in one stream between empty streams: q8_0 keys of 64 channels, f16 values of 3."""
     keys = np.arange(tokens * 68, dtype=np.uint8).reshape(tokens, 68)
     keys[:, [0, 34]], keys[:, [1, 35]] = 0, 0x3C  # scales of 1.0
     values = np.arange(tokens * 3, dtype=np.float16).reshape(tokens, 3)

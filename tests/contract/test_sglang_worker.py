@@ -1,4 +1,4 @@
-"""Our worker and engine on a fake SGLang that takes the arguments of the real one, as they were recorded, and no others."""
+"""Our worker and engine on a fake SGLang that accepts only the recorded arguments of the real one."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Everything that kvgate calls of TensorRT is in the facts recorded from the bindings of each release that it accepts."""
+"""All TensorRT names that kvgate uses are in the facts recorded from the bindings of every accepted release."""
 
 import ast
 import inspect
@@ -31,9 +31,9 @@ RTX_ONLY = {
     "IRuntimeConfig.dynamic_shapes_kernel_specialization_strategy",
     "IRuntimeConfig.set_runtime_cache",
 }
-"""What the code uses of TensorRT for RTX alone."""
+"""Names that are used only with TensorRT for RTX."""
 PLUGINS_ONLY = {"NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS"}
-"""What it uses of TensorRT alone, besides the package tensorrt.plugin."""
+"""Names that are used only with TensorRT, in addition to the package tensorrt.plugin."""
 
 
 def wanted(library: Name) -> set[str]:
@@ -44,7 +44,7 @@ def wanted(library: Name) -> set[str]:
 
 
 def signatures(written: list[str]) -> Iterator[inspect.Signature]:
-    """Signatures of recorded parameters, `network, config, flags=default`."""
+    """Parse recorded parameters such as `network, config, flags=default` into signatures."""
     for parameters in written:
         function = ast.parse(f"def f({parameters}): ...").body[0]
         assert isinstance(function, ast.FunctionDef)

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's engines on the fake, beside what tests/contract/test_interpreters.py holds every library to."""
+"""TensorRT-LLM's engines on the fake: tests in addition to tests/contract/test_interpreters.py."""
 
 import json
 from pathlib import Path
@@ -83,7 +83,7 @@ def test_an_engine_for_another_gpu_is_refused_with_both_named(work: Path, bundle
         open_engine(bundles["fp8"], other)
     mixed = make_interpreter(work / "mixed", gpus=("8.9", "9.0"))
     with pytest.raises(MissingRequirement, match=r"1\.2\.1 and SM 9\.0.*1\.2\.1 and SM 8\.9"):
-        open_engine(bundles["fp8"], mixed)  # it would run on the first
+        open_engine(bundles["fp8"], mixed)  # it would run on the first GPU
     newer = make_interpreter(work / "newer", release="1.3.0rc20")
     served = make_bundle("trtllm", work / "quantized-fp8", work / "pytorch", "fp8", newer, target="pytorch")
     without = make_interpreter(work / "without", release="1.3.0rc20", gpus=())

@@ -1,4 +1,4 @@
-"""Everything that we say to TensorRT-LLM, and everything that we read of it, is in the facts recorded from its sources."""
+"""All arguments that kvgate passes to TensorRT-LLM and all names that it reads are in the facts recorded from its sources."""
 
 import ast
 import json
@@ -36,7 +36,7 @@ def options(**changes: Any) -> TrtllmConfig:
 
 
 def asked() -> Iterator[tuple[settings.Settings, dict[str, Any]]]:
-    """Settings for every quantization and every way to set the switches."""
+    """Yield the settings for every quantization and every combination of switches."""
     for quantization, paged, fp8, context in product(QUANTIZATIONS, SWITCHES, SWITCHES, (False, True)):
         chosen = options(paged_context_fmha=paged, fp8_context_fmha=fp8, gather_context_logits=context)
         yield settings.engine_settings(chosen, quantization), quantization
@@ -56,7 +56,7 @@ def test_every_key_that_is_read_back_is_one_that_an_engines_config_has() -> None
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The recorded flags and rules, as the fake's builder follows them."""
+    """The fake's recorded flags and rules, which its builder follows."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "fake"))
     from tensorrt_llm import facts
 
@@ -161,14 +161,14 @@ def test_the_tensors_and_algorithms_that_we_name_are_tensorrt_llms() -> None:
     names = ENGINE["tensors"]["names"]
     ours = (*checkpoint.BY_HEADS, *checkpoint.BY_ROWS, *checkpoint.BY_COLUMNS, *checkpoint.ADDED_ONCE)
     for ending in (*ours, checkpoint.KV_SCALE, checkpoint.KV_RECIPROCAL, *checkpoint.KV_SIDES):
-        weight = re.sub("bias$", "weight", ending)  # a bias is named like its weight
+        weight = re.sub("bias$", "weight", ending)  # a bias has the name of its weight
         assert any(name.endswith(weight) for name in names), ending
     for algorithms in (ALGORITHMS.values(), settings.FP8_ATTENTION_WEIGHTS):
         assert set(algorithms) <= set(ENGINE["quantization"]["quant_algo"])
 
 
 def worker_calls() -> Iterator[tuple[str, ast.Call]]:
-    """Every call in the worker by the name that is called."""
+    """Yield every call in the worker with the called name."""
     for node in ast.walk(ast.parse(PROGRAM.script.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

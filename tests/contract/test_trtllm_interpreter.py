@@ -1,4 +1,4 @@
-"""TensorRT-LLM's interpreter when it is missing, wrong, dies, hangs, babbles, or builds something else than was asked."""
+"""TensorRT-LLM's interpreter is missing, wrong, dies, hangs, prints noise, or builds something else than requested."""
 
 import json
 import os
@@ -206,7 +206,7 @@ def test_16_bit_weights_are_served_without_a_declaration_that_the_release_would_
 
 
 def declaring(quantized: Path, out: Path, **declared: Any) -> Path:
-    """A copy of exports whose unified export declares this in hf_quant_config.json."""
+    """Copy exports, and put the given declarations into the unified export's hf_quant_config.json."""
     shutil.copytree(quantized, out, symlinks=True)
     (out / "unified_hf" / "hf_quant_config.json").write_text(json.dumps({"quantization": declared}), encoding="utf-8")
     return out

@@ -1,4 +1,4 @@
-"""The process of TensorRT-LLM's interpreter: it dies, hangs, babbles, is interrupted or orphaned, and is always gone after."""
+"""The worker process in TensorRT-LLM's interpreter dies, hangs, prints noise, is interrupted or orphaned, and always ends."""
 
 import importlib
 import os

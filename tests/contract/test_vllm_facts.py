@@ -1,4 +1,4 @@
-"""What kvgate gives to vLLM, and the rules of vLLM that kvgate repeats, are in the facts recorded from its sources."""
+"""All arguments that kvgate passes to vLLM, and vLLM's rules that kvgate repeats, are among the recorded facts."""
 
 from typing import Any
 

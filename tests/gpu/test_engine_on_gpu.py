@@ -1,6 +1,6 @@
-"""backend=torch on a real GPU: captured steps, long prompts, full batches, and the command line from end to end.
+"""backend=torch on a real GPU: captured steps, long prompts, full batches, and the complete command line.
 
-tests/long/test_oracle_kernels.py runs on the GPU too where there is one.
+tests/long/test_oracle_kernels.py also runs on the GPU if there is one.
 """
 
 from collections.abc import Iterator
@@ -35,14 +35,17 @@ pytestmark = pytest.mark.gpu
 
 FP8K_INT4V = benchlib.load_policy("fp8k_int4v")
 LENGTHS = (1, 63, 64, 65, 500, 1023, 1030, 7)
-"""1,023 and 1,030 tokens outgrow the first table of pages while they are decoded."""
+"""Prompt lengths in tokens. The sequences of 1,023 and 1,030 tokens outgrow the first page table while decoding."""
 STEPS = 6
 
 CLOSE = 1e-3
-"""Of the logits' norm: CLOSE of the short prompts in kernel_engine_cases, and that a thousand tokens have more codes which lie
-on a border, where the two devices' matrix products differ."""
+"""Allowed distance of logits, relative to their norm.
+
+It exceeds kernel_engine_cases.CLOSE: with a thousand tokens, more codes lie on a border, and the two devices' matrix
+products differ.
+"""
 SAME = 1e-6
-"""What another choice of a matrix product's algorithm may cost."""
+"""Distance that another choice of a matrix product's algorithm may cause."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> 
 
 
 def decoded(engine: Any, texts: np.ndarray) -> list[np.ndarray]:
-    """Logits of every step; the batch shrinks by one each time."""
+    """Return the logits of every step; the batch shrinks by one sequence per step."""
     handles, first = engine.prefill([text[:length].tolist() for text, length in zip(texts, LENGTHS, strict=True)])
     out = [first]
     for step in range(STEPS):
@@ -85,7 +88,7 @@ def test_captured_steps_give_what_launched_ones_give_and_both_what_the_oracle_gi
 
 @contextmanager
 def counted_waits(patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Count the waits for an event; whatever else waits for the GPU raises."""
+    """Count the waits for an event. Any other wait for the GPU raises."""
     waits, wait = list[int](), torch.cuda.Event.synchronize
 
     def counted(event: torch.cuda.Event) -> None:
@@ -144,7 +147,7 @@ def test_bfloat16_steps_are_captured_and_within_their_rounding_of_float32(bundle
     handles = [engine.prefill([text[:200] for text in texts])[0] for engine in engines]
     exact, rounded = (engine.decode(given, [5, 6]) for engine, given in zip(engines, handles, strict=True))
     assert rounded.dtype == np.float32
-    assert 1e-4 < distance(rounded, exact) < 6e-2  # transformers' own steps in bfloat16 differ by 4e-2 there
+    assert 1e-4 < distance(rounded, exact) < 6e-2  # transformers' own bfloat16 steps differ by 4e-2
     assert all(step._graph is not None for step in engines[1]._passes.values())
 
 

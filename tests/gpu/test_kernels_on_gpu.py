@@ -1,7 +1,7 @@
-"""The kernels on a real GPU: in CUDA graphs, without waiting for the host; and the benchmark, briefly.
+"""The kernels on a real GPU: in CUDA graphs, without waiting for the host; and a short run of the benchmark.
 
-What the kernels compute is checked by the same tests as in Triton's
-interpreter, which run on the GPU where there is one: tests/integration/test_kernel_{append,context,decode,launch}.py.
+The results of the kernels are checked by tests/integration/test_kernel_{append,context,decode,launch}.py, which run on the
+GPU if there is one and in Triton's interpreter otherwise.
 """
 
 import json
@@ -32,7 +32,7 @@ LENGTHS = [[0, 1, 64, 1000], [1279, 65, 0, 127]]
 
 
 class Decoder:
-    """A cache of LAYERS layers on the GPU and one step over it: attention in every layer, then one append for all."""
+    """A cache of LAYERS layers on the GPU and a step over it: attention in every layer, then one append for all layers."""
 
     def __init__(self, layout: CacheLayout) -> None:
         rng = torch.Generator("cuda").manual_seed(0)
@@ -52,7 +52,7 @@ class Decoder:
         return ((x * 40).clamp(-127, 127) if dtype == "int8" else x).to(getattr(torch, dtype))
 
     def step(self) -> Tensor:
-        """(LAYERS, BATCH, Hq, D)."""
+        """Run one step; return the attention output (LAYERS, BATCH, Hq, D)."""
         tables: dict[str, Any] = {"page_table": self.page_table, "lengths": self.lengths, "exact_slots": self.slots}
         outs, (query, key, value) = [], self.inputs
         programs = launch.default_programs(self.layout, query[0], self.page_table, 0.1)
@@ -64,7 +64,7 @@ class Decoder:
         return torch.stack(outs)
 
     def show(self, lengths: list[int], seed: int) -> None:
-        """Other sequences, other tokens, at the same addresses."""
+        """Write other sequences and tokens to the same addresses."""
         rng = torch.Generator("cuda").manual_seed(seed)
         self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
         self.page_table.copy_(torch.randperm(BATCH * COLUMNS, generator=rng, device="cuda").view(BATCH, COLUMNS))
@@ -98,7 +98,7 @@ def test_a_captured_step_replays_over_other_tokens_as_if_it_were_launched(name: 
 
 
 class Launched:
-    """decode_partial, which keeps the compiled kernel of its last launch."""
+    """A decode_partial that keeps the compiled kernel of its last launch."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def run(*arguments: Any, **options: Any) -> None:
@@ -125,7 +125,7 @@ def test_the_benchmark_runs_and_every_kernel_is_right(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     sizes = ["--batches", "3", "--tokens", "1k,1100", "--groups", "4", "--ragged", ""]
     code = decode_attention.main(["--json", str(file), *sizes, "--kernels", "fp8k_int4v,fp8,bf16"])
-    assert code in (0, 3)  # a target may be missed at these sizes, or lack a peer
+    assert code in (0, 3)  # a target may be missed at these sizes, or lack a comparison
     content = json.loads(file.read_text())
     assert len(content["results"]) == 2 * 3
     assert content["copy_gb_per_s"] > 0

@@ -1,4 +1,4 @@
-"""Plans of backend=tensorrt on a machine with TensorRT and a GPU: what no other test can see.
+"""Plans of backend=tensorrt on a machine with TensorRT and a GPU: properties that no other test can check.
 
 python -m pytest -m gpu tests/gpu/test_plans_on_gpu.py
 """
@@ -31,11 +31,11 @@ from stages.evaluate.distances.distance import log_softmax
 pytestmark = pytest.mark.gpu
 
 MAX_KL = 0.01
-"""Largest KL in nats per token between the oracle (float32) and the plans (float16), which round activations."""
+"""Largest KL in nats per token between the reference engine (float32) and the plans (float16), which round activations."""
 CORRUPTION_GAIN = 10.0
-"""A corrupted key scale must raise the KL this many times, or the logits do not come from the cache."""
+"""Minimum ratio of the KL with a corrupted key scale to the sound KL; below it, the logits do not depend on the cache."""
 POLICY = ("kv=fp8k_int4v", "kv.sink_tokens=4", "kv.recent_tokens=64")
-"""With exact tokens, which a step overwrites after its attention has read them."""
+"""A policy with exact tokens, which a step overwrites after its attention has read them."""
 PLUGIN_FREE_PROGRAM = """
 import sys
 import tensorrt as trt
@@ -78,7 +78,7 @@ def engine(bundle: Path) -> Callable[..., PlanEngine]:
 
 
 def tokens(engine: Engine, size: int) -> list[int]:
-    """Return random token ids, the same ones at every call."""
+    """Return random token ids. Every call returns the same."""
     return np.random.default_rng(size).integers(0, engine.vocab_size, size).tolist()  # type: ignore[no-any-return]
 
 
@@ -129,7 +129,7 @@ def test_forced_decode_gives_the_oracles_logits_and_other_ones_with_a_corrupted_
     built = chain.bundle(policy, TorchConfig(name="torch", device="cpu", threads=1)).path
 
     def forced_kl(*, broken: bool) -> float:
-        """Mean KL from the oracle's distributions, in nats per token; `broken` corrupts the key scale after the prefill."""
+        """Return the mean KL from the reference engine in nats per token; `broken` corrupts the key scale after prefill."""
         one, oracle = engine(), load_oracle(built, threads=1)
         text, divergences = tokens(one, 230), []
         (mine, _), (exact, _) = one.prefill([text[:200]]), oracle.prefill([text[:200]])

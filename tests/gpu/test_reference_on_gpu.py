@@ -1,4 +1,4 @@
-"""The reference engine on a real GPU beside itself on the CPU, and an evaluation whose reference engine is on the GPU."""
+"""The reference engine on a real GPU compared with the CPU, and an evaluation with the reference engine on the GPU."""
 
 import gc
 from pathlib import Path
@@ -36,13 +36,16 @@ NAMES = (
 POLICIES = [*(SHIPPED[name] for name in NAMES), GUARDED, EVICTING, HEAVY]
 
 TYPICAL = 1e-3
-"""Of the logits' norm, in the median row: a CPU whose layers are 2^-21 off shows 1e-6 to 1e-4. A policy costs 8e-3 and more."""
+"""Allowed distance in the median row, relative to the logits' norm.
+
+A CPU whose layers are off by 2^-21 shows 1e-6 to 1e-4. Policies cost 8e-3 and more.
+"""
 FLIPPED = 1e-1
-"""In the worst row, after a number between two codes got the other one: 2e-2 was seen there."""
+"""Allowed distance in the worst row, after a number between two codes got the other code. Measured: 2e-2."""
 REPLAYED = 3e-5
-"""Over the same codes nothing flips: 1e-6 to 5e-6 was seen there."""
+"""Allowed distance over equal codes, so that no code can flip. Measured: 1e-6 to 5e-6."""
 REPLAYED_EXACT = 5e-4
-"""But for tokens that are kept in float16: 1e-4 was seen there."""
+"""Allowed distance over the same codes if some tokens are kept in float16. Measured: 1e-4."""
 FLIPS = 5e-3
 """Share of bytes that may differ: sums have another order, and a scale may round to the other float16."""
 

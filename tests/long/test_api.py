@@ -1,4 +1,4 @@
-"""kvgate from Python: a user's process runs evaluations and engines, and nothing else of it changes."""
+"""kvgate's Python API: a user's process runs evaluations and engines, and is otherwise left unchanged."""
 
 import os
 import re
@@ -50,7 +50,7 @@ ASKS: dict[str, Any] = {
     "gates.margin": 0.1,
     "gates.max_ruined_share": 0.1,
 }
-"""The example's own samples, and what makes a run short."""
+"""The example's samples, and settings that make a run short."""
 COPIED = "04 Bergen 14 Tartu"
 ASKED = f"Copy:\n{COPIED}"
 
@@ -69,7 +69,7 @@ def run_command(*overrides: str) -> int:
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A work directory, where tests stand beside it; the store is its own."""
+    """A work directory with its own store. The tests run in its parent directory."""
     folder = tmp_path_factory.mktemp("api")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -80,7 +80,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def judged(work: Path) -> Evaluation:
-    """A candidate that the command line then promoted."""
+    """A passing candidate, which the command line has promoted."""
     result = evaluate("tiny", "int8", workdir=work, **ASKS)
     assert result.verdict == "PASS", result.reasons
     assert run_command("stage=promote", f"workdir={work}", *arguments(ASKS)) == 0
@@ -194,7 +194,7 @@ def test_a_judged_engine_is_loaded_and_answers(judged: Evaluation, monkeypatch: 
 
 
 def test_engines_of_another_backend_and_evidence_are_loaded_as_well(judged: Evaluation) -> None:
-    """The oracle's bundle, which conformance took, and the engine by its evidence."""
+    """Load the reference engine's bundle from the conformance check, and the engine from its evidence."""
     bundles = {path: path.parent for path in judged.bundle.parent.glob("*/bundle.json")}
     oracle = next(folder for path, folder in bundles.items() if '"torch"' in path.read_text() and "int8" in _policy(folder))
     for place, backend in ((oracle, "torch"), (judged.candidate.identity.path.parent, "onnxruntime")):

@@ -1,4 +1,4 @@
-"""Streams that whoever starts a command has closed, or whose disk is full: the exit code is that of what it did."""
+"""The exit code stays the same if a command's streams are closed or write to a full disk."""
 
 import subprocess
 import sys

@@ -1,6 +1,7 @@
-"""Processes at once over one work directory and one store: eight of mixed stages, and four that move the aliases.
+"""Concurrent processes on one work directory and one store: eight in different stages, and four that move aliases.
 
-The store is SQLite, and MLflow's server on PostgreSQL. Only children open the store: each begins as a command does.
+The store is SQLite, or MLflow's server on PostgreSQL. Only children open the store, because a command starts in the same
+way.
 """
 
 import os
@@ -63,7 +64,7 @@ def _part(number: int, work: Path, checkpoint: Path, uri: str | None, results: A
 
 
 def check_nothing_is_lost(work: Path, uri: str | None, versions: list[str], serves: bool) -> None:
-    """Every registered version is there with its evidence, every run has ended, and an engine serves where it has to."""
+    """Assert that no version or evidence is lost, that every run has ended, and that an engine serves if `serves`."""
     store = open_tracking(work, uri)
     known = {one.number: one.tags for one in store.registered()}
     assert set(versions) <= known.keys()
@@ -86,7 +87,7 @@ def in_a_child(work: Path, job: Callable[[], object]) -> None:
 
 
 def play(work: Path, checkpoint: Path, uri: str | None = None) -> None:
-    """Play rounds of all eight at once, the first over no store."""
+    """Run rounds of all eight processes at once. In the first round the store does not exist yet."""
     versions: list[str] = []
     for played in range(ROUNDS):
         results: Any = FORK.Queue()
@@ -118,7 +119,7 @@ def test_nothing_is_lost_on_a_server_with_postgresql(checkpoint: Path, tmp_path:
 
 
 def move(work: Path, name: str | None, ready: Callable[[], object] = lambda: None) -> None:
-    """Promote the candidate with a name, or roll back."""
+    """Promote the candidate `name`, or roll back if `name` is None."""
     last, store = summary.load(work), open_tracking(work)
     ready()
     with suppress(UserError, GateRefusal):
@@ -136,7 +137,7 @@ def test_four_processes_that_move_at_once_leave_a_champion(checkpoint: Path, tmp
     for name in ("bf16", "fp8"):
         in_a_child(work, partial(move, work, name))
     for _ in range(4):
-        open_all = FORK.Barrier(4)  # a store takes a second to open, a move a fraction of it
+        open_all = FORK.Barrier(4)  # opening a store takes a second, a move far less
         children = [FORK.Process(target=move, args=(work, name, open_all.wait)) for name in ("int8", None, "bf16", None)]
         for child in children:
             child.start()

@@ -1,4 +1,4 @@
-"""A fault at every fiftieth operation of a small run; KVGATE_EVERY=1 takes every single one, which is half an hour."""
+"""A fault at every fiftieth operation of a small run. KVGATE_EVERY=1 tests every operation, which takes half an hour."""
 
 import os
 
@@ -11,7 +11,7 @@ EVERY = int(os.environ.get("KVGATE_EVERY", "50"))
 
 @pytest.fixture(scope="module")
 def trials(tmp_path_factory: pytest.TempPathFactory) -> Trials:
-    """Runs of one small evaluation, each of which a fault hits."""
+    """Trials of a small evaluation, each with one fault."""
     return Trials(tmp_path_factory.mktemp("faults"))
 
 

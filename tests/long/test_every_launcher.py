@@ -1,6 +1,6 @@
-"""Sweeps by every installed launcher: verdicts, order, exit codes, what is said; killed workers, interrupts.
+"""Sweeps with every installed launcher: verdicts, order, exit codes, output, killed workers, interrupts.
 
-Every job is a small evaluation that ends as its seed says (`helpers/small_sweeps/sitecustomize.py`).
+Every job is a small evaluation whose seed selects the outcome (`helpers/small_sweeps/sitecustomize.py`).
 """
 
 import json
@@ -32,7 +32,7 @@ LAUNCHERS = {
 }
 HERE = [name for name in LAUNCHERS if name != "ray" or find_spec("ray") is not None]
 BESIDE = [name for name in HERE if name != "basic"]
-"""Launchers whose jobs run in processes of their own."""
+"""Launchers that run jobs in separate processes."""
 
 SWEEPS = [
     ("0,5,6", 0, {"fp8 seed=0": "PASS", "fp8 seed=5": "PASS", "fp8 seed=6": "INCONCLUSIVE"}, []),
@@ -45,12 +45,12 @@ SWEEPS = [
     ),
     ("1,2", 1, {}, ["job 1 of 2 fp8 seed=1: a defect of kvgate (RuntimeError: planted)"]),
 ]
-"""Seeds, exit code, verdicts, and what is said; the middle two by every launcher."""
+"""Seeds, exit code, verdicts and messages. The middle two cases run with every launcher."""
 
 
 @dataclass(frozen=True)
 class Swept:
-    """How a sweep ended."""
+    """Result of a sweep."""
 
     code: int
     stdout: str
@@ -59,13 +59,13 @@ class Swept:
 
     @property
     def names(self) -> list[str]:
-        """Of its candidates."""
+        """Names of the candidates."""
         return [candidate["name"] for candidate in self.summary["candidates"]]
 
 
 @contextmanager
 def started(folder: Path, seeds: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a sweep over seeds in `folder`; it writes into the files `stdout` and `stderr` there."""
+    """Start a sweep over seeds in `folder`, with output to the files `stdout` and `stderr` there."""
     path = os.pathsep.join(map(str, (ROOT, HELPERS, HELPERS / "small_sweeps")))
     inherited = os.environ.get("PYTHONPATH")  # a launcher may be installed there
     environment = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{inherited}" if inherited else path, "HOME": str(folder)}
@@ -83,7 +83,7 @@ def started(folder: Path, seeds: str, *arguments: str) -> Iterator[subprocess.Po
 
 
 def ended(folder: Path, process: subprocess.Popen[str], seconds: float = 500) -> Swept:
-    """Wait for the end of a sweep, of which no process is left."""
+    """Wait for the end of a sweep, and assert that none of its processes is left."""
     code = process.wait(seconds)
     await_none_with(folder)
     summary = json.loads((folder / "work" / "summary.json").read_text())
@@ -91,13 +91,13 @@ def ended(folder: Path, process: subprocess.Popen[str], seconds: float = 500) ->
 
 
 def sweep(folder: Path, seeds: str, *arguments: str) -> Swept:
-    """Run a sweep over seeds in `folder`, untracked."""
+    """Run an untracked sweep over seeds in `folder`."""
     with started(folder, seeds, "tracking=none", *arguments) as process:
         return ended(folder, process)
 
 
 def wait_for(folder: Path, pattern: str, count: int = 1, seconds: float = 300) -> list[Path]:
-    """Return the files below the work directory that match, once there are so many."""
+    """Wait until `count` files below the work directory match; return the matches."""
     end = time.monotonic() + seconds
     while len(found := sorted((folder / "work").glob(pattern))) < count:
         assert time.monotonic() < end, (folder / "stderr").read_text()

@@ -1,4 +1,7 @@
-"""The library of planted faults: a sample of it on few requests, its record, and its page. `make faults` judges all of it."""
+"""The library of planted faults: a few faults judged on few requests, the record, and the page.
+
+`make faults` judges all faults.
+"""
 
 import pytest
 from faults import page, record
@@ -22,14 +25,14 @@ FEW = (
     "workloads.probe={max_tokens: 128, decode_steps: 8, offset_steps: 1, max_batch: 17, requests: 1, seed: 0}",
     "workloads.load={batch: 2, context_tokens: 128, new_tokens: 4}",
 )
-"""So few samples that nothing can pass, and enough for what is wrong in every request."""
+"""Workloads that are too small for a PASS, but large enough for faults that affect every request."""
 
 SEEN = {
     "key_scale_head_x1_25": "conformance",
     "generate_other_callers": "free_answers",
     "float16_copy_unreported": "allocation",
 }
-"""Faults, and a gate that sees each of them on a few samples, beside those of ALONE."""
+"""Faults that are judged in addition to ALONE, and the gate that must find each of them."""
 
 
 @pytest.fixture(scope="module")

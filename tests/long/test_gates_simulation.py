@@ -1,7 +1,7 @@
-"""The error rates of the gate on recovery, drawn from 3,000 questions that were asked of SmolLM2 under four caches.
+"""Error rates of the recovery gate, simulated by sampling from 3,000 questions answered by SmolLM2 with four caches.
 
-A candidate at its limit is made from the measured ones (`benchmarks.gates`). Broken pages are left out: a bound cannot exclude
-what few pages do not show.
+Candidates exactly at the limit are constructed from the measured ones (`benchmarks.gates`). Broken pages are excluded: no
+bound can exclude faults that occur in only a few pages.
 """
 
 import math
@@ -17,13 +17,13 @@ from pipeline.statistics.bets import Array
 
 ANSWERS, RUNS = load(), 2000
 LOOKS = (15, 36, 72, 108, 144)
-"""Pages at the looks of `conf/workloads/chat.yaml`."""
+"""Numbers of pages at the looks of `conf/workloads/chat.yaml`."""
 KINDS = list(range(len(ANSWERS.kinds)))
 PLACES = [(KINDS, GATES.min_recovery), *(([kind], GATES.min_workload_recovery) for kind in KINDS)]
 
 
 def at_most(rate: float, runs: int = RUNS) -> float:
-    """The largest share of `runs` that a true rate gives, but for one time in a thousand."""
+    """Return the share of `runs` trials that a true rate exceeds with a probability of 1/1,000."""
     return rate + 3.1 * math.sqrt(rate * (1 - rate) / runs)
 
 

@@ -1,4 +1,4 @@
-"""Gemma 3 270M, converted, computes what benchmarks/results/gguf_gemma3.json recorded of llama.cpp."""
+"""A converted Gemma 3 270M reproduces llama.cpp's results, which are recorded in benchmarks/results/gguf_gemma3.json."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / GEMMA3).is_file(), reason="Gemma 3 270M is not there: make gemma3")
 RECORDED: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "gguf_gemma3.json").read_text())
 TOLERANCE = 0.03
-"""Nats between log probabilities: the checkpoint rounds the weights to float16."""
+"""Allowed difference of log probabilities in nats: the checkpoint rounds the weights to float16."""
 
 
 @pytest.fixture(scope="module")

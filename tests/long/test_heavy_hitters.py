@@ -1,4 +1,4 @@
-"""H2O's cache beside a slow program that keeps a dictionary of tokens for each head, and what it must not change."""
+"""The heavy-hitter cache (H2O) compared with a slow implementation that keeps one dictionary of tokens per head."""
 
 import math
 from typing import Any
@@ -41,7 +41,7 @@ def text() -> list[int]:
 def directly(
     storages: LayerStorage, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chunks: list[int]
 ) -> tuple[torch.Tensor, list[list[int]]]:
-    """The rule, one query at a time: the output (H, G, S, D), and the tokens that each head is left with."""
+    """Apply the eviction rule one query at a time; return the output (H, G, S, D) and the tokens that each head keeps."""
     stored = [storages[side].read(storages[side].write(x)).double() for side, x in zip(SIDES, (key, value), strict=True)]
     out, left = torch.zeros_like(q), []
     for head in range(q.shape[0]):

@@ -1,4 +1,4 @@
-"""A checkpoint is data: a command that starts where a model's directory holds code runs none of it, whatever it is named."""
+"""A checkpoint is data: a command started inside a model directory runs no code from the directory, under any file name."""
 
 import os
 import shutil

@@ -1,6 +1,6 @@
-"""`python -m pipeline` from a checkpoint to a report over our workers on a fake TensorRT-LLM and a fake SGLang.
+"""`python -m pipeline` from a checkpoint to a report, with kvgate's workers on a fake TensorRT-LLM and a fake SGLang.
 
-The toys answer nothing right, so that no verdict is PASS; what is proven is the way through, and that the evaluation reads
+The toys give no right answers, so no verdict is PASS. The tests show that the pipeline runs and that the evaluation reads
 the cache.
 """
 
@@ -42,7 +42,7 @@ def test_an_engine_in_an_interpreter_of_its_own_is_judged_like_any_other(
 
 
 def test_scales_that_tensorrt_llm_does_not_carry_are_refused_by_the_key_that_allows_them(tmp_path: Path) -> None:
-    """ModelOpt's export has no FP8 scale below 1."""
+    """ModelOpt's export cannot store an FP8 scale below 1."""
     python = make_interpreter(tmp_path / "bin")
     job = job_of(tmp_path / "work", *FEW, "kv=fp8", "backend=trtllm", f"backend.python={python}")
     refused = r"8 defaulted \(layer 0 keys: .* became the default, 1\.0\); .*scale_changes=\[defaulted\]"

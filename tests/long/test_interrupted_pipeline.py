@@ -1,4 +1,4 @@
-"""The whole pipeline on the tiny model, hit again and again."""
+"""The whole pipeline on the tiny model, interrupted repeatedly."""
 
 import importlib
 import json
@@ -34,13 +34,13 @@ def command(work: Path) -> int:
 
 
 def judged(work: Path) -> tuple[str, dict[str, str]]:
-    """The verdict, and the digests of what does not depend on times."""
+    """Return the verdict, and the digests that do not depend on measured times."""
     (candidate,) = json.loads((work / "summary.json").read_text())["candidates"]
     return candidate["verdict"], {role: candidate[role]["digest"] for role in ("engine", "baseline")}
 
 
 def test_the_pipeline_gets_to_its_end_however_often_it_is_hit(tmp_path: Path) -> None:
-    """Each attempt is hit some operations later than the one before; what was finished is kept, so that one gets through."""
+    """Interrupt each attempt some operations later than the previous one. Finished work is kept, so one attempt finishes."""
     for module in ("stages.quantize.run", "stages.engines.onnx.build", "stages.evaluate.once", "pipeline.run.runner"):
         importlib.import_module(module)  # once, for all children
     whole, hit = tmp_path / "whole", tmp_path / "hit"

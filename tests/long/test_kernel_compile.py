@@ -1,4 +1,4 @@
-"""The kernels compile for every target without a GPU, in one subprocess, because kernels are interpreted in this process."""
+"""The kernels compile for every target without a GPU. A subprocess compiles, since this process interprets the kernels."""
 
 import json
 import os
@@ -26,7 +26,7 @@ APPENDED = ("key_new", "value_new", "page_table", "lengths", "exact_slots", "pag
 
 @dataclass(frozen=True)
 class Case:
-    """One decode kernel: formats as `dtype granularity group_size`."""
+    """A decode kernel. Formats are written as `dtype granularity group_size`."""
 
     key: str
     value: str
@@ -57,7 +57,7 @@ FP8 = Case("fp8_e4m3 per_tensor", "fp8_e4m3 per_tensor", 128, 8, "bfloat16", 90)
 INT8 = Case("int8 per_token", "int8 per_token", 128, 8, "bfloat16", 90)
 NVFP4 = Case("fp8_e4m3 per_tensor", "nvfp4 per_group 16", 128, 8, "bfloat16", 90)
 TARGETED = (HEADLINE, FP8, INT8, NVFP4)
-"""Formats of bytes, whose codes are copied asynchronously."""
+"""Formats with one byte per code, whose codes are copied asynchronously."""
 CASES = (
     *TARGETED,
     *(replace(HEADLINE, sm=sm) for sm in (80, 100)),
@@ -67,7 +67,7 @@ CASES = (
     Case("bf16", "bf16", 128, 8, "bfloat16", 90),
     Case("bf16", "int4 per_group 128", 256, 16, "float16", 100, (0, 32)),
     Case("int8 per_token", "fp8_e4m3 per_head", 64, 16, "float32", 100),
-    # Groups that are narrower than the channels that a thread loads.
+    # Groups narrower than the channels that one thread loads.
     Case("fp16", "int4 per_group 32", 256, 1, "float16", 80),
     Case("fp8_e4m3 per_head", "nvfp4 per_group 16", 256, 16, "float32", 80, (4, 60)),
 )
@@ -77,7 +77,7 @@ CHUNKS = (
     (Case("int8 per_token", "int8 per_token", 64, 4, "float16", 80), 4096),
     (Case("fp8_e4m3 per_head", "fp8_e4m3 per_tensor", 256, 1, "float16", 89, (0, 32)), 16),
 )
-"""Kernels of several new tokens, and the query rows that a sequence is likely to have."""
+"""Kernels for several new tokens, and the typical number of query rows of a sequence."""
 
 GATHERED = {"int4": HEADLINE, "fp8": replace(FP8, query_dtype="float16", sm=89), "int8": replace(INT8, sm=80)}
 """Kernels that dequantize pages for long chunks."""

@@ -1,7 +1,7 @@
-"""What a decode step of backend=torch on a GPU stores, on a CPU.
+"""Stored data of decode steps of backend=torch, tested on a CPU.
 
-On a GPU DecodePass.run is the replay of one graph. On a CPU it is the launches that a capture would record, here in plain
-torch (the kernels' reference).
+On a GPU, DecodePass.run replays a captured graph. On a CPU it performs the launches that a capture would record, here in
+plain torch (the kernels' reference).
 """
 
 import copy
@@ -34,7 +34,7 @@ def engine(model: Any, monkeypatch: pytest.MonkeyPatch) -> KernelEngine:
 
 
 def stored(engine: KernelEngine) -> list[np.ndarray]:
-    """A copy of all bytes that the cache holds."""
+    """Return a copy of all bytes in the cache."""
     tensors = [tensor for group in engine.cache.groups for tensor in (group.paged | group.exact).values()]
     return [tensor.view(torch.uint8).numpy().copy() for tensor in tensors]
 
@@ -45,7 +45,7 @@ def changed(before: list[np.ndarray], after: list[np.ndarray]) -> bool:
 
 @pytest.mark.parametrize("token", [7, 8])
 def test_a_refused_step_stores_nothing_of_any_of_its_sequences(token: int, engine: KernelEngine) -> None:
-    """Token 7 embeds as NaN. It is in the last row of a batch that is padded to four, or in none."""
+    """Decode token 7, whose embedding is NaN, in the last row of a batch padded to four, or a sound token."""
     handles, _ = engine.prefill([[1] * 62, [2] * 5, [3]])
     before = stored(engine)
     engine.model = copy.deepcopy(engine.model)

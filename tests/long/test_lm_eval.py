@@ -1,4 +1,4 @@
-"""lm-eval over engine bundles: log-likelihoods are transformers' own where the cache is exact, and read it where it is not."""
+"""lm-eval on engine bundles. With an exact cache, log-likelihoods equal transformers'; otherwise they include its error."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from stages.lm_eval.model import KvgateLM
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDING = 0.03
-"""Nats of a text by which an FP16 cache may differ from a float32 one. An INT4 cache differs by more than ten times that."""
+"""Allowed difference of an FP16 cache's log-likelihood of a text from float32, in nats. INT4 differs over ten times more."""
 PAIRS = [
     ("Copy:\n04 Bergen 14 Tartu 22", " Bergen"),
     ("The record of Bergen says", " nothing at all, and that is why"),
@@ -37,12 +37,12 @@ PAIRS = [
     ("a", " lighthouse keeper"),
     ("Once there was a lighthouse keeper ", "who read"),
 ]
-"""Contexts and continuations: of many tokens, of one, of none, and with a space at the end."""
+"""Contexts and continuations: with many tokens, one, none, and with a trailing space."""
 
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> dict[str, Path]:
-    """The trained tiny model with an exact and with an INT4 cache, and the latter for backend=torch."""
+    """Bundles of the trained tiny model: exact cache, INT4 cache, and INT4 cache for backend=torch."""
     work = tmp_path_factory.mktemp("lm_eval")
     decoder = make_decoder(tiny_checkpoint, work / "decoder")
     made = {name: make_bundle(decoder, work / name, kv) for name, kv in (("fp16", FP16_POLICY), ("int4", SHIPPED["int4_g64"]))}
@@ -56,7 +56,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> 
 
 @pytest.fixture(scope="module")
 def logits_after(tiny_checkpoint: Path) -> Callable[[list[int]], Any]:
-    """Transformers' logits after every token of a text, (tokens, vocab_size)."""
+    """A function that returns transformers' logits after every token of a text, (tokens, vocab_size)."""
     model: Any = load_model(tiny_checkpoint)
 
     def logits(tokens: list[int]) -> Any:
@@ -79,7 +79,7 @@ def scored(model: KvgateLM, pairs: list[tuple[str, str]]) -> list[tuple[float, b
 
 
 def tokens_of(model: KvgateLM, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """The split that lm-eval defines: spaces before the boundary belong to the continuation."""
+    """Split as lm-eval defines it: spaces before the boundary belong to the continuation."""
     if not context:
         return [model.prefix_token_id], model.tok_encode(continuation, add_special_tokens=False)
     before = model.tok_encode(context.rstrip())
@@ -108,7 +108,7 @@ def test_with_an_exact_cache_log_likelihoods_and_greedy_flags_are_those_of_trans
 
 
 def prefill_scored(model: KvgateLM, context: list[int], continuation: list[int]) -> float:
-    """The log-likelihood as lm-eval's own backends compute it, from prefills."""
+    """Compute the log-likelihood from prefills, as lm-eval's own backends do."""
     total = 0.0
     for i, token in enumerate(continuation):
         handles, logits = model.engine.prefill([context + continuation[:i]])
@@ -142,7 +142,7 @@ def test_a_long_context_loses_its_oldest_tokens(bundles: dict[str, Path], logits
 
 
 def test_rolling_scores_every_token_once_in_windows(bundles: dict[str, Path], logits_after: Any) -> None:
-    """Windows of 8: the first after the prefix, the next after one token, the last filled up with context."""
+    """Check windows of 8 tokens: the first follows the prefix, each later one a token; the last is filled with context."""
     model = lm(bundles["fp16"], max_length=8, batch_size=2)
     text = "Once there was a lighthouse keeper who read letters from Bergen and from Tartu."
     ids = model.tok_encode(text)
@@ -185,7 +185,7 @@ def test_answers_are_greedy_and_end_before_a_stop_string_or_at_their_limit(bundl
     model.engine.decode = lambda sequences, tokens: steps.append(len(sequences)) or decode(sequences, tokens)  # type: ignore
     got = model.generate_until(requests("generate_until", *asked), disable_tqdm=True)
     assert got == [full, full[: full.index(stop)], second]
-    assert steps[-1] < steps[0] == 3  # the one that met its stop string was decoded no further
+    assert steps[-1] < steps[0] == 3  # the sequence with the stop string was not decoded any further
     assert model.engine.memory().live_tokens == 0
     empty = model.generate_until(requests("generate_until", ("", {"max_gen_toks": 4})), disable_tqdm=True)
     assert len(empty) == 1
@@ -214,7 +214,7 @@ def test_what_the_model_cannot_do_is_refused_with_its_fix(bundles: dict[str, Pat
 
 @pytest.mark.parametrize("bundle", ["int4", "oracle"])
 def test_logits_that_are_not_finite_give_neither_a_number_nor_an_answer(bundle: str, bundles: dict[str, Path]) -> None:
-    """Of a context of one token the logits are the prefill's."""
+    """Cover a context of one token too, whose logits come from the prefill."""
     model = lm(bundles[bundle])
     for name in ("decode", "prefill", "forced"):
         sound = getattr(model.engine, name, None)
@@ -228,7 +228,7 @@ def test_logits_that_are_not_finite_give_neither_a_number_nor_an_answer(bundle: 
 
 
 def _without_a_number(returned: Any) -> Any:
-    """What `prefill`, `decode` or `forced` returned, with one logit of NaN."""
+    """Set one logit of NaN in the result of `prefill`, `decode` or `forced`."""
     (returned[1] if isinstance(returned, tuple) else returned)[-1, 3] = np.nan
     return returned
 

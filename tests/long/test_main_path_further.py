@@ -1,4 +1,4 @@
-"""The whole path on the trained tiny model, further: the oracle's verdicts, Ctrl-C, a champion, forged rows."""
+"""More of the whole path on the trained tiny model: the reference backend's verdicts, Ctrl-C, a champion, forged rows."""
 
 import json
 import re
@@ -45,7 +45,8 @@ def test_the_evidence_in_the_registry_counts_in_another_work_directory(promoted:
 
 def test_control_c_finishes_what_is_in_flight_and_the_same_command_goes_on(swept: Swept, tmp_path: Path) -> None:
     artifacts = swept[0] / "artifacts"
-    work = tmp_path / "work"  # of its own, so that the sweep's summary stays; what does not depend on samples is there
+    # A separate directory keeps the sweep's summary. Artifacts that do not depend on samples are shared.
+    work = tmp_path / "work"
     work.mkdir()
     (work / "artifacts").symlink_to(artifacts)
     arguments = ["stage=evaluate", "kv=fp8", "tracking=none", "workloads.samples.copy=60", "workloads.rounds=[1.0]"]
@@ -105,7 +106,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def forged(swept: Swept, keys: tuple[Path, Path]) -> Path:
-    """The work directory, last: the rows of fp8 are given to int4_tensor, which failed, and every digest is made to fit."""
+    """The work directory after int4_tensor, which failed, was given fp8's rows and matching digests. Used last."""
     work, _ = swept
     result = pipeline(work, "-m", "kv=fp8,int4_tensor", f"signing.key={keys[0]}")
     assert result.returncode == 0, result.stderr
@@ -118,7 +119,7 @@ def forged(swept: Swept, keys: tuple[Path, Path]) -> Path:
 
 
 def forge(sound: Path, broken: Path) -> None:
-    """Give a broken evaluation a sound one's rows and metrics, and a manifest that fits them."""
+    """Give a broken evaluation a sound one's rows and metrics, and a matching manifest."""
     report: dict[str, Any] = json.loads((sound / "report.json").read_text())
     own = json.loads((broken / "report.json").read_text())
     kept = ("policy", "engine_digest", "baseline_digest", "workloads_digest")

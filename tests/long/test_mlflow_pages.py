@@ -1,4 +1,4 @@
-"""The pages of a real `mlflow server` in a real browser: what somebody sees who follows an address that kvgate printed."""
+"""Pages of a real `mlflow server` in a real browser, as seen by a user who opens an address that kvgate printed."""
 
 import re
 import shutil
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 SWEEP = "20260101-sweep"
 DELAYED = "ResizeObserver loop completed with undelivered notifications"
-"""What a browser that is short of time reports as an error, though the page has only to wait for its next frame."""
+"""Error reported by a browser under load. It is harmless: the page only has to wait for its next frame."""
 WAIT_MS = 120_000
-"""For a page, on a machine that has other work."""
+"""Timeout of a page in milliseconds, long enough for a busy machine."""
 
 
 @dataclass
 class Tracked:
-    """A sweep of three candidates on a server, the smallest of which failed."""
+    """A sweep of three candidates on a server. The smallest candidate failed."""
 
     address: str
     store: MlflowStore
@@ -69,12 +69,12 @@ def page() -> Iterator["Page"]:
 
 
 def text_of(page: "Page", address: str, sign: str) -> str:
-    """Open a page and return what it says, once it says `sign`; its scripts must not complain."""
+    """Open a page, wait until it shows `sign`, and return its text. Its scripts must not report errors."""
     errors = complaints(page, "error")
-    page.goto("about:blank")  # an address that differs behind # alone opens no page anew
+    page.goto("about:blank")  # changing only the part after # would not reload the page
     page.goto(address)
     page.get_by_text(sign).first.wait_for()
-    # A server without accounts has no current user, and says 404.
+    # A server without accounts has no current user and responds with 404.
     assert [error for error in errors if not error.endswith("/users/current") and DELAYED not in error] == []
     return page.inner_text("body")
 

@@ -1,7 +1,7 @@
-"""backend=torch over the attention kernels against the oracle: on a GPU, or on a CPU in Triton's interpreter.
+"""backend=torch with the attention kernels against the reference engine, on a GPU or in Triton's interpreter on a CPU.
 
-The interpreter takes about 20 ms for one token of one layer, so that here prompts are short, steps few, and prompts, but in the
-test of prefill, attended to and stored by the kernels' reference (test_kernel_context.py, test_kernel_append.py beside this).
+The interpreter takes about 20 ms per token and layer. So prompts are short and steps few. Prompts are stored and attended
+to by the kernels' reference, except in the test of prefill (see test_kernel_context.py and test_kernel_append.py).
 """
 
 import copy
@@ -27,12 +27,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POLICIES = [*map(benchlib.load_policy, ("fp16", "fp8", "int8", "fp8k_int4v", "fp8_token", "fp8k_nvfp4v")), GUARDED]
 BY_NAME = {policy.name: policy for policy in POLICIES}
 LENGTHS = (127, 1, 64)
-"""Decoding two tokens more ends a page, begins one, and has a sequence of one token. One policy takes all three, which are
-padded to four."""
+"""Prompt lengths such that decoding two more tokens fills a page, begins a page, and extends a one-token sequence.
+
+One policy decodes all three, padded to four rows.
+"""
 STEPS = 2
 
 SEEN = 1e-2
-"""A fault of the cache that moves logits by this is no rounding."""
+"""Minimum distance of logits that counts as the effect of a cache fault, not of rounding."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def make_oracle(model: Any, policy: KVPolicy, **options: int) -> OracleEngine:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Prefill whose kernels are not interpreted."""
+    """A prefill that does not interpret kernels on a CPU."""
 
     def prefill(engine: Any, prompts: list[list[int]]) -> tuple[list[int], np.ndarray]:
         with monkeypatch.context() as patch:
@@ -84,7 +86,7 @@ def test_a_ragged_batch_decodes_like_the_oracle(
     prompts = [text[:-STEPS] for text in batch]
     (handles, first), (same, expected) = quick(kernels, prompts), oracle.prefill(prompts)
     assert distance(first, expected) < CLOSE
-    # That a token is read which the kernels have stored, the other tests show for the other formats.
+    # The second step reads a token stored by the kernels. Other tests cover this for the remaining formats.
     for step in range(STEPS if policy.name in ("fp8k_int4v", "guarded") else 1):
         tokens = [text[step - STEPS] for text in batch]
         assert distance(kernels.decode(handles, tokens), oracle.decode(same, tokens)) < CLOSE
@@ -94,7 +96,7 @@ def test_a_ragged_batch_decodes_like_the_oracle(
 def test_a_prompt_is_prefilled_in_chunks_like_the_oracle(
     policy: KVPolicy, model: Any, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second chunk reads a whole page, and a part of one, of what was stored of the first."""
+    """Check a second chunk that reads a whole page and a partial page of the stored first chunk."""
     kernels, oracle = (make(model, policy, prefill_chunk=70) for make in (make_engine, make_oracle))
     if DEVICE == "cpu":
         monkeypatch.setattr(launch, "append", append_by_reference)
@@ -164,13 +166,13 @@ def test_a_pass_over_tensors_that_have_moved_is_not_run_again(model: Any) -> Non
 
 
 def state(cache: KernelCache) -> Any:
-    """All that growing changes: addresses, capacities, moves."""
+    """Return all state that growing changes: addresses, capacities, moves."""
     tensors = [tensor for group in cache.groups for tensor in (group.paged | group.exact).values()]
     return [x.data_ptr() for x in tensors], cache.memory(), cache.moves
 
 
 class LittleMemory:
-    """torch.zeros that has room for a number of tensors."""
+    """A replacement of torch.zeros that has memory for a limited number of tensors."""
 
     def __init__(self, tensors: int) -> None:
         self.tensors, self.real = tensors, torch.zeros
@@ -185,7 +187,7 @@ class LittleMemory:
 def test_a_cache_that_cannot_grow_is_as_it_was_and_says_so_in_one_line(
     model: Any, texts: list[list[int]], quick: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GUARDED has pools, scale pools and exact buffers: memory ends at the third of them."""
+    """Run out of memory at the third tensor: GUARDED has pools, scale pools and exact buffers."""
     engine, oracle = make_engine(model, GUARDED), make_oracle(model, GUARDED)
     (handles, _), (same, _) = quick(engine, [texts[0][:63]]), oracle.prefill([texts[0][:63]])
     before = state(engine.cache)
@@ -202,7 +204,7 @@ def test_a_cache_that_cannot_grow_is_as_it_was_and_says_so_in_one_line(
                     grow()
             assert "\n" not in str(caught.value)
             assert state(engine.cache) == before
-    # A refusal changes nothing: with enough memory the same pages are reserved, and what was stored is still read.
+    # The refusals changed nothing: with enough memory the same pages are reserved, and stored tokens are still read.
     engine.cache.reserve(handles, 500)
     token = texts[0][63]
     assert distance(engine.decode(handles, [token]), oracle.decode(same, [token])) < CLOSE

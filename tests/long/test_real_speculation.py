@@ -1,4 +1,7 @@
-"""The acceptance length of a draft checkpoint beside transformers' assisted generation; prompt lookup: test_speculation.py."""
+"""Acceptance length of a draft checkpoint compared with transformers' assisted generation.
+
+Prompt lookup is tested in test_speculation.py.
+"""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -17,13 +20,13 @@ from stages.workloads import generate
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "stages" / "tiny" / "checkpoint"
 MOST = 48
-"""Tokens of an answer."""
+"""Maximum tokens of an answer."""
 PROPOSED = 5
 
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that agrees with the target often, not always: the same with noise on its weights."""
+    """A draft model that often, but not always, agrees with the target: the target with noise on its weights."""
     directory = tmp_path_factory.mktemp("draft") / "draft"
     shutil.copytree(TINY, directory)
     noisy = load_causal_lm(TINY, dtype=torch.float32)
@@ -53,7 +56,7 @@ def counted_passes(model: Any) -> Iterator[list[int]]:
 
 
 def answered(model: Any, prompt: Sequence[int], stop: int, **options: Any) -> tuple[list[int], int]:
-    """The greedy answer of transformers' `generate`, the stop token included, and the passes of the model."""
+    """Return the greedy answer of transformers' `generate`, including the stop token, and the model's forward passes."""
     ids = torch.tensor([prompt])
     fixed = {"do_sample": False, "max_new_tokens": MOST, "eos_token_id": stop, "pad_token_id": stop, **options}
     with counted_passes(model) as passes, torch.inference_mode():
@@ -75,4 +78,4 @@ def test_a_draft_checkpoint_takes_the_passes_of_assisted_generation(draft: Path)
         said, passes = answered(target, prompt, tokenizer.end, assistant_model=assistant)
         assert draft_passes(drafter.greedy(prompt, said), said, PROPOSED) == passes
         tokens, counted = tokens + len(said), counted + passes
-    assert 1.3 < tokens / counted < PROPOSED + 0.7  # neither a draft that is always wrong, nor one that is always right
+    assert 1.3 < tokens / counted < PROPOSED + 0.7  # the draft is neither always wrong nor always right

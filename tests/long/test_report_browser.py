@@ -1,4 +1,4 @@
-"""report.html in a headless Chromium: it filters, fits a phone, obeys the keyboard, follows the theme, and requests nothing."""
+"""report.html in headless Chromium: it filters, fits a phone, obeys the keyboard, follows the theme, and requests nothing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def opened(browser: "Browser", path: Path, **options: Any) -> Iterator["Page"]:
-    """Open the page; besides showing itself it must request nothing and say nothing."""
+    """Open the page, and assert that it makes no further request and writes no warning or error to the console."""
     requests: list[str] = []
     with browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options}) as context:
         page, url = context.new_page(), path.as_uri()

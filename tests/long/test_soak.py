@@ -1,4 +1,4 @@
-"""One engine as a library: 2,000 requests of mixed lengths that begin, fork, wait, are cancelled or end, many at once."""
+"""A soak test of one engine: 2,000 requests of mixed lengths start, fork, wait, and are cancelled or finish, many at once."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +18,16 @@ MOST_LIVE = 12
 LONGEST = 300
 DECODED = 12
 CHUNK = 128
-"""Of prompts: a token reads earlier chunks from the quantized cache, so that equal answers take equal chunks."""
+"""Tokens per prompt chunk. Later chunks read earlier ones from the quantized cache, so equal answers need equal chunks."""
 TOLERANCE = 2e-5
-"""Of logits: a batch sums in another order than a sequence by itself."""
+"""Allowed difference of logits: a batch sums in another order than a single sequence."""
 GROWTH_MIB = 64
-"""What the process may grow by after the first tenth of the requests."""
+"""Allowed memory growth of the process after the first tenth of the requests, in MiB."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt with two continuations, and what each step of them answers in an engine that holds nothing else."""
+    """A prompt with two continuations, and the logits of their steps in an otherwise empty engine."""
 
     prompt: list[int]
     ends: tuple[list[int], list[int]]
@@ -42,7 +42,7 @@ class Live:
     end: int
     decoded: int = 0
     last: int = DECODED
-    """It is cancelled after so many tokens."""
+    """Cancel the request once it has decoded this number of tokens."""
 
 
 def request_of(engine: OnnxEngine, rng: np.random.Generator) -> Request:
@@ -56,7 +56,7 @@ def request_of(engine: OnnxEngine, rng: np.random.Generator) -> Request:
 
 
 def begin(engine: OnnxEngine, live: dict[int, Live], requests: list[Request], rng: np.random.Generator) -> int:
-    """Start one to three requests, some in two chunks; return how many."""
+    """Start one to three requests, some in two chunks; return their number."""
     chosen = [requests[i] for i in rng.integers(0, len(requests), int(rng.integers(1, 4)))]
     whole = [request for request in chosen if len(request.prompt) <= CHUNK or rng.random() < 0.7]
     handles, _ = engine.prefill([request.prompt for request in whole]) if whole else ([], None)
@@ -71,7 +71,7 @@ def begin(engine: OnnxEngine, live: dict[int, Live], requests: list[Request], rn
 
 
 def fork(engine: OnnxEngine, live: dict[int, Live], rng: np.random.Generator) -> int:
-    """Fork a live request, onto its other continuation if nothing of the first was decoded; return how many began."""
+    """Fork a live request, with its other continuation if nothing has been decoded; return the number of started requests."""
     handle = int(rng.choice(list(live)))
     origin = live[handle]
     end = 1 - origin.end if origin.decoded == 0 else origin.end
@@ -80,7 +80,7 @@ def fork(engine: OnnxEngine, live: dict[int, Live], rng: np.random.Generator) ->
 
 
 def step(engine: OnnxEngine, live: dict[int, Live], rng: np.random.Generator) -> None:
-    """Decode a token of some live requests, compare its logits, and release those that end or are cancelled."""
+    """Decode one token in some live requests, compare the logits, and release finished and cancelled requests."""
     handles = [handle for handle in live if rng.random() < 0.8]
     if not handles:
         return
@@ -118,7 +118,7 @@ def test_thousands_of_requests_leak_no_page_and_answer_as_each_would_alone(
             resident = process.memory_info().rss
     assert engine.pool.in_use == (0, 0)
     pages_of_one = -(-(LONGEST + DECODED) // PAGE_TOKENS)
-    needed = (MOST_LIVE + 3) * pages_of_one  # three may begin when there is room for one
+    needed = (MOST_LIVE + 3) * pages_of_one  # up to three requests may start if there is room for one
     assert 0 < most_pages <= needed, "sequences that ended hold pages"
     assert engine.memory().pages <= 2 * needed, "the pool, which doubles, grew beyond what was ever live"
     assert process.memory_info().rss - resident < GROWTH_MIB * 2**20

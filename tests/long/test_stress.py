@@ -1,4 +1,4 @@
-"""The stress test alone, of sound caches: every policy on every engine of a CPU, with several seeds, and none may fail."""
+"""The stress test on sound caches: every policy on every CPU engine, with several seeds. None may fail."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ from stages.evaluate.reference.probe import probe
 
 CONFIG = ProbeConfig(max_tokens=448, decode_steps=24, offset_steps=4, max_batch=10, requests=16)
 SEEDS = range(int(os.environ.get("STRESS_SEEDS", "1")))
-"""STRESS_SEEDS=5 takes 12 minutes of a core for all policies."""
+"""Seeds of the stress test. STRESS_SEEDS=5 takes 12 minutes on one core for all policies."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def bench(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Co
 
 
 def stressed(bench: Conformity, policy: KVPolicy, kind: str, seed: int) -> Probe:
-    """Run the stress test on an engine of the tiny model: attention native or graph, or the reference engine itself."""
+    """Run the stress test on the tiny model: with native or graph attention, or on the reference engine itself."""
     plain = bench.engine(FP16_POLICY)
     engine: Any = OracleEngine.from_model(bench.model, policy, static_scales(policy, plain.shape))
     if kind != "reference":

@@ -1,4 +1,4 @@
-"""`stage=tune` on the trained tiny model, through the command line: what it finds, what it leaves, and that it goes on."""
+"""`stage=tune` on the trained tiny model through the command line: chosen policies, written files, and resuming."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ SHORT = [
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A work directory after a search, and what the search said."""
+    """A work directory after a search, and the search's output."""
     work = tmp_path_factory.mktemp("tune") / "work"
     result = pipeline(work, "stage=tune", few=SHORT)
     assert result.returncode == 0, result.stderr
@@ -89,7 +89,7 @@ def test_a_search_goes_on_from_what_an_interrupted_one_measured(tmp_path: Path) 
     first = Bench(model, lambda _: none, tmp_path)
     before = [first.kl(int8, texts), first.kl(int4, texts)]
     kept = (tmp_path / MEASURED).read_text(encoding="utf-8")
-    (tmp_path / MEASURED).write_text(kept[:-20], encoding="utf-8")  # the last line was being written
+    (tmp_path / MEASURED).write_text(kept[:-20], encoding="utf-8")  # the last line was only partly written
 
     measured: list[str] = []
 

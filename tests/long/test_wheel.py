@@ -1,4 +1,4 @@
-"""What a wheel brings: configuration and the tiny checkpoint are found without the repository."""
+"""Contents of the wheel: configuration and the tiny checkpoint are found without the repository."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the source distribution, built from a copy of the files that the repository tracks."""
+    """A folder with the wheel and the source distribution, built from a copy of the tracked files."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
@@ -32,7 +32,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(built: Path) -> Path:
-    """The wheel's content."""
+    """The unpacked wheel."""
     with zipfile.ZipFile(only(built, "*.whl")) as archive:
         archive.extractall(built / "site")
     return built / "site"
@@ -69,7 +69,7 @@ def test_a_wheel_made_from_the_source_distribution_is_the_same(built: Path, tmp_
 
 
 def test_an_installed_wheel_judges_a_cache(built: Path, tmp_path: Path) -> None:
-    """In an environment of its own that sees the dependencies of this one, and nothing of the repository."""
+    """Judge a cache in a separate environment that has this environment's dependencies but no access to the repository."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     python = tmp_path / "venv" / "bin" / "python"
     pip: list[object] = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index"]
@@ -92,7 +92,7 @@ def test_a_wheel_brings_the_command_kvgate_whose_interpreter_pip_writes(installe
 
 
 def test_an_images_health_check_and_entry_point_work_from_a_wheel(installed: Path, tmp_path: Path) -> None:
-    """The Dockerfile's own commands, with an environment as empty as a container's."""
+    """Run the Dockerfile's own commands, in an environment as empty as a container's."""
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     health = json.loads(next(line.partition(" CMD ")[2] for line in lines if line.startswith("HEALTHCHECK")))
     entry = json.loads(next(line.removeprefix("ENTRYPOINT ") for line in lines if line.startswith("ENTRYPOINT")))

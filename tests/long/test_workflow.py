@@ -1,4 +1,4 @@
-"""The workflow for another's repository, run as it stands: it installs a commit and judges that repository's model."""
+"""The example workflow for another repository, run unchanged: it installs a commit and judges that repository's model."""
 
 import json
 import os
@@ -19,7 +19,7 @@ PIP = f"""#!/bin/sh
 echo "$*" >> "$ASKED"
 case "$*" in *git+*) exec {sys.executable} -m pip "$@" -q --no-deps --no-build-isolation --target "$SITE";; esac
 """
-"""pip, but for what kvgate depends on, which is here."""
+"""A pip that installs only kvgate. The dependencies are already available."""
 
 
 def test_the_workflow_installs_a_commit_and_judges_promotes_and_serves_the_model_of_the_repository(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_the_workflow_installs_a_commit_and_judges_promotes_and_serves_the_model
     environment = {
         **os.environ,
         **{name: str(value) for name, value in workflow["env"].items() if "${{" not in str(value)},
-        "POLICIES": f"int8 {FEW}",  # more take minutes
+        "POLICIES": f"int8 {FEW}",  # more policies take minutes
         "KVGATE": f"git+file://{ROOT}@{commit}",
         "PATH": f"{programs}:{site}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(site),
@@ -53,13 +53,13 @@ def test_the_workflow_installs_a_commit_and_judges_promotes_and_serves_the_model
         return done.stdout
 
     steps = {step["name"]: step["run"] for step in workflow["jobs"]["judge"]["steps"] if "run" in step}
-    del steps["Roll back"]  # which somebody asks for
+    del steps["Roll back"]  # users start a rollback on request
     said = {name: shell(script) for name, script in steps.items()}
     assert said["Try the champion"] == "04 Bergen 14 Tartu\n"
     assert (tmp_path / "asked").read_text().splitlines()[1] == f"install git+file://{ROOT}@{commit}"
     assert json.loads((theirs / "work" / "summary.json").read_text())["champion"] is not None
     assert "PASS" in (tmp_path / "summary.md").read_text()
-    # As somebody who fetches the champion does, docs/start.md#fetch-the-champion.
+    # Fetch the champion as in docs/start.md#fetch-the-champion.
     environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{theirs}/work/mlflow.db"
     shell("mlflow artifacts download --artifact-uri models:/kvgate-model@champion --dst-path champion")
     (theirs / "champion" / "workloads").mkdir()

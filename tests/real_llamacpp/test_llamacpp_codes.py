@@ -1,4 +1,4 @@
-"""llama.cpp's types as the oracle computes them, against ggml's own code: every byte."""
+"""The reference engine's llama.cpp types against ggml's own code: every byte must be equal."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The backend on llama.cpp with the tiny model: what it computes, what its state holds, and what it says of itself."""
+"""backend=llamacpp on llama.cpp with the tiny model: logits, stored state, and refusals."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -21,7 +21,7 @@ from stages.engines.llamacpp.build import build_bundle
 from stages.engines.llamacpp.engine import LlamaCppEngine
 
 ROUNDING = 2.0**-11
-"""What a rounding of a float16 activation is."""
+"""Relative rounding error of a float16 activation."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def policy_of(key: Format, value: Format) -> KVPolicy:
 
 
 def make_engine(checkpoint: Path, out: Path, policy: KVPolicy, python: str, **changes: Any) -> LlamaCppEngine:
-    """An engine over a bundle in `out`, as the chain builds it."""
+    """Build a bundle in `out`, as the chain does, and return its engine."""
     out.mkdir(parents=True)
     gguf, config = out.with_suffix(".gguf"), config_of("llamacpp", python, **changes)
     write_without_tokenizer(gguf, checkpoint)
@@ -52,7 +52,7 @@ def q8_q4(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, llama
 
 
 def check(engine: LlamaCppEngine, checkpoint: Path, texts: list[list[int]]) -> None:
-    """Logits over its own cache are the oracle's, and the cache holds what the oracle stores, but for rounding."""
+    """Assert that logits over the engine's own cache and the stored cache equal the reference engine's up to rounding."""
     rows = engine.forced_together([(text, FIRST) for text in texts])
     for number, text in enumerate(texts):
         replay = assert_reads_what_it_stored(engine, checkpoint, text, number, rows[number], rounding=ROUNDING, floor=1e-8)
@@ -82,14 +82,14 @@ def test_values_of_16_bits_need_no_flash_attention(
 
 
 def test_batches_steps_and_answers_agree(q8_q4: LlamaCppEngine, texts: list[list[int]]) -> None:
-    five = [*texts, *texts, texts[0]]  # more than the engine has memory for at once
+    five = [*texts, *texts, texts[0]]  # more sequences than fit into memory at once
     assert_batches_steps_and_answers_agree(q8_q4, five, 1e-4)
 
 
 def test_forced_decode_is_what_steps_compute_also_of_many_tokens_and_shared_beginnings(
     tmp_path: Path, tiny_checkpoint: Path, texts: list[list[int]], llamacpp_python: str
 ) -> None:
-    """Over f16, llama.cpp's attention computes 64 tokens and more of a sequence in another way than one."""
+    """Compare with steps over f16: for 64 and more tokens of a sequence, llama.cpp uses another attention than for one."""
     policy = policy_of(Format(dtype="fp16"), Format(dtype="fp16"))
     engine = make_engine(tiny_checkpoint, tmp_path / "bundle", policy, llamacpp_python)
     text = texts[0]

@@ -32,7 +32,7 @@ def gguf_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_ggufs_cache_is_what_its_policy_says(gguf_work: Path, llamacpp_python: str) -> None:
-    """Two questions are too few for a PASS."""
+    """Judge on two questions, which cannot give a PASS."""
     job = job_of(gguf_work, f"kv={KV}", f"backend.python={llamacpp_python}", *FEW, *CHAT)
     directory, _ = judge(job, "is not decided: INCONCLUSIVE")
     report = load_report(directory)

@@ -1,4 +1,4 @@
-"""vLLM's formats as the oracle computes them, against vLLM's own kernels: every code, scale and zero."""
+"""The reference engine's vLLM formats against vLLM's own kernels: every code, scale and zero point must be equal."""
 
 import subprocess
 from pathlib import Path
@@ -18,14 +18,15 @@ from stages.engines.oracle.formats import quantize
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "vllm_kernels.py"
 DIMS = (64, 96)
-"""Head sizes; of 96, which is no power of two, vLLM rotates blocks of 32."""
+"""Head sizes. 96 is no power of two, so vLLM rotates blocks of 32."""
 Arrays = dict[str, npt.NDArray[Any]]
 
 
 def vectors(dim: int) -> Tensor:
-    """Keys that E4M3 holds, and values of many sizes, of one sign, all the same, all zero, and ties: (2, 40, 2, D).
+    """Return keys and values (2, 40, 2, D): keys are exact in E4M3, values cover many cases.
 
-    The keys are such because Triton's interpreter rounds to float8 otherwise than a GPU does.
+    Triton's interpreter rounds to float8 differently from a GPU, so keys need no rounding. Values have many magnitudes, one
+    sign, constant rows, zero rows, and ties.
     """
     rng = torch.Generator().manual_seed(dim)
     keys = torch.randint(0, 0x7F, (40, 2, dim), generator=rng).to(torch.uint8).view(torch.float8_e4m3fn).float()
@@ -41,7 +42,7 @@ def vectors(dim: int) -> Tensor:
 
 @pytest.fixture(scope="module", params=DIMS)
 def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, vllm_python: str) -> tuple[Tensor, Arrays]:
-    """The vectors, and what vLLM stores of them."""
+    """The vectors, and their stored form in vLLM."""
     folder = tmp_path_factory.mktemp("vllm_formats")
     x = vectors(request.param)
     np.save(folder / "vectors.npy", x.numpy())
@@ -52,7 +53,7 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def nibbles(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """vLLM's codes (..., D): neighbouring channels share a byte."""
+    """Unpack vLLM's codes (..., D): neighbouring channels share a byte."""
     return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
 
 
@@ -84,7 +85,7 @@ def test_int4_per_token_head_is_bit_for_bit_vllms(stored: tuple[Tensor, Arrays])
 
 @pytest.mark.parametrize("kv", ["vllm_int8", "vllm_fp8"])
 def test_a_scale_a_token_and_head_is_bit_for_bit_vllms(stored: tuple[Tensor, Arrays], kv: str) -> None:
-    """Of FP8 the scales, and the codes that Triton's interpreter rounds as a GPU does: those of the keys, whose scale is 1."""
+    """Compare all scales, and all codes but FP8 values, which Triton's interpreter rounds differently from a GPU."""
     x, theirs = stored
     name = kv.removeprefix("vllm_")
     for states, side in zip(x, ("key", "value"), strict=True):
@@ -103,7 +104,7 @@ def test_the_rotation_has_vllms_signs_and_goes_back(stored: tuple[Tensor, Arrays
 
 
 def test_the_finding_reproduces_without_kvgate(tmp_path: Path, vllm_python: str) -> None:
-    """docs/findings/vllm-cpu-fp8.md: its script finds every code cut off, and prints what the page says."""
+    """Run the script of docs/findings/vllm-cpu-fp8.md: every code is truncated, and the output equals the page's."""
     page = (Path(__file__).parents[2] / "docs" / "findings" / "vllm-cpu-fp8.md").read_text(encoding="utf-8")
     script, printed = (page.split(f"```{kind}\n")[1].partition("```")[0] for kind in ("python", "\n```"))
     (tmp_path / "codes.py").write_text(script, encoding="utf-8")

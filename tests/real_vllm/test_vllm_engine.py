@@ -1,4 +1,4 @@
-"""The backend on vLLM's CPU build with the tiny model: what it computes, which scales it reads, and what its codes are."""
+"""backend=vllm on vLLM's CPU build with the tiny model: logits, loaded scales, and stored codes."""
 
 import json
 import re
@@ -100,7 +100,7 @@ def test_a_16_bit_cache_is_the_oracles_but_for_rounding(
 def test_fp8_codes_of_this_build_are_rounded_towards_zero_and_read_right(
     fp8: VllmEngine, texts: list[list[int]], tiny_checkpoint: Path
 ) -> None:
-    """docs/backends.md#what-kvgate-found-in-vllm: truncated codes are 1/40 of a vector farther away than the nearest codes."""
+    """docs/backends.md#what-kvgate-found-in-vllm: truncated codes are off by 1/40 of a vector more than the nearest codes."""
     rows = fp8.forced_together([(text, FIRST) for text in texts])
     for copy in assert_reads_what_it_stored(fp8, tiny_checkpoint, texts[0], 0, rows[0]).errors[0].values():
         assert 0.015 < float(copy.engine.mean()) < 0.04
@@ -136,7 +136,7 @@ def test_batches_steps_and_reused_prefixes_agree(fp8: VllmEngine, texts: list[li
 def test_vllms_own_prompt_lookup_takes_the_passes_that_are_counted_for_its_answers(
     fp8: VllmEngine, tiny_checkpoint: Path
 ) -> None:
-    """Its counters are of drafted passes alone: a pass says what it accepts and one token more."""
+    """vLLM counts only drafted passes: each pass yields its accepted tokens and one more."""
     tokenizer = BundleTokenizer(tiny_checkpoint)
     prompts = [tokenizer.prompt_ids(sample)[:400] for sample in generate("copy", 6, 0)]
     seen = fp8.drafting([(prompt, 40) for prompt in prompts], 10, 3)
@@ -162,7 +162,7 @@ def test_the_canarys_scale_arrives_and_changes_what_is_read(
 
 
 def altered(bundle: Path, out: Path, change: Callable[[dict[str, Any], dict[str, str], dict[str, Tensor]], None]) -> Path:
-    """Return a copy of a bundle whose config.json, places of tensors and scales are changed."""
+    """Return a copy of a bundle with changes to config.json, the index of tensors, and the scales."""
     shutil.copytree(bundle, out)
     files = [out / CHECKPOINT / name for name in ("config.json", INDEX, SCALES)]
     config, index, tensors = json.loads(files[0].read_text()), json.loads(files[1].read_text()), load_file(files[2])
@@ -188,7 +188,7 @@ def altered(bundle: Path, out: Path, change: Callable[[dict[str, Any], dict[str,
 def test_a_checkpoint_whose_scales_vllm_ignores_is_named_before_it_is_judged(
     bundles: dict[str, Path], vllm_python: str, tmp_path: Path, fault: str, expected: str
 ) -> None:
-    """vLLM loads both without an error, and reads scale 1.0 in the place of those that do not come."""
+    """Alter a checkpoint so that vLLM loads it without an error but reads scale 1.0 instead of the missing scales."""
 
     def lose(_: object, places: dict[str, str], tensors: dict[str, Tensor]) -> None:
         if fault == "a layer without its key scale":
@@ -207,7 +207,7 @@ def test_a_checkpoint_whose_scales_vllm_ignores_is_named_before_it_is_judged(
 def test_modelopts_form_is_read_where_it_names_an_algorithm_and_its_scales_are_rounded_to_16_bits(
     bundles: dict[str, Path], vllm_python: str, tmp_path: Path, algorithm: str | None
 ) -> None:
-    """ModelOpt's export of 16-bit weights names none: docs/backends.md says what kvgate writes instead."""
+    """Check ModelOpt's form with an algorithm and without, as in its export of 16-bit weights (docs/backends.md)."""
 
     def modelopt(config: dict[str, Any], places: dict[str, str], tensors: dict[str, Tensor]) -> None:
         scheme = {"dynamic": False, "num_bits": 8, "type": "float"}
@@ -234,7 +234,7 @@ def test_modelopts_form_is_read_where_it_names_an_algorithm_and_its_scales_are_r
 
 
 def test_a_cpu_merges_the_scales_of_heads(bundles: dict[str, Path], vllm_python: str) -> None:
-    """Its kernels take one number a layer: the largest of its heads."""
+    """On a CPU, vLLM's kernels take one scale per layer: the largest of the heads' scales."""
     engine = open_engine(bundles["fp8_head"], vllm_python)
     merged = r"8 merged \(layer 0 keys: \[0\.04, 0\.06\] was merged with others to the largest, 0\.06"
     with pytest.raises(GateRefusal, match=merged):
@@ -260,7 +260,7 @@ def test_requests_in_a_full_pool_give_way_reuse_beginnings_and_answer_as_with_ro
 def test_a_beginning_of_another_request_in_a_full_pool_is_refused_and_named(
     fp8: VllmEngine, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The third request of a play gets the rows of its neighbour, as from a block that was freed too early."""
+    """Give the third request of a round its neighbour's rows, as if a block had been freed too early."""
     sound = VllmEngine._run
 
     def run(self: VllmEngine, requests: list[Request], *given: Any, **fields: Any) -> list[Any]:

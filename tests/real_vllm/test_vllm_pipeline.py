@@ -16,7 +16,7 @@ FAILS = "fp8 does not compute its policy: FAIL"
 
 
 def check(report: EvaluationReport) -> None:
-    """What any evaluation of this build's FP8 cache shows."""
+    """Check the lines that every evaluation of this build's FP8 cache must have."""
     baseline, candidate = lines("conformance", report)
     assert baseline.status == "PASS", baseline.reason
     assert "computes fp16 as the reference engine does" in baseline.reason

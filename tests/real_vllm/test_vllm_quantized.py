@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are quantized already on vLLM's CPU build: served as they are, with the scales of the cache."""
+"""Checkpoints with quantized weights on vLLM's CPU build: served unchanged, with the cache's scales."""
 
 from pathlib import Path
 

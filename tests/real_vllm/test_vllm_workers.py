@@ -1,4 +1,4 @@
-"""Two workers of vLLM's CPU build: what they compute, whose scales each reads, and what is left of them when they end."""
+"""Two workers of vLLM's CPU build: logits, the scales that each reads, and the clean-up at the end."""
 
 import os
 import re
@@ -25,7 +25,7 @@ MANY = [(TEXT * 5, 8)] * 40
 
 
 class Left:
-    """What an engine that runs could leave."""
+    """Processes, files and shared memory that a running engine could leave behind."""
 
     def __init__(self, engine: VllmEngine) -> None:
         assert engine._worker is not None
@@ -46,7 +46,7 @@ class Left:
 def test_each_worker_reads_the_scales_of_its_heads_and_both_compute_the_policy(
     tmp_path: Path, tiny_checkpoint: Path, vllm_python: str
 ) -> None:
-    """One worker merges the two heads' scales on a CPU; two workers hold a head each."""
+    """Compare: on a CPU, one worker merges the two heads' scales; two workers hold one head each."""
     bundle = make_bundle("vllm", tiny_checkpoint, tmp_path / "two", "fp8_head", vllm_python, tensor_parallel_size=2)
     policy = SHIPPED["fp8_head"]
     engine = open_engine(bundle, vllm_python)
@@ -61,7 +61,7 @@ def test_each_worker_reads_the_scales_of_its_heads_and_both_compute_the_policy(
     memory = engine.timed([TEXT], 2).memory
     assert memory.pool_bytes == policy.pool_bytes(engine.shape, memory.pages), "the halves of both workers"
 
-    # Interrupted; at its end, with the must-fail control; one worker killed.
+    # Cases: interrupted; at the end, with the must-fail control; one worker killed.
     left = Left(engine)
     threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""kvgate's worker and bundles on the Python of a real SGLang release, which computes with PyTorch alone on a CPU.
+"""kvgate's worker and bundles on the Python code of a real SGLang release, which computes with PyTorch alone on a CPU.
 
 `make test-sglang-source` installs the release. Compiled packages have stand-ins: no CUDA kernel runs.
 """
@@ -33,7 +33,7 @@ ON_A_CPU: dict[str, Any] = {
 }  # fmt: skip
 """Attention by PyTorch, little memory, prompts in several chunks, and time for three processes to import the release."""
 CACHES = {"fp16": "float16", "bf16": "bfloat16", "fp8_uncalibrated": "bfloat16", "fp8_e5m2": "bfloat16"}
-"""Every policy that the backend takes -> a type of activations."""
+"""Every policy that the backend supports -> an activation type."""
 READ_FLAGS = """
 import json, sys
 from sglang.srt.server_args import prepare_server_args
@@ -41,7 +41,7 @@ flags, names = map(json.loads, sys.argv[1:])
 parsed = map(prepare_server_args, flags)
 print(json.dumps([{name: getattr(each, name) for name in names} for each in parsed]))
 """
-"""Prints the arguments that the server's own parser makes of lists of flags."""
+"""Prints the arguments that the server's own parser returns for lists of flags."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def bundle_of(python: str, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns the bundle of a cache. The build gives its arguments and checkpoint to the release."""
+    """A function that returns a cache's bundle. The build passes its arguments and checkpoint to the release."""
     folder = tmp_path_factory.mktemp("bundles")
 
     @cache
@@ -97,7 +97,7 @@ def test_the_servers_own_command_line_reads_what_is_judged(bundle_of: Callable[[
 def test_a_gpus_defaults_leave_every_argument_as_it_was_asked(
     capability: str, bundle_of: Callable[[str], Path], python: str, tmp_path: Path
 ) -> None:
-    """The release chooses its kernels; nothing is loaded."""
+    """Resolve the arguments; the release chooses its kernels, but nothing is loaded."""
     shows_gpu = script(tmp_path / "python", f'export KVGATE_SHOWN_GPU={capability}\nexec "{python}" "$@"')
     with Worker(PROGRAM, shows_gpu) as worker:
         for kv, dtype in CACHES.items():

@@ -1,7 +1,7 @@
 """Runs parts of TensorRT-LLM's own Python for the tests, in the interpreter with the stand-ins.
 
-Reads a list of [operation, arguments] as JSON from stdin; writes the list of answers to the file that its argument names.
-An answer is {"ok": ...} or {"error": TEXT}.
+Reads a list of [operation, arguments] as JSON from stdin; writes the list of answers to the file given as its argument. An
+answer is {"ok": ...} or {"error": TEXT}.
 """
 
 import importlib
@@ -16,7 +16,7 @@ import standins
 
 
 def build(flags: list[str], sm: list[int]) -> dict[str, Any]:
-    """Run trtllm-build's main() for a GPU, up to the optimised model, and return the config.json of the engine."""
+    """Run trtllm-build's main() for a GPU, up to the optimised model, and return the engine's config.json."""
     standins.show_gpus((sm[0], sm[1]))
     command: Any = importlib.import_module("tensorrt_llm.commands.build")
     importlib.import_module("tensorrt_llm._utils").get_sm_version.cache_clear()
@@ -28,7 +28,7 @@ def build(flags: list[str], sm: list[int]) -> dict[str, Any]:
 
 
 def load(checkpoint: str, rank: int) -> dict[str, Any]:
-    """Load a rank's checkpoint by from_checkpoint, and return its scales of the cache and shapes of three tensors."""
+    """Load a rank's checkpoint with from_checkpoint; return its cache scales and the shapes of three tensors."""
     models: Any = importlib.import_module("tensorrt_llm.models")
     config = models.PretrainedConfig.from_json_file(str(Path(checkpoint, "config.json")))
     config.set_rank(rank)
@@ -43,7 +43,7 @@ def load(checkpoint: str, rank: int) -> dict[str, Any]:
 
 
 def configure(checkpoint: str, dtype: str) -> dict[str, Any]:
-    """Read a checkpoint as the PyTorch runtime does before it makes a model. Return its algorithms and rotary embedding."""
+    """Read a checkpoint as the PyTorch runtime does first; return its algorithms and rotary embedding."""
     config: Any = importlib.import_module("tensorrt_llm._torch.model_config").ModelConfig.from_pretrained(checkpoint)
     loader: Any = importlib.import_module("tensorrt_llm._torch.pyexecutor.model_loader")
     loader.validate_and_set_kv_cache_quant(config, dtype)
@@ -58,7 +58,7 @@ def configure(checkpoint: str, dtype: str) -> dict[str, Any]:
 
 
 def serve(bundle: str) -> dict[str, Any]:
-    """Run trtllm-serve's command on a bundle up to the server, and return the LLM arguments that the server is started with."""
+    """Run trtllm-serve's command on a bundle up to the server; return the LLM arguments that the server would get."""
     standins.show_gpus(standins.SM)
     command: Any = importlib.import_module("tensorrt_llm.commands.serve")
     arguments: Any = importlib.import_module("tensorrt_llm.llmapi.llm_args").TorchLlmArgs

@@ -14,11 +14,11 @@ from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
 from tensorrt_llm.llmapi.llm_utils import ModelLoader
 
 CHUNKS = int(os.environ.get("KVGATE_CHUNKS", "1"))
-"""Chunks that a prompt is computed in."""
+"""Number of chunks that a prompt is computed in."""
 
 
 class Request:
-    """As much of a request as the hook reads."""
+    """The part of a request that the hook reads."""
 
     def __init__(self, number: int, prompt: Sequence[int], processor: Any) -> None:
         self.tokens, self.py_orig_prompt_len, self.py_request_id = list(prompt), len(prompt), number
@@ -36,7 +36,7 @@ class LLM:
         config = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         self.vocabulary = config["vocab_size"]
-        # skip_create_weights_in_init: what follows would call compiled code.
+        # With skip_create_weights_in_init, the constructor calls no compiled code.
         layers = [
             TrtllmAttention(layer, heads, config["head_dim"], kv_heads, skip_create_weights_in_init=True)
             for layer in range(config["num_hidden_layers"])
@@ -61,5 +61,5 @@ class LLM:
         return outputs
 
     def logits(self, tokens: Sequence[int]) -> Any:
-        """Return logits that depend on the tokens and on the scale by which the cache is read."""
+        """Return logits that depend on the tokens and on the scale for reading the cache."""
         return torch.sin(torch.arange(self.vocabulary) * 0.01 * len(tokens) + tokens[-1]) * self.scale

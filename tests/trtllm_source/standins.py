@@ -1,7 +1,7 @@
-"""Lets TensorRT-LLM's own Python run without its compiled parts, a GPU or the packages that it does not need here.
+"""Stand-ins that let TensorRT-LLM's Python run without compiled parts, a GPU, or packages that these tests do not need.
 
-An interpreter that has this folder on its path runs the modules of TRTLLM_SRC. Whatever they import and is not installed is
-replaced by a permissive stand-in. The packages in BARE are imported without running their `__init__`, which would import all.
+An interpreter with this folder on its path runs the modules of TRTLLM_SRC. Missing packages that they import are replaced
+by permissive stand-ins. The packages in BARE are imported without running their `__init__`, which would import everything.
 """
 
 import functools
@@ -33,7 +33,7 @@ ELSEWHERE = {
     "BuildConfig": "tensorrt_llm.builder",
     **dict.fromkeys(ARGUMENTS, "tensorrt_llm.llmapi.llm_args"),
 }
-"""Names that a package in BARE hands on, and the modules that have them."""
+"""Names that a package in BARE re-exports -> the modules that define them."""
 
 
 class Kind(type):
@@ -74,7 +74,7 @@ class Kind(type):
 
 
 class StandIn(metaclass=Kind):
-    """An object with any attribute, which can be called, entered, and used as a decorator."""
+    """An object with any attribute that can be called, entered, and used as a decorator."""
 
     def __init__(self, *_: object, **given: object) -> None:
         self.__dict__.update(given)
@@ -122,7 +122,7 @@ class Module(types.ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a stand-in for what is installed nowhere, if a module of the source tree imports it. It is asked last."""
+    """Finds stand-ins for missing packages that a module of the source tree imports. It is the last finder."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
         frame = sys._getframe(1)
@@ -165,7 +165,7 @@ def install() -> None:
 
 
 def show_gpus(capability: tuple[int, int]) -> None:
-    """Let torch show GPUs, which nothing runs on, and take what asks for CUDA on the CPU."""
+    """Make torch report GPUs, on which nothing runs, and create CUDA tensors on the CPU instead."""
     import torch
 
     major, minor = capability
@@ -194,12 +194,12 @@ def _on_the_cpu(function: Any) -> Any:
 
 
 def _left_out(*given: Any, **_: object) -> Any:
-    """Decorate nothing, with arguments or without."""
+    """Return a decorator that changes nothing, used with or without arguments."""
     return given[0] if given and callable(given[0]) else lambda function: function
 
 
 def stop_at_the_network() -> None:
-    """Let trtllm-build write an engine without a plan: everything up to the optimised model is TensorRT-LLM's own."""
+    """Make trtllm-build write an engine without a plan: all steps up to the optimised model are TensorRT-LLM's own."""
     builder: Any = importlib.import_module("tensorrt_llm.builder")
     optimize, build = builder.optimize_model_with_config, builder.build
 

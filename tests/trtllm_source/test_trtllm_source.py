@@ -40,7 +40,7 @@ SIZES = ("backend.max_seq_len=512", "backend.max_input_len=500", "calibration.sa
 
 @pytest.fixture(scope="session")
 def source() -> Path:
-    """The source tree of TensorRT-LLM."""
+    """TensorRT-LLM's source tree."""
     given = os.environ.get("TRTLLM_SRC")
     if not given:
         pytest.skip("TRTLLM_SRC: the folder that has tensorrt_llm/ is not given (make test-trtllm-source TRTLLM_SRC=DIR)")
@@ -51,7 +51,7 @@ def source() -> Path:
 
 @pytest.fixture(scope="session")
 def interpreter(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Makes the path of a `python` that runs the source tree with the stand-ins, and sets variables."""
+    """A function that creates a `python` which runs the source tree with the stand-ins, and returns its path."""
 
     def make(**environment: str) -> str:
         folder = tmp_path_factory.mktemp("interpreter")
@@ -66,7 +66,7 @@ def interpreter(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 @pytest.fixture(scope="session")
 def inside(interpreter: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
-    """Runs operations of inside.py in one process, and returns their answers."""
+    """A function that runs operations of inside.py in one process and returns their answers."""
     python = interpreter()
 
     def run(requests: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ def inside(interpreter: Callable[..., str], tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="session")
 def work(interpreter: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A work directory with a bundle of the tiny model for every kind of weights, every cache and both targets."""
+    """A work directory with a bundle of the tiny model for every weight format, cache and target."""
     work = tmp_path_factory.mktemp("source") / "work"
     python = interpreter()
     for target, caches in CACHES.items():
@@ -97,7 +97,7 @@ def work(interpreter: Callable[..., str], tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="session")
 def bundles(work: Path) -> dict[tuple[str, str, str], Path]:
-    """The bundles by target, algorithm of the weights, and policy."""
+    """Bundles by target, weight algorithm and policy."""
     found = {}
     for path in work.glob("artifacts/build/*/bundle.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -109,7 +109,7 @@ def bundles(work: Path) -> dict[tuple[str, str, str], Path]:
 
 
 def weights_of(bundle: Path, target: str) -> str:
-    """Return the algorithm of a bundle's weights as its checkpoint declares it."""
+    """Return the weight algorithm that a bundle's checkpoint declares."""
     file = bundle / "checkpoint" / ("config.json" if target == "engine" else "hf_quant_config.json")
     declared = json.loads(file.read_text(encoding="utf-8"))["quantization"] if file.is_file() else {}
     return str(declared.get("quant_algo"))
@@ -140,7 +140,7 @@ def test_the_pytorch_runtime_reads_weights_cache_and_positions_as_they_were_give
         pinned = yaml.safe_load((bundle / "llm_args.yaml").read_text(encoding="utf-8"))
         requests.append(("configure", {"checkpoint": str(bundle / "checkpoint"), "dtype": pinned["kv_cache_config"]["dtype"]}))
         expected.append((weights, "FP8" if SHIPPED[kv].quantized else "None", 1_000_000.0, None))
-    for family in ("llama", "qwen2", "qwen3"):  # Llama 3.1 and Qwen, whose rotary scaling engines do not hold
+    for family in ("llama", "qwen2", "qwen3"):  # Llama 3.1 and Qwen: engines do not support their rotary scaling
         family_model(family).save_pretrained(tmp_path / family)
         config = json.loads((tmp_path / family / "config.json").read_text(encoding="utf-8"))
         (tmp_path / family / "config.json").write_text(json.dumps(rope_at_top_level(config)), encoding="utf-8")
@@ -190,7 +190,7 @@ def bundle_release(bundle: Path) -> str:
 
 
 def refused(weights: str, kv: str, sm: tuple[int, int]) -> bool:
-    """Whether kvgate refuses an integer cache or integer weights for a GPU."""
+    """Return whether kvgate refuses an integer cache or integer weights for a GPU."""
     device = Device(name="stand-in", compute_cap=f"{sm[0]}.{sm[1]}")
     here = Interpreter(PROGRAM, "python", Description(release="1.2.1", python="3.12.3", devices=[device]))
     ours = next(name for name, algorithm in ALGORITHMS.items() if str(algorithm) == weights)

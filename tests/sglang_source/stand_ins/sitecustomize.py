@@ -1,7 +1,7 @@
-"""Stand-ins for compiled packages that SGLang requires and that a CPU cannot run, or that the tests do not need.
+"""Stand-ins for compiled packages that SGLang requires, but that a CPU cannot run or that the tests do not need.
 
-Python imports this module at its start, in every process of SGLang, because its folder is on PYTHONPATH. SGLang's own Python
-runs unchanged: on a CPU it computes with PyTorch alone. A name of a stand-in is a class that accepts everything.
+Python imports this module at the start of every SGLang process, because its folder is on PYTHONPATH. SGLang's own Python
+runs unchanged: on a CPU it computes with PyTorch alone. Every name in a stand-in is a class that accepts everything.
 """
 
 import importlib.abc
@@ -35,7 +35,7 @@ class AnyName(type):
 
 
 class StandIn(metaclass=AnyName):
-    """An object that can be made, called, inherited from, and used as a decorator."""
+    """An object that can be created, called, inherited from, and used as a decorator."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -81,7 +81,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def show_gpu(capability: tuple[int, ...]) -> None:
-    """Let PyTorch show a GPU, as far as SGLang asks while it resolves server arguments. Nothing can run on it."""
+    """Make PyTorch report a GPU, enough for SGLang to resolve its server arguments. Nothing can run on this GPU."""
     import torch
 
     memory = 80 << 30

@@ -1,4 +1,4 @@
-"""A TensorRT-LLM of a few lines, on which our real worker runs: same names, same arguments, same traps, toy logits."""
+"""A small fake TensorRT-LLM that runs our real worker: same names, same arguments, same pitfalls, toy logits."""
 
 import importlib
 import os
@@ -10,11 +10,11 @@ if MODE == "broken install":
     raise ImportError("libth_common.so: cannot open shared object file")
 
 __version__ = os.environ.get("FAKE_TRTLLM_RELEASE", "1.2.1")
-print("[TensorRT-LLM] TensorRT LLM version:", __version__)  # it really prints, and to stdout
+print("[TensorRT-LLM] TensorRT LLM version:", __version__)  # the real package prints this to stdout
 
 
 def __getattr__(name: str) -> Any:
-    """The rest when it is asked for: only a toy that computes needs numpy."""
+    """Import the remaining names on first use: only the computing toy needs numpy."""
     homes = {"LLM": "tensorrt_llm.served", "SamplingParams": "tensorrt_llm.toy"}
     if name not in homes:
         raise AttributeError(name)

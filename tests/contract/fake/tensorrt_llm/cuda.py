@@ -1,4 +1,4 @@
-"""torch.cuda of an interpreter for tests (`torch.py` beside its `python`): the GPUs that CUDA_VISIBLE_DEVICES leaves."""
+"""torch.cuda for test interpreters (imported by `torch.py` next to `python`): the GPUs in CUDA_VISIBLE_DEVICES."""
 
 import json
 import os

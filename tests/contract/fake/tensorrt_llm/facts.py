@@ -1,4 +1,4 @@
-"""What the fake is shaped by: the same recorded facts that everything we emit is tested against."""
+"""The recorded facts that determine the fake's behaviour. The tests check kvgate's output against the same facts."""
 
 import argparse
 import json
@@ -11,18 +11,18 @@ FOLDER = Path(__file__).resolve().parents[2] / "facts"
 ENGINE: dict[str, Any] = json.loads((FOLDER / "engine-1.2.1.json").read_text(encoding="utf-8"))
 PYTORCH: dict[str, Any] = json.loads((FOLDER / "pytorch-1.3.json").read_text(encoding="utf-8"))
 MODE = os.environ.get("FAKE_TRTLLM_MODE", "sound")
-"""How it misbehaves."""
+"""Selects the misbehaviour of the fake."""
 
 
 def only(known: Any, given: dict[str, Any], what: str) -> None:
-    """TypeError for an argument that the real thing does not have."""
+    """Raise TypeError for an argument that the real function does not have."""
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise TypeError(f"{what}: unexpected arguments {unknown}")
 
 
 def parse(argv: list[str]) -> dict[str, Any]:
-    """What trtllm-build is asked for; it exits at a flag or a value that is not recorded."""
+    """Parse trtllm-build's flags. Exits on a flag or value that is not recorded."""
     parser = argparse.ArgumentParser("trtllm-build", allow_abbrev=False)
     for name, flag in ENGINE["flags"].items():
         if flag["kind"] == "flag":
@@ -35,7 +35,7 @@ def parse(argv: list[str]) -> dict[str, Any]:
 
 
 def rewrite(state: dict[str, Any]) -> None:
-    """What build() changes without an error, and what it raises, by the recorded rules. `state`: settings, algorithms, SM."""
+    """Apply build()'s silent changes and errors, by the recorded rules. `state`: settings, algorithms, SM."""
 
     def number(operand: Any) -> Any:
         return math.prod(state[name] for name in operand) if isinstance(operand, list) else operand

@@ -1,8 +1,7 @@
-"""A toy with a cache: its logits are a decaying sum over the tokens before, each read back from FP8 or INT8 codes.
+"""A toy model with a cache: its logits are a decaying sum over the earlier tokens, read back from FP8 or INT8 codes.
 
-The vectors are the checkpoint's own embedding. The prompt's pass sees exact vectors, decoding sees what the cache gives
-back, as in TensorRT-LLM: so the format and a wrong scale change decoded logits, and those only. With block reuse on, prompts
-see what the cache gives back, too.
+The vectors are the checkpoint's embedding. Like in TensorRT-LLM, prefill sees exact vectors, and decoding sees cached
+values. So the format or a wrong scale changes only decoded logits. With block reuse, prefill sees cached values too.
 """
 
 import asyncio
@@ -18,7 +17,7 @@ DECAY, LOUDNESS = 0.8, 6.0
 
 
 class Tensor(np.ndarray):  # type: ignore[type-arg]
-    """As much of torch.Tensor as results and processors need."""
+    """The part of torch.Tensor that results and processors need."""
 
     def float(self) -> "Tensor":
         return self.astype(np.float32)
@@ -56,7 +55,10 @@ class RequestOutput:
 
 
 class Toy:
-    """`to_codes` and `from_codes` are the two scales of the cache; algorithm FP8, INT8 or None. A prompt has `chunks`."""
+    """A toy model with an FP8, INT8 or exact cache (`algorithm`).
+
+    `to_codes` and `from_codes` are the cache's two scales. A prompt is computed in `chunks` chunks.
+    """
 
     def __init__(
         self,
@@ -92,13 +94,13 @@ class Toy:
 
 
 class Runtime:
-    """What both LLM classes answer with."""
+    """The answering part shared by the two LLM classes."""
 
     toy: Toy
 
     def __init__(self) -> None:
         self.salts: set[str] = set()
-        """Salts of the requests so far: with block reuse on, a request of the same salt would find their blocks."""
+        """Salts of earlier requests. With block reuse, a request with an equal salt would find their blocks."""
 
     def _refuse_salt(self, salt: str | None) -> None:
         if self.toy.prompts_read and (salt is None or salt in self.salts):
@@ -131,7 +133,7 @@ class Runtime:
 
 
 def rounded(x: Any, algorithm: str | None) -> Any:
-    """Codes as numbers: 3 bits of mantissa up to 448, or integers up to 127."""
+    """Round to the values of the codes: 3 mantissa bits up to 448, or integers up to 127."""
     if algorithm == "INT8":
         return np.clip(np.round(x), -127, 127)
     mantissa, exponent = np.frexp(x)

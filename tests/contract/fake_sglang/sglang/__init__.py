@@ -1,4 +1,4 @@
-"""As much of SGLang as the worker imports; FAKE_SGLANG_MODE says how it misbehaves."""
+"""The part of SGLang that the worker imports. FAKE_SGLANG_MODE selects a misbehaviour."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A toy engine: its logits are of the last tokens, louder with the checkpoint's keys. Only recorded arguments are taken."""
+"""A toy engine. Logits depend on the last tokens and scale with the checkpoint's keys; it takes only recorded arguments."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,7 @@ class Engine:
         return [{key: value for key, value in last[i].items() if key != "index"} for i in range(len(input_ids))]
 
     def _steps(self, prompts: Any, params: Any, serialized: str | None) -> Any:
-        """All requests together, a token a step; the processor sees those that still run."""
+        """Decode all requests together, one token per step. The processor sees only unfinished requests."""
         requests = [SimpleNamespace(origin_input_ids=prompt, output_ids=[]) for prompt in prompts]
         live = list(range(len(requests)))
         while live:

@@ -17,7 +17,7 @@ from tensorrt_llm.facts import ENGINE, MODE, parse, rewrite
 
 
 def weights_of(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """preprocess_weights and load: the cache's scale and its reciprocal; required tensors must be there."""
+    """Stand-in for preprocess_weights and load: add the cache's scale and its reciprocal; check that tensors exist."""
     tensors = load_file(path)
     for name in [name for name in tensors if name.endswith(".k_cache_scaling_factor")]:
         value = tensors.pop(name.replace(".k_cache", ".v_cache"))

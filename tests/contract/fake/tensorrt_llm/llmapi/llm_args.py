@@ -1,4 +1,4 @@
-"""LLM arguments: known keys, known choices, nothing else."""
+"""LLM arguments: only the known keys and choices."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ from tensorrt_llm.facts import MODE, PYTORCH
 
 
 def fields(inside: str) -> frozenset[str]:
-    """The names of a class's fields; releases before 1.4 have none without a known default."""
+    """Return a class's field names. Releases before 1.4 have only fields with a known default."""
     known = (key for key, fact in PYTORCH["llm_args"].items() if MODE != "no switches" or "default" in fact)
     return frozenset(key.removeprefix(inside) for key in known if key.startswith(inside))
 
 
 class Speculation(dict[str, Any]):
-    """`speculative_config` as trtllm-serve reads it; the name of the method is no field of it."""
+    """`speculative_config` as trtllm-serve reads it, without the name of the method."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(given)

@@ -1,4 +1,4 @@
-"""How a checkpoint says that it is quantized, by the recorded rules."""
+"""Detects a checkpoint's quantization by the recorded rules."""
 
 import json
 from pathlib import Path

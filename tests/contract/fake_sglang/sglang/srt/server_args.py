@@ -1,4 +1,4 @@
-"""Server arguments by the recorded names."""
+"""Server arguments with the recorded names."""
 
 import json
 from pathlib import Path

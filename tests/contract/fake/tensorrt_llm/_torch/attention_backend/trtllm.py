@@ -1,4 +1,4 @@
-"""Where the PyTorch runtime keeps the scales of an FP8 cache: 1.0, whatever the checkpoint says."""
+"""The PyTorch runtime's scales of an FP8 cache: always 1.0, regardless of the checkpoint."""
 
 import numpy as np
 

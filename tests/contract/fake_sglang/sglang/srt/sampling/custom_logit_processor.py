@@ -1,4 +1,4 @@
-"""The base of custom logit processors, which are pickled by their name."""
+"""Base class of custom logit processors, which are pickled by name."""
 
 import json
 import pickle
