@@ -1,7 +1,7 @@
-"""What the pipeline asks of a backend. Each folder of `stages/engines` implements it in its `backend.py`.
+"""The interface of a backend. Each folder of `stages/engines` implements it in its `backend.py`.
 
-A backend is made from its configuration by `open_backend(config)` of that module. Making one is
-cheap: methods import the libraries that they need themselves.
+`open_backend(config)` of that module returns the backend of a configuration. This call is cheap: methods import the
+libraries that they need.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +28,7 @@ Fill = Callable[[Path, Progress], None]
 
 @dataclass(frozen=True)
 class Job:
-    """What a command asks of a backend, before any artifact exists."""
+    """A command's requirements on a backend, before any artifact exists."""
 
     stage: str
     policy: KVPolicy
@@ -47,7 +47,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Source:
-    """What a bundle is built from: a directory, and the digest that stands for it in the bundle's key."""
+    """The directory that a bundle is built from, and the digest that represents the directory in the bundle's key."""
 
     path: Path
     digest: str
@@ -62,7 +62,7 @@ class Artifacts(Protocol):
         ...
 
     def digest_of(self, path: Path) -> str:
-        """Return the digest of a file of the user's, which has to stay as it is until an artifact is made of it."""
+        """Return the digest of a user's file. The file must not change before its artifact is made."""
         ...
 
     def weights(self) -> Artifact:
@@ -80,29 +80,29 @@ class Artifacts(Protocol):
         ...
 
     def make(self, recipe: Recipe, fill: Fill, policy: KVPolicy | None = None, note: str = "") -> Artifact:
-        """Return the artifact of `recipe`; `policy` and `note` are shown beside its stage on the console."""
+        """Return the artifact of `recipe`. `policy` and `note` complete its title on the console."""
         ...
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What an engine would load of the scales that a checkpoint carries."""
+    """The scales of a checkpoint that an engine would load."""
 
     engine: str
-    """Its release, and the form of the checkpoint."""
+    """The engine's release, and the form of the checkpoint."""
     layers: list[LayerDelivery]
     problems: list[str]
-    """What it leaves out or ends with an error on, one line each."""
+    """One line for each scale that the engine would skip or fail on."""
 
 
 FLOAT16_WEIGHTS = "float32, attention weights in float16"
-"""What an engine in float32 computes in whose kernels round the weights of values for the matrix instruction."""
+"""Compute type of float32 engines whose kernels round attention weights to float16 before they multiply the values."""
 
 
 class Backend(ABC):
-    """What builds, loads and runs the engines of one library.
+    """The interface to build, load and run the engines of one library.
 
-    `backend.py` itself is not part of any key: it only hands on what the modules and `run_parts` name.
+    `backend.py` itself is not part of any key: it only forwards to the modules and to `run_parts`, which are.
     """
 
     libraries: ClassVar[tuple[str, ...]]
@@ -120,62 +120,62 @@ class Backend(ABC):
 
     @abstractmethod
     def check_inputs(self, job: Job) -> None:
-        """Refuse, before any work, what cannot be built or run here.
+        """Refuse a job that cannot be built or run here, before any work.
 
-        Raises UserError for what the configuration asks of this backend and it cannot do; MissingRequirement for a library, a
-        GPU or an interpreter that is not here.
+        Raises UserError if this backend does not support the configuration; MissingRequirement if a library, a GPU or an
+        interpreter is missing on this machine.
         """
 
     def check_runs(self) -> None:  # noqa: B027  (most backends run wherever they build)
-        """Refuse what can be built here and not run, for a dry run: a command that judges builds it all the same.
+        """Refuse, in a dry run, an engine that can be built here but not run.
 
-        Raises MissingRequirement for the GPU that is not here.
+        A real job is not refused: it builds the engine first. Raises MissingRequirement if the GPU is missing.
         """
 
     @abstractmethod
     def run_parts(self) -> dict[str, object]:
-        """Return what decides an evaluation's results besides the engine, code and libraries, as JSON."""
+        """Return the values that decide an evaluation's results in addition to engine, code and libraries, as JSON."""
 
     def audit(self, path: Path) -> Audit:  # noqa: ARG002  (the interface's parameter)
-        """Return the scales of a checkpoint, and those that the backend's engine would use of them; reads no weights."""
+        """Return a checkpoint's scales and the scales that the backend's engine would use. Reads no weights."""
         raise UserError(
             f"backend={self.config.name}: loads no scales of a checkpoint by itself; use one that does, such as vllm"
         )
 
     def run_libraries(self) -> tuple[str, ...]:
-        """Return distributions that running takes besides `libraries`."""
+        """Return the distributions that running needs in addition to `libraries`."""
         return ()
 
     @property
     def compute_dtype(self) -> str | None:
-        """Type of its engines' activations: but for its rounding they compute what the oracle does.
+        """Type of the engines' activations: except for rounding to it, they compute the same as the reference engine.
 
-        None where their arithmetic differs from the oracle's by design, so that no rounding says how far they may be.
+        None if their arithmetic differs from the reference engine by design, so that rounding does not bound the difference.
         """
         return "float32"
 
     @property
     def measures_rounding(self) -> bool:
-        """Whether what a rounding costs is measured on the baseline, instead of assumed from `compute_dtype`."""
+        """Whether the cost of rounding is measured on the baseline, instead of assumed from `compute_dtype`."""
         return False
 
     @abstractmethod
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
-        """Return what the bundle of `policy` is built from; makes it first where needed."""
+        """Return the source of `policy`'s bundle, and make the source first if needed."""
 
     def build_parts(self) -> dict[str, object]:
-        """Return what decides a bundle's bytes besides its policy, source, code and libraries, as JSON."""
+        """Return the values that decide a bundle's bytes in addition to policy, source, code and libraries, as JSON."""
         return {}
 
     def build_arguments(self) -> dict[str, Any]:
-        """Return what `build_bundle` takes besides the arguments of `build`."""
+        """Return the arguments of `build_bundle` in addition to the arguments of `build`."""
         return {}
 
     def build(self, source: Path, out: Path, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
         """Fill the empty directory `out` with a bundle; `scales` is a kv_scales.json.
 
-        Raises UserError when policy, scales and model do not fit together, or the backend's library refuses them;
-        MissingRequirement for something that is not here.
+        Raises UserError if policy, scales and model do not fit together, or if the backend's library refuses the combination;
+        MissingRequirement if this machine lacks something.
         """
         build_bundle = import_module(self.build_module).build_bundle
         build_bundle(source, out, policy=policy, scales=scales, progress=progress, **self.build_arguments())
@@ -184,10 +184,10 @@ class Backend(ABC):
     def load(self, bundle: Path) -> Engine:
         """Load a bundle that `build` made.
 
-        Raises UserError when a file of the bundle is missing or was altered; MissingRequirement when this machine cannot run
-        it.
+        Raises UserError if a file of the bundle is missing or was altered; MissingRequirement if this machine cannot run the
+        engine.
         """
 
     def describe(self, bundle: Path) -> list[str]:  # noqa: ARG002  (the interface's parameter)
-        """Return lines that stage=build prints of a bundle, besides its place and digest."""
+        """Return lines that stage=build prints about a bundle in addition to its path and digest."""
         return []

@@ -1,4 +1,4 @@
-"""Runs a function in a process of its own, which takes along what its libraries keep of memory, of a GPU's as well."""
+"""Runs a function in a child process, so that the memory which its libraries keep, also on a GPU, is freed afterwards."""
 
 import ctypes
 import gc
@@ -18,16 +18,16 @@ from pipeline.core.records import Progress
 from pipeline.core.redaction import redact_output
 
 PR_SET_PDEATHSIG = 1
-"""Of <sys/prctl.h>: Linux sends the child a signal when its parent dies, however that happens."""
+"""Option of `prctl` from <sys/prctl.h>: Linux sends the child a signal if its parent dies in any way."""
 
 
 def in_child(function: Callable[..., None], *paths: Path, progress: Progress, **options: Any) -> None:
-    """Call a function of a module, with its progress shown and its exception raised here.
+    """Call a module's function in a child process, show its progress, and raise its exception here.
 
-    The process begins with an empty `__main__`: that of the caller may be a script that calls kvgate. Signals to the caller's
-    group do not reach it.
+    The child starts with an empty `__main__`, because the caller's may be a script that calls kvgate. Signals to the caller's
+    process group do not reach the child.
 
-    Raises MissingRequirement where the process is killed.
+    Raises MissingRequirement if the child is killed.
     """
     reading, writing = os.pipe()
     begin = f"import sys; sys.path[:] = {sys.path!r}; from pipeline.artifacts.child import main"
@@ -61,17 +61,17 @@ def in_child(function: Callable[..., None], *paths: Path, progress: Progress, **
 
 
 def main(writing: int, parent: int) -> None:
-    """Be the process: read a call from stdin, and write its progress and its end to a file descriptor."""
+    """Run as the child: read a call from stdin, and write its progress and its end to the file descriptor `writing`."""
     if hasattr(libc := ctypes.CDLL(None), "prctl"):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return
-    gc.set_threshold(100_000)  # tracing makes a million objects, among which there is little to find
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # files of its own are removed
+    gc.set_threshold(100_000)  # tracing makes a million objects, and almost no garbage
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that its temporary files are removed
     redact_output()
     try:
         with open(writing, "wb", buffering=0) as answers:
-            if pickle.load(sys.stdin.buffer):  # log=quiet; before the function's imports, which warn as well
+            if pickle.load(sys.stdin.buffer):  # log=quiet; set before the function's imports, which may warn
                 warnings.simplefilter("ignore")
             function, paths, options = pickle.load(sys.stdin.buffer)
             try:
@@ -84,12 +84,12 @@ def main(writing: int, parent: int) -> None:
 
 
 def _told(error: Exception) -> bytes:
-    """Pickle an exception, with what pickling keeps nothing of where it is a defect."""
+    """Pickle an exception. A defect gets its traceback as a note, because pickling drops the traceback."""
     if isinstance(error, REFUSALS):
         return pickle.dumps(error)
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # a library's, of other arguments than it says
+    except Exception:  # some libraries' exceptions cannot be unpickled
         error = RuntimeError(f"{type(error).__name__}: {error}")
     error.add_note(traceback.format_exc())
     return pickle.dumps(error)

@@ -1,4 +1,4 @@
-"""Digests: of JSON, of files, of directories, and of the source code a stage can reach."""
+"""Digests of JSON, files, directories, and the source code that a stage can reach."""
 
 import errno
 import hashlib
@@ -18,7 +18,7 @@ FIRST_PARTY = ("pipeline", "stages", "plugins")
 IMPORT = re.compile(
     rf"^[ \t]*(?:from|import)[ \t]+((?:{'|'.join(FIRST_PARTY)})\b[\w.]*)(?:[ \t]+import[ \t]+(\([^)]*\)|.*))?", re.MULTILINE
 )
-"""An import of ours: the module, and what is taken of it."""
+"""Matches a first-party import: the module, and the imported names."""
 
 
 def json_digest(value: object) -> str:
@@ -28,7 +28,7 @@ def json_digest(value: object) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Return the sha256 of a file. Raises OSError for what is none: a pipe would be waited for."""
+    """Return the sha256 of a file. Raises OSError for special files: reading a pipe would block."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "is no regular file", str(path))
     with path.open("rb") as stream:
@@ -36,7 +36,7 @@ def file_digest(path: Path) -> str:
 
 
 def file_digests(directory: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return name -> sha256 of files of a directory, several at a time."""
+    """Return name -> sha256 of files in a directory, hashed in parallel."""
     names = list(names)
     return dict(zip(names, in_threads(file_digest, [directory / name for name in names]), strict=True))
 
@@ -48,10 +48,10 @@ def tree_files(root: Path) -> dict[str, str]:
 
 
 def tree_entries(root: Path, but: str) -> dict[str, str]:
-    """Return relative POSIX path -> kind of everything below `root`, hidden or not, but the file `but`.
+    """Return relative POSIX path -> kind of everything below `root` except the file `but`.
 
-    Unlike `tree_files` it lists hidden files, links, special files and empty directories; other directories are seen by what is
-    in them. It follows no link, except that `root` may be one.
+    Unlike `tree_files` it lists hidden files, links, special files and empty directories. Other directories appear only in the
+    paths of their entries. Links are not followed, except that `root` may be a link.
     """
     entries: dict[str, str] = {}
     todo = [""]
@@ -70,22 +70,22 @@ def tree_entries(root: Path, but: str) -> dict[str, str]:
 
 
 def kind_of(path: Path) -> str:
-    """Return what `path` itself is: `file`, `directory`, `link` (wherever it leads) or `special file`."""
+    """Return the kind of `path` itself: `file`, `directory`, `link` (to any target) or `special file`."""
     kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
     return kinds.get(stat.S_IFMT(path.lstat().st_mode), "special file")
 
 
 def files_digest(files: Mapping[str, str], under: str = "") -> str:
-    """Return the digest of a path -> sha256 table, or of its part below the folder `under`, whose name is cut off."""
+    """Return the digest of a path -> sha256 table, or of its part below the folder `under`, with that prefix removed."""
     prefix = f"{under.strip('/')}/" if under else ""
     return json_digest({path[len(prefix) :]: digest for path, digest in files.items() if path.startswith(prefix)})
 
 
 @cache
 def _source(module: str) -> Path | None:
-    """Return the source file of one of our modules; None for a name that is not a module, but of something inside one.
+    """Return the source file of a first-party module, or None if `module` names something inside a module.
 
-    It is looked up by path: importlib would import a submodule's parents, and with them torch and ModelOpt.
+    The file is looked up by path: importlib would import the parents of a submodule, and so torch and ModelOpt.
     """
     package, *rest = module.split(".")
     spec = importlib.util.find_spec(package)
@@ -97,18 +97,21 @@ def _source(module: str) -> Path | None:
 
 @cache
 def _first_party_imports(path: Path) -> set[str]:
-    """Return the names that a source imports of ours, and some that are none: parsing hundreds of files would take a second."""
+    """Return the first-party names that a source imports, and some names that are not modules.
+
+    A regular expression finds the imports, because parsing hundreds of files would take a second.
+    """
     names: set[str] = set()
     for module, imported in IMPORT.findall(path.read_text(encoding="utf-8")):
-        # `from stages import onnx` names a module, `from stages.engines.onnx import build` perhaps one.
+        # `from stages import onnx` names a module; in `from stages.engines.onnx import build`, `build` may not be a module.
         names |= {module, *(f"{module}.{name}" for name in re.findall(r"\w+", imported))}
     return names
 
 
 def reachable_modules(entry: str) -> dict[str, Path]:
-    """Return every module of ours that `entry` can import, directly or not, by reading import statements.
+    """Return every first-party module that `entry` can import, directly or not, by reading import statements.
 
-    Scripts that a library's own interpreter runs for one of them are among these.
+    Includes the scripts that a library's own interpreter runs for these modules.
     """
     modules: dict[str, Path] = {}
     todo = [entry]
@@ -138,7 +141,7 @@ def _compiled_digest(path: Path) -> str:
 
 
 def _instructions(code: CodeType) -> list[object]:
-    """Return everything of compiled code that decides its behaviour, equal in every process of one Python version."""
+    """Return the parts of compiled code that decide its behaviour, equal in every process of one Python version."""
     constants = [
         _instructions(value)
         if isinstance(value, CodeType)

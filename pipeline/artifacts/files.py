@@ -1,7 +1,8 @@
-"""Files that are written whole, that several artifacts share, and those of the user's that come into a store.
+"""Files that are written atomically, shared by several artifacts, or brought into a store from outside.
 
-Names that share an inode share what is written to it in place. Artifacts are never written to in place, so that those of one
-store may share files; with a file outside of the store they never do: its owner may overwrite it, and with it the champion.
+Hard links to one inode share every write in place. Artifacts are never written in place, so that artifacts of one store may
+share files. They never share an inode with a file outside of the store: its owner might overwrite the file,
+and so the champion.
 """
 
 import contextlib
@@ -16,17 +17,18 @@ from pipeline.artifacts.digest import file_digest
 from pipeline.core.records import in_threads
 
 STORE_FILE = ".store.json"
-"""At the root of a store: the version of its form."""
+"""File at the root of a store with the version of the store's layout."""
 POOL = ".files"
-"""Folder of a store with files that came from outside, by their sha256: one copy, however many artifacts link to it."""
+"""Folder of a store with files from outside, named by their sha256. Any number of artifacts link to one copy."""
 UNUSED_S = 24 * 3600.0
-"""Seconds after which a file of the pool that no artifact links to is removed."""
+"""Seconds until an unlinked file of the pool is removed."""
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give `target` the bytes of `source`, once on disk where that is safe: a hard link within a store, else a copy.
+    """Create `target` with the bytes of `source`: a hard link within a store, a copy elsewhere.
 
-    Linking fails between file systems, and for files of another user, which the kernel may protect.
+    A source outside of the store is copied into the store's pool once, and linked from there. Linking may fail between file
+    systems, or for files of another user, which the kernel may protect. Then the file is copied.
     """
     source = source.resolve()  # Linux would link the symlink itself
     root = store_of(target.parent.resolve() / target.name)
@@ -41,12 +43,12 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def link_or_copy_all(names: Iterable[str], source: Path, target: Path) -> None:
-    """Give the directory `target` files of another one, as `link_or_copy` does, several at a time."""
+    """Link or copy files from `source` into the directory `target` in parallel, as `link_or_copy` does."""
     in_threads(lambda name: link_or_copy(source / name, target / name), names)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that others may read at any time: they find the old content or the new one, never a part."""
+    """Write a file atomically: concurrent readers find the old content or the new content, never a part."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         scratch.write_text(text, encoding="utf-8")
@@ -70,7 +72,7 @@ def store_of(path: Path) -> Path | None:
 
 
 def _brought_in(root: Path, source: Path) -> Path:
-    """Return a store's own copy of a file that is outside of it; it is made once."""
+    """Return the store's copy of a file from outside; the copy is made once."""
     pool = root / POOL
     pool.mkdir(exist_ok=True)
     kept = pool / file_digest(source)
@@ -78,7 +80,7 @@ def _brought_in(root: Path, source: Path) -> Path:
         scratch = pool / f"{kept.name}.{os.getpid()}.{threading.get_ident()}"
         try:
             shutil.copyfile(source, scratch)
-            # Named by what was copied: the owner may write to the source meanwhile.
+            # The copy is hashed, because the owner may write to the source meanwhile.
             kept = pool / file_digest(scratch)
             scratch.replace(kept)
         finally:

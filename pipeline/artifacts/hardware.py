@@ -11,7 +11,7 @@ from pipeline.core.errors import MissingRequirement
 from pipeline.core.redaction import child_environment
 
 QUERY = ("name", "compute_cap", "driver_version")
-"""Properties of a GPU in nvidia-smi's words (`nvidia-smi --help-query-gpu`)."""
+"""Properties of a GPU as nvidia-smi names them (`nvidia-smi --help-query-gpu`)."""
 SECONDS = 60
 
 
@@ -33,7 +33,7 @@ def hardware() -> dict[str, object]:
 def gpus() -> list[dict[str, str]]:
     """Return name, compute capability and driver of every NVIDIA GPU, by the names of QUERY; empty without a driver.
 
-    Raises MissingRequirement when a driver is installed that does not answer: an identity must not silently lack its GPU.
+    Raises MissingRequirement if an installed driver does not answer: an identity must not silently lack its GPU.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:

@@ -1,4 +1,4 @@
-"""Locks between processes, by filelock (flock): a wait has a limit, and says after a second what it is for.
+"""Locks between processes, by filelock (flock). A wait has a time limit, and is logged with its purpose after a second.
 
 The system releases a lock when its process dies, however it dies.
 """
@@ -18,14 +18,14 @@ from pipeline.core.errors import MissingRequirement, UserError
 LOGGER = logging.getLogger("kvgate.waits")
 
 LIMIT = "KVGATE_LOCK_TIMEOUT_S"
-"""Environment variable with the most seconds that a lock is waited for."""
+"""Environment variable with the maximum seconds to wait for a lock."""
 LIMIT_S = 6 * 3600
-"""Its default: another process may be making the artifact that is waited for."""
+"""Default of the limit; another process may take hours to make an artifact."""
 QUIET_S = 1.0
 
 
 def limit_s(environ: Mapping[str, str] = os.environ) -> float:
-    """Return the most seconds that a lock is waited for. Raises UserError for a variable that is no number above zero."""
+    """Return the maximum seconds to wait for a lock. Raises UserError if the variable is not a number above zero."""
     text = environ.get(LIMIT, str(LIMIT_S))
     try:
         seconds = float(text)
@@ -42,7 +42,7 @@ def until(seconds: float) -> str:
 
 @contextmanager
 def locked(path: Path, purpose: str) -> Iterator[None]:
-    """Hold a lock while the block runs; `purpose` says in words what for.
+    """Hold a lock while the block runs. `purpose` explains a wait to the user.
 
     Raises UserError if the file cannot be made or locked; MissingRequirement if another process held the lock for all of
     KVGATE_LOCK_TIMEOUT_S.
@@ -69,9 +69,10 @@ def locked(path: Path, purpose: str) -> Iterator[None]:
 
 @contextmanager
 def locked_at_once(path: Path) -> Iterator[bool]:
-    """Hold a lock while the block runs if nobody else holds it and the file can be opened; the block gets whether it does.
+    """Hold a lock while the block runs, if it is free. Yields whether the lock was acquired.
 
-    Raises UserError if the file system has no locks.
+    The lock is not acquired if another process holds it or the file cannot be opened. Raises UserError if the file system has
+    no locks.
     """
     lock = _lock(path)
     try:
@@ -87,7 +88,7 @@ def locked_at_once(path: Path) -> Iterator[bool]:
 
 
 def _lock(path: Path) -> FileLock:
-    """Return a lock that other users may hold as well: in a shared work directory the umask would keep them out."""
+    """Return a lock that other users may also hold: in a shared work directory the umask would exclude them."""
     return FileLock(path, mode=0o666, fallback_to_soft=False)
 
 

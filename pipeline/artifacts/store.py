@@ -1,12 +1,12 @@
-"""The artifact store: content-addressed directories, made once, verified when used again.
+"""The artifact store: content-addressed directories that are made once and verified at every reuse.
 
-An artifact's key covers its stage, the config the stage uses, the digests of its inputs, the code, the library versions
-and the hardware. It is made in a temporary directory, its manifest is written last, and a rename makes it visible: what
-was interrupted never looks finished, and a failure is never cached. Only what takes long sample by sample is resumable: then
-the directory is `.partial/STAGE/KEY` of the store, and what its fill left there is what the next one with this key finds.
+An artifact's key covers its stage, the config that the stage uses, the digests of its inputs, the code, the library versions
+and the hardware. An artifact is made in a temporary directory, its manifest is written last, and a rename makes it visible.
+So an interrupted artifact never looks finished, and a failure is never cached. Only long work that runs sample by sample is
+resumable: its directory is `.partial/STAGE/KEY` of the store, and the next attempt with this key continues in this directory.
 
-Nothing in a store holds its place: it may be moved with its work directory. `.store.json` says the version of its form. What
-processes that died left goes when the store is next written to; a living one holds the lock of what it makes.
+A store contains no paths to itself, so it may be moved with its work directory. `.store.json` holds the version of its layout.
+Leftovers of dead processes are removed when the store is next written to. A living process holds the lock of its artifact.
 """
 
 import json
@@ -36,23 +36,23 @@ from pipeline.core.strict import parse_json, read_file
 MANIFEST = ".manifest.json"
 SCHEMA = 1
 STORE_VERSION = 1
-"""Of the form of a store: where its artifacts are, and what a manifest says. A store without the file is of version 1."""
+"""Version of a store's layout and manifests. A store without the file has version 1."""
 SCRATCH = re.compile(r"\.([0-9a-f]{32})-.+")
 PARTIAL = ".partial"
-"""Folder of a store with what is being made and may be gone on with: `STAGE/KEY`."""
+"""Folder of a store with unfinished, resumable artifacts: `STAGE/KEY`."""
 USE_LOCK = ".lock"
-"""At the root of a store: a removal of artifacts holds it."""
+"""Lock file at the root of a store; a removal of artifacts holds it."""
 USERS = ".users"
-"""Folder of a store with a locked file for each command that uses its artifacts, named for its process."""
+"""Folder of a store with a locked file for each command that uses its artifacts, named after the process."""
 MOST_BYTES = 64 << 20
-"""Of a manifest."""
+"""Maximum size of a manifest."""
 RESUMABLE_S = 30 * 24 * 3600.0
-"""Seconds after which an artifact that was begun and not touched since counts as given up."""
+"""Seconds without a write before an unfinished artifact counts as abandoned."""
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A finished directory of the store. `digest` covers every file in it."""
+    """A finished directory of the store. `digest` covers all of its files."""
 
     exists: ClassVar[bool] = True
     """False for an artifact of a dry run that is still to be made."""
@@ -65,7 +65,7 @@ class Artifact:
     """The values whose digest is the key (`Recipe.parts`)."""
     reused: bool
     seconds: float
-    """Time that making it took, also when it is reused."""
+    """Time that making the artifact took, also if it is reused."""
 
     def digest_under(self, folder: str) -> str:
         return files_digest(self.files, folder)
@@ -102,13 +102,13 @@ class Recipe:
 
     @staticmethod
     def place(stage: str, key: str) -> str:
-        """Return the directory of a key's artifact below a store's root."""
+        """Return an artifact's directory, relative to the store's root."""
         return f"{stage}/{key[:32]}"
 
 
 class Store:
     makes: ClassVar[bool] = True
-    """Whether `get` makes what is missing: False for a dry run."""
+    """Whether `get` makes missing artifacts: False for a dry run."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -118,10 +118,11 @@ class Store:
         return self.root / recipe.place(recipe.stage, recipe.key)
 
     def get(self, recipe: Recipe, fill: Callable[[Path], None], *, resumable: bool = False) -> Artifact:
-        """Return the artifact of `recipe`: verified and reused where it exists, else made.
+        """Return the artifact of `recipe`: verified and reused if it exists, else made.
 
-        `fill` fills an empty directory; what it raises leaves nothing behind. With `resumable` it may find what an earlier fill
-        left, trusts only what it can check, and removes what is no part of the artifact.
+        `fill` fills an empty directory. If it raises, the directory is removed. With `resumable` the directory is kept, and the
+        next `fill` may find files of an earlier attempt: it must trust only files that it can check, and remove files that do
+        not belong to the artifact.
         """
         self._prepare()
         target = self.path(recipe)
@@ -150,7 +151,7 @@ class Store:
         return artifact
 
     def _prepare(self) -> None:
-        """Make the store, or check that this kvgate knows its form, and remove what dead processes left; once a store."""
+        """Make the store or check its version, and remove leftovers of dead processes; once per `Store`."""
         if self._prepared:
             return
         check_store(self.root)
@@ -168,14 +169,14 @@ class Store:
                 _remove_abandoned(directory, directory.with_name(made[1]))
         for directory in (self.root / PARTIAL).glob("*/*"):
             target = self.root / Recipe.place(directory.parent.name, directory.name)
-            with suppress(OSError):  # another process may sweep as well
+            with suppress(OSError):  # another process may sweep too
                 touched = max(path.lstat().st_mtime for path in (directory, *directory.rglob("*")))
                 if target.is_dir() or time.time() - touched > RESUMABLE_S:
                     _remove_abandoned(directory, target)
         sweep_pool(self.root)
 
     def manifests(self, stage: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """Yield the directories of a stage's artifacts with their manifests, without a look at the files."""
+        """Yield the directories of a stage's artifacts with their manifests, without verifying the files."""
         for path in (self.root / stage).glob(f"[!.]*/{MANIFEST}"):  # hidden ones are being made
             manifest = _manifest(path.parent)
             if manifest is not None:
@@ -188,7 +189,7 @@ class Store:
         (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
 
     def verified(self, recipe: Recipe, reused: bool = True) -> Artifact | None:
-        """Return the artifact of `recipe`, None unless its manifest has this key and every file still has its digest."""
+        """Return the artifact of `recipe`, or None unless its manifest has this key and every file still has its digest."""
         target = self.path(recipe)
         manifest = _manifest(target)
         if manifest is None or not manifest["key"] == json_digest(manifest["parts"]) == recipe.key:
@@ -203,9 +204,9 @@ class Store:
 
 @contextmanager
 def used(root: Path, *, make: bool) -> Iterator[None]:
-    """Keep others from removing artifacts of a store while the block runs; waits while somebody does.
+    """Prevent the removal of a store's artifacts while the block runs; waits for a removal in progress.
 
-    Unless it may `make` what is missing, a store that does not exist, or that this user may only read, is left as it is.
+    If `make` is false, a store that is missing or read-only for this user is not modified.
     """
     lock, folder = root / USE_LOCK, root / USERS
     if not make and not (lock.is_file() and os.access(folder if folder.is_dir() else root, os.W_OK)):
@@ -224,7 +225,7 @@ def used(root: Path, *, make: bool) -> Iterator[None]:
 
 @contextmanager
 def alone(root: Path) -> Iterator[list[str]]:
-    """Keep commands from beginning to use a store while the block runs; it gets the processes that use the store, in words."""
+    """Prevent commands from starting to use a store while the block runs. Yields descriptions of its present users."""
     with locked_at_once(root / USE_LOCK) as free:
         yield _users(root) if free else ["a command that just begins"]
 
@@ -242,7 +243,7 @@ def _users(root: Path) -> list[str]:
 
 
 def check_store(root: Path) -> None:
-    """Refuse a store whose form this kvgate does not know."""
+    """Raise UserError for a store of an unknown version."""
     path = root / STORE_FILE
     if not path.exists():
         return
@@ -259,7 +260,7 @@ def lock_of(target: Path) -> Path:
 
 
 def _remove_abandoned(scratch: Path, target: Path) -> None:
-    """Remove a directory in which nobody makes the artifact `target` any more."""
+    """Remove a scratch directory if no process is making the artifact `target` any more."""
     if not target.parent.is_dir():
         return
     with locked_at_once(lock_of(target)) as abandoned:
@@ -276,7 +277,7 @@ def _version(name: str) -> str:
 
 
 def _manifest(directory: Path) -> dict[str, Any] | None:
-    """Return the manifest of an artifact; None where there is none that can be read: then the artifact is not used."""
+    """Return an artifact's manifest, or None if it is missing or unreadable; such an artifact is not used."""
     try:
         manifest = parse_json(read_file(directory / MANIFEST, MOST_BYTES))
         complete = isinstance(manifest["parts"]["inputs"], dict) and {"key", "files", "seconds"} <= manifest.keys()

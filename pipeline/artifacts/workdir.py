@@ -1,4 +1,4 @@
-"""Whether this machine has room for what is asked, before any work: what would fail later fails here, in one line."""
+"""Checks of the work directory, memory and disk before any work, so that a late failure becomes an early one-line error."""
 
 import os
 import shutil
@@ -10,19 +10,19 @@ import psutil
 from pipeline.core.errors import MissingRequirement, UserError
 
 BELOW = 240
-"""Characters of the longest path that kvgate makes below the work directory."""
+"""Length of the longest path that kvgate makes below the work directory."""
 LONGEST_PATH = 4095
 LONGEST_NAME = 255
-"""In bytes, of every file system that matters here."""
+"""Limit in bytes of every file system that matters here."""
 
 FOLDERS = ("artifacts", "mlartifacts", "sweep")
 FILES = ("summary.json", "mlflow.db", "mlflow.db.lock", ".summary.json.lock", "report.txt")
 
 
 def check_workdir(work: Path, given: str, *, writes: bool = True) -> None:
-    """Refuse a work directory that cannot be written to.
+    """Refuse a work directory that cannot be written to, without creating anything.
 
-    Nothing is made in it. Unless it `writes` (a file without a name), the permissions are asked.
+    With `writes`, a nameless temporary file is written as a test. Otherwise only the permissions are checked.
     """
     name = f"workdir={given}"
     if any(len(os.fsencode(part)) > LONGEST_NAME for part in work.parts) or len(os.fsencode(work)) + BELOW > LONGEST_PATH:
@@ -54,14 +54,14 @@ def check_workdir(work: Path, given: str, *, writes: bool = True) -> None:
 
 GIB = 1 << 30
 COPIES = 2
-"""Of a model's weights that a first evaluation writes at least: the quantized checkpoint, and the engine's."""
+"""Minimum number of copies of the weights that a first evaluation writes: the quantized checkpoint and the engine."""
 
 
 def check_room(work: Path, given: str, weight_bytes: int) -> None:
     memory = psutil.virtual_memory().total + psutil.swap_memory().total
     if weight_bytes > memory:
         raise MissingRequirement(lacks("model.path: its weights take", weight_bytes, "this machine has", memory, "of memory"))
-    if (work / "artifacts").exists():  # what was made before is used again
+    if (work / "artifacts").exists():  # earlier artifacts are reused
         return
     free = shutil.disk_usage(next(place for place in (work, *work.parents) if place.is_dir())).free
     if COPIES * weight_bytes > free:
@@ -70,13 +70,13 @@ def check_room(work: Path, given: str, weight_bytes: int) -> None:
 
 
 def check_memory(key: str, cache_bytes: int) -> None:
-    """Refuse a load whose cache this machine's memory does not hold. Raises UserError, naming `key` with its value."""
+    """Refuse a load whose cache exceeds this machine's memory. Raises UserError, naming `key` with its value."""
     memory = psutil.virtual_memory().total
     if cache_bytes > memory:
         raise UserError(lacks(f"{key}: its cache takes", cache_bytes, "this machine has", memory, "of memory") + "; lower it")
 
 
 def lacks(what: str, needed: int, where: str, there: int, of: str) -> str:
-    """Say that `needed` bytes are more than `there` are."""
+    """Return a message that the `needed` bytes exceed the `there` bytes."""
     missing = (needed - there) / GIB
     return f"{what} {needed / GIB:,.1f} GiB, {where} {there / GIB:,.1f} GiB {of}: {missing:,.1f} GiB are missing"
