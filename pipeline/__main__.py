@@ -22,7 +22,7 @@ def _refuse_argument(message: str) -> NoReturn:
 
 
 def _check_options(arguments: Namespace) -> None:
-    """Refuse Hydra's options that would compose something else than kvgate's configuration, or that are about Hydra."""
+    """Refuse Hydra options that would compose another configuration than kvgate's, or that concern Hydra itself."""
     own = "kvgate has its own configuration; add files of yours with --config-dir=DIR"
     hydras = "is an option of Hydra's; give one that --help lists"
     for option, value, why in (
@@ -43,17 +43,17 @@ def _check_options(arguments: Namespace) -> None:
 
 
 def _asked_mode(argv: Sequence[str]) -> str:
-    """Return `log=` as far as the command line shows it: what is refused before a composition is said that way too."""
+    """Return the value of `log=` in the arguments, so that errors before the composition are printed in this mode."""
     asked = [argument.removeprefix("log=") for argument in argv if argument.startswith("log=")]
     return asked[-1] if asked and asked[-1] in console.MODES else "human"
 
 
 def _by_hydra(parser: ArgumentParser, arguments: Namespace) -> int:
-    """Let Hydra print its help, with the options of each group, or a shell's completions."""
+    """Let Hydra print its help, with the options of all groups, or a shell's completions."""
     from hydra import version
     from hydra._internal.utils import _run_hydra
 
-    from pipeline.config import options  # noqa: F401 - importing them stores those that are not files
+    from pipeline.config import options  # noqa: F401 - the import registers options that are not files
 
     if arguments.help:
         arguments.overrides = []  # else a typo would hide the help
@@ -103,12 +103,12 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 def main() -> int:
     """Run the command line and return the exit code."""
-    # What ends a container or a job of CI is a Ctrl-C: runs are closed, and samples in flight finish. The first process of a
-    # container would ignore it without a handler.
+    # SIGTERM, which ends containers and CI jobs, acts like Ctrl-C: runs are closed, and samples in flight finish. The first
+    # process of a container would ignore SIGTERM without a handler.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # torch's threads would spin while they wait: on a machine that does other work too, a verdict took 2.6 times as long.
+    # torch's threads would spin while they wait. On a busy machine, spinning slowed a verdict by a factor of 2.6.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    gc.set_threshold(10_000)  # else looking for cycles among what MLflow imports takes a tenth of a command's time
+    gc.set_threshold(10_000)  # else collecting cycles during MLflow's import takes a tenth of a command's time
     open_closed()
     redact_output()
     argv = sys.argv[1:]
@@ -126,7 +126,7 @@ def main() -> int:
         return INTERRUPTED
     finally:
         console.close()
-        sys.stdout.flush()  # at its end Python would say that nobody reads, or that the disk is full
+        sys.stdout.flush()  # else Python would report a closed pipe or a full disk at exit
         sys.stderr.flush()
 
 

@@ -1,8 +1,8 @@
-"""`dry=true`: what each job of a command line would make or reuse, and what it would fail on. Nothing is written.
+"""`dry=true`: prints the artifacts that each job would make or reuse, and its foreseeable failures. Nothing is written.
 
 Each job walks its chain over a store that makes nothing (`DryStore`): it finds the artifacts that exist, and returns a stand-in
-for each of the others. The key of an artifact holds the digests of its inputs, which nobody knows before they are made. So a
-stand-in has made-up digests, the same for the same recipe: the second job of a sweep reuses the stand-ins of the first one.
+for each missing artifact. An artifact's key holds the digests of its inputs, which are unknown until the inputs are made. So a
+stand-in has made-up digests that depend only on its recipe: the second job of a sweep reuses the stand-ins of the first job.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,7 +50,7 @@ class _Words(dict[str, str]):
 
 
 class StandIn(Artifact):
-    """Stands in for an artifact that is not in the store."""
+    """Placeholder for an artifact that is not in the store."""
 
     exists = False
 
@@ -66,9 +66,9 @@ class DryStore(Store):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.job = 1
-        """Number of the job that asks."""
+        """Number of the current job."""
         self.maker: dict[str, int] = {}
-        """Key of a stand-in -> the first job that asks for it."""
+        """Key of a stand-in -> number of the first job that needs it."""
 
     def get(self, recipe: Recipe, fill: Callable[[Path], None], *, resumable: bool = False) -> Artifact:  # noqa: ARG002
         found = self.verified(recipe)
@@ -82,10 +82,10 @@ class DryStore(Store):
 @dataclass
 class Problems:
     found: dict[tuple[int, str], list[int]] = field(default_factory=dict)
-    """Exit code and line -> the jobs that have it."""
+    """(exit code, line of the message) -> numbers of the affected jobs."""
 
     def look(self, job: int, check: Callable[[], object]) -> int:
-        """Note what a check raises, and return its exit code, 0 where it raises nothing. A defect of ours is raised."""
+        """Run a check, record its error and return its exit code: 0 if the check passes. Defects are raised."""
         try:
             with required_libraries():
                 check()
@@ -107,9 +107,9 @@ class Problems:
 
 
 def foretell(planned: Plan) -> int:
-    """Print what the jobs would make, reuse and fail on.
+    """Print the artifacts that the jobs would make or reuse, and their failures.
 
-    Return the exit code that is certain: 0 where nothing is known to fail and no gate is known to say no.
+    Return the exit code that is certain: 0 if no failure and no refusal by a gate is foreseeable.
     """
     problems, rows, verdicts = Problems(), list[Row](), dict[str, Verdict]()
     store, opened = DryStore(planned.jobs[0].work / "artifacts"), set[Path]()  # a sweep has one work directory
@@ -139,17 +139,17 @@ def foretell(planned: Plan) -> int:
 
 
 def _walk(chain: Chain, label: str, verdicts: dict[str, Verdict]) -> None:
-    """Ask a chain for all that its stage makes, and note its verdict if it is known already."""
+    """Walk a chain through all artifacts of its stage, and record the verdict if it is already known."""
     last = chain.made()
     if chain.config.stage in JUDGING and last.exists:
         report = load_report(last.path)
         verdicts[label] = decide(report, load_rows(last.path), chain.config.gates)
-        if all(artifact.exists for _, artifact in chain.finished):  # the identity binds all of them
+        if all(artifact.exists for _, artifact in chain.finished):  # the identity binds every artifact
             chain.identity(last, report, verdicts[label])
 
 
 def _checks_ahead(config: Config) -> Iterator[Callable[[], object]]:
-    """Yield the checks of what a job meets after its inputs: a GPU that is not here, a tracking store that does not open."""
+    """Yield checks of later requirements: a missing GPU, or a tracking store that does not open."""
     if config.stage in JUDGING:
         yield open_backend(config.backend).check_runs
     if config.stage in MAKING and config.quantize.device == "cuda":
@@ -192,7 +192,7 @@ def _print(rows: list[Row]) -> None:
 
 
 def _say_questions(config: Config) -> None:
-    """Print what the engines are asked, and what a verdict of the embedded engine takes."""
+    """Print the number of samples per workload, and the time and memory of a verdict with the embedded engine."""
     workloads, path = config.workloads, locate_checkpoint(config.model.path)
     kinds = [f"{count} of {name}" for name, count in workloads.samples.items() if count]
     kinds += [f"those of {workloads.jsonl}"] if workloads.jsonl is not None else []

@@ -1,7 +1,7 @@
-"""Backends by the name of their folder, and a library that is not installed as one line.
+"""Opens backends by the name of their folder, and reports a library that is not installed in one line.
 
-Modules of `stages/` import torch and other heavy libraries: the pipeline imports them inside the functions that need them, so
-that a configuration error is reported without waiting for those.
+Modules of `stages/` import torch and other heavy libraries. The pipeline imports these modules inside the functions that need
+them, so that a configuration error is reported without waiting for the imports.
 """
 
 from collections.abc import Iterator
@@ -22,9 +22,9 @@ def open_backend(config: BackendConfig) -> Backend:
 
 @contextmanager
 def required_libraries() -> Iterator[None]:
-    """Turn a library that is not installed into MissingRequirement.
+    """Turn the error for a library that is not installed into MissingRequirement.
 
-    A missing module of ours stays a defect.
+    A missing first-party module stays a defect.
     """
     try:
         yield

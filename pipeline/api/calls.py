@@ -1,4 +1,4 @@
-"""What every function of the API does alike: a configuration from Python's values, and errors as one exception each."""
+"""Shared code of the API: it composes a configuration from Python values, and raises each error as one exception."""
 
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -14,7 +14,7 @@ from pipeline.core.overrides import written
 
 
 class KVPolicy(kv.KVPolicy):
-    """A policy of one's own, with the keys of `kv.*`. Raises UserError, a line for each problem."""
+    """A custom policy, with the keys of `kv.*`. Raises UserError with a line for each problem."""
 
     def __new__(cls, **values: Any) -> Any:
         try:
@@ -29,9 +29,10 @@ R = TypeVar("R")
 
 
 def raises_refusals(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function raise what a person can act on as one exception, without those that it was made from.
+    """Make a function raise errors that a person can act on without traceback and causes.
 
-    What the machine or the tracking store did is such an exception too, as on the command line. Defects stay what they are.
+    Errors of the machine or the tracking store are converted to such exceptions, as on the command line. Defects are raised
+    unchanged.
     """
 
     @wraps(function)
@@ -50,9 +51,9 @@ def raises_refusals(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def compose(values: Mapping[str, object]) -> Config:
-    """Compose and validate a configuration, as the command line does of `KEY=VALUE`.
+    """Compose and validate a configuration, as the command line does from `KEY=VALUE`.
 
     Raises:
-        UserError: a line for each problem.
+        UserError: with a line for each problem.
     """
     return plan([f"{key}={written(value, key)}" for key, value in values.items()], multirun=False).jobs[0]

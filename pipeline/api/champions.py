@@ -1,4 +1,4 @@
-"""`champion`: the engine that serves, found in the registry and verified."""
+"""`champion`: finds the serving engine in the registry, verifies and loads it."""
 
 import tempfile
 from collections.abc import Sequence
@@ -32,21 +32,21 @@ def champion(
 ) -> LoadedEngine:
     """Fetch the engine that the registry's alias `champion` names, verify it as stage=verify does, and load it.
 
-    It is taken from the work directory where it still lies there, and else from the registry.
+    The engine is read from the work directory if it is still there, and downloaded from the registry otherwise.
 
     Args:
-        model: The registered model, or the checkpoint, from whose name the registered model has its own.
-        tracking_uri: MLflow's store; None is MLFLOW_TRACKING_URI, or the one of the work directory.
+        model: The registered model's name, or the checkpoint that it is named after.
+        tracking_uri: MLflow's store. By default MLFLOW_TRACKING_URI, or the store in the work directory.
         workdir: The work directory.
-        samples: The file of `workloads.jsonl` that it was judged on, where it comes from the registry, which keeps the
-            file's digest and not its prompts.
-        trusted: Public keys in PEM, of which one must have signed its evidence.
+        samples: The `workloads.jsonl` file that the engine was judged on. A downloaded engine needs this file, because the
+            registry keeps the file's digest but not its prompts.
+        trusted: Public keys in PEM. If keys are given, the evidence must be signed with a key from this list.
         threads: CPU threads, as for `load`.
 
     Raises:
-        UserError: There is no such model, or it has no champion.
-        GateRefusal: It is not what was judged.
-        MissingRequirement: Something that fetching, verifying or running it takes is missing.
+        UserError: The model does not exist or has no champion.
+        GateRefusal: The engine differs from the judged engine.
+        MissingRequirement: This machine lacks something to fetch, verify or run the engine.
 
     Example:
         >>> champion("tiny").generate("Copy:\\n04 Bergen 14 Tartu")  # doctest: +SKIP
@@ -109,7 +109,7 @@ def _verified(config: Config, model: str, scratch: Path, samples: Path | None) -
 
 
 def _bring(samples: Path, copy: Path, asked: str | None) -> None:
-    """Put the user's samples where the evidence has the file that was asked."""
+    """Copy the user's samples to the path that the evidence expects."""
     if asked is None:
         raise UserError(f"samples={samples}: the champion was judged on generated samples alone; leave it out")
     content = read_given("samples", samples)

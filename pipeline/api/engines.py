@@ -1,4 +1,4 @@
-"""`load`: an engine, of any backend that runs here, as something that answers."""
+"""`load`: opens an engine of any backend that runs here and generates answers."""
 
 import os
 import tempfile
@@ -23,24 +23,24 @@ THREADS = "OMP_NUM_THREADS"
 
 
 class LoadedEngine:
-    """An engine with its tokenizer; as a context manager it is closed at the end of the block."""
+    """An engine with its tokenizer. Used as a context manager, it closes at the end of the block."""
 
     def __init__(self, engine: Engine, tokenizer: Any, bundle: Path, backend: str, longest: int | None) -> None:
         self._engine: Engine | None = engine
         self._longest = longest
         self.downloaded: tempfile.TemporaryDirectory[str] | None = None
-        """Where `champion` put it, until it is closed."""
+        """Temporary directory of an engine that `champion` downloaded. `close` removes the directory."""
         self.tokenizer = tokenizer
         """`stages.evaluate.inputs.tokens.BundleTokenizer`."""
         self.policy: KVPolicy = engine.policy
-        """What its cache stores."""
+        """Formats of the engine's KV cache."""
         self.bundle = bundle
-        """The directory that it was loaded from."""
+        """Directory of the engine."""
         self.backend = backend
 
     @property
     def engine(self) -> Engine:
-        """Prefill and decode of token ids. Raises UserError once it is closed."""
+        """Engine for prefill and decode of token ids. Raises UserError after `close`."""
         if self._engine is None:
             raise UserError(f"{self.bundle}: this engine was closed; load it again")
         return self._engine
@@ -51,15 +51,15 @@ class LoadedEngine:
     def generate(self, prompt: Sequence[Prompt], max_new_tokens: int = 64) -> list[str]: ...
     @raises_refusals
     def generate(self, prompt: Prompt | Sequence[Prompt], max_new_tokens: int = 64) -> str | list[str]:
-        """Return the greedy answer, or those to a list of prompts, which are one batch.
+        """Return the greedy answer to a prompt, or the answers to a list of prompts, which run as one batch.
 
         Args:
-            prompt: What the user says, or a conversation: `[{"role": "user", "content": "..."}]`; or a list of these. The
-                model's chat template renders a prompt; a base model, which has none, reads lines `user: ...`.
-            max_new_tokens: Most tokens of an answer.
+            prompt: A user message, a conversation such as `[{"role": "user", "content": "..."}]`, or a list of prompts. The
+                model's chat template renders a prompt. A base model without a template reads lines `user: ...`.
+            max_new_tokens: Maximum tokens of an answer.
 
         Raises:
-            UserError: The prompt is none, or the engine does not hold it.
+            UserError: The prompt is invalid, or it exceeds the engine's limit.
 
         Example:
             >>> engine.generate("Copy:\\n04 Bergen 14 Tartu", max_new_tokens=16)  # doctest: +SKIP
@@ -85,11 +85,11 @@ class LoadedEngine:
 
     @raises_refusals
     def memory(self) -> MemoryReport:
-        """Return the bytes of its cache, as allocated."""
+        """Return the bytes of the engine's cache, as allocated."""
         return self.engine.memory()
 
     def close(self) -> None:
-        """Free its memory, end its process where it has one, and remove what `champion` downloaded for it."""
+        """Free the engine's memory, end its process if it has a process, and remove any download by `champion`."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
@@ -124,16 +124,16 @@ def _messages(prompt: str | Sequence[Mapping[str, str]]) -> tuple[tuple[str, str
 
 @raises_refusals
 def load(bundle: str | Path, *, threads: int | None = None, **overrides: object) -> LoadedEngine:
-    """Load an engine that was built or judged, of whatever backend, if this machine can run it.
+    """Load a built or judged engine of any backend that this machine can run.
 
     Args:
-        bundle: An engine's directory, as stage=build prints it, or a copy of one with its evidence.
-        threads: CPU threads; None is OMP_NUM_THREADS, or this machine's physical cores.
-        overrides: Other keys of `backend=`, as `**{"backend.attention": "graph"}`.
+        bundle: An engine's directory, as stage=build prints it, or a copy of an engine with its evidence.
+        threads: CPU threads. By default OMP_NUM_THREADS, or this machine's physical cores.
+        overrides: Other keys of `backend=`, such as `**{"backend.attention": "graph"}`.
 
     Raises:
-        UserError: The directory is none of an engine, or a file of it is missing or was altered.
-        MissingRequirement: This machine cannot run it.
+        UserError: The directory contains no engine, or a file is missing or was altered.
+        MissingRequirement: This machine cannot run the engine.
 
     Example:
         >>> with load("work/artifacts/build/KEY") as engine:  # doctest: +SKIP
@@ -162,7 +162,7 @@ def load(bundle: str | Path, *, threads: int | None = None, **overrides: object)
 
 
 def _engine_directory(directory: Path) -> Path:
-    """Return the bundle in a directory: itself, beside its evidence, or in the store that its evidence is part of."""
+    """Return the engine's directory, given the engine itself, a copy with its evidence, or evidence in a store."""
 
     if not directory.is_dir():
         raise UserError(f"bundle={directory}: no such directory; give the one of an engine, or of its evidence")
@@ -182,7 +182,7 @@ def _threads_asked_for() -> int | None:
 
 
 def _longest(directory: Path, record: Mapping[str, Any]) -> int | None:
-    """Return the most tokens of a sequence, where the bundle is of the model itself; other backends check their own limits."""
+    """Return the model's maximum sequence length. None if the bundle lacks it: other backends check their own limits."""
 
     described = record.get("model")
     if isinstance(described, dict):

@@ -1,4 +1,4 @@
-"""`evaluate`: what `stage=evaluate` does, with the verdict and its report as objects."""
+"""`evaluate`: runs `stage=evaluate` and returns the verdict and its report as objects."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ class Evaluation:
     """An engine that was judged against the FP16-KV engine."""
 
     candidate: Candidate
-    """What `summary.json` says of it: verdict, metrics by name, where its artifacts lie, its version in the registry."""
+    """Record of the candidate in `summary.json`: verdict, metrics by name, artifact paths, version in the registry."""
     report: EvaluationReport
-    """Everything that was measured. KL and NLL are in nats per token, times in milliseconds."""
+    """All measurements. KL and NLL are in nats per token, times in milliseconds."""
     rows: tuple[SampleRow, ...]
-    """Each sample, baseline and candidate side by side."""
+    """One row per sample, with baseline and candidate side by side."""
 
     @property
     def verdict(self) -> Status:
@@ -35,12 +35,12 @@ class Evaluation:
 
     @property
     def checks(self) -> tuple[Check, ...]:
-        """Every line that the verdict was decided by."""
+        """All checks that the verdict is based on."""
         return self.candidate.checks
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """What decided, in words; of an INCONCLUSIVE also how many samples would decide, where more would help."""
+        """Reasons for the verdict. For INCONCLUSIVE also how many samples would decide, if more samples would help."""
         return self.candidate.reasons
 
     @property
@@ -58,7 +58,7 @@ NOT_HERE = {
     "dry": "evaluate judges; python -m pipeline stage=evaluate dry=true says what it would do",
     "log": "is about what a command prints; verbose=True prints it here",
 }
-"""Keys of the command line that a call has no use for."""
+"""Command-line keys that a call does not take, with the reason."""
 
 
 @raises_refusals
@@ -67,20 +67,20 @@ def evaluate(
 ) -> Evaluation:
     """Judge an engine against the FP16-KV engine: `python -m pipeline stage=evaluate`, in this process.
 
-    Artifacts, gates, tracking and `summary.json` are those of the command line, so that either continues what the other made.
-    A verdict of FAIL is returned, not raised.
+    Artifacts, gates, tracking and `summary.json` are the same as on the command line, so that a call can continue a command's
+    work, and a command a call's. A verdict of FAIL is returned, not raised.
 
     Args:
         model: The directory of a checkpoint, a GGUF file, or an option of `model=`.
         kv: An option of `kv=`, or a policy.
-        verbose: Whether to print what the command line prints.
-        overrides: Other keys of the configuration. Keys with a dot are given as `**{"gates.margin": 0.1}`, and keys that the
-            command line adds with a plus have it here, too.
+        verbose: Whether to print the command line's output.
+        overrides: Other keys of the configuration. Pass keys with a dot as `**{"gates.margin": 0.1}`. Keys that need a plus on
+            the command line need the plus here too.
 
     Raises:
-        UserError: A line for each problem of what is given, before any work.
-        GateRefusal: The engine is refused before it is judged.
-        MissingRequirement: Something that is needed is missing on this machine.
+        UserError: The arguments are invalid; one line per problem, before any work.
+        GateRefusal: The engine is refused without being judged.
+        MissingRequirement: This machine lacks something.
 
     Example:
         >>> result = evaluate("/models/Qwen3-0.6B", kv="int8", workdir="/data/kvgate")  # doctest: +SKIP
@@ -104,7 +104,7 @@ def evaluate(
         try:
             run(config, sweep, job)
         except GateRefusal:
-            if not summary.load(config.work, sweep).candidates:  # it was refused before it was judged
+            if not summary.load(config.work, sweep).candidates:  # refused without being judged
                 raise
     (candidate,) = summary.load(config.work, sweep).candidates
     evidence = candidate.report.path.parent
