@@ -1,1 +1,1 @@
-"""An engine beside its reference, the oracle under the engine's own policy."""
+"""Comparison of an engine with its reference engine: `OracleEngine` under the same policy."""

@@ -1,7 +1,7 @@
-"""Compares an engine with its reference engine on requests of its own forced decode.
+"""Compares an engine with its reference engine on requests of the engine's forced decode.
 
-The logits are those of the steps that were judged: same batch, same order. If the engine shows what it stored, the reference
-engine replays each request over these codes (`stages.engines.oracle.replay`), otherwise over its own codes.
+The compared logits come from the judged decode steps, with the same batches in the same order. If the engine shows its stored
+codes, the reference engine replays a request over these codes (`stages.engines.oracle.replay`), otherwise over its own codes.
 
 Legend: R = decoded tokens of a request, V = vocab_size, H = KV heads.
 """
@@ -37,7 +37,7 @@ from stages.evaluate.reference.request import Request, loses_pages, problem_of
 
 
 class Comparison:
-    """Compares each chosen request of a forced decode with the reference engine, after its last token."""
+    """Compares chosen requests of a forced decode with the reference engine, when their last token is decoded."""
 
     def __init__(
         self,
@@ -53,26 +53,27 @@ class Comparison:
         """Prepare a comparison.
 
         Args:
-            engine: The engine that decodes.
-            reference: Its reference.
-            run: The samples that it decodes, and the FP16 baseline's heads of them, for what the policy itself costs.
-            chosen: Indices of those that are compared.
-            batch_size: Most sequences of a step, which decides whether prefixes are prefilled by themselves.
-            limit: The roundings from which on a deviation is located.
-            layers: How far what the 16-bit engine stores is off, by layer, where that says what a rounding is.
+            engine: The engine under test.
+            reference: Its reference engine.
+            run: The samples, and the FP16 baseline's heads to measure the cost of the policy itself.
+            chosen: Indices of the samples to compare.
+            batch_size: Maximum sequences per step. It determines whether the engine prefills shared prefixes separately.
+            limit: Distance in roundings above which a deviation is located.
+            layers: The 16-bit engine's errors of stored vectors by layer, if a rounding is measured.
         """
         self.engine, self.reference, self.run, self.chosen = engine, reference.run_as(engine), run, set(chosen)
         self.batch_size, self.limit, self.layers = batch_size, limit, layers
         self.records: dict[int, ComparedRequest] = {}
         self.worst = 1.0
-        """How many times what is allowed the worst request is off, 1 at least; the two below are of that request."""
+        """Worst figure of any request as a multiple of its allowed maximum, at least 1."""
         self.deviation: Deviation | None = None
+        """First deviation in the worst request; None if no request exceeds its limit."""
         self._worst: tuple[int, Logits, list[dict[Side, StoredCopy]]] | None = None
-        """Its index, the engine's logits (R, V), and what it shows of its cache."""
+        """Index, engine logits (R, V) and stored layers of the worst request."""
         self._requests: dict[int, Request] = {}
 
     def take(self, step: Step) -> None:
-        """Take a step while its sequences are live."""
+        """Record a step. Call it while the sequences of the step are live."""
         for row, (i, position) in enumerate(zip(step.samples, step.positions, strict=True)):
             if i not in self.chosen:
                 continue
@@ -90,7 +91,7 @@ class Comparison:
                 self._compare(i, self._requests.pop(i))
 
     def decode_missing(self) -> None:
-        """Decode the chosen samples that were not compared: all, or those that had finished before an interruption."""
+        """Decode and compare chosen samples that are not compared yet, for example because of an interruption."""
         missing = sorted(self.chosen - self.records.keys())
         for event in decode(self.engine, self.run.encoded, self.batch_size, chosen=missing):
             if isinstance(event, Step):
@@ -98,11 +99,11 @@ class Comparison:
 
     @property
     def requests(self) -> list[ComparedRequest]:
-        """What was compared, in the order of the samples."""
+        """Compared requests in the order of the samples."""
         return [self.records[i] for i in sorted(self.records)]
 
     def result(self) -> EngineConformance:
-        """Return what came of it, with what the worst request says of an engine that deviates."""
+        """Return the result; if the engine deviates, it includes details about the worst request."""
         worst = {} if self._worst is None else self._described(*self._worst)
         return EngineConformance(
             policy=self.engine.policy.name,
@@ -127,7 +128,7 @@ class Comparison:
             self._worst = i, np.stack(request.logits), [] if problem else request.layers
 
     def _described(self, i: int, logits_RV: Logits, layers: list[dict[Side, StoredCopy]]) -> dict[str, Any]:
-        """Return the distances engine to reference and reference to FP16 of a request, and what the engine may compute."""
+        """Return details of a request: KL from reference to engine, KL from FP16 to reference, and a possible explanation."""
         item = self.run.encoded[i]
         alone = self._replay(item, []).logits
         kl = finite(kl_of_logits(alone, logits_RV).mean())
@@ -140,7 +141,7 @@ class Comparison:
     def _replay(
         self, item: EncodedSample, layers: Sequence[Mapping[Side, StoredCopy]], oracle: OracleEngine | None = None
     ) -> Replay:
-        """Replay a request on the reference, or on another oracle."""
+        """Replay a request on the reference engine or another `OracleEngine`."""
         shared = item.shared if shares(self.engine, self.batch_size) else 0
         pieces = [piece for piece in (shared, len(item.prompt) - 1 - shared) if piece]
         prompt, rows = [(piece, False) for piece in pieces], len(item.reference)
@@ -149,9 +150,9 @@ class Comparison:
 
 
 def spread(encoded: Sequence[EncodedSample], count: int) -> list[int]:
-    """Return the indices of `count` samples of every workload, from its shortest to its longest.
+    """Return the indices of `count` samples per workload, evenly spread from the shortest to the longest.
 
-    One of each is the shortest of the first workload, the longest of the last, and between them of the others.
+    If `count` is 1, the first workload contributes its shortest sample, the last its longest, and the others lengths between.
     """
     workloads: dict[str, list[int]] = {}
     for i, item in enumerate(encoded):
@@ -166,6 +167,6 @@ def spread(encoded: Sequence[EncodedSample], count: int) -> list[int]:
 
 
 def _kl_of_heads(heads: SampleHeads, reference_RV: Logits, item: EncodedSample) -> float:
-    """Mean KL(FP16 baseline || reference) of a request's decoded tokens, over the baseline's heads."""
+    """Return the mean KL(FP16 baseline || reference engine) of a request's decoded tokens, over the baseline's heads."""
     references = Distributions(reference_RV)
     return float(np.mean([head_kl(heads.head(n), references, n) for n in range(len(item.reference))]))

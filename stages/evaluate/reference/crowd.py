@@ -1,10 +1,10 @@
-"""A crowd of requests that come and go in a full batch, and whether any of them reads what another one wrote.
+"""Isolation test: a crowd of requests in a continuously refilled batch must not read data that other requests wrote.
 
-Two of three requests are watched, the others are strangers, in a drawn order. The crowd is played twice, with the same watched
-requests in the same places and strangers of the same lengths and other tokens: no watched logit may change. What changes it
-comes from a page, a row or a buffer of a stranger, live or gone, however small the change is. The second time sleepers hold a
-page each, so that the crowd lives on pages whose numbers take more than a byte. Where an engine does not repeat itself, the
-first play is repeated as it was, and strangers may change no more than that does.
+Two of three requests are watched, and the others are strangers. The order is random. The crowd runs twice. In the second run,
+the watched requests are the same in the same places, and the strangers have the same lengths but different tokens. No watched
+logit may change: any change, even a small one, must come from a page, row or buffer of a live or finished stranger. In the
+second run, sleeping sequences hold a page each, so that page numbers of the crowd exceed one byte. If the engine is not
+deterministic, the first run is repeated unchanged, and its differences define the allowed change.
 """
 
 from collections import deque
@@ -20,30 +20,30 @@ from stages.evaluate.reference.sequence import StressSequence
 from stages.evaluate.reference.stress import StressTest
 
 SHORT = ((1, 3, 17), (2, 8, 9), (9, 15, 14), (16, 30, 10), (31, 50, 8), (51, 63, 6), (64, 70, 4))
-"""Least and most tokens of the prompts of short requests, and tokens of their answers."""
+"""(minimum prompt tokens, maximum prompt tokens, answer tokens) of short requests."""
 LONG = ((130, 190), (370, 430), (220, 300))
-"""Least and most tokens of the prompts of one request in five, whose pages from the third on are used again by others."""
+"""(minimum, maximum) prompt tokens of long requests, a fifth of all. Later requests reuse their pages after the second."""
 LONG_STEPS = 24
-"""Tokens of their answers: so many that several of them are always live."""
+"""Answer tokens of long requests: enough for several long requests to be live at any time."""
 ASLEEP_PAGES = 256
-"""Pages that are in use when a crowd has grown beside sleepers."""
+"""Minimum pages in use with sleeping sequences and a full batch."""
 ASLEEP_BYTES = 64 << 20
-"""Most bytes of so many pages: where a model's take more, nobody sleeps."""
+"""Maximum size of ASLEEP_PAGES pages in bytes. For models with larger pages, the test uses no sleeping sequences."""
 WATCHED_LOGITS = 512
-"""Logits of a row that are kept: what reads another page changes them all."""
+"""Approximate number of logits kept per row. A sample suffices, because reading a wrong page changes all logits."""
 NOISE = 4.0
-"""How many times as much as a repetition strangers may change."""
+"""Allowed change by strangers, as a multiple of the change in an unchanged repetition."""
 
 WEAR_STEPS = 20
-"""Decode steps of a request that is asked again and again."""
+"""Decode steps of a request in the wear test."""
 LEAK_BYTES = 512 << 10
-"""Least growth of the process that counts, in each of the last three quarters of these requests."""
+"""Growth of the process in bytes that counts as a leak if all of the last three quarters of the requests reach it."""
 
 Marks = npt.NDArray[np.float32]
 
 
 def crowd(test: StressTest) -> None:
-    """Requests that come and go, one in five of them long, with strangers among them whose tokens are exchanged."""
+    """Serve a crowd twice with different strangers, a fifth of the requests long, and check that watched logits stay equal."""
     kinds = _kinds(test)
     first = _serve(test, kinds, 1, compared=True)
     sleepers = _start_sleepers(test)
@@ -54,7 +54,8 @@ def crowd(test: StressTest) -> None:
         return
     largest = max((float(np.abs(marks).max()) for marks in first), default=0.0)
     repeated = _difference(first, _serve(test, kinds, 1))
-    # Noise is in most tokens. What differs in a few is no noise, and what happens rarely need not happen in the same place.
+    # Noise affects most tokens. If the repetition differs in only a few tokens, its differences are rare events, not noise,
+    # and need not occur at the same positions.
     noise = float(repeated.max()) if np.median(repeated) > 0 else 0.0
     allowed = NOISE * max(noise, test.engine.logit_step * largest)
     influenced = ~(changed <= allowed)
@@ -67,7 +68,7 @@ def crowd(test: StressTest) -> None:
 
 
 def wear(test: StressTest) -> None:
-    """Two short requests again and again: they get the logits of the first time, and the process's memory stands still."""
+    """Repeat two short requests many times. Their logits must not change, and the process must not grow."""
     count = test.config.requests
     if test.engine.can(Engine.forced_together) or test.max_tokens < 4 * WEAR_STEPS:
         return
@@ -99,7 +100,7 @@ def wear(test: StressTest) -> None:
 
 
 def _start_sleepers(test: StressTest) -> list[int]:
-    """Start sequences of one page that nobody decodes, which are forks where they cost nothing but their page."""
+    """Start sequences of one page that are never decoded. They are forks, and only started if forks cost only their page."""
     engine, count = test.engine, ASLEEP_PAGES - test.largest
     small = engine.policy.pool_bytes(engine.shape, ASLEEP_PAGES) <= ASLEEP_BYTES
     if engine.max_sequences is not None or not engine.can(Engine.fork) or not small:
@@ -109,32 +110,32 @@ def _start_sleepers(test: StressTest) -> list[int]:
 
 
 def _kinds(test: StressTest) -> list[StressSequence]:
-    """Return what is asked again and again."""
+    """Return the watched requests, which are sent repeatedly."""
     most = test.max_tokens
     shapes = [(test.length(low, high), steps) for low, high, steps in SHORT if high + steps <= most]
-    # Three lengths of a long request, as far as the model and the engine go.
+    # Use three lengths for long requests, limited by the model and the engine.
     drawn = [test.length(*span) for span in LONG]
     shapes += [(max(1, min(length, most - LONG_STEPS - number)), LONG_STEPS) for number, length in enumerate(drawn)]
     return [test.sequence(f"request of {length} and {steps} tokens", length, steps) for length, steps in shapes]
 
 
 def _arrivals(test: StressTest, kinds: Sequence[StressSequence], strangers: int) -> Iterator[StressSequence]:
-    """Yield the requests in the order in which they come: of the same lengths in each play. Strangers have no role."""
+    """Yield the requests in order of arrival. All runs have the same lengths in the same order. Strangers have no role."""
     order, tokens = np.random.default_rng([test.seed, 0]), np.random.default_rng([test.seed, strangers])
     long = len(kinds) - len(LONG)
-    for is_long in order.permutation(np.arange(test.config.requests) % 5 == 4):  # no period, as what is rare may have
+    for is_long in order.permutation(np.arange(test.config.requests) % 5 == 4):  # not periodic: rare faults may be
         kind = kinds[int(order.integers(long, len(kinds)) if is_long else order.integers(long))]
         parts = order.integers(4) == 0
         if order.integers(3):
             yield StressSequence(kind.role, kind.prompt, list(kind.ahead))
             continue
         drawn: list[int] = tokens.integers(0, test.engine.vocab_size, len(kind.prompt) + len(kind.ahead)).tolist()
-        prompt = kind.prompt if parts else drawn[: len(kind.prompt)]  # a request that begins as a watched one, and parts
+        prompt = kind.prompt if parts else drawn[: len(kind.prompt)]  # some strangers begin like a watched request
         yield StressSequence("", prompt, drawn[len(kind.prompt) :], watched=False)
 
 
 def _serve(test: StressTest, kinds: Sequence[StressSequence], strangers: int, *, compared: bool = False) -> list[Marks]:
-    """Let the crowd come and go; return some logits of every watched token, in order."""
+    """Serve the crowd; return some logits per watched token, in order."""
     waiting = deque(_arrivals(test, kinds, strangers))
     marks: list[Marks] = []
     live: list[StressSequence] = []
@@ -164,7 +165,7 @@ def _marks(sequence: StressSequence) -> list[Marks]:
 
 
 def _difference(one: Sequence[Marks], other: Sequence[Marks]) -> npt.NDArray[np.float64]:
-    """Return the largest difference of each token's logits; a NaN beside a number is infinite."""
+    """Return the largest absolute difference of logits by token; a NaN in a single run counts as infinite."""
     differences = [
         0.0 if np.array_equal(a, b, equal_nan=True) else float(np.nan_to_num(np.abs(a - b), nan=np.inf).max())
         for a, b in zip(one, other, strict=True)

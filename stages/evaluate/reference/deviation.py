@@ -1,4 +1,4 @@
-"""The first place where an engine deviates from its reference engine: position, step, layer and head."""
+"""Locates the first deviation of an engine from its reference engine: position, step, layer and head."""
 
 import math
 from typing import Literal
@@ -17,14 +17,14 @@ from pipeline.verdict.conformance import (
 from stages.evaluate.reference.request import Compared, Request
 
 NOTICED = 8.0
-"""Roundings from which on a token's logits count as wrong in a request that is: sound engines show less."""
+"""Distance in roundings above which a token's logits count as wrong in a deviating request. Sound engines stay below."""
 
 
 def first_deviation(request: Request, compared: Compared, limit: float) -> Deviation:
-    """Locate the first position at which a request deviates, and what in the cache is wrong there.
+    """Locate the first position at which a request deviates, and the faulty operation.
 
-    Over the engine's own cache every token stands for itself: wrong codes are wrong where they lie, and change no logit; a step
-    that reads wrong moves its own logits, and what the layers above store of its token.
+    The replay uses the engine's own cache, so errors do not spread between tokens. Wrong codes show at their own position and
+    change no logits. A wrong read changes the logits of its own step, and the vectors that higher layers store for its token.
     """
     rows = [request.positions[row] for row in _wrong_rows(compared, limit)]
     least_errors = _least_errors(compared)
@@ -57,7 +57,7 @@ def first_deviation(request: Request, compared: Compared, limit: float) -> Devia
 
 
 def _least_errors(compared: Compared) -> list[float]:
-    """Return, by layer, the error of a stored vector that is above what is allowed."""
+    """Return the error by layer above which a stored vector counts as wrong."""
     record, general = compared.record, _least_error(compared.record)
     allowed = [allowed_in_layer(rounding) for rounding in record.rounding.stored_by_layer]
     wrong = [times > 1 for times in record.layers_times_allowed]
@@ -67,7 +67,8 @@ def _least_errors(compared: Compared) -> list[float]:
 
 
 def _least_error(record: ComparedRequest) -> float:
-    """Return the error of a stored vector that is above what is allowed; above the mean's where none is that far off."""
+    """Return the error above which a stored vector counts as wrong: the limit of single vectors, or of the mean if only the
+    mean exceeds its limit."""
     worst = STORED_ALLOWED * (record.rounding.stored_error or 0.0) + record.scale_step
     if record.engine.stored_error is None or record.engine.stored_error > worst:
         return worst
@@ -76,7 +77,7 @@ def _least_error(record: ComparedRequest) -> float:
 
 
 def _wrong_rows(compared: Compared, limit: float) -> list[int]:
-    """Return the decoded tokens of a deviating request whose logits are wrong; the worst where they are so together alone."""
+    """Return the rows of a request with wrong logits, or the worst row if only the request as a whole deviates."""
     unit = (compared.record.rounding.kl_max or 0.0) + LEAST_KL
     noticed: list[int] = np.flatnonzero(compared.kl > NOTICED**2 * unit).tolist()
     return noticed or ([int(compared.kl.argmax())] if compared.record.roundings > limit else [])

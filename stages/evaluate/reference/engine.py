@@ -1,8 +1,8 @@
-"""The reference engine: the oracle under an engine's policy, scales and weights, and what a rounding costs there.
+"""The reference engine: `OracleEngine` under an engine's policy, scales and weights, with its sensitivity to rounding.
 
-A number that lies between two codes may round to the other one after any rounding of the arithmetic before it, and a few such
-flips move the logits of a coarse cache more than some faults do. So the reference engine answers twice: as it is, and with
-activations that are a rounding off. A sound engine may differ by the distance of these two answers.
+A number halfway between two codes may get either code, depending on earlier rounding errors. With a coarse cache, a few such
+flips change the logits more than some faults do. The reference engine therefore computes logits twice: exactly, and with
+activations that are disturbed by a rounding error. A sound engine may differ by the distance between the two results.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,46 +18,46 @@ from stages.engines.oracle.engine import OracleEngine
 from stages.engines.oracle.replay import Replay
 
 ROUNDING = {"float32": 2.0**-22, FLOAT16_WEIGHTS: 2.0**-17, "float16": 2.0**-9, "bfloat16": 2.0**-6}
-"""By how much the output of a layer may be off in each type, relative to its root mean square: four units in the last place.
-With weights in float16 the output is twice as far off as an H200 shows: its FP16 cache has the median KL of 2^-18, 4e-8."""
+"""Rounding error of a layer's output by type, relative to the output's root mean square: four units in the last place.
+The value for float16 weights is twice the error measured on an H200, whose FP16 cache has the median KL of 2^-18: 4e-8."""
 
 
 LEAST_MEASURED = 1 / 16
-"""A measured rounding is at least this part of the assumed one: a few samples may agree by luck."""
+"""Lower limit of a measured rounding as a fraction of the assumed rounding, because a few samples may agree by chance."""
 
 
 @dataclass(frozen=True)
 class ReferenceEngine:
-    """An oracle, and the type of the activations of the engine that is compared with it."""
+    """An `OracleEngine` and the activation type of the engine under comparison."""
 
     engine: OracleEngine
     compute_dtype: str | None
-    """None: the engine's arithmetic differs by design."""
+    """Activation type; None if the engine's arithmetic differs by design."""
     measures: bool = False
-    """Whether a rounding is measured as the baseline's distance from its own reference engine: its library sums in an order of
-    its own, in 16 bits, and four units in the last place of every layer would hide what its cache does wrong."""
+    """Whether to measure a rounding as the baseline's distance from its reference engine. This is needed for libraries that sum
+    16-bit numbers in their own order: four units in the last place per layer would be large enough to hide cache faults."""
     measured: float | None = None
-    """That rounding, where it was measured."""
+    """The measured rounding; None if it is assumed."""
 
     @property
     def rounding(self) -> float:
         return ROUNDING[self.compute_dtype or "float32"] if self.measured is None else self.measured
 
     def with_rounding_of(self, baseline: EngineConformance | None) -> "ReferenceEngine":
-        """Return the reference engine with the rounding that the baseline shows, if a rounding is measured."""
+        """Return the reference engine with the rounding measured on the baseline, if `measures` is set."""
         if not self.measures or baseline is None or not baseline.requests:
             return self
         worst = max(request.roundings for request in baseline.requests)
         return replace(self, measured=self.rounding * min(1.0, max(worst, LEAST_MEASURED)))
 
     def run_as(self, engine: Engine) -> "ReferenceEngine":
-        """Run prompts as an engine does from now on: in its chunks, and reading what it reads."""
+        """Use the engine's prefill chunks and its `reads_itself` from now on; return self."""
         self.engine.prefill_chunk, self.engine.reads_itself = engine.prefill_chunk, engine.reads_itself
         return self
 
     @property
     def model_tokens(self) -> int | None:
-        """The positions that its model was made for; None where it does not say."""
+        """Maximum positions according to the model's config; None if the config has no such value."""
         positions: int | None = getattr(self.engine.model.config, "max_position_embeddings", None)
         return positions
 
@@ -69,16 +69,16 @@ class ReferenceEngine:
         *,
         disturbed: bool = True,
     ) -> list[Replay]:
-        """Replay sequences on the oracle, or on another one; `disturbed` has activations that are a rounding off beside them.
+        """Replay sequences on this or another `OracleEngine`. `disturbed` adds rows with disturbed activations.
 
-        Arguments: `stages.engines.oracle.engine.OracleEngine.replay`.
+        For the other arguments see `stages.engines.oracle.engine.OracleEngine.replay`.
         """
         return (oracle or self.engine).replay(sequences, caches, rounding=self.rounding if disturbed else 0.0)
 
     def limits(self, baseline: EngineConformance | None) -> tuple[float, tuple[float, ...]]:
-        """Return how many roundings an engine may be off, and the errors of each layer that its baseline stores.
+        """Return the maximum distance in roundings, and the baseline's errors of stored vectors by layer.
 
-        What the baseline shows as well is usual for a candidate. Of the baseline itself, `baseline` is None.
+        A candidate may show the same distances as its baseline. Pass None to get the limits of the baseline itself.
         """
         requests = [] if baseline is None else baseline.requests
         stored = [request.engine.stored_by_layer for request in requests if request.engine.stored_by_layer]

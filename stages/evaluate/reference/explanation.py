@@ -1,4 +1,4 @@
-"""What an engine that misses its policy computes instead: the near relative of the policy that fits it.
+"""Explains an engine that misses its policy, by the most similar variant (relative) of the policy.
 
 Legend: R = decoded tokens of a request, V = vocab_size.
 """
@@ -18,14 +18,14 @@ from stages.evaluate.inputs.tokens import EncodedSample
 from stages.evaluate.reference.engine import ReferenceEngine
 
 CLOSER = 4.0
-"""How many times as close as the reference engine a relative of its policy must be to explain an engine."""
+"""Minimum ratio of the reference engine's distance to the relative's distance, for the relative to explain an engine."""
 
 FAR = 1e6
-"""The error of stored vectors that are not finite."""
+"""Error assigned to stored vectors that are not finite."""
 
 
 def explained(reference: ReferenceEngine, item: EncodedSample, logits_RV: Logits, twin_kl: float | None) -> Explanation | None:
-    """Return the relative of the policy that is closest to an engine; None where none is much closer than the reference."""
+    """Return the relative closest to the engine; None unless it is CLOSER than the reference engine."""
     found = []
     for what, relative in relatives(reference.engine):
         kl = finite(_kl_of_relative(relative, item, logits_RV))
@@ -37,19 +37,21 @@ def explained(reference: ReferenceEngine, item: EncodedSample, logits_RV: Logits
 def explained_by_codes(
     reference: ReferenceEngine, item: EncodedSample, logits_RV: Logits, replayed: Callable[[OracleEngine], Replay]
 ) -> Explanation | None:
-    """Return the relative that stores what an engine stores, where 16-bit logits cannot tell; None where none does.
+    """Return the relative whose stored vectors match the engine's; None without a match.
+
+    Use it if 16-bit logits are too imprecise for `explained`.
 
     Args:
-        reference: The engine's reference.
+        reference: The reference engine.
         item: The request.
-        logits_RV: What the engine gave.
-        replayed: Replays the request on an oracle over the engine's codes.
+        logits_RV: The engine's logits.
+        replayed: Replays the request on a given `OracleEngine` over the engine's codes.
     """
     found = []
     least = _stored(replayed(reference.engine)) / CLOSER
     for what, relative in relatives(reference.engine):
         if relative.policy != reference.engine.policy:
-            continue  # its codes have another width
+            continue  # the codes may have a different width
         stored = _stored(replayed(relative))
         if stored < least:
             found.append((stored, what, relative))
@@ -66,6 +68,6 @@ def _kl_of_relative(relative: OracleEngine, item: EncodedSample, logits_RV: Logi
 
 
 def _stored(replay: Replay) -> float:
-    """Return how far what an engine stores is from what an oracle stores of the same numbers, in the mean, either way."""
+    """Return the absolute mean error of the engine's stored vectors in a replay."""
     errors = [copy.engine.flatten() for layer in replay.errors for copy in layer.values()]
     return abs(float(torch.cat(errors).mean().nan_to_num(nan=FAR, posinf=FAR)))

@@ -1,8 +1,8 @@
-"""The stress test: an engine beside the reference engine on random tokens, in states that samples rarely reach.
+"""The stress test: compares an engine with the reference engine on random tokens, in states that samples rarely reach.
 
-Scenarios (`scenarios.py`) take both to the longest context and the largest batch, over every page offset, through turns, forks,
-long decoding, free answers, and a crowd. Each sequence is judged as conformance judges a request: its logits over the codes
-that the engine stored, and these codes by themselves.
+The scenarios (`scenarios.py`) cover the longest context, the largest batch, every page offset, turns, forks, long decoding,
+free answers, and many concurrent requests. Sequences are judged by the rules for requests in conformance: the logits given the
+codes that the engine stored, and the codes themselves.
 """
 
 import secrets
@@ -24,10 +24,10 @@ COUNTS = (
     *("tokens", "decoded", "batch", "requests", "rows", "together", "prompts", "forks", "turns", "prefixes", "steps"),
     "preempted",
 )
-"""Fields of `Probe` that a `StressTest` counts."""
+"""Fields of `Probe` that `StressTest` counts under the same name."""
 
 IDLE_SECONDS = 1 / 50
-"""Seconds that an engine is idle while a sequence is live, for each request of `workloads.probe.requests`."""
+"""Minimum idle time of an engine with a live sequence, in seconds per request of `workloads.probe.requests`."""
 
 
 def probe(
@@ -39,16 +39,17 @@ def probe(
     progress: Progress,
     baseline: EngineConformance | None = None,
 ) -> Probe:
-    """Run an engine beside the reference engine on random tokens.
+    """Run the stress test on an engine.
 
     Args:
-        engine: The engine. No sequence is left in it.
+        engine: The engine. It holds no sequences afterwards.
         reference: The reference engine under the same policy.
-        config: How far the test goes.
-        batch_size: Sequences in a decode step of the evaluation; the test's largest batch is at least that.
-        claimed: Tokens of the longest sample, which several rows of the largest batch have.
-        progress: Called with how many scenarios have ended.
-        baseline: How far the 16-bit engine is from its own reference, which a candidate may be as well; None for that engine.
+        config: Limits of the test.
+        batch_size: Batch size of the evaluation. The test's largest batch is at least this large.
+        claimed: Tokens of the longest sample. Several rows of the largest batch have this length.
+        progress: Called with the number of finished scenarios.
+        baseline: Distances of the 16-bit engine from its reference engine, which a candidate may show, too; None for the 16-bit
+            engine itself.
     """
     max_tokens = min(limit for limit in (config.max_tokens, engine.max_tokens, reference.model_tokens) if limit is not None)
     if engine.can(Engine.forced_together):
@@ -77,9 +78,9 @@ def probe(
 
 
 def _run_scenarios(test: StressTest) -> Iterator[int]:
-    """Run the scenarios that the engine is able to, and yield how many have ended, before the first and after each.
+    """Run the scenarios that the engine supports. Yield the number of finished scenarios, beginning with 0.
 
-    A sequence rests through all of them, with a token after each, and once for `IDLE_SECONDS` a request.
+    One sequence stays live during all scenarios. It decodes a token per scenario and rests for `IDLE_SECONDS` per request once.
     """
     yield 0
     engine = test.engine

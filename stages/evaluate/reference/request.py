@@ -1,6 +1,7 @@
-"""A sequence beside the reference engine: what it showed, and how far its logits and stored vectors are from the replay.
+"""Compares the logits and stored vectors of a sequence with the reference engine's replay.
 
-Conformance compares requests of the forced decode, the stress test sequences of its scenarios, both by the same rules.
+Conformance compares requests of the forced decode, and the stress test compares sequences of its scenarios. Both use these
+rules.
 
 Legend: R = rows of logits, V = vocab_size.
 """
@@ -27,15 +28,15 @@ from stages.evaluate.distances.distance import Array, kl_of_logits
 from stages.evaluate.reference.explanation import FAR
 
 PASS_TOKENS = 4096
-"""Most tokens of one pass of the reference engine, unless one sequence has more."""
+"""Maximum tokens per pass of the reference engine; a longer sequence gets its own pass."""
 
 
 MANY_ROWS = 16
-"""Rows whose median says what is usual in 16 bits. One row of random tokens may be 100 times as far off by rounding alone."""
+"""Minimum rows for a meaningful median in 16 bits. By rounding alone, a row of random tokens may differ 100 times more."""
 
 
 class HasTokens(Protocol):
-    """A sequence, or what it is fed."""
+    """A sequence or its inputs."""
 
     @property
     def tokens(self) -> Sequence[int]: ...
@@ -46,25 +47,25 @@ S = TypeVar("S", bound=HasTokens)
 
 @dataclass
 class Request:
-    """Logits of a sequence, and the copies that the engine stored of it."""
+    """Logits of a sequence, and its stored copies in the engine's cache."""
 
     name: str
     logits: list[Logits] = field(default_factory=list)
-    """(V) of each row."""
+    """Logits (V) by row."""
     positions: list[int] = field(default_factory=list)
-    """Position of each row's token in the sequence, from 0."""
+    """Position in the sequence by row, from 0."""
     places: list[tuple[int, int] | None] = field(default_factory=list)
-    """Row and batch size of each row's step."""
+    """(row in the batch, batch size) by row; None if unknown."""
     layers: list[dict[Side, StoredCopy]] = field(default_factory=list)
 
     def row(self, logits_V: Logits, position: int, place: tuple[int, int] | None) -> None:
-        """Append the logits that follow the token at a position."""
+        """Append the logits computed after the token at `position`."""
         self.logits.append(logits_V.copy())
         self.positions.append(position)
         self.places.append(place)
 
     def observe(self, shown: Sequence[Mapping[Side, StoredCopy]]) -> None:
-        """Take the layers that the engine shows now. Tokens of pages that it has freed since an earlier look stay."""
+        """Record the layers that the engine holds now. Tokens recorded before their page was freed are kept."""
         if not self.layers:
             self.layers = [dict(layer) for layer in shown]
             return
@@ -74,7 +75,7 @@ class Request:
 
     @property
     def digest(self) -> bytes:
-        """What was stored, in a few bytes."""
+        """SHA-256 digest of the stored codes, scales and zero points."""
         found = sha256()
         for copy in (copy for layer in self.layers for copy in layer.values()):
             for array in (copy.codes, copy.scale, copy.zero):
@@ -82,7 +83,7 @@ class Request:
         return found.digest()
 
     def compared(self, replay: Replay, prompt: int, decoded: int, policy: KVPolicy, problem: str = "") -> "Compared":
-        """Compare the rows and the stored vectors with a replay that has these rows."""
+        """Compare the rows and the stored vectors with a replay of the same rows."""
         kl = kl_of_logits(replay.logits, np.stack(self.logits))
         rounding_kl = kl_of_logits(replay.logits, replay.disturbed)
         errors = [copy for layer in replay.errors for copy in layer.values() if copy.engine.numel()]
@@ -109,18 +110,18 @@ class Request:
 
 @dataclass(frozen=True)
 class Compared:
-    """A request beside its replay, row by row."""
+    """Distances of a request from its replay."""
 
     record: ComparedRequest
     kl: Array
-    """(R)."""
+    """KL by row (R), in nats."""
     errors: list[dict[Side, Errors]]
 
     def by_layer(self, rounding: tuple[float, ...]) -> "Compared":
-        """Return the same with the mean errors of each layer, beside those of the 16-bit engine.
+        """Return a copy with the mean errors by layer. `rounding`: the 16-bit engine's mean errors by layer.
 
-        The disturbed row's errors replace `rounding` where they are larger: the sign of a scale of q4_0 turns with the last
-        place of a block's two largest numbers, and all codes of the block with it.
+        A larger error of the disturbed rows replaces the value in `rounding`. For example, rounding in a block's two largest
+        numbers may change the sign of a q4_0 scale, and then all codes of the block change.
         """
 
         def means_of(part: str) -> tuple[float, ...]:
@@ -134,12 +135,12 @@ class Compared:
 
 
 def loses_pages(engine: Engine) -> bool:
-    """Whether live sequences give pages back, of an eviction or of a window: they must be looked at before."""
+    """Return whether live sequences free pages (eviction or window). Such pages must be recorded before."""
     return engine.policy.window is not None or engine.policy.latest_tokens(engine.shape) is not None
 
 
 def problem_of(layers: Sequence[Mapping[Side, StoredCopy]], policy: KVPolicy, shape: KVShape, tokens: int) -> str:
-    """Say how what an engine shows cannot be the policy's; empty where it can, and where it shows nothing."""
+    """Return why the stored layers cannot belong to the policy; empty if they can, or if no layers are known."""
     for number, layer in enumerate(layers):
         for side, form in policy.sides(number).items():
             where = f"layer {number} {side}s"
@@ -163,8 +164,8 @@ def problem_of(layers: Sequence[Mapping[Side, StoredCopy]], policy: KVPolicy, sh
 
 
 def _after(before: StoredCopy, copy: StoredCopy) -> StoredCopy:
-    """Return a copy with the tokens of an earlier look in place of those that it has lost since."""
-    # Of a window the first tokens go, of an evicting cache those after its sinks, which it shows as zeros.
+    """Return `copy`, with tokens that it has lost since restored from the earlier copy `before`."""
+    # A window loses its first tokens. An evicting cache loses tokens after its sinks, and shows them as zeros.
     start, stop = copy.evicted
     count = stop if stop > start else copy.first - before.first
     if count <= 0 or count > before.codes.shape[1]:
@@ -183,7 +184,7 @@ def _after(before: StoredCopy, copy: StoredCopy) -> StoredCopy:
 
 
 def passes(sequences: Sequence[S]) -> list[list[S]]:
-    """Group sequences into passes."""
+    """Group sequences into passes of at most PASS_TOKENS tokens."""
     groups: list[list[S]] = []
     tokens = 0
     for one in sequences:
@@ -196,11 +197,11 @@ def passes(sequences: Sequence[S]) -> list[list[S]]:
 
 
 def far_medians(kl: Mapping[str, Sequence[Array]], allowed: float) -> Iterator[str]:
-    """Yield the roles whose median row is farther from the reference engine than allowed.
+    """Yield messages about roles whose median KL from the reference engine exceeds the allowed value.
 
     Args:
-        kl: KL of the rows of each sequence, by "scenario: role". Roles of few rows are judged together in each scenario.
-        allowed: Largest median, in nats.
+        kl: KL by row in nats, by sequence, by "scenario: role". Roles with few rows are pooled per scenario.
+        allowed: Maximum median in nats.
     """
     pooled: dict[str, list[Array]] = defaultdict(list)
     for name, rows in kl.items():

@@ -1,6 +1,7 @@
-"""The scenarios of the stress test: what sequences do on the engine, one function each, and the table that lists them.
+"""The scenarios of the stress test: a function per scenario, and the table of all scenarios.
 
-Tokens are drawn from the seed of the run, and so are the lengths and the order that no border of a page, tile or policy fixes.
+Tokens are random, with the seed of the run. Lengths and orders are random, too, unless a boundary of a page, tile or policy
+determines them.
 """
 
 from collections.abc import Callable
@@ -16,36 +17,37 @@ from stages.evaluate.reference.sequence import StressSequence
 from stages.evaluate.reference.stress import StressTest
 
 STEPS = 4
-"""Decode steps of a sequence, where nothing else says how many."""
+"""Default number of decode steps of a sequence."""
 
 LONG_ANSWER = PAGE_TOKENS + 8
-"""Tokens of one of the free answers: a page begins in it."""
+"""Tokens of the longest free answer in the ragged batch. It crosses a page boundary."""
 
 LEAVING = 32
-"""Steps within which the rows of the ragged batch leave one after the other: batches of every size up to that."""
+"""Number of steps over which most rows of the ragged batch end, one by one, to cover many batch sizes."""
 
 FORKED_AT = (PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1)
-"""Tokens at which sequences are forked: nearly all of a page is copied, nothing, nearly nothing of one."""
+"""Lengths in tokens of forked sequences. The fork copies a nearly full page, no page, or a nearly empty page."""
 
 TURNS = ((60, 1, 5), (61, 9, 2), (20, 41, 60), (57, 62, 7))
-"""Tokens of a prompt and of two later turns, three decoded ones after each: borders of pages, and beside them."""
+"""(tokens of the prompt, of the second turn, of the third turn). A turn is followed by three decoded tokens, so that the
+lengths are at and next to page boundaries."""
 
 SHARING = 12
-"""Rows on one prefix."""
+"""Number of rows that share one prefix."""
 
 LONGEST_ANSWER = 200
-"""Tokens of the longest free answer."""
+"""Maximum tokens of a free answer."""
 
 WAITING = 80
-"""Prompts that are asked in one call."""
+"""Number of prompts in one call of `generate`."""
 
 PRESSED, PRESSED_STEPS = 8, 24
-"""Requests in a full pool, and tokens that each decodes, over a border of a page."""
+"""Number of requests in the full pool, and number of tokens per request that are decoded across a page boundary."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is run, and what an engine has to be able to for it."""
+    """A scenario and the engine methods that it needs."""
 
     run: Callable[[StressTest], None]
     needs: tuple[Callable[..., object], ...] = ()
@@ -56,10 +58,10 @@ class Scenario:
 
 
 def batch(test: StressTest) -> None:
-    """A ragged batch of the largest size, two of whose rows have the claimed length, answered freely and then forced.
+    """Decode a ragged batch of the largest size, with free answers first and forced decode second.
 
-    One row after the other leaves, so that the batch has every size; those that decode far are the last. The longest row is
-    prefilled once: no free answer to it is asked.
+    Two rows have the claimed length. Rows end successively, so that the batch has many sizes; the rows with the most decode
+    steps end last. The longest row gets no free answer, so that it is prefilled only once.
     """
     sequences = ragged(test)
     more = [test.sequence("a prompt that joins", 1 + 7 * i % 41, 1 + i % 3) for i in range(test.largest // 2 + 1)]
@@ -72,7 +74,7 @@ def batch(test: StressTest) -> None:
 
 
 def ragged(test: StressTest) -> list[StressSequence]:
-    """Return the rows of the ragged batch: long ones first and last but one, short ones between them."""
+    """Return the rows of the ragged batch. The first row and the last but one are long, the others short."""
     size, most, config = test.largest, test.max_tokens, test.config
     steps = 1 + min(config.offset_steps, most // 2)  # one alone
     far = min(config.decode_steps, most - 32)
@@ -96,7 +98,7 @@ def ragged(test: StressTest) -> list[StressSequence]:
 
 
 def offsets_and_borders(test: StressTest, size: int, most: int) -> list[int]:
-    """Return the lengths of a batch's prompts: pairs of equal ones at drawn offsets of a page, then the policy's borders."""
+    """Return prompt lengths for a batch: pairs of equal random page offsets, then lengths at the policy's boundaries."""
     policy = test.engine.policy
     borders = {policy.sink_tokens, policy.recent_tokens, policy.exact_tokens, PAGE_TOKENS, 2 * PAGE_TOKENS}
     if policy.window is not None:
@@ -111,7 +113,7 @@ def offsets_and_borders(test: StressTest, size: int, most: int) -> list[int]:
 
 
 def equal(test: StressTest) -> None:
-    """Equal prompts that share a partial page and then part, in the page and over its border; others share a second page."""
+    """Decode equal prompts that diverge within a page and past its end, and prompts that differ before an equal second page."""
     prompt = test.draw(PAGE_TOKENS - STEPS)
     role = f"equal prompts of {len(prompt)} tokens that part"
     test.serve([test.sequence(role, prompt, 2 * STEPS) for _ in range(2)])
@@ -121,7 +123,7 @@ def equal(test: StressTest) -> None:
 
 
 def turns(test: StressTest) -> None:
-    """Turns: prompt, decode, later chunk, decode, later chunk, decode, all together; and of every second one after a fork."""
+    """Decode sequences with three turns together: prompt, decode, chunk, decode, chunk, decode. Fork every second sequence."""
     drawn: tuple[int, int, int] = tuple(test.rng.integers(1, PAGE_TOKENS + 1, 3).tolist())
     fitting = [turn for turn in (*TURNS, drawn) if sum(turn) + 9 <= test.max_tokens]
     forks = test.engine.can(Engine.fork) and test.largest > 1
@@ -142,7 +144,7 @@ def turns(test: StressTest) -> None:
 
 
 def fork(test: StressTest) -> None:
-    """Forks: both branches go on, the origin goes, its pages are used again, and a fork is forked, and its fork."""
+    """Decode both branches of a fork, release the origin, reuse its pages, and fork a fork twice."""
     for length in FORKED_AT:
         if length + 16 > test.max_tokens or test.largest < 3:
             return
@@ -161,12 +163,12 @@ def fork(test: StressTest) -> None:
 
 
 def evicted_fork(test: StressTest) -> None:
-    """An origin goes on alone until a page leaves it, a new sequence comes, and the branch still reads that page."""
+    """Evict a page from the origin of a fork, start a new sequence, and decode the branch, which still reads the page."""
     policy, shape = test.engine.policy, test.engine.shape
     first = next((n for n in range(PAGE_TOKENS, test.max_tokens - 16) if policy.evicted_pages(n, shape)), None)
     if first is None or test.largest < 3:
         return
-    length = first - STEPS // 2  # half of the branch's steps come before it loses the page too
+    length = first - STEPS // 2  # the branch evicts this page halfway through its steps
     origin = test.sequence(f"origin that evicts after {length} tokens", length, STEPS)
     test.prefill(origin)
     branch = test.fork(origin, f"fork at {length} tokens of an origin that evicted", STEPS)
@@ -178,7 +180,7 @@ def evicted_fork(test: StressTest) -> None:
 
 
 def prefix(test: StressTest) -> None:
-    """Prompts that begin alike, one after the other, on an engine that keeps such beginnings for later prompts."""
+    """Run prompts with equal prefixes in succession, on an engine that keeps prefixes for later prompts."""
     chunk = test.engine.prefill_chunk
     if not test.engine.keeps_prefixes or chunk + PAGE_TOKENS > test.max_tokens:
         return
@@ -197,10 +199,10 @@ def prefix(test: StressTest) -> None:
 
 
 def talk(test: StressTest) -> None:
-    """A long conversation: later turns of up to two pages, after an eviction if the policy has one; its fork goes on, too."""
+    """Run a long conversation with turns of up to two pages, after an eviction if the policy evicts, then fork it."""
     policy, all_kept = test.engine.policy, test.max_tokens
     window = all_kept if policy.window is None else policy.window.tokens
-    # Tokens of a longer turn leave the cache before anything can look at them.
+    # The cache would drop some tokens of a longer turn before they can be recorded.
     longest = min(window, policy.latest_tokens(test.engine.shape) or all_kept)
     lengths = [min(longest, test.length(*span)) for span in ((130, 190), (63, 120), (1, 9), (20, 62), (63, 66), (70, 130))]
     first = min(1000 if policy.eviction is not None else 700, test.max_tokens - sum(lengths) - 40)
@@ -222,7 +224,7 @@ def talk(test: StressTest) -> None:
 
 
 def shared(test: StressTest) -> None:
-    """Many rows on one prefix that ends in a page; most leave, and new sequences take their pages."""
+    """Fork many rows from a prefix that ends within a page, release most rows, and reuse their pages."""
     count, length = min(SHARING, test.largest - 1), min(test.length(130, 250), test.max_tokens - 4 * STEPS)
     if count < 3:
         return
@@ -239,7 +241,7 @@ def shared(test: StressTest) -> None:
 
 
 def schedule(test: StressTest) -> None:
-    """Rows change places, sit out steps, and sleep long; one is cancelled, one ends with a full page."""
+    """Reorder rows, let rows skip steps and pause, cancel a row after its prompt, and release a row with a full page."""
     if test.engine.can(Engine.forced_together) or test.largest < 4 or test.max_tokens < 4 * PAGE_TOKENS:
         return
     rows = [test.sequence(f"row {number}", test.length(1, 2 * PAGE_TOKENS)) for number in range(min(4, test.largest - 2))]
@@ -265,7 +267,7 @@ def schedule(test: StressTest) -> None:
 
 
 def lengths(test: StressTest) -> None:
-    """Prompts of whole tiles and chunks, caches that cross them, drawn ones up to the longest, and many tokens in one step."""
+    """Decode prompts of whole tiles and chunks across their boundaries, random lengths, and large steps of many rows."""
     chunk = min(test.engine.prefill_chunk, test.max_tokens - 8)
     drawn = [test.length(430, 980) for _ in range(2)]
     fitting = [length for length in (256, 512, chunk, 510, *drawn) if length + 8 <= test.max_tokens]
@@ -277,7 +279,7 @@ def lengths(test: StressTest) -> None:
     test.prefill(*rows)
     test.decode(*rows, steps=STEPS)
     others: list[StressSequence] = []
-    if test.engine.can(Engine.fork):  # sequences of the longest prompt, which only make the step larger
+    if test.engine.can(Engine.fork):  # forks of the longest prompt, only to enlarge the step
         longest = max(rows, key=lambda sequence: len(sequence.tokens))
         others = [test.fork(longest, "") for _ in range(min(9, test.largest - len(rows)))]
     for other in others:
@@ -287,7 +289,7 @@ def lengths(test: StressTest) -> None:
 
 
 def answers(test: StressTest) -> None:
-    """Free answers: a long one, many that wait, equal prompts with other limits, equal first pages, and two stop tokens."""
+    """Generate a long answer, answers to a long queue, equal prompts with different limits, and answers with stop tokens."""
     most = min(LONGEST_ANSWER, test.max_tokens - 50)
     if most < PAGE_TOKENS:
         return
@@ -307,9 +309,9 @@ def answers(test: StressTest) -> None:
 
 
 def full_pool(test: StressTest) -> None:
-    """Requests in a pool that holds a third of them, half of which begin alike: they wait, give way, and come again.
+    """Send requests to a pool with a third of their pages. Half share a prefix. They wait, are preempted and resume.
 
-    An engine that is asked with samples by default is not asked here.
+    The scenario skips engines whose pool pressure is tested with samples by default.
     """
     if test.engine.pressed_requests or test.max_tokens < 5 * PAGE_TOKENS:
         return

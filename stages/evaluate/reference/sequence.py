@@ -1,4 +1,4 @@
-"""A sequence of a scenario of the stress test."""
+"""Sequences of the stress test's scenarios."""
 
 from dataclasses import dataclass, field
 
@@ -8,15 +8,15 @@ from stages.evaluate.reference.request import Request
 
 @dataclass(eq=False)
 class StressSequence:
-    """A sequence of a scenario."""
+    """A sequence in a scenario of the stress test."""
 
     role: str
-    """Its name in failures."""
+    """Name of the sequence in failure messages."""
     prompt: list[int]
     ahead: list[int] = field(default_factory=list)
-    """Tokens that it is going to be fed."""
+    """Tokens still to be fed."""
     watched: bool = True
-    """Whether it is compared."""
+    """Whether the sequence is compared with the reference engine."""
     handle: int = -1
     tokens: list[int] = field(default_factory=list)
     pieces: list[tuple[int, bool]] = field(default_factory=list)
@@ -32,5 +32,5 @@ class StressSequence:
 
     @property
     def key(self) -> tuple[tuple[int, ...], tuple[tuple[int, bool], ...]]:
-        """What a rounding costs depends on the tokens, and on how they came."""
+        """Key of the sequence's sensitivity to rounding, which depends on the tokens and on how they were fed."""
         return tuple(self.tokens), tuple(self.pieces)

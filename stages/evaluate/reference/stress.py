@@ -1,7 +1,7 @@
-"""An engine beside the reference engine on random tokens: what sequences do, and whether the engine keeps to its policy there.
+"""The operations of the stress test, and the comparison of its sequences with the reference engine.
 
-The engine goes first. What it stored of a sequence is looked at before it is freed, and the reference engine replays the
-sequences of a scenario together over these codes.
+The engine runs first. The stored codes of a sequence are recorded before the engine frees them. At the end of a scenario, the
+reference engine replays its sequences together over these codes.
 """
 
 import time
@@ -31,73 +31,74 @@ from stages.evaluate.reference.request import Compared, Request, far_medians, lo
 from stages.evaluate.reference.sequence import StressSequence
 
 WORST_SHARE = 1 / 8
-"""A rounding costs at least this part of what it costs in the worst sequence of the run: sound engines show 65 times its KL."""
+"""Lower limit of a rounding's KL, as a fraction of the rounding's KL in the run's worst sequence.
+It is needed because sound engines have shown 65 times the KL of a rounding."""
 UNUSUAL = 30.0
-"""Without a rounding to go by: how many times the median sequence's mean KL another sequence's may be ..."""
+"""Maximum mean KL of a sequence as a multiple of the median sequence's mean KL, if no rounding is known."""
 UNUSUAL_KL = 0.02
-"""... and the mean KL that is always allowed then, in nats."""
+"""Mean KL in nats that is always allowed if no rounding is known."""
 
 Distances = tuple[float, float, float]
-"""Mean KL of an engine; mean and largest KL of a rounding."""
+"""(mean KL of an engine, mean KL of a rounding, largest KL of a rounding)."""
 
 
 @dataclass
 class StressTest:
-    """One run over all scenarios."""
+    """State of a run over all scenarios."""
 
     engine: Engine
     reference: ReferenceEngine
     config: ProbeConfig
     max_tokens: int
     largest: int
-    """Sequences of the largest batch."""
+    """Number of sequences in the largest batch."""
     claimed: int
-    """Tokens of the longest sample."""
+    """Number of tokens in the longest sample."""
     limit: float
-    """Roundings that a sequence may be off, as a request of the forced decode."""
+    """Maximum distance of a sequence in roundings, as for a request of the forced decode."""
     layers: tuple[float, ...] = ()
-    """Errors of the layers that the 16-bit engine stores, where a rounding is measured."""
+    """Errors of the 16-bit engine's stored vectors by layer, if a rounding is measured."""
     seed: int = 0
     scenario: str = ""
-    """The scenario that runs."""
+    """Name of the running scenario."""
     failures: list[str] = field(default_factory=list)
-    """Contradictions, refusals, and the influence of other requests."""
+    """Messages about contradictions, refused scenarios, and influence between requests."""
     records: list[ComparedRequest] = field(default_factory=list)
     roundings: dict[Any, Distance] = field(default_factory=dict)
-    """What a rounding costs, by the key of the sequence on which it was measured."""
+    """Distances caused by a rounding, by sequence key."""
     kl: dict[str, list[Array]] = field(default_factory=lambda: defaultdict(list))
-    """KL of each row, by scenario and role, for an engine whose logits are judged by medians."""
+    """KL by row, by scenario and role. Used only if medians of logits are judged."""
     suspects: list[tuple[Request, Compared]] = field(default_factory=list)
-    """Compared sequences that are farther off than allowed, unless all are."""
+    """Compared sequences above their limit. The final limit may be higher, see `deviations`."""
     requests: int = 0
     forks: int = 0
     turns: int = 0
-    """Later chunks of sequences that had decoded."""
+    """Number of later chunks, for sequences that had decoded before."""
     prefixes: int = 0
-    """Prompts that began like one before, on an engine that keeps prefixes."""
+    """Number of prompts that begin like an earlier prompt, on an engine that keeps prefixes."""
     together: int = 0
-    """Tokens that at least two sequences of the largest batch had."""
+    """Length in tokens of the second longest sequence in a batch of the largest size."""
     tokens: int = 0
     decoded: int = 0
     batch: int = 0
     rows: int = 0
     steps: int = 0
-    """Decode steps of the engine."""
+    """Number of decode steps."""
     preempted: int = 0
-    """How often requests gave way in a full pool."""
+    """Number of preemptions in a full pool."""
     idle: float = 0.0
-    """Longest time in seconds that the engine was left alone while a sequence was live."""
+    """Longest idle time of the engine with a live sequence, in seconds."""
     resting: StressSequence | None = None
-    """A sequence that lives through all scenarios, and decodes a token after each."""
+    """The sequence that stays live during all scenarios and decodes a token per scenario."""
     prompts: int = 0
-    """Rows of prompts and later chunks among them."""
+    """Number of rows that belong to prompts and later chunks."""
     offsets: set[int] = field(default_factory=set)
     allocation: Allocation | None = None
     live: list[StressSequence] = field(default_factory=list)
     ended: list[StressSequence] = field(default_factory=list)
-    """Sequences that left and were not compared yet."""
+    """Released sequences that are not compared yet."""
     answers: list[tuple[str, list[int], list[int]]] = field(default_factory=list)
-    """Role, prompt and answer of `generate`, not checked yet."""
+    """(role, prompt, answer) from `generate` that are not checked yet."""
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
@@ -105,23 +106,23 @@ class StressTest:
         self.loses = loses_pages(self.engine)
         self.by_median = self.reference.measures or self.reference.compute_dtype is None
 
-    # --- acts -------------------------------------------------------------------------------------------------------
+    # --- operations -------------------------------------------------------------------------------------------------
 
     def draw(self, count: int) -> list[int]:
         tokens: list[int] = self.rng.integers(0, self.engine.vocab_size, count).tolist()
         return tokens
 
     def length(self, least: int, most: int) -> int:
-        """Draw a length, both ends included."""
+        """Draw a length from `least` to `most`, inclusive."""
         return int(self.rng.integers(least, most + 1))
 
     def sequence(self, role: str, prompt: int | Sequence[int], steps: int = 0) -> StressSequence:
-        """Return a sequence of a prompt, of so many random tokens or of these, that will be fed as many random ones."""
+        """Return a sequence. `prompt`: tokens, or a number of random tokens. `steps`: number of random tokens to decode."""
         tokens = self.draw(prompt) if isinstance(prompt, int) else list(prompt)
         return StressSequence(role, tokens, self.draw(steps))
 
     def prefill(self, *sequences: StressSequence) -> None:
-        """Start sequences together."""
+        """Prefill sequences together."""
         handles, logits = self.engine.prefill([sequence.prompt for sequence in sequences])
         self.requests += len(sequences)
         for row, (sequence, handle) in enumerate(zip(sequences, handles, strict=True)):
@@ -133,7 +134,7 @@ class StressTest:
     def _take(
         self, sequence: StressSequence, tokens: Sequence[int], logits_V: Logits, row: int, batch: int, *, decoded: bool
     ) -> None:
-        """Append tokens to a sequence, and the logits that the engine gave after them in a row of a batch."""
+        """Record fed tokens and the logits of the last token, computed in row `row` of a batch of size `batch`."""
         sequence.tokens += tokens
         if decoded and sequence.pieces[-1][1]:
             sequence.pieces[-1] = (sequence.pieces[-1][0] + len(tokens), True)
@@ -148,7 +149,7 @@ class StressTest:
                 self.offsets.add((len(sequence.tokens) - 1) % PAGE_TOKENS)
 
     def decode(self, *sequences: StressSequence, steps: int = 1) -> None:
-        """Decode the next token of each, so many times."""
+        """Decode `steps` tokens of all sequences together."""
         for _ in range(steps):
             tokens = [sequence.ahead.pop(0) if sequence.ahead else self.draw(1)[0] for sequence in sequences]
             logits = self.engine.decode([sequence.handle for sequence in sequences], tokens)
@@ -160,7 +161,7 @@ class StressTest:
                 self.allocation = allocation(self.engine)
 
     def extend(self, sequence: StressSequence, count: int) -> None:
-        """Append a later chunk of a prompt."""
+        """Append a chunk of `count` random tokens."""
         tokens = self.draw(count)
         self._observe([sequence] if self.loses else ())
         logits_V = self.engine.extend(sequence.handle, tokens)
@@ -169,7 +170,7 @@ class StressTest:
         self._observe([sequence] if self.loses else ())
 
     def fork(self, sequence: StressSequence, role: str, steps: int = 0) -> StressSequence:
-        """Start another sequence with the same tokens."""
+        """Fork a sequence."""
         branch = replace(
             sequence,
             role=role,
@@ -188,9 +189,9 @@ class StressTest:
     def ask(
         self, sequences: Sequence[StressSequence], limits: Sequence[int], stops: Sequence[int] = (), at_once: int | None = None
     ) -> list[list[int]]:
-        """Let the engine answer prompts freely, and return the answers. Their tokens are checked when the scenario ends.
+        """Generate and return free answers. Their tokens are checked at the end of the scenario.
 
-        Of several stop tokens the last one is expected.
+        If there are several stop tokens, answers are expected to end with the last stop token.
         """
         at_once = at_once or self.largest
         answers = self.engine.generate([sequence.prompt for sequence in sequences], limits, stops, max_sequences=at_once)
@@ -217,13 +218,13 @@ class StressTest:
         self.ended += [sequence for sequence in sequences if sequence.watched]
 
     def _observe(self, sequences: Sequence[StressSequence]) -> None:
-        """Look at what the engine stored of sequences that leave, or that may give pages back with their next token."""
+        """Record the stored codes of sequences. Call it before a release, and before a token that may free pages."""
         for sequence in sequences if self.engine.can(Engine.stored) else ():
             if sequence.watched:
                 sequence.request.observe(self.engine.stored(sequence.handle))
 
     def serve(self, sequences: Sequence[StressSequence]) -> None:
-        """Start sequences together and decode each to its end, when it leaves; the first one a step alone, a batch of one."""
+        """Prefill sequences together and decode them to their ends. The first sequence decodes a step in a batch of one."""
         if self.engine.can(Engine.forced_together):
             self._in_requests(sequences)
             return
@@ -232,7 +233,7 @@ class StressTest:
         self.finish(sequences)
 
     def finish(self, sequences: Sequence[StressSequence]) -> None:
-        """Decode sequences together, each to its end, when it leaves."""
+        """Decode sequences together. A sequence leaves the batch when it ends."""
         going = list(sequences)
         while going:
             if len(going) == self.largest:
@@ -244,18 +245,18 @@ class StressTest:
             going = [sequence for sequence in going if sequence.ahead]
 
     def _weigh(self, live: Sequence[StressSequence]) -> None:
-        """Note pages that the policy gave back, and that the only live sequences still hold."""
+        """Report pages that the live sequences still hold although the policy frees them. No other sequences may be live."""
         policy, shape = self.engine.policy, self.engine.shape
         lengths = [len(sequence.tokens) for sequence in (*live, *([self.resting] if self.resting else ()))]
         due = sum(policy.kept_pages(length, shape) + policy.window_pages(length) for length in lengths)
         held = 0 if self.engine.keeps_prefixes else self.engine.memory().held_pages
-        if held > due + len(live):  # a page may leave a step later
+        if held > due + len(live):  # a page may be freed a step later
             self.failures.append(
                 f"sequences of {', '.join(map(str, lengths))} tokens hold {held} pages, the policy claims {due}"
             )
 
     def _in_requests(self, sequences: Sequence[StressSequence]) -> None:
-        """What `play` does on an engine of whole requests."""
+        """Implement `serve` for an engine that serves whole requests."""
         self.prefill(*sequences)
         self.engine.release([sequence.handle for sequence in sequences])
         answers = self.engine.forced_together(
@@ -275,7 +276,7 @@ class StressTest:
     # --- the reference engine -----------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """End a scenario: release the sequences that a refusal left, and compare while the engine is idle."""
+        """End a scenario: release sequences left by a refusal, then compare while the engine is idle."""
         self.release(*[sequence for sequence in self.live if sequence.handle >= 0 and sequence is not self.resting])
         started = time.monotonic()
         self.compare()
@@ -283,7 +284,7 @@ class StressTest:
         self._check_answers()
 
     def compare(self, least: int = 0) -> None:
-        """Compare the sequences that have ended with the reference engine, once they have `least` tokens."""
+        """Compare ended sequences with the reference engine, if they have at least `least` tokens in total."""
         ended = [sequence for sequence in self.ended if sequence.request.logits]
         if sum(len(sequence.tokens) for sequence in ended) < least:
             return
@@ -321,11 +322,12 @@ class StressTest:
             self.suspects.append((replace(request, logits=[], layers=[]), compared))
 
     def _times_allowed(self, compared: Compared, usual: Distances = (0.0, 0.0, 0.0)) -> float:
-        """Return how many times as far off as allowed a sequence is, where these distances are `usual` in the run.
+        """Return the worst figure of a sequence as a multiple of its allowed maximum.
 
-        The rule is conformance's, but a rounding costs at least the `usual`: few tokens may be lucky. Roundings say nothing if
-        a float32 engine does not show its cache, where one number that rounds to another code outweighs them: such sequences
-        are held to the median one. Logits that are judged by medians need only be finite here.
+        The rule is the rule of conformance, with the distances of a rounding raised to at least `usual`, because short
+        sequences may show too small a rounding by chance. If a float32 engine does not show its cache, a single flipped code
+        outweighs all roundings, so its sequences are compared with the median sequence. Logits that are judged by medians are
+        only required to be finite here.
         """
         record, own, (kl, mean, largest) = compared.record, compared.record.rounding, usual
         if self.by_median and record.engine.kl_max is not None:
@@ -337,8 +339,8 @@ class StressTest:
         return record.model_copy(update={"rounding": own.model_copy(update=widened)}).times_allowed(self.limit)
 
     def deviations(self) -> Iterator[str]:
-        """Yield the sequences that deviate, the worst first: one of each name."""
-        # A rounding costs much in a few sequences: attention hangs on one number, or an exact token, not shown, rounds.
+        """Yield messages about deviating sequences, worst first and only the worst sequence per name."""
+        # A few sequences are sensitive to rounding: attention depends on a single number, or hidden exact tokens are rounded.
         known = [(one.kl_mean or 0.0, one.kl_max or 0.0) for one in self.roundings.values()] or [(0.0, 0.0)]
         mean, largest = WORST_SHARE * np.max(known, axis=0)
         kl = np.median([or_infinite(record.engine.kl_mean) for record in self.records] or [0.0])
@@ -360,9 +362,9 @@ class StressTest:
             yield from far_medians(self.kl, self.limit**2 * float(np.median(known, axis=0)[0]))
 
     def _check_answers(self) -> None:
-        """Check that every token of `generate` is the likeliest but for rounding, over the reference engine's own codes.
+        """Check up to rounding that all tokens of `generate` are the most likely, over the reference engine's own codes.
 
-        One number that rounds to another code may change an answer: what looks wrong is forced on the engine, too.
+        A single flipped code may change an answer. Answers that look wrong are therefore forced on the engine, too.
         """
         answers, self.answers = self.answers, []
         if self.reference.compute_dtype is None:
@@ -383,7 +385,7 @@ class StressTest:
         self.compare()
 
     def _forced(self, role: str, prompt: list[int], said: list[int]) -> Logits:
-        """Return what the engine itself finds likely at each token of an answer; the sequence is compared as others are."""
+        """Return the engine's logits of a forced answer. The sequence is compared with the reference engine, too."""
         sequence = StressSequence(f"{role}, forced", prompt, said[:-1])
         if self.engine.can(Engine.forced_together) and sequence.ahead:
             self.serve([sequence])
