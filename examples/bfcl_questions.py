@@ -1,12 +1,12 @@
-"""Write function calls of BFCL, the Berkeley Function Calling Leaderboard, as questions for `workloads=jsonl`.
+"""Convert function calls of BFCL, the Berkeley Function Calling Leaderboard, to questions for `workloads=jsonl`.
 
     pip install --no-deps bfcl-eval==2026.3.23
     python examples/bfcl_questions.py questions.jsonl --categories simple_python multiple --samples 160
     python -m pipeline kv=fp8 workloads=jsonl workloads.jsonl=questions.jsonl
 
-Only the package's data files are read, none of its code runs. The right answer is one call in JSON with the first value that
-BFCL accepts for each argument; BFCL's own checker accepts more. Left out are questions with several calls, and those whose
-arguments are objects, because BFCL lists alternatives inside them.
+The script reads the package's data files and runs none of its code. The right answer is a single call in JSON, with the first
+value that BFCL accepts per argument; BFCL's own checker accepts other values, too. Questions with several calls are skipped.
+Questions with objects as arguments are skipped, too, because BFCL lists alternatives inside the objects.
 """
 
 import argparse
@@ -26,7 +26,7 @@ TASK = (
 
 
 def questions(data: Path, category: str) -> Iterator[dict[str, Any]]:
-    """Yield the questions of a category that one call answers."""
+    """Yield the questions of a category whose answer is a single call."""
     name = f"BFCL_v4_{category}.json"
     answers = {line["id"]: line["ground_truth"] for line in lines(data / "possible_answer" / name)}
     for entry in lines(data / name):
@@ -35,7 +35,7 @@ def questions(data: Path, category: str) -> Iterator[dict[str, Any]]:
         if len(calls) != 1:
             continue
         function, possible = calls[0]
-        # "" among the values says that the argument may be left out.
+        # The value "" means that the argument is optional.
         given = {key: values for key, values in possible.items() if "" not in values or key in required[function]}
         chosen = {key: next((value for value in values if value != ""), None) for key, values in given.items()}
         if None in chosen.values() or "{" in json.dumps(list(chosen.values())):
@@ -57,7 +57,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Write the file."""
     parser = argparse.ArgumentParser(description="Write questions of BFCL for workloads=jsonl.")
     parser.add_argument("out", type=Path)
     parser.add_argument("--categories", nargs="+", default=["simple_python", "multiple"], help="for example live_simple")

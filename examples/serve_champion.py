@@ -1,10 +1,11 @@
-"""Fetch the champion from the registry, verify that it is the engine that was judged, load it and generate text.
+"""Fetch the champion from the registry, verify that it is the judged engine, load it and generate text.
 
     python examples/serve_champion.py "$(printf 'Copy:\\n04 Bergen 14 Tartu')"
 
-The registry is MLFLOW_TRACKING_URI, or that of work/. Exits with 0, or with what `stage=verify` exits with: 3 when the engine
-is not the one that was judged, 4 when something is missing. That is so when the champion was judged on another machine on a
-workloads.jsonl that is not given: the registry keeps its digest, and not the user's prompts.
+The registry is MLFLOW_TRACKING_URI; by default it is in work/. Exit codes equal those of `stage=verify`: 0 on success, 2
+for bad input, 3 if the engine is not the judged engine, and 4 if something is missing. For example, the file of workloads.jsonl
+is missing if another machine judged the champion and `--samples` is not given. The registry keeps only the file's digest, not
+the user's prompts.
 """
 
 import argparse
@@ -17,7 +18,7 @@ EXIT_CODES: dict[type[Exception], int] = {UserError: 2, GateRefusal: 3, MissingR
 
 
 def main() -> int:
-    """Return the exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(description="Generate text with the champion of a registry.")
     parser.add_argument("prompt")
     parser.add_argument("--model", default="kvgate-tiny", help="registered model (default: kvgate-tiny)")
