@@ -1,1 +1,1 @@
-"""What a Hugging Face checkpoint is and holds: read from its JSON and headers, without torch or transformers."""
+"""Checks and descriptions of Hugging Face checkpoints, from their JSON and headers, without torch or transformers."""

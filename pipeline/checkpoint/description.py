@@ -1,4 +1,4 @@
-"""What model a Hugging Face checkpoint is: its config.json, checked."""
+"""The model of a Hugging Face checkpoint, from a checked config.json."""
 
 import os
 from collections.abc import Callable
@@ -17,28 +17,29 @@ from pipeline.core.formats import WeightsFormat
 from pipeline.core.kv import KVShape
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
-"""Types of weights, by torch's names."""
+"""Torch names of the supported weight types."""
 
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "mish")
-"""Activations of transformers that decoders use."""
+"""Activation functions of transformers that decoders use."""
 
 MOST_LAYERS = 4096
+"""Maximum layers or experts, far above any model."""
 LARGEST = 1 << 30
-"""No model has as many layers or experts, and no other size of one comes near this."""
+"""Maximum of any other size, far above any model."""
 
 COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "num_experts_per_tok")
 SIZES_OF_EXPERTS = (*COUNTS[1:], "moe_intermediate_size", "shared_expert_intermediate_size")
 
 MODELOPT_FILE = "hf_quant_config.json"
-"""Where older ModelOpt says what newer ModelOpt also writes into config.json, as quantization_config."""
+"""File of older ModelOpt versions; newer versions also write its content into config.json as quantization_config."""
 
 NOT_READ = ("num_labels", "id2label", "label2id")
-"""What transformers makes a table of, in configurations of other kinds of models."""
+"""Ignored keys of other kinds of models, which transformers expands into tables."""
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint that passed the checks; files are named relative to `path`."""
+    """A checkpoint that passed the checks. File names are relative to `path`."""
 
     path: Path
     architecture: str
@@ -46,25 +47,25 @@ class CheckpointInfo:
     q_heads: int
     vocab_size: int
     mlp_columns: object
-    """intermediate_size of config.json, unchecked: only an engine on several GPUs asks for it."""
+    """intermediate_size of config.json, unchecked, since only engines on several GPUs need it."""
     max_positions: int
-    """Longest sequence that the model's rotary embedding was made for, in tokens."""
+    """Maximum sequence length of the model's rotary embedding in tokens."""
     rope_scaling: str | None
-    """Kind of rotary scaling (`llama3`, `yarn`, ...), None for plain rotary embeddings."""
+    """Kind of rotary scaling (`llama3`, `yarn`, ...); None for plain rotary embeddings."""
     features: tuple[str, ...]
-    """What attention does besides scaled products and windows: those of the family that this model has."""
+    """Attention features of the family, other than windows, that this model uses, for example attn_logit_softcapping."""
     weight_files: tuple[str, ...]
     other_files: tuple[str, ...]
-    """config.json, those of generation and quantization, the shard index and the tokenizer's files, as far as they exist."""
+    """config.json and the existing files of generation, quantization, the shard index and the tokenizer."""
     quantized: Quantized | None = None
-    """How the weights are stored, where they are not plain numbers."""
+    """Storage format of quantized weights; None if the weights are plain numbers."""
 
 
 def inspect_checkpoint(path: Path) -> CheckpointInfo:
     """Read and check a checkpoint directory.
 
     Raises:
-        UserError: naming `model.path`, what is wrong and what to do.
+        UserError: The message names `model.path`, the problem and the fix.
     """
     if not path.is_dir():
         raise refusal(path, "no such directory; give a local Hugging Face checkpoint, or a GGUF file")
@@ -83,13 +84,13 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's config.json; of a nested text_config, the decoder's.
+    """Return the content of a checkpoint's config.json; if text_config describes the decoder, return text_config.
 
     Raises:
-        UserError: naming `model.path`, what is wrong and what to do.
+        UserError: The message names `model.path`, the problem and the fix.
     """
     content = read_json(path, "config.json")
-    # What transformers would take attention or experts from: a name of a kernel on a hub is code.
+    # Keys with _implementation may name a kernel on a hub, which is code.
     config = {key: value for key, value in content.items() if "_implementation" not in key and key not in NOT_READ}
     if "quantization_config" not in config and (path / MODELOPT_FILE).is_file():
         declared = read_json(path, MODELOPT_FILE).get("quantization")
@@ -109,10 +110,10 @@ def read_config(path: Path) -> dict[str, Any]:
 def describe_checkpoint(
     path: Path, config: dict[str, Any], weight_files: tuple[str, ...], other_files: tuple[str, ...]
 ) -> CheckpointInfo:
-    """Check the content of a config.json, and return it with the checkpoint's files.
+    """Check the content of a config.json, and return the description of the checkpoint.
 
     Raises:
-        UserError: naming `model.path`, what is wrong and what to do.
+        UserError: The message names `model.path`, the problem and the fix.
     """
     architecture = _architecture(path, config)
     quantized = read_quantized(path, config)
@@ -144,14 +145,14 @@ def describe_checkpoint(
 
 
 def attention_shape(path: Path, config: dict[str, Any]) -> tuple[KVShape, int]:
-    """Return what the cache of a decoder of any family stores, and how many query heads a layer has.
+    """Return the shape of the cache of a decoder of any family, and the number of query heads per layer.
 
     Args:
-        path: Of the checkpoint, for errors.
-        config: The content of config.json over the family's defaults.
+        path: Path of the checkpoint, for errors.
+        config: Content of config.json, with the family's defaults for missing keys.
 
     Raises:
-        UserError: naming `model.path`, the key, and what to do.
+        UserError: The message names `model.path`, the key and the fix.
     """
     layers, q_heads = (integer(path, config, key) for key in ("num_hidden_layers", "num_attention_heads"))
     kv_heads = integer(path, config, "num_key_value_heads", default=q_heads)
@@ -179,14 +180,14 @@ def _architecture(path: Path, config: dict[str, Any]) -> str:
         raise refusal(path, f"config.json: {other[0]}={short(config[other[0]])}: {other[1]}; use another model")
     if architecture not in ARCHITECTURES:
         raise refusal(path, f"{short(architecture)} is not supported; use one of {', '.join(ARCHITECTURES)}")
-    # transformers picks the class by model_type alone.
+    # transformers selects the class by model_type only.
     if config.get("model_type") != ARCHITECTURES[architecture]:
         raise wrong(path, config, "model_type", f"{ARCHITECTURES[architecture]} for {architecture}")
     return architecture
 
 
 def integer(path: Path, config: dict[str, Any], key: str, default: int | None = None) -> int:
-    """Return a size of config.json. Raises UserError for one that is missing, without a default, or is none."""
+    """Return a size from config.json. Raises UserError if it is not a positive integer, or missing without a default."""
     value = config.get(key)
     if value is None and default is not None:
         return default
@@ -236,7 +237,7 @@ RULES: tuple[tuple[tuple[str, ...], str, Callable[[object], bool]], ...] = (
     (("dtype", "torch_dtype"), f"one of {', '.join(DTYPES)}", lambda value: value in (None, "auto", *DTYPES)),
     (TOKENS, "a token's number", _is_token),
 )
-"""What the model's arithmetic takes from config.json besides its sizes; what is not given has a default."""
+"""(keys, expected value, check) of the optional values of config.json that affect the model's arithmetic, except sizes."""
 
 
 def _check_values(path: Path, config: dict[str, Any]) -> None:
@@ -250,7 +251,7 @@ def _check_values(path: Path, config: dict[str, Any]) -> None:
 
 
 def refuse_weights(info: CheckpointInfo, weights: WeightsFormat) -> None:
-    """Raise UserError for weights that are to be rounded, of a family for which that was not shown to be what is exported."""
+    """Raise UserError if the weights are quantized already, or if ModelOpt's exports of the family are untested."""
     if weights != "none" and info.quantized is not None:
         raise UserError(f"weights.format={weights}: the weights are {info.quantized.title} already; set weights=none")
     if weights != "none" and not FAMILIES[ARCHITECTURES[info.architecture]].rounded:
@@ -261,7 +262,7 @@ def refuse_weights(info: CheckpointInfo, weights: WeightsFormat) -> None:
 
 
 def refuse_other_attention(info: CheckpointInfo, reason: str) -> None:
-    """Raise UserError for a model whose attention is more than scaled products over all tokens, on a backend without that."""
+    """Raise UserError for a model with sliding windows or attention features, on a backend that lacks them (`reason`)."""
     slid = [window for window in info.shape.windows if window is not None]
     if slid:
         raise UserError(

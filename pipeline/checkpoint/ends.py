@@ -1,4 +1,4 @@
-"""The tokens that end an answer, as the JSON files of a checkpoint or an engine bundle name them."""
+"""The tokens that end an answer, according to the JSON files of a checkpoint or an engine bundle."""
 
 import json
 import os
@@ -15,13 +15,13 @@ LARGEST = 1 << 31
 
 
 def named_ends(directory: Path, vocab_size: int = LARGEST) -> tuple[int, ...]:
-    """Return the `eos_token_id` of generation_config.json and of config.json, each a token or a list of tokens.
+    """Return the `eos_token_id` tokens of generation_config.json and config.json. Each file may name one token or a list.
 
-    Chat models name several: the end of a text, and the end of a turn. Negative ids, which some files use for "none", are left
-    out.
+    Chat models name several tokens: the end of a text and the end of a turn. Negative ids, which some files use for "none",
+    are left out.
 
     Raises:
-        UserError: A file is no JSON object, or names something else than tokens below `vocab_size`.
+        UserError: A file is not a JSON object, or an `eos_token_id` is not a token below `vocab_size`.
     """
     ends: list[int] = []
     for name in END_FILES:
@@ -39,5 +39,5 @@ def named_ends(directory: Path, vocab_size: int = LARGEST) -> tuple[int, ...]:
 
 
 def write_ends(ends: Sequence[int], directory: Path) -> None:
-    """Write a generation_config.json that names the tokens that end an answer."""
+    """Write a generation_config.json with the tokens that end an answer."""
     (directory / GENERATION).write_text(json.dumps({KEY: list(ends)}) + "\n", encoding="utf-8")

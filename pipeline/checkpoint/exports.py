@@ -1,6 +1,6 @@
-"""What ModelOpt's official exports can declare of a KV policy and a model, as facts: nothing of ModelOpt is imported.
+"""Limits of ModelOpt's official exports: the KV policies and models that they can declare. ModelOpt is not imported.
 
-The quantize stage skips an export that would lie; a backend that is built from an export refuses such a policy up front.
+The quantize stage skips an export that would be wrong. A backend that is built from an export refuses such a policy early.
 """
 
 from pipeline.checkpoint.description import CheckpointInfo
@@ -9,15 +9,15 @@ from pipeline.core.kv import KVPolicy
 
 UNIFIED_HF_KV = ("FP8",)
 TENSORRT_LLM_KV = ("FP8", "INT8")
-"""Algorithms of the cache that each export can declare: one for keys and values, with one scale per layer."""
+"""Cache algorithms that the exports can declare: one for keys and values, with one scale per layer."""
 
 
 def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
-    """Return why an export cannot carry the policy, None when it can.
+    """Return why an export cannot declare the policy; None if it can.
 
     Args:
         policy: Formats of the stored keys and values.
-        algorithms: The algorithms of the cache that the export can declare, for example UNIFIED_HF_KV.
+        algorithms: Cache algorithms that the export can declare, for example UNIFIED_HF_KV.
     """
     reason = beyond_one_format(policy)
     if reason is not None:
@@ -32,7 +32,7 @@ def export_refusal(policy: KVPolicy, algorithms: tuple[str, ...]) -> str | None:
 
 
 def beyond_one_format(policy: KVPolicy) -> str | None:
-    """Return what of a policy is not one format for all keys and values of all tokens, which other engines' caches have."""
+    """Return why a cache with a single format for all keys, values and tokens cannot hold a policy; None if it can."""
     if policy.exact_tokens:
         return f"{policy.sink_tokens} sink and {policy.recent_tokens} recent exact tokens have no equal there"
     if policy.window is not None:
@@ -48,14 +48,14 @@ def beyond_one_format(policy: KVPolicy) -> str | None:
 
 
 def holder(policy: KVPolicy) -> str:
-    """Return the settings of the backend that holds a policy which another backend refuses; it needs no GPU."""
+    """Return the settings of a backend that supports a policy which another backend refuses. It needs no GPU."""
     heavy = policy.eviction is not None and policy.eviction.heavy_tokens
     oracle = heavy or any(form.code.oracle_only for _, form in policy.formats)
     return "backend=torch backend.device=cpu" if oracle else "backend=onnxruntime"
 
 
 def tensorrt_llm_refusal(info: CheckpointInfo) -> str | None:
-    """Return why TensorRT-LLM's checkpoint format, as ModelOpt writes it, would not describe this model, None if it does."""
+    """Return why ModelOpt's checkpoint for TensorRT-LLM would not describe this model; None if it does."""
     if info.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"):
         return f"{info.architecture}: refused by ModelOpt 0.37, which TensorRT-LLM 1.2 carries; use the unified export"
     if info.shape.windows:
@@ -66,13 +66,13 @@ def tensorrt_llm_refusal(info: CheckpointInfo) -> str | None:
 
 
 def algorithm(form: Format) -> str | None:
-    """Return ModelOpt's name of the algorithm of a cache whose keys and values have this format, None without one."""
+    """Return ModelOpt's algorithm name for a cache with this format for keys and values; None if it has no name."""
     plain = form.static_granularity == "per_tensor" and form.symmetric and form.rotation == "none"
     return form.code.modelopt_name if plain and form.code.modelopt_export else None
 
 
 def describe_format(form: Format) -> str:
-    """Return a format in words: `fp8_e4m3 per_tensor`."""
+    """Return a description of a format, for example `fp8_e4m3 per_tensor`."""
     rotated = f" rotation={form.rotation}" if form.rotation != "none" else ""
     whose = f" arithmetic={form.arithmetic}" if form.arithmetic != "kvgate" else ""
     return f"{form.dtype} {form.granularity}{'' if form.symmetric else ' asymmetric'}{rotated}{whose}"

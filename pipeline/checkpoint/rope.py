@@ -1,7 +1,7 @@
-"""The rotary embedding of a config.json, in every form that transformers 4.57 and 5 write: one description.
+"""The rotary embeddings of a config.json, read from all forms that transformers 4.57 and 5 write.
 
-4.57 writes rope_theta and rope_scaling at the top level (Gemma 3 rope_local_base_freq for its sliding layers). 5 writes
-rope_parameters, plain or by layer type, and reads both.
+Version 4.57 writes rope_theta and rope_scaling at the top level, and rope_local_base_freq for the sliding layers of Gemma 3.
+Version 5 writes rope_parameters, plain or by layer type, and reads both forms.
 """
 
 import sys
@@ -15,28 +15,28 @@ from pipeline.checkpoint.files import refusal, wrong
 from pipeline.core.errors import short
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Supported rotary embeddings. Their frequencies do not depend on the running length: a graph holds them as constants."""
+"""Supported rotary embeddings. Their frequencies do not depend on the current length, so a graph stores them as constants."""
 
 ROPE_NEEDS = {
     "linear": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-"""Kind of rotary scaling -> the numbers that it takes."""
+"""Kind of rotary scaling -> its required parameters."""
 MOST = 1e12
 ROPE_TEXTS = ("rope_type", "type")
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 BESIDE = ("rope_theta", "partial_rotary_factor")
-"""What transformers 4 writes beside rope_scaling, not in it."""
+"""Keys that transformers 4 writes at the top level, not into rope_scaling."""
 
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotary embeddings that a config.json states."""
+    """The rotary embeddings of a config.json."""
 
     layers: Mapping[str | None, dict[str, Any]]
-    """Parameters by layer type, under None if all layers share them. Parameters that config.json leaves out are absent."""
+    """Parameters by layer type; under None if all layers share them. Parameters missing from config.json are absent."""
 
     @property
     def _main(self) -> dict[str, Any]:
@@ -49,11 +49,11 @@ class Rope:
         return None if kind == "default" else str(kind)
 
     def positions(self, given: int) -> int:
-        """Return the longest sequence in tokens.
+        """Return the maximum sequence length in tokens.
 
         Args:
-            given: max_position_embeddings. Qwen keeps the length before YaRN there, and no other kind of scaling says by how
-                much a length grows: the factor of llama3 and linear divides frequencies.
+            given: max_position_embeddings. For YaRN, Qwen stores the unscaled length there, so the scaling factor is applied.
+                The factors of llama3 and linear divide frequencies and do not change the length.
         """
         factor, original = (self._main.get(key) for key in ("factor", "original_max_position_embeddings"))
         return max(given, int(original * factor)) if self.scaling == "yarn" and original else given
@@ -67,8 +67,8 @@ def read_rope(path: Path, config: Mapping[str, Any]) -> Rope:
         config: Content of config.json.
 
     Raises:
-        UserError: A value has the wrong type, a kind is not supported or lacks a number, two keys contradict each other, or
-            layer types are given that the family does not tell apart, or left out although it does.
+        UserError: A value has the wrong type, a kind is not supported or lacks a number, two keys contradict each other,
+            rope_parameters has layer types although the family does not use them, or lacks a layer type of the family.
     """
     given = config.get("rope_parameters")
     if given is not None and not isinstance(given, dict):
@@ -103,7 +103,7 @@ def read_rope(path: Path, config: Mapping[str, Any]) -> Rope:
 def _by_type(
     path: Path, config: Mapping[str, Any], local: str, old: dict[str, Any], read: Mapping[str | None, dict[str, Any]]
 ) -> dict[str | None, dict[str, Any]]:
-    """Return the parameters of a family whose sliding layers have a rotary embedding of their own, plain unless stated."""
+    """Return the parameters of a family whose sliding layers have their own rotary embedding, which is plain by default."""
     given, main = config.get("rope_parameters") or {}, read.get(None) or old
     full = read.get(FULL) or {"rope_type": "default"}
     for key, value in {} if None in read else given.items():
@@ -123,20 +123,20 @@ def _by_type(
 
 
 def compose_rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json's content with its rotary embeddings as the family's class of transformers 5 reads them.
+    """Return the content of a config.json with its rotary embeddings in the form of transformers 5.
 
     Raises:
-        UserError: As `read_rope`.
+        UserError: See `read_rope`.
     """
     layers = read_rope(path, config).layers
     if not layers or (None in layers and "rope_type" not in layers[None]):
-        return config  # the class's own scaling, with the base at the top level
+        return config  # the class's default scaling, with rope_theta at the top level
     rest = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling", "rope_local_base_freq")}
     return {**rest, "rope_parameters": layers.get(None) or layers}
 
 
 def _refuse_contradiction(path: Path, stated: Mapping[str, Any], place: str, parameters: Mapping[str, Any]) -> None:
-    """Refuse `stated` parameters, by their full names, that have other values in `parameters`, which stand at `place`."""
+    """Raise UserError if a `stated` parameter (full name -> value) has another value in `parameters`, found at `place`."""
     for name, value in stated.items():
         key = "rope_theta" if name == "rope_local_base_freq" else name.rpartition(".")[2]
         if parameters and value != parameters.get(key, value if key in BESIDE else None):
@@ -148,16 +148,16 @@ def _refuse_contradiction(path: Path, stated: Mapping[str, Any], place: str, par
 
 
 def by_layer_type(parameters: Mapping[str, Any]) -> dict[str | None, Any]:
-    """Return rope_parameters by type of layer; those of all layers alike under None."""
+    """Return rope_parameters by layer type; under None if all layers share them."""
     typed: dict[str | None, Any] = {key: value for key, value in parameters.items() if key in (FULL, SLIDING) and value}
-    # transformers 5.14 adds a rope_theta of null beside them where a model lacks one of the two types.
+    # transformers 5.14 adds a rope_theta of null at this level if a model lacks a layer type.
     return typed or ({None: parameters} if parameters else {})
 
 
 def rope_at_top_level(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json's content with the rotary parameters as transformers 4 reads them, which TensorRT-LLM 1.2 has.
+    """Return the content of a config.json with its rotary parameters in the form of transformers 4, for TensorRT-LLM 1.2.
 
-    These are rope_theta, rope_local_base_freq and rope_scaling at the top level. transformers 5 reads both forms.
+    The keys are rope_theta, rope_local_base_freq and rope_scaling at the top level. transformers 5 reads both forms.
     """
     parameters = by_layer_type(config.get("rope_parameters") or {})
     if not parameters:
@@ -171,7 +171,7 @@ def rope_at_top_level(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(path: Path, place: str, parameters: object) -> dict[str, Any]:
-    """Return rotary parameters with their kind under rope_type."""
+    """Check rotary parameters, and return them with their kind under rope_type. Raises UserError."""
     if parameters is None or parameters == {}:
         return {}
     if not isinstance(parameters, dict):
@@ -200,5 +200,5 @@ def _checked(path: Path, place: str, parameters: object) -> dict[str, Any]:
 
 
 def is_number(value: object, lowest: float = 0, highest: float = sys.float_info.max) -> bool:
-    """Whether a value of a JSON file is a number that a float holds, from `lowest` to `highest`."""
+    """Return whether a JSON value is a number from `lowest` to `highest`, by default any non-negative float."""
     return isinstance(value, int | float) and type(value) is not bool and lowest <= value <= highest

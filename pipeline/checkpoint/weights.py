@@ -1,7 +1,7 @@
-"""Holds a checkpoint's safetensors and tokenizer against its config.json, both ways: from headers, nothing is guessed.
+"""Comparison of a checkpoint's safetensors and tokenizer with its config.json, from the headers of the files.
 
-transformers fills in what is missing with random numbers, and leaves out what the configuration does not name: a file of four
-layers under `num_hidden_layers: 3` is another model than its author's.
+transformers initializes missing tensors randomly and ignores tensors that the configuration does not describe. A file of four
+layers with `num_hidden_layers: 3` would therefore load as a different model.
 """
 
 import json
@@ -22,22 +22,22 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ROWS = 4096
-"""Rows of two matrices that are compared at a time, so that they need little memory."""
+"""Rows of two matrices that are compared at a time, to save memory."""
 
 MOST_HEADER_BYTES = 100_000_000
-"""Of a safetensors file, as the format has it."""
+"""Maximum header bytes of a safetensors file, as defined by the format."""
 
 
 def check_weights(info: CheckpointInfo, expected_tensors: Callable[[Path, dict[str, Any]], Mapping[str, Shape]]) -> None:
-    """Refuse weights that are not those of the configuration.
+    """Refuse weights that do not match config.json.
 
     Args:
         info: The checkpoint.
-        expected_tensors: That of stages.checkpoints; it is called when the files by themselves are sound.
+        expected_tensors: The function of stages.checkpoints. It is called after the files have passed their own checks.
 
     Raises:
-        UserError: naming the file, the tensor, and what to do: a file that is no safetensors, a tensor that is missing, has
-            another shape or type, is in two files, or is no part of the model.
+        UserError: A file is not a safetensors file, or a tensor is missing, has another shape or type, is in two files, or is
+            not part of the model. The message names the file, the tensor and the fix.
     """
     on_disk = tensors_on_disk(info)
     described = {key: value for key, value in read_config(info.path).items() if key != "quantization_config"}
@@ -73,7 +73,7 @@ def check_weights(info: CheckpointInfo, expected_tensors: Callable[[Path, dict[s
 
 
 def tensors_on_disk(info: CheckpointInfo) -> dict[str, tuple[str, Shape]]:
-    """Return the file and the shape of every tensor that a checkpoint holds. Raises UserError for files that are not sound."""
+    """Return the file and the shape of every tensor in a checkpoint. Raises UserError for invalid files."""
     found: dict[str, tuple[str, Shape]] = {}
     types = FLOATS if info.quantized is None else (*FLOATS, *TYPES)
     codes = []
@@ -110,16 +110,16 @@ TOKENIZER_CLASSES = {
     )
     for fast in ("", "Fast")
 }
-"""Those of transformers that models of these families name: it takes them whatever code the checkpoint names beside them."""
+"""transformers' own tokenizer classes. They are safe to load even if the checkpoint also ships code."""
 
 
 def check_tokenizer(info: CheckpointInfo) -> None:
-    """Refuse files of a tokenizer that are no JSON, and what its library would take for a tokenizer of this model.
+    """Refuse tokenizer files that are invalid JSON, or that the tokenizer library would accept although they are wrong.
 
-    What the library itself refuses, `stages.opening` says.
+    `stages.opening` reports files that the library itself refuses.
 
     Raises:
-        UserError: naming the file, what is wrong in it, and what to do.
+        UserError: The message names the file, the problem and the fix.
     """
     content: dict[str, dict[str, Any]] = {}
     for name in info.other_files:
@@ -152,7 +152,7 @@ def check_tokenizer(info: CheckpointInfo) -> None:
 
 
 def _panic(post: object) -> str | None:
-    """Describe a token around a text that the library would panic over, which prints lines of its own."""
+    """Return the problem of a post-processor that would make the library panic and print lines; None if it is valid."""
     for part in [post, *(post.get("processors") or [])] if isinstance(post, dict) else ():
         written = [*(part.get("single") or []), *(part.get("pair") or [])] if isinstance(part, dict) else []
         for piece in (piece["SpecialToken"] for piece in written if isinstance(piece, dict) and "SpecialToken" in piece):
@@ -162,7 +162,7 @@ def _panic(post: object) -> str | None:
 
 
 def tokens_beyond(info: CheckpointInfo) -> list[str]:
-    """Return the texts of added tokens that the model has no row for, such as Gemma 3's picture in its models of text alone."""
+    """Return the added tokens without a row in the model, for example the image token in text-only models of Gemma 3."""
     if "tokenizer.json" not in info.other_files:
         return []
     added = read_json(info.path, "tokenizer.json").get("added_tokens", [])
@@ -170,12 +170,12 @@ def tokens_beyond(info: CheckpointInfo) -> list[str]:
 
 
 def _is_computed(name: str) -> bool:
-    """Whether transformers makes a tensor that the model has no place for: rotary frequencies, a tied output matrix."""
+    """Return whether transformers computes a tensor itself: rotary frequencies, or a tied output matrix."""
     return name.endswith(".rotary_emb.inv_freq") or name == HEAD
 
 
 def _are_equal(path: Path, on_disk: Mapping[str, tuple[str, Shape]], one: str, other: str) -> bool:
-    """Whether two matrices of a checkpoint hold the same numbers, of any types."""
+    """Return whether two matrices of a checkpoint hold equal numbers, regardless of their types."""
     if one not in on_disk or other not in on_disk or on_disk[one][1] != on_disk[other][1]:
         return False
     with safe_open(path / on_disk[one][0], "pt") as first, safe_open(path / on_disk[other][0], "pt") as second:
@@ -186,7 +186,7 @@ def _are_equal(path: Path, on_disk: Mapping[str, tuple[str, Shape]], one: str, o
 
 def _tensors(path: Path, file: str) -> Iterator[tuple[str, str, Shape]]:
     try:
-        with (path / file).open("rb") as stream:  # the library maps the whole file before it looks at the header
+        with (path / file).open("rb") as stream:  # the library would map the whole file before reading the header
             length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(MOST_HEADER_BYTES, (path / file).stat().st_size - 8):
             raise SafetensorError(f"its header should have {length:,} bytes")
@@ -199,7 +199,7 @@ def _tensors(path: Path, file: str) -> Iterator[tuple[str, str, Shape]]:
 
 
 def _check_index(info: CheckpointInfo, found: dict[str, str]) -> None:
-    """Refuse an index that names another file for a tensor than the one that holds it."""
+    """Raise UserError if the index assigns a tensor to another file than its own."""
     if INDEX not in info.other_files:
         return
     weight_map = read_json(info.path, INDEX)["weight_map"]

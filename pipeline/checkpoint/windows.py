@@ -1,4 +1,4 @@
-"""Which layers of a model attend to their latest tokens alone: its config.json, read as transformers reads it."""
+"""The sliding windows of a model's layers, read from config.json with the rules of transformers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,25 +10,25 @@ from pipeline.checkpoint.rope import FULL, SLIDING
 from pipeline.core.errors import UserError, short
 
 UNSERVED_PATTERNS = {"cohere2": 4}
-"""model_type of a model that is no family here -> every so many layers one has full attention; the others slide."""
+"""model_type outside FAMILIES -> period n: every n-th layer has full attention, the other layers slide."""
 
 LONGEST_WINDOW = 1 << 22
-"""No model's context comes near it."""
+"""Maximum window in tokens, far above the context of any model."""
 
 WINDOW_KEYS = {FULL: None, SLIDING: "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""What layer_types may hold here -> the key of config.json with the layer's window."""
+"""Supported entry of layer_types -> the key of config.json with the layer's window in tokens."""
 
 
 def layer_windows(path: Path, config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
-    """Return the latest tokens that each layer attends to, the attending one included; None for all.
+    """Return the sliding window by layer in tokens, including the attending token; None for full attention.
 
     Args:
-        path: Of the checkpoint, for errors.
-        config: The content of config.json over its family's defaults, of any model.
-        layers: How many there are.
+        path: Path of the checkpoint, for errors.
+        config: Content of config.json, with the family's defaults for missing keys. The model may be of any family.
+        layers: Number of layers.
 
     Raises:
-        UserError: naming `model.path`, the key, and what to do.
+        UserError: The message names `model.path`, the key and the fix.
     """
     types = _layer_types(path, config, str(config.get("model_type")), layers)
     windows = {layer_type: _window(path, config, layer_type) for layer_type in set(types)}
@@ -46,7 +46,7 @@ def _window(path: Path, config: dict[str, Any], layer_type: str) -> int | None:
 
 
 def _layer_types(path: Path, config: dict[str, Any], kind: str, layers: int) -> list[str]:
-    """What transformers takes each layer for. Of some families it reads no layer_types, of some no window unless asked to."""
+    """Return the layer types that transformers uses. Some families ignore layer_types; some need use_sliding_window."""
     listed, window, family = config.get("layer_types"), config.get("sliding_window"), FAMILIES.get(kind)
     if listed is not None:
         _check_layer_types(path, listed, kind, layers)
@@ -90,7 +90,7 @@ def _check_layer_types(path: Path, listed: object, kind: str, layers: int) -> No
 
 
 def _check_patterns(path: Path, config: dict[str, Any]) -> None:
-    """Refuse what says which layers slide, where no layer_types does, in another form."""
+    """Refuse invalid values of the keys that select the sliding layers if layer_types is missing."""
     first = config.get("max_window_layers", 0)
     if type(first) is not int or first < 0:
         raise wrong(path, config, "max_window_layers", "an integer of at least 0, the first layer that slides")
@@ -101,7 +101,7 @@ def _check_patterns(path: Path, config: dict[str, Any]) -> None:
 
 
 def _unserved(path: Path, config: dict[str, Any], kind: str) -> Callable[[int], bool]:
-    """Which layers of a model that is no family here slide, where no layer_types says it."""
+    """Return a function that tells whether a layer slides, for a model outside FAMILIES without layer_types."""
     _check_patterns(path, config)
     period = config.get("sliding_window_pattern") or UNSERVED_PATTERNS.get(kind)
     if period is None:
