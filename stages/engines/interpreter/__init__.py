@@ -1,1 +1,1 @@
-"""Engines in an interpreter of their own: a process that answers requests, and an engine over it."""
+"""Engines whose library runs in another Python interpreter: a worker process that answers requests, and its client."""

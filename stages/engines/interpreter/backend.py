@@ -1,4 +1,4 @@
-"""The base class of backends whose library runs in an interpreter of its own."""
+"""The base class of backends whose library runs in another Python interpreter."""
 
 from importlib import import_module
 from pathlib import Path
@@ -15,22 +15,24 @@ from stages.engines.interpreter.process import Program, probe
 
 
 class InterpreterBackend(Backend):
-    """A backend whose library runs in an interpreter of its own. `build_bundle` of `build_module` and `load_engine` of
-    `engine_module` take its config."""
+    """A backend whose library runs in another Python interpreter.
+
+    `build_bundle` of `build_module` and `load_engine` of `engine_module` receive the configuration.
+    """
 
     config: InterpreterConfig
     program: ClassVar[Program]
     libraries: ClassVar[tuple[str, ...]] = ("numpy", "safetensors")
     running_keys: ClassVar[tuple[str, ...]] = ("request_timeout_s",)
-    """Keys of the configuration that decide nothing of a bundle."""
+    """Keys of the configuration that do not change a bundle."""
 
     @property
     def compute_dtype(self) -> str | None:
-        """None: GPU kernels of other libraries quantize queries and accumulate as they see fit."""
+        """None: GPU kernels of other libraries choose how they quantize queries and accumulate."""
         return None
 
     def _check_checkpoint(self, job: Job, instead: str = "") -> None:
-        """Refuse what a library that is given the checkpoint as it is does not hold; `instead` is added to the hint."""
+        """Raise UserError if the library cannot serve the unmodified checkpoint; `instead` is appended to the hint."""
         refuse_other_attention(job.checkpoint, f"backend={self.config.name} was not shown to keep to that")
         if job.weights != "none":
             raise UserError(
@@ -38,13 +40,13 @@ class InterpreterBackend(Backend):
             )
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:  # noqa: ARG002
-        """Return the quantized checkpoint; one whose weights were quantized before, as it was given."""
+        """Return the quantized checkpoint, or the user's own files if its weights were already quantized."""
         weights = artifacts.weights()
         folder = SERVED if (weights.path / SERVED).is_dir() else "checkpoint"
         return Source(weights.path / folder, weights.digest_under(folder))
 
     def build_parts(self) -> dict[str, object]:
-        """Return the options, and the release that they are pinned for."""
+        """Return the options and the release for which they are pinned."""
         options = self.config.model_dump(mode="json", exclude={"name", *self.running_keys})
         return {**options, "release": probe(self.program, self.config.python).release}
 

@@ -1,4 +1,4 @@
-"""The bundle of a library that runs in an interpreter of its own: a checkpoint, and the arguments that serve it."""
+"""The bundle of a library that runs in another interpreter: a checkpoint and the arguments that serve it."""
 
 import shutil
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ from stages.engines.interpreter.process import Interpreter, Program, Worker, Wor
 from stages.engines.interpreter.protocol import Resolved
 
 CHECKPOINT = "checkpoint"
-"""Folder of the checkpoint that is served."""
+"""Folder of the served checkpoint."""
 
 
 class ServedBundle(ModelRecord):
@@ -32,10 +32,10 @@ class ServedBundle(ModelRecord):
     head_dim: int
     vocab_size: int
     max_tokens: int
-    """Most tokens of a sequence."""
+    """Maximum tokens per sequence."""
     max_batch: int
     arguments: dict[str, Any]
-    """Of serving, by the library's own names."""
+    """Serving arguments under the library's own names."""
 
     @property
     def shape(self) -> KVShape:
@@ -43,7 +43,7 @@ class ServedBundle(ModelRecord):
 
 
 def cannot_hold(policy: KVPolicy, backend: str, reason: str, choices: str) -> str:
-    """Say why a library's cache is not the policy's, and what is."""
+    """Return the message of a policy that a library's cache cannot store, with alternatives."""
     return (
         f"kv={policy.name}: backend={backend} cannot hold it ({reason}); choose {choices}, or {holder(policy)}, which runs it"
     )
@@ -52,7 +52,7 @@ def cannot_hold(policy: KVPolicy, backend: str, reason: str, choices: str) -> st
 def begin_bundle(
     program: Program, config: InterpreterConfig, checkpoint: Path, out: Path, policy: KVPolicy, scales: Path, progress: Progress
 ) -> tuple[Interpreter, CheckpointInfo, KVScales]:
-    """Write policy, scales and tokenizer to `out`; return the library, what the checkpoint is, and the scales."""
+    """Write policy, scales and tokenizer to `out`; return the interpreter, the checkpoint's description and the scales."""
     interpreter = probe(program, config.python)
     if interpreter.unread is not None:
         progress(interpreter.unread, 0, 0)
@@ -61,7 +61,7 @@ def begin_bundle(
 
 
 def copy_checkpoint(names: Iterable[str], source: Path, out: Path) -> None:
-    """Write files of a checkpoint to the new directory `out`; weights are once on disk within a store."""
+    """Write the named files of a checkpoint to the new directory `out`. Weights are hard-linked if possible."""
     out.mkdir()
     names = list(names)
     link_or_copy_all([name for name in names if name.endswith(".safetensors")], source, out)
@@ -73,7 +73,7 @@ def copy_checkpoint(names: Iterable[str], source: Path, out: Path) -> None:
 def resolve(
     interpreter: Interpreter, checkpoint: Path, field: str, arguments: Mapping[str, Any], timeout_s: int
 ) -> dict[str, Any]:
-    """Return the arguments, which the worker takes as `field`, as the library resolves them for a checkpoint.
+    """Return the arguments as the library resolves them for a checkpoint. The worker receives them as `field`.
 
     Raises UserError if the library refuses or changes an argument.
     """
@@ -85,7 +85,7 @@ def resolve(
         except WorkerError as error:
             refused = f"{interpreter.release} refuses these {field.replace('_args', ' arguments')}"
             raise worker.refusal(f"{refused}: {error}") from error
-    # `auto` is the library's own choice.
+    # `auto` lets the library choose.
     changed = [name for name, value in arguments.items() if name in resolved and value != "auto" and value != resolved[name]]
     if changed:
         listed = "; ".join(f"{name} was asked as {arguments[name]} and is {resolved[name]}" for name in changed)
@@ -94,7 +94,7 @@ def resolve(
 
 
 def end_bundle(out: Path, record: type[ServedBundle], interpreter: Interpreter, info: CheckpointInfo, **fields: Any) -> None:
-    """Write `bundle.json` of all that is in `out`; `fields` are those of the record that this does not know."""
+    """Write `bundle.json`, which lists all files of `out`; `fields` are the record's remaining fields."""
     known = {
         "backend": interpreter.program.backend,
         "files": tree_files(out),

@@ -1,4 +1,4 @@
-"""What the configurations of backends share whose library runs in an interpreter of its own."""
+"""The common configuration of backends whose library runs in another interpreter."""
 
 from typing import Annotated
 
@@ -9,9 +9,9 @@ from pipeline.core.strict import PathText
 
 
 class InterpreterConfig(BackendConfig):
-    """A backend whose library runs in another interpreter."""
+    """Configuration of a backend whose library runs in another interpreter."""
 
     python: PathText | None
-    """The Python that has the library: a path, or a command on PATH."""
+    """The Python that has the library: a path or a command on PATH."""
     request_timeout_s: Annotated[int, Field(ge=1)]
-    """Seconds that loading a model may take, and also each batch of requests."""
+    """Time limit in seconds for loading a model and for each batch of requests."""

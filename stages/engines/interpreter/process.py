@@ -1,4 +1,4 @@
-"""Another interpreter as a subprocess, which answers one request at a time and is killed when it does not."""
+"""A worker: a subprocess in another interpreter that answers one request at a time and is killed if it does not answer."""
 
 import contextlib
 import json
@@ -26,55 +26,55 @@ from stages.engines.interpreter.worker import kvgate_channel
 
 CHANNEL = Path(kvgate_channel.__file__).parent
 PROBE_SECONDS = 300
-"""Importing a library from a cold disk takes a minute."""
+"""Time limit of `describe`: importing a library from a cold disk takes a minute."""
 EXIT_TIMEOUT_S = 30
-"""Seconds that a worker has to end after its input was closed; freeing an engine takes a moment."""
+"""Seconds that a worker has to exit after its input was closed; freeing an engine takes a moment."""
 ANSWER_BYTES = 16 << 20
-"""The longest answer; logits come in files."""
+"""Maximum bytes of an answer; logits are passed in files."""
 MOST_SAID = 300
-"""Characters of an error of a library that a message quotes."""
+"""Maximum characters of a library's error that a message quotes."""
 LOG_TAIL_BYTES = 8 << 10
-"""Bytes at the end of the log in which the last line is looked for: a build may print hundreds of megabytes."""
+"""Bytes at the end of the log that are searched for the last line: a build may print hundreds of megabytes."""
 RAISED = re.compile(r"[\w.]+(Error|Exception): .")
-"""The end of a traceback. A parent of the process that raised may print more after it."""
+"""The last line of a traceback. The parent of the process that raised may print more lines below."""
 
 A = TypeVar("A", bound=BaseModel)
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A library that runs in an interpreter of its own."""
+    """A library that runs in another interpreter, and its worker script."""
 
     backend: str
     """Name of the backend."""
     library: str
-    """Title of the library: TensorRT-LLM."""
+    """Title of the library, for example TensorRT-LLM."""
     script: Path
-    """The worker's script; the modules beside it can be imported there."""
+    """The worker's script. It can import the modules of its own folder."""
     hint: str
-    """How to get the library."""
+    """How to install the library."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that a worker gets besides this process's own: no hub is asked, for one."""
+    """Environment variables that are added for the worker, for example to forbid access to a hub."""
     read: tuple[str, ...] = ()
-    """Releases, or the beginnings of their numbers, whose sources the worker was read against. Another one is warned about."""
+    """Releases, or prefixes of releases, whose sources the worker was checked against. Any other release causes a warning."""
     oldest: tuple[int, int] = (0, 0)
-    """The oldest release that has the names which the worker uses."""
+    """The oldest release that has every name the worker uses."""
     description: type[Description] = Description
-    """The record of its answer to `describe`."""
+    """Record type of the worker's answer to `describe`."""
     package: str | None = None
-    """Package of the library. A folder of PYTHONPATH that has the package is passed on to a worker."""
+    """Import name of the library. Folders of PYTHONPATH that contain the package are passed to the worker."""
     hidden: tuple[str, ...] = ()
-    """Prefixes of variables that a worker does not get."""
+    """Prefixes of environment variables that the worker does not inherit."""
 
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A library's interpreter and its machine, as it describes itself."""
+    """A library's interpreter and its machine, as the worker describes them."""
 
     program: Program
     python: str
     description: Any
-    """Of the type that the program names."""
+    """The answer to `describe`, of type `program.description`."""
 
     @property
     def release(self) -> str:
@@ -82,22 +82,22 @@ class Interpreter:
 
     @property
     def number(self) -> tuple[int, int]:
-        """(major, minor) of the release; of 1.3rc1 as well."""
+        """(major, minor) of the release; 1.3rc1 gives (1, 3)."""
         return release_of(self.release)
 
     @property
     def devices(self) -> list[Device]:
-        """Every GPU that CUDA shows it; none on a CPU."""
+        """GPUs that CUDA shows the interpreter; empty on a CPU."""
         return list(self.description.devices)
 
     @property
     def compute_capabilities(self) -> list[str]:
-        """Those of all GPUs, each once."""
+        """Distinct compute capabilities of all GPUs, sorted."""
         return sorted({device.compute_cap for device in self.devices})
 
     @property
     def unread(self) -> str | None:
-        """What may differ in a release that was not read; None for one that was."""
+        """Warning for a release that the worker was not checked against; None for a checked release."""
         if any(f"{self.release}.".startswith(f"{release}.") for release in self.program.read):
             return None
         were = f"{' and '.join(self.program.read)} {'was' if len(self.program.read) == 1 else 'were'}"
@@ -107,7 +107,7 @@ class Interpreter:
         )
 
     def require_release(self, bundle: Path, built_for: BuiltFor) -> None:
-        """Raise MissingRequirement unless the arguments of a bundle are pinned for this release."""
+        """Raise MissingRequirement if the arguments of a bundle are pinned for another release."""
         if built_for.version != self.release:
             raise MissingRequirement(
                 f"{bundle}: its arguments are pinned for {self.program.library} {built_for.version}, {self.python} has "
@@ -117,7 +117,10 @@ class Interpreter:
 
 @cache
 def probe(program: Program, python: str | None) -> Interpreter:
-    """Return what `backend.python` has installed, asked once a process. Raises MissingRequirement without a fit release."""
+    """Return the interpreter of `backend.python` with its description; cached for the life of this process.
+
+    Raises MissingRequirement if the library is missing or its release is older than `program.oldest`.
+    """
     path = find_python(program, python)
     with Worker(program, path) as worker:
         try:
@@ -137,7 +140,7 @@ def probe(program: Program, python: str | None) -> Interpreter:
 
 
 def find_python(program: Program, python: str | None) -> str:
-    """Return the interpreter's path. Raises MissingRequirement when there is none."""
+    """Return the interpreter's path. Raises MissingRequirement if `python` is None or does not exist."""
     if python is None:
         raise MissingRequirement(
             f"backend.python=null: backend={program.backend} needs a Python that has {program.library}: {program.hint}"
@@ -145,15 +148,15 @@ def find_python(program: Program, python: str | None) -> str:
     found = shutil.which(str(Path(python).expanduser()) if "/" in python else python)
     if found is None:
         raise MissingRequirement(f"backend.python={python}: there is no such program; {program.hint}")
-    return os.path.abspath(found)  # not resolved: a virtual environment's python is a link
+    return os.path.abspath(found)  # keeps symlinks: a virtual environment's python is one
 
 
 class WorkerError(RuntimeError):
-    """An error that the library, or the script in its interpreter, answered a request with."""
+    """An error answer to a request, from the library or from the worker script."""
 
 
 class Worker:
-    """A process in another interpreter, in a process group of its own: its children are killed with it."""
+    """A process in another interpreter. It leads its own process group, so that killing the worker also kills its children."""
 
     def __init__(self, program: Program, python: str, **environment: str) -> None:
         """Start the process.
@@ -164,9 +167,9 @@ class Worker:
         self.program = program
         self._scratch = tempfile.TemporaryDirectory(prefix=f"kvgate-{self.program.backend}-")
         self.folder = Path(self._scratch.name)
-        """Directory for the worker's files, removed when it ends."""
+        """Directory for the worker's files, removed by `close`."""
         self._log = self.folder / "log"
-        hidden = ("PYTHONHOME", "VIRTUAL_ENV", *self.program.hidden)  # our libraries are of another Python
+        hidden = ("PYTHONHOME", "VIRTUAL_ENV", *self.program.hidden)  # our libraries belong to another Python
         inherited = {name: value for name, value in child_environment().items() if not name.startswith(hidden)}
         folders = inherited.get("PYTHONPATH", "").split(os.pathsep) if self.program.package else []
         passed = [folder for folder in folders if folder and Path(folder, str(self.program.package)).is_dir()]
@@ -208,12 +211,12 @@ class Worker:
     def call(self, op: str, timeout_s: float, *, key: str, answer: type[A], **fields: object) -> A:
         """Send a request and return its answer.
 
-        After any exception except WorkerError, an interrupt included, the worker and all its children are gone: otherwise a
-        later request could get the answer to this one.
+        Any exception except WorkerError, including KeyboardInterrupt, kills the worker and all its children. Otherwise a later
+        request could receive the answer to this one.
 
         Raises:
             WorkerError: The worker answered with an error.
-            UserError: The worker died, took too long, or does not speak the protocol.
+            UserError: The worker died, exceeded the time limit, or does not speak the protocol.
         """
         try:
             line = self._exchange(op, json.dumps({"op": op, **fields}).encode() + b"\n", time.monotonic() + timeout_s)
@@ -237,7 +240,7 @@ class Worker:
         return self._read(op, line, answer)
 
     def close(self) -> None:
-        """End the worker, by force if it does not end itself, and remove its files."""
+        """Stop the worker, by force if it does not exit, and remove its files."""
         if self._process.stdin is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.stdin.close()
@@ -246,11 +249,11 @@ class Worker:
         self._scratch.cleanup()
 
     def refusal(self, reason: str) -> UserError:
-        """Return the error that says what the library refused, in one line."""
+        """Return the UserError for a request that the library refused, as a single line."""
         return UserError(f"backend.python={self._python}: {self.program.library} {' '.join(reason.split())}")
 
     def last_line(self) -> str:
-        """Return the last line that names an exception, or if there is none the last line that the library printed."""
+        """Return the last line of the log that names an exception, or else the last line."""
         with self._log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
             lines = log.read().decode(errors="replace").strip().splitlines()
@@ -258,9 +261,9 @@ class Worker:
         return lines[-1].strip()[:MOST_SAID] if lines else ""
 
     def _exchange(self, op: str, request: bytes, deadline: float) -> bytes:
-        """Write the request and read a line, before the deadline.
+        """Write the request and read one line of answer before the deadline.
 
-        Raises TimeoutError after it, BrokenPipeError or EOFError when the worker is gone.
+        Raises TimeoutError after the deadline, and BrokenPipeError or EOFError if the worker has exited.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -308,11 +311,11 @@ class Worker:
         return UserError(f"{text}{f'; it last said: {line}' if line else ''}")
 
     def _kill(self) -> None:
-        if self._ended:  # its process id may be another's by now
+        if self._ended:  # another process may have the process id by now
             return
         self._ended = True
         with contextlib.suppress(ProcessLookupError):
-            kvgate_channel.kill_group(self._process.pid)  # the group outlives its leader while a child does
+            kvgate_channel.kill_group(self._process.pid)  # the group exists until its last child exits
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:

@@ -1,4 +1,4 @@
-"""What a worker answers: one strict record for each request. A library's own facts are in records that extend these."""
+"""A worker's answers: one strict record per request type. Libraries extend the records with their own fields."""
 
 from typing import Annotated, Any
 
@@ -8,13 +8,13 @@ from pipeline.core.strict import StrictModel
 
 
 class Device(StrictModel):
-    """A GPU that CUDA shows a worker."""
+    """A GPU that is visible to a worker."""
 
     name: str
     compute_cap: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
-    """`8.9`"""
+    """For example `8.9`."""
     driver: str = ""
-    """Version of the driver, where the worker asks for it."""
+    """Version of the driver; empty if the worker does not query it."""
 
 
 class Description(StrictModel):
@@ -23,7 +23,7 @@ class Description(StrictModel):
     release: Annotated[str, Field(pattern=r"^\d+\.\d+")]
     python: str
     devices: list[Device]
-    """In CUDA's order: rank r runs on number r."""
+    """GPUs in CUDA's order: rank r runs on device r."""
 
 
 class EmptyAnswer(StrictModel):
@@ -31,7 +31,7 @@ class EmptyAnswer(StrictModel):
 
 
 class Resolved(StrictModel):
-    """Answer to `facts` of SGLang: arguments as the library resolves them."""
+    """Answer to `facts` of SGLang: arguments as the library resolved them."""
 
     arguments: dict[str, Any]
 
@@ -40,7 +40,7 @@ class Pinned(Resolved):
     """Answer to `validate`."""
 
     pinned: dict[str, Any]
-    """The arguments that were asked for, with what the release needs beside them."""
+    """The requested arguments, and further arguments that the release needs."""
     quantization: dict[str, str | None]
     """`quant_algo` and `kv_cache_quant_algo`, as the release reads them from the checkpoint and the arguments."""
     refused: str
@@ -52,17 +52,17 @@ class Generation(StrictModel):
 
     tokens: list[int]
     logits: str
-    """A file of float32, little-endian."""
+    """Path of a file of little-endian float32 logits."""
     shape: Annotated[list[int], Field(min_length=2, max_length=2)]
-    """(rows, vocabulary)"""
+    """Shape of the logits: (rows, vocabulary)."""
     stored: str = ""
-    """A file with what the cache holds of the request; empty where it was not asked for, or the layout is not known."""
+    """Path of a file with the request's cached bytes; empty if not requested or if the cache's layout is unknown."""
     preempted: int = 0
-    """How often the request lost its blocks and was computed again, where the library tells."""
+    """Times that the request lost its blocks and was recomputed, if the library reports preemptions."""
     reused: int = 0
-    """Tokens of its prompt that were taken from the cache."""
+    """Prompt tokens that were taken from the cache."""
     blocks: list[int] = Field(default_factory=list)
-    """Those that it held in the end."""
+    """Block numbers that the request held at its end."""
 
 
 class RunAnswer(StrictModel):
@@ -72,7 +72,7 @@ class RunAnswer(StrictModel):
 
 
 class Loaded(StrictModel):
-    """Answer to `load`: milliseconds, and the most blocks of the cache that held tokens, where the library tells."""
+    """Answer to `load`: times in milliseconds, and the peak number of used cache blocks if the library reports it."""
 
     first_token_ms: list[float]
     step_ms: list[float]

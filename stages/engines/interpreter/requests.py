@@ -1,9 +1,10 @@
-"""An engine over a worker that serves requests and not steps.
+"""An engine over a worker that serves whole requests instead of single steps.
 
-A request is a prompt, tokens that are forced, and tokens that are generated freely; its logits are those of decoding, from the
-cache. Forced decode of a whole sequence is one request. A decode step is a request that forces the tokens that were decoded
-so far and then continues greedily for LOOKAHEAD tokens. As long as the caller feeds the greedy token, the logits of the next
-steps are known; another token costs a new request. Nothing is approximated: each row is of a request with that history.
+A request consists of a prompt, forced tokens, and freely generated tokens. Its logits come from decode steps, which read the
+cache. Forced decode of a whole sequence is one request. A decode step is a request that forces the tokens decoded before and
+then continues greedily for LOOKAHEAD tokens. While the caller feeds the greedy token, the logits of the next steps are
+already known; any other token costs a new request. Nothing is approximated: each row comes from a request with exactly the
+sequence's history.
 """
 
 import sys
@@ -35,10 +36,10 @@ from stages.engines.interpreter.protocol import EmptyAnswer, Generation, Loaded,
 TIMEOUT_KEY = "backend.request_timeout_s"
 Bytes = npt.NDArray[np.uint8]
 LOOKAHEAD = 32
-"""Tokens that a sequence is decoded ahead of the caller's steps: 32 rows of a vocabulary of 128,000 are 16 MB."""
+"""Tokens that are decoded ahead of the caller's steps: 32 rows of a vocabulary of 128,000 are 16 MB."""
 
 Request = tuple[list[int], list[int], int, int]
-"""Prompt, forced tokens, tokens in all, and the steps whose logits are left out."""
+"""Prompt, forced tokens, number of tokens to generate including the forced ones, and number of first steps without logits."""
 
 
 @dataclass
@@ -46,9 +47,9 @@ class _Sequence:
     prompt: list[int]
     decoded: list[int] = field(default_factory=list)
     ahead: list[int] = field(default_factory=list)
-    """Greedy tokens after `decoded`, for which `rows` are known."""
+    """Greedy tokens after `decoded` whose `rows` are known."""
     rows: Logits = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    """Row r: logits after `decoded` and `ahead[:r]`."""
+    """Logits: row r follows `decoded` and `ahead[:r]`."""
 
     def foresaw(self, token: int) -> bool:
         """Whether the logits after the token are known."""
@@ -56,21 +57,21 @@ class _Sequence:
 
 
 class RequestEngine(Engine):
-    """An engine over one worker, but for the arguments that its library is opened with.
+    """An engine over one worker. A subclass opens the library with its own arguments.
 
-    The library takes most of the memory for its cache, so that only one engine of a process runs at a time: a request of
-    another engine ends this one's worker, and this one's next request starts it again.
+    The library takes most of the memory for its cache, so only one engine of a process runs at a time: a request to another
+    engine stops this engine's worker, and the next request to this engine starts its worker again.
     """
 
     program: ClassVar[Program]
     record: ClassVar[type[ServedBundle]] = ServedBundle
-    """Of its `bundle.json`."""
+    """Record type of `bundle.json`."""
     max_tokens: int
     max_batch: int
     _running: ClassVar["weakref.ref[RequestEngine] | None"] = None
 
     def __init__(self, bundle: Path, config: InterpreterConfig) -> None:
-        """Open a bundle; the library itself starts with the first request."""
+        """Open a bundle; the worker starts with the first request."""
         self._described, policy, self._scales = open_bundle(bundle, self.record, config.name)
         self._interpreter = probe(self.program, config.python)
         self._check_machine(bundle)
@@ -83,20 +84,20 @@ class RequestEngine(Engine):
         self._faulted: tempfile.TemporaryDirectory[str] | None = None
 
     def _check_machine(self, bundle: Path) -> None:
-        """Raise MissingRequirement where the bundle is for another release, or another machine."""
+        """Raise MissingRequirement if the bundle was built for another release or another kind of machine."""
         self._interpreter.require_release(bundle, self._described.built_for)
 
     @abstractmethod
     def _open(self) -> Worker:
-        """Start a worker and load the model there, as `_opened` does. Raises UserError when that fails."""
+        """Start a worker and load the model there, as `_opened` does. Raises UserError if that fails."""
 
     def _opened(self, environment: Mapping[str, str], model: Path, **fields: object) -> Worker:
-        """Start a worker and let it load a model. Raises UserError, and ends the worker, when it cannot."""
+        """Start a worker that loads a model. If loading fails, stop the worker and raise UserError."""
         said = f"cannot load {model}"
         return open_model(self._interpreter, environment, self._config.request_timeout_s, said, model=str(model), **fields)
 
     def _checkpoint(self, write_faulted: Callable[[Path, Path, float], None]) -> Path:
-        """The checkpoint's directory. With a fault, `write_faulted` makes another one: from, to, factor."""
+        """Return the checkpoint's directory. With a planted fault, `write_faulted(from, to, factor)` writes a faulted copy."""
         given = self._bundle / CHECKPOINT
         if self._fault == 1.0:
             return given
@@ -106,27 +107,27 @@ class RequestEngine(Engine):
         return faulted
 
     def corrupt_key_scale(self, factor: float) -> None:
-        """Let keys be read with `factor` times the right scale, or be `factor` times the right ones, from then on.
+        """Multiply the key scales that attention reads by `factor`, or the keys themselves if they have no scale.
 
-        The codes of a cache with scales stay right.
+        The codes of a cache with scales stay correct. The fault applies to all later requests.
         """
         self._fault *= factor
         self.close()
 
     def _check_fits(self, prompt: int, tokens: int) -> None:
-        """Raise UserError for a request of so many tokens of a prompt and after it that the engine cannot hold."""
+        """Raise UserError if `prompt` tokens and `tokens` further ones exceed the engine's maximum length."""
         if prompt + tokens > self.max_tokens:
             limit = f"backend.{self._config.length_key}={self.max_tokens}"
             raise UserError(f"{limit}: a prompt of {prompt} tokens with {tokens} more does not fit; raise it")
 
     def _prefill_batch(self, prompts: Sequence[Sequence[int]]) -> tuple[list[int], Logits]:
-        """As `prefill`, all prompts in one request."""
+        """Prefill all prompts in one call to the worker; see `Engine.prefill`."""
         answers = self._run([(list(prompt), [], 1, 0) for prompt in prompts])
         handles = [self._sequences.add(_Sequence(list(prompt))) for prompt in prompts]
         return handles, np.concatenate([rows for _, rows in answers])
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """As Engine's. The request of the first step reads the prompt, so that none is sent for the prompt alone."""
+        """Start sequences without a call to the worker; the request of the first decode step also prefills the prompt."""
         for prompt in prompts:
             check_tokens(prompt, self.vocab_size)
         return [self._sequences.add(_Sequence(list(prompt))) for prompt in prompts]
@@ -138,7 +139,10 @@ class RequestEngine(Engine):
         max_sequences: int,
         on_end: Callable[[int], None],
     ) -> None:
-        """As Engine's, but prompts start together where all before them have ended: a request that joins is alone."""
+        """Continue the prompts in groups: a group starts once the previous one has ended.
+
+        A prompt that joined a running group would need a call to the worker of its own.
+        """
         for begin in range(0, len(continuations), max_sequences):
             group = continuations[begin : begin + max_sequences]
             super()._answer(group, stop_tokens, max_sequences, partial(_after, begin, on_end))
@@ -153,7 +157,7 @@ class RequestEngine(Engine):
             room = self.max_tokens - len(state.prompt) - len(decoded)
             ahead = max(1, min(LOOKAHEAD, room))  # without any room, _run refuses the request
             requests.append((state.prompt, decoded, len(decoded) + ahead, len(decoded)))
-        answers = self._run(requests)  # a batch that is refused has decoded nothing
+        answers = self._run(requests)  # before any state changes: a refused batch decodes nothing
         for state, token in zip(states, tokens, strict=True):
             state.decoded.append(token)
             state.ahead, state.rows = state.ahead[1:], state.rows[1:]
@@ -172,15 +176,15 @@ class RequestEngine(Engine):
         return [rows for _, rows in self._run([whole(tokens, first) for tokens, first in requests])]
 
     def _release(self, sequence: int) -> None:
-        """Forget a sequence; the library freed its blocks when its request ended."""
+        """Forget a sequence. The library has already freed its blocks at the end of the request."""
         del self._sequences[sequence]
 
     def memory(self) -> MemoryReport:
-        """Return the bytes of the live sequences by the policy's arithmetic, in whole pages."""
+        """Return the bytes of the live sequences, computed from the policy in whole pages."""
         return self._memory_of([len(state.prompt) + len(state.decoded) for state in self._sequences.values()])
 
     def timed(self, prompts: Sequence[Sequence[int]], steps: int) -> LoadTimes:
-        """Return the library's own times of `steps` decode steps: timing the steps from here would time the requests."""
+        """Return the library's own times of `steps` decode steps. Times measured here would include the calls to the worker."""
         for prompt in prompts:
             check_tokens(prompt, self.vocab_size)
         loaded = self._call("load", Loaded, prompts=[list(prompt) for prompt in prompts], tokens=steps + 1)
@@ -188,7 +192,7 @@ class RequestEngine(Engine):
         return LoadTimes(loaded.first_token_ms, loaded.step_ms, memory)
 
     def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:  # noqa: ARG002  (vLLM counts blocks)
-        """What sequences of these lengths take; `blocks` is how many the library says that they took."""
+        """Return the memory of sequences of these lengths; `blocks` is the number of used blocks if the library reports it."""
         pages = sum(map(page_count, lengths))
         return MemoryReport(
             pool_bytes=self.policy.pool_bytes(self.shape, pages),
@@ -199,24 +203,24 @@ class RequestEngine(Engine):
         )
 
     def close(self) -> None:
-        """End the worker, which frees the memory; the next request starts it again."""
+        """Stop the worker, which frees its memory; the next request starts it again."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None
 
     def __del__(self) -> None:
-        # Not when __init__ failed; and a worker ends by itself with the interpreter that is ending.
+        # `_worker` is missing if __init__ failed. At interpreter shutdown the worker exits by itself.
         if hasattr(self, "_worker") and not sys.is_finalizing():
             self.close()
 
     def _run(self, requests: Sequence[Request]) -> list[tuple[Generation, Logits]]:
-        """Run requests; return for each its answer, and the logits of the steps that are not left out."""
+        """Run requests; return each request's answer and the logits of its steps that are not skipped."""
         with self._answers(requests) as answers:
             return [(answer, self._rows(answer)) for answer in answers]
 
     @contextmanager
     def _answers(self, requests: Sequence[Request], **fields: object) -> Iterator[list[Generation]]:
-        """Run requests; their answers' files are there within this context."""
+        """Run requests; the files of the answers exist within this context."""
         for prompt, _, tokens, _ in requests:
             self._check_fits(len(prompt), tokens)
         with tempfile.TemporaryDirectory(prefix="kvgate-logits-") as folder:
@@ -224,7 +228,7 @@ class RequestEngine(Engine):
             yield self._call("run", RunAnswer, requests=named, folder=folder, **fields).answers if requests else []
 
     def _rows(self, answer: Generation) -> Logits:
-        """The logits of an answer, without the padding of the vocabulary that tensor parallelism adds."""
+        """Return the logits of an answer without the vocabulary padding that tensor parallelism adds."""
         rows = np.fromfile(answer.logits, "<f4").reshape(answer.shape)
         return np.ascontiguousarray(rows[:, : self.vocab_size], np.float32)
 
@@ -236,12 +240,12 @@ class RequestEngine(Engine):
             return self._worker.call(op, self._config.request_timeout_s, key=TIMEOUT_KEY, answer=answer, **fields)
         except WorkerError as error:
             raise RuntimeError(f"{library}: {op}: {error}") from error
-        except BaseException:  # the worker is gone, as Worker.call says
+        except BaseException:  # Worker.call has killed the worker
             self.close()
             raise
 
     def _only_one(self) -> Worker:
-        """End the engine that runs, and open this one's worker."""
+        """Stop the running engine's worker and start this engine's."""
         running = RequestEngine._running() if RequestEngine._running is not None else None
         if running is not None:
             running.close()
@@ -251,19 +255,19 @@ class RequestEngine(Engine):
 
 
 class ShowingEngine(RequestEngine):
-    """A request engine whose library also shows what its cache holds of a request."""
+    """A request engine whose library also returns the cached bytes of a request."""
 
     def __init__(self, bundle: Path, config: InterpreterConfig) -> None:
         super().__init__(bundle, config)
         self._shown: list[list[dict[Side, StoredCopy]]] = []
-        """What the cache held of each request of the last `forced_together`."""
+        """Per request of the last `forced_together`, the cached copies by layer and side."""
 
     @abstractmethod
     def _copy(self, stored: Bytes, layer: int, side: Side, form: Format) -> StoredCopy:
-        """Return a copy of a request's tokens from its bytes, as the worker wrote them."""
+        """Return the copy of a request's tokens that the worker wrote as `stored` bytes."""
 
     def _stored(self, path: Path, length: int) -> list[dict[Side, StoredCopy]]:
-        """Return the copies of a file that the worker wrote of so many tokens: keys, then values, of every layer."""
+        """Return the copies in a worker's file of `length` tokens: keys, then values, layer by layer."""
         raw, at = np.fromfile(path, np.uint8), 0
         layers: list[dict[Side, StoredCopy]] = []
         for layer in range(self.shape.layers):
@@ -277,7 +281,7 @@ class ShowingEngine(RequestEngine):
         return layers
 
     def forced_together(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
-        """`stored_request` then shows what the cache held of each."""
+        """Compute forced decode of requests in flight together, and record their cached copies for `stored_request`."""
         self._shown = []
         for tokens, first in requests:
             self._check_forced(tokens, first)
@@ -287,13 +291,15 @@ class ShowingEngine(RequestEngine):
             return [self._rows(answer) for answer in answers]
 
     def stored_request(self, number: int) -> Sequence[Mapping[Side, StoredCopy]]:
-        """Return what the cache held of a request of the last `forced_together`; empty where its layout is not known."""
+        """Return the cached copies of a request of the last `forced_together`; empty if the cache's layout is unknown."""
         return self._shown[number]
 
 
 def open_model(interpreter: Interpreter, environment: Mapping[str, str], timeout_s: int, said: str, **fields: object) -> Worker:
-    """Start a worker and let it load a model. Raises UserError that begins with what is `said`, and ends the worker, when it
-    cannot."""
+    """Start a worker that loads a model.
+
+    If loading fails, stop the worker and raise a UserError that begins with `said`.
+    """
     worker = Worker(interpreter.program, interpreter.python, **environment)
     try:
         worker.call("open", timeout_s, key=TIMEOUT_KEY, answer=EmptyAnswer, **fields)
@@ -307,7 +313,7 @@ def open_model(interpreter: Interpreter, environment: Mapping[str, str], timeout
 
 
 def whole(tokens: Sequence[int], first: int) -> Request:
-    """Return the request that forces tokens[first:]. The prompt's logits are left out: decoding did not compute them."""
+    """Return the request that forces tokens[first:]. The prompt's logits are skipped: no decode step computed them."""
     known = list(tokens[first:])
     return list(tokens[:first]), known, len(known) + 1, 1
 

@@ -1,1 +1,1 @@
-"""What every worker's script shares. It runs in another interpreter and imports nothing of kvgate."""
+"""Modules that all worker scripts share. They run in another interpreter and import nothing from kvgate."""

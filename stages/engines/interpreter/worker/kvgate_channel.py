@@ -1,10 +1,10 @@
-"""Serves a worker's requests: one JSON object a line on stdin, answered with one a line on stdout.
+"""Serves a worker's requests: one JSON object per line on stdin, one answer per line on stdout.
 
-A request is {"op": NAME, ...}, its answer {"ok": {...}} or {"error": TEXT}. Everything else that is printed goes to stderr.
+A request is {"op": NAME, ...}; its answer is {"ok": {...}} or {"error": TEXT}. All other output goes to stderr.
 
-`run` generates `tokens` tokens, the first of which are `forced`, for each of its requests {"prompt", "forced", "tokens",
-"skip"}. The logits of steps `skip` and later are written to the file that the answer names: float32 (rows, vocabulary),
-little-endian.
+`run` answers a list of requests {"prompt", "forced", "tokens", "skip"}. For each request it generates `tokens` tokens,
+beginning with the `forced` tokens. The logits of steps `skip` and later are written to a file that the answer names:
+little-endian float32 of shape (rows, vocabulary).
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 CLOSED_SECONDS = 60
-"""Seconds to live after stdin was closed: twice as long as kvgate itself waits before it kills."""
+"""Seconds until a worker kills itself after stdin was closed: twice the time that kvgate waits before killing it."""
 
 Operations = dict[str, Callable[..., dict[str, Any]]]
 
@@ -32,10 +32,10 @@ class Model(Protocol):
 
 
 def end_with_parent(stdin: int) -> None:
-    """Kill this process group, a build and the ranks of a model included, when kvgate has ended.
+    """Kill this process group, including a running build and a model's ranks, when kvgate has exited.
 
-    A killed kvgate cannot end this process, and a running request does not read stdin. The parent is kvgate, or a script around
-    this interpreter that outlives kvgate: then only the end of stdin shows it.
+    A killed kvgate cannot stop this process, and a running request does not read stdin. The parent is kvgate, or a wrapper
+    script that outlives kvgate: then only the end of stdin shows that kvgate has exited.
     """
     parent, hang_up, seconds = os.getppid(), select.poll(), CLOSED_SECONDS
     hang_up.register(stdin, 0)  # poll always reports a hang-up
@@ -46,13 +46,13 @@ def end_with_parent(stdin: int) -> None:
 
 
 def kill_group(group: int) -> None:
-    """Kill a process group, and remove the names of memory that its processes share."""
+    """Kill a process group and unlink its shared memory."""
     forget_shared(group)
     os.killpg(group, signal.SIGKILL)
 
 
 def forget_shared(group: int) -> None:
-    """Remove the names of memory that processes of a group share: it goes with the last of them, however they end."""
+    """Unlink the shared memory of a process group, so that it is freed when the last process exits or is killed."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             if os.getpgid(int(maps.parent.name)) == group:
@@ -61,7 +61,7 @@ def forget_shared(group: int) -> None:
 
 
 def serve(operations: Operations, load_model: Callable[..., Model]) -> None:
-    """Serve requests until stdin ends; the request `open` loads a model, whose operations can then be asked for."""
+    """Serve requests until stdin ends. The request `open` loads a model and adds its operations to the served ones."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     requests = os.fdopen(os.dup(0))
     threading.Thread(target=end_with_parent, args=(requests.fileno(),), daemon=True).start()
@@ -78,6 +78,6 @@ def serve(operations: Operations, load_model: Callable[..., Model]) -> None:
         request = json.loads(line)
         try:
             answer: dict[str, Any] = {"ok": served[request.pop("op")](**request)}
-        except Exception as error:  # the caller decides what it means
+        except Exception as error:  # the caller interprets the error
             answer = {"error": f"{type(error).__name__}: {error}"}
         channel.write(json.dumps(answer) + "\n")

@@ -1,6 +1,6 @@
-"""What workers do alike: say what is installed, force known tokens, and answer requests.
+"""Functions that all workers share: describe the installation, force known tokens, and answer requests.
 
-Needs torch, which every library here brings.
+Needs torch, which is a dependency of every library that uses this module.
 """
 
 import sys
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 STEPS = ".steps"
-"""Ending of the file that names the steps whose rows were written, a line each."""
+"""Suffix of the file that lists the steps whose rows were written, one per line."""
 
 
 def described(release: str, **more: Any) -> dict[str, Any]:
-    """Return the answer to `describe`: the library's release, and the GPUs that CUDA shows this process, in its order."""
+    """Return the answer to `describe`: the library's release and this process's visible GPUs in CUDA's order."""
     import torch
 
     devices = [
@@ -27,14 +27,17 @@ def described(release: str, **more: Any) -> dict[str, Any]:
 def run(
     requests: list[dict[str, Any]], folder: str, generate: Callable[[list[Any], list[dict[str, Any]], list[str]], list[Any]]
 ) -> dict[str, Any]:
-    """Answer `run` with what `generate` makes of prompts, of their requests, and of the files of their rows: all tokens."""
+    """Answer `run`. `generate(prompts, requests, paths)` returns each request's tokens and writes its rows to its path."""
     paths = [str(Path(folder, f"logits-{i}")) for i in range(len(requests))]
     said = generate([request.pop("prompt") for request in requests], requests, paths)
     return {"answers": [answer(*one) for one in zip(paths, requests, said, strict=True)]}
 
 
 def force(row: Any, said: Sequence[int], forced: Sequence[int]) -> None:
-    """Let the next token be the one that is known, if any is. Raises RuntimeError when another one was taken before."""
+    """Mask the logits of a step so that the next forced token, if any is left, is chosen.
+
+    Raises RuntimeError if an earlier step chose a token other than its forced one.
+    """
     wrong = next((i for i, (token, known) in enumerate(zip(said, forced, strict=False)) if token != known), None)
     if wrong is not None:
         raise RuntimeError(f"step {wrong}: token {said[wrong]} was taken, {forced[wrong]} was forced")
@@ -44,10 +47,10 @@ def force(row: Any, said: Sequence[int], forced: Sequence[int]) -> None:
 
 
 def put(path: str, request: dict[str, Any], step: int, row: Any) -> None:
-    """Write the logits (V) of a step to the file of a request's rows, unless they are left out.
+    """Write the logits (V) of a step to the file of a request's rows, unless the step is skipped.
 
-    The row of a step may come more than once: a part of a prompt samples, too, and a request that lost its blocks begins again.
-    The last one counts.
+    A step may be written more than once: every chunk of a prompt is sampled, and a preempted request starts again. The last
+    row counts.
     """
     import numpy as np
 
@@ -62,7 +65,7 @@ def put(path: str, request: dict[str, Any], step: int, row: Any) -> None:
 
 
 def answer(path: str, request: dict[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
-    """Return the answer to a request. Raises RuntimeError unless all known tokens were taken, and every row was written."""
+    """Return the answer to a request. Raises RuntimeError if a forced token was not chosen or a row is missing."""
     forced, steps = request["forced"], Path(path + STEPS)
     if len(tokens) != request["tokens"] or list(tokens[: len(forced)]) != forced:
         raise RuntimeError(
