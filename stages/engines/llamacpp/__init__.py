@@ -1,1 +1,1 @@
-"""backend=llamacpp: llama.cpp, by llama-cpp-python in an interpreter of its own."""
+"""backend=llamacpp: llama.cpp through llama-cpp-python, run in another Python interpreter."""

@@ -1,4 +1,4 @@
-"""backend=llamacpp: llama.cpp, by llama-cpp-python in an interpreter of its own."""
+"""The backend class of backend=llamacpp."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from stages.engines.llamacpp.library import PROGRAM, cache_types
 
 
 class LlamaCppBackend(InterpreterBackend):
-    """The user's GGUF, and the arguments with which llama-server serves it."""
+    """A backend whose bundle is the user's GGUF and the arguments of llama-server."""
 
     build_module = "stages.engines.llamacpp.build"
     engine_module = "stages.engines.llamacpp.engine"
@@ -20,12 +20,12 @@ class LlamaCppBackend(InterpreterBackend):
     running_keys = ("request_timeout_s", "threads")
     config: LlamaCppConfig
     compute_dtype = "bfloat16"
-    """llama.cpp rounds what it multiplies quantized weights with to blocks of 8 bits, which errs as much. Beside weights
-    of 16 bits it errs less: the baseline's distance from its twin says how much."""
+    """The type with a comparable rounding error. llama.cpp rounds the activations that it multiplies with quantized weights
+    to blocks of 8 bits. With 16-bit weights the error is smaller and is measured on the baseline."""
     measures_rounding = True
 
     def check_inputs(self, job: Job) -> None:
-        """Refuse what llama.cpp's cache cannot hold, a model that is no GGUF, and a missing interpreter."""
+        """Refuse policies that llama.cpp's cache does not support, a model other than a GGUF, and a missing interpreter."""
         if not job.builds:
             return
         types = cache_types(job.policy, self.config, job.checkpoint.shape.head_dim)
@@ -45,7 +45,7 @@ class LlamaCppBackend(InterpreterBackend):
                 )
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
-        """Return the checkpoint that the reference engine computes, with the digest of the GGUF that `build` takes."""
+        """Return the checkpoint that the reference engine loads, and the digest of the GGUF that the bundle contains."""
         self._gguf = artifacts.given
         return Source(super().source(artifacts, policy).path, artifacts.digest_of(self._gguf))
 

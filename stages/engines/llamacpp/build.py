@@ -1,4 +1,4 @@
-"""Builds a bundle of llama.cpp: the GGUF, and the command of its server."""
+"""Builds a bundle of llama.cpp: the GGUF and the command of its server."""
 
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,19 @@ COMMAND_FILE = "launch.txt"
 
 
 class LlamaCppBundle(ServedBundle):
-    """`bundle.json`. Its arguments are those of a context."""
+    """`bundle.json`. `arguments` are the parameters of a llama.cpp context."""
 
     types: dict[str, str]
-    """Of keys and of values."""
+    """ggml types by side: `key` and `value`."""
     rotates: bool
     model_type: str
-    """transformers' name of the model, which says how its keys' channels lie."""
+    """The model type in transformers, which determines the order of the keys' channels."""
 
 
 def build_bundle(
     checkpoint: Path, out: Path, config: LlamaCppConfig, *, gguf: Path, policy: KVPolicy, scales: Path, progress: Progress
 ) -> None:
-    """Write a bundle to the empty directory `out`. Raises UserError for a GGUF that the release does not read."""
+    """Write a bundle to the empty directory `out`. Raises UserError if the release cannot load the GGUF."""
     interpreter, info, _ = begin_bundle(PROGRAM, config, checkpoint, out, policy, scales, progress)
     progress("build", 0, 2)
     link_or_copy(gguf, out / GGUF)
@@ -59,7 +59,7 @@ def open_context(
     types: dict[str, str],
     rotates: bool,
 ) -> Worker:
-    """Return a worker with the model loaded. Raises UserError when llama.cpp refuses it."""
+    """Return a worker with the model loaded. Raises UserError if llama.cpp refuses the model."""
     environment = {"LLAMA_ATTN_ROT_DISABLE": str(int(not rotates))}
     said = f"{interpreter.release} cannot load {gguf}"
     fields = {"model": str(gguf.absolute()), "context": arguments, "types": types, "threads": config.threads}

@@ -20,14 +20,14 @@ from stages.engines.llamacpp.library import GGUF, PROGRAM, Facts
 
 
 class LlamaCppEngine(ShowingEngine):
-    """Requests to llama.cpp, with what its state holds of them."""
+    """An engine that sends requests to llama.cpp and reads the cache from its saved state."""
 
     program = PROGRAM
     record = LlamaCppBundle
     _described: LlamaCppBundle
     _config: LlamaCppConfig
     reads_itself = True
-    """Keys and values are written before attention reads the cache, in prompts as well."""
+    """llama.cpp stores keys and values before attention, which reads only the cache, even for prompts."""
     logit_step = LOGIT_STEP["float16"]
 
     def __init__(self, bundle: Path, config: LlamaCppConfig) -> None:
@@ -36,7 +36,7 @@ class LlamaCppEngine(ShowingEngine):
         self._token_bytes = 0
 
     def corrupt_key_scale(self, factor: float) -> None:
-        """Let the state's keys be `factor` times what was stored, from then on: scales, or numbers without one."""
+        """Multiply stored keys by `factor` in all later requests: their scales, or the numbers if the type has no scale."""
         self._fault *= factor
 
     def _open(self) -> Worker:
@@ -46,7 +46,7 @@ class LlamaCppEngine(ShowingEngine):
         )
 
     def _check_fits(self, prompt: int, tokens: int) -> None:
-        """As the base class's, but for the last token, which the cache never holds."""
+        """Raise UserError if a request exceeds `n_ctx`. The last generated token is not counted: it is never stored."""
         super()._check_fits(prompt, tokens - 1)
 
     @contextmanager
@@ -55,7 +55,7 @@ class LlamaCppEngine(ShowingEngine):
             yield answers
 
     def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:
-        """What a token takes in the cache, as the state tells, in whole pages of the policy."""
+        """Return the memory in whole pages of the policy, using the bytes per token measured from llama.cpp's state."""
         if lengths and not self._token_bytes:
             self._token_bytes = self._call("facts", Facts).token_bytes
         claimed = super()._memory_of(lengths, blocks)
@@ -63,7 +63,7 @@ class LlamaCppEngine(ShowingEngine):
         return MemoryReport(pool, 0, 0, claimed.pages, claimed.live_tokens)
 
     def _copy(self, stored: Bytes, layer: int, side: Side, form: Format) -> StoredCopy:  # noqa: ARG002  (vLLM's scales are by layer)
-        """Split the bytes (n, H, W) into codes and scales: each block begins with its scale."""
+        """Split the stored bytes (n, H, W) into codes and scales. Each block begins with its scale."""
         part = stored.reshape(-1, self.shape.kv_heads, form.token_bytes(self.shape.head_dim)).swapaxes(0, 1)
         if form.exact:
             numbers = np.ascontiguousarray(part).view(np.float16)

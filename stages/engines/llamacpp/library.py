@@ -1,4 +1,4 @@
-"""llama.cpp's interpreter, and which policies its cache can hold: everything that can be refused before any work."""
+"""llama.cpp's interpreter, and the cache types for each supported policy. Unsupported policies are refused before any work."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,25 +17,25 @@ from stages.engines.llamacpp import worker
 from stages.engines.llamacpp.config import LlamaCppConfig
 
 READ = "0.3.36"
-"""The release of llama-cpp-python that the worker was read against."""
+"""The release of llama-cpp-python that the worker was checked against."""
 GGUF = "model.gguf"
 """Name of the model in a bundle."""
 LEAST_ROTATED = 64
-"""llama.cpp rotates heads of a multiple of so many channels, and values in blocks of so many."""
+"""llama.cpp rotates only if the head size is a multiple of this number of channels, and rotates values in blocks this long."""
 
 
 class Description(protocol.Description):
     """Answer to `describe`."""
 
     types: list[str]
-    """Types of numbers that the release knows."""
+    """ggml types that the release supports."""
 
 
 class Facts(StrictModel):
     """Answer to `facts`."""
 
     token_bytes: Annotated[int, Field(ge=1)]
-    """Of one token in the cache of all layers."""
+    """Bytes of one token in the cache of all layers."""
 
 
 PROGRAM = Program(
@@ -51,7 +51,7 @@ PROGRAM = Program(
 
 
 def cache_types(policy: KVPolicy, config: LlamaCppConfig, head_dim: int) -> dict[Side, str]:
-    """Return the types of llama.cpp's keys and values that a policy means. Raises UserError when there are none."""
+    """Return llama.cpp's types of keys and values for a policy. Raises UserError if llama.cpp does not support the policy."""
     reason = beyond_one_format(policy.model_copy(update={"value": policy.key}))
     forms = {Side.KEY: policy.key, Side.VALUE: policy.value}
     types = {side: form.code.llamacpp for side, form in forms.items()}
@@ -79,8 +79,8 @@ def cache_types(policy: KVPolicy, config: LlamaCppConfig, head_dim: int) -> dict
 def rotates(policy: KVPolicy, head_dim: int) -> bool:
     """Return whether quantized keys and values are rotated, as llama.cpp does unless LLAMA_ATTN_ROT_DISABLE is set.
 
-    Raises UserError for a rotation that is not its own: all that is quantized is rotated or none, keys in blocks of the largest
-    power of two that divides head_dim, values in blocks of 64.
+    Raises UserError for a rotation that llama.cpp does not perform. It rotates either all quantized sides or no side: keys in
+    blocks of the largest power of two that divides head_dim, values in blocks of 64.
     """
     own = {Side.KEY: head_dim & -head_dim, Side.VALUE: LEAST_ROTATED}
     sizes = {"hadamard": head_dim, "hadamard_64": LEAST_ROTATED}

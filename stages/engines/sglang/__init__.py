@@ -1,1 +1,1 @@
-"""backend=sglang: SGLang in an interpreter of its own."""
+"""backend=sglang: SGLang, run in another Python interpreter."""

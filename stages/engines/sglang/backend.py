@@ -1,4 +1,4 @@
-"""backend=sglang: SGLang in an interpreter of its own."""
+"""The backend class of backend=sglang."""
 
 from pipeline.artifacts.backend import Job
 from pipeline.core.errors import MissingRequirement
@@ -9,7 +9,7 @@ from stages.engines.sglang.config import SglangConfig
 
 
 class SglangBackend(InterpreterBackend):
-    """The checkpoint, and the arguments with which SGLang's server serves it."""
+    """A backend whose bundle is the checkpoint and the arguments of SGLang's server."""
 
     build_module = "stages.engines.sglang.build"
     engine_module = "stages.engines.sglang.engine"
@@ -17,7 +17,7 @@ class SglangBackend(InterpreterBackend):
     config: SglangConfig
 
     def check_inputs(self, job: Job) -> None:
-        """Refuse what SGLang's cache cannot hold, and a missing interpreter or GPU."""
+        """Refuse policies that SGLang's cache does not support, and a missing interpreter or GPU."""
         if not job.builds:
             return
         cache_dtype(job.policy, self.config)

@@ -1,4 +1,4 @@
-"""Builds a bundle of SGLang: the checkpoint, and the command that serves it; which policies its cache can hold, and as what."""
+"""Builds a bundle of SGLang (the checkpoint and its serving command), and maps policies to SGLang's cache types."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from stages.engines.sglang import worker
 from stages.engines.sglang.config import SglangConfig
 
 READ = "0.5.23"
-"""The release that the worker was read against."""
+"""The release that the worker was checked against."""
 PROGRAM = Program(
     "sglang",
     "SGLang",
@@ -37,7 +37,7 @@ COMMAND_FILE = "launch.txt"
 def build_bundle(
     checkpoint: Path, out: Path, config: SglangConfig, *, policy: KVPolicy, scales: Path, progress: Progress
 ) -> None:
-    """Write a bundle of a quantized checkpoint to the empty directory `out`; `scales` are all 1.0 or none."""
+    """Write a bundle of a quantized checkpoint to the empty directory `out`. All `scales`, if there are any, are 1.0."""
     interpreter, info, _ = begin_bundle(PROGRAM, config, checkpoint, out, policy, scales, progress)
     copy_checkpoint((*info.weight_files, *info.other_files), info.path, out / CHECKPOINT)
     arguments = server_args(config, cache_dtype(policy, config))
@@ -50,7 +50,7 @@ def build_bundle(
 
 
 def cache_dtype(policy: KVPolicy, config: SglangConfig) -> str:
-    """Return the type of SGLang's cache that holds a policy. Raises UserError when none does."""
+    """Return the type of SGLang's cache that stores a policy. Raises UserError if no type does."""
     key, reason = policy.key, beyond_one_format(policy)
     if reason is None and key.exact:
         if key.dtype == "fp16" or key.code.storage.torch == config.dtype:
@@ -63,6 +63,6 @@ def cache_dtype(policy: KVPolicy, config: SglangConfig) -> str:
 
 
 def server_args(config: SglangConfig, cache: str) -> dict[str, Any]:
-    """Return the arguments of serving, by the names of SGLang's ServerArgs, which are those of the configuration."""
+    """Return the arguments of serving. The configuration uses the names of SGLang's ServerArgs."""
     given = config.model_dump(exclude={"name", "python", "request_timeout_s"}, exclude_none=True)
     return {**given, "kv_cache_dtype": cache, "load_format": "safetensors", "trust_remote_code": False, "random_seed": 0}

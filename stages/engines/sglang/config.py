@@ -9,19 +9,19 @@ from stages.engines.interpreter.config import InterpreterConfig
 
 
 class SglangConfig(InterpreterConfig):
-    """SGLang: the arguments of its server, by their own names."""
+    """The arguments of SGLang's server, under their own names."""
 
     name: Literal["sglang"]
     length_key = "context_length"
     dtype: Literal["float16", "bfloat16"]
-    """Type of activations and of a cache that is not quantized."""
+    """Type of activations and of an unquantized cache."""
     context_length: Annotated[int, Field(ge=PAGE_TOKENS)]
-    """Most tokens of one sequence, prompt and answer together."""
+    """Maximum tokens per sequence, including prompt and answer."""
     max_running_requests: Annotated[int, Field(ge=1, le=4096)]
-    """Most sequences at once."""
+    """Maximum concurrent sequences."""
     chunked_prefill_size: Annotated[int, Field(ge=PAGE_TOKENS)]
-    """Tokens of a chunk of a longer prompt."""
+    """Tokens per prefill chunk."""
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)]
-    """Share of the memory for weights and cache."""
+    """Fraction of the memory for weights and cache."""
     attention_backend: str | None
-    """Kernels of attention by the release's own name; null is its choice."""
+    """SGLang's name of the attention kernels; null lets SGLang choose."""

@@ -12,7 +12,7 @@ from stages.engines.sglang.build import PROGRAM
 
 KEY_NORM = "self_attn.k_norm.weight"
 KEY_PROJECTION = ("self_attn.k_proj.weight", "self_attn.k_proj.bias")
-"""What scales a layer's keys: the norm's weight where there is one, else the projection's."""
+"""Parameters that scale a layer's keys: the key norm's weight if the model has key norms, otherwise the projection's."""
 EVALUATION = {
     "enable_custom_logit_processor": True,
     "disable_radix_cache": True,
@@ -20,12 +20,15 @@ EVALUATION = {
     "skip_tokenizer_init": True,
     "log_level": "error",
 }
-"""Arguments of an evaluation besides those of serving. No prompt comes from the cache, and no step is scheduled before the last
-one's tokens are known: a processor would see each token a step late."""
+"""Further server arguments of an evaluation. Prompts are not reused from the cache, and steps do not overlap, because a logits
+processor would see each token one step late."""
 
 
 class SglangEngine(RequestEngine):
-    """Requests to SGLang. A cache without scales stores the must-fail control's keys as a checkpoint gives them."""
+    """An engine that sends requests to SGLang.
+
+    Its cache has no scales, so the must-fail control loads a checkpoint that computes wrong keys.
+    """
 
     program = PROGRAM
 
@@ -49,7 +52,7 @@ class SglangEngine(RequestEngine):
 
 
 def write_faulted(checkpoint: Path, out: Path, factor: float) -> None:
-    """Write a checkpoint to the new directory `out` whose keys are `factor` times the right ones."""
+    """Write a copy of a checkpoint to the new directory `out` that computes keys multiplied by `factor`."""
     from safetensors.torch import load_file, save_file
 
     names = sorted(path.name for path in checkpoint.iterdir())

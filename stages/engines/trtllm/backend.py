@@ -1,4 +1,4 @@
-"""backend=trtllm: TensorRT-LLM in an interpreter of its own."""
+"""The backend class of backend=trtllm."""
 
 from pipeline.artifacts.backend import Artifacts, Job, Source
 from pipeline.core.kv import KVPolicy
@@ -9,7 +9,7 @@ from stages.engines.trtllm.library import JUDGED, PROGRAM, check_inputs, rank_ca
 
 
 class TrtllmBackend(InterpreterBackend):
-    """A checkpoint with pinned LLM arguments, or a TensorRT engine (release 1.2)."""
+    """A backend whose bundle is a checkpoint with pinned LLM arguments, or a TensorRT engine (release 1.2)."""
 
     build_module = "stages.engines.trtllm.build"
     engine_module = "stages.engines.trtllm.engine"
@@ -18,17 +18,17 @@ class TrtllmBackend(InterpreterBackend):
     config: TrtllmConfig
 
     def check_inputs(self, job: Job) -> None:
-        """Refuse what the target does not hold, a missing interpreter and missing GPUs."""
+        """Refuse configurations that the target does not support, a missing interpreter, and missing GPUs."""
         if job.builds:
             check_inputs(self.config, job)
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:
-        """Return ModelOpt's exports: both targets are made from them."""
+        """Return ModelOpt's exports, the input of both targets."""
         exports = artifacts.exports(policy)
         return Source(exports.path, exports.digest)
 
     def build_parts(self) -> dict[str, object]:
-        """Return how an evaluation's engine differs from the served one, and the GPUs for which an engine is built."""
+        """Return the inherited parts, how an evaluation differs from serving, and the GPUs' compute capabilities."""
         interpreter, ranks = probe(PROGRAM, self.config.python), self.config.tensor_parallel_size
         capabilities = rank_capabilities(interpreter, ranks) if self.config.target == "engine" else []
         return {**super().build_parts(), "judged": JUDGED[self.config.target], "compute_capabilities": capabilities}

@@ -24,30 +24,30 @@ from stages.engines.trtllm.library import PROGRAM, TARGETS, rank_capabilities, r
 
 STEPS = 3
 ENGINE = "engine"
-"""target=engine: folder with config.json and rank*.engine."""
+"""Folder of target=engine, with config.json and rank*.engine."""
 LLM_ARGS_FILE = "llm_args.yaml"
-"""target=pytorch: for `trtllm-serve BUNDLE/checkpoint --config BUNDLE/llm_args.yaml`."""
+"""File of target=pytorch, for `trtllm-serve BUNDLE/checkpoint --config BUNDLE/llm_args.yaml`."""
 
 
 class TrtllmBundle(ServedBundle):
-    """`bundle.json`, the same for both targets. `arguments` are the settings by TensorRT-LLM's own dotted keys."""
+    """`bundle.json` of both targets. `arguments` are the settings under TensorRT-LLM's own dotted keys."""
 
     target: Literal["engine", "pytorch"]
     gpus: list[str]
-    """Name and driver of its ranks' GPUs, those that the building machine had."""
+    """Name and driver of the building machine's GPUs, one per rank."""
     tensor_parallel_size: int
     max_input_len: int
     evaluated_with: dict[str, Any]
-    """LLM arguments of an evaluation. Target pytorch: the served arguments without speculation and overlap."""
+    """LLM arguments of an evaluation. For target=pytorch: the served arguments without speculation and overlap."""
     rewritten: dict[str, Any]
-    """The values of settings that TensorRT-LLM built otherwise; backend.allow_rewrites allowed each of them."""
+    """Settings that TensorRT-LLM changed -> the built value. `backend.allow_rewrites` allowed every change."""
     kv_scales: list[float]
-    """The scale of every layer's cache, which keys and values share: the larger of the two that were calibrated (engine), or
-    1.0 (pytorch, whose runtime does not read the checkpoint's scales)."""
+    """The cache's scale per layer, shared by keys and values. For target=engine it is the larger of the two calibrated
+    scales; for target=pytorch it is 1.0, because the runtime does not read the checkpoint's scales."""
 
 
 def build_bundle(exports: Path, out: Path, config: TrtllmConfig, *, policy: KVPolicy, scales: Path, progress: Progress) -> None:
-    """Write a bundle of ModelOpt's exports, as stage=quantize writes them with the quantized checkpoint, to the empty `out`."""
+    """Write a bundle of ModelOpt's exports to the empty directory `out`; stage=quantize writes the exports."""
     ranks, target = config.tensor_parallel_size, config.target
     export = exports / TARGETS[target].export
     if not export.is_dir():
@@ -74,7 +74,7 @@ def build_bundle(exports: Path, out: Path, config: TrtllmConfig, *, policy: KVPo
 
 
 def compile_engine(checkpoint: Path, out: Path, flags: settings.Settings, python: str, timeout_s: float) -> None:
-    """Run trtllm-build on a checkpoint. Raises UserError with TensorRT-LLM's last line of output when it fails."""
+    """Run trtllm-build on a checkpoint. Raises UserError with TensorRT-LLM's last line of output if the build fails."""
     ranks = checkpoints.read_config(checkpoint)["mapping"]["tp_size"]
     with Worker(PROGRAM, python, **rank_environment(1)) as worker:
         arguments = settings.build_flags(flags, str(checkpoint.absolute()), str(out.absolute()), ranks)
@@ -106,7 +106,7 @@ def _build_engine(export: Path, out: Path, config: TrtllmConfig, interpreter: In
 
 
 def _pin_llm_args(exports: Path, out: Path, config: TrtllmConfig, policy: KVPolicy, interpreter: Interpreter) -> dict[str, Any]:
-    """Write a checkpoint with the LLM arguments of serving, and return the fields of its bundle.json."""
+    """Write the served checkpoint and its LLM arguments; return the fields of its bundle.json."""
     source = out / CHECKPOINT
     quantization = {
         "quant_algo": _write_served(exports / TARGETS["pytorch"].export, exports / "checkpoint", source),
@@ -138,10 +138,10 @@ def _pin_llm_args(exports: Path, out: Path, config: TrtllmConfig, policy: KVPoli
 
 
 def _write_served(export: Path, plain: Path, out: Path) -> str | None:
-    """Write the checkpoint that is served to the new directory `out`, and return the algorithm of its weights.
+    """Write the served checkpoint to the new directory `out`, and return the quantization algorithm of its weights.
 
-    ModelOpt's export of 16-bit weights declares `quant_algo: null`, which TensorRT-LLM refuses. The checkpoint before the
-    export, `plain`, is served instead: the format of the cache is among the LLM arguments.
+    ModelOpt's export of 16-bit weights declares `quant_algo: null`, which TensorRT-LLM refuses. In that case the unexported
+    checkpoint `plain` is served; the LLM arguments set the cache's format.
     """
     declared = export / MODELOPT_FILE
     weights: str | None = read_json(export, MODELOPT_FILE)["quantization"]["quant_algo"] if declared.is_file() else None

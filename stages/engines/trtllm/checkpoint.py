@@ -1,7 +1,7 @@
-"""TensorRT-LLM's checkpoint of one rank, as ModelOpt exports it: split over ranks, and with the must-fail control's fault.
+"""Splits ModelOpt's export of a TensorRT-LLM checkpoint over ranks, and plants the must-fail control's fault in a copy.
 
-Names: transformer.layers.N.{attention.qkv, attention.dense, mlp.fc, mlp.gate, mlp.proj}.{weight, *scaling_factor}, where
-qkv is the rows of q, k and v below each other, fc is Hugging Face's gate_proj and gate its up_proj.
+Names: transformer.layers.N.{attention.qkv, attention.dense, mlp.fc, mlp.gate, mlp.proj}.{weight, *scaling_factor}. qkv stacks
+the rows of q, k and v. fc is Hugging Face's gate_proj, and gate is its up_proj.
 """
 
 import json
@@ -19,14 +19,14 @@ CONFIG_FILE = "config.json"
 KV_SCALE = ".kv_cache_scaling_factor"
 KV_RECIPROCAL = ".kv_cache_rcp_scaling_factor"
 KV_SIDES = (".k_cache_scaling_factor", ".v_cache_scaling_factor")
-"""Where a checkpoint has these two, TensorRT-LLM takes the larger as the scale; where it lacks the reciprocal, TensorRT-LLM
-computes it from the scale (tensorrt_llm/models/modeling_utils.py, preprocess_weights)."""
+"""Optional separate scales. TensorRT-LLM uses the larger one for both sides, and computes a missing reciprocal from the scale
+(tensorrt_llm/models/modeling_utils.py, preprocess_weights)."""
 
 BY_HEADS = ("attention.qkv.weight", "attention.qkv.bias")
 BY_ROWS = ("mlp.fc.weight", "mlp.gate.weight", "mlp.fc.bias", "mlp.gate.bias", "lm_head.weight")
 BY_COLUMNS = ("attention.dense.weight", "mlp.proj.weight")
 ADDED_ONCE = ("attention.dense.bias", "mlp.proj.bias")
-"""Biases that are added after the ranks' parts are summed: one rank has them, the others zeros."""
+"""Biases that are added once after the ranks' parts are summed: rank 0 has the bias, every other rank has zeros."""
 
 
 def read_config(checkpoint: Path) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def read_config(checkpoint: Path) -> dict[str, Any]:
 
 
 def write_checkpoint(source: Path, out: Path, ranks: int) -> None:
-    """Write `source`, ModelOpt's export for one rank, as a checkpoint for `ranks` ranks to the new directory `out`."""
+    """Split `source`, ModelOpt's export for one rank, over `ranks` ranks; write the result to the new directory `out`."""
     if ranks == 1:
         copy_checkpoint(sorted(path.name for path in source.iterdir()), source, out)
         return
@@ -51,10 +51,10 @@ def write_checkpoint(source: Path, out: Path, ranks: int) -> None:
 
 
 def shard(name: str, tensor: Tensor, config: dict[str, Any], rank: int, ranks: int) -> Tensor:
-    """Return a rank's part of a tensor; scales of a whole tensor and normalisations are the same on every rank.
+    """Return a rank's part of a tensor. Per-tensor scales and normalization weights are the same on every rank.
 
-    It works for floating-point and FP8 weights, whose scales are one number a tensor. For these the parts equal what ModelOpt
-    0.47 itself exports for several ranks, byte for byte.
+    Supports floating-point weights and FP8 weights with one scale per tensor. For these the parts equal ModelOpt 0.47's own
+    export for several ranks, byte for byte.
     """
     if name.endswith(ADDED_ONCE) and rank > 0:
         return torch.zeros_like(tensor)
@@ -71,18 +71,18 @@ def shard(name: str, tensor: Tensor, config: dict[str, Any], rank: int, ranks: i
 
 
 def kv_scales(checkpoint: Path) -> list[float]:
-    """Return the scale of every layer's cache, which keys and values share; empty when the cache is not quantized."""
+    """Return the cache's scale per layer, shared by keys and values; empty if the cache is not quantized."""
     tensors = load_file(checkpoint / "rank0.safetensors")
     scales = {name: tensor.item() for name, tensor in tensors.items() if name.endswith(KV_SCALE)}
     return [scales[name] for name in sorted(scales, key=lambda name: int(name.split(".")[2]))]
 
 
 def write_faulted(source: Path, out: Path, factor: float) -> None:
-    """Write the checkpoint with a scale of the cache that is `factor` times the right one to the new directory `out`.
+    """Write a copy of the checkpoint to the new directory `out`, with the cache's scales multiplied by `factor`.
 
-    The reciprocal, by which new keys and values are multiplied, stays right: the codes are right, and reading them is wrong.
-    The file must hold the reciprocal, since TensorRT-LLM would otherwise derive it from the wrong scale; and FP8 loses nothing
-    when writing and reading use the same wrong scale.
+    New keys and values are multiplied by the reciprocal, which stays correct, so codes are correct and only reading is wrong.
+    The file must contain the reciprocal: otherwise TensorRT-LLM derives it from the wrong scale, and FP8 loses nothing if
+    writing and reading use the same wrong scale.
     """
     out.mkdir()
     for path in sorted(source.iterdir()):

@@ -15,11 +15,11 @@ class Speculation(StrictModel):
     """Speculative decoding while serving; an evaluation decodes without it."""
 
     decoding_type: Literal["NGram", "Draft_Target", "Eagle3"]
-    """TensorRT-LLM's own name of the method."""
+    """The method's name in TensorRT-LLM."""
     max_draft_len: Annotated[int, Field(ge=1, le=64)]
-    """Most drafted tokens of a pass."""
+    """Maximum drafted tokens per forward pass."""
     speculative_model: PathText | None = None
-    """The draft model's directory, where the type has one."""
+    """The draft model's directory; null for NGram."""
 
     @model_validator(mode="after")
     def _has_its_model(self) -> Self:
@@ -30,49 +30,49 @@ class Speculation(StrictModel):
 
 
 class Serving(StrictModel):
-    """What `trtllm-serve` is told beyond the cache's format; only target=pytorch has it in its bundle."""
+    """Options of `trtllm-serve` other than the cache's format; only target=pytorch writes them to its bundle."""
 
     enable_block_reuse: bool
-    """Whether prompts share the blocks of equal beginnings."""
+    """Whether prompts share the blocks of equal prefixes."""
     host_cache_gib: Annotated[float, Field(ge=0, le=4096)]
-    """Host memory for blocks that were pushed out of the GPU; 0 is none."""
+    """Host memory in GiB for blocks that are offloaded from the GPU; 0 disables offloading."""
     free_gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)]
-    """Fraction of the GPU memory that is free after loading the weights, which the cache may take."""
+    """Fraction of the free GPU memory, after loading the weights, that the cache may use."""
     attention_windows: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, strict=False)] | None
-    """Tokens that a layer attends to, repeated over the layers; null is all."""
+    """Attention window in tokens, by layer, repeated over the layers; null means full attention."""
     speculation: Speculation | None
 
 
 class TrtllmConfig(InterpreterConfig):
-    """TensorRT-LLM."""
+    """Configuration of backend=trtllm."""
 
     name: Literal["trtllm"]
     length_key = "max_seq_len"
     takes_quantized = True
     finer = ("fp8", "int8_tensor")
     target: Literal["engine", "pytorch"]
-    """pytorch: the checkpoint and LLM arguments for `trtllm-serve`; engine: a TensorRT engine, which release 1.2 builds."""
+    """pytorch: the checkpoint and LLM arguments for `trtllm-serve`. engine: a TensorRT engine, which release 1.2 builds."""
     build_timeout_s: Annotated[int, Field(ge=1)]
-    """Seconds that a build may take."""
+    """Time limit of a build in seconds."""
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)]
-    """GPUs that share the model."""
+    """Number of GPUs that the model is split over."""
     max_batch_size: Annotated[int, Field(ge=1, le=4096)]
-    """Most sequences at once."""
+    """Maximum concurrent sequences."""
     max_input_len: Annotated[int, Field(ge=1)]
-    """Most tokens of a prompt."""
+    """Maximum tokens per prompt."""
     max_seq_len: Annotated[int, Field(ge=2)]
-    """Most tokens of one sequence, prompt and answer together."""
+    """Maximum tokens per sequence, including prompt and answer."""
     max_num_tokens: Annotated[int, Field(ge=1)]
-    """Most tokens that one step processes, over all its sequences."""
+    """Maximum tokens per step, over all sequences."""
     paged_context_fmha: Switch
-    """Whether prompts attend through the paged cache, which block reuse and chunked prompts need. auto: where TensorRT-LLM
-    keeps it."""
+    """Whether attention of prompts reads the paged cache, which block reuse and chunked prompts need. auto: enabled for
+    the weights and caches for which TensorRT-LLM keeps it enabled."""
     fp8_context_fmha: Switch
-    """Whether prompts attend in FP8. auto: where TensorRT-LLM keeps it."""
+    """Whether attention of prompts computes in FP8. auto: as for `paged_context_fmha`."""
     gather_context_logits: bool
-    """Whether the engine puts out the logits of whole prompts; an evaluation needs none."""
+    """Whether the engine returns the logits of whole prompts. An evaluation does not need them."""
     allow_rewrites: Annotated[tuple[str, ...], Field(strict=False)]
-    """Keys in which the built engine may differ from what was asked; any other difference is an error."""
+    """Settings that TensorRT-LLM may change while building; any other change is an error."""
     serving: Serving
 
     @model_validator(mode="after")
@@ -81,7 +81,7 @@ class TrtllmConfig(InterpreterConfig):
             raise ValueError(f"max_input_len={self.max_input_len}: must be below max_seq_len={self.max_seq_len}")
         if self.max_input_len > self.max_num_tokens:
             raise ValueError(f"max_num_tokens={self.max_num_tokens}: must hold a prompt of max_input_len={self.max_input_len}")
-        # TensorRT-LLM builds with the bound instead, without an error (tensorrt_llm/builder.py).
+        # TensorRT-LLM would silently clamp the value to this range (tensorrt_llm/builder.py).
         largest = self.max_batch_size * self.max_seq_len
         if not PAGE_TOKENS <= self.max_num_tokens <= largest:
             raise ValueError(

@@ -16,7 +16,7 @@ from stages.engines.trtllm.library import PROGRAM, rank_capabilities, rank_envir
 
 
 class TrtllmEngine(RequestEngine):
-    """Requests to TensorRT-LLM."""
+    """An engine that sends requests to TensorRT-LLM."""
 
     program = PROGRAM
     record = TrtllmBundle
@@ -35,7 +35,7 @@ class TrtllmEngine(RequestEngine):
         require_gpus(self._interpreter, ranks, "running an engine")
 
     def delivery(self) -> list[LayerDelivery]:
-        """Return, by layer, the calibrated scales and those that TensorRT-LLM reads its cache with, as the bundle says."""
+        """Return, by layer, the calibrated scales and the scales in the bundle, which TensorRT-LLM uses to read its cache."""
         carried = [{side: scales.scale for side, scales in layer.items()} for layer in self._scales.layers]
         used = self._described.kv_scales or [1.0] * len(carried)
         return [
@@ -43,9 +43,9 @@ class TrtllmEngine(RequestEngine):
         ]
 
     def corrupt_key_scale(self, factor: float) -> None:
-        """Let the cache be read with `factor` times the right scale, from the next request on; the codes stay right.
+        """Multiply the scale that reads the cache by `factor`, from the next request on; the codes stay correct.
 
-        Keys and values share the scale, so values are read wrong as well. For target=engine a second engine is built.
+        Keys and values share the scale, so values are read wrong, too. For target=engine a second engine is built.
         """
         if not self.policy.quantized:
             raise UserError(f"kv={self.policy.name}: the cache has no scale to corrupt, so backend=trtllm cannot judge it")
@@ -67,7 +67,7 @@ class TrtllmEngine(RequestEngine):
         )  # fmt: skip
 
     def _engine(self) -> Path:
-        """The engine's directory. With a fault, a second engine is built for it."""
+        """Return the engine's directory. With a planted fault, build a second engine from a faulted checkpoint."""
         if self._fault == 1.0:
             return self._bundle / ENGINE
         faulted, prefix = self._checkpoint(write_faulted), "build_config."

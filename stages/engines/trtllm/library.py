@@ -1,4 +1,4 @@
-"""TensorRT-LLM's interpreter and GPUs, and the limits of its two targets: everything that can be refused before any work."""
+"""TensorRT-LLM's interpreter and GPUs, and the limits of its two targets. Unsupported configurations are refused early."""
 
 import json
 import re
@@ -24,7 +24,7 @@ PROGRAM = Program(
     "trtllm",
     "TensorRT-LLM",
     Path(worker.__file__).with_name("kvgate_worker.py"),
-    # PyPI itself has only a stub.
+    # PyPI itself has only a stub package.
     "run kvgate in the container nvcr.io/nvidia/tensorrt-llm/release:1.2.1 with backend.python=python3, or give the python of "
     "an environment of Python 3.10 or 3.12 with pip install tensorrt-llm==1.2.1 --extra-index-url https://pypi.nvidia.com as "
     "backend.python=PATH",
@@ -35,25 +35,25 @@ PROGRAM = Program(
     read=("1.2", "1.3", "1.4"),
     oldest=(1, 2),
     package="tensorrt_llm",
-    # A worker is an MPI world of its own: with the variables of a job's launcher, MPI would join the job or fail to start.
+    # A worker starts its own MPI world. If it inherited a job launcher's variables, MPI would join the job or fail to start.
     hidden=("OMPI_", "PMI_", "PMIX_", "SLURM_", "I_MPI_", "HYDRA_"),
 )  # fmt: skip
-"""The releases were read from their sources (tests/contract/facts)."""
+"""TensorRT-LLM's worker. It was checked against the sources of the listed releases (tests/contract/facts)."""
 
 
 def rank_environment(ranks: int) -> dict[str, str]:
-    """Return a worker's variables for a model on so many GPUs.
+    """Return a worker's environment variables for a model on `ranks` GPUs.
 
-    A single rank runs in the worker itself, where it returns logits fastest and where the must-fail control of
-    target=pytorch reaches its layers; several ranks get processes of their own.
+    A single rank runs inside the worker: logits return fastest, and the must-fail control of target=pytorch can reach its
+    layers. Several ranks run in separate processes.
     """
     return {"TLLM_WORKER_USE_SINGLE_PROCESS": "1"} if ranks == 1 else {}
 
 
 def rank_capabilities(interpreter: Interpreter, ranks: int) -> list[str]:
-    """Return the compute capability of the GPUs that `ranks` ranks run on: one, or none without a GPU.
+    """Return the compute capability of the GPUs of `ranks` ranks, as a list of one item; empty without a GPU.
 
-    Raises UserError when the GPUs differ.
+    Raises UserError if the GPUs differ.
     """
     capabilities = [device.compute_cap for device in interpreter.devices[:ranks]]
     if len(set(capabilities)) > 1:
@@ -65,7 +65,7 @@ def rank_capabilities(interpreter: Interpreter, ranks: int) -> list[str]:
 
 
 def require_gpus(interpreter: Interpreter, count: int, purpose: str) -> None:
-    """Raise MissingRequirement unless the interpreter sees `count` GPUs. `purpose`: "running an engine", say."""
+    """Raise MissingRequirement if the interpreter sees fewer than `count` GPUs. `purpose`: for example "running an engine"."""
     if len(interpreter.devices) < count:
         raise MissingRequirement(
             f"backend.tensor_parallel_size={count}: {purpose} with TensorRT-LLM {interpreter.release} needs {count} NVIDIA "
@@ -76,7 +76,7 @@ def require_gpus(interpreter: Interpreter, count: int, purpose: str) -> None:
 
 TargetName = Literal["engine", "pytorch"]
 FP8_SM = 89
-"""TensorRT-LLM computes in FP8 from SM 8.9 on: neither FP8 caches nor FP8 weights run on older GPUs."""
+"""First SM version on which TensorRT-LLM supports FP8 caches and FP8 weights (8.9)."""
 ENGINE_RELEASES = re.compile(r"1\.2(\..*)?|1\.3\.0rc(\d|1\d|20)(\D.*)?")
 ENGINES = "1.2 (1.2.1 is the last that builds engines, but for candidates of 1.3 up to 1.3.0rc20)"
 NO_INTEGERS_SM = range(100, 120)
@@ -92,13 +92,13 @@ READ_BY: dict[TargetName, dict[str, Any]] = {
         "serving.speculation": None,
     },
 }
-"""Keys of `backend` that one target alone reads, with their values when they are not set (conf/backend/trtllm.yaml)."""
+"""Keys of `backend` that only one target reads, with their default values (conf/backend/trtllm.yaml)."""
 
 JUDGED: dict[TargetName, str] = {
     "engine": "no block reuse: the engine computes prompts in one way, with and without",
     "pytorch": "block reuse as served, with a cache_salt for each request; no speculation",
 }
-"""How an evaluation runs what is served, for the report."""
+"""How an evaluation differs from serving, as text for the report."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +106,14 @@ class Target:
     """One way to deploy with TensorRT-LLM."""
 
     export: str
-    """The folder of the quantized checkpoint that it is made from."""
+    """Name of the ModelOpt export that the target is built from."""
     caches: tuple[str, ...]
-    """Algorithms of a quantized cache; each has one scale a layer."""
+    """Supported algorithms of a quantized cache; each has one scale per layer."""
     weights: tuple[WeightsFormat, ...]
     sharded_weights: tuple[WeightsFormat, ...]
-    """Weights that are split over several GPUs."""
+    """Weights formats that can be split over several GPUs."""
     choices: str
-    """The policies that it can hold, as text for a message."""
+    """Supported policies, as text for a message."""
 
 
 TARGETS: dict[TargetName, Target] = {
@@ -138,8 +138,8 @@ def check_inputs(config: TrtllmConfig, job: Job) -> None:
     """Refuse a configuration that TensorRT-LLM cannot build or run, before any artifact is made.
 
     Raises:
-        UserError: naming the key that neither target, or the installed one, can hold.
-        MissingRequirement: naming the interpreter or the GPU that is not here.
+        UserError: The target does not support a key's value; the message names the key.
+        MissingRequirement: The interpreter or a GPU is missing.
     """
     refuse_other_attention(job.checkpoint, "backend=trtllm was not shown to keep to that")
     ranks = config.tensor_parallel_size
@@ -160,7 +160,7 @@ def check_inputs(config: TrtllmConfig, job: Job) -> None:
 
 
 def check_judging(name: TargetName, config: TrtllmConfig, policy: KVPolicy, interpreter: Interpreter) -> None:
-    """Refuse what can be built and not evaluated here. Raises UserError and MissingRequirement as check_inputs."""
+    """Refuse a configuration that can be built but not evaluated. Raises UserError and MissingRequirement as check_inputs."""
     require_gpus(interpreter, config.tensor_parallel_size, "running an engine")
     if not policy.quantized:
         raise UserError(
@@ -175,7 +175,7 @@ def check_judging(name: TargetName, config: TrtllmConfig, policy: KVPolicy, inte
 
 
 def require_target(target: TargetName, installed: Interpreter) -> None:
-    """Raise MissingRequirement if the release does not have the target."""
+    """Raise MissingRequirement if the release does not support the target."""
     if target == "engine" and ENGINE_RELEASES.fullmatch(installed.release) is None:
         raise MissingRequirement(
             f"backend.python={installed.python}: has TensorRT-LLM {installed.release}, backend.target=engine needs {ENGINES}; "
@@ -184,7 +184,7 @@ def require_target(target: TargetName, installed: Interpreter) -> None:
 
 
 def read_llm_args(interpreter: Interpreter, config: TrtllmConfig, model: Path, *arguments: settings.Settings) -> list[Pinned]:
-    """Return sets of LLM arguments as the release reads them. Raises UserError if the release refuses them."""
+    """Return each set of LLM arguments as the release reads it. Raises UserError if the release refuses a set."""
     ask = partial(Worker.call, op="validate", timeout_s=config.build_timeout_s, key="backend.build_timeout_s", answer=Pinned)
     with Worker(PROGRAM, interpreter.python, **rank_environment(1)) as worker:
         try:
@@ -198,7 +198,7 @@ def read_llm_args(interpreter: Interpreter, config: TrtllmConfig, model: Path, *
 
 
 def refuse(name: TargetName, policy: KVPolicy, weights: WeightsFormat, info: CheckpointInfo, ranks: int) -> str | None:
-    """Return why the target cannot hold this, with key, value and fix; None when it can."""
+    """Return why the target does not support this combination, with key, value and fix; None if it does."""
     target = TARGETS[name]
     reason = export_refusal(policy, target.caches)
     if reason is not None:
@@ -234,7 +234,7 @@ def _refuse_split(target: Target, weights: WeightsFormat, info: CheckpointInfo, 
 
 
 def refuse_unread(name: TargetName, backend: TrtllmConfig) -> str | None:
-    """Return why a key that only the other target reads cannot be set; None when none is."""
+    """Return a refusal if a key that only the other target reads is set; otherwise None."""
     other: TargetName = "pytorch" if name == "engine" else "engine"
     settings = backend.model_dump(mode="json")
     for key, unset in READ_BY[other].items():
@@ -250,7 +250,7 @@ def refuse_unread(name: TargetName, backend: TrtllmConfig) -> str | None:
 
 
 def refuse_integers(policy: KVPolicy, weights: WeightsFormat, interpreter: Interpreter, ranks: int) -> None:
-    """Raise UserError for an integer cache or weights on a GPU for which TensorRT-LLM builds none."""
+    """Raise UserError for an integer cache or integer weights on a GPU for which TensorRT-LLM does not build them."""
     for device in interpreter.devices[:ranks]:
         gpu, capability = device.name, device.compute_cap
         if int(capability.replace(".", "")) not in NO_INTEGERS_SM:
@@ -264,7 +264,7 @@ def refuse_integers(policy: KVPolicy, weights: WeightsFormat, interpreter: Inter
 
 
 def refuse_fp8(policy: KVPolicy, weights: WeightsFormat, interpreter: Interpreter, ranks: int) -> None:
-    """Raise UserError for an FP8 cache or FP8 weights on a GPU that does not compute in FP8."""
+    """Raise UserError for an FP8 cache or FP8 weights on a GPU without FP8."""
     for device in interpreter.devices[:ranks]:
         if int(device.compute_cap.replace(".", "")) >= FP8_SM:
             continue

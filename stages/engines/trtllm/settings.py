@@ -1,4 +1,4 @@
-"""TensorRT-LLM's settings in its own keys, flags of trtllm-build and LLM arguments, and the check that it kept to them."""
+"""TensorRT-LLM's settings as build flags and LLM arguments, and the check that TensorRT-LLM did not change them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -9,18 +9,18 @@ from stages.engines.trtllm.config import TrtllmConfig
 
 LOGITS_DTYPE = "float32"
 FP8_ATTENTION_WEIGHTS = ("FP8", "W4A8_AWQ", "NVFP4")
-"""Weights with which TensorRT-LLM computes the attention of prompts in FP8."""
+"""Quantization algorithms of weights for which TensorRT-LLM computes attention of prompts in FP8."""
 NGRAM = 4
-"""Most tokens of a pattern that speculation by NGram looks up; early releases have no default."""
+"""Maximum pattern length in tokens for NGram speculation; early releases have no default."""
 SIZES = {"max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens"}
-"""Keys of the configuration that trtllm-build and LLM arguments have by the same names."""
+"""Keys of the configuration with the same name in trtllm-build and in the LLM arguments."""
 Settings = dict[str, Any]
 Difference = tuple[str, Any, Any]
-"""Key, the value that was asked for, the value that was built."""
+"""Key, requested value, built value."""
 
 
 def engine_settings(options: TrtllmConfig, quantization: Mapping[str, Any]) -> Settings:
-    """Return trtllm-build's settings, by the keys of the engine's config.json below build_config (plugin_config.* included)."""
+    """Return trtllm-build's settings, keyed as in build_config of the engine's config.json (including plugin_config.*)."""
     weights, cache = quantization.get("quant_algo"), quantization.get("kv_cache_quant_algo")
     fp8_attention = weights in FP8_ATTENTION_WEIGHTS and cache == "FP8"
     paged = cache is None or fp8_attention
@@ -40,7 +40,7 @@ def engine_settings(options: TrtllmConfig, quantization: Mapping[str, Any]) -> S
 
 
 def build_flags(settings: Settings, checkpoint: str, out: str, ranks: int) -> list[str]:
-    """Return the arguments of trtllm-build."""
+    """Return the command-line arguments of trtllm-build."""
     flags = ["--checkpoint_dir", checkpoint, "--output_dir", out, "--workers", str(ranks), "--logits_dtype", LOGITS_DTYPE]
     for key, value in settings.items():
         name = f"--{key.removeprefix('plugin_config.')}"
@@ -54,7 +54,7 @@ def build_flags(settings: Settings, checkpoint: str, out: str, ranks: int) -> li
 
 
 def expected_config(settings: Settings, checkpoint: Mapping[str, Any], release: str) -> Settings:
-    """Return what the engine's config.json must contain, by its keys. `auto` leaves the choice to TensorRT-LLM."""
+    """Return the values that the engine's config.json must contain. Settings of `auto` are omitted: TensorRT-LLM chooses."""
     build_config = {f"build_config.{key}": value for key, value in settings.items() if value != "auto"}
     return {
         "version": release,
@@ -69,7 +69,7 @@ def expected_config(settings: Settings, checkpoint: Mapping[str, Any], release: 
 
 
 def llm_args(options: TrtllmConfig, policy: KVPolicy) -> Settings:
-    """Return the LLM arguments of serving, as `trtllm-serve MODEL --config FILE` takes them."""
+    """Return the LLM arguments of serving, for `trtllm-serve MODEL --config FILE`."""
     serving = options.serving
     cache: Settings = {
         "dtype": "fp8" if policy.quantized else "auto",
@@ -95,24 +95,24 @@ def llm_args(options: TrtllmConfig, policy: KVPolicy) -> Settings:
 
 
 def evaluation_of_engine(options: TrtllmConfig) -> Settings:
-    """Return the LLM arguments of evaluating an engine: no prompt comes from the cache."""
+    """Return the LLM arguments of evaluating an engine: without block reuse."""
     cache = {"enable_block_reuse": False, "free_gpu_memory_fraction": options.serving.free_gpu_memory_fraction}
     return {"skip_tokenizer_init": True, "tensor_parallel_size": options.tensor_parallel_size, "kv_cache_config": cache}
 
 
 def evaluation_of_served(serving: Settings) -> Settings:
-    """Return the LLM arguments of evaluating what is served with `serving`.
+    """Return the LLM arguments of evaluating a checkpoint that is served with `serving`.
 
-    Block reuse stays as it is served: it decides by which kernel, and in which type, prompts are computed. Each request has a
-    salt of its own, so that none finds another's blocks. There is no speculation and no overlap, with which a logits processor
-    would see each token a step late.
+    Block reuse stays enabled if it is enabled in serving, because it selects the kernel and the data type for prompts. Each
+    request has its own salt, so no request reuses another's blocks. Speculation and overlap are disabled because a logits
+    processor would see each token one step late.
     """
     kept = {key: value for key, value in serving.items() if key != "speculative_config"}
     return {**kept, "skip_tokenizer_init": True, "disable_overlap_scheduler": True}
 
 
 def differences(expected: Settings, built: Mapping[str, Any]) -> list[Difference]:
-    """Return the settings that were built otherwise; a missing key counts as null. Strings are compared without their case."""
+    """Return the settings that differ in `built`. A missing key counts as null. Strings are compared case-insensitively."""
     rewritten = []
     for key, value in expected.items():
         actual: Any = built
@@ -125,7 +125,7 @@ def differences(expected: Settings, built: Mapping[str, Any]) -> list[Difference
 
 
 def refuse_rewrites(rewritten: Iterable[Difference], allowed: Sequence[str]) -> None:
-    """Raise UserError that lists every difference whose key (or its last part) is not allowed."""
+    """Raise UserError with every difference whose key (or its last part) is not allowed."""
     refused = [difference for difference in rewritten if not {difference[0], difference[0].rpartition(".")[2]} & set(allowed)]
     if refused:
         listed = "; ".join(f"{key} was asked as {value} and is {built}" for key, value, built in refused)

@@ -1,1 +1,1 @@
-"""backend=vllm: vLLM in an interpreter of its own."""
+"""backend=vllm: vLLM, run in another Python interpreter."""

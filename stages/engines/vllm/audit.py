@@ -1,7 +1,7 @@
-"""The scales that a checkpoint carries, and the scales that vLLM 0.32 and 0.33 would use, from headers and scale tensors alone.
+"""The scales that a checkpoint contains, and the scales that vLLM 0.32 and 0.33 would use; only scale tensors are loaded.
 
-Source: vLLM's model_executor/layers/quantization. base_config.py and fp8.py have the names that vLLM reads; kv_cache.py and
-compressed_tensors.py have the numbers that vLLM uses. vLLM skips any other name without a word.
+Source: vLLM's model_executor/layers/quantization. base_config.py and fp8.py define the tensor names that vLLM reads;
+kv_cache.py and compressed_tensors.py define the values that vLLM uses. vLLM silently skips any other name.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  numpy knows bfloat16 by it
+import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 from safetensors import SafetensorError, safe_open
 
 from pipeline.artifacts.backend import Audit
@@ -22,30 +22,30 @@ from pipeline.core.records import LayerDelivery
 from pipeline.planning.shapes import ModelShape, read_model
 
 RELEASES = ("0.32", "0.33")
-"""Releases whose rules these are: tests/contract/facts/vllm.json has digests of vLLM's functions."""
+"""Releases that follow the rules below; tests/contract/facts/vllm.json records the digests of vLLM's functions."""
 SIDES = {"k": (Side.KEY,), "v": (Side.VALUE,), "kv": (Side.KEY, Side.VALUE)}
 SCALE = re.compile(
     r"(?!.*(?:vision|visual))(?:.*\.)?layers\.(\d+)\.((?:.*\.)?(?:(kv|k|v)(?:_cache\.|_)scale|([kv])_proj\.output_scale))"
 )
-"""Names of scales as exporters write them: the layer, the name within, and the letter that says whose they are."""
+"""Names of scale tensors as exporters write them. Groups: layer, name within the layer, and k, v or kv."""
 READ = re.compile(
     r"self_attn\.(?:(?:attn|[kv]_proj|qkv_proj|qkqkv_proj)\.)?[kv]_scale|self_attn\.[kv]_cache\.scale|self_attn\.kv_scale"
 )
-"""Names within a layer that vLLM reads."""
+"""Names within a layer that vLLM reads for every quantization method."""
 OUTPUT = re.compile(r"self_attn\.[kv]_proj\.output_scale")
-"""A name that vLLM reads as well where the weights are FP8 or Quark's."""
+"""Further names that vLLM reads if the weights are quantized with `fp8` or `quark`."""
 SEPARATE, PAIRED = ("compressed-tensors",), ("modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed", "fp8", "quark")
-"""Quantization methods by the value of a missing scale: 1.0; or the other scale of the layer's pair."""
+"""Quantization methods, by the value vLLM uses for a missing scale: 1.0, or the layer's other scale."""
 MOST_NUMBERS = 1 << 18
-"""A tensor of scales has at most so many numbers."""
+"""Maximum number of elements in a tensor of scales."""
 Scales = dict[Side, tuple[float, ...]]
 
 
 def audit(path: Path) -> Audit:
-    """Return the scales of every layer of a checkpoint: those that it carries, and those that vLLM would use.
+    """Return each layer's scales twice: as the checkpoint contains them, and as vLLM would use them.
 
     Raises:
-        UserError: naming `model.path`, what cannot be read, and what to do.
+        UserError: The checkpoint cannot be read.
     """
     if not path.is_dir():
         raise refusal(path, "is no directory of a Hugging Face checkpoint, which vLLM loads; give one")
@@ -65,7 +65,7 @@ def audit(path: Path) -> Audit:
             if listed is not None and file.name not in listed:
                 problems.append(f"{name}: is in {file.name}, which {INDEX} does not name")
             elif READ.fullmatch(within) or (method in ("fp8", "quark") and OUTPUT.fullmatch(within)):
-                found[layer][SIDES[letter][0]] = values  # one for both is read as the keys'
+                found[layer][SIDES[letter][0]] = values  # vLLM reads a shared scale as the keys' scale
             else:
                 problems.append(f"{name}: is no name that it reads")
     used = [_used(number, scales, method, scheme, model, problems) for number, scales in enumerate(found)]
@@ -74,7 +74,7 @@ def audit(path: Path) -> Audit:
 
 
 def _declared(path: Path) -> tuple[str, Mapping[str, Any], list[str]]:
-    """Return the method that a checkpoint declares, its scheme of the cache, and why vLLM refuses it."""
+    """Return a checkpoint's quantization method, its `kv_cache_scheme`, and the reasons why vLLM refuses it."""
     config = read_json(path, "config.json")
     declared = config.get("quantization_config")
     if declared is None and (path / "hf_quant_config.json").is_file():
@@ -102,7 +102,7 @@ def _declared(path: Path) -> tuple[str, Mapping[str, Any], list[str]]:
 
 
 def _scales(path: Path, file: str) -> Iterator[tuple[str, int, str, str, tuple[float, ...]]]:
-    """Yield of each scale in a file its name, layer, name within the layer, letter and values."""
+    """Yield (name, layer, name within the layer, letter, values) for each tensor of scales in a file."""
     try:
         with safe_open(path / file, framework="numpy") as stored:
             for name, match in ((name, SCALE.fullmatch(name)) for name in stored.keys()):  # noqa: SIM118  (not a mapping)
@@ -120,7 +120,7 @@ def _scales(path: Path, file: str) -> Iterator[tuple[str, int, str, str, tuple[f
 
 
 def _used(layer: int, found: Scales, method: str, scheme: Mapping[str, Any], model: ModelShape, problems: list[str]) -> Scales:
-    """Return what vLLM makes of a layer's scales; adds to the problems what it ends with an error on."""
+    """Return the scales that vLLM would use for a layer. Append scales that make vLLM fail to `problems`."""
     count = model.kv.kv_heads if method in SEPARATE and scheme.get("strategy") == "attn_head" else 1
     default = (1.0,) * count
     for side, values in found.items():

@@ -1,4 +1,4 @@
-"""backend=vllm: vLLM in an interpreter of its own."""
+"""The backend class of backend=vllm."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from stages.engines.vllm.library import (
 
 
 class VllmBackend(InterpreterBackend):
-    """The checkpoint with its scales, and the engine arguments with which `vllm serve` serves it."""
+    """A backend whose bundle is the checkpoint with its scales and the engine arguments of `vllm serve`."""
 
     build_module = "stages.engines.vllm.build"
     engine_module = "stages.engines.vllm.engine"
@@ -29,20 +29,20 @@ class VllmBackend(InterpreterBackend):
 
     @property
     def compute_dtype(self) -> str | None:
-        """That of the configuration on a CPU; None where GPU kernels quantize queries and accumulate as they see fit."""
+        """`backend.dtype` on a CPU. None on a GPU, where vLLM's kernels choose how they quantize queries and accumulate."""
         return self.config.dtype if on_cpu(probe(PROGRAM, self.config.python)) else None
 
     @property
     def measures_rounding(self) -> bool:
-        """Its kernels' order of sums is its own, so that four units in the last place of 16 bits would say too little."""
+        """True for 16-bit activations: vLLM's kernels choose the order of sums, so a fixed bound of four ulps is too tight."""
         return self.config.dtype != "float32"
 
     def check_inputs(self, job: Job) -> None:
-        """Refuse what vLLM's cache cannot hold, a missing interpreter, and what its release or this machine lacks."""
+        """Refuse policies that vLLM's cache, its release or this machine does not support, and a missing interpreter."""
         if not job.builds:
             return
         config, checkpoint = self.config, job.checkpoint
-        dtype = cache_dtype(job.policy, config)  # refuses a policy before the interpreter is asked
+        dtype = cache_dtype(job.policy, config)  # refuses a policy without starting the interpreter
         check_boundaries(job.policy, dtype, checkpoint.shape.layers)
         self._check_checkpoint(job, ", or judge quantized weights with backend=trtllm")
         if checkpoint.quantized is not None:
@@ -54,13 +54,13 @@ class VllmBackend(InterpreterBackend):
             check_judging(config, interpreter)
 
     def audit(self, path: Path) -> Audit:
-        """Return what the release that kvgate reads would load, which is not asked: it need not be installed."""
+        """Return the scales that vLLM would load, computed from its rules; vLLM need not be installed."""
         from stages.engines.vllm.audit import audit
 
         return audit(path)
 
     def build_parts(self) -> dict[str, object]:
-        """Return the platform as well, since arguments are resolved for it."""
+        """Return the inherited parts and the platform, for which vLLM resolves its arguments."""
         return {**super().build_parts(), "platform": probe(PROGRAM, self.config.python).description.platform}
 
 

@@ -16,18 +16,18 @@ from stages.engines.vllm.library import PROGRAM, cache_dtype, skipped_layers
 
 STEPS = 2
 NOT_VLLMS = ("threads", "kv_cache_gib")
-"""Keys of the configuration that are no engine arguments, or by other names."""
+"""Keys of the configuration that are not engine arguments, or have another name there."""
 ENGINE_ARGS_FILE = "engine_args.yaml"
-"""For `vllm serve BUNDLE/checkpoint --config BUNDLE/engine_args.yaml`."""
+"""File for `vllm serve BUNDLE/checkpoint --config BUNDLE/engine_args.yaml`."""
 
 
 class VllmBundle(ServedBundle):
     """`bundle.json`."""
 
     platform: str
-    """cpu or cuda."""
+    """vLLM's platform: cpu or cuda."""
     resolved: dict[str, Any]
-    """What vLLM makes of the arguments for this model, as far as that is looked at."""
+    """The checked arguments, as vLLM resolves them for this model."""
     kv_scales_in_checkpoint: bool
 
 
@@ -53,7 +53,7 @@ def build_bundle(
 
 
 def engine_args(config: VllmConfig, cache_dtype: str, skipped: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the engine arguments of serving, by the names of vLLM's EngineArgs."""
+    """Return the engine arguments for serving, under the names of vLLM's EngineArgs."""
     given = config.model_dump(exclude={*NOT_VLLMS, *InterpreterConfig.model_fields})
     step_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
     fixed = {"kv_cache_dtype": cache_dtype, "trust_remote_code": False, "load_format": "safetensors", "seed": 0}

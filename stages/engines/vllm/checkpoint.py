@@ -1,7 +1,7 @@
-"""The checkpoint that vLLM loads: the weights as they are, with the cache's scales as compressed-tensors declares them.
+"""The checkpoint that vLLM loads: unchanged weights, and the cache's scales in the format of compressed-tensors.
 
-The scales are tensors `model.layers.N.self_attn.{k,v}_scale` (float32; one number, or one a KV head) in a file of their own,
-and config.json says so. vLLM reads scale 1.0, without a word, in the place of a scale that no file of the index has.
+The scales are tensors `model.layers.N.self_attn.{k,v}_scale` (float32; one number, or one per KV head) in a separate file,
+declared in config.json. If the index names no file for a scale, vLLM silently uses 1.0.
 """
 
 import json
@@ -22,22 +22,22 @@ from stages.engines.interpreter.bundle import copy_checkpoint
 
 CONFIG = "config.json"
 CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
-"""Keys of a quantization_config that are about the cache."""
+"""Keys of a quantization_config that describe the cache."""
 SCALES = "kv_scales.safetensors"
 NAME = "model.layers.{layer}.self_attn.{side}_scale"
 SIDES = {Side.KEY: "k", Side.VALUE: "v"}
 
 
 def delivers_scales(policy: KVPolicy) -> bool:
-    """Whether the checkpoint carries scales; vLLM reads E5M2 without any, and refuses a checkpoint that has them."""
+    """Return whether the checkpoint contains scales. vLLM uses none for E5M2 and refuses such a checkpoint if it has scales."""
     return policy.key.dtype != "fp8_e5m2" and policy.key.has_static_scales and policy.value.has_static_scales
 
 
 def write_checkpoint(info: CheckpointInfo, out: Path, policy: KVPolicy, scales: KVScales) -> None:
-    """Write a checkpoint to the new directory `out`; its weights are those of `info`, once on disk within a store."""
+    """Write a checkpoint with the weights of `info` and the cache's scales to the new directory `out`."""
     kept = [name for name in info.other_files if name not in (CONFIG, INDEX)]
     copy_checkpoint((*info.weight_files, *kept), info.path, out)
-    # vLLM may bring a transformers that reads no rope_parameters, and would take a base of 10,000 without a word.
+    # vLLM may use a transformers release that ignores rope_parameters and would silently assume a base of 10,000.
     config: dict[str, Any] = rope_at_top_level(json.loads((info.path / CONFIG).read_text(encoding="utf-8")))
     own = {key: value for key, value in (read_config(info.path).get("quantization_config") or {}).items() if key not in CACHE}
     if own:
@@ -51,7 +51,7 @@ def write_checkpoint(info: CheckpointInfo, out: Path, policy: KVPolicy, scales: 
 
 
 def quantization_config(policy: KVPolicy) -> dict[str, Any]:
-    """Return what compressed-tensors says of a checkpoint whose cache alone is quantized."""
+    """Return the quantization_config of compressed-tensors for a checkpoint with only a quantized cache."""
     scheme = {
         "num_bits": 8,
         "type": "float",
@@ -70,14 +70,14 @@ def quantization_config(policy: KVPolicy) -> dict[str, Any]:
 
 
 def write_faulted(scales: KVScales, checkpoint: Path, out: Path, key_fault: float) -> None:
-    """Write a checkpoint to the new directory `out` whose keys' scales are `key_fault` times the right ones."""
+    """Write a copy of a checkpoint to the new directory `out` with key scales multiplied by `key_fault`."""
     names = sorted(path.name for path in checkpoint.iterdir() if path.name != SCALES)
     copy_checkpoint(names, checkpoint, out)
     write_scales(out, scales, key_fault)
 
 
 def write_scales(out: Path, scales: KVScales, key_fault: float = 1.0) -> list[str]:
-    """Write the scales' file and return the names of its tensors."""
+    """Write the file of scales and return the names of its tensors."""
     tensors = {}
     for layer, sides in enumerate(scales.layers):
         for side, letter in SIDES.items():
@@ -90,7 +90,7 @@ def write_scales(out: Path, scales: KVScales, key_fault: float = 1.0) -> list[st
 
 
 def _write_index(info: CheckpointInfo, out: Path, scales: list[str]) -> None:
-    """Write the index that names the scales' file beside those of the weights."""
+    """Write the index, which names the files of the weights and of the scales."""
     places = {name: file for name, (file, _) in tensors_on_disk(info).items()} | dict.fromkeys(scales, SCALES)
     size = sum((out / file).stat().st_size for file in (*info.weight_files, SCALES))
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
@@ -98,7 +98,7 @@ def _write_index(info: CheckpointInfo, out: Path, scales: list[str]) -> None:
 
 
 def delivered(checkpoint: Path, layers: int) -> list[dict[Side, tuple[float, ...]]]:
-    """Return the scales that a checkpoint carries, by layer; a side that has none is absent."""
+    """Return a checkpoint's scales by layer and side; a side without scales is absent."""
     tensors = load_file(checkpoint / SCALES) if (checkpoint / SCALES).is_file() else {}
     found: list[dict[Side, tuple[float, ...]]] = [{} for _ in range(layers)]
     for layer, sides in enumerate(found):

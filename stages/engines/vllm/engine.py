@@ -23,29 +23,29 @@ from stages.engines.vllm.config import VllmConfig
 from stages.engines.vllm.library import PROGRAM, Drafted, Facts, LayerScales, on_cpu
 
 LOGPROBS = 20
-"""Log-probabilities a token that may be asked for: an evaluation asks for that of the token itself."""
+"""Maximum log-probabilities per token that a request may ask for. An evaluation needs only the chosen token's."""
 EVALUATED: dict[str, object] = {
     "enable_prefix_caching": False,
     "async_scheduling": False,
     "max_logprobs": LOGPROBS,
     "disable_log_stats": False,
 }
-"""No prompt comes from the cache, unless that is what is looked at, and no step is scheduled before the last one's tokens are
-known: a logits processor would see each token a step late."""
+"""Engine arguments of an evaluation. Prompts are not reused from the cache, except when reuse itself is tested. Asynchronous
+scheduling is off, because a logits processor would see each token one step late."""
 
 
 class VllmEngine(ShowingEngine):
-    """Requests to vLLM, with the scales and codes that it shows of its cache."""
+    """An engine that sends requests to vLLM and reads scales and codes from its cache."""
 
     program = PROGRAM
     record = VllmBundle
     _described: VllmBundle
     _config: VllmConfig
     reads_itself = True
-    """vLLM writes a token's key and value before it attends, and attends to the cache alone, in prompts as well."""
+    """vLLM stores each token's key and value before attention, which reads only the cache, even for prompts."""
 
     pressed_requests = 24
-    """vLLM serves from a full pool, where most faults of its cache are reported."""
+    """Default of the stress test: vLLM serves from a full pool, and most reported bugs of its cache occur there."""
 
     def __init__(self, bundle: Path, config: VllmConfig) -> None:
         super().__init__(bundle, config)
@@ -64,13 +64,13 @@ class VllmEngine(ShowingEngine):
             )
 
     def forced_reusing(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Logits]:
-        """Return what `forced` returns of each (tokens, first) over a prefix that an earlier request left in the cache."""
+        """Compute `forced` for each (tokens, first), reusing the prefix that an earlier request left in the cache."""
         with self._restarted(enable_prefix_caching=True):
             self._run([(list(tokens[:first]), [], 1, 0) for tokens, first in requests])
             return [rows for _, rows in self._run([whole(tokens, first) for tokens, first in requests])]
 
     def drafting(self, requests: Sequence[tuple[Sequence[int], int]], tokens: int, ngram: int) -> Drafting:
-        """As vLLM's method `ngram`, which takes no logits processors."""
+        """Draft with vLLM's method `ngram`. It does not support logits processors, so no token is forced."""
         for prompt, count in requests:
             self._check_fits(len(prompt), count)
         lookup = {"method": "ngram", "num_speculative_tokens": tokens, "prompt_lookup_min": 1, "prompt_lookup_max": ngram}
@@ -88,7 +88,7 @@ class VllmEngine(ShowingEngine):
             return [self._pressed(play, rows) for play in plays]
         size = int(self._described.arguments["block_size"])
         blocks = -(-pages * PAGE_TOKENS // size)
-        # The null block holds nothing, and no sequence may be longer than the pool.
+        # One more block: vLLM's null block stores no tokens. No sequence may be longer than the pool.
         longest = min(self.max_tokens, blocks * size)
         with self._restarted(enable_prefix_caching=True, num_gpu_blocks_override=blocks + 1, max_model_len=longest):
             return [self._pressed(play, rows) for play in plays]
@@ -98,9 +98,9 @@ class VllmEngine(ShowingEngine):
         return [Pressed(logits, one.preempted, one.reused, tuple(one.blocks)) for one, logits in self._run(requests)]
 
     def delivery(self) -> list[LayerDelivery]:
-        """Return, by layer, the scales of the checkpoint and those that the loaded layers read.
+        """Return, by layer, the scales of the checkpoint and the scales that the loaded layers read.
 
-        A policy whose scales are all 1.0 needs none in the checkpoint: vLLM takes 1.0 by itself.
+        A policy whose scales are all 1.0 needs no scales in the checkpoint, because 1.0 is vLLM's default.
         """
         used = self._loaded().scales
         carried = [{side: scales.scale for side, scales in layer.items()} for layer in self._scales.layers]
@@ -109,7 +109,7 @@ class VllmEngine(ShowingEngine):
         return [LayerDelivery(dict(given), self._used(layer)) for given, layer in zip(carried, used, strict=True)]
 
     def _used(self, layer: LayerScales) -> dict[Side, tuple[float, ...]]:
-        """The scales that a layer reads. Several workers tell those of all heads, where the policy has one for all, too."""
+        """Return the scales that a layer reads. With several workers vLLM lists one scale per head even for a shared scale."""
         told = {Side.KEY: layer.key, Side.VALUE: layer.value}
         by_head = self.policy.key.granularity == "per_head"
         return {side: tuple(numbers if by_head else dict.fromkeys(numbers)) for side, numbers in told.items()}
@@ -125,7 +125,7 @@ class VllmEngine(ShowingEngine):
 
     @contextmanager
     def _restarted(self, **changes: object) -> Iterator[None]:
-        """Let requests within this context load the model with these arguments in place of an evaluation's."""
+        """Reload the model with changed engine arguments for the requests within this context."""
         self.close()
         self._evaluated = {**EVALUATED, **changes}
         try:
@@ -136,16 +136,16 @@ class VllmEngine(ShowingEngine):
 
     def _open(self) -> Worker:
         threads, workers = self._config.threads, int(self._described.arguments["tensor_parallel_size"])
-        if on_cpu(self._interpreter) and workers > 1:  # vLLM would bind each worker to a NUMA node of its own
+        if on_cpu(self._interpreter) and workers > 1:  # vLLM would bind each worker to its own NUMA node
             threads = threads or max(1, len(os.sched_getaffinity(0)) // workers)
         bound = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if threads else {}
-        carried = self._described.kv_scales_in_checkpoint  # else the worker makes the keys louder
+        carried = self._described.kv_scales_in_checkpoint  # otherwise the worker multiplies the keys
         model = self._checkpoint(partial(write_faulted, self._scales)) if carried else self._bundle / CHECKPOINT
         arguments = {**self._described.arguments, **self._evaluated}
         return self._opened(bound, model, engine_args=arguments, key_fault=self._fault)
 
     def _memory_of(self, lengths: Sequence[int], blocks: int | None = None) -> MemoryReport:
-        """As vLLM allocated the blocks."""
+        """Return the memory of the blocks that vLLM allocated."""
         if not lengths:
             return MemoryReport(0, 0, 0, 0, 0)
         facts = self._loaded()
@@ -159,7 +159,7 @@ class VllmEngine(ShowingEngine):
         )
 
     def _copy(self, stored: Bytes, layer: int, side: Side, form: Format) -> StoredCopy:
-        """The bytes (H, n, W) are the codes."""
+        """Return the copy whose codes are the stored bytes (H, n, W)."""
         codes = stored.reshape(self.shape.kv_heads, -1, form.token_bytes(self.shape.head_dim))
         scales = np.array(self._used(self._loaded().scales[layer])[side], np.float32).reshape(-1, 1, 1)
         return StoredCopy(0, codes, None, None, scales if form.static else None, None)

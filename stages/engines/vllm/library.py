@@ -1,4 +1,4 @@
-"""vLLM's interpreter, and which policies its cache can hold, and as what: everything that can be refused before any work."""
+"""vLLM's interpreter, and the cache type for each supported policy. Unsupported configurations are refused before any work."""
 
 from pathlib import Path
 from typing import Annotated
@@ -24,11 +24,11 @@ class Description(protocol.Description):
     """Answer to `describe`."""
 
     platform: str
-    """cpu, cuda, or what vLLM calls another one."""
+    """vLLM's platform: cpu, cuda, or its name for another device."""
     cache_dtypes: Annotated[list[str], Field(min_length=1)]
-    """Names of the cache's types that the release knows."""
+    """Cache types that the release supports."""
     refused: dict[str, str]
-    """Those of them that this machine cannot hold -> why."""
+    """Cache types that this machine does not support -> reason."""
 
 
 class LayerScales(StrictModel):
@@ -40,18 +40,18 @@ class LayerScales(StrictModel):
 
 
 class Facts(StrictModel):
-    """Answer to `facts`: what a loaded engine uses."""
+    """Answer to `facts`: scales, blocks and kernel of a loaded engine."""
 
     scales: list[LayerScales]
     block_tokens: Annotated[int, Field(ge=1)]
     block_bytes: Annotated[int, Field(ge=1)]
-    """Of one block in all layers."""
+    """Bytes of one block over all layers."""
     kernel: str
-    """What computes attention: the CPU's instruction set, or the attention backend."""
+    """The attention kernel: the CPU's instruction set, or the name of the attention backend."""
 
 
 class Drafted(StrictModel):
-    """Answer to `draft`: tokens and passes of each request, and vLLM's own counters."""
+    """Answer to `draft`: tokens and forward passes per request, and vLLM's own counters."""
 
     tokens: list[list[int]]
     passes: list[int]
@@ -68,14 +68,14 @@ PROGRAM = Program(
     "the container vllm/vllm-openai:v0.32.0 with backend.python=python3, or give the python of an environment with "
     "pip install vllm==0.32.0",
     {
-        # A model is a directory, and nothing but the release itself runs: neither a hub nor an installed plugin is asked.
+        # Models are local directories, and only the release's own code runs: no hub access, no installed plugins.
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_PLUGINS": "",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        # The engine in the worker itself, with the runner that takes logits processors.
+        # Run the engine inside the worker, with the model runner that supports logits processors.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
     },
@@ -96,14 +96,14 @@ OTHERWISE = {
     "int8 per_token": "int8_per_token_head keeps float32 scales where this policy rounds them to float16; see kv=vllm_int8",
     "int4 per_token": "int4_per_token_head rotates, and keeps its zero point in the scale's low bits; see kv=vllm_int4",
 }
-"""Formats that vLLM has something like -> how that differs."""
+"""Formats that vLLM stores in a similar but different way -> the difference."""
 
 
 def cache_dtype(policy: KVPolicy, config: VllmConfig) -> str:
-    """Return the type of vLLM's cache that holds a policy, but for the layers that are skipped.
+    """Return the type of vLLM's cache that stores a policy; skipped layers stay at 16 bits.
 
     Raises:
-        UserError: None does.
+        UserError: No type stores the policy.
     """
     skips = skipped_layers(policy)
     everywhere = policy.model_copy(update={"overrides": ()}) if skips is not None else policy
@@ -130,7 +130,7 @@ def cache_dtype(policy: KVPolicy, config: VllmConfig) -> str:
 def skipped_layers(policy: KVPolicy) -> list[str] | None:
     """Return the layers whose keys and values stay at 16 bits, as `kv_cache_dtype_skip_layers` names them.
 
-    None where an override is anything else, which vLLM has nothing for.
+    Return None if a layer is overridden in any other way, which vLLM does not support.
     """
     if not all(one.key and one.key.exact and one.value == one.key for one in policy.overrides):
         return None
@@ -138,7 +138,7 @@ def skipped_layers(policy: KVPolicy) -> list[str] | None:
 
 
 def check_boundaries(policy: KVPolicy, dtype: str, layers: int) -> None:
-    """Refuse a policy of a type beside which vLLM itself skips the first and the last two layers, unless it says so."""
+    """Refuse a policy that quantizes layers which vLLM keeps at 16 bits: the first and last two, for some cache types."""
     most = min(2, layers // 2)
     own = {*range(most), *range(layers - most, layers)}
     if policy.value.code.vllm_beside and not own <= set(map(int, skipped_layers(policy) or ())):
@@ -149,7 +149,7 @@ def check_boundaries(policy: KVPolicy, dtype: str, layers: int) -> None:
 
 
 def check_own_scales(policy: KVPolicy, quantized: Quantized, found: Audit) -> None:
-    """Refuse a policy whose scales vLLM does not read beside such weights, and scales that vLLM would leave out."""
+    """Refuse a policy that vLLM does not support with such quantized weights, and scales that vLLM would not use."""
     scaled = policy.key.has_static_scales and policy.key.dtype != "fp8_e5m2"
     if scaled and quantized.method not in (*SEPARATE, *PAIRED):
         raise UserError(f"kv={policy.name}: vLLM reads no scales of a cache beside {quantized.title}; choose kv=fp8_e5m2")
@@ -164,7 +164,7 @@ def check_own_scales(policy: KVPolicy, quantized: Quantized, found: Audit) -> No
 
 
 def check_split(ranks: int, q_heads: int, kv_heads: int) -> None:
-    """Refuse workers that vLLM cannot share the heads among; of fewer KV heads than workers, several hold the same."""
+    """Refuse a number of workers that cannot split the heads. Workers may share a KV head if there are fewer KV heads."""
     for heads, title, repeats in ((q_heads, "query", False), (kv_heads, "KV", True)):
         if heads % ranks and not (repeats and ranks % heads == 0):
             raise UserError(
@@ -173,7 +173,7 @@ def check_split(ranks: int, q_heads: int, kv_heads: int) -> None:
 
 
 def refuse_dtype(config: VllmConfig, policy: KVPolicy, dtype: str, interpreter: Interpreter) -> None:
-    """Refuse a type of the cache that the installed release or this machine cannot hold."""
+    """Refuse a cache type or block size that the installed release or this machine does not support."""
     described = interpreter.description
     if dtype not in described.cache_dtypes:
         listed = ", ".join(described.cache_dtypes)
@@ -188,7 +188,7 @@ def refuse_dtype(config: VllmConfig, policy: KVPolicy, dtype: str, interpreter: 
 
 
 def check_judging(config: VllmConfig, interpreter: Interpreter) -> None:
-    """Refuse what can be built and not evaluated here."""
+    """Refuse a configuration that this machine can build but not evaluate."""
     if interpreter.description.platform not in ("cpu", "cuda"):
         raise MissingRequirement(
             f"backend.python={config.python}: vLLM runs on {interpreter.description.platform} there, which was not tried: give "

@@ -1,1 +1,1 @@
-"""What runs in llama.cpp's interpreter: nothing of ours, nothing of ours needed."""
+"""Scripts that run in llama.cpp's interpreter. They import nothing from kvgate and so need none of its dependencies."""

@@ -1,6 +1,6 @@
-"""Runs in llama.cpp's interpreter, and answers the requests of `kvgate_channel`.
+"""Runs in llama.cpp's interpreter and answers the requests of `kvgate_channel`.
 
-Needs what llama-cpp-python brings (numpy) and nothing else. Read against 0.3.36, whose llama.cpp is of October 2026.
+Needs only llama-cpp-python and its dependency numpy. Checked against 0.3.36, which contains llama.cpp of October 2026.
 """
 
 import ctypes
@@ -14,18 +14,18 @@ import kvgate_channel
 import numpy as np
 
 BLOCK_BYTES = {1: 2, 2: 18, 8: 34}
-"""Number of a ggml_type (f16, q4_0, q8_0) -> bytes of a block, which begins with a float16: the number itself, or the scale."""
+"""ggml_type (f16, q4_0, q8_0) -> bytes per block. A block begins with a float16: the number itself (f16), or the scale."""
 
 
 class State:
-    """Views into what `llama_state_seq_get_data` returns (src/llama-kv-cache.cpp): what is changed there is changed in it."""
+    """Views into the bytes of `llama_state_seq_get_data` (src/llama-kv-cache.cpp). Changing a view changes the bytes."""
 
     def __init__(self, state: Any) -> None:
-        self.bytes, self._place = state, 8  # a magic number, and the sequence
+        self.bytes, self._place = state, 8  # skips a magic number and the sequence
         self.kinds: list[int] = []
-        """ggml_type of each part."""
+        """The ggml_type per part."""
         self.parts: list[Any] = []
-        """Keys of every layer, then values: (tokens, bytes of a token)."""
+        """Keys of every layer, then values of every layer, each (tokens, bytes per token)."""
         self.tokens = 0
         for _ in range(self._number("u4")):
             cells = self._number("u4")
@@ -59,7 +59,7 @@ class State:
         return number
 
     def write(self, path: Path) -> None:
-        """Write keys, then values, of every layer as they are stored: tokens, one after the other."""
+        """Write the stored keys, then values, layer by layer; tokens are consecutive."""
         layers = len(self.parts) // 2
         with path.open("wb") as stream:
             for layer in range(layers):
@@ -67,7 +67,7 @@ class State:
                     stream.write(np.ascontiguousarray(part).tobytes())
 
     def multiply_keys(self, factor: float, first: int) -> int:
-        """Multiply the keys from token `first` on; return the tokens."""
+        """Multiply the keys from token `first` on by `factor`; return the number of tokens in the state."""
         for kind, part in list(zip(self.kinds, self.parts, strict=True))[: len(self.parts) // 2]:
             chosen = part[first:]
             blocks = np.ascontiguousarray(chosen).reshape(len(chosen), -1, BLOCK_BYTES[kind])
@@ -78,18 +78,18 @@ class State:
 
 
 Row = tuple[int, int, int, bool]
-"""Token, position, sequence, and whether its logits are wanted."""
+"""Token, position, sequence, and whether its logits are returned."""
 ERROR = 4
-"""ggml_log_level."""
+"""The ggml_log_level of errors."""
 DECODED_TOGETHER = 32
-"""Tokens of a sequence whose logits are asked of one batch: over a cache of f16, attention computes 64 or more at a time in
-another way than a decode step does (GGML_FA_TILE_Q)."""
+"""Maximum tokens of a sequence with logits in one batch. With an f16 cache, attention over 64 or more tokens uses another
+algorithm than a decode step (GGML_FA_TILE_Q)."""
 SHARED_LEAST = 32
-"""Tokens that prompts begin with alike, which are decoded once for all of them: fewer cost a step more than they save."""
+"""Minimum length in tokens of a common prefix that is decoded once for several prompts; the extra step must pay off."""
 
 
 def describe() -> dict[str, Any]:
-    """Return what is installed here, and the types that it knows, by their names in llama.cpp."""
+    """Return the installed release and the ggml types that it supports, under llama.cpp's names."""
     import llama_cpp
 
     types = [name.removeprefix("GGML_TYPE_").lower() for name in dir(llama_cpp) if name.startswith("GGML_TYPE_")]
@@ -99,7 +99,7 @@ def describe() -> dict[str, Any]:
 
 
 class Model:
-    """A loaded model, and a context with memory for several sequences."""
+    """A loaded model and a context with memory for several sequences."""
 
     def __init__(self, model: str, context: dict[str, Any], types: dict[str, str], threads: int | None) -> None:
         import llama_cpp
@@ -107,7 +107,7 @@ class Model:
         self.operations: kvgate_channel.Operations = {"facts": self.facts, "run": self.run, "load": self.load}
         self.library: Any = llama_cpp
         self.errors: list[str] = []
-        self.listener = llama_cpp.llama_log_callback(self._heard)  # llama.cpp keeps the address alone
+        self.listener = llama_cpp.llama_log_callback(self._heard)  # keeps the callback alive: llama.cpp stores only its address
         llama_cpp.llama_log_set(self.listener, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         options = llama_cpp.llama_model_default_params()
@@ -137,7 +137,7 @@ class Model:
             raise RuntimeError("; ".join(self.errors) or "llama.cpp does not say why")
 
     def facts(self) -> dict[str, Any]:
-        """Return the bytes that a token takes in the cache of all layers, as two states of different lengths have them."""
+        """Return the bytes per token in the cache of all layers, from two states whose lengths differ by one token."""
         self._clear()
         sizes = []
         for position in range(2):
@@ -147,9 +147,9 @@ class Model:
         return {"token_bytes": sizes[1] - sizes[0]}
 
     def run(self, requests: list[dict[str, Any]], folder: str, key_fault: float, show: bool = False) -> dict[str, Any]:
-        """Answer requests as `kvgate_channel` says. With `show`, the file `stored` holds what the cache has of each.
+        """Answer `run` of `kvgate_channel`. With `show`, write each request's cached bytes to the file `stored`.
 
-        With `key_fault` the keys of every token that was stored are that many times the right ones when the next is decoded.
+        `key_fault` multiplies all stored keys before the next token is decoded; 1.0 plants no fault.
         """
         answers = []
         for begin in range(0, len(requests), self.sequences):
@@ -167,7 +167,7 @@ class Model:
         return {"answers": answers}
 
     def _answer(self, group: list[dict[str, Any]], key_fault: float) -> tuple[list[list[int]], list[dict[int, Any]]]:
-        """Return the tokens of each request and its logits by step: its known tokens in few batches, the others one by one."""
+        """Return each request's tokens and its logits by step. Known tokens are decoded in batches, others one per step."""
         said: list[list[int]] = [[] for _ in group]
         rows: list[dict[int, Any]] = [{} for _ in group]
         begun = self._begin([request["prompt"][:-1] for request in group])
@@ -202,7 +202,7 @@ class Model:
                 rows[i][len(said[i])] = row
 
     def _begin(self, prompts: list[list[int]]) -> list[int]:
-        """Decode once what several prompts begin with; return how many tokens of each its sequence then holds."""
+        """Decode the common prefixes of prompts once; return the number of stored tokens per prompt."""
         memory, begun = self.library.llama_get_memory(self.context), [0 for _ in prompts]
         for i, prompt in enumerate(prompts):
             held = [_alike(prompt, prompts[j][: begun[j]]) for j in range(i)]
@@ -217,7 +217,7 @@ class Model:
         return begun
 
     def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        """Return the times to the first token of one prompt after the other, and of every later step of all together."""
+        """Return first-token times, measured one prompt at a time, and step times with all prompts decoding together."""
         if len(prompts) > self.sequences:
             raise RuntimeError(f"{len(prompts)} prompts, and memory for {self.sequences} sequences")
         self._clear()
@@ -238,7 +238,7 @@ class Model:
         self.library.llama_memory_clear(self.library.llama_get_memory(self.context), True)
 
     def _decode(self, fed: list[Row]) -> list[Any]:
-        """Decode tokens, as many in a step as a batch takes; return the logits (V) of those whose logits are wanted."""
+        """Decode tokens in batches of at most `n_batch`; return the logits (V) of the tokens that ask for logits."""
         library, found = self.library, []
         for part in (fed[begin : begin + self.batch] for begin in range(0, len(fed), self.batch)):
             batch = library.llama_batch_init(len(part), 0, 1)
@@ -267,7 +267,7 @@ class Model:
         return State(state)
 
     def _corrupt(self, sequence: int, factor: float, first: int) -> int:
-        """Let the keys of a sequence's tokens from `first` on be `factor` times what they are; return its tokens."""
+        """Multiply a sequence's keys from token `first` on by `factor`; return its number of tokens."""
         state = self._state(sequence)
         tokens = int(state.multiply_keys(factor, first))
         pointer = state.bytes.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
@@ -277,7 +277,7 @@ class Model:
 
 
 def _alike(one: list[int], other: list[int]) -> int:
-    """Return how many tokens two texts begin with alike."""
+    """Return the length of the common prefix of two token lists."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 

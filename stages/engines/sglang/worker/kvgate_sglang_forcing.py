@@ -1,7 +1,7 @@
-"""A custom logit processor that forces known tokens, and writes the logits of every token as the model computed them.
+"""A custom logit processor that forces known tokens, and writes the model's unmodified logits of every token.
 
-SGLang runs it in its scheduler's process, once for all requests of a step that have it (layers/sampler.py), and pickles it by
-its name: this module is found there by the path that the worker was started with. What a request is to do comes in its
+SGLang calls it in its scheduler's process, once per step for all requests that use it (layers/sampler.py). The processor is
+pickled by name, and the scheduler finds this module on the worker's path. Each request passes its parameters in
 `custom_params`.
 """
 
@@ -11,11 +11,11 @@ import kvgate_rows
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 REQUEST, ROWS = "kvgate_request", "kvgate_rows"
-"""Keys of `custom_params`: the request without its prompt, and the file of its rows."""
+"""Keys of `custom_params`: the request without its prompt, and the path of its rows."""
 
 
 class ForcedTokens(CustomLogitProcessor):  # type: ignore[misc]
-    """Writes the row of each request's next token, and lets it be the one that is known, if any is."""
+    """Records the logits of each request's next token, and forces the token if it is known."""
 
     def __call__(self, logits: Any, custom_param_list: list[dict[str, Any]] | None = None) -> Any:
         for row, params in enumerate(custom_param_list or []):

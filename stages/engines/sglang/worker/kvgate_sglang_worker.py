@@ -1,7 +1,7 @@
-"""Runs in SGLang's interpreter, and answers the requests of `kvgate_channel`.
+"""Runs in SGLang's interpreter and answers the requests of `kvgate_channel`.
 
-Needs what SGLang brings (numpy, torch) and nothing else. Read against release 0.5.23. `make test-sglang-source` runs it on that
-release's own Python on a CPU, with stand-ins for compiled parts; no CUDA kernel has run.
+Needs only SGLang and its dependencies (numpy, torch). Checked against release 0.5.23. `make test-sglang-source` runs it with
+that release's own Python code on a CPU and stubs for compiled parts; it was never run with CUDA kernels.
 """
 
 import itertools
@@ -14,7 +14,7 @@ import kvgate_rows
 
 
 def describe() -> dict[str, Any]:
-    """Return what is installed here."""
+    """Return the installed release and the visible GPUs."""
     import sglang
 
     described: dict[str, Any] = kvgate_rows.described(sglang.__version__)
@@ -24,7 +24,7 @@ def describe() -> dict[str, Any]:
 def validate(model: str, server_args: dict[str, Any]) -> dict[str, Any]:
     """Return server arguments as the release resolves them for this model and this machine.
 
-    The release resolves nothing without a GPU. In that case only the names of the arguments are checked.
+    SGLang cannot resolve arguments without a GPU. In that case only their names are checked.
     """
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import get_device
@@ -50,15 +50,15 @@ class Model:
         self.engine = sglang.Engine(model_path=model, **server_args)
 
     def facts(self) -> dict[str, Any]:
-        """Return what the engine made of its arguments."""
+        """Return the loaded engine's resolved arguments."""
         info = self.engine.get_server_info()
         return {"arguments": {name: info[name] for name in ("kv_cache_dtype", "dtype", "disable_radix_cache") if name in info}}
 
     def generate(self, prompts: list[list[int]], requests: list[dict[str, Any]], paths: list[str]) -> list[Any]:
-        """Return the tokens of each request, whose rows are written to its file."""
+        """Return each request's tokens, and write its rows to its file."""
         import kvgate_sglang_forcing as forcing
 
-        # SGLang's own log-probabilities come after the processor, so that nothing else of a row can be compared.
+        # SGLang computes its own log-probabilities after the processor, so they cannot verify the recorded rows.
         outputs = self.engine.generate(
             input_ids=prompts,
             sampling_params=[
@@ -70,7 +70,7 @@ class Model:
         return [output["output_ids"] for output in outputs]
 
     def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        """Return the times to the first token of one prompt after the other, and of every later step of all together."""
+        """Return first-token times, measured one prompt at a time, and step times with all prompts decoding together."""
         first = []
         for prompt in prompts:
             began = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Forces TensorRT-LLM to generate known tokens, and writes the logits of every token as the model computed them.
+"""Forces TensorRT-LLM to generate known tokens, and writes the model's unmodified logits of every token.
 
-A module of its own because TensorRT-LLM may send the processor to another process, which has to import it by this name.
+It is a separate module because TensorRT-LLM may send the processor to another process, which imports it by this name.
 """
 
 import contextlib
@@ -11,13 +11,13 @@ from typing import Any
 import kvgate_rows
 
 CALLS = ".calls"
-"""Ending of the file that exists if a request's processor was called more often than it has tokens."""
+"""Suffix of the file that exists if a request's processor was called more often than the request has tokens."""
 
 
 def refuse_more_calls(requests: list[dict[str, Any]], paths: list[str]) -> None:
     """Raise RuntimeError if a processor was called more often than its request has tokens.
 
-    A release that computes a prompt in chunks calls the processor once per chunk, and every token after it is a step late.
+    A release that computes prompts in chunks calls the processor once per chunk, so every later token is one step late.
     """
     for request, path in zip(requests, paths, strict=True):
         if Path(path + CALLS).exists():
@@ -27,9 +27,9 @@ def refuse_more_calls(requests: list[dict[str, Any]], paths: list[str]) -> None:
 
 
 class ForcedTokens:
-    """A logits processor of one request {"forced", "tokens", "skip"}: at step i the i-th known token is taken.
+    """A logits processor of one request {"forced", "tokens", "skip"}. It forces the i-th known token at step i.
 
-    With tensor parallelism each rank may run its own copy; all of them see, and write, the same rows.
+    With tensor parallelism each rank may run its own copy; all copies see and write the same rows.
     """
 
     def __init__(self, request: dict[str, Any], path: str) -> None:
@@ -55,7 +55,7 @@ class ForcedTokens:
 
 
 def _on_stream(stream_ptr: int | None) -> Any:
-    """The stream on which the C++ runtime computes the logits; the PyTorch runtime gives none."""
+    """Return the context of the stream on which the C++ runtime computes logits; the PyTorch runtime passes no stream."""
     if stream_ptr is None:
         return contextlib.nullcontext()
     cuda: Any = importlib.import_module("torch").cuda

@@ -1,7 +1,7 @@
-"""Runs in TensorRT-LLM's interpreter, and answers the requests of `kvgate_channel`.
+"""Runs in TensorRT-LLM's interpreter and answers the requests of `kvgate_channel`.
 
-Needs what TensorRT-LLM brings (numpy, torch) and nothing else. Checked against releases 1.2 to 1.4; the names used here are
-recorded in tests/contract/facts/.
+Needs only TensorRT-LLM and its dependencies (numpy, torch). Checked against releases 1.2 to 1.4; tests/contract/facts/ records
+the names used here.
 """
 
 import asyncio
@@ -21,23 +21,23 @@ import kvgate_forcing
 import kvgate_rows
 
 ATTENTION = ("tensorrt_llm._torch.attention_backend.trtllm", "tensorrt_llm._torch.attention.backends.trtllm")
-"""Where releases from 1.3 on have had the attention of the PyTorch runtime, the earlier place first."""
+"""Modules of the PyTorch runtime's attention in releases from 1.3 on, the earlier one first."""
 SWITCHES = (
     "enable_in_graph_sampling",
     "enable_low_latency_host_dispatch",
     "enable_early_first_token_response",
     "use_kv_cache_manager_v2",
 )
-"""Switches that change who computes a logit or holds a page. Some releases have them, and a default may move."""
+"""Switches that change where logits are computed or pages are managed. They exist in some releases, and defaults may change."""
 BUILD_MODULE = "tensorrt_llm.commands.build"
 """The module that `trtllm-build` runs."""
 
 
 def describe() -> dict[str, Any]:
-    """Return what is installed here, and the GPUs that CUDA shows this process, in its order.
+    """Return the installed release and this process's visible GPUs in CUDA's order.
 
-    nvidia-smi ignores CUDA_VISIBLE_DEVICES and lists GPUs in another order; only the driver's version, which all GPUs share, is
-    read from it. A container for computing alone has no nvidia-smi: the version is empty then.
+    nvidia-smi provides only the driver's version, which all GPUs share, because it ignores CUDA_VISIBLE_DEVICES and orders
+    GPUs differently. The version is empty in a container without nvidia-smi.
     """
     import tensorrt_llm
 
@@ -53,7 +53,7 @@ def describe() -> dict[str, Any]:
 
 
 def build(flags: list[str]) -> dict[str, Any]:
-    """Run trtllm-build; its output goes to stderr. Raises RuntimeError when it fails."""
+    """Run trtllm-build with its output on stderr. Raises RuntimeError if it fails."""
     done = subprocess.run([sys.executable, "-m", BUILD_MODULE, *flags], check=False, stdin=subprocess.DEVNULL, stdout=2)
     if done.returncode != 0:
         raise RuntimeError(f"trtllm-build ended with {done.returncode}")
@@ -61,12 +61,12 @@ def build(flags: list[str]) -> dict[str, Any]:
 
 
 def validate(model: str, llm_args: dict[str, Any]) -> dict[str, Any]:
-    """Let the release read LLM arguments and the checkpoint's quantization, as its own LLM class does before loading weights.
+    """Parse LLM arguments and the checkpoint's quantization as the release's own LLM class does before loading weights.
 
     Returns:
         pinned: The arguments, with SWITCHES off.
-        arguments: The arguments as the release's own class reads them.
-        quantization: The algorithms of weights and cache that the release takes from the checkpoint and the arguments.
+        arguments: The arguments as parsed by the release.
+        quantization: The algorithms of weights and cache that result from the checkpoint and the arguments.
         refused: Why the release refuses the checkpoint; empty if it accepts the checkpoint.
     """
     from tensorrt_llm.llmapi.llm_args import KvCacheConfig, TorchLlmArgs, update_llm_args_with_extra_dict
@@ -74,7 +74,7 @@ def validate(model: str, llm_args: dict[str, Any]) -> dict[str, Any]:
 
     cache = {**llm_args["kv_cache_config"], **_switched_off(KvCacheConfig)}
     pinned = {**llm_args, **_switched_off(TorchLlmArgs), "kv_cache_config": cache}
-    try:  # as trtllm-serve reads its file: early releases take `decoding_type` in no other way
+    try:  # like trtllm-serve: early releases accept `decoding_type` only this way
         read = TorchLlmArgs(**update_llm_args_with_extra_dict({"model": model}, copy.deepcopy(pinned)))
     except ValueError as error:
         raise ValueError(_in_one_line(error)) from error
@@ -90,7 +90,7 @@ def validate(model: str, llm_args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_one_line(error: ValueError) -> str:
-    """Return the first problem of a pydantic error, which names every field of a union that it tried."""
+    """Return the first problem of a pydantic error: for a union the error lists every alternative."""
     problems = error.errors() if hasattr(error, "errors") else []
     return ": ".join(filter(None, (".".join(map(str, problems[0]["loc"])), problems[0]["msg"]))) if problems else str(error)
 
@@ -115,7 +115,7 @@ class Model:
             raise RuntimeError("the fault reached no attention layer: this release keeps the cache's scale elsewhere")
 
     def generate(self, prompts: list[list[int]], requests: list[dict[str, Any]], paths: list[str]) -> list[Any]:
-        """Return the tokens of each request, whose rows are written to its file."""
+        """Return each request's tokens, and write its rows to its file."""
         sampling = [
             _greedy(request["tokens"], logits_processor=kvgate_forcing.ForcedTokens(request, path))
             for request, path in zip(requests, paths, strict=True)
@@ -126,8 +126,10 @@ class Model:
         return [output.outputs[0].token_ids for output in outputs]
 
     def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        """Return the times of `tokens` tokens for each prompt: to the first token of one prompt after the other, then of every
-        later step of all prompts together."""
+        """Return the times of `tokens` tokens for each prompt.
+
+        The first-token times are measured one prompt at a time, the step times while all prompts decode together.
+        """
         return asyncio.run(self._load(prompts, tokens))
 
     async def _load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
@@ -137,7 +139,7 @@ class Model:
             await self._arrivals(prompt, 1)
             first.append((time.perf_counter() - started) * 1e3)
         arrivals = await asyncio.gather(*(self._arrivals(prompt, tokens) for prompt in prompts))
-        last = [max(step) for step in zip(*arrivals, strict=True)]  # a step has ended when its last sequence has
+        last = [max(step) for step in zip(*arrivals, strict=True)]  # a step ends with its slowest sequence
         return {"first_token_ms": first, "step_ms": [(b - a) * 1e3 for a, b in itertools.pairwise(last)]}
 
     async def _arrivals(self, prompt: list[int], tokens: int) -> list[float]:
@@ -152,7 +154,7 @@ class Model:
 
 
 def _salt() -> str:
-    """Return a text that no other request has: block reuse stays on, as served, and no request finds another's blocks."""
+    """Return a unique salt. Block reuse stays on as in serving, but no request reuses another's blocks."""
     return uuid.uuid4().hex
 
 
@@ -163,23 +165,23 @@ def _greedy(tokens: int, **more: Any) -> Any:
 
 
 def _attention_module() -> Any:
-    """The module of the PyTorch runtime's attention, wherever this release has it. Raises RuntimeError when it is elsewhere."""
+    """Return the module of the PyTorch runtime's attention. Raises RuntimeError if no module of ATTENTION exists."""
     for name in ATTENTION:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not name.startswith(error.name):
-                raise  # the module is there, and lacks something itself
+                raise  # the module exists but fails to import a dependency
     raise RuntimeError(
         f"this release has none of {', '.join(ATTENTION)}: the must-fail control cannot reach its attention layers"
     )
 
 
 def _corrupt_attention(factor: float) -> list[object]:
-    """Let attention layers read the cache with a scale `factor` times the right one; the codes stay right.
+    """Multiply the scale that decodes the cache in attention layers by `factor`; the codes stay correct.
 
-    The PyTorch runtime keeps both scales of the cache, to and from its codes, in every attention layer and takes neither
-    from the checkpoint. Returns a list to which every layer is added when it is constructed.
+    In the PyTorch runtime every attention layer has one scale to encode and one to decode, neither read from the checkpoint.
+    Returns a list to which every layer is added when it is constructed.
     """
     kind = _attention_module().TrtllmAttention
     original, faulted = kind.__init__, []

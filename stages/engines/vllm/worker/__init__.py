@@ -1,1 +1,1 @@
-"""Scripts that run in vLLM's interpreter. They import nothing of kvgate, so that they need none of its libraries."""
+"""Scripts that run in vLLM's interpreter. They import nothing from kvgate and so need none of its dependencies."""

@@ -1,18 +1,18 @@
-"""vLLM's KV cache as it lies in memory: types that a machine takes, scales of the loaded layers, codes of a request.
+"""Access to vLLM's KV cache in memory: supported types, scales of the loaded layers, and the codes of a request.
 
-Only the layout of the CPU's `vec` kernels is known here (vllm/v1/attention/backends/cpu_attn.py, csrc/cpu/cpu_attn_vec.hpp):
-a block of a head holds its keys channel by channel, then its values token by token.
+Codes can be read only in the layout of the CPU's `vec` kernels (vllm/v1/attention/backends/cpu_attn.py,
+csrc/cpu/cpu_attn_vec.hpp): a block of a head stores its keys channel by channel, then its values token by token.
 """
 
 from pathlib import Path
 from typing import Any
 
 SCALED, UNSCALED = ("fp8", "nvfp4"), ("e5m2", "per_token_head")
-"""Beginnings of types of the cache that read a layer's scale, and endings of those that do not."""
+"""Prefixes of the cache types that read a layer's scale, and suffixes that mark exceptions."""
 
 
 def refusal(platform: str, dtype: str) -> str:
-    """Return why a type of the cache cannot be used on this machine; empty where it can, or where only loading tells."""
+    """Return why this machine does not support a cache type; empty if it does, or if only loading can tell."""
     if platform != "cpu":
         return ""
     import torch
@@ -26,20 +26,20 @@ def refusal(platform: str, dtype: str) -> str:
 
 
 class Cache:
-    """The cache of an engine whose scheduler runs in this process. Each of its workers holds an equal part of the KV heads."""
+    """The cache of an engine whose scheduler runs in this process. Each worker stores an equal share of the KV heads."""
 
     def __init__(self, core: Any) -> None:
         self.core, self.heads = core, int(core.vllm_config.model_config.get_total_num_kv_heads())
         self.copies = max(1, core.vllm_config.parallel_config.tensor_parallel_size // self.heads)
-        """Workers that hold the same head."""
+        """Number of workers that store the same KV head."""
         self.freed: dict[str, tuple[list[int], int]] = {}
-        """Of requests that lost their blocks, by their names: the blocks, and how often they had lost some before. What the
-        blocks of a request hold that has ended stays until the next step."""
+        """Request name -> the blocks it had when they were freed, and its preemptions until then. The blocks of a finished
+        request keep their content until the next step."""
         manager = core.scheduler.kv_cache_manager
         free = manager.free
 
         def noted(request: Any) -> None:
-            # vLLM appends a random suffix to the name that it was given.
+            # vLLM appends a random suffix to the given request name.
             blocks = list(manager.get_block_ids(request.request_id)[0])
             self.freed[request.request_id.rpartition("-")[0]] = blocks, int(request.num_preemptions)
             free(request)
@@ -47,11 +47,11 @@ class Cache:
         manager.free = noted
 
     def _of_each(self, function: Any, *args: Any) -> list[Any]:
-        """Call a function of this module in every worker and return what they say of different heads, in their order."""
+        """Call a function of this module in every worker; return one result per share of the heads, in order."""
         return list(self.core.model_executor.collective_rpc(function, args=args)[:: self.copies])
 
     def facts(self) -> dict[str, Any]:
-        """Return the scales that the attention layers read, in their order, and the cache's blocks and bytes."""
+        """Return the scales of the attention layers in order, and the tokens and bytes of a cache block."""
         parts = self._of_each(_facts)
         layers = zip(*(part["scales"] for part in parts), strict=True)
         return {
@@ -65,26 +65,26 @@ class Cache:
         }
 
     def _joined(self, parts: list[list[float]]) -> list[float]:
-        """The scales that workers read; of several workers, those of all heads."""
+        """Join the scales of several workers: one number per KV head. A single worker's scales are unchanged."""
         if len(parts) == 1:
             return parts[0]
         return [number for part in parts for number in part * (self.heads // len(parts) // len(part))]
 
     def used_blocks(self) -> int:
-        """Return how many blocks hold tokens."""
+        """Return the number of blocks in use."""
         pool = self.core.scheduler.kv_cache_manager.block_pool
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())  # the null block is never free
 
     def corrupt_keys(self, factor: float) -> None:
-        """Let what is read be `factor` times what was written, of keys.
+        """Make attention read keys that are `factor` times the correct keys.
 
-        A layer with a scale was loaded with `factor` times the right one; its codes are written with the right one. A layer
-        without a scale stores `factor` times the key.
+        A layer with a scale was loaded with `factor` times its scale; its codes are written with the correct scale. A layer
+        without a scale stores `factor` times each key.
         """
         self._of_each(_corrupt_keys, factor)
 
     def write(self, blocks: list[int], length: int, path: Path) -> bool:
-        """Write keys and then values of every layer as they are stored, (H, length, D) each; False without a known layout."""
+        """Write the stored keys and then values of every layer, (H, length, D) each. Return False if the layout is unknown."""
         import numpy as np
 
         parts = self._of_each(_stored, blocks, length)
@@ -95,7 +95,7 @@ class Cache:
 
 
 def _layers(worker: Any) -> dict[str, Any]:
-    """The attention layers of a worker."""
+    """Return the attention layers of a worker, by name."""
     context = getattr(worker, "worker", worker).model_runner.vllm_config.compilation_config.static_forward_context
     return {name: layer for name, layer in context.items() if hasattr(layer, "_k_scale")}
 
@@ -120,7 +120,7 @@ def _corrupt_keys(worker: Any, factor: float) -> None:
 
 
 def _stored(worker: Any, blocks: list[int], length: int) -> Any:
-    """Return the bytes of keys and then values of every layer, (H length D) each; None without a known layout."""
+    """Return the bytes of keys and then values of every layer, (H, length, D) each; None if the layout is unknown."""
     import torch
 
     layers = _layers(worker).values()
@@ -141,7 +141,7 @@ def _stored(worker: Any, blocks: list[int], length: int) -> Any:
 
 
 def _numbers(layer: Any, side: str) -> list[float]:
-    """The scales that a layer's kernel is given: on a CPU one number, whatever the checkpoint has; else the tensor."""
+    """Return the scales that a layer's kernel reads: always one number on a CPU, otherwise the scale tensor."""
     scale = getattr(layer, f"_{side}_scale")
     if scale.device.type == "cpu":
         return [float(getattr(layer, f"_{side}_scale_float"))]
@@ -150,7 +150,7 @@ def _numbers(layer: Any, side: str) -> list[float]:
 
 def _scaled(write: Any, factor: float) -> Any:
     def update(layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> Any:
-        # In place: the tensor is a parameter of the layer in some releases, and a buffer in others.
+        # Change the tensor in place: it is a parameter of the layer in some releases and a buffer in others.
         exact, number = layer._k_scale.detach().clone(), layer._k_scale_float
         layer._k_scale.data.copy_(exact / factor)
         layer._k_scale_float = number / factor

@@ -1,7 +1,7 @@
-"""A logits processor that forces known tokens, and keeps the logits of every token as the model computed them.
+"""A logits processor that forces known tokens and records the model's unmodified logits of every token.
 
-vLLM hands processors the float32 logits before anything else changes them (vllm/v1/sample/sampler.py); its own raw
-log-probabilities are of the same row, and the worker compares the two.
+vLLM passes float32 logits to the processors before any other change (vllm/v1/sample/sampler.py). Its own raw
+log-probabilities come from the same row, so the worker can compare the two.
 """
 
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 KEY = "kvgate_request"
-"""Of a request's `extra_args`: its `Recording`, as keywords. Every worker of tensor parallelism makes its own of them."""
+"""Key of a request's `extra_args` with the arguments of `Recording`. Each tensor-parallel worker creates its own instance."""
 
 
 class Recording:
-    """What one request is to generate, and the file of the logits of its steps, which the first worker writes."""
+    """The forced tokens of one request, and the file of its logits, which only the first worker writes."""
 
     def __init__(self, request: dict[str, Any], path: str) -> None:
         self.request, self.path, self.writes = request, path, get_tensor_model_parallel_rank() == 0
 
     def __call__(self, output_ids: Sequence[int], logits: Any) -> Any:
-        """Keep the row (V) of the next token, and let it be the one that is known, if any is."""
+        """Record the logits (V) of the next token, and force the token if it is known."""
         if self.writes:
             kvgate_rows.put(self.path, self.request, len(output_ids), logits)
         kvgate_rows.force(logits, output_ids, self.request["forced"])
@@ -30,7 +30,7 @@ class Recording:
 
 
 class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]
-    """Gives each request its recording."""
+    """Creates the `Recording` that a request's `extra_args` describe."""
 
     def is_argmax_invariant(self) -> bool:
         return False

@@ -1,7 +1,7 @@
-"""Runs in vLLM's interpreter, and answers the requests of `kvgate_channel`.
+"""Runs in vLLM's interpreter and answers the requests of `kvgate_channel`.
 
-Needs what vLLM brings (numpy, torch) and nothing else. Read against releases 0.32 and 0.33. The engine runs in this process
-(VLLM_ENABLE_V1_MULTIPROCESSING=0), so that its steps can be looked at; its workers do, too, but with tensor parallelism.
+Needs only vLLM and its dependencies (numpy, torch). Checked against releases 0.32 and 0.33. The engine runs in this process
+(VLLM_ENABLE_V1_MULTIPROCESSING=0), so that each step can be observed. Tensor parallelism runs its workers in other processes.
 """
 
 import itertools
@@ -18,7 +18,7 @@ import kvgate_vllm_cache
 
 
 def describe() -> dict[str, Any]:
-    """Return what is installed here, and which types of the cache this release and this machine take."""
+    """Return the installed release, the platform, and the cache types that the release and this machine support."""
     import vllm
     from vllm.config.cache import CacheDType
     from vllm.platforms import current_platform
@@ -63,7 +63,7 @@ class Model:
         processors = [] if "speculative_config" in engine_args else [ForcedTokens]  # vLLM refuses both together
         workers = engine_args["tensor_parallel_size"]
         if workers > 1:
-            # Sockets, and the file by which the workers meet: they go with this process's folder.
+            # The workers' sockets and rendezvous file are removed together with this process's folder.
             tempfile.tempdir = os.environ["VLLM_RPC_BASE_PATH"] = os.getcwd()
         self.llm = LLM(model=model, logits_processors=processors, **engine_args)
         self.engine = self.llm.llm_engine
@@ -77,14 +77,14 @@ class Model:
         self.count = itertools.count()
 
     def _end_together(self) -> None:
-        """End this process where one of its workers died, since nothing would be answered; leave no memory, which vLLM does."""
+        """Exit as soon as a worker dies, because no request would be answered; also unlink vLLM's shared memory."""
         executor = self.core.model_executor
         shutdown = executor.shutdown
         executor.shutdown = lambda: os._exit(1) if executor.is_failed else shutdown()
         kvgate_channel.forget_shared(os.getpgid(0))
 
     def run(self, requests: list[dict[str, Any]], folder: str, show: bool = False) -> dict[str, Any]:
-        """Answer requests as `kvgate_channel` says. With `show`, the file `stored` holds what the cache has of each."""
+        """Answer `run` of `kvgate_channel`. With `show`, write each request's cached bytes to the file `stored`."""
         from kvgate_vllm_forcing import KEY
 
         places = {}
@@ -104,7 +104,7 @@ class Model:
         return {"answers": answers}
 
     def _add(self, prompt: list[int], tokens: int, **more: Any) -> str:
-        """Let the engine answer a prompt greedily; return the request's name."""
+        """Add a request that answers a prompt greedily; return its name."""
         from vllm import SamplingParams
 
         name = f"kvgate-{next(self.count)}"
@@ -113,15 +113,17 @@ class Model:
         return name
 
     def _finished(self) -> Any:
-        """Step the engine; yield each request that has ended, before its blocks are used again: its name, its output, and its
-        blocks with how often it lost some."""
+        """Step the engine until all requests have finished.
+
+        Yield (name, output, (blocks, preemptions)) for each finished request before its blocks are used again.
+        """
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 if output.finished:
                     yield output.request_id, output, self.cache.freed.pop(output.request_id, ([], 0))
 
     def draft(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
-        """Answer requests {"prompt", "tokens"} freely; return tokens and passes of each, and vLLM's counters."""
+        """Answer requests {"prompt", "tokens"} without forcing; return tokens and passes per request, and vLLM's counters."""
         said: list[list[int]] = [[] for _ in requests]
         passes = [0] * len(requests)
         places = {self._add(request["prompt"], request["tokens"]): i for i, request in enumerate(requests)}
@@ -136,9 +138,9 @@ class Model:
         return {"tokens": said, "passes": passes, **counted}
 
     def load(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        """Return the times of `tokens` tokens for each prompt, and the most blocks that the cache then holds.
+        """Return the times of `tokens` tokens for each prompt, and the peak number of used blocks.
 
-        They are vLLM's own times to the first token of one prompt after the other, and of every later step of all together.
+        First-token times are vLLM's own, one prompt at a time. Step times are measured while all prompts decode together.
         """
         first = []
         for prompt in prompts:
@@ -146,7 +148,7 @@ class Model:
             (output,) = [output for _, output, _ in self._finished()]
             first.append(output.metrics.first_token_latency * 1e3)
         for prompt in prompts:
-            # The first of them decode while the last are prefilled: with so many more tokens, all decode long enough together.
+            # Early prompts decode while later ones are prefilled; the extra tokens let all decode together long enough.
             self._add(prompt, tokens + len(prompts))
         steps, used, arrived, began = [], 0, 0, time.perf_counter()
         while self.engine.has_unfinished_requests():
@@ -167,8 +169,8 @@ class Model:
 def _answer(request: dict[str, Any], path: str, output: Any) -> dict[str, Any]:
     """Return the answer to a request.
 
-    Raises RuntimeError unless every row is of the step that it stands for: the raw log-probability that vLLM itself reports of
-    each token must be that of the row, and every known token must have been taken.
+    Raises RuntimeError if a forced token was not chosen, or if a row does not belong to its step: the token's log-probability
+    computed from the row must equal the raw log-probability that vLLM reports.
     """
     import numpy as np
 
