@@ -2,7 +2,7 @@
 
     python examples/serve_champion.py "$(printf 'Copy:\\n04 Bergen 14 Tartu')"
 
-The registry is MLFLOW_TRACKING_URI; by default it is in work/. Exit codes equal those of `stage=verify`: 0 on success, 2
+The registry is MLFLOW_TRACKING_URI; by default it is in work/. Exit codes, as in `stage=verify`: 0 on success, 2
 for bad input, 3 if the engine is not the judged engine, and 4 if something is missing. For example, the file of workloads.jsonl
 is missing if another machine judged the champion and `--samples` is not given. The registry keeps only the file's digest, not
 the user's prompts.

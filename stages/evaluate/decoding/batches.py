@@ -54,7 +54,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Greedy:
-    """How answers end."""
+    """End conditions of greedy answers."""
 
     stop_tokens: tuple[int, ...]
     """Tokens that end an answer; references end with the first stop token."""

@@ -51,7 +51,7 @@ def free_answers(
     update(0)
     limits = [greedy.limit(item) for item in encoded]
     prompts = [item.prompt for item in encoded]
-    at_once = min(batch_size, max(1, 2 * len(encoded) // 3))  # some wait, and join
+    at_once = min(batch_size, max(1, 2 * len(encoded) // 3))  # some requests wait and join later
     try:
         answers = engine.generate(prompts, limits, greedy.stop_tokens, max_sequences=at_once, ended=update)
     except UserError as error:
@@ -67,7 +67,7 @@ def free_answers(
         rows = _forced(engine, [(encoded[i].prompt, words[i][:-1]) for i in together])
         for done, (i, logits_BV) in enumerate(zip(together, rows, strict=True), 2 * len(encoded) - len(left) + begin):
             update(done)
-            if len(words[i]) > len(answers[i]):  # `generate` does not tell which of the stop tokens ended an answer
+            if len(words[i]) > len(answers[i]):  # `generate` does not return the stop token that ended an answer
                 words[i][-1] = max(greedy.stop_tokens, key=logits_BV[-1].__getitem__)
             found = contradiction(engine, logits_BV, words[i][skipped:])
             if found is not None:

@@ -23,8 +23,6 @@ FILE = re.compile(r"(\d+)-([0-9a-f]{64})\.safetensors")
 
 @dataclass(frozen=True)
 class SampleResult:
-    """The result of one sample."""
-
     statistics: StepStatistics
     """Statistics of the sample's reference tokens."""
     answer: tuple[int, ...] | None

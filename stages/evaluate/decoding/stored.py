@@ -40,7 +40,7 @@ class Measured(BaseModel):
     vocab_size: int
     policy: str
     takes_effect: dict[str, int] = {}
-    """See KVPolicy."""
+    """See `KVPolicy.takes_effect`."""
     coverage: Exercised
     conformance: EngineConformance | None = None
     """Conformance in the first round, if the engine has a reference engine."""

@@ -132,7 +132,7 @@ def process_memory(engine: Engine, max_tokens: int) -> ProcessMemory | None:
                 for _ in range(count):
                     held += engine.prefill([prompt])[0]
                 grown.append(resident_bytes() - before)
-                added.append(_reported(engine) - reported)  # an engine that gives pages back allocates them again
+                added.append(_reported(engine) - reported)  # an engine that freed its pages allocates them again
             finally:
                 engine.release(held)
     except UserError:  # refuses the prompt (the stress test reports it) or lacks room

@@ -17,8 +17,6 @@ from stages.workloads.gsm8k import final_number
 
 @dataclass(frozen=True)
 class Judgement:
-    """The judgement of one answer."""
-
     valid: bool | None
     """Whether the answer has the required form; None if the check requires no form."""
     correct: bool

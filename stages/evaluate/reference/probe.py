@@ -53,7 +53,7 @@ def probe(
     """
     max_tokens = min(limit for limit in (config.max_tokens, engine.max_tokens, reference.model_tokens) if limit is not None)
     if engine.can(Engine.forced_together):
-        max_tokens -= 1  # a request also generates the token after its last known one
+        max_tokens -= 1  # a request also generates one token after its last fed token
     largest = max(batch_size, config.max_batch)
     largest = min(largest, engine.max_batch or largest, engine.max_sequences or largest)
     held = process_memory(engine, max_tokens)

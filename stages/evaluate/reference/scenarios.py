@@ -76,7 +76,7 @@ def batch(test: StressTest) -> None:
 def ragged(test: StressTest) -> list[StressSequence]:
     """Return the rows of the ragged batch. The first row and the last but one are long, the others short."""
     size, most, config = test.largest, test.max_tokens, test.config
-    steps = 1 + min(config.offset_steps, most // 2)  # one alone
+    steps = 1 + min(config.offset_steps, most // 2)  # the first step runs alone
     far = min(config.decode_steps, most - 32)
     claimed = min(test.claimed, most - STEPS)
     chosen = [
