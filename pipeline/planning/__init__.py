@@ -1,1 +1,1 @@
-"""Which policy to use: the configuration and the records of the stages that search for one or compare them on paper."""
+"""Choice of a policy: configuration and records of the stages that search for policies or compare policies on paper."""

@@ -1,8 +1,8 @@
-"""What a memory budget holds under every policy, `capacity.json`. Bytes are of one GPU unless they say otherwise.
+"""Capacity of a memory budget under every policy (`capacity.json`). Bytes are per GPU unless stated otherwise.
 
-The pages are those of the engines (`stages.engines.paged`): a sequence holds whole pages, those in the policy's window twice,
-and a buffer of exact tokens. The whole pages of a prefix that all sequences share are stored once, as `fork` shares them.
-A policy may evict, and a model's layers may slide.
+The pages are the same as in the engines (`stages.engines.paged`): a sequence holds whole pages, second copies of the pages in
+the policy's window, and a buffer of exact tokens. The whole pages of a prefix that all sequences share are stored once, as
+`fork` shares pages. A policy may evict tokens, and a model's layers may attend to sliding windows.
 """
 
 from bisect import bisect_right
@@ -19,7 +19,7 @@ from pipeline.planning.use import GIB, CapacityConfig
 
 
 def kept_pages(tokens: int, first: int, latest: int | None) -> set[int]:
-    """Return the pages of a sequence that hold its `first` and its `latest` tokens; all where `latest` is None."""
+    """Return the pages of a sequence that hold its `first` and `latest` tokens; without `latest`, all pages."""
     pages = range(page_count(tokens))
     if latest is None:
         return set(pages)
@@ -27,15 +27,15 @@ def kept_pages(tokens: int, first: int, latest: int | None) -> set[int]:
 
 
 class SequenceCost:
-    """What sequences take under one policy, on one GPU."""
+    """Bytes of sequences under one policy, on one GPU."""
 
     def __init__(self, policy: KVPolicy, shape: KVShape, windows: Sequence[int | None], *, shared_prefix: int = 0) -> None:
-        """Gather the layers that keep the same pages.
+        """Group the layers that keep the same pages.
 
         Args:
             policy: The cache's formats.
-            shape: The model's, with the KV heads of one GPU.
-            windows: By layer, the latest tokens that it attends to; None for all.
+            shape: The model's shape, with the KV heads of one GPU.
+            windows: The number of latest tokens that each layer attends to, or None for all tokens.
             shared_prefix: First tokens that all sequences have in common.
         """
         self.policy = policy
@@ -43,25 +43,25 @@ class SequenceCost:
         self.exact_bytes = policy.exact_bytes(shape, 1)
         evicting: tuple[int, int | None] = (0, None)
         if policy.eviction is not None:
-            # H2O's heavy tokens lie anywhere; they take as many pages as first ones.
+            # H2O's heavy tokens may lie anywhere. Their pages are counted as if they were first tokens.
             evicting = (policy.eviction.sink_tokens + policy.eviction.heavy_tokens, policy.eviction.window_tokens)
         self.page_bytes: dict[tuple[int, int | None], list[int]] = {}
-        """First and latest tokens -> bytes, in all layers that keep their pages, of a page and of its copy in the window."""
+        """(first, latest) tokens -> bytes of a page and of its copy in the window, summed over the layers that keep it."""
         for layer, window in enumerate(windows):
             sizes = self.page_bytes.setdefault(evicting if window is None else (0, window), [0, 0])
             for side, form in policy.sides(layer).items():
                 sizes[side.in_window] += PAGE_TOKENS * shape.kv_heads * form.token_bytes(shape.head_dim)
 
     def own(self, tokens: int) -> int:
-        """Return the bytes of a sequence of `tokens` tokens, without the pages that it shares."""
+        """Return the bytes of a sequence of `tokens` tokens, without shared pages."""
         return self.exact_bytes + self._bytes([tokens], lambda pages: pages - self.shared_pages)
 
     def shared(self, lengths: Sequence[int]) -> int:
-        """Return the bytes of the shared pages that sequences of any of these lengths keep, each stored once."""
+        """Return the bytes of the shared pages that sequences of the given lengths keep. Each page counts once."""
         return self._bytes(lengths, self.shared_pages.intersection) if self.shared_pages else 0
 
     def _bytes(self, lengths: Sequence[int], counted: Callable[[set[int]], set[int]]) -> int:
-        """Return the bytes of those pages that are `counted` of all that sequences keep, each page once."""
+        """Return the bytes of the pages that `counted` selects from the sequences' pages. Each page counts once."""
         total = 0
         for (first, latest), sizes in self.page_bytes.items():
             kept = [counted(kept_pages(tokens, first, latest)) for tokens in lengths]
@@ -70,24 +70,24 @@ class SequenceCost:
         return total
 
     def _window(self, tokens: int) -> set[int]:
-        """The pages in the policy's window."""
+        """Return the pages in the policy's window."""
         pages = page_count(tokens)
         return set(range(pages - self.policy.window_pages(tokens), pages))
 
 
 def admit(cost: SequenceCost, cycle: Sequence[int], budget: int) -> tuple[int, int]:
-    """Admit requests in the order of a mix, over and over, until the next one does not fit.
+    """Admit requests in the order of a mix, repeatedly, until the next request does not fit.
 
-    Return the number of requests, and the live tokens of their contexts: a shared prefix counts in each.
+    Return the number of requests, and the live tokens of their contexts. A shared prefix counts for every request.
 
     Args:
-        cost: What each takes.
-        cycle: Tokens of each request of the mix, in order.
-        budget: Bytes.
+        cost: Bytes per request.
+        cycle: Tokens of the mix's requests, in order.
+        budget: Bytes available.
     """
     taken = {tokens: cost.own(tokens) for tokens in set(cycle)}
     own, live = ([0, *accumulate(amounts)] for amounts in ([taken[tokens] for tokens in cycle], cycle))
-    # The first time round, the shared pages come too.
+    # During the first round, a new length may add shared pages.
     seen = {count: tuple(dict.fromkeys(cycle[:count])) for count in range(len(cycle) + 1)}
     shared = {lengths: cost.shared(lengths) for lengths in set(seen.values())}
 
@@ -104,24 +104,24 @@ def admit(cost: SequenceCost, cycle: Sequence[int], budget: int) -> tuple[int, i
 
 
 class PolicyCapacity(StrictModel):
-    """What a memory budget holds under one policy."""
+    """Capacity of a memory budget under one policy."""
 
     policy: KVPolicy
     name: str
-    """The policy's name, and what differs from the one of conf/."""
+    """The policy's name, and its differences from the policy in conf/."""
     bytes_per_token: int
     request_bytes: int
-    """Of one request beside its tokens: exact sinks and recent tokens, and second copies of a full window."""
+    """Bytes per request in addition to its tokens: exact sinks and recent tokens, and second copies of a full window."""
     tokens_that_fit: int
-    """The memory over the bytes of a token: no pages, no cost by request, every layer full."""
+    """Cache memory divided by bytes per token. Ignores pages and bytes per request; every layer counts as full."""
     tokens_at_ceiling: int
-    """The ceiling's share of them, to the nearest token."""
+    """The ceiling's share of `tokens_that_fit`, to the nearest token."""
     requests: int
-    """Of the mix, in whole sequences and pages, admitted to the ceiling."""
+    """Requests of the mix that are admitted up to the ceiling, in whole sequences and pages."""
     live_tokens: int
-    """Of their contexts."""
+    """Tokens in the contexts of the admitted requests."""
     mix_bytes: int
-    """Of one mix, without shared pages: among policies that admit alike, fewer are better."""
+    """Bytes of one mix, without shared pages. Fewer bytes are better if two policies admit the same requests."""
 
 
 class Budget(StrictModel):
@@ -149,26 +149,26 @@ class Capacity(StrictModel):
     cache_bytes: int
     ceiling_bytes: int
     block_waste: float
-    """Share of the pages' tokens that hold none: the rest of each request's last page, over the mix."""
+    """Share of the pages' token slots that stay empty: the rest of every request's last page, over the mix."""
     notes: list[str]
     policies: list[PolicyCapacity]
     unfit: dict[str, str]
-    """Policy -> why the model's heads or layers do not take it."""
+    """Policy -> reason why the model's heads or layers do not fit."""
 
 
 def memory_budget(model: ModelShape, use: CapacityConfig, weights: WeightsFormat) -> Budget:
     """Divide the memory of one GPU.
 
     Raises:
-        UserError: when the weights cannot be counted, or leave nothing for the cache.
+        UserError: if the weights cannot be counted, or leave nothing for the cache.
     """
-    if use.gpu_gib <= use.reserve_gib:  # said before weights are counted, which imports torch
+    if use.gpu_gib <= use.reserve_gib:  # checked first, since counting weights imports torch
         raise UserError(
             f"capacity.gpu_gib={use.gpu_gib:g}: capacity.reserve_gib={use.reserve_gib:g} leaves nothing for weights and cache; "
             "give more memory, or a smaller reserve"
         )
     if use.weights_gib is not None:
-        model.kv_heads_of_a_rank(use.tensor_parallel)  # checks that they divide
+        model.kv_heads_of_a_rank(use.tensor_parallel)  # raises unless the heads divide
         weight_bytes = int(use.weights_gib * GIB / use.tensor_parallel)
     else:
         weight_bytes = model.weight_bytes(weights, use.tensor_parallel)
@@ -189,13 +189,13 @@ def measure(
 
     Args:
         name: The model's short name.
-        model: Its shapes.
-        use: What is planned for.
-        weights: The format of its weights.
-        policies: Their display names and themselves.
+        model: The model's shapes.
+        use: The planned use.
+        weights: The format of the model's weights.
+        policies: Display names and policies.
 
     Raises:
-        UserError: when the weights cannot be counted or leave nothing for the cache, or no policy fits the model.
+        UserError: if the weights cannot be counted or leave nothing for the cache, or no policy fits the model.
     """
     budget = memory_budget(model, use, weights)
     fitting, unfit = list[PolicyCapacity](), dict[str, str]()
@@ -238,7 +238,7 @@ def measure(
 
 
 def _fits_latent(policy: KVPolicy, head_dim: int) -> bool:
-    """Whether a policy says what a vector takes that is keys and values at once: one format, and no scales a token."""
+    """Return whether a policy can store vectors that are keys and values at once: one format, no scales per token."""
     one = policy.key == policy.value and not policy.overrides and policy.window is None
     return one and not policy.exact_tokens and not policy.key.scales_per_token(head_dim)
 

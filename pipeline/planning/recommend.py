@@ -1,16 +1,17 @@
-"""Which policy to take: of those whose evidence covers the use, the one that holds the most live tokens. It is pure.
+"""Recommends the policy with the most live tokens among the policies whose evidence covers the use.
 
-What a verdict covers is what was exercised (`pipeline.verdict.coverage`), and a use asks four things of it:
+This module reads and writes no files. A verdict covers only the exercised range (`pipeline.verdict.coverage`). A use has four
+requirements on this range:
 
-- Tokens: quality over length shows at that length alone, so that samples reached the longest context (whole pages count).
-- Decoding: errors add up over an answer, so that some sample decoded as many tokens as the longest answer.
-- Batch: a batch changes no quality, only whether the engine computes it. So the stress test's batches count like those of
-  samples, and they reach `capacity.concurrency`. How many the memory admits may be more: the recommendation says to serve no
-  more at once than were exercised together.
-- A shared prefix: forks of a sequence were exercised, by samples or by the probe.
+- Tokens: quality at a length shows only at this length. So samples must have reached the longest context, in whole pages.
+- Decoding: errors add up over an answer. So a sample must have decoded at least the tokens of the longest answer.
+- Batch: a batch does not change quality, only whether the engine computes correctly. So the stress test's batches count like
+  batches of samples, and must reach `capacity.concurrency`. If the memory admits more requests, the recommendation still says
+  to serve no more at once than were exercised together.
+- Shared prefix: samples or the stress test must have exercised forks of a sequence.
 
-Several evaluations of one policy: the engine that was judged last counts, and a FAIL of that engine in any of them outweighs
-a PASS in another, so that asking again until it passes is no way through.
+If a policy has several evaluations, the engine that was judged last counts. A FAIL of this engine in any evaluation outweighs
+a PASS in another, so that repeating an evaluation until it passes does not help.
 """
 
 from collections.abc import Sequence
@@ -29,17 +30,17 @@ NO_EVIDENCE = "no evidence"
 
 @dataclass(frozen=True)
 class Judged:
-    """One evaluation of an engine, as its evidence shows it now, decided again by the present gates."""
+    """One evaluation of an engine, read from its evidence and decided again by the present gates."""
 
     policy: KVPolicy
     source: str
-    """Where the evidence is."""
+    """Location of the evidence."""
     made: float
-    """When, in seconds since 1970."""
+    """Time of the evaluation, in seconds since 1970."""
     backend: str
     engine_digest: str
     problem: str | None = None
-    """Why it does not count: altered, or of another model, backend, weights or number of GPUs."""
+    """Reason why it does not count: altered, or of another model, backend, weights or number of GPUs."""
     status: Status = "INCONCLUSIVE"
     reasons: tuple[str, ...] = ()
     attempt: int = 1
@@ -47,14 +48,14 @@ class Judged:
     samples_needed: dict[str, int] = field(default_factory=dict)
     limits: Limits | None = None
     longest_decode: int = 0
-    """Most tokens that a sample decoded."""
+    """Maximum number of tokens that a sample decoded."""
     forks: int = 0
-    """Forks of sequences, by samples and by the probe."""
+    """Forks of sequences, by samples and by the stress test."""
     kl_mean: float = float("inf")
 
 
 class Choice(StrictModel):
-    """The policy to take."""
+    """The recommended policy."""
 
     name: str
     policy: KVPolicy
@@ -62,7 +63,7 @@ class Choice(StrictModel):
     requests: int
     """Requests that the memory admits."""
     serve_at_most: int
-    """Of those, at once: as many as were exercised together."""
+    """Maximum number of requests to serve at once: the number that was exercised together."""
     covered: str
     backend: str
     evidence: str
@@ -71,12 +72,12 @@ class Choice(StrictModel):
 
 
 class PassedOver(StrictModel):
-    """A policy that is not taken."""
+    """A policy that is not recommended."""
 
     name: str
     live_tokens: int
     reason: str
-    """Why, with the keys of the evaluation that would make the evidence which is missing."""
+    """Reason, with the keys of an evaluation that would provide the missing evidence."""
     evidence: str | None
 
 
@@ -88,11 +89,11 @@ class Recommendation(StrictModel):
     notes: list[str]
     chosen: Choice | None
     passed_over: list[PassedOver]
-    """By live tokens, the most first."""
+    """Sorted by live tokens, descending."""
 
 
 def recommend(capacity: Capacity, judged: Sequence[Judged], notes: Sequence[str] = ()) -> Recommendation:
-    """Choose a policy, by the evidence on each; `notes` are what a reader has to know of the evidence."""
+    """Choose a policy by its evidence. `notes` are caveats about the evidence, shown with the recommendation."""
     ordered = sorted(capacity.policies, key=_order, reverse=True)
     assessed = [(entry, *_assess(entry, judged, capacity.use)) for entry in ordered]
     covering = [(entry, one) for entry, one, reason in assessed if one is not None and reason is None]
@@ -136,7 +137,7 @@ def _choice(entry: PolicyCapacity, one: Judged) -> Choice:
 
 
 def _assess(entry: PolicyCapacity, judged: Sequence[Judged], use: CapacityConfig) -> tuple[Judged | None, str | None]:
-    """Return the evidence on a policy that counts, and why it does not cover the use; None where it does."""
+    """Return the evidence that counts for a policy, and why it does not cover the use (None if it does)."""
     if entry.requests < use.concurrency:
         return None, f"admits {entry.requests} of {use.concurrency} requests at once"
     own = sorted((one for one in judged if one.policy == entry.policy), key=lambda one: one.made)
@@ -163,7 +164,7 @@ def _first(one: Judged) -> str:
 
 
 def _missing(one: Judged, use: CapacityConfig) -> list[str]:
-    """Return what of the use the evidence does not cover, and what an evaluation has to ask to cover it."""
+    """Return the gaps between the use and the evidence, each with the samples or keys that would close the gap."""
     if one.limits is None:
         return ["its report does not say how far it holds: judge it again"]
     missing: list[str] = []

@@ -1,7 +1,8 @@
-"""A model's shapes from its config.json alone: what its cache and its weights take. No weights have to be there.
+"""A model's shapes, read from config.json, for the bytes of its cache and weights. The weights need not be there.
 
-It reads more than the engines do: any decoder whose layers keep keys and values per head, with full attention or a sliding
-window, or one latent vector of all heads (MLA). What is not read in that way is refused with the key that says so.
+More models are supported here than by the engines: any decoder whose layers keep keys and values per head, with full attention
+or a sliding window, or one latent vector for all heads (MLA). Other models are refused, with the key of config.json that
+differs.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,31 +28,31 @@ BITS: dict[WeightsFormat, int] = {"none": 16, "fp8": 8, "int8_sq": 8, "int4_awq"
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the cache and the weights of a model depend on."""
+    """Shapes that decide the bytes of a model's cache and weights."""
 
     path: Path
     kv: KVShape
     q_heads: int
     windows: tuple[int | None, ...]
-    """By layer: the latest tokens that it attends to, None for all."""
+    """Number of latest tokens that each layer attends to; None for all tokens."""
     max_positions: int | None
     tensors: Callable[[], Mapping[str, Shape]] | None
     """Names and shapes of the weights; None for a family whose weights are not counted."""
     notes: tuple[str, ...]
-    """What was assumed where config.json does not say it."""
+    """Assumptions for values that config.json lacks."""
     latent: int | None = None
-    """Numbers of the one vector that a layer keeps of a token for all heads (MLA): half of them count as keys."""
+    """Length of the latent vector that a layer keeps per token for all heads (MLA); half of its numbers count as keys."""
 
     @property
     def parameters(self) -> int | None:
-        """How many numbers its weights are; None for a family whose weights are not counted."""
+        """Number of parameters; None for a family whose weights are not counted."""
         return None if self.tensors is None else sum(map(prod, self.tensors().values()))
 
     def kv_heads_of_a_rank(self, ranks: int) -> int:
-        """Return the KV heads on each of `ranks` GPUs: a share of them, or one that is copied where there are more GPUs.
+        """Return the KV heads per GPU on `ranks` GPUs. Heads are copied if there are more GPUs than heads.
 
         Raises:
-            UserError: when they do not divide.
+            UserError: if the heads do not divide evenly.
         """
         heads = self.kv.kv_heads
         if self.q_heads % ranks or (heads % ranks and ranks % heads):
@@ -62,9 +63,9 @@ class ModelShape:
         return max(1, heads // ranks)
 
     def weight_bytes(self, weights: WeightsFormat, ranks: int) -> int:
-        """Return the bytes of the weights on each GPU, as they are served.
+        """Return the bytes of the weights on each GPU, in the served format.
 
-        Linear layers are divided, normalisations are copied; embeddings and the LM head are never quantized.
+        Linear layers are divided, normalisations are copied. Embeddings and the LM head are never quantized.
 
         Raises:
             UserError: for a family whose weights are not counted.
@@ -84,7 +85,7 @@ class ModelShape:
 
 
 def _stored_bytes(shape: Shape, weights: WeightsFormat) -> float:
-    """Bytes of a tensor with its scales: FP8 has one a tensor, INT8 one a row."""
+    """Return the bytes of a tensor with its scales: FP8 has a scale per tensor, INT8 a scale per row."""
     numbers = prod(shape)
     scales = {"none": 0, "fp8": 4, "int8_sq": 4 * shape[0], "int4_awq": 2 * numbers // AWQ_BLOCK}
     return numbers * BITS[weights] / 8 + scales[weights]
@@ -94,7 +95,7 @@ def read_model(path: Path) -> ModelShape:
     """Read the shapes of a directory with a config.json, or of a GGUF.
 
     Raises:
-        UserError: naming `model.path`, the key of config.json, and what to do.
+        UserError: if the model is not supported. The message names `model.path`, the key of config.json, and the fix.
     """
     if path.is_file():
         return _describe(path, inspect_gguf(path).config)
@@ -106,7 +107,7 @@ def read_model(path: Path) -> ModelShape:
 def _describe(path: Path, config: dict[str, Any]) -> ModelShape:
     nested = config.get("text_config")
     if "num_hidden_layers" not in config and isinstance(nested, dict):
-        config = nested  # of a model that also takes pictures or sound: its decoder
+        config = nested  # the decoder of a multimodal model
     latent = None
     if config.get("kv_lora_rank"):  # half of the vector counts as keys
         latent = (integer(path, config, "kv_lora_rank") + integer(path, config, "qk_rope_head_dim")) // 2

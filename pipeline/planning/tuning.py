@@ -1,6 +1,6 @@
-"""`stage=tune`: its configuration, policies whose formats differ by layer and side, and the record of what was found.
+"""`stage=tune`: its configuration, policies whose formats differ by layer and side, and the record of the search.
 
-A place is one layer's keys or values. Each place gets its format from one of the uniform policies that `tune.policies` names.
+A place is the keys or the values of one layer. Each place gets its format from a uniform policy in `tune.policies`.
 """
 
 import math
@@ -19,7 +19,7 @@ from pipeline.core.workloads import Workload
 from pipeline.verdict.record import Number, Record, or_infinite
 
 TUNE_FILE = "tune.json"
-"""The record, a `TuneReport`, in the stage's artifact and in the folder of what was found."""
+"""File of the record (`TuneReport`), in the stage's artifact and in the folder of tuned policies."""
 
 SIDES = (Side.KEY, Side.VALUE)
 
@@ -48,7 +48,7 @@ class TuneConfig(StrictModel):
 
 
 def check_uniform(policy: KVPolicy) -> None:
-    """Raise UserError for a policy that is more than one format for keys and one for values."""
+    """Raise UserError unless a policy has just one format for keys and one format for values."""
     if policy.exact_tokens or policy.window is not None or policy.eviction is not None or policy.overrides:
         raise UserError(
             f"tune.policies={policy.name}: keeps some tokens or layers in other formats, or not at all; name policies that "
@@ -57,7 +57,7 @@ def check_uniform(policy: KVPolicy) -> None:
 
 
 def mixed_policy(name: str, formats: Mapping[Place, Format], layers: int) -> KVPolicy:
-    """Return the policy that gives every place its format: the most frequent one of a side, and overrides for the others."""
+    """Return the policy with the given format per place: each side's most frequent format, and overrides for other layers."""
     base: dict[Side, Format] = {}
     overrides: list[LayerOverride] = []
     for side in SIDES:
@@ -72,7 +72,7 @@ def mixed_policy(name: str, formats: Mapping[Place, Format], layers: int) -> KVP
 
 
 def mixed_scales(policy: KVPolicy, shape: KVShape, known: Sequence[tuple[KVPolicy, KVScales]]) -> KVScales:
-    """Return the static scales of a policy, each place's from a uniform policy that has the same format there.
+    """Return a policy's static scales. Each place gets the scales of a uniform policy with the same format there.
 
     Args:
         policy: Formats of every place.
@@ -92,12 +92,12 @@ def mixed_scales(policy: KVPolicy, shape: KVShape, known: Sequence[tuple[KVPolic
 
 
 class Sensitivity(Record):
-    """What one layer's keys or values cost alone in each format, everything else at 16 bits."""
+    """Cost of quantizing only one layer's keys or values, by format. Everything else stays at 16 bits."""
 
     layer: int
     side: Side
     kl: dict[str, Number]
-    """Mean KL in nats per token, of the texts searched on, by the uniform policy that the format is of."""
+    """Mean KL in nats per token on the search texts, by the uniform policy that the format comes from."""
 
 
 class MeasuredPolicy(Record):
@@ -107,54 +107,54 @@ class MeasuredPolicy(Record):
     origin: Literal["uniform", "tuned"]
     bytes_per_token: int
     kl_sum: Number
-    """Sum of what its layers and sides cost alone, on the texts searched on."""
+    """Sum of the separate costs of its layers and sides, on the search texts."""
     kl_check: Number
-    """Mean KL of all of it on the texts that check proposals."""
+    """Mean KL of the whole policy on the texts that check proposals."""
     kl_held_out: Number
-    """Mean KL on the texts that were held out."""
+    """Mean KL on the held-out texts."""
     kl_held_out_upper: Number
-    """Its upper one-sided 95 % bound, by document."""
+    """Upper one-sided 95 % bound of `kl_held_out`, by document."""
     beats: list[str] = Field(default_factory=list)
-    """Uniform policies that take more bytes and have no less KL on the texts held out."""
+    """Uniform policies that take more bytes and have no less KL on the held-out texts."""
     on_front: bool = False
-    """Whether no other one has fewer bytes and less KL on the texts held out."""
+    """Whether no other policy has fewer bytes and less KL on the held-out texts."""
 
 
 class TuneReport(Record):
-    """What `stage=tune` found."""
+    """The record of `stage=tune`."""
 
     schema_version: Literal[1] = 1
     policies: list[str]
     max_kl: float
     tokens: dict[str, int]
-    """Scored tokens of each part of the texts."""
+    """Part of the texts -> number of scored tokens."""
     sensitivities: list[Sensitivity]
     measured: list[MeasuredPolicy]
     chosen: str | None
-    """The policy of fewest bytes within `max_kl` where it was measured; None when none has fewer bytes than 16 bits."""
+    """The policy with the fewest bytes whose measured KL is within `max_kl`; None if none has fewer bytes than 16 bits."""
 
 
 def _kl(one: MeasuredPolicy) -> float:
-    """The KL on the texts held out; infinite where it is not finite."""
+    """Return the KL on the held-out texts, or infinity if it is not finite."""
     return or_infinite(one.kl_held_out)
 
 
 def beaten(measured: MeasuredPolicy, others: Sequence[MeasuredPolicy]) -> list[str]:
-    """Return the uniform policies that take more bytes than `measured` and have no less KL on the texts held out."""
+    """Return the uniform policies that take more bytes than `measured` and have no less KL on the held-out texts."""
     kl, size = _kl(measured), measured.bytes_per_token
     worse = (other for other in others if other.bytes_per_token > size and math.isfinite(kl) and kl <= _kl(other))
     return [other.policy.name for other in worse if other.origin == "uniform"]
 
 
 def is_on_front(measured: MeasuredPolicy, others: Sequence[MeasuredPolicy]) -> bool:
-    """Return whether no other policy has fewer bytes with no more KL, or as many with less."""
+    """Return whether no other policy has fewer bytes with no more KL, or no more bytes with less KL."""
     size, kl = cost = measured.bytes_per_token, _kl(measured)
     costs = ((other.bytes_per_token, _kl(other)) for other in others)
     return math.isfinite(kl) and not any(other[0] <= size and other[1] <= kl and other != cost for other in costs)
 
 
 def choose(measured: Sequence[MeasuredPolicy], max_kl: float, exact_bytes: int) -> MeasuredPolicy | None:
-    """Return the policy of fewest bytes, fewer than `exact_bytes`, whose mean KL is within `max_kl` where it was measured."""
+    """Return the policy with the fewest bytes, below `exact_bytes`, whose measured KL is within `max_kl`."""
     fewer = (one for one in measured if one.kl_check is not None and one.bytes_per_token < exact_bytes)
     within = [one for one in fewer if max(one.kl_check or 0.0, _kl(one)) <= max_kl]
     return min(within, key=lambda one: (one.bytes_per_token, _kl(one)), default=None)

@@ -1,4 +1,4 @@
-"""What a capacity is planned for: memory, the mix of requests, and how the cache is shared (`capacity.*`)."""
+"""The use that a capacity is planned for: memory, the mix of requests, and sharing of the cache (`capacity.*`)."""
 
 from fractions import Fraction
 from typing import Annotated, Self
@@ -16,9 +16,9 @@ class Context(StrictModel):
     """Requests of one length."""
 
     tokens: Tokens
-    """Of one request at its longest, prompt and answer."""
+    """Maximum tokens of a request, prompt and answer."""
     requests: Annotated[int, Field(ge=1, le=MOST_IN_A_MIX)]
-    """How many of them come for those of the other lengths."""
+    """Number of requests of this length in the mix."""
 
 
 class CapacityConfig(StrictModel):
@@ -63,7 +63,7 @@ class CapacityConfig(StrictModel):
 
     @property
     def cycle(self) -> list[int]:
-        """The tokens of the requests of one mix in the order in which they come: each length as evenly as it can."""
+        """Tokens of the mix's requests in order of arrival. Each length is spread as evenly as possible."""
         places = [
             ((2 * number + 1) / (2 * context.requests), context.tokens)
             for context in self.contexts
@@ -72,5 +72,5 @@ class CapacityConfig(StrictModel):
         return [tokens for _, tokens in sorted(places)]
 
     def below_ceiling(self, amount: int) -> int:
-        """Return the ceiling's share of bytes, rounded down; the ceiling counts as the decimal number that was written."""
+        """Return the ceiling's share of `amount` bytes, rounded down. The ceiling is used as the decimal that was written."""
         return int(Fraction(str(self.ceiling)) * amount)

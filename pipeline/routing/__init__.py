@@ -1,1 +1,1 @@
-"""Which engine serves a class of work: routes that evidence stands behind, and monitors that move them back or down."""
+"""Routing of classes of work to proven engines, and monitors that move routes back or down."""

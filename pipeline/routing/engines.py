@@ -1,4 +1,4 @@
-"""Registered engines that may serve a class: found by name, and proven by the replay that a promotion does."""
+"""Registered engines that may serve a class: found by name, and proven by a replay as in a promotion."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ class Engine:
     candidate: Candidate
     policy: KVPolicy
     live_tokens: int
-    """Of its report: the tokens that the memory of `load` holds at once, by which promotions choose too."""
+    """Tokens that the memory of `load` holds at once, from the report. Promotions rank engines by this number too."""
     load: tuple[float, int]
-    """GiB for the cache, and tokens of every sequence in it."""
+    """Cache memory in GiB, and tokens per sequence."""
     workloads: frozenset[str]
 
     @property
@@ -40,20 +40,20 @@ class Engine:
 
 @dataclass(frozen=True)
 class Engines:
-    """The registered engines of a model, and what a promotion asks of one."""
+    """The registered engines of a model, and the checks that a promotion makes."""
 
     registry: Registry
     find: Callable[[Version], Engine]
-    """Finds the evidence of a version. Raises GateRefusal where there is none."""
+    """Returns the engine of a version. Raises GateRefusal if its evidence is missing."""
     replay: Replay
     decide: Decide
     proofs: dict[str, Proof] = field(default_factory=dict)
-    """Version -> what its replay gave: a replay takes seconds, and an engine may serve several classes."""
+    """Version -> result of its replay. A replay takes seconds, and an engine may serve several classes."""
 
     def named(self, name: str, key: str) -> Engine:
-        """Return the latest version with this name, or the one with this number.
+        """Return the latest version with this name, or the version with this number.
 
-        `key` is where the name stands in the routing file.
+        `key` locates the name in the routing file, for messages.
         """
         versions = self.registry.registered()
         named = [one for one in versions if name in (one.number, one.name)]
@@ -66,10 +66,10 @@ class Engines:
             raise GateRefusal(f"{key}={name}: {error}") from error
 
     def prove(self, engine: Engine, workload: str) -> None:
-        """Check the engine's evidence again, and that it is about the class."""
+        """Check the engine's evidence again, and check that it covers the class."""
         if engine.version not in self.proofs:
             self.proofs[engine.version] = verify(engine.candidate, self.replay, self.decide)
-        if workload == DEFAULT:  # the verdict is about everything that was asked
+        if workload == DEFAULT:  # the verdict covers all workloads
             return
         checks = self.proofs[engine.version].verdict.checks
         lines = [check for check in checks if check.where == workload or check.where.startswith(f"{workload} [")]
@@ -80,7 +80,7 @@ class Engines:
                 raise GateRefusal(f"{workload} is {line.status}: {line.reason}")
 
     def proven(self, engine: Engine, workload: str, key: str) -> Engine:
-        """Return the engine. Raises what `prove` does, in one line that names the key."""
+        """Return the engine after `prove`, whose errors are raised in one line that names the key."""
         try:
             self.prove(engine, workload)
         except (GateRefusal, MissingRequirement) as error:
@@ -89,7 +89,7 @@ class Engines:
 
 
 def check_classes(named: Mapping[str, Iterable[Engine]]) -> None:
-    """Refuse a class that no engine of the routing file judged and that kvgate does not know. Raises UserError."""
+    """Refuse a class that kvgate does not know and no engine of the routing file was judged on. Raises UserError."""
     judged = {workload for engines in named.values() for engine in engines for workload in engine.workloads}
     for workload in named:
         if workload not in {DEFAULT, *get_args(Workload), *judged}:

@@ -10,11 +10,11 @@ from pipeline.core.strict import PathText, StrictModel
 from pipeline.trust.files import read_yaml
 
 DEFAULT = "default"
-"""The route of every class that has none of its own."""
+"""Name of the route for classes without their own route."""
 MAX_AGE_S = 900
-"""Seconds from now to `taken_at` of a snapshot."""
+"""Maximum seconds between now and `taken_at` of a snapshot."""
 ALIAS_ENDINGS = ("-previous", "-fallback")
-"""Of a route's other aliases: no class may end like one."""
+"""Endings of a route's other aliases. No class name may have such an ending."""
 
 
 def _is_no_other_alias(name: str) -> str:
@@ -58,11 +58,11 @@ class MonitorConfig(StrictModel):
 
 
 class Route(StrictModel):
-    """The engine of a class. Both names are those of a registered candidate, or a version's number."""
+    """The engine of a class. Both fields take the name of a registered candidate, or a version's number."""
 
     policy: EngineName
     fallback: EngineName | None = None
-    """What a broken route goes to where it has no previous one."""
+    """Engine for a broken route without a previous engine."""
 
 
 class RoutingFile(StrictModel):
@@ -79,12 +79,12 @@ class RoutingFile(StrictModel):
 
     @property
     def by_class(self) -> dict[str, Route]:
-        """Every route by its class, the default's under `default`."""
+        """Every route by class. The default route's key is `default`."""
         return {**({DEFAULT: self.default} if self.default is not None else {}), **self.routes}
 
 
 class Share(StrictModel):
-    """How many of some requests were good."""
+    """Number of good requests, out of all counted requests."""
 
     good: Count
     of: Count
@@ -114,7 +114,7 @@ class Memory(StrictModel):
 
 
 class ClassSnapshot(StrictModel):
-    """What was counted of one class. A monitor that the class has not is null; none may be missing."""
+    """Counts of one class. A monitor that the class does not use must be null; a missing monitor is an error."""
 
     version: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,9}$")]
     latency: Latency
@@ -134,7 +134,7 @@ def read_routing_file(routing: RoutingConfig) -> RoutingFile:
 
 
 def read_snapshot(monitor: MonitorConfig) -> Snapshot:
-    """Read the snapshot, YAML or JSON. Raises UserError with its first problem, also for one that is not of now."""
+    """Read the snapshot, YAML or JSON. Raises UserError with its first problem, also if the snapshot is too old."""
     snapshot = read_yaml(Snapshot, "monitor.snapshot", monitor.snapshot)
     if snapshot.taken_at is not None:
         away = abs((datetime.now(UTC) - snapshot.taken_at).total_seconds())

@@ -1,13 +1,13 @@
 """Moves of routes: aliases of the registered model, three for each class.
 
-`route-CLASS` is the engine that serves the class, `route-CLASS-previous` the one before, `route-CLASS-fallback` the one that a
-broken route goes to where there is none before. Servers read the first.
+`route-CLASS` is the engine that serves the class, and `route-CLASS-previous` its predecessor. A broken route without a
+predecessor moves to `route-CLASS-fallback`. Servers read the first alias.
 
-A command decides on the aliases that it read. If one of them moved meanwhile, it moves nothing. The alias that serves is
-written last, so that a command that is killed leaves a way back, and is finished by running it again.
+A command decides on the aliases that it read. If an alias was moved meanwhile, the command moves nothing. The serving alias is
+written last, so that a killed command leaves a way back, and running it again completes the move.
 
-A version that a way back leaves gets the class in its tag `left_routes`: no monitor chooses it for this class again until a
-routing file names it.
+If a route moves back from a version, the version's tag `left_routes` gets the class: no monitor chooses the version for this
+class again until a routing file names it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class Aliases:
     fallback: str | None = None
 
     def moved_to(self, version: str) -> "Aliases":
-        """Return them after a move to a version: what served before is the previous one."""
+        """Return the aliases after a move to a version. The engine that served before becomes the previous engine."""
         before = self.now if self.now not in (None, version) else self.previous
         return replace(self, now=version, previous=before if before != version else None)
 
@@ -38,7 +38,7 @@ class Aliases:
 
 @dataclass(frozen=True)
 class Move:
-    """One class, from the aliases on which it was decided to others."""
+    """A change of a class's aliases, with the aliases that the decision was based on."""
 
     workload: str
     before: Aliases
@@ -60,7 +60,7 @@ def read_aliases(registry: Registry, workload: str) -> Aliases:
 
 
 def left(tags: Mapping[str, str]) -> set[str]:
-    """Return the classes whose route went back from the version with these tags."""
+    """Return the classes whose route moved back from the version with the given tags."""
     return set(filter(None, tags.get(LEFT, "").split(",")))
 
 
@@ -82,7 +82,7 @@ def way_back(registry: Registry, workload: str, before: Aliases, why: str) -> Mo
 
 
 def make_moves(registry: Registry, moves: Sequence[Move]) -> None:
-    """Make all moves back, then all others. Raises GateRefusal if an alias was moved by somebody else."""
+    """Make all moves back, then all others. Raises GateRefusal if another command moved an alias meanwhile."""
     for back in (True, False):
         group = [move for move in moves if move.back is back]
         with locked(registry.lock, "moving routes"):
@@ -101,7 +101,7 @@ def _make(registry: Registry, move: Move) -> None:
         if classes != left(tags):
             registry.set_tags(version, {LEFT: ",".join(sorted(classes)) or None})
     before, after = move.before.named(move.workload), move.after.named(move.workload)
-    # Aliases are set from the last to the first, which serves; what has to go, goes after that.
+    # The serving alias has the shortest name and is set last. Deletions follow.
     for alias, number in sorted(after.items(), key=lambda item: (item[1] is None, -len(item[0]))):
         if number == before[alias]:
             continue

@@ -1,17 +1,16 @@
-"""stage=route and stage=monitor: what they decide, and the lines that they say.
+"""stage=route and stage=monitor: their decisions, and the lines that they print.
 
-A monitor is a share of good requests with a least that it may be. It is **broken** where the exact one-sided upper bound of
-the share is below that (Clopper-Pearson at ALPHA), it **holds** where the lower bound is not below it, and between
-the two it is **unknown**: too few requests to tell. Noise moves nothing. The bounds take requests for independent of each
-other.
+A monitor compares a share of good requests with its minimum, by exact one-sided bounds (Clopper-Pearson at ALPHA). It is
+**broken** if the upper bound is below the minimum. It **holds** if the lower bound reaches the minimum. Otherwise it is
+**unknown**: the number of requests is insufficient. Noise moves nothing. The bounds assume independent requests.
 
-Under memory pressure a class takes the next smaller engine: old values first, keys last. Keys decide where attention looks,
-values are averaged by it: values lose less. Of the engines that hold more live tokens than the present one in the same memory,
-over the same baseline (so of the same model, weights and backend), come, in this order:
+Under memory pressure a class moves to the next smaller engine. Old values lose precision first and keys last: keys decide where
+attention looks, while values are averaged, which reduces their error. The candidates hold more live tokens than the present
+engine in the same memory, over the same baseline (so with the same model, weights and backend). They are tried in this order:
 
-1. those that leave the keys alone, before those that do not; the latter only where every monitor of quality is shown to hold,
-2. among these, those that leave the values of the latest tokens alone (a window), before those that do not,
-3. among these, the one that holds the fewest live tokens more: no further than it has to.
+1. Engines that do not change the keys come first. Others are allowed only if every monitor of quality is shown to hold.
+2. Within these groups, engines that do not change the values of the latest tokens (a window) come first.
+3. Within these groups, the engine with the fewest additional live tokens comes first: the smallest sufficient step.
 
 An engine that a rollback left is not chosen for the class again until a routing file names it.
 """
@@ -30,7 +29,7 @@ from pipeline.routing.moves import Move, alias_of, left, make_moves, read_aliase
 
 @dataclass(frozen=True, order=True)
 class Step:
-    """What a smaller engine would change; the least comes first."""
+    """The changes that a smaller engine would bring. The smallest change sorts first."""
 
     keys: bool
     young_values: bool
@@ -53,20 +52,20 @@ def step(now: Engine, to: Engine) -> Step:
 
 
 def _keys(policy: KVPolicy) -> tuple[object, ...]:
-    """All that decides how keys are stored, but for exact tokens."""
+    """Return everything that decides how keys are stored, except exact tokens."""
     window = (policy.window.tokens, policy.window.key) if policy.window is not None and policy.window.key is not None else None
     return policy.key, window, {layer: one.key for one in policy.overrides if one.key is not None for layer in one.layers}
 
 
 def _young_values(policy: KVPolicy) -> tuple[object, ...]:
-    """How the values of the latest tokens are stored, and what single layers have instead."""
+    """Return how the latest tokens' values are stored, and the overrides of single layers."""
     window = policy.window.value if policy.window is not None else None
     overrides = {layer: one.value for one in policy.overrides if one.value is not None for layer in one.layers}
     return window or policy.value, overrides
 
 
 def step_down(engines: Engines, now: Engine, workload: str, quality_holds: bool, say: Callable[[str], None]) -> Engine:
-    """Return the first engine in the order that is proven for the class. `say` is told why those before it are not taken."""
+    """Return the first engine, in the module's order, that is proven for the class. Rejections are reported to `say`."""
     larger, broken = list[Engine](), set[str]()
     for version in engines.registry.registered():
         cites = version.tags.get("baseline_digest") == now.candidate.baseline.digest
@@ -98,7 +97,7 @@ def step_down(engines: Engines, now: Engine, workload: str, quality_holds: bool,
 
 
 ALPHA = 0.001
-"""One-sided error of each monitor in one snapshot: how often a class that is exactly at a limit is taken for broken."""
+"""One-sided error per monitor and snapshot: how often a class that is exactly at a limit counts as broken."""
 Status = Literal["holds", "broken", "unknown"]
 Kind = Literal["latency", "quality", "memory"]
 
@@ -106,14 +105,14 @@ Kind = Literal["latency", "quality", "memory"]
 @dataclass(frozen=True)
 class Reading:
     kind: Kind
-    """Of quality are JSON validity and canaries. Broken memory is pressure: all tokens are counted, so it is never unknown."""
+    """JSON validity and `canaries` are quality. Broken memory means pressure. It is never unknown: all tokens are counted."""
     name: str
     status: Status
     text: str
 
 
 def quality_holds(readings: Sequence[Reading]) -> bool:
-    """Whether there is a monitor of quality, and every one of them is shown to hold."""
+    """Return whether monitors of quality exist and all are shown to hold."""
     return {reading.status for reading in readings if reading.kind == "quality"} == {"holds"}
 
 
@@ -149,7 +148,7 @@ Say = Callable[[str], None]
 
 
 def route(engines: Engines, routing: RoutingConfig, say: Say) -> None:
-    """Make the routes those of the routing file. Classes that it does not name stay as they are."""
+    """Set the routes of the routing file. Classes that the file does not name keep their routes."""
     named: dict[str, dict[str, Engine]] = {}  # class -> key of the routing file -> engine
     for workload, entry in read_routing_file(routing).by_class.items():
         place = f"routing.file: {'' if workload == DEFAULT else 'routes.'}{workload}"
@@ -191,11 +190,11 @@ class Decision:
     text: str
     move: Move | None = None
     refused: bool = False
-    """Whether something broke: also where nothing can be done about it."""
+    """Whether a monitor broke, also if no move can help."""
 
 
 def monitor(engines: Engines, limits: MonitorConfig, say: Say) -> None:
-    """Move routes as a snapshot of the fleet asks: back where a monitor broke, down where memory is short."""
+    """Move routes according to a snapshot of the fleet: back if a monitor broke, down if memory is short."""
     snapshot, where, registry = read_snapshot(limits), f"monitor.snapshot={limits.snapshot}", engines.registry
     for workload, counted in snapshot.classes.items():
         if read_aliases(registry, workload).now is None:
@@ -222,7 +221,7 @@ def _decide(engines: Engines, workload: str, counted: ClassSnapshot, limits: Mon
     why = "; ".join(f"{reading.name}: {reading.text}" for reading in readings if reading.status == "broken")
     broken = {reading.kind for reading in readings if reading.status == "broken"}
     try:
-        # Slow requests under memory pressure wait for memory, and the engine before holds less.
+        # Under memory pressure, requests are slow because they wait for memory. The previous engine would hold even less.
         if "quality" in broken or broken == {"latency"}:
             move = way_back(engines.registry, workload, before, why)
             return Decision(str(move), move, refused=True)
