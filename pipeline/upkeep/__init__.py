@@ -1,1 +1,1 @@
-"""What a work directory holds, what of it is needed, and what may go."""
+"""Contents of a work directory: status, the artifacts that are needed, and the removal of others."""

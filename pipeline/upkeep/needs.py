@@ -1,18 +1,18 @@
-"""Find what of a store is needed: by engines that serve or may serve again, and by candidates of the last evaluations.
+"""Finds the artifacts of a store that are needed: by engines that serve or may serve again, and by recent candidates.
 
-`walk` lists what lies in a store: artifacts and unfinished work, with their bytes. Artifacts share files by hard links.
+`walk` lists the artifacts and the unfinished work in a store, with their bytes. Artifacts share files by hard links.
 
-A need is held against the identity that a version or a candidate cites. The identity names every artifact of its chain:
+A version or a candidate needs the artifacts of the identity that it cites. The identity names every artifact of its chain:
 
-| who | what stays of the chain |
+| needed by | artifacts of the chain that stay |
 |---|---|
-| champion, previous, routes | what a promotion, a replay and a way back read: both engines, report, identity |
-| candidates of the last sweeps | what their engines were built from as well: another policy builds on it |
-| candidates of the last sweep | what was measured as well: the baseline's log-probabilities, and the rounds against them |
-| a sweep that did not finish | whatever was made since it began: no identity names it yet |
+| champion, previous, routes | inputs of a promotion, a replay and a rollback: both engines, report, identity |
+| candidates of the last sweeps | also the artifacts that the engines were built from: another policy may reuse them |
+| candidates of the last sweep | also the measurements: the baseline's log-probabilities, and the rounds against it |
+| an unfinished sweep | every artifact made since the sweep began, because no identity names it yet |
 
-Single evaluations are counted apart from sweeps: as many of the last ones are kept.
-What an evaluation or a search left when it was interrupted stays as long as the store keeps it, which is thirty days.
+Single evaluations are counted separately from sweeps, with the same limit.
+Unfinished work of an interrupted evaluation or search stays for thirty days, the limit of the store.
 """
 
 import os
@@ -36,22 +36,22 @@ from pipeline.registry.tracking import locate
 from pipeline.upkeep.registered import Model, read_registered
 
 UNFINISHED, SCRATCH_KIND = "unfinished", "scratch"
-"""Kinds of pieces that are no artifacts: what the same command goes on with, and what is being made or was when it died."""
+"""Kinds of pieces that are not artifacts: resumable work of an interrupted command, and temporary directories."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A directory of a store that is removed whole, or stays whole."""
+    """A directory of a store that is removed or kept as a whole."""
 
     place: str
-    """Relative to the store's root: `build/0bbee01def1948b5e69ef32590a029cc`."""
+    """Path relative to the store's root: `build/0bbee01def1948b5e69ef32590a029cc`."""
     kind: str
-    """Stage of an artifact, else one of the kinds above."""
+    """Stage of an artifact, or `UNFINISHED` or `SCRATCH_KIND`."""
     path: Path
     files: Mapping[tuple[int, int], int]
-    """Device and inode of each file -> its bytes, which other names of the inode share."""
+    """(device, inode) of every file -> its bytes. Hard links share an inode."""
     made: float
-    """When it was last written to, in seconds since 1970."""
+    """Time of the last write, in seconds since 1970."""
 
     @property
     def is_artifact(self) -> bool:
@@ -59,7 +59,7 @@ class Piece:
 
 
 def walk(root: Path) -> list[Piece]:
-    """Return every piece of a store; none where there is no store. Nothing is written."""
+    """Return every piece of a store; empty if the store does not exist. Nothing is written."""
     found = []
     for directory in sorted(root.glob("[!.]*/*")):
         if not directory.is_dir() or directory.is_symlink():
@@ -72,7 +72,7 @@ def walk(root: Path) -> list[Piece]:
 
 
 def distinct_bytes(pieces: Iterable[Piece]) -> int:
-    """Return the bytes of pieces; those that several of them share are counted once."""
+    """Return the bytes of pieces. A shared file counts once."""
     return sum({file: size for piece in pieces for file, size in piece.files.items()}.values())
 
 
@@ -89,12 +89,12 @@ def _piece(root: Path, kind: str, path: Path) -> Piece:
 
 
 MEASURED = ("baseline", "round", "baseline_once", "once")
-"""Stages that measure: what they make is the largest, and only another evaluation on the same samples reads it."""
+"""Stages that measure. Their artifacts are the largest, and only another evaluation on the same samples reads them."""
 NO_IDENTITY = "its identity"
 REGISTERED_LAST = "candidate"
-"""The alias that serves nothing: what it points at is of the last sweep."""
+"""Alias that does not serve: it points at a version of the last sweep."""
 BEGAN = re.compile(r"(\d{8}-\d{6})-")
-"""How the id of a sweep begins: when it began, by the clock of its machine."""
+"""Start of a sweep's id: the time when it began, by its machine's clock."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Held:
-    """An identity, and the places of the artifacts that hold it: several may be the same, signed and not."""
+    """An identity, and the places of its artifacts: a signed and an unsigned artifact may hold the same identity."""
 
     identity: Identity
     places: tuple[str, ...]
@@ -119,17 +119,17 @@ class Held:
 
 @dataclass(frozen=True)
 class Found:
-    """What a work directory and its tracking store hold."""
+    """Contents of a work directory and its tracking store."""
 
     root: Path
     pieces: Sequence[Piece]
     evidence: Mapping[str, Held]
-    """By the sha256 of identity.json."""
+    """Identities by the sha256 of identity.json."""
     models: Sequence[Model]
     sweeps: Sequence[Sweep]
-    """The latest first."""
+    """Sweeps, the latest first."""
     problems: Sequence[Exception]
-    """What could not be read: UserError or MissingRequirement each."""
+    """UserError or MissingRequirement for everything that could not be read."""
 
 
 def find(config: Config) -> Found:
@@ -158,7 +158,7 @@ def find(config: Config) -> Found:
         except REFUSALS as error:
             problems.append(error)
     try:
-        last = summary.load(config.work).sweep  # a clock may have gone back since the sweep before it
+        last = summary.load(config.work).sweep  # a clock may have been set back between sweeps
     except UserError as error:
         last = ""
         problems.append(error)
@@ -175,7 +175,7 @@ def _began(path: Path) -> float:
 
 
 def last_sweeps(sweeps: Iterable[Sweep], number: int) -> list[Sweep]:
-    """Return the last sweeps up to the `number`-th that has candidates, and as many of the last single evaluations."""
+    """Return the last sweeps up to the `number`-th with candidates, and the last single evaluations likewise."""
     counts, chosen = Counter[bool](), []
     for sweep in sweeps:
         if counts[sweep.single] < number:
@@ -185,10 +185,10 @@ def last_sweeps(sweeps: Iterable[Sweep], number: int) -> list[Sweep]:
 
 
 def needs_of(found: Found, keep_sweeps: int) -> tuple[dict[str, str], dict[str, str]]:
-    """Return place of a piece -> who needs it first, and who needs something -> what of it is not in the store.
+    """Return place of a piece -> who needs it first, and who needs something -> the missing place.
 
-    An alias whose identity is not found (it was altered or removed, or lies in another work directory) needs its engine alone.
-    `keep_sweeps` is that of `last_sweeps`.
+    If an alias's identity is not found (it was altered or removed, or lies in another work directory), only its engine is kept.
+    `keep_sweeps` is the `number` of `last_sweeps`.
     """
     reasons, missing = dict[str, str](), dict[str, str]()
     there = {piece.place for piece in found.pieces if piece.is_artifact}

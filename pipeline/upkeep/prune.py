@@ -1,8 +1,8 @@
-"""`stage=prune`: what goes of a store, and how. An artifact goes whole, or stays whole: it is verified by all of its files.
+"""`stage=prune`: chooses the artifacts to remove, and removes them.
 
-Nothing of a store is removed while another process uses it (`pipeline.artifacts.store.used` and `alone`). A removal first
-renames, to a name that every later command removes as what a dead process left: who is killed in the middle leaves only whole
-artifacts.
+An artifact is removed or kept as a whole, because verification needs all of its files. Nothing is removed while another process
+uses the store (`pipeline.artifacts.store.used` and `alone`). A removal first renames an artifact to the name of a leftover,
+which every later command removes. So a killed removal leaves only whole artifacts.
 """
 
 import os
@@ -24,30 +24,30 @@ from pipeline.terminal.grids import Column, Grid, Row
 from pipeline.upkeep.needs import Found, Piece, distinct_bytes, find, needs_of
 
 FIRST = ("baseline", "round", "baseline_once", "once", "identity", "evaluate")
-"""The order in which kinds go: the baseline's log-probabilities are the largest, and no identity outlives what it names."""
+"""Kinds that are removed first. The baseline's log-probabilities are the largest, and no identity outlives its engines."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What goes of a store, in this order, and what stays."""
+    """Pieces to remove from a store, in this order, and the reasons for pieces that stay."""
 
     gone: tuple[Piece, ...]
     freed_bytes: int
-    """Free afterwards; a file that something shares which stays is none of them."""
+    """Bytes freed by the removal. Files that a kept artifact still links to are not counted."""
     stays: dict[str, int]
-    """Who needs something -> how many pieces they are the first to need."""
+    """Who needs artifacts -> number of pieces that they are the first to need."""
     left_behind: tuple[str, ...]
 
 
 def prune(config: Config) -> None:
-    """Show what nobody needs, and remove it where `prune.apply` says so."""
+    """Show the pieces that are not needed, and remove these pieces if `prune.apply` is set."""
     root = config.work / "artifacts"
     if not root.is_dir():
         console.say(f"{escape(str(root))}: there are no artifacts")
         return
     if config.prune.apply:
         _check_lock(root)
-        with alone(root) as users:  # what is needed is read while nobody can change it
+        with alone(root) as users:  # no command can change the needs meanwhile
             if users:
                 raise MissingRequirement(
                     f"stage=prune: the artifacts in {root} are used by {', '.join(users)}; nothing was removed: wait until it "
@@ -62,7 +62,7 @@ def prune(config: Config) -> None:
 
 
 def make_plan(config: Config) -> Plan:
-    """Return what goes of a store, and what stays. Raises UserError where it cannot be known what is needed."""
+    """Return the pieces to remove and to keep. Raises UserError or MissingRequirement if the needs cannot be determined."""
     found = find(config)
     for problem in found.problems:
         line = str(problem).splitlines()[0]
@@ -86,7 +86,7 @@ def make_plan(config: Config) -> Plan:
 
 
 def _check_known(config: Config, found: Found) -> None:
-    """Refuse to go by a tracking store that never heard of the engines which were registered from here."""
+    """Refuse a tracking store that does not know the engines which were registered from this work directory."""
     known = {version.identity_digest for model in found.models for version in model.versions.values()}
     candidates = [one for sweep in found.sweeps for one in sweep.summary.candidates if one.registration is not None]
     for model in sorted({one.model for one in candidates}):
@@ -105,11 +105,11 @@ def _check_lock(root: Path) -> None:
 
 
 def remove(root: Path, gone: Sequence[Piece]) -> None:
-    """Remove pieces of a store that is held alone, in their order, and files of its pool that nothing else links to."""
+    """Remove pieces in their order, then pool files without other links. The caller must hold the store alone."""
     for piece in gone:
         path = piece.path
         if piece.is_artifact:
-            # the name that the store gives to what is being made, and removes where nobody makes it
+            # the name of a temporary directory: a later command removes it if this process is killed
             path = path.rename(path.with_name(f".{path.name}-prune{os.getpid()}"))
         shutil.rmtree(path)
     for file in (root / POOL).glob("*"):

@@ -9,7 +9,7 @@ from pipeline.registry.tracking import IDENTITY_TAG, Location, Version
 
 @dataclass(frozen=True)
 class Model:
-    """A registered model: its versions, and where its aliases point."""
+    """A registered model: its versions and aliases."""
 
     name: str
     versions: dict[str, Version]
@@ -22,9 +22,9 @@ class Model:
 
 
 def read_registered(location: Location, identities: Collection[str]) -> list[Model]:
-    """Read the configured registered model, and each model of which a version cites an identity.
+    """Read the configured registered model, and each model with a version that cites a given identity.
 
-    If a SQLite file does not exist, nothing is read, and none is made.
+    If a SQLite file does not exist, nothing is read, and the file is not created.
     """
     file = location.file
     if file is not None and not (file.is_file() and file.stat().st_size):

@@ -1,4 +1,4 @@
-"""`stage=status`: what serves, what was judged, what lies on the disk. Nothing is written; `log=json` prints JSON."""
+"""`stage=status`: prints serving engines, judged candidates and artifacts on disk. Writes nothing; `log=json` prints JSON."""
 
 from collections.abc import Collection
 from datetime import UTC, datetime
@@ -16,7 +16,7 @@ from pipeline.upkeep.needs import Found, Sweep, distinct_bytes, find, last_sweep
 from pipeline.upkeep.registered import Model
 
 ORDER = {"champion": 0, "previous": 1, "candidate": 3}
-"""In which aliases are listed; routes come between."""
+"""Order of the aliases in the list. Routes have position 2."""
 
 
 def show_status(config: Config) -> None:
