@@ -1,9 +1,9 @@
-"""The one way to load a checkpoint's model or tokenizer: the files that are named here, and no code of the checkpoint's.
+"""Loads a checkpoint's model or tokenizer without executing the checkpoint's code. All stages load checkpoints through it.
 
-transformers looks for code in the directory that it is given (`custom_generate/`, `auto_map`, templates of other names). So it
-is given a folder of its own, with nothing in it but the configuration, the weights and the tokenizer's files.
+transformers looks for code in the given directory (`custom_generate/`, `auto_map`, templates of other names). Therefore it
+reads a temporary folder that contains only the configuration, the weights and the tokenizer's files.
 
-transformers is imported by the functions, so that importing this module is cheap.
+The functions import transformers themselves, so that importing this module is cheap.
 """
 
 import importlib.metadata
@@ -42,13 +42,14 @@ def load_causal_lm(directory: Path, **options: Any) -> Any:
 
 
 Tensors = dict[str, tuple[int, ...]]
-"""Name -> shape."""
+"""Tensor name -> shape."""
 
 
 def expected_tensors(path: Path, config: dict[str, Any]) -> Tensors:
-    """Return the tensors that transformers saves of the model that config.json, whose content is `config`, describes.
+    """Return the names and shapes of the tensors that transformers would save for a model with this configuration.
 
-    The model is built on the meta device. The first call imports torch and transformers, which takes 3 s.
+    `config` is the content of config.json. The model is built on the meta device. The first call imports torch and
+    transformers, which takes 3 s.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -61,12 +62,12 @@ def expected_tensors(path: Path, config: dict[str, Any]) -> Tensors:
         with torch.device("meta"):
             described: Any = AutoConfig.for_model
             built: Any = AutoModelForCausalLM.from_config(described(**compose_rope(path, config)))
-        # Of experts transformers 5 stacks what it saves one by one.
+        # transformers 5 stacks the experts' weights in memory but saves them one by one.
         state: Any = revert_weight_conversion(built, dict(built.state_dict()))
         check_rotary(path, config, built)
     except UserError:
         raise
-    except Exception as error:  # whatever a class of some family says of its configuration
+    except Exception as error:  # model classes raise various types for a bad configuration
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise refusal(
             path, f"config.json: transformers {importlib.metadata.version('transformers')} refuses it: {reason}; correct it"
@@ -80,7 +81,7 @@ def expected_tensors(path: Path, config: dict[str, Any]) -> Tensors:
 def load_tokenizer(directory: Path) -> Any:
     """Load the tokenizer of a checkpoint or of an engine bundle."""
     if (directory / "tokenizer.json").is_file():
-        # AutoTokenizer may rebuild it: Llama's class puts the pre-tokenizer of SentencePiece before byte-level BPE.
+        # AutoTokenizer may rebuild the tokenizer: Llama's class puts SentencePiece's pre-tokenizer before byte-level BPE.
         with _without_torch():
             from transformers import PreTrainedTokenizerFast as AutoTokenizer
     else:
@@ -93,7 +94,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """Keep transformers' tokenizers from importing torch, which takes 2 s, for a reader of GGUF files that is not asked."""
+    """Replace transformers' unused GGUF reader, so that importing its tokenizers does not import torch, which takes 2 s."""
     reader = "transformers.modeling_gguf_pytorch_utils"
     stand_in: Any = ModuleType(reader)
     stand_in.load_gguf_checkpoint = None
@@ -107,7 +108,7 @@ def _without_torch() -> Iterator[None]:
 
 @contextmanager
 def _staged(directory: Path, copied: Sequence[str], linked: Sequence[str] = ()) -> Iterator[Path]:
-    """Give a folder with copies of small files, and links to large ones, of a directory; it goes with the block."""
+    """Yield a temporary folder with copies of a directory's small files and links to its large ones."""
     with tempfile.TemporaryDirectory(prefix="kvgate-") as scratch:
         for name in copied:
             shutil.copyfile(directory / name, Path(scratch) / name)

@@ -1,4 +1,4 @@
-"""Check before any work that a tokenizer, its chat template and the weights can be used."""
+"""Checks a checkpoint's tokenizer, chat template and weights before any work starts."""
 
 import tempfile
 from functools import partial
@@ -11,18 +11,18 @@ from pipeline.core.errors import OF_THE_MACHINE, UserError, short
 
 TEXTS = ("Hello", "9 of 10", "  def f(x):\n\treturn x\n\n", "Zoë naïvely paid 12.50 €, didn't she?", "漢字 и кириллица 🙂")
 MOST_ADDED = 1024
-"""Added tokens that are tried, each in a text of its own."""
+"""Maximum number of added tokens that are tried, each in a separate text."""
 
 
 def check_opens(info: CheckpointInfo) -> None:
-    """Refuse files that a later stage would fail on. Nothing is remembered: a file may change between two commands.
+    """Refuse files on which a later stage would fail. The result is not cached: files may change between two commands.
 
     Args:
         info: A checkpoint, or a GGUF.
 
     Raises:
-        UserError: The tokenizer's library refuses its files, the chat template refuses a greeting or takes more than it may, or
-            a weight is not finite.
+        UserError: The tokenizer cannot be loaded or is inconsistent, the chat template refuses a greeting or exceeds its
+            limits, or a weight is not finite.
     """
     if info.path.is_dir():
         from pipeline.checkpoint.finite import check_finite
@@ -51,7 +51,7 @@ def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
         made, other = (tokenizer(text, verbose=False)["input_ids"] for text in ("Hello", "9 of 10"))
     except (UserError, KeyboardInterrupt, SystemExit, *OF_THE_MACHINE):
         raise
-    except BaseException as error:  # tokenizers raises bare exceptions and panics, transformers whatever it stumbles over
+    except BaseException as error:  # tokenizers panics and raises bare exceptions; transformers raises many types
         said = short(f"{type(error).__name__}: {error}".splitlines()[0], 200)
         raise refusal(path, f"its tokenizer cannot be loaded ({said}); give the checkpoint its own tokenizer") from None
     if not tokenizer.eos_token or made == other:
@@ -74,11 +74,14 @@ def _check_tokenizer(info: CheckpointInfo, directory: Path) -> None:
 
 
 def _other_tokens(tokenizer: Any, directory: Path) -> str | None:
-    """Return a text that a loaded tokenizer encodes in another way than its tokenizer.json, or loses, if there is one."""
+    """Return a text that the loaded tokenizer encodes differently from its tokenizer.json, or None if there is no such text.
+
+    Without tokenizer.json, return a text that does not survive encoding and decoding.
+    """
     from tokenizers import Tokenizer  # type: ignore[import-untyped]
 
     file = directory / "tokenizer.json"
-    if not file.is_file():  # made of vocab.json and merges.txt
+    if not file.is_file():  # the tokenizer consists of vocab.json and merges.txt
         text = "9 of 10"
         return None if tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]).strip() == text else text
     itself = Tokenizer.from_file(str(file))

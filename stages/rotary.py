@@ -1,4 +1,4 @@
-"""Compares the rotary embeddings of a model that transformers made with the ones that its config.json states."""
+"""Compares the rotary embeddings of a model built by transformers with its config.json."""
 
 from pathlib import Path
 from typing import Any
@@ -8,21 +8,21 @@ from pipeline.checkpoint.rope import BESIDE, read_rope
 from pipeline.core.errors import short
 
 DEFAULTED = (*BESIDE, "original_max_position_embeddings")
-"""Parameters that a family's class has values for. It may default others only together with the kind of scaling."""
+"""Parameters for which a model class may supply a default. It may supply others only if it also supplies `rope_type`."""
 
 
 def check_rotary(path: Path, config: dict[str, Any], model: Any) -> None:
-    """Refuse a model whose rotary embeddings are not the ones of its configuration.
+    """Raise UserError if a model's rotary embeddings differ from its configuration.
 
     Args:
         path: Directory of the checkpoint, for errors.
         config: Content of config.json.
-        model: The model that transformers made of it, on any device.
+        model: The model that transformers built from `config`, on any device.
 
     Raises:
-        UserError: A parameter, a frequency or a factor of attention differs.
+        UserError: A parameter, a frequency or the attention factor differs.
     """
-    made = type(model.model.rotary_emb)(model.config)  # on the CPU: frequencies on the meta device have no numbers
+    made = type(model.model.rotary_emb)(model.config)  # rebuilt on the CPU: frequencies on the meta device have no values
     for kind, stated in read_rope(path, config).layers.items():
         if kind is not None and kind not in model.config.layer_types:
             continue
@@ -47,7 +47,7 @@ def check_rotary(path: Path, config: dict[str, Any], model: Any) -> None:
 
 
 def _rotary(parameters: dict[str, Any], config: Any) -> tuple[Any, float]:
-    """Return the inverse frequencies and the factor of attention that parameters stand for, with the sizes of `config`."""
+    """Return the inverse frequencies and the attention factor for RoPE parameters and the sizes of `config`."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -1,7 +1,7 @@
 """Converts a GGUF file to a Hugging Face checkpoint: safetensors, config.json and a tokenizer.
 
-transformers' own reader of GGUF is not used: it drops tensors that it has no name for, fills in what is missing, forgets rotary
-scaling, and makes another tokenizer than the model's.
+transformers' own GGUF reader is not used: it drops tensors with unknown names, fills in missing tensors, ignores rotary
+scaling, and builds a tokenizer that differs from the model's.
 """
 
 import json
@@ -25,27 +25,27 @@ from stages.gguf.tokenizer import write_tokenizer
 SHARD_BYTES = 4_000_000_000
 
 STORED_AS = {"F32": ("float32",), "F16": ("float16", "float32"), "BF16": ("bfloat16", "float32")}
-"""Type of all matrices -> the types that hold them exactly; the first that holds the vectors' range, too, is written."""
+"""Common type of all matrices -> types that represent them exactly. The first type that also covers the vectors is written."""
 QUANTIZED_AS = ("float16", "bfloat16")
-"""Of the 16-bit types, float16 keeps three more bits of a dequantized weight (the rms error of SmolLM2's Q4_1 is 1.9e-4 of the
-weights' own, in bfloat16 1.4e-3); bfloat16 is for weights beyond float16's 65,504."""
+"""Types for dequantized weights. float16 keeps three more bits than bfloat16 (relative rms error of SmolLM2's Q4_1: 1.9e-4
+instead of 1.4e-3). bfloat16 is used for weights beyond float16's maximum of 65,504."""
 
 
 class _OutOfRange(Exception):
-    """A value is finite in the file, and not in the type that is written."""
+    """A value that is finite in the file but not in the written type."""
 
 
 def convert_gguf(gguf: Path, out: Path, *, progress: Progress) -> None:
-    """Write the checkpoint of a GGUF to an empty directory.
+    """Write a GGUF as a Hugging Face checkpoint to an empty directory.
 
-    Weights keep their type: F32, F16 or BF16 where all matrices have it. Otherwise (quantized, or mixed) they become float16,
-    or bfloat16 where a value is too large for it; vectors follow the matrices. The rows of a Llama's queries and keys are put
-    back in transformers' order; from a Gemma's norms the 1 is taken that llama.cpp adds.
+    If all matrices are F32, F16 or BF16, the weights keep that type. Otherwise (quantized or mixed) they become float16, or
+    bfloat16 if a value exceeds float16. Vectors get the type of the matrices. The rows of a Llama's queries and keys are
+    restored to transformers' order, and the 1 that llama.cpp adds to a Gemma's norms is subtracted.
 
     Args:
         gguf: The file.
         out: An empty directory.
-        progress: Called with the tensors that are done.
+        progress: Called with the number of finished tensors.
 
     Raises:
         UserError: inspect_gguf refuses the file, or a weight is not finite.
@@ -54,7 +54,7 @@ def convert_gguf(gguf: Path, out: Path, *, progress: Progress) -> None:
     kinds = {tensor.kind for name, tensor in model.header.tensors.items() if name in model.names and len(tensor.shape) > 1}
     types = STORED_AS.get(kinds.pop(), QUANTIZED_AS) if len(kinds) == 1 else QUANTIZED_AS
     for name in types:
-        for stale in out.glob("*.safetensors"):  # of a type that turned out too narrow
+        for stale in out.glob("*.safetensors"):  # from a try with a type that was too narrow
             stale.unlink()
         try:
             _write_weights(model, getattr(torch, name), out, progress)
@@ -89,7 +89,7 @@ def _write_weights(model: GGUFModel, dtype: torch.dtype, out: Path, progress: Pr
 
 
 def _shards(model: GGUFModel, dtype: torch.dtype) -> list[list[str]]:
-    """Return the names of the GGUF's tensors, a file each of at most SHARD_BYTES or one tensor."""
+    """Return the GGUF's tensor names per output file; a file has at most SHARD_BYTES or a single tensor."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name in model.names:
@@ -103,27 +103,27 @@ def _shards(model: GGUFModel, dtype: torch.dtype) -> list[list[str]]:
 
 
 def _weights(model: GGUFModel, name: str) -> torch.Tensor:
-    """Return the float32 values of a tensor, as transformers arranges them."""
+    """Return the float32 values of a tensor in transformers' layout."""
     tensor = model.header.tensors[name]
     values = torch.from_numpy(read_tensor(model.header.path, tensor))
     heads = _rotated_heads(model.config, name)
     if heads is not None:
-        # llama.cpp rotates neighbours, transformers the two halves of a head.
+        # llama.cpp rotates pairs of neighbouring channels, transformers pairs from the two halves of a head.
         rows, columns = values.shape
         values = values.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
-    # transformers multiplies by 1 + weight, llama.cpp by what it stores.
+    # transformers multiplies by 1 + weight, llama.cpp by the stored weight.
     return values - 1 if model.config["model_type"] == "gemma3_text" and values.dim() == 1 else values
 
 
 def read_tensor(path: Path, tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """Return the values of a tensor of a GGUF as float32."""
+    """Return a GGUF tensor's values as float32."""
     stored = np.memmap(path, np.uint8, "r", tensor.offset, (tensor.nbytes,)).reshape(*tensor.shape[:-1], -1)
     values = dequantize(np.array(stored), GGMLQuantizationType[tensor.kind])
     return np.ascontiguousarray(values, np.float32).reshape(tensor.shape)
 
 
 def _rotated_heads(config: Mapping[str, Any], name: str) -> int | None:
-    """Return the heads of a matrix whose rows llama.cpp has in another order than transformers; None for all others."""
+    """Return the number of heads of a matrix whose rows llama.cpp orders differently; None for other tensors."""
     if not pairs_neighbours(config["model_type"]):
         return None
     if name.endswith(".attn_q.weight"):

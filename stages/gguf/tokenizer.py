@@ -1,4 +1,4 @@
-"""Writes the tokenizer that a GGUF's metadata describes, as tokenizer.json and tokenizer_config.json."""
+"""Writes a GGUF's tokenizer as tokenizer.json and tokenizer_config.json."""
 
 import json
 from pathlib import Path
@@ -18,15 +18,15 @@ from tokenizers.models import BPE  # type: ignore[import-untyped]
 from pipeline.gguf.vocabulary import CONTROL, UNKNOWN, USER_DEFINED, Splitter, Vocabulary
 
 BLANK = "▁"
-"""What SentencePiece writes for a space."""
+"""Character that SentencePiece uses for a space."""
 
 
 def write_tokenizer(vocabulary: Vocabulary, max_length: int, out: Path) -> None:
     """Write the tokenizer's files.
 
     Args:
-        vocabulary: What the GGUF says.
-        max_length: Longest sequence of the model, in tokens.
+        vocabulary: The vocabulary in the GGUF's metadata.
+        max_length: The model's maximum sequence length in tokens.
         out: The checkpoint's directory.
     """
     splitter, tokens = vocabulary.splitter, vocabulary.tokens
@@ -65,7 +65,7 @@ def _added(vocabulary: Vocabulary, token_id: int) -> AddedToken:
 
 
 def _byte_level(vocabulary: Vocabulary, splitter: Splitter) -> Tokenizer:
-    """BPE over bytes, written as printable characters; the end of a text leaves no unknown character."""
+    """Return a byte-level BPE tokenizer; its vocabulary writes bytes as printable characters."""
     vocab = {token: i for i, token in enumerate(vocabulary.tokens)}
     tokenizer = Tokenizer(BPE(vocab, list(vocabulary.merges), ignore_merges=splitter.whole_words))
     if splitter.nfc:
@@ -79,7 +79,7 @@ def _byte_level(vocabulary: Vocabulary, splitter: Splitter) -> Tokenizer:
 
 
 def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
-    """BPE over characters, with bytes for those that are no token."""
+    """Return a BPE tokenizer over characters that falls back to bytes for characters without a token."""
     vocab = {token: i for i, token in enumerate(vocabulary.tokens)}
     unknown = vocabulary.tokens[vocabulary.unknown] if vocabulary.unknown is not None else None
     tokenizer = Tokenizer(BPE(vocab, list(vocabulary.merges), unk_token=unknown, fuse_unk=True, byte_fallback=True))

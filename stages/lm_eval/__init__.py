@@ -1,1 +1,1 @@
-"""lm-evaluation-harness over engine bundles: its model `kvgate`, and its command line with that model in it."""
+"""lm-evaluation-harness with engine bundles: the model `kvgate`, and lm-eval's command line with that model registered."""

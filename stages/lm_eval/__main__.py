@@ -7,7 +7,7 @@ from pipeline.loading import required_libraries
 
 
 def main() -> int:
-    """Run lm-eval's command line, in which the model `kvgate` is known. Return the exit code."""
+    """Run lm-eval's command line with the model `kvgate` registered. Return the exit code."""
     try:
         with required_libraries():
             from stages.lm_eval.model import cli_evaluate

@@ -1,9 +1,9 @@
 """The model `kvgate` of lm-evaluation-harness: an engine bundle, scored by forced decode.
 
-lm-eval's own backends score a text in one prefill, whose logits attend over fresh keys and values. Here the logits of a scored
-token come from decode steps, which read the quantized cache. The one exception is a token whose whole context is one token:
-there is nothing to decode yet, and the logits of the prefill are taken. That is the first token of an empty context, and of a
-rolling window.
+lm-eval's own backends score a text in one prefill, whose attention reads unquantized keys and values. Here the logits of a
+scored token come from decode steps, which read the quantized cache. The only exception is a token with a context of one token:
+no decode step is possible, so the logits of the prefill are used. This affects the first token after an empty context and the
+first token of a rolling window.
 
 Source: https://github.com/EleutherAI/lm-evaluation-harness (lm_eval/api/model.py: LM, TemplateLM)
 """
@@ -41,17 +41,17 @@ from stages.workloads.prompts import token_ids
 from stages.workloads.rendering import rendered
 
 MOST_PATH = 4095
-"""Characters of a path on Linux."""
+"""Maximum characters of a path on Linux."""
 
 __all__ = ["KvgateLM", "cli_evaluate"]
 
 _NO_SAMPLE = Sample(id="lm-eval", workload="lm_eval", reference="", check="none")
-"""lm-eval judges texts itself: a request has tokens, and is no sample of ours."""
+"""Placeholder sample: lm-eval checks answers itself, so a request has only tokens."""
 
 
 @register_model("kvgate")
 class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
-    """An engine bundle of any backend as a model of lm-eval; its tokenizer is the bundle's.
+    """An engine bundle of any backend as a model of lm-eval, with the bundle's tokenizer.
 
     Legend: B = sequences of a decode step, V = vocab_size.
     """
@@ -68,12 +68,12 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         """Load the engine.
 
         Args:
-            bundle: The directory that stage=build names.
-            batch_size: Most sequences of one decode step; lm-eval's `--batch_size`.
-            max_length: Most tokens of a sequence; longer contexts lose their oldest tokens.
-            max_gen_toks: Most tokens of a generated answer, unless its task says otherwise.
-            device: Not used: lm-eval passes cuda:0 whether or not it was asked to. An engine's is `backend.device`.
-            options: Keys of the bundle's backend: `backend.threads=2`.
+            bundle: The directory that stage=build prints.
+            batch_size: Maximum sequences per decode step; lm-eval's `--batch_size`.
+            max_length: Maximum tokens per sequence; longer contexts lose their oldest tokens.
+            max_gen_toks: Maximum tokens of a generated answer, unless the task sets another limit.
+            device: Ignored, because lm-eval always passes cuda:0. `backend.device` sets the engine's device.
+            options: Keys of the bundle's backend, for example `backend.threads=2`.
         """
         super().__init__()
         for key, value in options.items():
@@ -84,7 +84,7 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             raise UserError(f"bundle={short(bundle)}: is no path; give --model_args bundle=DIR, the directory of an engine")
         directory = Path(bundle)
         store = store_of(directory.resolve() / BUNDLE_FILE)
-        self._in_use = ExitStack()  # held until the process ends: stage=prune waits for it
+        self._in_use = ExitStack()  # held until the process exits: stage=prune waits for it
         if store is not None:
             self._in_use.enter_context(used(store, make=False))
         backend = read_bundle(directory).get("backend")
@@ -104,7 +104,7 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without a context: bos, or eos where the tokenizer has none."""
+        """The token that precedes a text without a context: bos, or eos if the tokenizer has no bos."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
@@ -113,7 +113,7 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return a conversation as text; without `add_generation_prompt` its last message is left open to be continued."""
+        """Return a conversation as text. Without `add_generation_prompt` the last message stays open for continuation."""
         if not self.tokenizer.chat_template:
             raise UserError("--apply_chat_template: the bundle's tokenizer has no chat template; leave the flag out")
         text = partial(
@@ -126,16 +126,16 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return rendered([text])[0]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return token ids, by default with the special tokens that the tokenizer adds, a leading bos once."""
+        """Return token ids. By default the tokenizer's special tokens are added, but never a second leading bos."""
         if add_special_tokens is None:
             return token_ids(self.tokenizer, string)
         return list(self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"])
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each text, every token of which is scored once.
+        """Return the log-likelihood of each text. Every token is scored exactly once.
 
-        A text is cut into windows of `max_length` tokens. The first one follows `prefix_token_id`, the next ones the last
-        token of the window before, and the last one as many tokens as fill it.
+        A text is cut into windows of `max_length` tokens. The context of the first window is `prefix_token_id`, and of later
+        windows the previous window's last token. The last window's context is long enough to fill the window.
         """
         texts = [request.args[0] for request in requests]
         rolled = (get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1) for text in texts)
@@ -147,7 +147,7 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the greedy answer to each context, up to the first of its stop strings."""
+        """Return the greedy answer to each context, up to the first stop string."""
         settings = [normalize_gen_kwargs(request.args[1], self.max_gen_toks) for request in requests]
         if any(setting["do_sample"] for setting in settings):
             raise UserError("do_sample=true: the model kvgate generates greedily; give --gen_kwargs do_sample=false")
@@ -167,14 +167,14 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation and whether greedy decoding gives it."""
+        """Return each continuation's log-likelihood, and whether greedy decoding produces the continuation."""
         results = self._scores([(context, continuation) for _, context, continuation in requests], disable_tqdm)
         for (key, *_tokens), result in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood", key, result)
         return results
 
     def _scores(self, pairs: Sequence[tuple[list[int], list[int]]], disable_tqdm: bool) -> list[tuple[float, bool]]:
-        """Score the second tokens of each pair after the first."""
+        """Score each pair (context, continuation): log-likelihood, and whether the continuation is greedy."""
         if max((len(scored) for _, scored in pairs), default=0) > self.max_length:
             raise UserError(f"max_length={self.max_length}: a continuation is longer; give the model a larger max_length")
         totals = np.zeros(len(pairs))
@@ -182,18 +182,18 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         with tqdm(total=sum(len(scored) for _, scored in pairs), desc="kvgate: tokens", disable=disable_tqdm) as progress:
             for rows, tokens, logits_BV in self._forced(pairs):
                 logp_BV = log_softmax(_finite(logits_BV))
-                # A step of a one-pass engine has several rows of one text.
+                # A one-pass engine returns several rows of one text in a step.
                 np.add.at(totals, rows, logp_BV[np.arange(len(rows)), tokens])
                 np.logical_and.at(greedy, rows, logp_BV.argmax(axis=1) == tokens)
                 progress.update(len(rows))
         return [(float(total), bool(is_greedy)) for total, is_greedy in zip(totals, greedy, strict=True)]
 
     def _forced(self, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[tuple[list[int], list[int], Any]]:
-        """Yield the pairs and the tokens whose logits are the rows, with those logits (B, V)."""
+        """Yield (pair index per row, scored token per row, logits (B, V))."""
         owners: list[int] = []
         encoded: list[EncodedSample] = []
         for i, (context, scored) in enumerate(pairs):
-            # The last scored token is not fed, so that the others are.
+            # The last scored token is never fed to the engine, so the context may be one token longer.
             prompt, reference = (context or [self.prefix_token_id])[len(scored) - 1 - self.max_length :], scored
             if len(prompt) == 1 and reference:
                 handles, logits_BV = self.engine.prefill([prompt])
@@ -210,12 +210,12 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             yield [owners[i] for i in step.samples], tokens, step.logits_BV
 
     def _answers(self, prompts: list[list[int]], limits: list[int], stops: list[list[str]]) -> Iterator[tuple[int, str]]:
-        """Yield each prompt's number and greedy answer, cut before the first of its stop strings, when it has ended.
+        """Yield (prompt index, greedy answer) as soon as an answer is complete, cut before its first stop string.
 
-        The next prompt takes its place in the batch at once; on an engine of requests, where it would be in flight alone, the
-        next prompts start when all before them have ended.
+        The next prompt immediately takes the free place in the batch. An engine that serves whole requests would run such a
+        prompt alone, so its next prompts start together after the whole batch has ended.
         """
-        # Similar lengths run side by side: a decode step costs as many pages as its longest sequence has.
+        # Prompts of similar length run together, because a decode step costs the pages of its longest sequence.
         waiting = deque(sorted(range(len(prompts)), key=lambda i: len(prompts[i])))
         live: dict[int, int] = {}
         answers: list[list[int]] = [[] for _ in prompts]
@@ -224,7 +224,7 @@ class KvgateLM(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             places = 0 if live and self.engine.can(Engine.forced_together) else self.batch_size - len(live)
             joining = [waiting.popleft() for _ in range(min(places, len(waiting)))]
             if joining:
-                # The last token of a prompt is decoded. A prompt of one token has nothing else that could be prefilled.
+                # The last token of a prompt is decoded, except for prompts of one token, which can only be prefilled.
                 handles, logits_BV = self.engine.prefill([prompts[i][:-1] or prompts[i] for i in joining])
                 live |= zip(joining, handles, strict=True)
                 rows = {i: logits_V for i, logits_V in zip(joining, logits_BV, strict=True) if len(prompts[i]) == 1}

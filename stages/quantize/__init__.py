@@ -1,2 +1,1 @@
-"""Quantization: calibration texts, ModelOpt's quantization of a checkpoint's weights, the extremes of its cache, and the
-scales of a policy."""
+"""Quantization: calibration texts, quantized weights (by ModelOpt), measured extremes of the cache, and a policy's scales."""

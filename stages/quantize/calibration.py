@@ -1,4 +1,4 @@
-"""The calibration texts, on which ModelOpt measures static scales: generated ones, or the user's own JSONL."""
+"""Calibration texts for static scales: generated, or read from the user's JSONL."""
 
 import json
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ def calibration_texts(
     seed: int,
     progress: Progress,
 ) -> None:
-    """Write the texts that static scales are measured on to `out/texts.json`, a JSON list of strings.
+    """Write the calibration texts to `out/texts.json`, a JSON list of strings.
 
-    Generated texts are prompts with their answers, as the checkpoint's chat template renders them, in equal parts from
-    the calibration split of each of `workloads`. An evaluation never draws from that split.
+    Generated texts are prompts, rendered with the checkpoint's chat template, followed by their answers. The workloads
+    contribute equal parts from their calibration split, which an evaluation never uses.
     """
     texts = texts_from_file(jsonl, samples) if jsonl is not None else _generated(checkpoint, samples, workloads, seed, progress)
     (out / TEXTS).write_text(json.dumps(texts, ensure_ascii=False), encoding="utf-8")
@@ -50,11 +50,11 @@ def _generated(checkpoint: Path, samples: int, workloads: Sequence[Workload], se
 
 
 CHARACTERS = 256
-"""Of a token, at most."""
+"""Assumed maximum characters per token."""
 
 
 def texts_from_file(path: Path, samples: int) -> list[str]:
-    """Return the texts of a user's file, at most `samples`. Raises UserError for a line that holds none."""
+    """Return at most `samples` texts of the user's file. Raises UserError for a line without a text."""
     texts: list[str] = []
     for number, line in enumerate(read_given("calibration.jsonl", path).splitlines(), start=1):
         if len(texts) == samples:
@@ -73,8 +73,11 @@ def texts_from_file(path: Path, samples: int) -> list[str]:
 
 
 def tokenize(tokenizer: Any, texts: list[str], max_length: int, vocab_size: int) -> list[list[int]]:
-    """Encode the texts that are not blank, with special tokens as `token_ids` adds them."""
-    # What is cut off after it was encoded takes gigabytes where a line has megabytes.
+    """Encode all texts except blank ones, with the special tokens that `token_ids` adds.
+
+    Raises UserError if no text is left, or a token is outside the model's vocabulary.
+    """
+    # Cut before encoding: encoding a whole line of megabytes needs gigabytes of memory.
     encoded = (token_ids(tokenizer, text[: max_length * CHARACTERS], max_length) for text in texts if text.strip())
     samples = [ids for ids in encoded if ids]
     if not samples:

@@ -1,6 +1,6 @@
-"""Writes ModelOpt's two official exports, where they can express the policy, and validates each of them.
+"""Writes and validates ModelOpt's two official exports, if they can express the policy.
 
-An export that is not written gets its reason in the report instead.
+If an export is not written, exports.json contains the reason.
 """
 
 import copy
@@ -41,16 +41,16 @@ def export(
     seed: int,
     progress: Progress,
 ) -> None:
-    """Export a quantized checkpoint in ModelOpt's official forms. The weights are quantized again, and must come out the same.
+    """Export a quantized checkpoint in ModelOpt's official formats.
 
-    `quantized` is what `quantize_weights` wrote of the checkpoint, `scales` the policy's static scales as `scale_cache` wrote
-    them.
+    The weights are quantized again and must equal the first result. `quantized` is the output of `quantize_weights` for the
+    checkpoint, and `scales` is the file of static scales written by `scale_cache`.
 
     `out` receives:
 
-    - `unified_hf/`, `tensorrt_llm/`: the exports, where they can express the policy, each validated.
-    - `exports.json`: by which rule their scales were made, and why an export was not written.
-    - `checkpoint/`, `kv_policy.json`, `kv_scales.json`: the quantized checkpoint, by links, and what its cache needs.
+    - `unified_hf/`, `tensorrt_llm/`: the exports that can express the policy, each validated.
+    - `exports.json`: the rule for each export's scales, or the reason why an export was not written.
+    - `checkpoint/`, `kv_policy.json`, `kv_scales.json`: the quantized checkpoint (as links), the policy and its scales.
     """
     info, judged = inspect_checkpoint(checkpoint), inspect_checkpoint(quantized / "checkpoint")
     copy_checkpoint(judged, out / "checkpoint")
@@ -82,10 +82,10 @@ def export(
         floor = validate.TENSORRT_LLM_FP8_FLOOR if policy.key.dtype == "fp8_e4m3" else 0.0
         report["tensorrt_llm"] = _written(policy, f"max(scale, {floor:g})" if floor else "scale", shared=True)
     progress("exporting", 1, 2)
-    if not reasons["unified_hf"]:  # the last one: the exporter changes the model in place
+    if not reasons["unified_hf"]:  # must be last: the exporter changes the model in place
         adapter.export_unified_hf(model, out / "unified_hf")
         validate.validate_unified_hf(out / "unified_hf", policy, weights, info.shape.layers, static)
-        # The exporter writes none of these, and an engine needs the whole checkpoint in one directory.
+        # The exporter does not write these files, and an engine needs the complete checkpoint in one directory.
         for name in (GENERATION, *TOKENIZER_FILES):
             if name in info.other_files:
                 shutil.copyfile(info.path / name, out / "unified_hf" / name)
@@ -95,7 +95,7 @@ def export(
 
 
 Report = dict[str, Any]
-"""What `exports.json` says of one export: whether it was written, by which rule its scales were made, or why not."""
+"""Entry of `exports.json` for one export: whether it was written, and the rule for its scales or the reason why not."""
 
 
 def _write_report(out: Path, report: Mapping[str, Report]) -> None:
@@ -103,7 +103,10 @@ def _write_report(out: Path, report: Mapping[str, Report]) -> None:
 
 
 def as_given(served: Path, out: Path, policy: KVPolicy) -> dict[str, Report]:
-    """Write a checkpoint that ModelOpt quantized before as a unified export; only the cache is declared anew."""
+    """Write a checkpoint that ModelOpt has already quantized as a unified export; only the cache's declaration changes.
+
+    Return the content of `exports.json`. A checkpoint in another format is not written.
+    """
     info = inspect_checkpoint(served)
     assert info.quantized is not None
     reason = info.quantized.other_than_modelopt or export_refusal(policy, UNIFIED_HF_KV)

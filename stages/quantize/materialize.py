@@ -1,6 +1,6 @@
-"""Writes `checkpoint/`: a plain Hugging Face checkpoint whose weights are those that the quantized engine multiplies with.
+"""Writes `checkpoint/`: a plain Hugging Face checkpoint with the effective weights of the quantized engine.
 
-Of a checkpoint that stores its weights quantized they are dequantized, and the scales of keys and values beside them are read.
+Weights that a checkpoint stores quantized are dequantized, and its scales of keys and values are read.
 """
 
 import json
@@ -24,24 +24,25 @@ from stages.engines.vllm.audit import audit
 
 
 def copy_checkpoint(info: CheckpointInfo, out: Path, but: Collection[str] = ()) -> None:
-    """Copy the checkpoint's known files byte for byte to `out`, a new directory; other files (pickles, code) are left out.
+    """Copy the checkpoint's known files byte for byte to the new directory `out`, without other files (pickles, code).
 
-    Weights are copied into the store once: a copy for every KV policy would fill the disk, and a hard link to the owner's file
-    would follow what is written to it in place. Files that are written anew are in `but`: a copy may be a link as well.
+    Weights are copied into the store once and linked within it: a copy per KV policy would fill the disk, and a hard link to
+    the user's file would change if that file were overwritten in place. `but` names files that the caller writes itself; they
+    must not be copied, because a copy may be a link.
     """
     out.mkdir(parents=True)
     link_or_copy_all([name for name in (*info.other_files, *info.weight_files) if name not in but], info.path, out)
 
 
 def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy the checkpoint to `out`, a new directory, with the weights of the quantized layers replaced.
+    """Copy the checkpoint to the new directory `out` with the weights of the quantized layers replaced.
 
-    A plain checkpoint has no activation quantizers (FP8, INT8 SmoothQuant), so they are not reproduced. Tensors that were
-    not quantized keep their values and dtype. The others are float16 where the source tensor is float16, else float32:
-    bfloat16's 8 bits would blur the codes.
+    A plain checkpoint has no activation quantizers (FP8, INT8 SmoothQuant), so they are not reproduced. Unquantized tensors
+    keep their values and dtype. Replaced tensors are float16 if the source tensor is float16, otherwise float32: bfloat16's
+    8 bits would round the dequantized values.
 
     Raises:
-        RuntimeError: A quantized weight is not in the source, or does not fit into float16.
+        RuntimeError: A quantized weight is missing from the source, or exceeds float16.
     """
     widened = source_dtype(info) is torch.bfloat16
     copy_checkpoint(info, out, but=(*info.weight_files, INDEX, *(["config.json"] if widened else [])))
@@ -65,7 +66,7 @@ def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, tor
         index = json.loads((info.path / INDEX).read_text(encoding="utf-8"))
         index["metadata"] = {**index.get("metadata", {}), "total_size": total_bytes}
         (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    if widened:  # transformers would load `dtype="auto"` in bfloat16 again
+    if widened:  # with the old dtype, transformers would load `dtype="auto"` as bfloat16
         config = json.loads((info.path / "config.json").read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)
         config["dtype"] = "float32"
@@ -73,10 +74,10 @@ def write_dequantized(info: CheckpointInfo, out: Path, weights: Mapping[str, tor
 
 
 def check_weights(info: CheckpointInfo, weights: Mapping[str, torch.Tensor]) -> None:
-    """Check that a checkpoint that `write_dequantized` wrote holds these weights.
+    """Check that a checkpoint written by `write_dequantized` contains these weights.
 
     Raises:
-        RuntimeError: naming a weight that differs.
+        RuntimeError: A weight differs; the message names it.
     """
     for name in info.weight_files:
         with safe_open(info.path / name, framework="pt") as stored:
@@ -87,7 +88,7 @@ def check_weights(info: CheckpointInfo, weights: Mapping[str, torch.Tensor]) -> 
 
 
 def source_dtype(info: CheckpointInfo) -> torch.dtype:
-    """Return the dtype in which the checkpoint stores its embedding, which its config does not always state correctly."""
+    """Return the dtype of the checkpoint's stored embedding; the dtype in config.json may be wrong."""
     for name in info.weight_files:
         with safe_open(info.path / name, framework="pt") as source:
             if "model.embed_tokens.weight" in source.keys():  # noqa: SIM118
@@ -97,7 +98,7 @@ def source_dtype(info: CheckpointInfo) -> torch.dtype:
 
 
 def _cast(name: str, values: torch.Tensor, source: torch.dtype) -> torch.Tensor:
-    """Return `values` in float16 where the source is float16, else in float32."""
+    """Return `values` as float16 if the source is float16, otherwise as float32."""
     if source is not torch.float16:
         return values.float().contiguous()
     halves = values.half().contiguous()
@@ -107,10 +108,10 @@ def _cast(name: str, values: torch.Tensor, source: torch.dtype) -> torch.Tensor:
 
 
 def write_plain(info: CheckpointInfo, out: Path, progress: Progress) -> None:
-    """Write a checkpoint to `out`, a new directory, with the weights of quantized layers as float32.
+    """Write the checkpoint to the new directory `out` with dequantized float32 weights.
 
-    16 bits would blur the codes. Other tensors stay as they are; scales of the cache are left out. config.json names the layers
-    whose inputs the checkpoint's engine rounds to INT8, which the oracle then does as well.
+    16 bits would round the dequantized values. Other tensors are unchanged; scales of the cache are dropped. If engines round
+    the inputs of quantized layers to INT8, config.json lists these layers so that the reference engine rounds them, too.
     """
     assert info.quantized is not None
     copy_checkpoint(info, out, but=("config.json", INDEX, MODELOPT_FILE, *info.weight_files))
@@ -146,7 +147,7 @@ def write_plain(info: CheckpointInfo, out: Path, progress: Progress) -> None:
 
 
 def copy_without_scales(info: CheckpointInfo, out: Path) -> None:
-    """Copy the checkpoint to `out`, a new directory, without scales of the cache: an engine is given those of its policy."""
+    """Copy the checkpoint to the new directory `out` without scales of the cache; an engine uses its policy's scales."""
     places = tensor_files(info)
     kept = {name: file for name, file in places.items() if not CACHE_SCALE.fullmatch(name)}
     anew = {places[name] for name in places.keys() - kept.keys()}
@@ -159,7 +160,7 @@ def copy_without_scales(info: CheckpointInfo, out: Path) -> None:
 
 
 def own_scales(path: Path, policy: KVPolicy, shape: KVShape) -> KVScales | None:
-    """Return the scales that a checkpoint carries of a cache in the policy's format; None where it carries none of that."""
+    """Return the checkpoint's own scales for a cache in the policy's format, or None if any scale is missing."""
     layers = []
     for number, layer in enumerate(audit(path).layers):
         sides: dict[Side, SideScales] = {}
@@ -174,7 +175,7 @@ def own_scales(path: Path, policy: KVPolicy, shape: KVShape) -> KVScales | None:
 
 
 def tensor_files(info: CheckpointInfo) -> dict[str, str]:
-    """Return the file of each tensor of a checkpoint."""
+    """Return tensor name -> file for a checkpoint."""
     return {name: file for name, (file, _) in tensors_on_disk(info).items()}
 
 
@@ -185,7 +186,7 @@ def read_tensor(info: CheckpointInfo, places: Mapping[str, str], name: str) -> t
 
 
 def dequantized(layout: Layout, parts: Mapping[str, torch.Tensor], block: Shape | None = None) -> torch.Tensor:
-    """Return the float32 weight (out, in) that the parts of a layer stand for, computed by the library compressed-tensors."""
+    """Return the float32 weight (out, in) of a layer's quantized tensors, dequantized by the library compressed-tensors."""
     from compressed_tensors.compressors import PackedQuantizationCompressor
     from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme

@@ -1,4 +1,4 @@
-"""The only module that imports ModelOpt, versions 0.44 to 0.47.
+"""Adapter for ModelOpt 0.44 to 0.47; no other module imports ModelOpt.
 
 Legend: B = batch, H = num_kv_heads, S = sequence, D = head_dim.
 """
@@ -38,7 +38,7 @@ from stages.quantize.recipe import (
 from stages.quantize.scales import Extremes
 
 ForwardLoop = Callable[[torch.nn.Module], None]
-"""Runs every calibration text through the model."""
+"""Function that runs every calibration text through a model."""
 
 
 def quantize_model(model: torch.nn.Module, recipe: Recipe, forward_loop: ForwardLoop | None) -> None:
@@ -46,12 +46,12 @@ def quantize_model(model: torch.nn.Module, recipe: Recipe, forward_loop: Forward
     with quiet() as stdout:
 
         def printing_loop(model: torch.nn.Module) -> None:
-            # The loop reports progress on stdout, which must not vanish with ModelOpt's prints.
+            # The loop's progress on stdout must stay visible while ModelOpt's prints are hidden.
             assert forward_loop is not None
             with contextlib.redirect_stdout(stdout):
                 forward_loop(model)
 
-        # Every quantizer is disabled first, since the presets of 0.47 do not.
+        # Disable every quantizer first: the presets of 0.47 leave some enabled.
         rules: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
         rules += [{"quantizer_name": name, "cfg": cfg, "enable": True} for name, cfg in recipe.entries]
         config = {"quant_cfg": rules, "algorithm": recipe.algorithm}
@@ -62,9 +62,9 @@ def quantize_model(model: torch.nn.Module, recipe: Recipe, forward_loop: Forward
 def measure(
     model: torch.nn.Module, layers: int, rotation: Rotation, forward_loop: ForwardLoop, checkpoint: Path
 ) -> dict[Place, Extremes]:
-    """Measure the extremes of every channel of keys and values. Every quantizer of the cache is off afterwards.
+    """Measure the extremes per channel of keys and values, and disable the cache's quantizers afterwards.
 
-    ModelOpt measures magnitudes only. Hooks beside its calibrators record minima and maxima, and both must agree.
+    ModelOpt measures only magnitudes. Additional hooks record minima and maxima, which must agree with the magnitudes.
     """
     places = [(layer, side) for layer in range(layers) for side in SIDES]
     recipe = measuring_recipe(places)
@@ -113,7 +113,7 @@ def measure(
 
 
 def add_cache_quantizers(model: torch.nn.Module, quantizers: Mapping[str, tuple[Attributes, float]]) -> None:
-    """Enable the quantizers of keys and values, by name, with maxima that are measured already."""
+    """Enable the named quantizers of keys and values with maxima that were measured before."""
     if not any(isinstance(module, TensorQuantizer) for module in model.modules()):
         quantize_model(model, NOTHING, None)
     for name, (attributes, amax) in quantizers.items():
@@ -128,15 +128,15 @@ def enabled_quantizers(model: torch.nn.Module) -> list[tuple[str, TensorQuantize
 
 
 def enabled_attributes(model: torch.nn.Module) -> dict[str, Attributes]:
-    """Return name -> attributes of every enabled quantizer, as a recipe writes them."""
+    """Return name -> attributes of every enabled quantizer, in the form of a recipe."""
     return {name: _attributes(quantizer) for name, quantizer in enabled_quantizers(model)}
 
 
 def fuse_shared_inputs(model: torch.nn.Module, layers: int) -> None:
-    """Give layers that engines fuse the shared scales and smoothing factors that the exporters would give them.
+    """Set the shared scales and smoothing factors of layers that engines fuse, as the exporters do.
 
-    The exporters fuse while they write: AWQ's factors become their mean, the weights are smoothed and rounded anew. Weights
-    taken from the model before that would differ from the shipped ones.
+    The exporters fuse while they write: AWQ's factors become their mean, and the weights are smoothed and rounded again.
+    Weights read from the model before fusing would differ from the shipped weights.
     """
     with quiet(), torch.no_grad():
         for layer in range(layers):
@@ -145,14 +145,14 @@ def fuse_shared_inputs(model: torch.nn.Module, layers: int) -> None:
 
 
 def effective_weight(linear: torch.nn.Module) -> torch.Tensor:
-    """Return W (out, in) such that W x is what the quantized layer computes when its activation quantizer does not round.
+    """Return the W (out, in) for which W x equals the quantized layer's output without activation rounding.
 
     SmoothQuant and AWQ scale x by pre_quant_scale (one factor per input channel) and W by the inverse before rounding;
     the factor is folded back into W.
     """
     layer = cast(Any, linear)
     with torch.no_grad():
-        # The exporters round the cast weight, but in float32.
+        # The exporters also round the cast weight in float32.
         weight: torch.Tensor = layer.weight_quantizer(layer.weight.float())
         if layer.input_quantizer.pre_quant_scale is not None:
             weight = weight * layer.input_quantizer.pre_quant_scale.reshape(1, -1).float()
@@ -160,11 +160,11 @@ def effective_weight(linear: torch.nn.Module) -> torch.Tensor:
 
 
 def cast_for_export(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters to `dtype`, as the exporters expect them, and keep every calibrated maximum in float32.
+    """Cast the parameters to `dtype` for the exporters, and keep every calibrated maximum in float32.
 
-    FP8 weights become the values of their codes. The unified export divides by the scale in `dtype` before it rounds to
-    FP8 (to_quantized_weight: a scale without dimensions does not make the quotient float32). Two roundings gave other
-    codes than one in 0.4 % of float16 weights and 2 % of bfloat16 ones. A value that is a code already rounds to itself.
+    FP8 weights are replaced by their rounded values. The unified export divides by the scale in `dtype` before it rounds to
+    FP8 (to_quantized_weight: a zero-dimensional scale does not promote the quotient to float32). This double rounding changed
+    the codes of 0.4 % of float16 weights and 2 % of bfloat16 weights. A value that is already rounded stays the same.
     """
     maxima = {name: quantizer.amax.float() for name, quantizer in enabled_quantizers(model) if quantizer.amax is not None}
     model.to(dtype)
@@ -179,7 +179,7 @@ def cast_for_export(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def export_unified_hf(model: torch.nn.Module, out: Path) -> None:
-    """Write the unified Hugging Face checkpoint. Packs the weights in place: the model must not be used afterwards."""
+    """Write the unified Hugging Face checkpoint. The model must not be used afterwards: its weights are packed in place."""
     with quiet(), torch.inference_mode():
         export_hf_checkpoint(model, export_dir=out)
     config = out / "config.json"
@@ -188,8 +188,8 @@ def export_unified_hf(model: torch.nn.Module, out: Path) -> None:
 
 
 def export_tensorrt_llm(model: torch.nn.Module, out: Path, dtype: torch.dtype) -> None:
-    """Write the TensorRT-LLM checkpoint of one rank. Changes the model in place: it must not be used afterwards."""
-    # ModelOpt looks for rope_theta at the top level, where transformers 5 has none, and would leave it out without a word.
+    """Write the TensorRT-LLM checkpoint of one rank. The model is changed in place and must not be used afterwards."""
+    # ModelOpt reads rope_theta at the top level, which transformers 5 no longer has, and would silently omit it.
     config = cast(Any, model).config
     config.rope_theta = rope_at_top_level(config.to_dict())["rope_theta"]
     # The default of 0 ("keep the calibration's parallelism") divides by zero without tensorrt_llm installed.
@@ -208,9 +208,9 @@ def _quantizer(model: torch.nn.Module, place: Place) -> Any:
 
 
 def _rotate_around(quantizer: torch.nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-    """Rotate the quantizer's input and rotate its output back; returns the handles of the two hooks.
+    """Rotate the quantizer's input and rotate its output back; return the handles of the two hooks.
 
-    ModelOpt's own `rotate` needs a CUDA package, and does not rotate back before 0.47.
+    ModelOpt's own `rotate` needs a CUDA package and does not rotate back in releases before 0.47.
     """
 
     def rotated(states_BHSD: torch.Tensor) -> torch.Tensor:
@@ -222,9 +222,9 @@ def _rotate_around(quantizer: torch.nn.Module) -> tuple[RemovableHandle, Removab
 
 @contextlib.contextmanager
 def quiet() -> Iterator[TextIO]:
-    """Silence ModelOpt, which prints, warns and logs about what this stage asserts and validates itself.
+    """Hide ModelOpt's prints, warnings and logs about conditions that this stage checks itself.
 
-    Its prints go to the debug log. Yields the stdout from before.
+    The prints go to the debug log. Yields the original stdout.
     """
     stdout, printed = sys.stdout, io.StringIO()
     loggers = [logging.getLogger(name) for name in ("modelopt", "transformers")]

@@ -1,4 +1,4 @@
-"""Recipes for ModelOpt, as data: the algorithm, the quantizers' attributes and the exact names to be enabled.
+"""Recipes for ModelOpt as data: the algorithm, the quantizers' attributes, and the exact names to enable.
 
 Attributes are ModelOpt's own (`num_bits`, `axis`, `block_sizes`, `type`); the adapter writes them in the form that the
 installed version reads. Keys and values reach their quantizer after the rotary embedding and before the heads are
@@ -17,20 +17,20 @@ from pipeline.core.scales import KVScales
 Attributes = dict[str, Any]
 """Settings of one quantizer."""
 
-# Not "*weight_quantizer": from 0.47 on that also quantizes the embedding, and packs it when it is not tied.
+# From 0.47 on "*weight_quantizer" would also quantize the embedding, and pack it if it is not tied.
 LINEAR_WEIGHTS = "*_proj.weight_quantizer"
 LINEAR_INPUTS = "*_proj.input_quantizer"
 
 SHARED_INPUTS = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
-"""Linear layers that read the same input. Engines fuse them, and a fused layer has one input scale, one smoothing factor
-per input channel, and with FP8 one weight scale."""
+"""Linear layers that read the same input. Engines fuse them. A fused layer has one input scale, one smoothing factor per
+input channel, and with FP8 one weight scale."""
 
 AWQ_BLOCK = 128
 """Input channels that share an INT4 weight scale."""
 
 SIDES = (Side.KEY, Side.VALUE)
 Place = tuple[int, Side]
-"""(layer, side): the keys or the values of a layer, which are the input of one quantizer."""
+"""(layer, side): a layer's keys or values, which are the input of one quantizer."""
 KV_QUANTIZER: dict[Side, str] = {Side.KEY: "k_bmm_quantizer", Side.VALUE: "v_bmm_quantizer"}
 
 AXES: dict[Granularity, tuple[int, ...] | None] = {
@@ -39,7 +39,7 @@ AXES: dict[Granularity, tuple[int, ...] | None] = {
     "per_channel": (1, 3),
     "per_token": (0, 1, 2),
 }
-"""ModelOpt's `axis` of each granularity: the dimensions of BHSD that do not share a scale."""
+"""ModelOpt's `axis` by granularity: the dimensions of BHSD along which scales differ."""
 
 _FP8: dict[str, Any] = {"num_bits": (4, 3), "axis": None}
 _WEIGHTS: dict[WeightsFormat, list[tuple[str, Attributes]]] = {
@@ -62,13 +62,13 @@ class Recipe:
 
     algorithm: Any
     entries: tuple[tuple[str, Attributes], ...]
-    """(wildcard of quantizer names, attributes) of the quantizers to enable; all others are disabled."""
+    """(wildcard of quantizer names, attributes) for the quantizers to enable; all others are disabled."""
     expected: Mapping[str, Attributes]
-    """Names and attributes of all quantizers that must be enabled afterwards, no more and no fewer."""
+    """Name -> attributes of exactly the quantizers that must be enabled afterwards."""
 
 
 NOTHING = Recipe("max", (), {})
-"""Disables every quantizer."""
+"""A recipe that disables every quantizer."""
 
 
 def weight_recipe(weights: WeightsFormat, layers: int) -> Recipe:
@@ -83,24 +83,24 @@ def weight_recipe(weights: WeightsFormat, layers: int) -> Recipe:
 
 
 def quantizer_name(place: Place) -> str:
-    """Return the name of the quantizer in ModelOpt's model."""
+    """Return the module name of a quantizer in ModelOpt's model."""
     layer, side = place
     return f"model.layers.{layer}.self_attn.{KV_QUANTIZER[side]}"
 
 
 def measuring_recipe(places: Collection[Place]) -> Recipe:
-    """Return the recipe that enables the quantizers of `places` only, by exact name, each with a maximum a channel.
+    """Return the recipe that enables only the quantizers of `places` and lets them measure a maximum per channel.
 
-    Its `num_bits` is arbitrary, because a maximum does not depend on it.
+    `num_bits` is arbitrary, because a maximum does not depend on it.
     """
     attributes = {quantizer_name(place): {"num_bits": 8, "axis": AXES["per_channel"]} for place in places}
     return Recipe("max", tuple(attributes.items()), attributes)
 
 
 def cache_quantizers(policy: KVPolicy, scales: KVScales) -> dict[str, tuple[Attributes, float]]:
-    """Return attributes and largest magnitude of the quantizers that an export takes scales from, by name.
+    """Return quantizer name -> (attributes, largest magnitude); an export derives the cache's scales from the magnitudes.
 
-    A cache that an export declares has one static scale for the keys and one for the values of a layer, or is not quantized.
+    An export supports an unquantized cache, or one static scale each for the keys and the values of a layer.
     """
     return {
         quantizer_name((layer, side)): (
@@ -114,12 +114,12 @@ def cache_quantizers(policy: KVPolicy, scales: KVScales) -> dict[str, tuple[Attr
 
 def _per_tensor(form: Format) -> Attributes:
     attributes: Attributes = {"num_bits": form.code.modelopt_bits, "axis": None}
-    # Without narrow_range a value beyond the calibrated maximum becomes -128, outside the symmetric codes.
+    # Without narrow_range a value below the calibrated range becomes -128, outside the symmetric codes.
     return attributes | ({"narrow_range": True} if form.code.kind == "integer" else {})
 
 
 def check_enabled(expected: Mapping[str, Attributes], enabled: Mapping[str, Attributes]) -> None:
-    """Check that exactly the expected quantizers are enabled; ModelOpt ignores a name that matches nothing."""
+    """Raise RuntimeError unless exactly the expected quantizers are enabled: ModelOpt ignores a name that matches nothing."""
     if enabled.keys() != expected.keys():
         missing, unexpected = sorted(expected.keys() - enabled.keys()), sorted(enabled.keys() - expected.keys())
         raise RuntimeError(

@@ -1,7 +1,7 @@
-"""The quantize stage, step by step: the weights, the extremes of the cache, and the scales of a policy.
+"""The steps of the quantize stage: quantize the weights, measure the cache's extremes, compute a policy's scales.
 
-Only the last step knows the policy, so that a model is quantized and measured once, whichever caches are compared. ModelOpt is
-imported where it works: it takes 215 MB.
+Only the last step depends on the policy, so a model is quantized and measured once for all compared caches. ModelOpt uses
+215 MB, so only the functions that need it import it.
 """
 
 import json
@@ -52,13 +52,13 @@ def quantize_weights(
     progress: Progress,
     device: str = "cpu",
 ) -> None:
-    """Quantize a checkpoint's weights, which the baseline and every candidate have.
+    """Quantize a checkpoint's weights, which the baseline and all candidates share.
 
     `out` receives:
 
-    - `checkpoint/`: a plain Hugging Face checkpoint with the weights as the engine sees them (see materialize.py).
-    - `served/`: of a checkpoint whose weights are quantized already, the checkpoint itself, which engines load.
-    - `quantizers.json`: which quantizers were enabled, the calibration's size, and the device.
+    - `checkpoint/`: a plain Hugging Face checkpoint with the engine's effective weights (see materialize.py).
+    - `served/`: only if the checkpoint's weights are already quantized: the checkpoint itself, which engines load.
+    - `quantizers.json`: the enabled quantizers, the amount of calibration data, and the device.
     """
     info, runs_on = inspect_checkpoint(checkpoint), resolve_device(device)
     samples = tokenize(load_tokenizer(checkpoint), calibration_texts, max_length, info.vocab_size)
@@ -93,17 +93,18 @@ def measure_cache(
     progress: Progress,
     device: str = "cpu",
 ) -> None:
-    """Write `extremes.json`: the extremes of every channel of keys and values, as finished weights make them.
+    """Write `extremes.json`: the extremes of keys and values per channel, measured with the finished weights.
 
     Args:
-        checkpoint: The user's checkpoint, which an error names.
-        weights: What `quantize_weights` wrote of it: AWQ's search beside a cache's quantizers would choose other weights.
+        checkpoint: The user's checkpoint, for error messages.
+        weights: The output of `quantize_weights`. Measured separately, because AWQ would choose other weights while the
+            cache's quantizers are enabled.
         out: An empty directory.
-        rotation: What rotates keys and values before they are measured.
+        rotation: Rotation of keys and values before they are measured.
         calibration_texts: The texts.
-        max_length: Most tokens of a text.
-        progress: Called with the texts that were run.
-        device: Where the model runs.
+        max_length: Maximum tokens per text.
+        progress: Called with the number of finished texts.
+        device: Device of the model.
     """
     info = inspect_checkpoint(weights / CHECKPOINT)
     samples = tokenize(load_tokenizer(info.path), calibration_texts, max_length, info.vocab_size)
@@ -117,13 +118,13 @@ def measure_cache(
 
 
 def scale_cache(checkpoint: Path, out: Path, *, policy: KVPolicy, extremes: Mapping[Rotation, Path]) -> None:
-    """Write `kv_policy.json` and `kv_scales.json`, the static scales: the sidecar that carries what no official export can.
+    """Write `kv_policy.json` and `kv_scales.json` (static scales), because no official export can express every policy.
 
     Args:
-        checkpoint: The user's checkpoint; of scales that it carries in the policy's format nothing has to be measured.
+        checkpoint: The user's checkpoint. If it contains scales in the policy's format, these replace measured scales.
         out: A directory.
         policy: The policy.
-        extremes: What `measure_cache` wrote, by the rotation.
+        extremes: Rotation -> output directory of `measure_cache`.
     """
     info = inspect_checkpoint(checkpoint)
     policy.check_shape(info.shape)
@@ -142,9 +143,9 @@ def quantized_model(
     progress: Progress,
     device: torch.device = CPU,
 ) -> torch.nn.Module:
-    """Load a checkpoint and quantize its weights on a device, without the cache's quantizers: the same model at every call.
+    """Load a checkpoint and quantize its weights on `device`, without the cache's quantizers.
 
-    The model that is returned lies on the CPU.
+    Every call returns the same model, on the CPU.
     """
     torch.manual_seed(seed)
     progress("loading the checkpoint", 0, 1)
@@ -155,14 +156,14 @@ def quantized_model(
 
         layers = info.shape.layers
         adapter.quantize_model(model, weight_recipe(weights, layers), forward_loop("weights", samples, progress))
-        # The exports fuse, cast and only then round. `checkpoint/` follows their order, so that what is judged is shipped.
+        # The exports fuse and cast before they round. `checkpoint/` uses the same order, so that evaluated weights are shipped.
         adapter.fuse_shared_inputs(model, layers)
         adapter.cast_for_export(model, source_dtype(info))
     return model.cpu()
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return the device that `quantize.device` means here."""
+    """Return the torch device for `quantize.device`. Raises MissingRequirement for cuda without an NVIDIA GPU."""
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise MissingRequirement("quantize.device=cuda: torch finds no NVIDIA GPU here; set quantize.device=auto")
@@ -170,8 +171,8 @@ def resolve_device(device: str) -> torch.device:
 
 
 def load_model(info: CheckpointInfo) -> torch.nn.Module:
-    """Load the checkpoint in float32, in which scales are measured, with the attention that ModelOpt can hook."""
-    # torch's own attention knows neither softcap nor sinks.
+    """Load the checkpoint in float32, the type for measuring scales, with an attention that ModelOpt can hook."""
+    # torch's own attention (sdpa) supports neither softcap nor sinks.
     attention = "eager" if info.features else "sdpa"
     model, loading = load_causal_lm(info.path, dtype=torch.float32, attn_implementation=attention, output_loading_info=True)
     missing = sorted(loading["missing_keys"]) + sorted(str(key) for key in loading["mismatched_keys"])
@@ -192,7 +193,7 @@ def dequantized_weights(model: torch.nn.Module, layers: int) -> dict[str, torch.
 
 
 def forward_loop(subject: str, samples: Sequence[Sequence[int]], progress: Progress) -> "ForwardLoop":
-    """Return what ModelOpt calls to run all texts; `subject` (weights or cache) and the pass label the progress."""
+    """Return the function that ModelOpt calls to run all texts. `subject` (weights or cache) labels the progress."""
     passes = 0
 
     def run_texts(model: torch.nn.Module) -> None:
@@ -200,7 +201,7 @@ def forward_loop(subject: str, samples: Sequence[Sequence[int]], progress: Progr
         passes += 1
         for done, ids in enumerate(samples):
             progress(f"calibrating the {subject}, pass {passes}", done, len(samples))
-            # One text at a time, because padding would count in the maxima. No cache is kept; its quantizers still run.
+            # One text at a time, because padding would affect the maxima. The cache's quantizers run even without a cache.
             input_ids = torch.tensor([list(ids)], device=next(model.parameters()).device)
             model(input_ids=input_ids, use_cache=False, logits_to_keep=1)
         progress(f"calibrating the {subject}, pass {passes}", len(samples), len(samples))

@@ -1,4 +1,4 @@
-"""Computes the static scales of the cache from the extremes that calibration measured."""
+"""Computes the cache's static scales from the extremes measured in calibration."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -18,14 +18,14 @@ SMALLEST_SCALE = 2.0**-126
 
 @dataclass(frozen=True)
 class Extremes:
-    """Extremes of one layer's keys or values over the calibration texts, a number per head and channel (head-major)."""
+    """Extremes of one layer's keys or values over the calibration texts, one number per head and channel (head-major)."""
 
     low: tuple[float, ...]
-    """Minimum."""
+    """Minima."""
     high: tuple[float, ...]
-    """Maximum."""
+    """Maxima."""
     amax: tuple[float, ...]
-    """Largest magnitude, as ModelOpt measured it."""
+    """Largest magnitudes, as ModelOpt measured them."""
 
 
 def write_extremes(file: Path, measured: Mapping[Place, Extremes]) -> None:
@@ -41,14 +41,14 @@ def read_extremes(file: Path) -> dict[Place, Extremes]:
 
 
 Measured = Mapping[Rotation, Mapping[Place, Extremes]]
-"""The extremes of each place, measured on unrotated states, on rotated ones, or on both."""
+"""Extremes by rotation and place: measured on unrotated states, rotated states, or both."""
 
 
 def static_scales(policy: KVPolicy, shape: KVShape, measured: Measured, checkpoint: Path) -> KVScales:
     """Compute the scales of the policy's static sides.
 
-    A scale is 1.0 where the format is uncalibrated, amax / limit where it is symmetric, and (max - min) / levels, with the
-    minimum as zero, where it is asymmetric.
+    A scale is 1.0 for an uncalibrated format, amax / limit for a symmetric format, and (max - min) / levels for an asymmetric
+    format, whose zero point is the minimum.
     """
     layers: list[dict[Side, SideScales]] = []
     for layer in range(shape.layers):
@@ -70,7 +70,7 @@ def static_scales(policy: KVPolicy, shape: KVShape, measured: Measured, checkpoi
 
 
 def calibrated(form: Format, count: int, extremes: Extremes) -> SideScales:
-    """Return the `count` scales of one layer's keys or values with which nothing that was measured saturates."""
+    """Return `count` scales for one layer's keys or values, such that no measured number saturates."""
     if form.symmetric:
         return SideScales(scale=_scales(_reduce(extremes.amax, count, max), form.largest))
     low, high = _reduce(extremes.low, count, min), _reduce(extremes.high, count, max)
@@ -79,7 +79,7 @@ def calibrated(form: Format, count: int, extremes: Extremes) -> SideScales:
 
 
 def _reduce(fine: tuple[float, ...], count: int, extreme: Callable[[tuple[float, ...]], float]) -> tuple[float, ...]:
-    """Return the extremes of `count` equal parts of `fine`; the parts of a head-major sequence are heads."""
+    """Return the extremes of `count` equal parts of `fine`. `fine` is head-major, so the parts are heads."""
     size = len(fine) // count
     return tuple(extreme(fine[start : start + size]) for start in range(0, len(fine), size))
 
@@ -87,6 +87,6 @@ def _reduce(fine: tuple[float, ...], count: int, extreme: Callable[[tuple[float,
 def _scales(ranges: tuple[float, ...], codes: float) -> tuple[float, ...]:
     """Divide each range by the number of codes.
 
-    A head or channel that hardly changes (a pruned one, for example) gets a scale that still divides as a float32.
+    A head or channel that hardly changes (for example a pruned one) gets the smallest scale that is a normal float32.
     """
     return tuple(max(value_range / codes, SMALLEST_SCALE) for value_range in ranges)

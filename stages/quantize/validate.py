@@ -1,7 +1,7 @@
-"""Validates an exported checkpoint: the cache that its config declares and the scales that it holds must be the policy's.
+"""Validates an exported checkpoint: its declared cache format and its scales must match the policy.
 
-ModelOpt's exporters drop or mislabel what they cannot express, without an error: mixed keys and values are labelled all-FP8,
-INT8 per token is claimed with no scales. Every export is therefore validated, with neither torch nor ModelOpt.
+ModelOpt's exporters silently drop or mislabel formats that they cannot express: mixed keys and values are labelled all-FP8, and
+INT8 per token is declared without scales. Every export is therefore validated, without using torch or ModelOpt.
 """
 
 import json
@@ -19,9 +19,9 @@ from pipeline.core.kv import KVPolicy, Side
 from pipeline.core.scales import KVScales
 
 RELATIVE_TOLERANCE = 1e-6
-"""Allowed difference of scales. They are float32 on both sides, but amax / 448 may be rounded in another order."""
+"""Allowed relative difference of scales. Both are float32, but amax / 448 may be rounded in another order."""
 TENSORRT_LLM_FP8_FLOOR = 1.0
-"""Smallest FP8 cache scale of the TensorRT-LLM export, which raises smaller ones."""
+"""Smallest FP8 cache scale in a TensorRT-LLM export; the exporter raises smaller scales to it."""
 ALGORITHMS: dict[WeightsFormat, str | None] = {
     "none": None,
     "fp8": "FP8",
@@ -30,17 +30,17 @@ ALGORITHMS: dict[WeightsFormat, str | None] = {
 }
 """The quant_algo that both exports declare for weights."""
 CACHE_SCALES = (".k_scale", ".v_scale", "_cache_scaling_factor")
-"""Ends of the names of the cache's scales."""
+"""Suffixes of the names of the cache's scales."""
 
 
 class ExportMismatch(RuntimeError):
-    """An export is not what it declares, or not what the policy says; names the file, the tensor and the mismatch."""
+    """An export contradicts its own declaration or the policy. The message names the file, the tensor and the mismatch."""
 
 
 def validate_unified_hf(directory: Path, policy: KVPolicy, weights: WeightsFormat, layers: int, scales: KVScales) -> None:
-    """Check a unified Hugging Face export of a policy that has one."""
+    """Check a unified Hugging Face export. Raises ExportMismatch."""
     file = directory / "hf_quant_config.json"
-    # An export in which nothing is quantized has no such file.
+    # An unquantized export does not have this file.
     _check_declared(file, _read_json(file)["quantization"] if file.is_file() else {}, policy, weights)
     scheme = (_read_json(directory / "config.json").get("quantization_config") or {}).get("kv_cache_scheme")
     if (scheme is not None) != policy.quantized:
@@ -50,9 +50,9 @@ def validate_unified_hf(directory: Path, policy: KVPolicy, weights: WeightsForma
 
 
 def validate_tensorrt_llm(directory: Path, policy: KVPolicy, weights: WeightsFormat, layers: int, scales: KVScales) -> None:
-    """Check a TensorRT-LLM export of one rank; arguments and errors are those of `validate_unified_hf`.
+    """Check a TensorRT-LLM export of one rank, with the arguments and errors of `validate_unified_hf`.
 
-    Keys and values share `kv_cache_scaling_factor`, which is the larger scale of the two.
+    Keys and values share `kv_cache_scaling_factor`, the larger one of their two scales.
     """
     file = directory / "config.json"
     config = _read_json(file)
@@ -74,7 +74,7 @@ def _check_declared(file: Path, declared: Mapping[str, Any], policy: KVPolicy, w
 
 
 def _check_cache(directory: Path, policy: KVPolicy, layers: int, prefix: str, cache: Mapping[str, list[float]]) -> None:
-    """Check that each layer has exactly these scales, listed by name below a layer's prefix; none where none is expected."""
+    """Check that each layer has exactly the scales of `cache` (name below the layer's prefix -> scale per layer)."""
     expected = {
         prefix.format(layer) + name: value
         for name, values in cache.items()
@@ -94,7 +94,7 @@ def _check_cache(directory: Path, policy: KVPolicy, layers: int, prefix: str, ca
 
 
 def _scales(directory: Path) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the cache's scales in the tensors of a directory, by name."""
+    """Return tensor name -> values of the cache's scales in a directory."""
     found: dict[str, npt.NDArray[np.generic]] = {}
     files = sorted(directory.glob("*.safetensors"))
     if not files:
@@ -110,7 +110,7 @@ def _scales(directory: Path) -> dict[str, npt.NDArray[np.generic]]:
 
 
 def _static(scales: KVScales, side: Side) -> list[float]:
-    """Return the scale of every layer's side; nothing where the side has no static scale."""
+    """Return the static scale of a side per layer, without layers that have none."""
     return [layer[side].scale[0] for layer in scales.layers if side in layer]
 
 
