@@ -1,1 +1,1 @@
-"""Candidates, promotion, and where both are tracked."""
+"""Candidates, their promotion, and the tracking store."""

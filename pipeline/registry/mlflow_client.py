@@ -1,4 +1,4 @@
-"""MLflow's client. No other module imports MLflow, which takes 2 s: import this one and `mlflow_store` inside functions."""
+"""MLflow's client. Only this module imports MLflow, which takes 2 s: import it and `mlflow_store` inside functions."""
 
 import io
 import logging
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-# MLflow reads these when it is imported or first used.
+# MLflow reads these variables at its import or first use.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # with its default of 7 it takes minutes to report a dead server
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # the default, 7, takes minutes to report a dead server
 
 from alembic.util import CommandError
 from mlflow import MlflowClient
@@ -45,10 +45,10 @@ __all__ = [
 
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 LOGGERS = ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store")
-"""They log dozens of lines while a fresh file migrates, and tracebacks of what is raised as well."""
+"""Loggers to silence: they log dozens of lines while a new file migrates, and the tracebacks of raised exceptions."""
 ERRORS = (MlflowException, SQLAlchemyError, CommandError, RequestException, sqlite3.Error)
 LATEST = 253_402_300_799
-"""Seconds of the end of the year 9999, in seconds since 1970."""
+"""End of the year 9999, in seconds since 1970."""
 
 
 ADDRESSES = (
@@ -58,18 +58,18 @@ ADDRESSES = (
     ("model_versions", "source"),
     ("model_versions", "storage_location"),
 )
-"""Tables and columns of MLflow's database that hold the absolute address of a file or folder."""
+"""Tables and columns of MLflow's database with the absolute address of a file or folder."""
 MOST_BYTES = 256 << 20
-"""Of an answer to a question; thousands of versions with their tags have fewer."""
+"""Maximum bytes of an answer, except downloads. Thousands of versions with their tags are smaller."""
 MOST_FILE_BYTES = 1 << 42
 SLOWEST_BYTES_S = 256 << 10
-"""Of a file's download, which may take longer than an answer."""
+"""Minimum rate of a download, in bytes per second, that extends the time limit of an answer."""
 _downloads: list[bool] = []
-"""One for each download that goes on: its library reads in threads of its own."""
+"""One item per running download. It is global because MLflow downloads in its own threads."""
 
 
 class _Limited(io.RawIOBase):
-    """What a socket gives, until it was too long or too much: the client's own timeout is one between two readings."""
+    """A socket stream with a limit on total time and bytes. The client's own timeout applies only to each single read."""
 
     def __init__(self, stream: Any, seconds: float) -> None:
         self._stream, self._until, self._read = stream, time.monotonic() + seconds, 0
@@ -93,7 +93,7 @@ class _Limited(io.RawIOBase):
 
 
 def _limit_answers(seconds: float) -> None:
-    """Give every answer that this process gets by urllib3 from now on so many seconds, from its first byte to its last."""
+    """Limit the time from the first to the last byte of every later answer to urllib3 in this process."""
 
     class Ending(HTTPResponse):
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -105,21 +105,21 @@ def _limit_answers(seconds: float) -> None:
 
 
 class Client(MlflowClient):
-    """MLflow's client, whose waits are announced and whose errors are a line: from every method as `reached` raises them."""
+    """MLflow's client. Every method runs within `reached`, which announces long waits and turns errors into one line."""
 
     def __init__(self, location: Location) -> None:
-        """Open the store; of SQLite and databases this makes or checks the tables, and a server is asked once."""
+        """Open the store. For a database, create or check its tables; for a server, send one request."""
         check_reachable(location)
         for logger in LOGGERS:
             logging.getLogger(logger).setLevel(logging.CRITICAL)
-        # MLflow reads them at every request, and libpq at every connection.
+        # MLflow reads its variable at every request, libpq at every connection.
         os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(1, round(location.timeout_s)))
         os.environ["PGCONNECT_TIMEOUT"] = str(max(2, round(location.timeout_s)))
         if location.served:
             _limit_answers(location.timeout_s)
         self._location = location
         retries = os.environ[RETRIES]
-        os.environ[RETRIES] = "0"  # a server that is not there says so at once
+        os.environ[RETRIES] = "0"  # report a missing server at once
         try:
             with reached(location, *ERRORS, *PYTHONS):
                 super().__init__(tracking_uri=location.uri, registry_uri=location.uri)
@@ -143,7 +143,7 @@ class Client(MlflowClient):
         return call
 
     def download(self, address: str, folder: str) -> str:
-        """Download an artifact into a folder; return where it lies. A file may be larger than an answer, and take longer."""
+        """Download an artifact into a folder and return its path. Downloads may be larger and slower than other answers."""
         _downloads.append(True)
         try:
             return str(download_artifacts(address, dst_path=folder, tracking_uri=self._location.uri))
@@ -156,7 +156,7 @@ def path_of(address: str) -> Path:
 
 
 def _follow_move(location: Location) -> None:
-    """Correct the addresses in a SQLite store that was moved with its work directory, which MLflow keeps absolute."""
+    """Correct the absolute addresses in a SQLite store that was moved with its work directory."""
     new = location.artifact_root
     if location.file is None or new is None or path_of(new).parent != location.file.parent or not path_of(new).is_dir():
         return
@@ -165,14 +165,14 @@ def _follow_move(location: Location) -> None:
         for (old,) in store.execute(query, [location.experiment]).fetchall():
             before = path_of(old)
             if before.name != path_of(new).name or before.exists() or before.with_name(location.file.name).exists():
-                continue  # the store is at its place, or a copy, or its files are somebody's own
+                continue  # the store was not moved, or is a copy, or its files are elsewhere on purpose
             for table, column in ADDRESSES:
                 moved = f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column} || '/', 1, ?) = ?"
                 store.execute(moved, [new, len(old) + 1, len(old) + 1, f"{old}/"])
 
 
 def version_of(found: Any) -> Version:
-    """Return a version as it is known outside of MLflow. Raises UserError for a time that is none."""
+    """Convert MLflow's version to a `Version`. Raises UserError if its creation time is invalid."""
     made = found.creation_timestamp
     if not isinstance(made, int) or not 0 <= made / 1000 <= LATEST:
         where = f"version {found.version} of {found.name} in MLflow's store (tracking.uri or {ENVIRONMENT})"

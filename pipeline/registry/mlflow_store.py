@@ -1,12 +1,12 @@
 """The tracking store. Importing it imports MLflow, which takes 2 s: import it inside functions.
 
-A candidate is a run (nested candidates collapse in MLflow's charts) whose name ends with its verdict, because MLflow's list of
-runs has no column for a tag until somebody asks for one. Each FP16 engine of a sweep is a run beside them. A run that is open
-holds a lock, whose name is a tag of the run. The system lets go of the lock when the process dies, so that a run which is
-RUNNING without its lock was left by a dead process; the next command that opens the store closes it.
+A candidate is a top-level run, because nested runs collapse in MLflow's charts. The run's name ends with the verdict, because
+MLflow's list of runs shows no tags by default. Every FP16 engine of a sweep is also a run. An open run holds a lock, whose name
+is a tag of the run. The system releases the lock when the process dies, so a run that is RUNNING without its lock belongs to a
+dead process. The next command that opens the store closes it.
 
 An engine with its evidence is a logged model and a version of the registered model. Both are looked up by the digests of the
-evidence, so that judging the same engine again, in any sweep, makes no second version.
+evidence, so judging the same engine again, in any sweep, does not create a second version.
 """
 
 import json
@@ -51,29 +51,30 @@ from pipeline.verdict.report import SampleRow
 
 TAG_CHARS = 5000
 OLD = ("mlflow.kvgate.", "move-")
-"""Prefixes of tags of a registered model that older releases wrote."""
+"""Prefixes of tags that older releases wrote to the registered model."""
 LOCK = "lock"
-"""Tag of a run with the name of its lock, a file of `Location.runs`."""
+"""Tag of a run with the name of its lock, a file in `Location.runs`."""
 
 
 class MlflowStore:
     """One experiment and one registered model. Implements `pipeline.registry.promotion.Registry`."""
 
     def __init__(self, location: Location) -> None:
-        """Open the store and create what it lacks.
+        """Open the store; create its experiment and registered model if missing; close runs of dead processes.
 
-        Raises UserError when it cannot be opened, or its files were moved; MissingRequirement when it does not answer, is
-        locked, or takes a driver that is not installed.
+        Raises:
+            UserError: the store cannot be opened, or its files were moved.
+            MissingRequirement: the store does not answer, is locked, or needs a driver that is not installed.
         """
         self.location, self.lock = location, location.lock
         try:
             self.lock.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{named(location)}: {self.lock.parent} cannot be made ({error.strerror}); name another") from error
-        with locked(self.lock, "opening MLflow's store"):  # processes that create one SQLite store at once break its migrations
+        with locked(self.lock, "opening MLflow's store"):  # concurrent creation of a SQLite store breaks its migrations
             self.client = Client(location)
             self.experiment_id = self._experiment()
-            with suppress(MlflowException):  # it is there
+            with suppress(MlflowException):  # it exists already
                 said = "Engines with a quantized KV cache; the alias champion serves."
                 self.client.create_registered_model(location.model_name, description=said)
             if any(name.startswith(OLD) for name in self.client.get_registered_model(location.model_name).tags):
@@ -82,7 +83,7 @@ class MlflowStore:
                     "does not read; register in another model: tracking.model_name=NAME"
                 )
         self._locks = location.runs / self.experiment_id
-        with locked(self.lock, "closing runs"):  # whose process died; of other work directories' runs that is not known
+        with locked(self.lock, "closing runs"):  # of dead processes; other work directories' runs are unknown
             for lock in self._locks.glob("*"):
                 with locked_at_once(lock) as died:
                     if died:
@@ -90,7 +91,7 @@ class MlflowStore:
 
     def _experiment(self) -> str:
         name = self.location.experiment
-        with suppress(MlflowException):  # another host was first
+        with suppress(MlflowException):  # another host created it first
             if self.client.get_experiment_by_name(name) is None:
                 self.client.create_experiment(name, self.location.artifact_root)
         experiment = self.client.get_experiment_by_name(name)
@@ -106,7 +107,7 @@ class MlflowStore:
 
     @contextmanager
     def recorded(self, title: str, tags: Mapping[str, str]) -> Iterator[str]:
-        """Open a run while the block runs and yield its id. It ends as FAILED after an exception, KILLED after Ctrl-C."""
+        """Open a run for the block and yield its id. The run ends as FAILED after an exception, as KILLED after Ctrl-C."""
         lock = self._locks / token_hex(8)
         with ExitStack() as stack:
             with locked(self.lock, "beginning a run"):
@@ -124,7 +125,7 @@ class MlflowStore:
                 self._close(lock, status)
 
     def _close(self, lock: Path, status: str) -> None:
-        """Close a run with this lock that is open still, and the baseline's."""
+        """Close the open runs with this lock: the candidate's, and the baseline's if it is open."""
         query = f"attributes.status = 'RUNNING' and tags.{LOCK} = '{lock.name}'"
         for run in self.client.search_runs([self.experiment_id], query):
             self.client.set_terminated(run.info.run_id, status)
@@ -135,7 +136,7 @@ class MlflowStore:
         return str(self.client.create_run(self.experiment_id, tags={**tags, **owner}, run_name=title).info.run_id)
 
     def attach(self, run_id: str, files: Sequence[Path]) -> None:
-        """Log files as artifacts of a run, even of one that has ended. They lose their secrets."""
+        """Log files as artifacts of a run, with secrets removed. The run may have ended."""
         with tempfile.TemporaryDirectory() as scratch:
             for path in files:
                 copy_redacted(path, Path(scratch) / path.name)
@@ -149,7 +150,7 @@ class MlflowStore:
         tags: Mapping[str, str] | None = None,
         model_id: str | None = None,
     ) -> None:
-        """Log all of it in one batch, or in as many as MLflow takes."""
+        """Log parameters, metrics and tags in one batch, which MLflow splits if necessary."""
         now = int(time.time() * 1000)
         self.client.log_batch(
             run_id,
@@ -162,14 +163,14 @@ class MlflowStore:
 
     @contextmanager
     def candidate(self, sweep: str, kv: str, backend: str, config: Mapping[str, object]) -> Iterator[str]:
-        """Open a candidate's run while the block runs and yield its id. Its configuration is logged without secrets."""
+        """Open a candidate's run for the block and yield its id. Its configuration is logged without secrets."""
         tags = {"sweep": sweep, "kv": kv, "backend": backend, "mlflow.runColor": UNDECIDED}
         with self.recorded(kv, tags) as run_id:
             self._log(run_id, params=config)
             yield run_id
 
     def conclude(self, run_id: str, candidate: Candidate, rows: Sequence[SampleRow] = ()) -> Candidate:
-        """Register an engine, and log its verdict, numbers, answers and checks; return the candidate with its registration."""
+        """Register an engine and log its verdict, metrics, answers and checks; return the candidate with its registration."""
         version, model_id = self._register(candidate, run_id)
         tables = {name: table for name, table in run_tables(candidate, rows).items() if table}
         tags = {
@@ -180,7 +181,7 @@ class MlflowStore:
             "mlflow.runName": f"{candidate.name}: {candidate.verdict}",
             "mlflow.runColor": COLOURS.get(candidate.verdict, UNDECIDED),
             "mlflow.note.content": f"{description(candidate)}\n\n{registered_as(self.location.model_name, version)}",
-            # MLflow's own `log_table` asks the store eight times for each of them
+            # MLflow's own `log_table` sends eight requests per table.
             "mlflow.loggedArtifacts": json.dumps([{"path": name, "type": "table"} for name in tables]),
         }
         self._log(run_id, metrics=chosen(candidate), tags=tags, model_id=model_id)
@@ -194,9 +195,9 @@ class MlflowStore:
         return candidate.model_copy(update={"registration": Registration(run_id=run_id, model_version=version)})
 
     def _show_baseline(self, own: Mapping[str, str], digest: str, metrics: Mapping[str, float]) -> None:
-        """Log the FP16 engine as a run of the sweep, unless another candidate did: the bar beside those of its candidates.
+        """Log the FP16 engine as a run of the sweep, for MLflow's charts, unless another candidate already did.
 
-        It has the lock of the candidate's run, by whose tags the sweep is known.
+        `own` are the tags of the candidate's run. They give the sweep, and the lock that both runs share.
         """
         tags = {"sweep": own["sweep"], "baseline_digest": digest, "verdict": "baseline"}
         query = " and ".join(["attributes.status = 'FINISHED'", *(f"tags.{name} = '{value}'" for name, value in tags.items())])
@@ -211,8 +212,8 @@ class MlflowStore:
     def _register(self, candidate: Candidate, run_id: str) -> tuple[str, str]:
         """Register the engine with its evidence, unless a version with the same citations exists.
 
-        The version becomes an output of the run `run_id`. The alias `candidate` moves to it unless it failed. Return the
-        version and the id of its logged model.
+        The version becomes an output of the run `run_id`. The alias `candidate` moves to the version unless it failed. Return
+        the version and the id of its logged model.
         """
         tags = {"kv": candidate.name, "verdict": candidate.verdict, **candidate.citations}
         query = " and ".join(f"tags.{name} = '{value}'" for name, value in tags.items())
@@ -221,7 +222,7 @@ class MlflowStore:
             versions = self.client.search_model_versions(f"name = '{model_name}' and {query}", max_results=1)
             if versions:
                 version = str(versions[0].version)
-                model_id = versions[0].tags["logged_model"]  # the field model_id of a version that a search returns is empty
+                model_id = versions[0].tags["logged_model"]  # searches return versions with an empty model_id
             else:
                 model = self._log_model(candidate, run_id, tags)
                 model_id, place, said = model.model_id, model.artifact_location, verdict_line(candidate)
@@ -235,7 +236,7 @@ class MlflowStore:
         return version, model_id
 
     def _nominate(self, candidate: Candidate, version: str) -> None:
-        """Point the alias `candidate` at a version that did not fail; take it from the same engine's when that fails now."""
+        """Set the alias `candidate` to the version unless it failed. If it failed, remove the alias from the same engine."""
         if candidate.verdict != "FAIL":
             self.set_alias("candidate", version)
             return
@@ -261,7 +262,7 @@ class MlflowStore:
     # Versions, tags and aliases
 
     def alias(self, alias: str) -> str | None:
-        # search_model_versions returns versions without their aliases
+        # search_model_versions returns versions without their aliases.
         version = self.client.get_registered_model(self.location.model_name).aliases.get(alias)
         return None if version is None else str(version)
 
@@ -291,7 +292,7 @@ class MlflowStore:
 
 
 def _check_files(location: Location, address: str) -> None:
-    """Refuse a store whose files were moved without it, and a SQLite store that is a copy: it holds absolute addresses."""
+    """Refuse a store whose files were moved without it, and a copy of a SQLite store. The store has absolute addresses."""
     if location.artifact_root is None or address == location.artifact_root or not address.startswith("file:"):
         return
     old, new = path_of(address), path_of(location.artifact_root)
@@ -312,8 +313,13 @@ def fetch_evidence(
 ) -> list[tuple[Version, Path]]:
     """Download files of the registered engines.
 
-    Each version that cites an identity which is not `known` gets a directory in `folder` with those of the files that it has.
-    Raises UserError or MissingRequirement when the store cannot be read.
+    Args:
+        location: The store.
+        names: Files to download, if a version has them.
+        known: Digests of identities to skip.
+        folder: Gets one directory per version.
+
+    Raises UserError or MissingRequirement if the store cannot be read, as `reached` does.
     """
     client, fetched = Client(location), []
     for version in map(version_of, client.search_model_versions(f"name = '{location.model_name}'")):
@@ -331,15 +337,12 @@ def fetch_evidence(
 
 
 def aliased(location: Location, names: Sequence[str], alias: str) -> Version | None:
-    """Return the version that an alias points at; None where there is no such alias.
-
-    Of several models the first that has the alias counts.
-    """
+    """Return the version with an alias, from the first model in `names` that has this alias; None if no model has it."""
     if location.file is not None and not location.file.exists():
         raise UserError(f"{named(location)} cannot be used: there is no such file; give the store that a promotion wrote to")
     client = Client(location)
     for name in names:
-        with suppress(MlflowException):  # there is no such model
+        with suppress(MlflowException):  # the model does not exist
             number = client.get_registered_model(name).aliases.get(alias)
             if number is not None:
                 return version_of(client.get_model_version(name, str(number)))
@@ -347,6 +350,6 @@ def aliased(location: Location, names: Sequence[str], alias: str) -> Version | N
 
 
 def download_engine(location: Location, version: Version, folder: Path) -> Path:
-    """Download the evidence of a version, and the engine where the registry has it; return where it lies."""
+    """Download the evidence of a version, with the engine if the registry has a copy; return the path."""
     client = Client(location)
     return Path(client.download(client.get_logged_model(version.tags["logged_model"]).artifact_location, str(folder)))

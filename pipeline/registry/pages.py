@@ -1,7 +1,7 @@
-"""What MLflow shows of a candidate: its run's numbers, description and tables, and the files of its model version.
+"""The content that MLflow displays of a candidate: metrics, description and tables of its run, files of its model version.
 
-MLflow compares runs by the metric that was logged first, and draws a chart of each: a run has few metrics, and those first by
-which an engine is chosen. All numbers of a report are in summary.json and verdict.json.
+MLflow compares runs by the metric that was logged first, and draws a chart of every metric. So a run has few metrics, and the
+metrics that decide the choice of an engine come first. All numbers of a report are in summary.json and verdict.json.
 """
 
 import json
@@ -18,24 +18,23 @@ from pipeline.trust.signing import SIGNATURE_FILE
 from pipeline.verdict.report import SampleRow
 
 COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e", "INCONCLUSIVE": "#bf8700"}
-"""Of runs in MLflow's charts, by verdict."""
+"""Colour of a run in MLflow's charts, by verdict."""
 UNDECIDED = "#6e7781"
 EVIDENCE_FILES = ("bundle.json", POLICY_FILE, SCALES_FILE)
 REASONS = 5
-"""Of a verdict, in the description; report.html has all."""
+"""Maximum reasons of a verdict in the description; report.html has all."""
 LIMIT = 40
 KL, LOG_KL, LEAST_KL = "quality/kl_mean", "quality/kl_mean_log10", 1e-9
-"""MLflow's bars have no logarithmic axis: the logarithm is a metric of its own, of LEAST_KL where the distance is smaller."""
-"""Of the kind of work whose distance grows fastest with the context."""
+"""MLflow's bar charts have no logarithmic axis, so the logarithm of the KL (of at least LEAST_KL) is a metric of its own."""
 FIRST = ("quality/recovery", "memory/kib_per_token", LOG_KL)
-"""What the comparison opens on: the share of the probability of right answers that is kept, memory, distance."""
+"""First metrics of the comparison: kept probability of right answers, memory, distance."""
 OF_BASELINE = {
     "memory/kib_per_token": "baseline/kib_per_token",
     KL: "noise/kl_mean",
     "quality/accuracy_candidate": "quality/accuracy_baseline",
     "perf/decode_tokens_per_s": "baseline/decode_tokens_per_s",
 }
-"""A candidate's metric -> that of the FP16 engine, as the candidate's report has it."""
+"""Metric of a candidate -> metric in the same report with the FP16 engine's value."""
 THEN = (
     KL,
     "quality/accuracy_loss",
@@ -66,7 +65,7 @@ THEN = (
     "quality/acceptance_engine_baseline",
 )
 BY_WORKLOAD = ("recovery", "kl_mean", "accuracy_loss")
-"""Of each kind of work, in the order of their names, as far as the limit goes."""
+"""Metrics per workload, in alphabetical order of workloads, until LIMIT is reached."""
 OUTCOMES = {
     (True, False): "lost",
     (False, True): "gained",
@@ -74,7 +73,7 @@ OUTCOMES = {
     (True, True): "right in both",
     (None, None): "not judged",
 }
-"""(baseline right, candidate right) -> outcome; the table begins with what was lost."""
+"""(baseline right, candidate right) -> outcome, in the order of the table: lost answers first."""
 SHOWN = (
     "workload",
     "context_tokens",
@@ -96,16 +95,16 @@ SHOWN = (
     "document",
     "id",
 )
-"""Columns of the samples after the outcome: what was said stands before what was measured."""
+"""Columns of the samples' table after the outcome: answers before measurements."""
 
 
 def run_tables(candidate: Candidate, rows: Sequence[SampleRow]) -> dict[str, list[dict[str, Any]]]:
-    """Return file name -> rows of what MLflow compares beside the metrics: answers and checks."""
+    """Return the tables of answers and checks, which MLflow compares across runs: file name -> rows."""
     return {"samples.json": _samples(rows), "checks.json": [check.model_dump() for check in candidate.checks]}
 
 
 def _samples(rows: Sequence[SampleRow]) -> list[dict[str, Any]]:
-    """Return the samples, lost answers first, those farthest from the baseline first; without a finite KL is farthest."""
+    """Return the rows of the samples: lost answers first, then by distance from the baseline, without a finite KL first."""
 
     def outcome(row: SampleRow) -> str:
         return OUTCOMES[row.baseline_correct, row.candidate_correct]
@@ -117,7 +116,7 @@ def _samples(rows: Sequence[SampleRow]) -> list[dict[str, Any]]:
 
 
 def of_baseline(candidate: Candidate) -> dict[str, float]:
-    """Return the metrics of the FP16 engine's run, which is a bar beside its candidates."""
+    """Return the metrics of the FP16 engine's run, which MLflow charts next to its candidates."""
     known = {name: candidate.metrics[source] for name, source in OF_BASELINE.items() if source in candidate.metrics}
     return {"quality/recovery": 1.0, **known, **_logarithm(known.get(KL))} if known else {}
 
@@ -127,9 +126,9 @@ def _logarithm(kl: float | None) -> dict[str, float]:
 
 
 def chosen(candidate: Candidate) -> dict[str, float]:
-    """Return the metrics of a candidate's run, in the order in which they are logged.
+    """Return the metrics of a candidate's run, in logging order.
 
-    The accuracy lost, as a fraction (below 0 it was gained), stands beside each pair of accuracies.
+    `accuracy_loss` is added for every pair of accuracies: the lost fraction, negative for a gain.
     """
     found = {**candidate.metrics, **_logarithm(candidate.metrics.get(KL))}
     for name, before in candidate.metrics.items():
@@ -154,27 +153,27 @@ def description(candidate: Candidate) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return text in one line that is no markup."""
+    """Return the text in one line, without HTML markup."""
     return " ".join(text.split()).replace("<", "&lt;")
 
 
 def registered_as(model_name: str, version: str) -> str:
-    """Return what a run's description ends with: where its engine is registered."""
+    """Return the end of a run's description: the version of its engine, with a download command."""
     fetch = f"mlflow artifacts download --artifact-uri models:/{model_name}/{version} --dst-path engine"
     return f"Registered as version {version} of `{model_name}`:\n\n```sh\n{fetch}\n```"
 
 
 def verdict_line(candidate: Candidate) -> str:
-    """Return the description of a version: its verdict, what it keeps and costs, and why it did not pass where it did not."""
+    """Return the description of a version: its verdict, quality and memory, and the first reason if it did not pass."""
     held = f" {candidate.covered}" if candidate.covered is not None else ""
     why = [candidate.reasons[0]] if candidate.verdict != "PASS" and candidate.reasons else []
     return redact_text(". ".join([f"{candidate.verdict}{held}: {'; '.join(candidate.figures)}", *why]))
 
 
 def collect_evidence(candidate: Candidate, folder: Path) -> None:
-    """Fill `folder` with the files that every version carries; together with `engine/`, stage=verify replays them.
+    """Copy the evidence of a version into `folder`. With `engine/` in the same folder, stage=verify can replay it.
 
-    The user's own samples file is not copied: prompts stay where they are.
+    The user's own samples file is not copied, because prompts must not leave this machine.
     """
     files = [candidate.engine.path / name for name in EVIDENCE_FILES]
     files += [candidate.report.path, candidate.samples, candidate.identity.path]

@@ -1,14 +1,14 @@
 """Promotion decides which engine serves: it chooses a candidate, verifies its evidence again and moves aliases.
 
-The aliases are `candidate` (the version that was registered last, unless it failed), `champion` (the one that serves) and
-`previous` (the one that the champion replaced). A promotion asks of a candidate that its evidence is replayed, its gates decide
-again, and the registry cites the same (`verify`). This module does not know MLflow; `pipeline.registry.mlflow_store`
-implements `Registry`.
+The aliases are `candidate` (the version that was registered last, unless it failed), `champion` (the version that serves) and
+`previous` (the version that the champion replaced). Before a promotion, the candidate's evidence is replayed, the gates decide
+again, and the registry must cite the same digests (`verify`). This module does not use MLflow;
+`pipeline.registry.mlflow_store` implements `Registry`.
 
-A promotion tags the version with who promoted it, when, and over which version, then moves `previous`, then `champion`. A
-promotion that was killed is finished by running it again. A rollback makes `previous` the champion and removes `previous`, so
-that a second rollback (two people, a CI retry) is an error instead of bringing the bad engine back. A version that was rolled
-back is chosen again only after a new evaluation (another report) or by name.
+A promotion tags the version with its author, the time and the replaced version, then moves `previous`, then `champion`. To
+finish a promotion that was killed, run it again. A rollback makes `previous` the champion and removes `previous`, so a second
+rollback (two people, a CI retry) is an error and does not bring the bad engine back. A version that was rolled back is chosen
+again only after a new evaluation (another report) or by name.
 
 MLflow has no compare-and-swap. The lock covers every process on this host that uses the same store (with SQLite) or the same
 work directory (with a server), but no other hosts.
@@ -39,7 +39,7 @@ from pipeline.verdict.thresholds import Verdict
 PASS = "PASS"
 PROMOTED_BY, PROMOTED_AT, PROMOTED_OVER = "promoted_by", "promoted_at", "promoted_over"
 ROLLED_BACK_BY, ROLLED_BACK_AT = "rolled_back_by", "rolled_back_at"
-"""Tags of a version: who moved the champion alias to it or away from it, and when."""
+"""Tags of a version: author and time of the moves of the champion alias to the version or away."""
 
 
 class Registry(Protocol):
@@ -61,7 +61,7 @@ class Registry(Protocol):
 
 
 def mover(environ: Mapping[str, str] = os.environ) -> str:
-    """Return who moves an alias: the address of the CI run (GitHub, GitLab or Jenkins), or user and host."""
+    """Return the author of a move of an alias: the address of the CI run (GitHub, GitLab or Jenkins), or user and host."""
     github = [environ.get(name, "") for name in ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_RUN_ID")]
     run = "{}/{}/actions/runs/{}".format(*github) if all(github) else environ.get("CI_JOB_URL") or environ.get("BUILD_URL")
     if run:
@@ -79,22 +79,24 @@ def _now() -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of a replay of the evidence: what was checked, and how it compares with the record."""
+    """One line of a replay of evidence: the checked part, and how it compares with the record."""
 
     name: str
     status: Literal["same", "differs", "missing"]
     detail: str
     library_missing: bool = False
-    """Whether this machine lacks a library that the check takes; such a finding says nothing about the evidence."""
+    """Whether this machine lacks a library for the check; such a finding does not concern the evidence."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.status}, {self.detail}"
 
 
 def require_same(what: str, findings: Sequence[Finding]) -> None:
-    """Check that a replay of an engine found everything the same.
+    """Check that all findings of a replay are "same".
 
-    Raises GateRefusal when something differs; MissingRequirement when nothing differs, but something is missing.
+    Raises:
+        GateRefusal: some part differs.
+        MissingRequirement: no part differs, but some part is missing.
     """
     named = {status: [finding.name for finding in findings if finding.status == status] for status in ("differs", "missing")}
     if named["differs"]:
@@ -109,37 +111,38 @@ class ReplayedEvidence:
 
     findings: Sequence[Finding]
     report: EvaluationReport | None
-    """None where it cannot be read, which a finding says."""
+    """None if the report cannot be read; a finding reports that."""
     rows: Sequence[SampleRow]
     digests: Mapping[str, str] = field(default_factory=dict)
-    """Of what was replayed, by the names under which a model version cites it."""
+    """Digests of the replayed files. The keys are the tags of a model version."""
     built_for: Limits = field(default_factory=Limits)
-    """What the engine's bundle allows."""
+    """Limits that the engine's bundle imposes."""
 
 
 Replay = Callable[[Candidate], ReplayedEvidence]
-"""Replays the evidence of a candidate; raises UserError when its identity cannot be read. See `pipeline.evidence.verify`."""
+"""Replays a candidate's evidence. Raises UserError if its identity cannot be read. See `pipeline.evidence.verify`."""
 
 
 @dataclass(frozen=True)
 class Proof:
     covered: Limits | None
-    """How far the verdict holds; None if no sample's steps were recorded."""
+    """Limits that the verdict covers; None if no sample's steps were recorded."""
     verdict: Verdict
 
 
 def verify(candidate: Candidate, replay: Replay, decide: Decide) -> Proof:
-    """Check the evidence of a registered candidate again: as it lies on disk now, and as its version cites it.
+    """Check the evidence of a registered candidate again: the files on disk, and the citations of its version.
 
-    Raises GateRefusal with the first thing that is wrong; MissingRequirement when nothing is wrong, but a library that the
-    replay takes is not installed.
+    Raises:
+        GateRefusal: the first problem.
+        MissingRequirement: there is no problem, but the replay needs a library that is not installed.
     """
     try:
         evidence = replay(candidate)
     except UserError as error:
         raise GateRefusal(str(error)) from error
     problems = [finding for finding in evidence.findings if finding.status != "same"]
-    for finding in sorted(problems, key=lambda finding: finding.library_missing):  # a library says nothing of the evidence
+    for finding in sorted(problems, key=lambda finding: finding.library_missing):  # missing libraries last
         raise (MissingRequirement if finding.library_missing else GateRefusal)(str(finding))
     report = evidence.report
     assert report is not None, "a finding says that the report cannot be read"
@@ -162,27 +165,30 @@ def _require(holds: bool, reason: str) -> None:
 
 @dataclass(frozen=True)
 class Move:
-    """Which engine serves after a promotion or a rollback."""
+    """The engine that serves after a promotion or a rollback."""
 
     champion: str
     message: str
 
 
 def live_tokens(candidate: Candidate) -> float:
-    """Return the objective: the live tokens that fit the memory budget (`workloads.load`). Servers admit requests by it."""
+    """Return the live tokens that fit the memory budget (`workloads.load`), by which servers admit requests."""
     return candidate.metrics.get("memory/max_live_tokens", -math.inf)
 
 
 Find = Callable[[Version], tuple[Candidate, Any]]
-"""Finds a version: the candidate as its artifacts say it is, and its evidence. Raises GateRefusal."""
+"""Returns the candidate of a version, read from its artifacts, and its evidence. Raises GateRefusal."""
 
 
 def judged_again(
     listed: Sequence[Candidate], registered: Sequence[Version], find: Find, decide: Decide, model: str, name: str | None = None
 ) -> list[Candidate]:
-    """Return the candidates that a summary lists, as their artifacts say they are, decided again.
+    """Return the candidates of a summary, read from their artifacts, with verdicts that are decided again.
 
-    Of the summary this takes which versions they are and nothing else.
+    The summary only provides the version numbers.
+
+    Raises:
+        GateRefusal: a candidate is not registered, or belongs to another model.
     """
     versions = {one.number: one for one in registered}
     found: dict[str, Candidate] = {}
@@ -205,10 +211,11 @@ def judged_again(
 def incumbent(
     version: str | None, registered: Sequence[Version], find: Find, decide: Decide, candidates: Sequence[Candidate]
 ) -> Candidate | None:
-    """Return the champion as a candidate beside others, where it is a rival of theirs.
+    """Return the champion if it competes with the candidates; else None.
 
-    It is one where it is of the same checkpoint as one of them, under another name, and still passes: a baseline that was built
-    again has another digest. Servers are told apart by their baselines. One that is judged anew goes by its new evidence.
+    It competes if it has the same checkpoint as a candidate, another name, and still passes. Checkpoints are compared because
+    a rebuilt baseline has another digest; servers have no checkpoint, so their baselines are compared. If a candidate has the
+    champion's name, the champion was judged again, and only the new evidence counts.
     """
     serving = next((one for one in registered if one.number == version), None)
     if serving is None or serving.name in [one.name for one in candidates]:
@@ -227,10 +234,10 @@ def _origin(candidate: Candidate) -> str:
 
 
 def choose(candidates: Sequence[Candidate], left: Mapping[str, str] = MappingProxyType({})) -> Candidate:
-    """Return the best candidate that passed.
+    """Return the best candidate that passed. Raises GateRefusal if all are excluded.
 
-    The most live tokens win. Among equals another engine wins over the oracle, and then the lowest mean KL. An engine that a
-    rollback `left`, by the digest of its report, is none.
+    The candidate with the most live tokens wins. Between equals, other engines win over the oracle, then the lowest mean KL
+    wins. `left` has the digests of reports whose engines were rolled back; these candidates are excluded.
     """
     best = max(
         (candidate for candidate in candidates if candidate.verdict == PASS and candidate.report.digest not in left),
@@ -261,9 +268,10 @@ def promote(
     name: str | None = None,
     rival: Candidate | None = None,
 ) -> Move:
-    """Make the best candidate that passed the champion, or the only candidate, which was asked for by its `name`.
+    """Make the best candidate that passed the champion.
 
-    The `rival` is the champion, which stays if no candidate is better; a name displaces it in any case.
+    With a `name`, the user requested the only candidate by name. The `rival` is the current champion. It stays if no candidate
+    is better, except if there is a `name`.
     """
     best = choose(candidates) if name is not None else choose(candidates, _rolled_back(registry))
     if rival is not None and name is None and choose([best, rival]) is rival and _holds(rival, replay, decide):
@@ -278,7 +286,7 @@ def promote(
         if old == version:
             return Move(best.name, f"{best.name} (version {version}) is the champion already")
         since = _rolled_back(registry).get(best.report.digest)
-        if since is not None and name is None:  # by somebody else, while the evidence was replayed
+        if since is not None and name is None:  # by another user during the replay
             raise GateRefusal(f"{best.name} is not promoted: it {_stays_back(best, since)}")
         said = {PROMOTED_BY: mover(), PROMOTED_AT: _now(), PROMOTED_OVER: old or "none"}
         registry.set_tags(version, {**said, ROLLED_BACK_BY: None, ROLLED_BACK_AT: None})
@@ -292,13 +300,13 @@ def promote(
 
 
 def _rolled_back(registry: Registry) -> dict[str, str]:
-    """Return digest of a report -> when the version with this report was rolled back."""
+    """Return the time at which a version was rolled back, by the digest of its report."""
     tags = (version.tags for version in registry.registered())
     return {tag["report_digest"]: tag[ROLLED_BACK_AT] for tag in tags if ROLLED_BACK_AT in tag}
 
 
 def _holds(candidate: Candidate, replay: Replay, decide: Decide) -> bool:
-    """Return whether a candidate's evidence holds: one whose evidence does not keeps no other one out."""
+    """Return whether a candidate's evidence is valid. Without valid evidence, a champion cannot block a promotion."""
     try:
         verify(candidate, replay, decide)
     except (GateRefusal, MissingRequirement):
@@ -307,11 +315,11 @@ def _holds(candidate: Candidate, replay: Replay, decide: Decide) -> bool:
 
 
 Prove = Callable[[Version], None]
-"""Replays the evidence of a version. Raises what `verify` does."""
+"""Replays the evidence of a version. Raises the same exceptions as `verify`."""
 
 
 def rollback(registry: Registry, prove: Prove) -> Move:
-    """Bring the previous champion back, once its evidence was replayed."""
+    """Bring the previous champion back after a replay of its evidence."""
     with locked(registry.lock, "a rollback"):
         bad, previous = registry.alias("champion"), registry.alias("previous")
         if bad is None or previous is None or previous == bad:

@@ -1,6 +1,7 @@
-"""Whether a tracking store can be used, and what its errors say in one line.
+"""Checks that a tracking store can be used, and translation of its errors into one line.
 
-Databases are asked before MLflow is, which tries for minutes and answers with tracebacks. Imports no MLflow.
+Databases are checked before MLflow opens them, because MLflow retries for minutes and fails with tracebacks. This module does
+not import MLflow.
 """
 
 from collections.abc import Iterator
@@ -13,13 +14,13 @@ from pipeline.core.redaction import redact_text
 from pipeline.registry.tracking import ENVIRONMENT, Location
 
 QUIET_S = 5.0
-"""Seconds of a wait before anything is said of it: making the tables of a fresh store takes some."""
+"""Seconds before a wait is announced; creating the tables of a new store already takes some seconds."""
 DRIVERS = {"psycopg": "'psycopg[binary]'", "psycopg2": "psycopg2-binary", "MySQLdb": "mysqlclient"}
-"""Modules of drivers, and the distributions that have them, where those are called otherwise."""
+"""Module of a database driver -> its distribution, if the names differ."""
 PYTHONS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""Exceptions that a value which MLflow does not write causes in MLflow."""
+"""Exceptions that MLflow raises if the store has a value that MLflow did not write."""
 HANDLED = ("RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS")
-"""Codes of MLflow's errors that are answers."""
+"""Codes of MLflow's errors that callers handle as answers."""
 ANSWERS: tuple[tuple[tuple[str, ...], type[Exception], str], ...] = (
     (
         ("UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED"),
@@ -54,20 +55,21 @@ ANSWERS: tuple[tuple[tuple[str, ...], type[Exception], str], ...] = (
     ),
     (("Can't load plugin", "Could not parse"), UserError, "cannot be used ({said}); give a URI of SQLAlchemy"),
 )
-"""What an error's text contains, what is raised instead, and what that says of the store."""
+"""(substrings of an error's text, exception to raise instead, its message about the store); the first match counts."""
 
 
 def named(location: Location) -> str:
-    """Return the store in words, without its password."""
+    """Return a description of the store without its password."""
     return f"MLflow's store {redact_text(location.uri)} (tracking.uri or {ENVIRONMENT})"
 
 
 @contextmanager
 def reached(location: Location, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds into one line, and say of a wait that goes on for more than a moment how long it may take.
+    """Turn errors of the given kinds into one line, and announce a wait longer than QUIET_S with its time limit.
 
-    Raises UserError for credentials that are refused, and a store of another kind or release; MissingRequirement for a store
-    that does not answer, is locked, lacks its driver, or fails.
+    Raises:
+        UserError: the store refuses the credentials, or is of another kind or release.
+        MissingRequirement: the store does not answer, is locked, lacks its driver, or fails.
     """
     limit, end = location.timeout_s, until(location.timeout_s)
     said = f"waiting for {named(location)}; a request may take until {end} (tracking.timeout_s={limit:g})"
@@ -99,13 +101,13 @@ def _problem(location: Location, error: Exception) -> Exception:
 
 
 def _said(error: Exception) -> str:
-    """Return the line of an error's text that says what happened: of SQLAlchemy's the one with the driver's own error."""
+    """Return the most useful line of an error's text: for SQLAlchemy, the line with the driver's error; else the first."""
     lines = redact_text(str(error)).strip().splitlines() or [type(error).__name__]
     return next((line for line in lines if line.startswith("(") and "Error) " in line), lines[0]).strip()
 
 
 def check_reachable(location: Location) -> None:
-    """Refuse a database that cannot be opened, as `reached` does. A server is not asked: MLflow's client is quick to say."""
+    """Refuse a database that cannot be opened; errors as in `reached`. MLflow's client reports a dead server fast enough."""
     if location.served:
         return
     with reached(location, ImportError, ValueError):
@@ -118,7 +120,7 @@ def check_reachable(location: Location) -> None:
             engine = create_engine(location.uri, connect_args={key: max(1, round(location.timeout_s))})
             try:
                 with engine.connect() as connection:
-                    if kind == "sqlite":  # which opens its file at the first statement
+                    if kind == "sqlite":  # SQLite opens its file at the first statement
                         connection.exec_driver_sql("BEGIN IMMEDIATE")
                         connection.exec_driver_sql("PRAGMA schema_version")
             finally:

@@ -1,7 +1,7 @@
 """`summary.json` at the top of the work directory, which CI reads, and `summaries/SWEEP.json`, one for each sweep.
 
-`summary.json` is a copy of the one that was written last. A sweep writes to its own alone, so that commands that run beside
-each other lose no candidate. A promotion takes from a summary which candidates it looks at, and nothing else.
+`summary.json` is a copy of the last summary that was written. A sweep writes only to its own summary, so concurrent commands
+lose no candidate. A promotion uses a summary only to know which candidates to consider.
 """
 
 import math
@@ -30,26 +30,26 @@ from pipeline.verdict.thresholds import Check, Status, Verdict
 FILE = "summary.json"
 FOLDER = "summaries"
 SWEEP = re.compile(r"[\w-][\w.-]{0,99}")
-"""What the id of a sweep looks like; it becomes the name of a file."""
+"""Pattern of a sweep's id, which becomes the name of a file."""
 
 NAMED = 5
 
 SCHEMA_VERSION: Final = 1
 ARTIFACTS = "artifacts"
-"""Folder of a work directory that holds the cited files."""
+"""Folder of the cited files in a work directory."""
 
 DECIDED = ("verdict", "reasons", "covered", "checks", "warnings", "samples_needed")
-"""What a verdict decides of a candidate."""
+"""Fields of a candidate that come from its verdict."""
 
 
 class Cited(StrictModel):
-    """A file or directory, and the digest that it had when it was cited."""
+    """A cited file or directory, with its digest at that time."""
 
     path: Path
     digest: str
 
     def below(self, workdir: Path) -> "Cited":
-        """Return the citation with its path in `workdir`, if the artifact lies there and not at its path any more."""
+        """Return the citation with its path in `workdir`, if the artifact was moved there."""
         parts = self.path.parts
         if ARTIFACTS not in parts or self.path.exists():
             return self
@@ -58,44 +58,44 @@ class Cited(StrictModel):
 
 
 class Registration(StrictModel):
-    """Where a candidate is tracked and registered."""
+    """The run and the model version of a candidate."""
 
     run_id: str
     model_version: str
 
 
 class Candidate(StrictModel):
-    """An engine that was judged, and the evidence that its promotion cites."""
+    """A judged engine, and the evidence that its promotion cites."""
 
     name: str
-    """Display name, unique within a sweep: the policy, and what else the command line changed."""
+    """Display name, unique within a sweep: the policy, and other changes on the command line."""
     policy: str
     model: str
     backend: str
     verdict: Status
     reasons: tuple[str, ...]
     covered: str | None = None
-    """How far the verdict holds: `up to 1,024 tokens, batch 16`."""
+    """Limits of the verdict: `up to 1,024 tokens, batch 16`."""
     checks: tuple[Check, ...] = ()
-    """Every line that the verdict was decided by, context bins included. Summaries from before they were written lack them."""
+    """All lines of the verdict, including context bins. Old summaries have none."""
     warnings: tuple[str, ...] = ()
-    """What was not shown and keeps no candidate from passing."""
+    """Reasons of the checks with a WARNING, which do not affect the verdict."""
     samples_needed: Mapping[str, int] = {}
-    """Inconclusive workload, or "all" -> samples that would decide it if its rates stay the same."""
+    """Inconclusive workload, or "all" -> samples that would decide if the rates stay the same."""
     metrics: Mapping[str, float]
-    """By name, grouped by prefix: quality/, noise/, perf/, memory/, baseline/. A number that was not finite is not there."""
+    """Finite metrics by name, grouped by prefix: quality/, noise/, perf/, memory/, baseline/."""
     engine: Cited
     baseline: Cited
     report: Cited
-    """report.json; samples.jsonl lies beside it, and the digest covers both (`evidence_digest`)."""
+    """report.json. samples.jsonl is in the same folder; the digest covers both files (`evidence_digest`)."""
     identity: Cited
-    """identity.json; the evidence that a replay reads lies beside it."""
+    """identity.json. The evidence that a replay reads is in the same folder."""
     checkpoint: str | None = None
-    """Digest of the checkpoint, as its evidence says; null where the evidence was not read again."""
+    """Digest of the checkpoint, from the evidence; null if the evidence was not read again."""
     registration: Registration | None = None
 
     def below(self, workdir: Path) -> "Candidate":
-        """Return the candidate with the paths that it has since its work directory was moved to `workdir`."""
+        """Return the candidate with corrected paths, if its work directory was moved to `workdir`."""
         cited = {name: getattr(self, name).below(workdir) for name in ("engine", "baseline", "report", "identity")}
         return self.model_copy(update=cited)
 
@@ -107,12 +107,12 @@ class Candidate(StrictModel):
 
     @property
     def is_blind(self) -> bool:
-        """Whether nothing that was measured saw a corrupted cache: then the verdict says nothing of the policy."""
+        """Whether the must-fail control was not noticed. Such a verdict is no evidence about the policy."""
         return _is_blind(self.checks)
 
     @property
     def recovery(self) -> Check | None:
-        """The line on the probability of the right answers to all questions; None where no question has an answer."""
+        """The line on recovery over all questions; None if no question has an answer."""
         return next((check for check in self.checks if (check.gate, check.where) == (RECOVERY, ALL)), None)
 
     @property
@@ -124,7 +124,7 @@ class Candidate(StrictModel):
 
     @property
     def contradiction(self) -> str:
-        """Say that greedy answers changed the other way than their probability; nothing where they did not."""
+        """Clause that greedy answers and the probability of right answers changed in opposite directions; "" if not."""
         gains = [self._pair(f"quality/accuracy_{{}}{of}") for of in ("", "_probability")]
         return contradiction(*(0.0 if pair is None else pair[1] - pair[0] for pair in gains))
 
@@ -134,7 +134,7 @@ class Candidate(StrictModel):
 
     @property
     def figures(self) -> list[str]:
-        """Say what it keeps, then how it answers, how far it is from FP16, and what it costs: what is known of that."""
+        """Clauses on recovery, right answers, distance from FP16 and memory, if known."""
         right = self._pair("quality/accuracy_{}")
         kl, kib = self.metrics.get("quality/kl_mean"), self.metrics.get("memory/kib_per_token")
         told = [
@@ -157,7 +157,7 @@ class Candidate(StrictModel):
 
     @property
     def citations(self) -> dict[str, str]:
-        """Digests by the names of the tags under which a model version cites them."""
+        """Digests of the evidence. The keys are the tags of a model version."""
         return {
             "engine_digest": self.engine.digest,
             "baseline_digest": self.baseline.digest,
@@ -166,7 +166,7 @@ class Candidate(StrictModel):
         }
 
     def metric(self, name: str) -> float:
-        """Return a metric for comparisons: inf when it is missing, so that it never wins."""
+        """Return a metric for comparisons; infinity if it is missing, so that it never wins."""
         return self.metrics.get(name, math.inf)
 
 
@@ -175,7 +175,7 @@ def _is_blind(checks: Sequence[Check]) -> bool:
 
 
 def not_passed(name: str, verdict: Status, checks: Sequence[Check]) -> str:
-    """Say that a candidate did not pass, by why it did not."""
+    """Return a clause that a candidate did not pass, with the kind of reason."""
     said = "is not good enough" if verdict == "FAIL" else "is not decided"
     wrong = {check.where for check in checks if check.gate in ("conformance", "probe") and check.status == "FAIL"}
     if wrong:
@@ -186,28 +186,28 @@ def not_passed(name: str, verdict: Status, checks: Sequence[Check]) -> str:
 
 
 class Summary(StrictModel):
-    """The candidates of a sweep, in the order of the command line; a single evaluation is a sweep of one."""
+    """The candidates of a sweep, in the order of the command line. A single evaluation is a sweep with one job."""
 
     schema_version: Literal[1]
     sweep: str = ""
     command: str | None = None
-    """The command line that judged the candidates, whole; null where kvgate was called from Python."""
+    """Complete command line that judged the candidates; null if kvgate was called from Python."""
     jobs: int | None = None
-    """How many jobs the sweep has; null in summaries of before this was written."""
+    """Number of jobs in the sweep; null in old summaries."""
     ended: int = 0
-    """How many of them ended, with whatever exit code, but were not interrupted."""
+    """Number of jobs that ended with any exit code, except interrupted jobs."""
     names: tuple[str, ...] = ()
-    """Display names of its jobs, in the order of the command line."""
+    """Display names of the jobs, in the order of the command line."""
     exit_codes: Mapping[int, int] = {}
-    """Number of a job, from 1 in that order -> its exit code. A job that was killed, or still runs, is not there."""
+    """Number of a job, from 1 -> its exit code. Jobs that were killed or still run are missing."""
     candidates: tuple[Candidate, ...] = ()
     champion: str | None = None
-    """Name of the candidate that serves, once a promotion or a rollback chose it."""
+    """Name of the candidate that serves, after a promotion or a rollback."""
     exit_code: int = 0
 
     @property
     def unfinished(self) -> str | None:
-        """Say how much of the sweep is missing; None where it ended."""
+        """Message with the missing jobs of the sweep; None if all jobs ended."""
         if self.jobs is None or self.ended >= self.jobs:
             return None
         numbers = range(1, len(self.names) + 1)
@@ -218,17 +218,20 @@ class Summary(StrictModel):
 
 
 def new_sweep() -> str:
-    """Return the id of a sweep that begins now. The first processes of two containers have the same number."""
+    """Return the id of a sweep that begins now. It has random digits, because processes in two containers can share an id."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{token_hex(2)}"
 
 
 def evidence_digest(report: Path) -> str:
-    """Return the digest of a report and the samples.jsonl beside it, as a model version cites them."""
+    """Return the digest of a report and its samples.jsonl, as cited by a model version."""
     return files_digest({REPORT_FILE: file_digest(report), SAMPLES_FILE: file_digest(report.with_name(SAMPLES_FILE))})
 
 
 def load(workdir: Path, sweep: str | None = None) -> Summary:
-    """Return the summary of a sweep, of the last one unless named; an empty one where there is no last one."""
+    """Return the summary of a sweep, by default the last sweep. If there was no sweep, return an empty summary.
+
+    Raises UserError if the named sweep does not exist.
+    """
     if sweep is None:
         return _read(workdir, FILE) or Summary(schema_version=SCHEMA_VERSION)
     found = _read(workdir, f"{FOLDER}/{sweep}.json") if SWEEP.fullmatch(sweep) else None
@@ -240,13 +243,13 @@ def load(workdir: Path, sweep: str | None = None) -> Summary:
 
 
 def last_judged(workdir: Path) -> Summary | None:
-    """Return the summary of the last sweep that has candidates; None if there is none."""
+    """Return the summary of the last sweep with candidates; None if no sweep has candidates."""
     summaries = (load(workdir, path.stem) for path in sorted((workdir / FOLDER).glob("[!.]*.json"), reverse=True))
     return next((found for found in summaries if found.candidates), None)
 
 
 def _read(workdir: Path, name: str) -> Summary | None:
-    """Return a summary; None where there is no such file. Raises UserError for one that cannot be used."""
+    """Return a summary; None if the file does not exist. Raises UserError if the file is damaged."""
     try:
         summary = Summary.model_validate_json(read_file(workdir / name, MOST_TEXT_BYTES))
         return summary.model_copy(update={"candidates": tuple(one.below(workdir) for one in summary.candidates)})
@@ -263,7 +266,7 @@ def _read(workdir: Path, name: str) -> Summary | None:
 
 
 def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summary], latest: bool = True) -> Summary:
-    """Change the summary of a sweep, which becomes the last one if it is the `latest`; of None, `summary.json` alone."""
+    """Change the summary of a sweep, and copy it to `summary.json` if `latest`. Without a sweep, change only `summary.json`."""
 
     def write(name: str, summary: Summary) -> None:
         write_whole(workdir / name, summary.model_dump_json(indent=2) + "\n")
@@ -287,14 +290,14 @@ def _update(workdir: Path, sweep: str | None, change: Callable[[Summary], Summar
 
 
 def note(workdir: Path, sweep: str | None, latest: bool = True, **values: Any) -> Summary:
-    """Change fields of a sweep's summary: which candidate serves now, how the sweep ended."""
+    """Set fields of a sweep's summary, such as the champion or the exit code."""
     return _update(workdir, sweep, lambda old: old.model_copy(update=values), latest)
 
 
 def begin(workdir: Path, sweep: str, names: Sequence[str], latest: bool = True, command: str | None = None) -> Summary:
-    """Note that a sweep begins, and the display names of its jobs: what never ends is then seen to be missing.
+    """Record the beginning of a sweep with the display names of its jobs, so that jobs which never end are noticed.
 
-    Only a sweep that judges becomes the `latest`, whose candidates `summary.json` holds.
+    Set `latest` only for a sweep that judges: it then replaces the candidates in `summary.json`.
     """
     said = None if command is None else redact_text(command)
     return note(workdir, sweep, latest, jobs=len(names), names=tuple(names), command=said)
@@ -305,7 +308,7 @@ def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
 
     def change(old: Summary) -> Summary:
         candidates = {(known.model, known.name): known for known in (*old.candidates, candidate)}
-        # Jobs that run beside each other end in any order.
+        # Concurrent jobs end in any order.
         places = {name: place for place, name in reversed(list(enumerate(old.names)))}
         ordered = sorted(candidates.values(), key=lambda known: places.get(known.name, len(places)))
         return old.model_copy(update={"candidates": tuple(ordered)})
@@ -314,10 +317,10 @@ def record(workdir: Path, sweep: str, candidate: Candidate) -> Summary:
 
 
 def finish(workdir: Path, sweep: str | None, exit_code: int, job: int = 1, *, latest: bool = True) -> Summary:
-    """Note how a job ended; a sweep's exit code is the worst of its jobs'.
+    """Record the exit code of a job. A sweep's exit code is the worst exit code of its jobs.
 
-    Without a sweep the job worked on the candidates of the last one, whose code it replaces. A job that a cluster ran twice
-    counts once, as it ended last.
+    Without a sweep, the job worked on the candidates of the last sweep, and its exit code replaces that sweep's. If a cluster
+    ran a job twice, only the last exit code counts.
     """
     if sweep is None:
         return note(workdir, None, exit_code=exit_code) if (workdir / FILE).exists() else load(workdir)
@@ -332,8 +335,8 @@ def finish(workdir: Path, sweep: str | None, exit_code: int, job: int = 1, *, la
 
 
 def forget(workdir: Path, sweep: str) -> None:
-    """Remove the summary of a sweep that has no candidates: it was of use while its jobs ran."""
+    """Remove the summary of a sweep without candidates, which was only needed while its jobs ran."""
     with locked(workdir / f".{FILE}.lock", FILE):
         (workdir / FOLDER / f"{sweep}.json").unlink(missing_ok=True)
-        with suppress(OSError):  # the folder of other sweeps stays
+        with suppress(OSError):  # not empty: it has the summaries of other sweeps
             (workdir / FOLDER).rmdir()

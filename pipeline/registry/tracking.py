@@ -1,4 +1,4 @@
-"""Where runs are tracked: the typed configuration, and the store that it names on this machine. Imports no MLflow."""
+"""The configuration of tracking, and the store that it resolves to on this machine. Does not import MLflow."""
 
 import os
 import re
@@ -21,28 +21,28 @@ SCHEMES = (SQLITE, "postgresql", "mysql", "mssql", "http://", "https://")
 ENVIRONMENT = "MLFLOW_TRACKING_URI"
 IDENTITY_TAG = "identity_digest"
 PORT = 5000
-"""Of the server that a person starts on a store."""
+"""Port of the server in the command that is printed for users."""
 
 
 class Tracking(StrictModel):
     """MLflow tracking and registry."""
 
     enabled: bool = True
-    """Whether runs and engines are logged; what is not can neither be registered nor promoted."""
+    """Whether runs and engines are logged. An engine that is not logged can neither be registered nor promoted."""
     uri: Annotated[str, Field(min_length=1)] | None = None
-    """A database URI or a server's address; null means MLFLOW_TRACKING_URI, or SQLite in the work directory without it."""
+    """Database URI or server address; null means MLFLOW_TRACKING_URI, or SQLite in the work directory if that is not set."""
     experiment: Annotated[str, Field(min_length=1, max_length=200, pattern=rf"^[^{CONTROLS}]+$")] = "kvgate"
-    """Name of MLflow's experiment."""
+    """Name of the MLflow experiment."""
     model_name: Annotated[str, Field(min_length=1, max_length=200, pattern=rf"^[^/:{CONTROLS}]+$")] | None = None
     """Name of the registered model; null means `kvgate-<model>`."""
     log_bundle: bool | None = None
-    """Whether the registry gets a copy of the whole bundle; null means only where the store is on this machine."""
+    """Whether the registry gets a copy of the whole bundle; null means only if the store is SQLite on this machine."""
     timeout_s: Annotated[float, Field(ge=1, le=3600)] = 30
-    """Seconds that the store may take to answer a request, or to be unlocked by another process."""
+    """Maximum seconds to wait for an answer of the store, or for another process to unlock it."""
 
     @model_validator(mode="after")
     def _keeps_secrets_out(self) -> Self:
-        # Configurations are printed, stored beside sweeps and logged.
+        # Configurations are printed, stored with sweeps and logged.
         if self.uri is not None and holds_secret(self.uri):
             raise ValueError(f"uri must not hold a password; set {ENVIRONMENT} in the environment instead")
         return self
@@ -50,11 +50,11 @@ class Tracking(StrictModel):
 
 @dataclass(frozen=True)
 class Location:
-    """A resolved tracking store: absolute addresses, and the lock that serialises this host's changes to it."""
+    """A resolved tracking store: absolute addresses, and the lock that serialises this host's changes to the store."""
 
     uri: str
     artifact_root: str | None
-    """Where a new experiment keeps its artifacts; None leaves it to the server."""
+    """Address of a new experiment's artifacts; None: the server decides."""
     lock: Path
     experiment: str
     model_name: str
@@ -67,7 +67,7 @@ class Location:
 
     @property
     def runs(self) -> Path:
-        """The folder with the locks of open runs."""
+        """Folder of the locks of open runs."""
         return self.lock.with_suffix(".runs")
 
     @property
@@ -82,18 +82,18 @@ class Version:
     number: str
     tags: Mapping[str, str]
     run_id: str = ""
-    """Run that judged it."""
+    """Id of the run that judged the engine."""
     made: float = 0.0
-    """When, in seconds since 1970."""
+    """Creation time, in seconds since 1970."""
 
     @property
     def name(self) -> str:
-        """Display name of its engine."""
+        """Display name of the engine."""
         return self.tags.get("kv", "no name")
 
     @property
     def identity_digest(self) -> str:
-        """sha256 of the identity.json that it cites."""
+        """sha256 of the identity.json that the version cites."""
         return self.tags.get(IDENTITY_TAG, "")
 
     def __str__(self) -> str:
@@ -101,10 +101,10 @@ class Version:
 
 
 def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, str] = os.environ) -> Location:
-    """Resolve the tracking configuration of a work directory and a checkpoint's short name. Raises UserError for a bad URI."""
+    """Resolve the tracking configuration for a work directory and a checkpoint's short name. Raises UserError for a bad URI."""
     workdir = workdir.resolve()
     uri = tracking.uri or environ.get(ENVIRONMENT)
-    if uri is None and re.search("[?%]", str(workdir)):  # which mean something else in a URI
+    if uri is None and re.search("[?%]", str(workdir)):  # special characters of URIs
         raise UserError(f"workdir={workdir}: MLflow keeps no store in a path with ? or %; give another path")
     uri = uri or f"{SQLITE}{workdir / 'mlflow.db'}"
     if not uri.startswith(SCHEMES) or not _names_a_place(uri):
@@ -112,7 +112,7 @@ def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, 
         raise UserError(f"{key}={short(redact_text(uri))}: give sqlite:///FILE, a database URI or http(s)://HOST of MLflow")
     lock = workdir / "mlflow.lock"
     if uri.startswith(SQLITE):
-        # A relative path would name another store in every working directory. Work directories that share a database file
+        # A relative path would name another store in every current directory. Work directories that share a database file
         # also share its lock.
         database = absolute(uri.removeprefix(SQLITE))
         uri, lock = f"{SQLITE}{database}", database.with_name(f"{database.name}.lock")
@@ -129,7 +129,7 @@ def locate(tracking: Tracking, workdir: Path, model: str, environ: Mapping[str, 
 
 
 def _names_a_place(uri: str) -> bool:
-    """Whether a URI names the file, or the host and the port, of a store."""
+    """Return whether a URI has a file, or a host with a valid port."""
     scheme, _, rest = uri.partition("://")
     if not rest or not uri.isprintable():
         return False
@@ -138,12 +138,12 @@ def _names_a_place(uri: str) -> bool:
     try:
         parts = urlsplit(uri)
         return not scheme.startswith("http") or (bool(parts.hostname) and parts.port != 0 and " " not in uri)
-    except ValueError:  # a port that is none; of a password with a slash, reaching the server says what to do
+    except ValueError:  # invalid port, or a password with a slash, for which `reached` has a message
         return "@" in rest
 
 
 def server_command(location: Location) -> str | None:
-    """Return the shell command that opens MLflow on this store, without passwords; None when a server already does."""
+    """Return the shell command that starts MLflow on this store, without passwords; None if the store is a server."""
     if location.served:
         return None
     # Without its job runners, which only language-model judges use, the server takes 0.5 GB instead of 2.5.
@@ -155,7 +155,7 @@ def server_command(location: Location) -> str | None:
 
 
 def compare_url(location: Location, experiment_id: str, sweep: str) -> str:
-    """Return the address of the charts of a sweep's runs, first those that keep most of the probability of right answers."""
+    """Return the address of the charts of a sweep's runs, sorted by kept probability of right answers, highest first."""
     query = {
         "searchFilter": f"tags.sweep = '{sweep}'",
         "orderByKey": "metrics.`quality/recovery`",

@@ -25,7 +25,7 @@ class SigningConfig(StrictModel):
     key: str | None = None
     """File of the private key that signs evaluations; null: no signatures."""
     trusted: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Files of public keys. If any, promotions, rollbacks, stage=verify and champion() require a signature by one of these."""
+    """Files of public keys. If any, promotions, rollbacks, stage=verify and champion() require a signature by a listed key."""
 
     def check(self) -> None:
         """Open all keys. Raises UserError if a file is not a valid key."""
