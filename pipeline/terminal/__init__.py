@@ -1,1 +1,1 @@
-"""What a terminal shows: progress, and the tables at the end."""
+"""Terminal output: results, progress, tables and suggested commands."""

@@ -1,7 +1,7 @@
-"""Command lines of kvgate, whole, so that they can be pasted.
+"""Complete command lines of kvgate, ready to paste.
 
-Stages that work on checkpoints repeat what was typed, with what changes. Stages that work on what others left are given what
-differs from the defaults, wherever it came from (an `experiment=` would sweep again).
+For stages that work on checkpoints, the command repeats the user's arguments with some changes. For stages that work on earlier
+results, it has all settings that differ from the defaults: repeating an `experiment=` would start another sweep.
 """
 
 import shlex
@@ -21,20 +21,20 @@ from pipeline.core.overrides import differing
 from pipeline.verdict.gates import Gates
 
 _given: list[tuple[str, ...]] = []
-"""The arguments of the command that this process is; empty in a program."""
+"""Arguments of this process's command; empty if kvgate is called from Python."""
 
 
 def begun() -> str:
-    """Return how a command line begins: with `python`, or with this one's path where a shell finds another one, or none."""
+    """Return the beginning of a command line: `python`, or the path of this Python if a shell would not find it."""
     own, found = Path(sys.executable), shutil.which("python")
     same = found is not None and Path(found).absolute().parent == own.parent
     return f"{'python' if same else shlex.quote(str(own))} -m pipeline"
 
 
 def command_line(base: Sequence[str], arguments: Sequence[str], *, sweep: bool = False) -> str:
-    """Return the command with these arguments in place of those of the same keys.
+    """Return the command with `arguments` added to `base`, replacing arguments with the same keys.
 
-    Another option of a group than that of `base` takes the keys of that group away too.
+    An argument for a group also removes the keys of this group from `base`: `kv=fp8` removes `kv.window`.
     """
     changed = {_key(argument) for argument in arguments}
     kept = [one for one in base if not {_key(one), _key(one).partition(".")[0]} & changed]
@@ -46,22 +46,25 @@ def _key(override: str) -> str:
 
 
 def remember(arguments: Sequence[str]) -> None:
-    """Take the arguments of the command that this process is."""
+    """Store the arguments of this process's command."""
     _given[:] = [tuple(arguments)]
 
 
 def typed() -> list[str]:
-    """Return what a next command repeats of what was typed: not in which form this one spoke; nothing outside of a command."""
+    """Return the user's arguments for repetition in a next command, without `log=`; empty outside a command."""
     return [argument for given in _given for argument in given if not argument.startswith("log=")]
 
 
 def whole(*, sweep: bool = False) -> str | None:
-    """Return this process's command; None outside of a command."""
+    """Return this process's complete command; None outside a command."""
     return command_line(typed(), (), sweep=sweep) if _given else None
 
 
 def carried(config: Config, *groups: str) -> list[str]:
-    """Return the arguments by which a stage that works on what others left finds it: what differs from the defaults."""
+    """Return the settings of some groups that differ from the defaults, for a stage that works on earlier results.
+
+    The groups model, workdir, tracking and signing are always included.
+    """
     values, standard = config.model_dump(mode="json"), defaults()
     arguments: list[str] = []
     for group in ("model", "workdir", "tracking", "signing", *groups):
@@ -71,7 +74,7 @@ def carried(config: Config, *groups: str) -> list[str]:
 
 @cache
 def defaults() -> dict[str, Any]:
-    """Return what a command without arguments has, of the keys that next commands repeat: to compose all takes 0.1 s."""
+    """Return the default values of the keys that next commands repeat. Composing all keys would take 0.1 s."""
     groups = {"model": _load("model/tiny"), "tracking": _load("tracking/mlflow"), "gates": Gates().model_dump(mode="json")}
     return _load("config") | groups
 
@@ -83,19 +86,19 @@ def _load(name: str) -> dict[str, Any]:
 
 
 def judging(base: Sequence[str], *changes: str, sweep: bool = False) -> str:
-    """Return the command of a stage that works on a checkpoint: what was typed, with changes."""
+    """Return the command of a stage that works on a checkpoint: `base` with changes."""
     if not sweep:  # only a sweep has a launcher
         base = [part for part in base if not part.lstrip("+~").startswith(("hydra/launcher", "hydra.launcher"))]
     return command_line(base, changes, sweep=sweep)
 
 
 def standing(config: Config, stage: str, *changes: str, groups: Sequence[str] = ()) -> str:
-    """Return the command of a stage that works on what others left."""
+    """Return the command of a stage that works on earlier results."""
     return command_line(carried(config, *groups), [f"stage={stage}", *changes])
 
 
 def promoting(config: Config, *changes: str) -> str:
-    """Return the command that promotes what a command judged: by its gates, and with its backend."""
+    """Return the command that promotes the candidates of a command, with the same gates and backend."""
     backend = config.backend
     opened: list[str] = []
     if isinstance(backend, InProcessConfig):

@@ -1,4 +1,4 @@
-"""What a command says: results on stdout, errors and progress on stderr, in the form that `log=` asks for."""
+"""Output of a command: results on stdout, errors and progress on stderr, in the format given by `log=`."""
 
 import atexit
 import io
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from pipeline.terminal.grids import Grid
 
 MODES = ("human", "json", "quiet")
-"""`log=`."""
+"""Values of `log=`."""
 PLAIN_WIDTH = 100
-"""Columns of tables if the output is no terminal."""
+"""Columns of tables if the output is not a terminal."""
 
 LOGGER = logging.getLogger("kvgate")
 """Logger of modules that do not import this one, such as waits for locks and stores."""
@@ -41,7 +41,7 @@ err = Console(highlight=False, emoji=False, stderr=True)
 
 
 def relative(text: str) -> str:
-    """Return a text whose paths below the current directory are relative; of addresses, only SQLite's change."""
+    """Return a text with paths below the current directory made relative. Among addresses, only SQLite's are changed."""
     try:
         here = os.getcwd()
     except OSError:  # it was removed
@@ -53,7 +53,7 @@ def relative(text: str) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """The job that a process runs."""
+    """The job of this process."""
 
     stage: str
     policy: str
@@ -61,31 +61,31 @@ class Job:
     of: int = 1
     """Number of jobs of the command."""
     beside_others: bool = False
-    """Whether jobs run at once and share a terminal. A bar would overwrite other jobs' lines."""
+    """Whether concurrent jobs share a terminal. A bar would overwrite the lines of other jobs."""
 
     @property
     def name(self) -> str:
-        """Return the prefix of its lines, `job 2 of 5 int8: `; empty if it is the only job."""
+        """Prefix of the job's lines, `job 2 of 5 int8: `; empty if it is the only job."""
         return f"{self.place[:-2]} {self.policy}: " if self.of > 1 else ""
 
     @property
     def place(self) -> str:
-        """Return `job 2 of 5: `; empty if it is the only job."""
+        """`job 2 of 5: `; empty if it is the only job."""
         return f"job {self.number} of {self.of}: " if self.of > 1 else ""
 
     @property
     def fields(self) -> dict[str, object]:
-        """Return its fields of a JSON line."""
+        """Fields of the job in a JSON line."""
         return {"stage": self.stage, "policy": self.policy, "job": self.number, "jobs": self.of}
 
 
 @dataclass
 class _Speech:
-    """The form of this process's output, and its job."""
+    """The output format and the job of this process."""
 
     mode: str = "human"
     verbose: bool = False
-    """Whether people see details."""
+    """Whether details are shown to people."""
     job: Job | None = None
     streams: Streams | None = None
     """The process's stdout and stderr with `log=json`."""
@@ -98,7 +98,7 @@ class _Speech:
 
     @property
     def target(self) -> Console | None:
-        """Return the console for people; None if nobody reads one."""
+        """Console for people; None if the output has no text for people."""
         return self.report if self.mode == "json" else out
 
 
@@ -122,16 +122,16 @@ def end() -> None:
 
 
 def speak(mode: str) -> None:
-    """Set the form of this module's output. Other modules' prints do not change."""
+    """Set the output format of this module. Prints of other modules do not change."""
     _speech.mode = mode
 
 
 def configure(mode: str, *, verbose: bool = False) -> None:
-    """Set the form of all output. With `json`, prints of libraries and child processes become JSON lines too.
+    """Set the format of all output. With `json`, prints of libraries and child processes become JSON lines too.
 
     Args:
-        mode: `log=`.
-        verbose: Whether people see details. JSON always has them.
+        mode: Value of `log=`.
+        verbose: Whether to show details to people. JSON always has them.
     """
     speak(mode)
     _speech.verbose = verbose
@@ -159,7 +159,7 @@ def close() -> None:
 
 
 class _Handler(logging.Handler):
-    """Writes records of other modules and Python's warnings in the form of `log=`."""
+    """Writes the log records of other modules and Python's warnings in the format of `log=`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
@@ -167,7 +167,7 @@ class _Handler(logging.Handler):
 
 
 def _write(fields: Mapping[str, object]) -> None:
-    """Write a JSON object with the job's fields; its level is info by default."""
+    """Write a JSON object with the job's fields. The default level is info."""
     first = {RESULT: fields[RESULT]} if RESULT in fields else {"level": "info"}
     whole = {**first, **(_speech.job.fields if _speech.job is not None else {}), **fields}
     if _speech.streams is not None:
@@ -190,8 +190,8 @@ def result(kind: str, *lines: str, paste: bool = False, detail: bool = False, **
     Args:
         kind: Name of the object.
         lines: Text for people, with markup.
-        paste: Whether the lines are copied by people (commands, addresses). Terminals wrap other lines between words.
-        detail: Whether people see the lines only with `verbose=true`.
+        paste: Whether users copy the lines (commands, addresses). Other lines are wrapped between words on terminals.
+        detail: Whether to show the lines to people only with `verbose=true`.
         fields: Content of the object.
     """
     if _speech.mode == "json":
@@ -239,7 +239,7 @@ def error(text: str, **fields: object) -> None:
 
 
 def ended_by(problem: Exception) -> None:
-    """Print the errors that end a job, and the traceback of a defect if KVGATE_DEBUG is set."""
+    """Print the errors that ended a job. If KVGATE_DEBUG is 1, also print the traceback of an unexpected exception."""
     for text in describe(problem).splitlines():
         error(text, exit_code=exit_code(problem))
     if os.environ.get(DEBUG_VARIABLE) == "1" and not isinstance(problem, REFUSALS):
@@ -248,7 +248,7 @@ def ended_by(problem: Exception) -> None:
 
 
 def interrupted(text: str) -> None:
-    """Print what an interruption leaves."""
+    """Print an interruption. `text` describes the state that it leaves."""
     _aside(f"interrupted; {text}", f"pipeline: interrupted; {text}", level="error", exit_code=INTERRUPTED)
 
 
@@ -265,29 +265,29 @@ def silent() -> Iterator[None]:
 
 @contextmanager
 def written_to(path: Path) -> Iterator[None]:
-    """Also write the block's output for people into a text file, without colours. If the block fails, nothing is written."""
+    """Also write the block's output for people to a text file, without colours. If the block fails, write no file."""
     report = out if _speech.mode != "json" else Console(file=io.StringIO(), highlight=False, width=PLAIN_WIDTH)
     _speech.report, report.record = report, True
     try:
         yield
     finally:
-        text = report.export_text()  # drops what was recorded, too
+        text = report.export_text()  # also clears the recording
         _speech.report, report.record = None, False
     write_whole(path, redact_text(text))
 
 
 @contextmanager
 def progress(title: str) -> "Iterator[Progress]":
-    """Show the progress of what the block does on stderr.
+    """Show the progress of the block on stderr.
 
-    A terminal gets a bar; anything else gets lines, whether or not anything moved. Messages are printed at once. A block within
-    a block shows nothing of its own.
+    A terminal gets a bar. Other outputs get lines at regular intervals, even without progress. Messages are printed at once.
+    For nested calls, only the outer block shows progress.
 
     Args:
-        title: What is made or done.
+        title: Description of the work.
 
-    Returns:
-        What the block calls with a label, the units that are done, and all of them; a message has none.
+    Yields:
+        A function (label, done units, total units) for the block to call. A total of 0 marks a message.
     """
     from pipeline.terminal import progress as shown
 
@@ -315,6 +315,6 @@ def progress(title: str) -> "Iterator[Progress]":
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Say what is done in the block, where it takes more than a moment."""
+    """Show a description of the block's work if the block takes more than a moment."""
     with progress(what):
         yield

@@ -1,4 +1,4 @@
-"""Tables of named rows. Rows hold values: a person sees them formatted, a log collector gets them as they are."""
+"""Tables with named rows. Terminals show formatted values; log collectors get the raw values."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 CELL_WIDTH, INTEGER_WIDTH = 12, 26
-"""Characters of the longest number that is written without an exponent. 64 bits with commas fit."""
+"""Maximum characters of a number without an exponent: of floats, and of integers (64 bits with commas fit)."""
 
 NAME_WIDTH, REMARK_WIDTH = 18, 26
-"""Columns that names and remarks keep, with the box, before a table gets wider than the terminal."""
+"""Minimum columns for names and for remarks, including the box. A table with less space gets wider than the terminal."""
 
 Value = float | str | None
 
@@ -22,16 +22,16 @@ class Column:
     """A column of numbers, or of a few fixed words."""
 
     key: str
-    """Its name in records."""
+    """Name in records."""
     heading: str
-    """May have several lines."""
+    """Heading, possibly with several lines."""
     form: str = ""
-    """Format of its numbers."""
+    """Format specification of numbers."""
     words: bool = False
-    """Whether it holds words, which are aligned left."""
+    """Whether the column has words, which are aligned left."""
 
     def text(self, value: Value) -> str:
-        """Return a value for people: `-` if it is missing or not finite."""
+        """Return a value as text; `-` if it is missing or not finite."""
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
             return "-"
         if isinstance(value, str):
@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table: rows with a name, values, and maybe a remark."""
+    """A table: rows with a name, values and an optional remark."""
 
     title: str
     heading: str
@@ -62,10 +62,10 @@ class Grid:
     remarks: str | None = None
     """Heading of the remarks; None if no row has one."""
     colours: Mapping[str, str] = field(default_factory=dict)
-    """Styles of cells that hold these words."""
+    """Word -> style of the cells with this word."""
 
     def records(self) -> list[dict[str, object]]:
-        """Return the rows by the columns' keys; None for values that are empty or not finite."""
+        """Return the rows as records by column key; None for values that are empty or not finite."""
         records = []
         for row in self.rows:
             record: dict[str, object] = {self.heading: row.name}
@@ -77,7 +77,7 @@ class Grid:
         return records
 
     def table(self, width: int) -> Table:
-        """Return the grid for a terminal of `width` columns. Names and remarks wrap; numbers are never cut."""
+        """Return the table for a terminal of `width` columns. Names and remarks wrap; numbers are never truncated."""
         cells = [[column.text(value) for column, value in zip(self.columns, row.values, strict=True)] for row in self.rows]
         numbers = [
             max(map(len, [*column.heading.split("\n"), *(row[index] for row in cells)])) + 1

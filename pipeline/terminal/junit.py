@@ -1,4 +1,4 @@
-"""`junit.xml` at the top of the work directory: what CI systems show of a sweep, a test for each candidate."""
+"""`junit.xml` at the top of the work directory, for CI systems. It has one test for every candidate of a sweep."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def write_junit(path: Path, last: Summary) -> None:
-    """Write a test for each candidate of a sweep, and an error if a job gave no verdict.
+    """Write one test for every candidate of a sweep, and an error if a job gave no verdict.
 
     Args:
         path: The file.
@@ -33,7 +33,7 @@ def write_junit(path: Path, last: Summary) -> None:
 
 
 def _suite(candidate: Candidate) -> Element:
-    """Return a candidate's verdict as a test: red unless it passed, with every check as its text."""
+    """Return a candidate's verdict as a test: a failure unless the candidate passed, with all checks as text."""
     suite = Element("testsuite", {"name": _text(f"{candidate.model} {candidate.name}")})
     properties = SubElement(suite, "properties")
     version = candidate.registration.model_version if candidate.registration is not None else ""

@@ -1,4 +1,4 @@
-"""What to type next: every ending of a command names it, in one line."""
+"""The suggested next command, which every command prints at its end."""
 
 import json
 import math
@@ -24,25 +24,25 @@ from pipeline.terminal.progress import duration
 from pipeline.verdict.gates import LINES
 
 MOST_SAMPLES = 100_000
-"""Of a workload (`workloads.samples`)."""
+"""Maximum samples of a workload (`workloads.samples`)."""
 MOST_ATTEMPTS = 20
-"""`gates.attempt`."""
+"""Maximum of `gates.attempt`."""
 QUICK, FULL_TIMES = "experiment=quick", 10
-"""A first look, and how many times as many questions a verdict asks at most."""
+"""Argument for a quick look, and the maximum number of questions in a full evaluation as a multiple of the quick look's."""
 SHAPE = KVShape(layers=32, kv_heads=8, head_dim=128)
-"""By whose bytes policies are compared."""
+"""Model shape for comparing the bytes of policies."""
 
 
 class Step(StrictModel):
-    """What to do next."""
+    """A suggestion for the next step."""
 
     why: str
     command: str | None = None
-    """To be pasted into a shell; null where no command does it."""
+    """Shell command; null if the step is not a command."""
 
 
 def show(step: Step) -> None:
-    """Print what to do next."""
+    """Print a suggestion."""
     lines = ["", f"[bold]Next[/]: {escape(step.why)}{':' if step.command is not None else ''}"]
     if step.command is not None:
         lines.append(f"  {escape(step.command)}")
@@ -50,7 +50,7 @@ def show(step: Step) -> None:
 
 
 def after_making(stage: str, base: Sequence[str], *, sweep: bool = False) -> Step:
-    """Return what follows stage=quantize or stage=build."""
+    """Return the next step after stage=quantize or stage=build."""
     after = {"quantize": ("build", "build the engine"), "build": ("evaluate", "judge it against the FP16-KV engine")}
     following, why = after[stage]
     return Step(why=why, command=judging(base, f"stage={following}", sweep=sweep))
@@ -65,15 +65,15 @@ def after_judging(
     unfinished: bool = False,
     asking_s: float = 0.0,
 ) -> Step:
-    """Return what follows from the verdicts of an evaluation or a sweep.
+    """Return the next step after the verdicts of an evaluation or a sweep.
 
     Args:
         config: Configuration of the command, or of a sweep's first job.
         candidates: The judged candidates, at least one.
-        base: The arguments that were typed.
+        base: The user's arguments.
         swept: Keys that differ between the jobs.
         unfinished: Whether jobs of the sweep are missing.
-        asking_s: Seconds that the questions of a quick look took.
+        asking_s: Seconds for the questions of a quick look; 0 if unknown.
     """
     if unfinished:
         return Step(why="finish the sweep; what was made is reused", command=judging(base, sweep=bool(swept)))
@@ -98,7 +98,7 @@ def after_judging(
 
 
 def after_weak(config: Config, weak: Sequence[str], able: Sequence[str], base: Sequence[str], *, sweep: bool = False) -> Step:
-    """Return what else to ask a model whose baseline cannot answer the kinds of work in `weak`, but those in `able`."""
+    """Return the next step if the baseline fails the workloads in `weak` but can answer the workloads in `able`."""
     asked = config.workloads.samples
     if able and all(asked.get(name) for name in weak):  # type: ignore[call-overload]
         without = [f"++workloads.samples.{name}=0" for name in weak]
@@ -113,17 +113,17 @@ def after_weak(config: Config, weak: Sequence[str], able: Sequence[str], base: S
 
 
 def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str], swept: Sequence[str]) -> Step:
-    """Return the command that asks enough questions to decide these candidates, or say why no number decides them."""
+    """Return a step with enough questions to decide these candidates, or with the reason why no number would decide."""
     needed: dict[str, int] = {}
     for workload, count in (item for one in undecided for item in one.samples_needed.items()):
         needed[workload] = max(count, needed.get(workload, 0))
     still_open = [check for one in undecided for check in one.checks if check.status == "INCONCLUSIVE"]
     titles = dict.fromkeys(LINES[check.gate].title if check.gate in LINES else check.gate for check in still_open)
     said = f"{', '.join(one.name for one in undecided)}: open is {', '.join(t[0].lower() + t[1:] for t in titles)}"
-    # Checks without a bound, such as the engine's own noise, are not decided by questions.
+    # More questions do not decide checks without a bound, such as the engine's own noise.
     stuck = next((check for check in still_open if not needed and check.bound is None), None)
     attempt = config.gates.model_copy(update={"attempt": min(MOST_ATTEMPTS, config.gates.attempt + 1)})
-    # The bounds of the next attempt are wider by the logarithm of its level. A check without a number takes twice as many.
+    # The bounds of the next attempt widen with the logarithm of its level. Without a known number, ask twice the questions.
     more = math.log(attempt.pass_alpha) / math.log(config.gates.pass_alpha) * (1 if needed else 2)
     counts = {
         name: max(math.ceil(more * count), needed.get(name, needed.get("all", 0)))
@@ -150,14 +150,14 @@ def _ask_more(config: Config, undecided: Sequence[Candidate], base: Sequence[str
 
 
 def _finer(config: Config, failed: Sequence[str], base: Sequence[str], swept: Sequence[str] = ()) -> Step:
-    """Return the next finer policy than the largest that failed, or the search by layer where there is none."""
+    """Return a step that judges the next finer policy than the largest failed one, or else the search by layer."""
     known = {path.stem for path in (CONF / "kv").glob("*.yaml")}
     tried = [config.kv, *load_policies("kv", [name for name in failed if name in known])]
     least = max(policy.bytes_per_token(SHAPE) for policy in tried)
     ladder = load_policies("kv", config.backend.finer)
     finer = next((one for one in ladder if one.bytes_per_token(SHAPE) > least and one.name not in failed), None)
     if finer is not None:
-        still = any(key.partition(".")[0] != "kv" for key in swept)  # `kv=` takes the place of `kv.*` as well
+        still = any(key.partition(".")[0] != "kv" for key in swept)  # `kv=` also replaces `kv.*`
         return Step(why=f"judge {finer.name}, which keeps more", command=judging(base, f"kv={finer.name}", sweep=still))
     why = "no uniform policy that keeps more is left: search formats by layer and side"
     return Step(why=why, command=standing(config, "tune"))
@@ -170,7 +170,7 @@ def after_promotion(config: Config, engine: Path) -> Step:
 
 
 def after_no_promotion(config: Config, candidates: Sequence[Candidate]) -> Step:
-    """Say what to do where a promotion was refused."""
+    """Return the next step after a refused promotion."""
     failed = [one.policy for one in candidates if one.verdict == "FAIL"]
     if failed and not any(one.verdict == PASS for one in candidates):
         return _finer(config, failed, [*carried(config, "gates"), "stage=evaluate"])
@@ -186,12 +186,12 @@ def after_capacity(base: Sequence[str]) -> Step:
 
 
 def after_tuning(config: Config, chosen: str, folder: Path | None) -> Step:
-    """Say how the policy that a search chose is judged.
+    """Return the step that judges the policy chosen by a search.
 
     Args:
-        config: Of the search.
-        chosen: The policy's name.
-        folder: The configuration folder that it is in; None for one of conf/.
+        config: Configuration of the search.
+        chosen: Name of the policy.
+        folder: Configuration folder of the policy; None for conf/.
     """
     base = typed() or carried(config)
     if folder is not None:
@@ -201,14 +201,14 @@ def after_tuning(config: Config, chosen: str, folder: Path | None) -> Step:
 
 
 def after_status(config: Config, *, judged: bool, promotable: bool, champion: Path | None, prunable: bool) -> Step | None:
-    """Say what to do with what a work directory holds.
+    """Return the next step for a work directory; None without a suggestion.
 
     Args:
-        config: Of the command.
-        judged: Whether anything was judged.
-        promotable: Whether a candidate of the last sweep passed that was not looked at by a promotion since.
-        champion: The bundle of the engine that serves; None where it is not here.
-        prunable: Whether there are artifacts that nothing needs.
+        config: Configuration of the command.
+        judged: Whether the directory has verdicts.
+        promotable: Whether a candidate of the last sweep passed and no promotion has considered it yet.
+        champion: Bundle of the engine that serves; None if it is not on this machine.
+        prunable: Whether there are unused artifacts.
     """
     if not judged:
         return Step(why="judge a KV cache, and promote it if it passes", command=standing(config, "all", "kv=fp8"))
@@ -224,14 +224,14 @@ def after_no_recommendation(base: Sequence[str]) -> Step:
 
 
 def after_recommendation(config: Config, candidates: Sequence[Candidate], chosen: str) -> Step:
-    """Say how the policy that is recommended is promoted: by its name, where it is a candidate of the last sweep."""
+    """Return the step that promotes the recommended policy by name, if it is a candidate of the last sweep; else `status`."""
     if any(one.name == chosen and one.registration is not None for one in candidates):
         return Step(why=f"make {chosen} the champion", command=promoting(config, f"promote.name={written(chosen)}"))
     return Step(why="see which sweep judged it, and what serves", command=standing(config, "status"))
 
 
 def after_verify(config: Config) -> Step:
-    """Say how to load an engine that is the one that was judged."""
+    """Return the step that loads a verified engine."""
     loaded = f"load({json.dumps(config.bundle)})"
     program = f'from pipeline.api import load; print({loaded}.generate("Copy: 04 Bergen 14 Tartu"))'
     python = begun().removesuffix(" -m pipeline")
@@ -239,13 +239,13 @@ def after_verify(config: Config) -> Step:
 
 
 def after_difference(*, differs: bool) -> Step:
-    """Say what to do with an engine that differs from the one that was judged, or of which something is missing."""
+    """Return the next step for an engine that differs from the judged engine, or that lacks some files."""
     why = "do not serve it; fetch it again, or judge it again" if differs else "bring what is missing, or judge it again"
     return Step(why=f"{why}: what is whole is reused, what was altered is made anew")
 
 
 def after_prune(config: Config, *, would_free: bool) -> Step:
-    """Say how what was shown is removed, or how to see what is left."""
+    """Return the step that removes the listed artifacts; if they are removed, the step that shows the rest."""
     keep = differing("prune.keep_sweeps", config.prune.keep_sweeps, defaults()["prune"]["keep_sweeps"])
     if would_free:
         return Step(why="remove it", command=standing(config, "prune", *keep, "prune.apply=true"))

@@ -1,4 +1,4 @@
-"""What a stage is doing: how much of how much, how fast, how long the rest takes, as a bar or as lines."""
+"""Progress of a stage as a bar or as lines: done and total units, rate, and remaining time."""
 
 import threading
 import time
@@ -12,19 +12,19 @@ from rich.table import Column
 from rich.text import Text
 
 FIRST_SECONDS = 1.5
-"""Time before the first line of progress where there is no terminal."""
+"""Seconds before the first line of progress, without a terminal."""
 LINE_SECONDS = 10
-"""Time between two lines from then on."""
+"""Seconds between later lines."""
 BAR_WIDTH = 20
 
 
 class Phases:
-    """The calls of a stage's progress; each label is a task of rich's, so that one that another interrupts goes on.
+    """Progress of a stage by label. Every label is a task of rich, so a task continues after an interruption by another.
 
     Args:
-        title: What is made or done.
-        terminal: Gets a bar; None: nothing is drawn.
-        clock: Seconds of the monotonic clock.
+        title: Description of the work.
+        terminal: Console for the bar; None draws no bar.
+        clock: Monotonic clock in seconds.
     """
 
     def __init__(self, title: str, terminal: Console | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,16 +32,16 @@ class Phases:
         self.bars = Bars(*columns, console=terminal, transient=True, disable=terminal is None, get_time=clock)
         self.bars.add_task("", total=None)
         (self.task,) = self.bars.tasks
-        """What the stage is doing; before the first call, and between two files, that it gets ready."""
+        """The current task. Before the first call and between two files, this is a task without a label."""
         self._tasks = {"": self.task}
 
     def update(self, label: str, done: int, total: int) -> None:
-        """Take a call of the stage's progress."""
+        """Update the task of a label. Arguments: see `pipeline.core.records.Progress`."""
         if label not in self._tasks:
             self.bars.add_task(label, completed=done, total=total, first=done)
             self._tasks[label] = self.bars.tasks[-1]
         elif label and done < self._tasks[label].completed:
-            self.bars.reset(self._tasks[label].id, completed=done, total=total, first=done)  # another round
+            self.bars.reset(self._tasks[label].id, completed=done, total=total, first=done)  # another round starts
         if self.task is not self._tasks[label]:
             self.bars.update(self.task.id, visible=False)
             self.task = self._tasks[label]
@@ -50,7 +50,7 @@ class Phases:
 
 
 class _Described(ProgressColumn):
-    """What a task is doing, wrapped between words where it has no room."""
+    """Column with the description of a task. Long descriptions wrap between words."""
 
     def __init__(self, title: str) -> None:
         super().__init__(Column(ratio=1))
@@ -61,7 +61,7 @@ class _Described(ProgressColumn):
 
 
 def describe(task: Task) -> str:
-    """Return what is being done, how much of how much, how fast, and how long the rest takes at that."""
+    """Return a description of a task: label, done and total units, rate, and remaining time at this rate."""
     seconds = f"{duration(task.elapsed or 0.0)} so far"
     if task.total is None:
         return seconds
@@ -75,16 +75,16 @@ def describe(task: Task) -> str:
 
 
 def rate_of(task: Task) -> float | None:
-    """Return the units a second so far: those of a resumed run took no time now. None before any is done, and once all are.
+    """Return the mean units per second, without units from before a resumption; None before the first and after the last.
 
-    rich's own rate is of the last 30 seconds, in which a slow step does not end.
+    rich's own rate is useless for slow steps: it covers only the last 30 seconds.
     """
     done, seconds = task.completed - task.fields["first"], task.elapsed or 0.0
     return done / seconds if done > 0 and seconds > 0 and not task.finished else None
 
 
 def fields(task: Task) -> dict[str, object]:
-    """Return the same for a log collector."""
+    """Return the state of a task as fields for a log collector."""
     seconds = round(task.elapsed or 0.0, 1)
     if task.total is None:
         return {"seconds": seconds}
@@ -95,7 +95,7 @@ def fields(task: Task) -> dict[str, object]:
 
 
 def split(label: str) -> tuple[str, str]:
-    """Split a label into what is being done, and the unit, which is empty where the label has none.
+    """Split a label into the description of the work and its unit, which may be empty.
 
     >>> split("forced decode [tokens]"), split("build")
     (('forced decode', 'tokens'), ('build', ''))
@@ -105,7 +105,7 @@ def split(label: str) -> tuple[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in words: `45 s`, `1 min 20 s`, `2 h 05 min`.
+    """Return a duration as text: `45 s`, `1 min 20 s`, `2 h 05 min`.
 
     >>> [duration(s) for s in (44.6, 80, 7500)]
     ['45 s', '1 min 20 s', '2 h 05 min']
@@ -118,7 +118,7 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def repeated(say: Callable[[], None]) -> Iterator[None]:
-    """Call `say` every LINE_SECONDS while the block runs, also while nothing moves."""
+    """Call `say` every LINE_SECONDS while the block runs, even without progress."""
     over = threading.Event()
 
     def repeat() -> None:

@@ -1,6 +1,6 @@
-"""stdout and stderr as lines of JSON (`log=json`): results on stdout, everything else on stderr, one object a line.
+"""stdout and stderr as lines of JSON (`log=json`): results on stdout, all other output on stderr, one object per line.
 
-Output of libraries and child processes becomes such lines too: both descriptors of this process are pipes that threads read.
+Output of libraries and child processes also becomes JSON lines: both descriptors of this process are pipes that threads read.
 """
 
 import fcntl
@@ -15,15 +15,15 @@ from datetime import UTC, datetime
 from pipeline.core.redaction import nobody_reads, printable, redact_text
 
 RESULT = "result"
-"""Key that holds the kind of a result. Lines without it are events."""
+"""Key with the kind of a result. Lines without this key are events."""
 PIPE_BYTES = 1 << 20
-"""Bytes that a library can print while it blocks the thread."""
+"""Capacity of a pipe: bytes that a library can print while it blocks the thread."""
 LAST_LINES_S = 1.0
-"""Seconds to wait for the last lines: a child that still runs keeps its end of a pipe open."""
+"""Maximum seconds to wait for the last lines, because a child that still runs keeps its end of a pipe open."""
 
 
 def line(fields: Mapping[str, object]) -> str:
-    """Return an object as a line of JSON with the time first and secrets masked."""
+    """Return an object as a line of JSON, with the time first and secrets masked."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     return redact_text(json.dumps({"time": now, **fields}, ensure_ascii=False, default=str)) + "\n"
 
@@ -38,7 +38,7 @@ class Streams:
             thread.start()
 
     def _led(self, stream: int) -> int:
-        """Replace a descriptor by a pipe, and return the end to read."""
+        """Replace a descriptor by a pipe and return the pipe's read end."""
         reads, writes = os.pipe()
         fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         os.dup2(writes, stream)
@@ -46,11 +46,11 @@ class Streams:
         return reads
 
     def write(self, fields: Mapping[str, object]) -> None:
-        """Write an object: a result to stdout, else to stderr."""
+        """Write a result to stdout, or any other object to stderr."""
         self._write(RESULT in fields, line(fields))
 
     def close(self) -> None:
-        """Restore the streams after everything printed has been passed on."""
+        """Restore the streams after passing on all printed lines."""
         sys.stdout.flush()
         sys.stderr.flush()
         for stream, real in self._real.items():
@@ -63,11 +63,11 @@ class Streams:
         while content:
             try:
                 content = content[os.write(descriptor, content) :]
-            except OSError:  # its reader has gone, or its disk is full
+            except OSError:  # the reader has exited, or the disk is full
                 nobody_reads(descriptor)
 
     def _pass_on(self, reads: int) -> None:
-        """Pass on lines: JSON of a job's own process unchanged, anything else as messages."""
+        """Pass on lines: JSON lines of kvgate's jobs unchanged, other lines as messages."""
         with open(reads, encoding="utf-8", errors="replace") as lines:
             for text in filter(None, map(str.rstrip, lines)):
                 try:
@@ -76,5 +76,5 @@ class Streams:
                     fields = None
                 ours = isinstance(fields, dict) and "time" in fields and bool({RESULT, "level"} & fields.keys())
                 message = text + "\n" if ours else line({"level": "info", "message": printable(text), "source": "library"})
-                with suppress(OSError):  # nobody reads any more; what prints must not wait for that
+                with suppress(OSError):  # without a reader, printing must not block
                     self._write(ours and RESULT in fields, message)

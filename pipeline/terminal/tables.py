@@ -1,4 +1,4 @@
-"""The tables and sentences that a command prints at its end: of candidates, capacities and recommendations."""
+"""Tables and sentences at the end of a command, about candidates, capacities and recommendations."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ class Measure:
 
     column: Column
     candidate: str
-    """The candidate's metric."""
+    """Name of the candidate's metric."""
     baseline: str
-    """The baseline's metric, or its value by definition."""
+    """Name of the baseline's metric, or the baseline's value by definition."""
     always: bool = True
     """Whether the column is shown even if no candidate has the metric."""
 
@@ -50,7 +50,7 @@ MEASURES = (
     Measure(
         Column("decode_tokens_per_s", "decode\ntokens/s", ".0f"), "perf/decode_tokens_per_s", "baseline/decode_tokens_per_s"
     ),
-    # tokens a pass under speculative decoding
+    # Tokens per pass under speculative decoding.
     _both("quality/acceptance_lookup", Column("acceptance_lookup", "a pass,\nlookup", ".2f"), always=False),
     _both("quality/acceptance_draft", Column("acceptance_draft", "a pass,\ndraft", ".2f"), always=False),
     _both("quality/acceptance_engine", Column("acceptance_engine", "a pass,\nengine", ".2f"), always=False),
@@ -64,14 +64,14 @@ COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
 
 
 def print_occasion() -> None:
-    """Print the day and the machine, without which a table of times says nothing."""
+    """Print the date and the machine, which readers need to interpret measured times."""
     machine = hardware()
     gpus = ", ".join(str(gpu.get("name", gpu)) for gpu in cast(list[dict[str, str]], machine["gpus"])) or "no GPU"
     console.say(f"\n{date.today().isoformat()}, {machine['cpu']}, {machine['cores']} cores, {gpus}")
 
 
 def comparison(candidates: Sequence[Candidate]) -> Grid:
-    """Return a row for each engine: what it costs, what it loses, how fast it is; baselines come first."""
+    """Return a table with the memory, quality and speed of every engine, baselines first."""
     shown = [
         one
         for one in MEASURES
@@ -88,13 +88,13 @@ def comparison(candidates: Sequence[Candidate]) -> Grid:
 
 
 def _baselines(candidates: Sequence[Candidate]) -> list[tuple[str, Candidate]]:
-    """Return a candidate of each baseline, with what tells it from others."""
+    """Return one candidate per baseline, with a suffix for the baseline's name; "" if there is only one baseline."""
     found = {candidate.baseline.digest: candidate for candidate in reversed(candidates)}
     return [("" if len(found) == 1 else f" of {judged.name}", judged) for judged in reversed(found.values())]
 
 
 def measured(metrics: Mapping[str, float], name: str) -> Value:
-    """Return a metric, or `name` itself if it is not the name of one; None if it was not measured."""
+    """Return a metric, or `name` itself if it is not a metric's name; None if the metric was not measured."""
     return metrics.get(name) if "/" in name else name
 
 
@@ -105,7 +105,7 @@ def print_comparison(candidates: Sequence[Candidate]) -> None:
 
 
 def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[Finding]) -> Grid:
-    """Return the findings of a replay of the evidence in a directory, a row each; those that differ come last."""
+    """Return a table of the findings of a replay, one row per finding, with differences last."""
     ordered = sorted(findings, key=lambda finding: tuple(FINDING_COLOURS).index(finding.status))
     rows = [Row(finding.name, [finding.status], finding.detail) for finding in ordered]
     columns = (Column("replayed", "replayed", words=True),)
@@ -114,9 +114,9 @@ def findings_grid(policy: str, model: str, directory: Path, findings: Sequence[F
 
 
 def print_verdict(candidate: Candidate) -> None:
-    """Print a verdict in a few lines: the decision, recovery and memory, what the verdict covers, and why it is no PASS.
+    """Print a verdict in a few lines: the decision, recovery, memory, coverage of a PASS or the first reason against it.
 
-    Details are all other reasons, and whether the engine computes its policy.
+    The details (`verbose=true`) are all other reasons, conformance and warnings.
     """
     passed = candidate.verdict == PASS
     *kept, memory = _few_questions(candidate) or candidate.figures
@@ -144,7 +144,8 @@ def print_verdict(candidate: Candidate) -> None:
 
 
 def _few_questions(candidate: Candidate) -> list[str]:
-    """Say how many questions would decide, and the memory. Empty if the verdict is decided, or no number would decide it."""
+    """Return clauses with the number of questions that would decide, and the memory; empty if the verdict is decided, or if no
+    number would decide it."""
     needed, asked = candidate.samples_needed, candidate.metrics.get("quality/samples")
     if candidate.verdict != "INCONCLUSIVE" or not needed or asked is None:
         return []
@@ -153,13 +154,13 @@ def _few_questions(candidate: Candidate) -> list[str]:
 
 
 def _saved(candidate: Candidate) -> str:
-    """Say how much more fits into the same memory than with FP16; empty if unknown."""
+    """Return a clause with the tokens in the same memory as a multiple of FP16's; "" if unknown."""
     own, base = (candidate.metrics.get(f"{of}kib_per_token") for of in ("memory/", "baseline/"))
     return f", FP16 {base:.3f}: the same memory holds {base / own:.2f} times the tokens" if own and base else ""
 
 
 def print_promotion(candidates: Sequence[Candidate], move: Move) -> None:
-    """Print which engine serves now, and why each of the others does not."""
+    """Print the engine that serves now, and the reason why every other candidate does not serve."""
     print_comparison(candidates)
     console.result("champion", f"[green]Champion:[/] {escape(move.message)}", champion=move.champion, message=move.message)
     for name, reason in passed_over(candidates, move).items():
@@ -167,7 +168,7 @@ def print_promotion(candidates: Sequence[Candidate], move: Move) -> None:
 
 
 def passed_over(candidates: Sequence[Candidate], move: Move) -> dict[str, str]:
-    """Return why each candidate but the champion does not serve, by its name."""
+    """Return the reason why a candidate does not serve, by name, for all candidates except the champion."""
     champion = next((c for c in candidates if c.name == move.champion), None)
     reasons = {}
     for candidate in candidates:
@@ -183,7 +184,7 @@ def passed_over(candidates: Sequence[Candidate], move: Move) -> dict[str, str]:
 
 
 def _disadvantage(candidate: Candidate, champion: Candidate) -> str:
-    """Say by which criterion `promotion.choose` preferred the champion over another candidate that passed."""
+    """Return the reason why `promotion.choose` preferred the champion over another candidate that passed."""
     tokens, most = promotion.live_tokens(candidate), promotion.live_tokens(champion)
     if tokens < most:
         return f"the same memory holds fewer tokens ({tokens:,.0f} against {most:,.0f})"
@@ -196,14 +197,15 @@ def _disadvantage(candidate: Candidate, champion: Candidate) -> str:
 KIB, MIB = 1024, 1024**2
 
 MEASURED_PARAMETERS, FIRST_ROUND_S, ALL_ROUNDS_S = 134_515_008, 136.0, 444.0
-"""SmolLM2-135M-Instruct on two cores (`make real`), and the seconds of one policy and its baseline: a verdict that the first
-round decides, and one that takes all five."""
+"""Measured run: SmolLM2-135M-Instruct on two cores (`make real`), one policy and its baseline. Parameters, seconds of a verdict
+after the first round, and seconds of a verdict after all five rounds."""
 BYTES_PER_PARAMETER, REST_GIB = 8, 1.5
-"""Memory there: engine and reference engine in float32, then libraries, pages and distributions."""
+"""Memory of that run: bytes per parameter for engine and reference engine in float32, then GiB for libraries, pages and
+distributions."""
 
 
 def verdict_lines(parameters: int) -> list[str]:
-    """Say how much time and memory a verdict on a model takes; nothing for small models, whose verdicts take seconds."""
+    """Return a line with the time and memory of a verdict on a model; empty for small models, which take seconds."""
     times = parameters / MEASURED_PARAMETERS
     if times < 0.1:
         return []
@@ -216,7 +218,7 @@ def verdict_lines(parameters: int) -> list[str]:
 
 
 def budget_lines(capacity: Capacity) -> list[str]:
-    """Say of what memory and for which requests the tables are."""
+    """Return lines with the memory and the requests that the tables assume."""
     use, budget = capacity.use, capacity.budget
     mix = ", ".join(f"{context.requests} of {context.tokens:,}" for context in use.contexts)
     gpus = f"{use.tensor_parallel} GPUs of " if use.tensor_parallel > 1 else ""
@@ -233,7 +235,7 @@ def budget_lines(capacity: Capacity) -> list[str]:
 
 
 def policy_line(capacity: Capacity, name: str) -> list[str]:
-    """Say what a request takes under one policy, what that saves, and how many of the mix fit; nothing where it is unfit."""
+    """Return a line with the memory per request under a policy, its saving and the requests that fit; empty if unlisted."""
     entries = {entry.name: entry for entry in capacity.policies}
     own, base = entries.get(name), entries.get("fp16")
     if own is None or base is None:
@@ -249,7 +251,7 @@ def policy_line(capacity: Capacity, name: str) -> list[str]:
 
 
 def capacity_table(capacity: Capacity) -> Grid:
-    """Return what the budget holds under each policy."""
+    """Return a table of the tokens and requests that fit the budget, by policy."""
     percent = f"{100 * capacity.use.ceiling:g} %"
     columns = (
         Column("kib_per_token", "KiB/\ntoken", ".3f"),
@@ -278,13 +280,14 @@ def capacity_table(capacity: Capacity) -> Grid:
 
 
 def recommendation_lines(recommendation: Recommendation, base: Sequence[str]) -> list[str]:
-    """Say which policy to take and why not the others.
+    """Return lines with the recommended policy, and the reasons against the others.
 
-    Of those without evidence, only policies that would hold as much as the chosen one are named; one command judges them all.
+    Policies without evidence are named only if they would hold at least the live tokens of the chosen policy. One command
+    judges them all.
 
     Args:
-        recommendation: What was found.
-        base: Arguments that the command for missing evidence begins with.
+        recommendation: The recommendation.
+        base: First arguments of the command that creates missing evidence.
     """
     chosen = recommendation.chosen
     lines = [f"[yellow]note:[/] {escape(note)}" for note in recommendation.notes]
@@ -304,7 +307,7 @@ def recommendation_lines(recommendation: Recommendation, base: Sequence[str]) ->
         lines.append(f"  not {escape(one.name)} ({one.live_tokens:,}): {escape(one.reason)}")
     if more:
         lines.append(f"  {NO_EVIDENCE}: {escape(', '.join(f'{one.name} ({one.live_tokens:,})' for one in more))}; make it with")
-        shipped = ",".join(one.name for one in more if " " not in one.name)  # others are changed on the command line
+        shipped = ",".join(one.name for one in more if " " not in one.name)  # others are variants
         lines.append(f"    {escape(command_line(base, ['stage=evaluate', f'kv={shipped}'], sweep=',' in shipped))}")
     if len(more) < len(unjudged):
         lines.append(f"  and {len(unjudged) - len(more)} without evidence that would hold fewer live tokens")
