@@ -38,14 +38,14 @@ def champion(
         model: The registered model's name, or the checkpoint that it is named after.
         tracking_uri: MLflow's store. By default MLFLOW_TRACKING_URI, or the store in the work directory.
         workdir: The work directory.
-        samples: The `workloads.jsonl` file that the engine was judged on. A downloaded engine needs this file, because the
-            registry keeps the file's digest but not its prompts.
+        samples: The `workloads.jsonl` file that the engine was judged on, if any. A downloaded engine needs this file, because
+            the registry keeps the file's digest but not its prompts.
         trusted: Public keys in PEM. If keys are given, the evidence must be signed with a key from this list.
         threads: CPU threads, as for `load`.
 
     Raises:
         UserError: The model does not exist or has no champion.
-        GateRefusal: The engine differs from the judged engine.
+        GateRefusal: The engine or its evidence differs from the judged state.
         MissingRequirement: This machine lacks something to fetch, verify or run the engine.
 
     Example:

@@ -20,7 +20,7 @@ LOGGER = logging.getLogger("kvgate.waits")
 LIMIT = "KVGATE_LOCK_TIMEOUT_S"
 """Environment variable with the maximum seconds to wait for a lock."""
 LIMIT_S = 6 * 3600
-"""Default of the limit; another process may take hours to make an artifact."""
+"""Default of the limit, in seconds; another process may take hours to make an artifact."""
 QUIET_S = 1.0
 
 

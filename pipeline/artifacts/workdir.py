@@ -10,7 +10,7 @@ import psutil
 from pipeline.core.errors import MissingRequirement, UserError
 
 BELOW = 240
-"""Length of the longest path that kvgate makes below the work directory."""
+"""Length in characters of the longest path that kvgate makes below the work directory."""
 LONGEST_PATH = 4095
 LONGEST_NAME = 255
 """Limit in bytes of every file system that matters here."""

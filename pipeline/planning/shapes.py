@@ -1,8 +1,8 @@
 """A model's shapes, read from config.json, for the bytes of its cache and weights. The weights need not be there.
 
 More models are supported here than by the engines: any decoder whose layers keep keys and values per head, with full attention
-or a sliding window, or one latent vector for all heads (MLA). Other models are refused, with the key of config.json that
-differs.
+or a sliding window, or one latent vector for all heads (MLA). Other models are refused with the unsupported key of
+config.json.
 """
 
 from collections.abc import Callable, Mapping

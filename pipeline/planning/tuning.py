@@ -27,18 +27,18 @@ Place = tuple[int, Side]
 
 
 class TuneConfig(StrictModel):
-    """What the search chooses from, what it may cost, and the texts it is measured on."""
+    """Formats that the search chooses from, the limit of their cost, and the texts to measure it on."""
 
     policies: Annotated[list[str], Field(min_length=2, max_length=16)]
-    """Names of uniform policies of conf/kv: each place gets the format of one of them."""
+    """Names of uniform policies of conf/kv. Each place gets the format of a policy in this list."""
     max_kl: Annotated[float, Field(gt=0)]
     """Largest mean KL from the FP16 cache, in nats per token."""
     workloads: Annotated[list[Workload], Field(min_length=1)]
-    """What the texts are, in equal parts, unless `calibration.jsonl` names a file."""
+    """Workloads that provide the texts, in equal parts, unless `calibration.jsonl` names a file."""
     texts: Annotated[int, Field(ge=4, le=10_000)]
-    """How many: half are searched on, a quarter checks what is proposed, a quarter is held out."""
+    """Number of texts: half for the search, a quarter to check proposals, a quarter held out."""
     max_length: Annotated[int, Field(ge=64, le=131_072)]
-    """Longer texts are cut, in tokens."""
+    """Maximum tokens per text. Longer texts are cut."""
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> Self:
@@ -131,7 +131,7 @@ class TuneReport(Record):
     sensitivities: list[Sensitivity]
     measured: list[MeasuredPolicy]
     chosen: str | None
-    """The policy with the fewest bytes whose measured KL is within `max_kl`; None if none has fewer bytes than 16 bits."""
+    """Policy with the fewest bytes whose measured KL is within `max_kl`; None unless it has fewer bytes than 16 bits."""
 
 
 def _kl(one: MeasuredPolicy) -> float:

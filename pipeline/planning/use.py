@@ -25,21 +25,21 @@ class CapacityConfig(StrictModel):
     """The intended use, `capacity.*` on the command line."""
 
     gpu_gib: Annotated[float, Field(gt=0, le=1e6)]
-    """Memory of one GPU."""
+    """Memory of one GPU, in GiB."""
     reserve_gib: Annotated[float, Field(ge=0, le=1e6)]
-    """Memory of each GPU for activations, graphs, the runtime and static scales."""
+    """Memory per GPU for activations, graphs, the runtime and static scales, in GiB."""
     weights_gib: Annotated[float, Field(ge=0, le=1e6)] | None
-    """Weights of the whole model; None counts the weights from config.json."""
+    """Weights of the whole model, in GiB; None counts the weights from config.json."""
     ceiling: Annotated[float, Field(gt=0, le=1)]
-    """Share of the cache's memory that requests are admitted to."""
+    """Share of the cache's memory that admitted requests may fill."""
     contexts: Annotated[list[Context], Field(min_length=1, max_length=64)]
     new_tokens: Tokens
-    """The longest answer, a part of its context's tokens."""
+    """Tokens of the longest answer, included in its context's tokens."""
     concurrency: Annotated[int, Field(ge=1, le=1_000_000)]
-    """Requests that have to be served at once."""
+    """Number of requests that must be served at once."""
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)]
     shared_prefix_tokens: Annotated[int, Field(ge=0, le=1 << 24)]
-    """First tokens that all requests have in common."""
+    """Number of first tokens that all requests have in common."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

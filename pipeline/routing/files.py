@@ -34,12 +34,12 @@ Part = Annotated[float, Field(gt=0, lt=1)]
 
 
 class RoutingConfig(StrictModel):
-    """What stage=route does: one of the two."""
+    """The action of stage=route: apply a routing file, or move a route back."""
 
     file: PathText | None
     """The routing file: class of work -> policy and fallback."""
     rollback: Annotated[str, Field(min_length=1)] | None
-    """A class whose route goes back to the one before."""
+    """Class of work whose route moves back to its previous engine."""
 
 
 class MonitorConfig(StrictModel):
@@ -48,13 +48,13 @@ class MonitorConfig(StrictModel):
     snapshot: PathText | None
     """Counts of a serving fleet by class of work, a JSON file."""
     min_within_limit: Part
-    """Of the requests: the share within `limit_ms`."""
+    """Minimum share of requests that take at most `limit_ms`."""
     min_json_validity: Part
-    """Of the answers: the least share that is valid JSON."""
+    """Minimum share of answers that are valid JSON."""
     min_canary_accuracy: Part
-    """Of questions with known answers in the traffic: the least share that is answered rightly."""
+    """Minimum share of right answers to questions with known answers in the traffic."""
     max_live_share: Annotated[float, Field(gt=0, le=1)]
-    """Of the tokens that fit; more is memory pressure."""
+    """Maximum share of live tokens among the tokens that fit. A larger share is memory pressure."""
 
 
 class Route(StrictModel):

@@ -1,4 +1,4 @@
-"""Read the registered models of a tracking store: versions and aliases."""
+"""Reads the registered models of a tracking store: versions and aliases."""
 
 from collections.abc import Collection
 from contextlib import suppress
