@@ -1,4 +1,4 @@
-"""The command line as a user meets it: what it shows, finds and leaves. What it refuses is in tests/bad_input."""
+"""The command line as users see it: its output, the files it finds, and the files it writes. Refusals: tests/bad_input."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from bad_input.case import Case, Commands, Outcome
 
 @pytest.fixture
 def run(commands: Commands, tmp_path: Path) -> Callable[[list[str]], Outcome]:
-    """Run a command line in a fork, in the test's directory."""
+    """A function that runs a command line in a fork, in the test's directory."""
     return lambda arguments: commands.run(Case("", tuple(arguments), (), begins=True), tmp_path)
 
 

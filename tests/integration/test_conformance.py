@@ -1,4 +1,4 @@
-"""An engine beside its reference: sound ones are within rounding, planted faults are found and located."""
+"""Conformance of engines with their reference engine: sound engines agree up to rounding, planted faults are located."""
 
 from itertools import cycle
 from pathlib import Path
@@ -47,7 +47,7 @@ def gate(baseline: EngineConformance, candidate: EngineConformance) -> dict[str,
 def failed(
     bench: Conformity, baseline: EngineConformance, policy: KVPolicy, engine: OnnxEngine
 ) -> tuple[EngineConformance, Deviation]:
-    """What is seen of an engine that is wrong, and where the deviation is."""
+    """Return the conformance result of a faulty engine, which must fail, and the location of its deviation."""
     result = bench.compared(policy, engine)
     assert gate(baseline, result)["candidate"] == "FAIL"
     assert result.deviation is not None
@@ -60,10 +60,11 @@ def test_a_sound_engine_is_within_rounding_of_its_twin(
     name: str, attention: str, bench: Conformity, baseline: EngineConformance
 ) -> None:
     result = bench.compared(POLICIES[name], bench.engine(POLICIES[name], attention))
-    # 1e-9, but for INT4 with one scale in the graphs' functions, whose sums are sixteen times as large as what they sum.
+    # 1e-9 for most. The graph's functions for INT4 with one scale are worse: their sums are sixteen times their terms.
     assert max(request.engine.kl_max or 0.0 for request in result.requests) < 1e-6
     assert len(result.requests) == len(bench.encoded)
-    if (name, attention) == ("int4_tensor", "graph"):  # what these sums lose depends on the processor: 95 roundings on a Xeon
+    # rounding errors in this case depend on the processor: 95 times a single rounding on a Xeon
+    if (name, attention) == ("int4_tensor", "graph"):
         return
     assert result.deviation is None
     assert gate(baseline, result) == {"baseline": "PASS", "candidate": "PASS"}
@@ -137,7 +138,10 @@ def test_an_engine_that_evicts_other_tokens_than_the_policy_says_is_found(
 def test_what_is_wrong_in_a_page_is_found_though_it_was_evicted_before_the_end(
     bench: Conformity, baseline: EngineConformance
 ) -> None:
-    """The prose prompt keeps its second page for a few decoded tokens; the longer prompts lose theirs before any."""
+    """Put the fault into a page that is evicted before the end.
+
+    The prose prompt keeps its second page for a few decoded tokens. The longer prompts evict it before any.
+    """
     policy = POLICIES["int8_evicting"]
     in_second_page = write(
         "value", lambda x, _: -x, lambda step: (step.mode == "prefill") & (step.positions // 64 == 1), layers=[1]
@@ -165,7 +169,7 @@ def test_an_engine_that_stores_float16_and_claims_int4_is_found(bench: Conformit
 
 
 def test_an_evaluation_of_two_engines_that_share_a_fault_fails(bench: Conformity, tmp_path: Path) -> None:
-    """The logits of both are the same, so that no distance between them sees it."""
+    """Let baseline and candidate share a fault: their logits are equal, so no distance between them shows it."""
     config = conformance_config(conformance_samples=1, noise_samples=0, canary_samples=1, probe=BRIEF)
     samples, tokenizer = load_samples(config), BundleTokenizer(bench.checkpoint)
     stored = tmp_path / "baseline"

@@ -1,4 +1,4 @@
-"""Greedy generation on the embedded engine, of more prompts than may be live at once."""
+"""Greedy generation on the ONNX engine with more prompts than may be live at once."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ PROMPTS: list[list[int]] = [np.random.default_rng(length).integers(0, 256, lengt
 
 
 def watched(engine: Engine) -> dict[tuple[int, ...], bytes]:
-    """Return the bytes of the logits after every history that an engine continues from now on."""
+    """Record the logits' bytes after every history that the engine continues; return the record."""
     rows, advance = {}, engine._advance
 
     def advanced(live: Sequence[Continuation]) -> tuple[Sequence[Continuation], Logits]:

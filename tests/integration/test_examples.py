@@ -1,4 +1,4 @@
-"""The CI workflow runs no action that others can change (tests/long/test_workflow.py runs it); BFCL's questions are read."""
+"""The CI workflow uses no action that others can change (tests/long/test_workflow.py runs it); BFCL's questions convert."""
 
 import json
 import re
@@ -19,7 +19,7 @@ STEPS: list[dict[str, Any]] = JOB["jobs"]["judge"]["steps"]
 
 
 def test_a_refusal_stops_the_ci_job_before_it_promotes() -> None:
-    """GitHub runs `bash -e`, and a step without `always()` only after those before it succeeded."""
+    """GitHub runs `bash -e`, and runs a step without `always()` only if the earlier steps succeeded."""
     names = [step["name"] for step in STEPS if "name" in step]
     assert names.index("Judge") < names.index("Promote") < names.index("Try the champion") < names.index("Step summary")
     assert [step["name"] for step in STEPS if "name" in step and "always()" in step.get("if", "")] == ["Step summary"]
@@ -35,7 +35,7 @@ def test_the_ci_job_may_only_read_and_runs_nothing_that_can_be_moved() -> None:
 
 
 def test_bfcls_calls_become_questions_that_are_read_and_judged(tmp_path: Path) -> None:
-    """Three of five entries are left out: one has two calls, one an object, one no value for a required argument."""
+    """Convert five entries. Three are skipped: one has two calls, one an object, one no value for a required argument."""
     area = {"name": "area", "description": "", "parameters": {"properties": {}, "required": ["base", "height"]}}
     other = {"name": "side", "description": "", "parameters": {"properties": {}, "required": ["base"]}}
     right = {"area": {"base": [10, 10.0], "height": [5], "unit": ["units", ""]}}

@@ -1,6 +1,6 @@
-"""Every family, quantized by ModelOpt, exported and built: its engines equal transformers' eager model and the oracle.
+"""Engines of every family, quantized by ModelOpt, exported and built, equal the eager model and the reference engine.
 
-The texts are longer than every window, a prompt is prefilled in chunks, and the last tokens are decoded one at a time.
+The texts are longer than every window, a prompt is prefilled in chunks, and the last tokens are decoded individually.
 """
 
 import shutil
@@ -31,7 +31,7 @@ from stages.quantize.run import measure_cache, quantize_weights, scale_cache
 
 TINY = Path(__file__).parents[2] / "stages" / "tiny" / "checkpoint"
 VOCABULARY = 1344
-"""Of the tiny model's tokenizer, which every family borrows."""
+"""Vocabulary size of the tiny model's tokenizer, which every family borrows."""
 TOKENS, FORCED = 150, 12
 CHUNK = 64
 
@@ -40,25 +40,27 @@ AGED = KVPolicy(
     name="aged", key=MIXED.key, value=MIXED.value.model_copy(update={"group_size": 16}),
     sink_tokens=4, recent_tokens=20, window=Window(tokens=64, key=conf_policy("int8").key, value=MIXED.key),
 )  # fmt: skip
-"""Exact tokens and a window of finer numbers beside a layer's own window; groups of heads that 64 does not divide, too.
+"""A policy with exact tokens and a window of finer numbers, in addition to a layer's own window.
 
-The window's keys are no float16 numbers: those would show how far the computed keys are apart, which coarser codes do not."""
+Groups of 16 also fit heads whose size is no multiple of 64. The window's keys are not float16: those would show how far the
+computed keys are apart, which coarser codes hide.
+"""
 POLICIES = {policy.name: policy for policy in (FP16_POLICY, conf_policy("int8"), AGED)}
 FEW = ("llama", "qwen2")
-"""Families of `make test`: with scaled rotations, and with a sliding window in some layers."""
+"""Families of `make test`: one with scaled rotations, one with a sliding window in some layers."""
 ATTENTIONS: tuple[CpuAttention, ...] = ("graph", "native")
 pytestmark = pytest.mark.every
 
 
 @dataclass(frozen=True)
 class Served:
-    """A random model of a family, and what the pipeline made of it."""
+    """A random model of a family, with the files that the pipeline made from it."""
 
     model: PreTrainedModel
     root: Path
 
     def scales(self, policy: KVPolicy) -> Path:
-        """The policy's static scales, which ModelOpt measured."""
+        """Return the file of the policy's static scales, measured by ModelOpt."""
         out = self.root / f"quantized_{policy.name}"
         if not out.exists():
             out.mkdir()
@@ -74,7 +76,7 @@ class Served:
         return out / SCALES_FILE
 
     def engine(self, policy: KVPolicy, attention: CpuAttention) -> OnnxEngine:
-        """The embedded engine."""
+        """Return the ONNX engine."""
         bundle = self.root / f"bundle_{policy.name}"
         if not bundle.exists():
             bundle.mkdir()
@@ -82,7 +84,7 @@ class Served:
         return load_engine(bundle, threads=1, attention=attention, prefill_chunk=CHUNK)
 
     def oracle(self, policy: KVPolicy) -> OracleEngine:
-        """The reference."""
+        """Return the reference engine."""
         scales = KVScales.model_validate_json(self.scales(policy).read_bytes())
         return OracleEngine.from_model(self.model, policy, scales, prefill_chunk=CHUNK)
 
@@ -106,7 +108,7 @@ def text() -> list[int]:
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_the_fp16_engine_equals_the_eager_model_beyond_every_window(served: Served, attention: CpuAttention) -> None:
-    """In a batch with a text that is shorter than a window."""
+    """Compare in a batch that includes a text shorter than a window."""
     config: Any = served.model.config
     assert 2 * (getattr(config, "sliding_window", None) or 0) < TOKENS - FORCED
     texts = [text(), text()[: 17 + FORCED]]
@@ -115,13 +117,13 @@ def test_the_fp16_engine_equals_the_eager_model_beyond_every_window(served: Serv
     expected = np.stack(logits, axis=1)
     engine = served.engine(FP16_POLICY, attention)
     assert attention == "graph" or engine.attention == f"native in {engine.shape.layers} of {engine.shape.layers} layers"
-    # Past keys and values are float16 (relative 2**-11); Gemma 3's scores are of 16 times larger products.
+    # Past keys and values are float16 (relative error 2**-11). Gemma 3's scores come from 16 times larger products.
     np.testing.assert_allclose(forced(engine, texts, FORCED), expected, atol=1e-2 * expected.std())
 
 
 @pytest.mark.parametrize(("policy", "attention"), [("int8", "graph"), ("aged", "graph"), ("aged", "native")])
 def test_a_quantized_engine_equals_the_oracle(served: Served, policy: str, attention: CpuAttention) -> None:
-    """Over the engine's own codes: a number between two codes may round to the other one, and that moves all later logits."""
+    """Replay over the engine's own codes: a number on the border of two codes may round differently and move later logits."""
     engine, first = served.engine(POLICIES[policy], attention), TOKENS - FORCED
     handles, _ = engine.prefill([text()[:first]])
     computed = np.concatenate([engine.decode(handles, [token]) for token in text()[first:]])
@@ -132,7 +134,7 @@ def test_a_quantized_engine_equals_the_oracle(served: Served, policy: str, atten
 
 
 def test_the_oracle_computes_the_layers_above_a_known_input(served: Served) -> None:
-    """What `stage=tune` rests on: a layer keeps its window, its rotary base and its number."""
+    """Check a basis of `stage=tune`: a layer keeps its window, rotary base and number when earlier layers are skipped."""
     oracle, last = served.oracle(FP16_POLICY), served.model.config.num_hidden_layers - 1
     known = oracle.layer_input(text(), TOKENS - FORCED, last)
     again = oracle.forced(text(), TOKENS - FORCED, known)
@@ -140,7 +142,7 @@ def test_the_oracle_computes_the_layers_above_a_known_input(served: Served) -> N
 
 
 def test_the_oracle_computes_whole_sequences_as_it_computes_their_forced_tokens(served: Served) -> None:
-    """What the stress test rests on: its rows are scaled and capped logits, as the model's are."""
+    """Check a basis of the stress test: replayed rows are scaled and capped like the model's logits."""
     oracle, first = served.oracle(FP16_POLICY), TOKENS - FORCED
     (replay,) = oracle.replay([Fed(text(), [(first, False), (FORCED, True)])])
     np.testing.assert_allclose(replay.logits[1:], oracle.forced(text(), first), atol=1e-5)

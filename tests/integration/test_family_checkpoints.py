@@ -1,4 +1,4 @@
-"""Checkpoints of every family, as transformers 5 and 4.57 save them, are read as transformers reads them."""
+"""Checkpoints of every family, saved by transformers 5 and 4.57, are read in the same way as by transformers."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def described(path: Path, config: dict[str, Any]) -> CheckpointInfo:
 
 
 def windows(config: Any) -> tuple[int | None, ...]:
-    """What transformers' configuration object says of the layers."""
+    """Return the windows of the layers according to transformers' configuration object."""
     types = getattr(config, "layer_types", None)
     window: int | None = getattr(config, "sliding_window", None) or None
     if types is None:
@@ -66,7 +66,7 @@ def test_what_transformers_4_reads_says_the_same(saved: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_keys_that_a_config_leaves_out_mean_what_transformers_takes_them_for(family: str, tmp_path: Path) -> None:
-    """With the sizes that every config.json has, and nothing else."""
+    """Compare defaults: the config has only the size keys that every config.json has."""
     size = {key: SIZE[key] for key in SIZE if key not in ("num_key_value_heads", "initializer_range")}
     size |= {"num_attention_heads": 64, "hidden_size": 2048, "num_hidden_layers": 8}
     asked = {"use_sliding_window": True, "max_window_layers": 6} if FAMILIES[family].asked else {}
@@ -79,7 +79,8 @@ def test_keys_that_a_config_leaves_out_mean_what_transformers_takes_them_for(fam
     assert info.shape.windows == (applied if any(applied) else ())
 
 
-# config.json of transformers 4.57.6, as it is saved of a model of these sizes: `rope_theta` at the top level and `dtype`.
+# Excerpts of config.json files saved by transformers 4.57.6: `rope_theta` is at the top level, and the dtype is named
+# `dtype`.
 OF_4_57: dict[str, dict[str, Any]] = {
     "phi3": {"rope_theta": 250000, "rope_scaling": None, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 512},
     "gemma3_text": {"rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "rope_scaling": {"factor": 8.0,

@@ -1,4 +1,4 @@
-"""A pool that is too small for its requests: they wait and give way, and an engine that serves them wrongly is found."""
+"""A pool too small for its requests: requests wait and are preempted, and engines with faults in this are found."""
 
 import heapq
 from collections.abc import Callable
@@ -24,11 +24,11 @@ from stages.evaluate.inputs.tokens import EncodedSample
 
 REQUESTS = 16
 ROOM = 100
-"""A pool of more pages is no small one."""
+"""Pools with more pages than this do not count as small."""
 
 
 def samples() -> list[EncodedSample]:
-    """Eight documents of three pages."""
+    """Return eight documents of three pages."""
     rng = np.random.default_rng(0)
 
     def tokens(count: int) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ def test_a_sound_engine_answers_in_a_full_pool_as_with_room(policy: KVPolicy, de
 
 
 def freed_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Now and then, a page of a request that runs is free when another request ends."""
+    """Sometimes free a page of a running request when another request ends."""
     release, free, ended = PagedPool.release, PageAllocator.free, list[int]()
 
     def released(self: PagedPool, handle: int) -> None:
@@ -74,7 +74,7 @@ def freed_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found_by_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The beginning of a prompt is found by its first page and its length: it may end as another request's."""
+    """Look up kept prefixes by their first page and length only, which can match another request's prefix."""
     sound = PrefixCache.keys
     monkeypatch.setattr(
         PrefixCache, "keys", lambda self, prompt: [f"{prompt[:64]} {i}" for i in range(len(sound(self, prompt)))]
@@ -82,7 +82,7 @@ def found_by_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recomputed_a_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that gave way is decoded again from the second of its tokens on."""
+    """Resume a preempted request one token too late."""
     sound = waiting._join
 
     def join(engine: Any, joining: Any) -> Any:

@@ -1,4 +1,4 @@
-"""GGUF files become checkpoints: the weights to the bit, rotary scaling, and tokenizers as their models' own ones are."""
+"""GGUF files become checkpoints with bit-identical weights, rotary scaling, and tokenizers equal to the models' own."""
 
 import json
 import math
@@ -116,7 +116,7 @@ def test_a_block_that_is_not_finite_is_found_without_dequantizing_it(kind: str, 
     item = np.dtype(EXPONENTS[form][0]).itemsize
     for place in [None, *range(first, end, item)]:
         stored = np.zeros(3 * size, np.uint8)
-        if place is not None:  # of a float32, its upper half
+        if place is not None:  # the upper half of a float32
             upper = size + place + item - 2
             stored[upper : upper + 2].view("<u2")[:] = bits[form == "F16"]
         with np.errstate(invalid="ignore"):
@@ -138,7 +138,7 @@ def test_a_gguf_is_opened_before_any_work(tmp_path: Path) -> None:
 
 
 def test_weights_that_change_in_place_are_looked_at_again(tmp_path: Path) -> None:
-    """The path, the inode, the size and the time of the file stay the same."""
+    """Change weights so that the file's path, inode, size and time stay the same."""
     shutil.copytree(locate_checkpoint("pkg://stages.tiny/checkpoint"), tmp_path / "tiny")
     gguf = write_gguf(tmp_path / "s.gguf", "Llama", random_model("Llama"))
     for weights, info in (
@@ -206,7 +206,7 @@ def test_smollm2_is_tokenized_as_its_own_tokenizer_does(tmp_path: Path) -> None:
         ids = tokenizer(text)["input_ids"]
         assert 1 not in ids, "no BOS"
         assert tokenizer.decode(ids) == text, topic
-    # the model's own tokenizer.json: digits one by one, then GPT-2's expression
+    # the model's own tokenizer.json splits single digits, then applies GPT-2's expression
     own = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     cut = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str
     for topic, text in list(pydoc_data.topics.topics.items())[::8]:
@@ -266,7 +266,7 @@ def test_only_the_tokenizers_that_do_so_take_a_word_that_is_a_token_as_it_is(tmp
 
 
 def sentencepiece(text: str) -> list[int]:
-    """SentencePiece's BPE, plainly: of all neighbours whose union is a token, merge the leftmost one with the best score."""
+    """Apply SentencePiece's BPE step by step: merge the best-scored (then leftmost) neighbours whose union is a token."""
     parts = list("▁" + text.replace(" ", "▁"))
     ranks = {piece: rank for rank, piece in enumerate(SENTENCE_PIECES)}
     while True:

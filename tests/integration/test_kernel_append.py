@@ -1,7 +1,7 @@
 """The append kernel against the reference, bit for bit: on a GPU, or in Triton's interpreter without one.
 
-Whole pools are compared, so that writes beyond the new token fail too. Legend: L layers, B sequences, H KV heads, D head_dim,
-P columns of the page table, T tokens.
+Whole pools are compared, so writes beyond the new token fail too. Legend: L layers, B sequences, H KV heads, D head_dim, P
+columns of the page table, T tokens.
 """
 
 import math
@@ -19,7 +19,7 @@ from plugins.kv_attention.kernels import variants
 from plugins.kv_attention.layout import HEAD_DIMS, PAGE_TOKENS, CacheLayout
 
 pytestmark = pytest.mark.filterwarnings(
-    # The interpreter computes with numpy, which warns of the infinities and NaNs that these tests use on purpose.
+    # The interpreter computes with numpy, which warns about the infinities and NaNs that these tests use on purpose.
     "ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning",
 )
 
@@ -29,7 +29,7 @@ EDGES = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 448.0, -448.0, 4
 
 
 def any_numbers(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return noise whose size varies from head to head, with EDGES strewn in. The first row is zero, the last NaN."""
+    """Return noise whose magnitude differs by head, with values of EDGES mixed in. The first row is zero, the last NaN."""
     rng = torch.Generator().manual_seed(seed)
     sizes = torch.exp2(torch.randint(-24, 16, (*shape[:-1], 1), generator=rng).float())
     x = torch.randn(shape, generator=rng) * sizes
@@ -40,7 +40,7 @@ def any_numbers(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def poisoned(layout: CacheLayout, layers: int, pages: int, buffers: int, seed: int) -> dict[str, Tensor]:
-    """Return unwritten pools and buffers of L layers, and static scales of which the first is 1."""
+    """Return unwritten pools and buffers of L layers, and static scales with a first value of 1."""
     rng = torch.Generator().manual_seed(seed)
     stored = layout.pools(pages) | layout.exact_buffers(buffers)
     cache = {name: poison(spec, layers) for name, spec in stored.items()}
@@ -100,21 +100,21 @@ def test_any_pair_of_formats_is_stored_bit_for_bit(number: int, shift: int) -> N
 def test_numbers_of_every_size_are_stored_bit_for_bit(
     key: str, value: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All numbers of 16 bits; for float32, all upper halves with random lower ones."""
+    """Use all numbers of 16 bits; for float32, all upper halves with random lower halves."""
     if DEVICE == "cpu":
-        # The interpreter takes as long for a small tile as for a large one.
+        # The interpreter takes the same time for a small and a large tile.
         monkeypatch.setattr(variants, "APPEND_TILE", 1 << 13)
     halves = np.arange(1 << 16, dtype=np.uint32)
     low = np.random.default_rng(0).integers(0, 1 << 16, len(halves), dtype=np.uint32)
     bits = (halves << 16 | low).view(np.int32) if dtype == torch.float32 else halves.astype(np.uint16).view(np.int16)
     numbers = torch.from_numpy(bits).view(dtype).reshape(1, 8, 32, 256)
-    # In `numbers`, numbers of similar magnitude share a scale; in `shuffled`, numbers of different magnitude do.
+    # In `numbers`, numbers of similar magnitude share a scale. In `shuffled`, numbers of different magnitudes do.
     shuffled = numbers.reshape(256, 256).T.contiguous().reshape(1, 8, 32, 256)
     check(CacheLayout(32, 256, side(key), side(value), 0, 1), numbers, shuffled, [0] * 8)
 
 
 def neighbours(x: Tensor) -> Tensor:
-    """Return every number, the float32 above and below it, and the negatives of all."""
+    """Return every number, its neighbouring float32 numbers, and the negatives of all."""
     near = torch.cat([x, torch.nextafter(x, torch.tensor(math.inf)), torch.nextafter(x, torch.tensor(0.0))])
     return torch.cat([near, -near])
 
@@ -126,21 +126,21 @@ def test_ties_of_every_code_go_to_even_and_their_neighbours_to_the_nearest() -> 
     key, value = (torch.nn.functional.pad(x, (0, 2048 - len(x))).reshape(1, 4, 4, 128) for x in (ties, halves))
     layout = CacheLayout(4, 128, side("fp8_e4m3 tensor"), side("int8 tensor"))
     check(layout, key, value, [5, 5, 5, 5])
-    # Dynamic scales that are powers of two: a group's largest magnitude is the limit itself.
+    # The dynamic scales are powers of two: a group's largest magnitude is exactly the limit.
     grouped = halves[halves.abs() < 7][:31]
     group = torch.cat([torch.tensor([7.0]), grouped]).repeat(1, 4, 4, 4)
     check(CacheLayout(4, 128, side("fp8_e4m3 token"), side("int4 32")), group * 64, group * 2.0**-10, [5, 5, 5, 5])
 
 
 def exact_ties(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return numbers exactly halfway between codes or between scales; only a correctly rounded division finds these ties."""
+    """Return numbers exactly halfway between codes or scales. Only a correctly rounded division gets these ties right."""
     form, rng = side(name), torch.Generator().manual_seed(seed)
     groups = form.groups(shape[-1])
     grouped = (*shape[:-1], groups, shape[-1] // groups)
     floats = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     ties = (floats[1:] + floats[:-1]) / 2 if form.dtype == "fp8_e4m3" else torch.arange(0.5, form.codes.limit)
     signs = torch.randint(0, 2, grouped, generator=rng) * 2 - 1
-    # Scales are float16 numbers; in the second half of the sequences, halfway between two float16 numbers.
+    # Scales are float16 numbers. In the second half of the sequences, they lie halfway between two float16 numbers.
     steps = torch.randint(0, 1024, (*grouped[:-1], 1), generator=rng).float()
     steps[:, shape[1] // 2 :] += 0.5
     scale = (1 + steps / 1024) * torch.exp2(torch.randint(-9, 4, steps.shape, generator=rng))
@@ -151,7 +151,7 @@ def exact_ties(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 @pytest.mark.parametrize(("key", "value"), [("fp8_e4m3 token", "int4 32"), ("int8 token", "fp8_e4m3 token")])
 def test_quotients_round_once(key: str, value: str) -> None:
-    """x / scale and amax / limit as correctly rounded divisions, which multiplying with a reciprocal is not."""
+    """Check x / scale and amax / limit as correctly rounded divisions. Multiplying by a reciprocal is not."""
     shape = (1, 8, 8, 128)
     check(CacheLayout(8, 128, side(key), side(value)), exact_ties(key, shape, 0), exact_ties(value, shape, 1), [3] * 8)
 

@@ -1,6 +1,6 @@
-"""The kernels with the arguments that an ahead-of-time launch passes, the TensorRT plugin's.
+"""The kernels, called with the arguments of an ahead-of-time launch by the TensorRT plugin.
 
-On a GPU the driver launches the PTX that the plugin carries, by cupy and without TensorRT; elsewhere Triton's interpreter runs.
+On a GPU, cupy launches the plugin's PTX through the driver, without TensorRT. Otherwise Triton's interpreter runs.
 """
 
 from collections.abc import Mapping
@@ -32,13 +32,13 @@ class Plugin:
         self.setting, self.folder = launch.setting_of(layout, query, SCALING), folder
 
     def run(self, operation: aot.Kernel, grid: tuple[int, ...], given: Mapping[str, Any]) -> None:
-        """Launch a kernel. given: tensors and integers by the names of its parameters."""
+        """Launch a kernel. `given`: tensors and integers by parameter name."""
         if DEVICE == "cpu":
             self.interpret(operation, grid, given)
             return
         cupy = pytest.importorskip("cupy", reason="cupy launches PTX without TensorRT")
         kernel = aot.compile_operation(operation, self.setting)
-        file = self.folder / f"{kernel.name}.ptx"  # as `code`, cupy would take the text for CUDA C++
+        file = self.folder / f"{kernel.name}.ptx"  # cupy would take `code` for CUDA C++
         file.write_text(kernel.ptx)
         function = cupy.RawModule(path=str(file)).get_function(kernel.name)
         arguments = tuple(self.argument(name, kind, given) for name, kind in kernel.parameters)
@@ -54,7 +54,7 @@ class Plugin:
 
     @staticmethod
     def argument(name: str, kind: str, given: Mapping[str, Any]) -> Any:
-        """An argument as the driver takes it: an address, or an int32."""
+        """Return an argument for the driver: an address, or an int32."""
         value = given[name]
         if kind == "i32":
             return np.int32(value)
@@ -94,7 +94,8 @@ def test_a_step_with_the_plugins_arguments_gives_what_launches_on_torch_tensors_
     whole = {name: tensor[None].contiguous() for name, tensor in cache.items()}
     expected = {name: tensor.clone() for name, tensor in whole.items()}
     new = {"key_new": key_new[None].contiguous(), "value_new": value_new[None].contiguous()}
-    tables["lengths"] = step["lengths"] = lengths - 1  # which have pages; nothing is appended before the first token
+    # These lengths have pages already. Nothing is appended before the first token.
+    tables["lengths"] = step["lengths"] = lengths - 1
     launch.append(layout, new["key_new"], new["value_new"], expected, **tables)
     step |= {"pages": whole["key_pool"].shape[1], "buffers": batch + 1}
     heads = append_variant(plugin.setting).constants["R"]

@@ -1,7 +1,7 @@
 """The context kernels against the reference: on a GPU, or in Triton's interpreter without one.
 
-Everything that must not be read is poison, and outputs are NaN before they are written. Legend: B sequences, X new tokens of
-all of them, H KV heads, Hq query heads, D head_dim, S splits.
+All memory that must not be read is filled with poison, and outputs are NaN before they are written. Legend: B sequences, X
+new tokens of all sequences, H KV heads, Hq query heads, D head_dim, S splits.
 """
 
 import math
@@ -26,11 +26,11 @@ TOLERANCE = 2e-3
 
 @dataclass
 class Chunk:
-    """New tokens of the sequences of a case."""
+    """New tokens of a case's sequences."""
 
     case: Case
     counts: list[int]
-    """New tokens of each sequence."""
+    """Number of new tokens of every sequence."""
 
     def __post_init__(self) -> None:
         layout, dtype, tokens = self.case.layout, self.case.dtype, sum(self.counts)
@@ -62,12 +62,12 @@ class Chunk:
     def compare(self, out: Tensor, scaling: float) -> None:
         """Compare an output with the reference's."""
         expected = self.expected(scaling)
-        # A bfloat16 output has been rounded to 8 bits, as the query has.
+        # A bfloat16 output is rounded to 8 bits, as is the query.
         errors = (out.float().cpu() - expected.to(out.dtype).float()).norm(dim=(1, 2)) / expected.norm(dim=(1, 2))
         assert errors.max() < TOLERANCE * (2 if out.dtype == torch.bfloat16 else 1), errors
 
     def check(self, splits: int, scaling: float | None = None) -> None:
-        """Run both kernels, and compare their output with the reference's."""
+        """Run both kernels and compare their output with the reference's."""
         layout = self.case.layout
         scaling = layout.head_dim**-0.5 if scaling is None else scaling
         partial_acc, partial_ml = launch.context_partials(layout, **self.arguments, scaling=scaling, splits=splits)
@@ -120,7 +120,7 @@ def test_long_histories_are_split_and_splits_of_none_join() -> None:
 
 
 def test_a_chunk_of_several_blocks_is_causal() -> None:
-    """9 tokens of 16 heads are more rows than a block has columns, and the last block is not full."""
+    """9 tokens with 16 heads give more rows than a block has columns, and the last block is not full."""
     chunk_of("int8 token", "int4 64", 1, 64, [40, 3], [9, 2], group=16).check(1)
 
 
@@ -135,14 +135,14 @@ def test_one_token_of_each_sequence_is_a_decode_step() -> None:
 
 
 def test_a_batch_in_which_most_sequences_have_no_new_token() -> None:
-    """More sequences than the kernel compares with at once; their first blocks stand between those with rows."""
+    """Use more sequences than the kernel compares at once, so that empty sequences lie between those with rows."""
     counts = [0] * 132
     counts[2], counts[130], counts[131] = 2, 1, 1
     chunk_of("fp8_e4m3 tensor", "fp8_e4m3 tensor", 1, 64, [1] * 132, counts, group=1).check(1)
 
 
 def test_new_tokens_are_as_exact_as_their_type() -> None:
-    """Without a history a float32 result has the error of three products of bfloat16, not of a rounding to float16."""
+    """Without a history, a float32 result has the error of three bfloat16 products, not of a rounding to float16."""
     chunk = chunk_of("fp16", "fp16", 1, 64, [0], [9], dtype=torch.float32)
     chunk.value_new *= 1e-7
     out = launch.context_attention(chunk.case.layout, **chunk.arguments, scaling=0.125)
@@ -187,7 +187,7 @@ def test_numbers_beyond_float16_are_dequantized_to_its_largest() -> None:
     ("counts", "group", "more", "dense"),
     [
         ([130, 126], 16, {}, True),
-        ([126, 129], 16, {}, False),  # fewer than 128 tokens a sequence
+        ([126, 129], 16, {}, False),  # fewer than 128 tokens per sequence
         ([130, 126], 4, {}, False),  # few query rows
         ([130, 126], 16, {"dtype": torch.float32}, False),
         ([130, 126], 16, {"recent": 4}, False),
@@ -229,7 +229,7 @@ def test_what_cannot_be_dequantized_is_refused(more: dict[str, Any], message: st
 
 
 def test_pages_beyond_2_31_elements_are_read_where_they_lie() -> None:
-    """The pools are of untouched memory but for the last page."""
+    """The pools consist of untouched memory, except for the last page."""
     torch.use_deterministic_algorithms(False)
     layout = CacheLayout(1, 64, side("int8 tensor"), side("int8 tensor"))
     small = chunk_of("int8 tensor", "int8 tensor", 1, 64, [9], [2])

@@ -1,7 +1,7 @@
 """The decode kernels against the reference: on a GPU, or in Triton's interpreter without one.
 
-Everything that must not be read is poison, and outputs are NaN before they are written. Legend: B sequences, Hq query
-heads, D head_dim, R parts.
+All memory that must not be read is filled with poison, and outputs are NaN before they are written. Legend: B sequences, Hq
+query heads, D head_dim, R parts.
 """
 
 import math
@@ -27,7 +27,7 @@ BOUNDARIES = [0, 1, 63, 64, 65, 127, 128, 129]
 
 
 def check(case: Case, programs: int, scaling: float | None = None) -> None:
-    """Run the kernels on a case, and compare their output with the reference's."""
+    """Run the kernels on a case and compare their output with the reference's."""
     layout = case.layout
     scaling = layout.head_dim**-0.5 if scaling is None else scaling
     query, key, value = (tensor.to(DEVICE) for tensor in (case.query, case.key_new, case.value_new))
@@ -58,9 +58,9 @@ RAGGED = [[64, 1, 129], [0, 127], [200, 65, 63], [128, 5], [0, 191, 2]]
 
 
 def matrix() -> list[tuple[str, str, int]]:
-    """Return every value format twice, no pair twice, with a number that varies the rest.
+    """Return every value format twice, in distinct pairs, with a number that varies the remaining options.
 
-    `make test` takes the value formats that test_kernel_context.py leaves out there.
+    `make test` uses the value formats that test_kernel_context.py does not use in `make test`.
     """
     pairs = [(KEYS[(5 * i + j) % len(KEYS)], value) for j in (0, 3) for i, value in enumerate(VALUES)]
     return [(key, value, number) for number, (key, value) in enumerate(pairs)][
@@ -115,13 +115,13 @@ def test_a_value_as_large_as_float16_holds_does_not_overflow() -> None:
 
 
 def step_of(case: Case) -> dict[str, Any]:
-    """Return a case's tensors by the name of their argument."""
+    """Return a case's tensors by argument name."""
     new = {"query": case.query, "key_new": case.key_new, "value_new": case.value_new}
     return on_device(new | case.tables) | {"cache": on_device(case.cache)}
 
 
 def attention_in_float64(case: Case, scaling: float) -> Tensor:
-    """Attention over a case without exact tokens, (B, Hq, D) float64."""
+    """Return the attention of a case without exact tokens, (B, Hq, D) float64."""
     outputs = []
     for b, length in enumerate(case.lengths):
         stored = reference.dequantize(case.layout, case.cache, case.page_table[b], length)
@@ -142,9 +142,11 @@ def attention_in_float64(case: Case, scaling: float) -> Tensor:
 def test_means_in_float16_add_no_more_error_than_the_outputs_own_rounding(
     dtype: torch.dtype, limit: float, scaling: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against float64. Flat attention over many parts is the worst: parts' means cancel each other, and their errors do not.
+    """Compare with float64.
 
-    A float16 output then has as much of either error, and chance decides which is the larger by some hundredths."""
+    Flat attention over many parts is the worst case: the parts' means cancel each other, but their errors do not. A float16
+    output then has similar amounts of the two errors, and chance decides which is larger by some hundredths.
+    """
     case = case_of("fp8_e4m3 tensor", "int4 64", 1, 128, [640, 300], group=8, dtype=dtype)
     plan = planned(case.layout, on_device(case.tables)["lengths"], programs=16)
     assert plan.sequences[:, 3].tolist() == [5, 3]
@@ -190,8 +192,10 @@ def test_values_beyond_float16_become_its_largest_and_what_is_no_number_is_seen(
 def test_rows_that_are_not_seen_are_not_read_and_all_others_are(
     key: str, value: str, sink: int, recent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compares the addresses of all loads. Poison cannot show such reads: codes of poison are finite, and a weight of zero
-    removes them from the sums."""
+    """Compare the addresses of all loads.
+
+    Poison cannot show such reads: codes of poison are finite, and a weight of zero removes them from the sums.
+    """
     case = case_of(key, value, 2, 128, [1, 70, 200], sink=sink, recent=recent)
     loads: list[np.ndarray] = []
     load = InterpreterBuilder.create_masked_load
@@ -208,7 +212,7 @@ def test_rows_that_are_not_seen_are_not_read_and_all_others_are(
     addresses, sizes = np.concatenate(loads, axis=1)
     by_token = {name: tensor for name, tensor in case.cache.items() if name not in case.layout.static_scales()}
     for name, tensor in by_token.items():
-        # A row holds one token of one head; rows (pages or buffers, H, tokens) counts the bytes that are read of each.
+        # A row holds one token of one head. `rows` (pages or buffers, H, tokens) counts the bytes read per row.
         rows = torch.zeros(tensor.shape[:3], dtype=torch.int64)
         row_bytes = tensor.shape[3] * tensor.itemsize
         first = tensor.data_ptr()

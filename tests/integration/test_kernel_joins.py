@@ -1,4 +1,4 @@
-"""Prompts that join a running batch on backend=torch over the attention kernels, here by the kernels' reference.
+"""Prompts that join a running batch on backend=torch. The kernels' reference stands in for the attention kernels.
 
 The kernels themselves are interpreted in tests/long/test_kernel_steps.py.
 """
@@ -28,7 +28,7 @@ from stages.evaluate.inputs.tokens import EncodedSample
 CHUNK = 50
 LENGTHS = (120, 5, 60, 1, 133, 17, 64)
 LIMITS = (6, 9, 2, 5, 3, 1, 7)
-"""Prompts of one chunk to three, one of which joins beside a sequence that goes on, and answers of one token to nine."""
+"""Lengths of prompts (one to three chunks; one joins a running sequence) and of answers (one to nine tokens)."""
 
 Case = tuple[KVPolicy, torch.dtype]
 CASES: dict[str, Case] = {
@@ -50,7 +50,7 @@ def prompts() -> list[list[int]]:
 
 
 class Watched(KernelEngine):
-    """It keeps the logits of every step, what was stored when a sequence ended, and how many tokens each pass took of whom."""
+    """An engine that records the logits of every step, the stored data at a sequence's end, and each pass's token counts."""
 
     rows: dict[tuple[int, ...], Logits]
     stores: dict[tuple[int, ...], Any]
@@ -90,7 +90,7 @@ def answered_alone(engine: Watched, prompts: list[list[int]]) -> list[list[int]]
 def test_who_else_is_in_a_pass_changes_no_answer_no_logits_and_nothing_that_is_stored(
     name: str, make: Any, prompts: list[list[int]]
 ) -> None:
-    """But for the order of sums, which rounds a few numbers of a second layer to their neighbours."""
+    """Allow for the order of sums, which rounds a few numbers of a second layer to their neighbours."""
     together, alone = make(*CASES[name]), make(*CASES[name])
     answers = together.generate(prompts, LIMITS, (), max_sequences=2)
     assert [len(answer) for answer in answers] == list(LIMITS)
@@ -122,7 +122,7 @@ def test_free_answers_of_a_batch_that_prompts_join_are_what_forced_decode_finds(
 def test_a_token_that_is_behind_by_a_place_of_the_engines_type_contradicts_nothing(
     dtype: torch.dtype, named: bool, make: Any
 ) -> None:
-    """Logits around 40 are rounded to multiples of 0.25 in bfloat16, and to far smaller ones in float32."""
+    """In bfloat16, logits around 40 are rounded to multiples of 0.25; in float32, to far finer ones."""
     logits = np.concatenate([[40.25, 40.0], np.linspace(20, 38, 500)]).astype(np.float32)[None]
     assert (contradiction(make(GUARDED, dtype), logits, [1]) is not None) is named
 
@@ -139,11 +139,11 @@ def test_a_running_sequence_decodes_in_every_pass_of_a_prompt_that_joins(make: A
 def test_a_prompt_whose_keys_are_not_finite_is_refused_by_name_and_everything_is_released(
     place: int, make: Any, prompts: list[list[int]]
 ) -> None:
-    """Token 7 embeds as NaN."""
+    """Use token 7, whose embedding is NaN."""
     engine = make()
     embeddings = engine.model.model.embed_tokens.weight.detach().clone()
     embeddings[7] = torch.nan
-    engine.model.model.embed_tokens.weight = torch.nn.Parameter(embeddings)  # and no longer those of the logits
+    engine.model.model.embed_tokens.weight = torch.nn.Parameter(embeddings)  # unties the embedding from the output matrix
     broken = [[*prompt, 7] if i == place else prompt for i, prompt in enumerate(prompts)]
     message = rf"key of layer 0, token {LENGTHS[place]} of sequence {place} is not finite as a float16"
     with pytest.raises(UserError, match=message):

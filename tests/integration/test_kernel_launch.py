@@ -1,4 +1,4 @@
-"""What a launch refuses, and on which device it runs. On a GPU, or on a CPU in Triton's interpreter."""
+"""Refusals and device of a launch, on a GPU or in Triton's interpreter on a CPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +13,12 @@ from plugins.kv_attention.layout import CacheLayout
 
 LAYERS = 2
 EVERYTHING = CacheLayout(2, 64, side("int8 tensor"), side("int4 32"), sink_tokens=1, recent_tokens=2)
-"""Static and dynamic scales and exact tokens."""
+"""A layout with static and dynamic scales and exact tokens."""
 TABLES = ("page_table", "lengths", "exact_slots")
 
 
 def arguments(layout: CacheLayout) -> dict[str, Tensor]:
-    """Tensors of an append to zeroed caches of two sequences, in all layers."""
+    """Return the tensors of an append to zeroed caches of two sequences, in all layers."""
     specs = layout.pools(3) | layout.exact_buffers(2) | layout.static_scales()
     tensors = {name: torch.zeros(LAYERS, *shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in specs.items()}
     tensors |= {name: tensors[name] + 0.02 for name in layout.static_scales()}
@@ -29,7 +29,7 @@ def arguments(layout: CacheLayout) -> dict[str, Tensor]:
 
 
 def of_one_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of an attention in the first layer, with two query heads per KV head."""
+    """Return the tensors of an attention in the first layer, with two query heads per KV head."""
     one = {name: x if name in TABLES else x[0] for name, x in tensors.items()}
     return one | {"query": one["key_new"].repeat_interleave(2, 1)}
 
@@ -50,7 +50,7 @@ def spread(x: Tensor) -> Tensor:
 
 
 def shifted(x: Tensor) -> Tensor:
-    """Return the same tensor, contiguous, one element behind an aligned address."""
+    """Return an equal contiguous tensor that starts one element after an aligned address."""
     memory = torch.zeros(x.numel() + 1, dtype=x.dtype, device=x.device)
     return memory[1:].view(x.shape).copy_(x)
 

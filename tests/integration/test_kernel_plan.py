@@ -1,7 +1,7 @@
-"""Work is divided by the lengths of sequences: what each program reads, what partial results cost, whatever the table holds.
+"""Work is divided by the sequences' lengths: reads of every program, number of partial results, and arbitrary page tables.
 
-The device is one with the numbers of an H100: 132 SMs that run 7 programs each, and 8 KV heads.
-Legend: H KV heads, W programs over the pages of a KV head.
+The device has the numbers of an H100: 132 SMs with 7 programs each, and 8 KV heads. Legend: H KV heads, W programs over the
+pages of a KV head.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ KIB = 1024
 
 
 def plan_of(lengths: Sequence[int], max_tokens: int) -> launch.Plan:
-    """The plan on the device above, whose page table is as wide as the longest sequence may become."""
+    """Return the plan for the device above, with a page table as wide as the longest possible sequence."""
     max_pages = -(-max_tokens // PAGE_TOKENS)
     programs = launch.choose_programs(len(lengths), HEADS, max_pages, sm_count=SMS, resident=RESIDENT)
     return launch.Plan(*(x.cpu() for x in planned(PLAIN, tensor(lengths), programs)))
@@ -35,7 +35,7 @@ def tensor(lengths: Sequence[int]) -> Tensor:
 
 
 def tokens_by_program(plan: launch.Plan, lengths: Sequence[int]) -> list[int]:
-    """Tokens that each program of a KV head with work reads, where there are no exact tokens."""
+    """Return the tokens read per program, for the programs of a KV head that have work, without exact tokens."""
     tokens = []
     for first, stop, low, high, _ in plan.work.tolist():
         read = 0
@@ -60,7 +60,7 @@ def tokens_by_program(plan: launch.Plan, lengths: Sequence[int]) -> list[int]:
     ids=["one", "long first", "32 equal", "115 equal", "1,024", "pareto"],
 )
 def test_no_program_reads_half_more_than_its_share(lengths: list[int]) -> None:
-    """Above the tokens of all sequences by the programs that run at once, where that is two pages or more."""
+    """A share is all sequences' tokens divided by the programs that run at once. It is at least two pages here."""
     tokens = tokens_by_program(plan_of(lengths, 128 * KIB), lengths)
     assert sum(tokens) == sum(lengths)
     at_once = SMS * RESIDENT // HEADS

@@ -1,4 +1,4 @@
-"""The inline PTX of the decode kernels, run by an emulator for every byte: the interpreter runs plain arithmetic instead."""
+"""The inline PTX of the decode kernels, emulated for every byte. Triton's interpreter runs plain arithmetic instead."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def _decode_words(words: Any, out: Any, DTYPE: tl.constexpr, FP8: tl.constexpr, 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton is not typed
 def _decode_blocks(words: Any, scales: Any, out: Any, PTX: tl.constexpr, FP8: tl.constexpr) -> None:
-    """words (2, 32, 16), scales (4, 32, 4), out (16, 32, 16)."""
+    """Decode words (2, 32, 16) with scales (4, 32, 4) into out (16, 32, 16)."""
     k = tl.arange(0, 32)[:, None]
     word, block = k * 16 + tl.arange(0, 16)[None, :], k * 4 + tl.arange(0, 4)[None, :]
     low_even, low_odd = tl.load(scales + block), tl.load(scales + 128 + block)
@@ -64,7 +64,7 @@ def test_every_byte_is_decoded_as_by_torch(dtype: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "fp8"), [("int4", False), ("int8", False), ("fp8_e4m3", False), ("fp8_e4m3", True)])
 def test_every_byte_of_a_word_is_decoded_as_by_torch(dtype: str, fp8: bool) -> None:
-    """Each byte of the words of two tokens takes every value, next to bytes of other values."""
+    """Each byte of the words of two tokens takes every value, next to bytes with other values."""
     numbers = torch.arange(256)
     words = torch.stack([(numbers * step + shift) % 256 for step, shift in ((1, 0), (3, 7), (5, 1), (7, 9))], -1)
     pairs = torch.stack([words, words.flip(0)]).to(torch.uint8)

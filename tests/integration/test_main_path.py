@@ -81,7 +81,7 @@ def test_a_second_sweep_reuses_every_artifact(swept: Swept) -> None:
 def test_promote_takes_the_best_that_passed_and_says_why_not_the_others(
     swept: Swept,
 ) -> None:
-    """By the command that the sweep ended with, as it is pasted."""
+    """Run the command that the sweep printed at its end, as a user would paste it."""
     work, sweep = swept
     (printed,) = [line for line in sweep.stdout.splitlines() if "stage=promote" in line]
     program, *arguments = shlex.split(printed)
@@ -109,7 +109,7 @@ def test_an_engine_build_leaves_a_bundle_that_needs_nothing_else(swept: Swept, t
 
 
 def test_the_page_of_a_job_that_promotes_does_not_say_that_the_job_is_missing(swept: Swept) -> None:
-    """Last in this module: the job's own sweep takes the place of the module's."""
+    """Run last in this module: the job's own sweep replaces the module's."""
     work, _ = swept
     result = command([f"workdir={work}", *FEW, "kv=fp8"], work.parent)
     assert result.returncode == 0, result.stderr

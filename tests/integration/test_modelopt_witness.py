@@ -1,12 +1,12 @@
-"""An outside witness: NVIDIA ModelOpt's own fake quantization against the oracle, on real keys and values of the tiny model
-(a fifth larger than at calibration, so that some saturate) and in the logits of forced decode.
+"""NVIDIA ModelOpt's fake quantization as an independent check of the reference engine.
 
-From the same scales both must give the same numbers. What may differ:
-- ModelOpt multiplies by limit / amax where the contract divides by amax / limit. Without a crossed tie that is 2^-22 of the
-  largest number of a vector, twice that through a rotation (CLOSE allows twice as much again). A tie is crossed where a
-  quotient lies on it to within float32's 2^-24: for int8 about one number in 10^5 (TIES).
-- ModelOpt's own dynamic scales are float32, the cache's are rounded to float16: logits differ by less than half of what the
-  format does to them.
+The inputs are real keys and values of the tiny model (a fifth larger than in calibration, so that some saturate), and the
+logits of forced decode. With equal scales, equal numbers must result. Allowed differences:
+- ModelOpt multiplies by limit / amax; the contract divides by amax / limit. Without a crossed tie, the difference is 2^-22 of a
+  vector's largest number, or 2^-21 through a rotation (CLOSE allows twice that). A tie is crossed if a quotient lies on it to
+  within float32's 2^-24: for int8 about one number in 10^5 (TIES).
+- ModelOpt's own dynamic scales are float32, but the cache's are rounded to float16. Logits then differ by less than half of the
+  format's own effect.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ DYNAMIC = [
 
 @dataclass(frozen=True)
 class Both:
-    """One side of one layer, as ModelOpt rounds it and as the oracle does."""
+    """One side of one layer, rounded by ModelOpt or by the reference engine."""
 
     quantizer: Any
     form: Format
@@ -69,7 +69,7 @@ class Both:
         return rounded
 
     def modelopt_with_stored_scales(self, x_HTD: Tensor) -> Tensor:
-        """A dynamic quantizer with the cache's float16 scales in place of its own."""
+        """Round with a dynamic quantizer that uses the cache's float16 scales instead of its own."""
         scale = quantize(x_HTD, self.form, None).scale
         assert scale is not None
         self.quantizer.register_buffer("_amax", scale.float()[None] * self.form.code.limit)
@@ -89,7 +89,7 @@ def model(tiny_checkpoint: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def states(model: Any, tiny_checkpoint: Path) -> list[dict[Side, Tensor]]:
-    """By layer and side, (heads, tokens, channels)."""
+    """Keys and values by layer and side, (heads, tokens, channels)."""
     return [{side: 1.2 * x for side, x in layer.items()} for layer in cache_states(model, tiny_checkpoint)]
 
 
@@ -100,7 +100,7 @@ def tokens(tiny_checkpoint: Path) -> list[int]:
 
 
 class Judged:
-    """A policy with one format for everything, calibrated and rounded by ModelOpt, and the oracle beside it."""
+    """A policy with one format for all caches, calibrated and rounded by ModelOpt, and its reference engine."""
 
     def __init__(self, form: Format, model: Any, checkpoint: Path) -> None:
         self.policy = KVPolicy(name="judged", key=form, value=form)
@@ -113,7 +113,7 @@ class Judged:
         return Both(self.fake.get_submodule(quantizer_name((layer, side))), self.form, scales)
 
     def logits(self, tokens: Sequence[int], way: str = "oracle") -> np.ndarray:
-        """Forced decode of the last 136 tokens by the oracle, its rounding done by a method of Both."""
+        """Force-decode the last 136 tokens with the reference engine; `way` names the method of Both that rounds."""
         engine = OracleEngine.from_model(self.model, self.policy, self.scales)
         if way != "oracle":
             storages: Any = [{side: Rounds(self.both(layer, side), way) for side in SIDES} for layer in range(4)]
@@ -123,7 +123,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Rounds:
-    """In place of stages.engines.oracle.cache.Storage."""
+    """A replacement of stages.engines.oracle.cache.Storage."""
 
     both: Both
     way: str
@@ -137,7 +137,7 @@ class Rounds:
 
 
 def share_that_differs(mine: Tensor, theirs: Tensor, x_HTD: Tensor) -> float:
-    """Share of numbers further apart than CLOSE of the largest of their vector."""
+    """Return the share of numbers that differ by more than CLOSE of their vector's largest number."""
     return float(((mine - theirs).abs() > CLOSE * x_HTD.abs().amax(-1, keepdim=True)).float().mean())
 
 
@@ -145,7 +145,7 @@ def share_that_differs(mine: Tensor, theirs: Tensor, x_HTD: Tensor) -> float:
 def test_nvfp4_is_bit_for_bit_what_modelopt_packs(
     rotation: Rotation, model: Any, states: list[dict[Side, Tensor]], tiny_checkpoint: Path
 ) -> None:
-    """ModelOpt rounds NVFP4 of a cache on a GPU alone; what packs its weights runs anywhere, and is the same arithmetic."""
+    """ModelOpt rounds an NVFP4 cache only on a GPU. Its packing of weights runs anywhere and uses the same arithmetic."""
     form = NVFP4.model_copy(update={"rotation": rotation})
     judged = Judged(form, model, tiny_checkpoint)
     for layer in range(4):
@@ -161,7 +161,7 @@ def test_nvfp4_is_bit_for_bit_what_modelopt_packs(
 
 
 def test_modelopt_exports_nvfp4_with_six_times_the_scale_that_its_quantizer_takes() -> None:
-    """Why no export of NVFP4 is written: auto-round and the quantizer itself divide amax by 6 * 448."""
+    """Show why kvgate writes no NVFP4 export: auto-round and the quantizer itself divide amax by 6 * 448."""
     name = "model.layers.0.self_attn.k_bmm_quantizer._amax"
     ((exported, scale),) = postprocess_state_dict({name: torch.tensor(21.0)}, 448, "NVFP4").items()
     assert exported == "model.layers.0.self_attn.k_proj.k_scale"
@@ -179,9 +179,11 @@ def rms(x: np.ndarray) -> float:
 def test_modelopt_and_the_oracle_round_alike(
     form: Format, model: Any, states: list[dict[Side, Tensor]], tokens: list[int], tiny_checkpoint: Path
 ) -> None:
-    """Numbers, then logits: those may differ by 5 % of what the format itself does to them, for a tie here and there (one
-    INT8 key that falls to the other side makes 0.4 %; without any, the logits agree to 1e-4), and by half with ModelOpt's own
-    dynamic scales."""
+    """Compare numbers, then logits.
+
+    Logits may differ by 5 % of the format's own effect, for occasional ties (one INT8 key with the other code makes 0.4 %;
+    without ties, logits agree to 1e-4), and by half of it with ModelOpt's own dynamic scales.
+    """
     judged = Judged(form, model, tiny_checkpoint)
     way = "modelopt" if form.static else "modelopt_with_stored_scales"
     with torch.no_grad():

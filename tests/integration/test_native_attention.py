@@ -1,4 +1,4 @@
-"""The compiled attention kernel against the function's body that it stands for, and how it is compiled and chosen."""
+"""The compiled attention kernel against the graph function that it replaces, and how it is compiled and chosen."""
 
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,23 @@ from stages.engines.onnx.native.compiler import Compiler, compiled_kernel, find_
 from stages.engines.onnx.native.rewrite import refusals, use_kernel
 
 LENGTHS = (1, 63, 64, 65, 128, 190, 300, 700)
-"""Around the ends of pages, with one page or several in a window of 64 or 128 tokens, in units of 256 tokens."""
+"""Lengths around the ends of pages, with one or several pages in a window of 64 or 128 tokens, and in units of 256 tokens."""
 CHUNK = 145
-"""Tokens of a prompt: blocks of 64, the last one of 17."""
+"""Tokens of a prompt's chunk: blocks of 64, and a last block of 17."""
 HEADS = Heads(4, 2, 64)
 ROUNDING = 1e-5
-"""float32 sums in another order, relative to the largest result: measured 2e-6."""
+"""Allowed difference from the order of float32 sums, relative to the largest result: measured 2e-6."""
 CHUNK_ROUNDING = 3e-5
-"""The same of a chunk, which has 145 times as many results: measured 1.04e-5, of E5M2, whose random keys have large scores."""
+"""Allowed difference for a chunk, larger because a chunk has 145 results per sequence: measured 1.04e-5.
+
+The maximum occurs in E5M2, whose random keys have large scores.
+"""
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C compiler, or no AVX2")
 
 
 def difference(case: AttentionCase) -> float:
-    """The kernel's largest difference from the function's body, over the largest result."""
+    """Return the kernel's largest difference from the graph function, relative to the largest result."""
     native, body = (case.session(native=native).run() for native in (True, False))
     assert np.isfinite(body).all()
     return float(np.abs(native.astype(np.float32) - body).max() / np.abs(body).max())
@@ -47,7 +50,7 @@ def test_the_kernel_equals_the_functions_body(policy: KVPolicy) -> None:
 @pytest.mark.parametrize(
     ("heads", "name"),
     [
-        (Heads(5, 1, 96), "int4_asym"),  # five queries, fewer of which fit in registers at once; three vectors a half
+        (Heads(5, 1, 96), "int4_asym"),  # five queries, which do not all fit into registers at once; three vectors per half
         (Heads(5, 1, 96), "fp8"),
         (Heads(5, 1, 96), "nvfp4"),
         (Heads(2, 2, 128), "int4_g128"),
@@ -62,12 +65,13 @@ def test_other_heads_equal_the_functions_body(heads: Heads, name: str) -> None:
 
 
 def test_a_long_context_equals_the_functions_body() -> None:
-    assert difference(AttentionCase(BY_NAME["fp8k_int4v"], HEADS, (20_001,))) < 2 * ROUNDING  # measured 1.1e-5 of as many terms
+    # measured 1.1e-5, with this number of terms
+    assert difference(AttentionCase(BY_NAME["fp8k_int4v"], HEADS, (20_001,))) < 2 * ROUNDING
 
 
 @pytest.mark.parametrize("tokens", [1, CHUNK])
 def test_float16_compute_is_closer_to_float32_than_the_functions_body(tokens: int) -> None:
-    """Scores of size 1 in float16 are off by 2**-11; the kernel computes in float32 and rounds inputs and results alone."""
+    """Scores around 1 in float16 are off by 2**-11. The kernel computes in float32 and rounds only inputs and results."""
     case = AttentionCase(BY_NAME["fp8k_int4v"], HEADS, LENGTHS, compute="float16", tokens=tokens)
     single = AttentionCase(BY_NAME["fp8k_int4v"], HEADS, LENGTHS, tokens=tokens)
     single.inputs |= {name: case.inputs[name].astype(np.float32) for name in ("query", "key", "value")}
@@ -141,7 +145,7 @@ def test_a_head_of_half_a_vector_is_refused_by_layer() -> None:
 @pytest.mark.parametrize("tokens", [1, CHUNK])
 @pytest.mark.parametrize("name", ["page_table", "exact_slots", "lengths", "window_table"])
 def test_a_table_that_leads_outside_of_the_pool_is_refused(name: str, tokens: int) -> None:
-    """A bundle's graph may come from anybody, and may compute the attention's inputs as it likes."""
+    """Test untrusted graphs: a bundle's graph may compute the attention's inputs in any way."""
     case = AttentionCase(BY_NAME["ages"], HEADS, (200, 300), tokens=tokens)
     case.inputs[name][-1] = 1 << 20
     session = case.session(native=True)
@@ -192,7 +196,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...] | None) -> None:
-    """Let a command be the machine's compiler, or nothing."""
+    """Pretend that a command is the machine's compiler, or that there is no compiler."""
     monkeypatch.setattr(compiler, "find_compiler", lambda: Compiler(command, "pretended 1.0") if command else None)
 
 
@@ -262,7 +266,7 @@ def test_a_link_in_place_of_the_cache_is_refused(own_cache: Path, tmp_path: Path
 def test_the_kernel_for_processors_without_avx512_equals_the_functions_body(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same sources take another path there; processors with AVX-512 run it, too. No warning is let pass."""
+    """Compile the other code path of the same sources, which AVX-512 processors can run too. No warning is allowed."""
     strict = ("-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror")
     monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-march=haswell", *strict))
     for name in (

@@ -1,4 +1,4 @@
-"""The bundle on disk: what is refused when it is built or loaded, and what its digest depends on."""
+"""The bundle on disk: refusals when building and loading, and the inputs of its digest."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The ONNX engine's refusals, and what they leave. Policies are in test_onnx_policies.py, families in test_families.py."""
+"""The ONNX engine's refusals, and its state afterwards. Policies: test_onnx_policies.py. Families: test_families.py."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from stages.engines.onnx.engine import OnnxEngine, load_engine
 
 
 def spoiled(bundle: Path, shape: tuple[int, int], number: int, row: int, by: float = np.nan) -> OnnxEngine:
-    """An engine of which one row of the `number`-th weight matrix of a shape, as the checkpoint has it, holds `by` only."""
+    """Return an engine with `by` in one row of the `number`-th weight matrix of a shape, in the checkpoint's order."""
     tensors = onnx.load(bundle / "decode.onnx", load_external_data=False).graph.initializer
     places = [int({entry.key: entry.value for entry in tensor.external_data}["offset"])
               for tensor in tensors if tuple(tensor.dims) == shape]  # fmt: skip
@@ -32,7 +32,7 @@ def spoiled(bundle: Path, shape: tuple[int, int], number: int, row: int, by: flo
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("by", [np.nan, 1e6], ids=["nan", "beyond_float16"])
 def test_keys_and_values_that_are_not_finite_are_refused_by_name(by: float, number: int, decoder: Path, tmp_path: Path) -> None:
-    """The projections to keys and values are the square matrices of this model."""
+    """In this model, only the projections to keys and values are square matrices."""
     engine = spoiled(make_bundle(decoder, tmp_path / "bundle", BY_NAME["ages"]), (128, 128), number, 5, by)
     name = ("key of layer 0", "value of layer 0", "key of layer 1", "value of layer 1")[number]
     with pytest.raises(UserError, match=f"model.path: {name}, token 0 of sequence 0 is not finite as a float16"):
@@ -41,8 +41,11 @@ def test_keys_and_values_that_are_not_finite_are_refused_by_name(by: float, numb
 
 
 def test_a_token_whose_key_is_not_finite_leaves_nothing_in_the_cache(decoder: Path, tmp_path: Path) -> None:
-    """The embedding of token 7 is NaN; as the head it also spoils the logit of token 7, which is handed on: an evaluation
-    must see it and fail the engine for it. Only generation refuses to pick from it."""
+    """Set the embedding of token 7 to NaN.
+
+    The embedding is also the output matrix, so the logit of token 7 is NaN. The engine returns it, so that an evaluation
+    sees NaN and fails the engine. Only generation refuses to choose a token from NaN logits.
+    """
     engine = spoiled(make_bundle(decoder, tmp_path / "bundle", BY_NAME["ages"]), (256, 128), 0, 7)
     with pytest.raises(UserError, match="key of layer 0, token 2 of sequence 0 is not finite"):
         engine.prefill([[1, 2, 7, 4]])

@@ -1,4 +1,4 @@
-"""The exporter: what it refuses, keeps on disk and leaves in memory; test_families.py has what its graphs compute."""
+"""The exporter's refusals, files and memory use. test_families.py checks the results of its graphs."""
 
 import gc
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Prefix sharing: what is shared, copied and freed."""
+"""Prefix sharing: shared, copied and freed pages."""
 
 from pathlib import Path
 

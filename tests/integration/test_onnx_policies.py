@@ -1,6 +1,7 @@
-"""Every KV policy on the ONNX engine against the oracle: two independent programs over the same policy and weights.
+"""Every KV policy on the ONNX engine against the reference engine: two independent implementations of the same policies.
 
-Policies run with the graph's own attention, which TensorRT builds from; test_native_attention.py holds the kernel to it.
+Policies run with the graph's own attention, which TensorRT plans are built from. test_native_attention.py compares the
+compiled kernel with the graph.
 """
 
 from pathlib import Path
@@ -33,15 +34,22 @@ from stages.engines.onnx.engine import OnnxEngine
 from stages.engines.oracle.engine import OracleEngine
 
 LENGTHS = [1, 63, 64, 65, 127, 128, 129, 190, 300]
-"""Around the ends of pages; while 190 decodes, a page leaves a window of 64 tokens; 300 is more than any policy keeps exact."""
+"""Lengths around the ends of pages. While 190 decodes, a page leaves a window of 64 tokens; no policy keeps 300 exact."""
 ROUNDING = 2e-5
-"""float32 sums in another order: measured 4e-6 with logits of standard deviation 0.9."""
+"""Allowed difference from the order of float32 sums: measured 4e-6 with logits of standard deviation 0.9."""
 FLIPS = 1e-2
-"""A key or value that lies between two codes within float32 rounding may get the other one, a step of its format away: a
-few rows per policy, measured by at most 5e-3 (INT4). Key scales 4 times too large move every row by 0.1 or more."""
+"""Allowed difference of a row after codes flip.
+
+A key or value between two codes may get the other code, a step of its format away, because of float32 rounding. This
+happens in a few rows per policy: measured at most 5e-3 (INT4). Key scales that are 4 times too large move every row by at
+least 0.1.
+"""
 MEDIAN = 1e-4
-"""Most rows meet no such value: measured at most 7e-5, for formats whose steps are fine (bfloat16, int8), where single flips
-hardly matter but are frequent. The coarser formats are below 3e-5, while INT8 as a whole moves a row by 1e-3."""
+"""Allowed difference of the median row, without coarse flips.
+
+Measured at most 7e-5, for fine formats (bfloat16, int8), where flips are frequent but matter little. Coarser formats stay
+below 3e-5. For comparison, INT8 as a whole moves a row by 1e-3.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +67,13 @@ def texts() -> list[list[int]]:
 def pair(
     request: pytest.FixtureRequest, model: torch.nn.Module, decoder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[OnnxEngine, OracleEngine]:
-    """The engine and the oracle of one policy; tests leave no sequences and no faults behind."""
+    """The engine and the reference engine of a policy. Tests must leave no sequences and no faults behind."""
     engine = make_engine(decoder, tmp_path_factory.mktemp("bundles") / "bundle", request.param, attention="graph")
     return engine, make_oracle(model, request.param, engine.shape)
 
 
 def differences(engine: OnnxEngine, oracle: OracleEngine, texts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """All the engine's logits, and the largest difference of each decoded row (STEPS, B) from the oracle's."""
+    """Return all logits of the engine, and each decoded row's largest difference (STEPS, B) from the reference engine."""
     logits = forced(engine, texts)
     expected = np.stack([oracle.forced(text, len(text) - STEPS) for text in texts], axis=1)
     return logits, np.abs(logits[1:] - expected).max(-1)
@@ -80,7 +88,7 @@ def test_batched_decode_equals_the_oracle_and_single_runs(
     assert np.median(difference) < MEDIAN
     for i in (0, 3, 6):
         np.testing.assert_allclose(forced(pair[0], texts[i : i + 1])[:, 0], logits[:, i], atol=ROUNDING)
-    # The logits of a prompt of one chunk do not read the cache.
+    # The logits of a one-chunk prompt do not depend on the cache.
     with torch.no_grad():
         expected = [model(torch.tensor([text[:-STEPS]])).logits[0, -1].numpy() for text in texts]
     np.testing.assert_allclose(logits[0], expected, atol=ROUNDING)
@@ -178,7 +186,7 @@ def test_a_later_prefill_chunk_attends_over_the_quantized_cache_of_the_earlier_o
 def test_groups_that_do_not_fall_on_halves_of_a_head_equal_the_oracle(
     head_dim: int, size: int, tmp_path: Path, texts: list[list[int]]
 ) -> None:
-    """An odd number of INT4 groups: the middle one has channels in the low and in the high nibbles."""
+    """Use an odd number of INT4 groups: the middle group has channels in low and in high nibbles."""
     checkpoint = save_model(llama_config(head_dim), tmp_path / "checkpoint")
     policy = KVPolicy(name="odd", key=int4_groups(size), value=int4_groups(size, symmetric=False))
     engine = make_engine(make_decoder(checkpoint, tmp_path / "decoder"), tmp_path / "bundle", policy)
@@ -205,8 +213,11 @@ def test_a_new_integer_format_is_one_entry_of_codes(
 def test_float16_compute_stays_close_to_float32(
     name: str, decoder: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]]
 ) -> None:
-    """float16 rounds every activation (2**-11) over two layers: 3 % of the logits' standard deviation. Keys and values
-    that move by that get other codes, an INT4 step is up to 14 % of a value: measured 8 %, allowed 20 %."""
+    """Bound the effect of float16 compute.
+
+    float16 rounds every activation (2**-11) over two layers: 3 % of the logits' standard deviation. Keys and values that
+    move by this may get other codes, and an INT4 step is up to 14 % of a value: measured 8 %, allowed 20 %.
+    """
     half = make_engine(shared_decoder(tmp_path_factory, "float16"), tmp_path / "half", BY_NAME[name])
     single = make_engine(decoder, tmp_path / "single", BY_NAME[name])
     logits, expected = forced(half, texts), forced(single, texts)

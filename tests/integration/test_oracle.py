@@ -1,4 +1,4 @@
-"""The oracle: one pass against decoding token by token, against transformers over a rounding cache, and its memory."""
+"""The reference engine: one pass against stepwise decoding, against transformers with a rounding cache, and its memory."""
 
 from typing import Any
 
@@ -14,13 +14,13 @@ from stages.engines.oracle.cache import Storage, layer_storages
 from stages.engines.oracle.engine import OracleEngine
 
 LENGTHS = [1, 63, 64, 65, 127, 128, 129, 300]
-"""Prompts around the ends of pages; 300 is more than any policy keeps exact."""
+"""Prompt lengths around the ends of pages. 300 is longer than any policy keeps exact."""
 CHUNK = 80
-"""Prompts are prefilled in several chunks, which read the pool of those before."""
+"""Prefill chunk in tokens. Prompts need several chunks, which read the pool of earlier chunks."""
 EXACT = 1e-9
-"""In float64 nothing is left but the order of sums, 1e-15: no value is so near to the border between two codes."""
+"""In float64, only the order of sums differs (1e-15). No value is this close to the border between two codes."""
 ROUNDING = 2e-5
-"""float32 sums in another order: measured 4e-6."""
+"""Allowed difference from the order of float32 sums: measured 4e-6."""
 
 
 def random_model(config: Any = None) -> Any:
@@ -48,7 +48,7 @@ def texts() -> list[list[int]]:
 
 
 def one_pass(engine: OracleEngine, texts: list[list[int]], steps: int = STEPS) -> np.ndarray:
-    """Logits (steps, B, V) of decoding the last tokens of every text."""
+    """Return logits (steps, B, V) of decoding the last tokens of every text."""
     return np.stack([engine.forced(text, len(text) - steps) for text in texts], axis=1)
 
 
@@ -82,7 +82,7 @@ def test_memory_is_the_policys_arithmetic_and_release_frees_it(policy: KVPolicy,
 
 
 class RoundingCache(DynamicCache):  # type: ignore[misc]  # transformers is not followed
-    """transformers' own cache, whose past is what the policy's base formats make of it: no code of the oracle's attention."""
+    """transformers' own cache with past tokens rounded by the policy's base formats. It shares no code with the attention."""
 
     def __init__(self, storages: list[dict[Any, Storage]]) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def test_a_corrupted_key_scale_reaches_one_pass_and_decode_alike(name: str, mode
 
 
 def test_an_oracle_that_reads_itself_has_no_exact_token_and_one_replay(model: Any) -> None:
-    """As engines do that store a token before they attend: a prompt in any chunks is the same, and FP16 costs what it costs."""
+    """Test reads_itself, for engines that store a token before they attend: chunking a prompt then changes nothing."""
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, 256, 150).tolist()
     engine = make_oracle(model, BY_NAME["fp8"], SHAPE)

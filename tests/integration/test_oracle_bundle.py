@@ -1,4 +1,4 @@
-"""A bundle of the torch backend on disk: complete, verified, refused when it is not what was built."""
+"""A bundle of the torch backend on disk: complete, verified, and refused if changed."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""stage=capacity and stage=recommend on a config.json alone: what they print, write and refuse."""
+"""stage=capacity and stage=recommend with only a config.json: output, files and refusals."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf" / "kv"
 
 @pytest.fixture
 def asked(tmp_path: Path) -> list[str]:
-    """Arguments for a model of which there is a config.json alone."""
+    """Arguments for a model that consists only of a config.json."""
     folder = tmp_path / "llama-8b"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA_8B))
@@ -45,7 +45,7 @@ def test_a_budget_that_no_policy_meets_is_refused_with_the_most_that_one_admits(
 def test_without_evidence_nothing_is_recommended_and_no_store_is_made(
     asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command for the evidence has this command's own options, without the policy that it was called with."""
+    """The printed command for the evidence repeats this command's options, except its policy."""
     own = ["stage=recommend", "gates.max_mean_kl=0.02", "kv=int8", "capacity.gpu_gib=80"]
     monkeypatch.setattr(planning, "typed", lambda: own)
     with pytest.raises(GateRefusal, match="no policy has evidence that covers this use: nothing is recommended"):

@@ -1,4 +1,4 @@
-"""Prompts that begin alike: what is found gives the same answers, and nothing of another cache is ever found."""
+"""Prompts with common beginnings: reuse does not change answers, and prefixes of another cache are never found."""
 
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ from stages.engines.paged.prefixes import PrefixCache
 
 CHUNK = 64
 NEW = 70
-"""Decoded tokens: they cross a border of a page, and leave the windows of the policies."""
+"""Number of decoded tokens. They cross a page border and leave the policies' windows."""
 ROUNDING = 2e-5
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Two that share 200 tokens, one that shares 70 with them, the first again, and its first four chunks."""
+    """A prompt, prompts that share 200 and 70 of its tokens, the same prompt again, and its first four chunks."""
     rng = np.random.default_rng(0)
     long, end, other = (rng.integers(0, 256, count).tolist() for count in (280, 60, 150))
     return [long, [*long[:200], *end], [*long[:70], *other], long, long[:256]]
@@ -36,7 +36,7 @@ def cache(engine: OnnxEngine) -> PrefixCache:
 
 
 def logits_of(engine: OnnxEngine, prompt: list[int]) -> np.ndarray:
-    """Logits (1 + NEW, V) of the prompt's last token and of decoding the same tokens after it."""
+    """Return logits (1 + NEW, V) of the prompt's last token and of decoding NEW fixed tokens."""
     (handle,), first = engine.prefill([prompt])
     after = [engine.decode([handle], [token])[0] for token in range(NEW)]
     engine.release([handle])
@@ -51,7 +51,8 @@ def test_answers_and_logits_are_the_same_with_and_without_reuse(
     without, reusing = load(bundle), load(bundle, prefix_tokens=4096)
     for prompt in prompts:
         np.testing.assert_allclose(logits_of(reusing, prompt), logits_of(without, prompt), atol=ROUNDING)
-    # three chunks of the second, one of the third, all four of the first again, three of the last: its last one is computed
+    # Reused chunks: 3 of the second prompt, 1 of the third, 4 of the first again, and 3 of the last, whose last chunk is
+    # always computed.
     assert cache(reusing).reused_tokens == CHUNK * (3 + 1 + 4 + 3)
     assert reusing.generate(prompts, 8, ()) == without.generate(prompts, 8, ())
     while cache(reusing).evict():
@@ -78,7 +79,7 @@ def test_memory_is_bounded_and_the_least_recently_used_beginning_goes_first(
     logits_of(engine, first)
     assert list(kept.kept) == list(reversed(kept.keys(first)[:3]))  # the fourth chunk found no room
     assert engine.pool.in_use[0] == 3
-    logits_of(engine, other)  # begins with the first chunk, and has two more
+    logits_of(engine, other)  # begins with the first chunk and has two more
     assert set(kept.kept) == {*kept.keys(first)[:1], *kept.keys(other)[1:3]}
     assert engine.pool.in_use[0] == 3
     before = kept.reused_tokens
@@ -91,9 +92,9 @@ def test_kept_prefixes_make_room_for_live_sequences(decoder: Path, tmp_path: Pat
     engine = load(bundle, prefix_tokens=4096, max_pages=6)
     engine.release(engine.prefill([prompts[0]])[0])
     assert engine.pool.in_use[0] == 4
-    (handle,), _ = engine.prefill([prompts[2][70:]])  # three pages of its own
+    (handle,), _ = engine.prefill([prompts[2][70:]])  # three own pages
     assert engine.pool.in_use[0] <= 6
-    for token in range(3 * CHUNK):  # and three more, for which what it does not share has to go
+    for token in range(3 * CHUNK):  # three more pages, for which the prefixes that it does not share must be evicted
         engine.decode([handle], [token])
     assert set(cache(engine).kept) == set(cache(engine).keys(prompts[2][70:]))
     with pytest.raises(UserError, match="max_pages=6 is too small"):

@@ -1,4 +1,4 @@
-"""The stress test on real engines: sound ones pass, and faults in places that samples never reach are named."""
+"""The stress test on real engines: sound engines pass, and faults that the samples cannot reach are named."""
 
 import time
 from collections import Counter
@@ -50,7 +50,7 @@ def int8(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(model: Any) -> ReferenceEngine:
-    """The oracle under int8."""
+    """The reference engine for int8."""
     return ReferenceEngine(OracleEngine.from_model(model, BY_NAME["int8"]), "float32")
 
 
@@ -100,7 +100,7 @@ def test_the_torch_engine_steps_through_its_own_pages_and_passes(model: Any) -> 
 
 
 def a_breath_of_another(engine: Any) -> None:
-    """One step in 20 one head of one layer reads a thousandth of another request's value, one channel of one token."""
+    """In every 20th step, let a head of one layer read a thousandth of another request's value in a channel of a token."""
     steps = 0
     session = engine._sessions["decode"]
     run, tables = session.run, engine.pool.tables
@@ -141,7 +141,7 @@ WHERE_SAMPLES_DO_NOT_LEAD = [
     ("after_330_decoded", FAR, "batch: 9 tokens and far: first stored wrong at position 339"),
     ("a_breath_of_another", FAR, "isolation: "),
 ]
-"""Faults of the library and the breath of another, and what is said of each; the far ones take long."""
+"""Faults of the library and `a_breath_of_another`, with the expected message. Faults with FAR take long."""
 
 
 @pytest.mark.every
@@ -163,19 +163,19 @@ def stop_tokens_ignored(engine: Any) -> None:
 
 
 def rows_by_handle(engine: Any) -> None:
-    """The rows of a step come back in the order of their handles."""
+    """Return the rows of a step in the order of their handles."""
     decode = engine._decode
     engine._decode = lambda handles, tokens: decode(*zip(*sorted(zip(handles, tokens, strict=True)), strict=True))
 
 
 def long_turns_cut(engine: Any) -> None:
-    """A later turn of more than a page loses its last token."""
+    """Lose the last token of a later turn that is longer than a page."""
     extend = engine.extend
     engine.extend = lambda handle, tokens: extend(handle, tokens[:-1] if len(tokens) > PAGE_TOKENS else tokens)
 
 
 def many_forks_share(engine: Any) -> None:
-    """From the fifth fork of a sequence on, forks read the first page of an unrelated sequence."""
+    """From the fifth fork of a sequence on, let forks read the first page of an unrelated sequence."""
     fork, counts, wrong, tables = engine.fork, Counter[int](), set[int](), engine.pool.tables
 
     def forked(handle: int) -> Any:
@@ -196,7 +196,7 @@ def many_forks_share(engine: Any) -> None:
 
 
 def idle_loses_a_page(engine: Any) -> None:
-    """After a tenth of a second without a step, the first page of every live sequence is lost."""
+    """Lose the first page of every live sequence after a tenth of a second without a step."""
     run, last = engine._run, [time.monotonic()]
 
     def after_a_while(mode: Any, handles: Sequence[int], ids: Any) -> Any:
@@ -211,7 +211,7 @@ def idle_loses_a_page(engine: Any) -> None:
 
 
 def leaks(engine: Any) -> None:
-    """Every request leaves 256 KiB behind."""
+    """Leak 256 KiB per request."""
     release, kept = engine.pool.release, list[Any]()
 
     def leaving(handle: int) -> None:
@@ -222,7 +222,7 @@ def leaks(engine: Any) -> None:
 
 
 def a_step_is_off(engine: Any) -> None:
-    """One step in 113 is off by so little that no distance shows it."""
+    """Change one step in 113 by too little for any distance to show."""
     decode, steps = engine._decode, count(1)
 
     def off(handles: Sequence[int], tokens: Sequence[int]) -> Any:
@@ -233,7 +233,7 @@ def a_step_is_off(engine: Any) -> None:
 
 
 def full_pool_wipes_a_page(engine: Any) -> None:
-    """In a full pool, a request that ends or gives way wipes a page of one that stays."""
+    """In a full pool, wipe a page of a remaining request when another request ends or is preempted."""
     release = engine.pool.release
 
     def wiping(handle: int) -> None:
@@ -307,7 +307,7 @@ def test_an_engine_that_keeps_prefixes_is_judged_with_them(reference: ReferenceE
 
 
 def sure_memory(engine: OnnxEngine) -> ProcessMemory:
-    """Measure until the process's memory stands still: what earlier tests freed may go back meanwhile."""
+    """Measure until the process's memory is stable: memory that earlier tests freed may still be returned."""
     measured = (process_memory(engine, 1024) for _ in range(5))
     sure = next((found for found in measured if found is not None and found.unsure is None), None)
     assert sure is not None, "it never stood still"

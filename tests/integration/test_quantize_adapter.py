@@ -1,4 +1,4 @@
-"""ModelOpt's quantizers, called directly: what they drop or bypass is caught."""
+"""ModelOpt's quantizers, called directly: dropped or bypassed quantizers are caught."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from stages.quantize.run import load_model
 
 
 def test_a_model_without_the_quantizers_of_a_policy_is_an_error_before_any_text_runs(tiny_checkpoint: Path) -> None:
-    """ModelOpt ignores a name that matches nothing, as of attention that it cannot hook, and would leave the cache exact."""
+    """ModelOpt ignores names without a match, such as those of attention that it cannot hook, and leaves the cache exact."""
     model = load_model(inspect_checkpoint(tiny_checkpoint))
     with pytest.raises(RuntimeError, match=r"8 quantizers instead of 10: missing model.layers.4.self_attn.k_bmm_quantizer"):
         adapter.measure(model, 5, "none", lambda _: pytest.fail("a text ran"), tiny_checkpoint)

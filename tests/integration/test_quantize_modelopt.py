@@ -31,12 +31,12 @@ from stages.quantize import modelopt_adapter as adapter
 from stages.quantize.run import scale_cache
 
 FACTS = json.loads((Path(__file__).parents[1] / "contract" / "facts" / "engine-1.2.1.json").read_text(encoding="utf-8"))
-"""Of TensorRT-LLM's sources."""
+"""Facts recorded from TensorRT-LLM's sources."""
 
 
 @pytest.fixture(scope="module")
 def run_stage(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, WeightsFormat], Path]:
-    """Outputs of the stage on the tiny model by policy and weights format, each run once."""
+    """A function that returns the stage's output on the tiny model by policy and weight format. Each runs once."""
     outputs: dict[tuple[str, WeightsFormat], Path] = {}
 
     def run(policy: str, weights: WeightsFormat = "none", checkpoint: Path = tiny_checkpoint) -> Path:
@@ -51,7 +51,7 @@ def run_stage(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module", params=["mistral", "qwen2", "qwen3"])
 def family(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random two-layer model of another family with the tiny model's tokenizer, weights in bfloat16."""
+    """A random two-layer model of another family with the tiny model's tokenizer and bfloat16 weights."""
     return random_checkpoint(request.param, tiny_checkpoint, tmp_path_factory.mktemp(request.param))
 
 
@@ -117,7 +117,7 @@ def test_the_exports_carry_the_rotary_base_where_tensorrt_llm_reads_it(run_stage
 
 
 def test_int8_per_tensor_is_carried_by_the_tensorrt_llm_export_alone(run_stage: Callable[..., Path]) -> None:
-    """One scale for keys and values, never raised to 1 as FP8's are; the unified export refuses INT8."""
+    """Keys and values share one scale, which unlike FP8's is never raised to 1. The unified export refuses INT8."""
     out = run_stage("int8_tensor")
     config = json.loads((out / "exports" / "tensorrt_llm" / "config.json").read_text())
     assert config["quantization"]["kv_cache_quant_algo"] == "INT8"
@@ -146,7 +146,10 @@ def test_quantized_weights_are_asserted_exported_and_validated(weights: WeightsF
 
 
 def other_codes(out: Path) -> int:
-    """FP8 weights of the unified export with another code than in `checkpoint/`: codes are 2^-4 apart, float16 is 2^-11."""
+    """Count the FP8 weights of the unified export that have another code than in `checkpoint/`.
+
+    Codes are 2^-4 apart; float16 numbers are 2^-11 apart.
+    """
     unified, judged = (load_file(out / folder / "model.safetensors") for folder in ("exports/unified_hf", "checkpoint"))
     scaled = [name.removesuffix("_scale") for name in unified if name.endswith(".weight_scale")]
     assert scaled
@@ -159,7 +162,9 @@ def other_codes(out: Path) -> int:
 
 
 def test_every_fp8_weight_of_the_unified_export_is_the_one_that_is_judged(run_stage: Callable[..., Path]) -> None:
-    """float16 here; bfloat16 is every family's. ModelOpt's export alone would round twice, and 0.4 % of the codes differed."""
+    """Test float16; all families are tested in bfloat16. ModelOpt's export alone rounds twice and changes 0.4 % of the
+    codes.
+    """
     assert other_codes(run_stage("fp8", "fp8")) == 0
 
 
@@ -173,7 +178,7 @@ FUSED = {
 
 
 def effective(tensors: dict[str, torch.Tensor], base: str, weights: str) -> torch.Tensor:
-    """Return W (out, in) such that W x is what the layer computes when it does not round activations."""
+    """Return W (out, in) such that W x is the layer's result if activations are not rounded."""
     codes = tensors[f"{base}.weight"]
     if weights == "none":
         return codes.float()
@@ -194,10 +199,11 @@ def effective(tensors: dict[str, torch.Tensor], base: str, weights: str) -> torc
 def test_every_weight_of_the_tensorrt_llm_export_is_the_one_that_is_judged(
     weights: WeightsFormat, run_stage: Callable[[str, WeightsFormat], Path]
 ) -> None:
-    """Dequantized, it may differ from the float16 of `checkpoint/` by half a unit of float16.
+    """A dequantized weight may differ from the float16 in `checkpoint/` by half a unit of float16.
 
-    The format is read as TensorRT-LLM 1.2.1 reads it (tensorrt_llm/models/modeling_utils.py and quantization/layers.py): qkv is
-    the rows of q, k and v, fc is gate_proj, gate is up_proj; INT4 codes lie transposed, two outputs a byte, the low bits first.
+    The format follows TensorRT-LLM 1.2.1 (tensorrt_llm/models/modeling_utils.py and quantization/layers.py): qkv contains
+    the rows of q, k and v, fc is gate_proj, gate is up_proj; INT4 codes are transposed, two outputs per byte, low bits
+    first.
     """
     out = run_stage("fp8", weights)
     tensors = load_file(out / "exports" / "tensorrt_llm" / "rank0.safetensors")
@@ -209,7 +215,7 @@ def test_every_weight_of_the_tensorrt_llm_export_is_the_one_that_is_judged(
             expected = torch.cat([judged[f"model.layers.{layer}.{part}.weight"].float() for part in parts])
             found = effective(tensors, f"transformer.layers.{layer}.{name}", weights)
             other = (found - expected).abs() > 2.0**-11 * expected.abs() + 2.0**-25
-            # a weight halfway between two codes may go to either: ModelOpt multiplies where its exporter divides
+            # A weight halfway between two codes may get either: ModelOpt multiplies, but its exporter divides.
             allowed = 0.0 if weights in ("none", "fp8") else 1e-3
             assert other.float().mean() <= allowed, f"layer {layer} {name}: {int(other.sum())} weights differ"
             assert (found - expected).norm() <= 5e-3 * expected.norm()
@@ -233,7 +239,7 @@ def test_the_checkpoint_computes_what_modelopt_computes_without_activation_round
     with torch.no_grad():
         fake, folded, original = (m(input_ids=ids, use_cache=False).logits for m in (model, plain, source))
     assert (fake - folded).abs().max() < 0.01 * fake.std()
-    # The bound means something: the quantization itself moves the logits further than that.
+    # The bound is meaningful: the quantization itself moves the logits further.
     assert (original - folded).abs().max() > 0.02 * fake.std()
     assert transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").dtype is torch.float16
 

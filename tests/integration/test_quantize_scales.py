@@ -1,6 +1,6 @@
-"""Static scales against extremes computed here, from transformers' own cache: ModelOpt has no part in them.
+"""Static scales against extremes computed here from transformers' own cache, without ModelOpt.
 
-Tolerance 1e-5, except where a rotation's 64 products are added in another order.
+The tolerance is 1e-5, except for rotations, which add 64 products in another order.
 """
 
 from pathlib import Path
@@ -18,11 +18,11 @@ from pipeline.core.scales import KVScales, SideScales
 
 SHAPE = KVShape(layers=4, kv_heads=2, head_dim=64)
 States = list[dict[str, Tensor]]
-"""By layer and side, (tokens of all texts, heads, channels)."""
+"""Keys and values by layer and side, (tokens of all texts, heads, channels)."""
 
 
 def states_of(checkpoint: Path) -> States:
-    """Keys (after the rotary embedding) and values of all calibration texts."""
+    """Return the keys (after the rotary embedding) and values of all calibration texts."""
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     return [{side: x_HTD.transpose(0, 1) for side, x_HTD in layer.items()} for layer in cache_states(model, checkpoint)]
 
@@ -33,13 +33,13 @@ def states(tiny_checkpoint: Path) -> States:
 
 
 def walsh(states_THD: Tensor) -> Tensor:
-    """The Hadamard transform by its definition: element (i, j) is -1 to the number of bits that i and j share."""
+    """Compute the Hadamard transform by its definition: element (i, j) is -1 to the number of bits that i and j share."""
     signs = [[(-1) ** (i & j).bit_count() for j in range(64)] for i in range(64)]
     return states_THD @ (torch.tensor(signs, dtype=torch.float32) / 8)
 
 
 def expected(states_THD: Tensor, form: Format) -> tuple[Tensor, Tensor | None]:
-    """Scales and zeros of a calibrated format, flat."""
+    """Return the flat scales and zero points of a calibrated format."""
     x = walsh(states_THD) if form.rotation == "hadamard" else states_THD
     parts = {"per_tensor": x.reshape(-1, 1), "per_head": x.transpose(1, 2).reshape(-1, 2), "per_channel": x.reshape(-1, 128)}
     low, high = parts[form.granularity].amin(0), parts[form.granularity].amax(0)
@@ -61,7 +61,7 @@ def check(scales: SideScales, states_THD: Tensor, form: Format) -> None:
 
 
 def check_all(scales: KVScales, states: States, policy: KVPolicy) -> None:
-    """Every static format of the policy; a window's copy is measured of the same states."""
+    """Check every static format of the policy. A window's copy is measured from the same states."""
     for layer, sides in enumerate(states):
         for side, form in policy.sides(layer).items():
             if form.static:
@@ -116,7 +116,7 @@ def test_an_override_has_scales_in_its_layers_alone(states: States, tiny_checkpo
 
 
 def test_a_window_shares_the_measurement_of_the_base_copy(states: States, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """Finer and coarser than the base, static over a dynamic base, and rotated over an unrotated one."""
+    """Use windows that are finer and coarser than the base, static over dynamic, and rotated over unrotated."""
     window = Window(tokens=64, key=fmt("int8", "per_channel"), value=fmt("int8", "per_head", rotation="hadamard"))
     override = LayerOverride(layers=(2,), key=fmt("int4", "per_token"))
     base = fmt("int4", "per_tensor")

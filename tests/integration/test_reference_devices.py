@@ -1,4 +1,4 @@
-"""The reference engine on another device than the CPU: a stand-in without numbers, on which two devices never meet."""
+"""The reference engine on another device than the CPU: a stand-in device without numbers that refuses to mix devices."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,12 +30,13 @@ POLICIES = [
 
 
 class OnDevice(TorchFunctionMode):
-    """Refuses tensors that are made on the CPU but for what is planned there and then moved: plans, ids and positions."""
+    """Refuses tensors created on the CPU, except plans, ids and positions, which are created there and then moved."""
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.zeros, torch.ones, torch.full, torch.empty):
-            assert "device" in kwargs or args[0] == 1, f"{func.__name__} without a device"  # a Hadamard matrix begins so
+            # a Hadamard matrix starts this way
+            assert "device" in kwargs or args[0] == 1, f"{func.__name__} without a device"
         return func(*args, **kwargs)
 
 
@@ -51,7 +52,7 @@ def with_masks(block: Block, device: torch.device | str) -> Block:
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Give the tiny model's shapes on the stand-in, with weights in 16 bits."""
+    """The tiny model's shapes on the stand-in device, with 16-bit weights."""
     plan = attention.plan
 
     def planned(*given: Any) -> list[Block]:

@@ -1,4 +1,4 @@
-"""An engine that computes a near relative of its policy is told which one."""
+"""The report names the near relative of a policy that an engine actually computes."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def bench(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Co
 def oracle(bench: Conformity, name: str) -> OracleEngine:
     policy, plain = POLICIES[name], OracleEngine.from_model(bench.model, POLICIES["fp16"])
     calibrated = static_scales(policy, plain.shape)
-    # A layer's scales are its own, and those of its values are not those of its keys.
+    # Every layer has different scales, and its values have other scales than its keys.
     layers = tuple(
         {
             side: scales.model_copy(

@@ -1,4 +1,4 @@
-"""The rotary embeddings that transformers computes are the ones that config.json states, or the checkpoint is refused."""
+"""transformers computes the rotary embeddings that config.json states, or the checkpoint is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ LOCAL = {"rope_local_base_freq": 7000.0}
 
 def written(family: str, **rope: Any) -> dict[str, Any]:
     about: dict[str, Any] = {"model_type": family, "architectures": [FAMILIES[family].architecture]}
-    about |= {"num_hidden_layers": 4} if family == "olmo3" else {}  # one with full attention
+    about |= {"num_hidden_layers": 4} if family == "olmo3" else {}  # a layer with full attention
     return {key: value for key, value in {**SIZE, **MODELS[family], **about}.items() if not key.startswith("rope")} | rope
 
 

@@ -25,14 +25,14 @@ BATCH, TOKENS = 3, 320
 
 
 class Pair:
-    """A policy's embedded engine, and the TensorRT engine of its graphs on a fake runtime."""
+    """A policy's ONNX engine, and the TensorRT engine of the same graphs on a fake runtime."""
 
     def __init__(self, onnx_bundle: Path, plans: Path) -> None:
         self.onnx_bundle, self.plans = onnx_bundle, plans
         self.record, self.policy, self.scales = open_bundle(plans, PlanRecord, "tensorrt_rtx")
 
     def onnx(self) -> OnnxEngine:
-        # A plan has the graph's operators: beside another order of the sums, codes of new tokens would round to neighbours.
+        # A plan has the graph's operators. With another order of sums, codes of new tokens would round to their neighbours.
         return load_onnx(self.onnx_bundle, threads=1, attention="graph")
 
     def tensorrt(self, cuda_graphs: bool = True) -> tuple[PlanEngine, FakeDevice, dict[Mode, FakeEngine]]:
@@ -48,7 +48,7 @@ def pairs(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     for name in POLICIES:
         onnx_bundle = make_bundle(decoder, root / name, BY_NAME[name])
         with pytest.MonkeyPatch.context() as patch:
-            # what TensorRT reads of the graphs is real; test_tensorrt_rtx_plan.py builds them
+            # TensorRT's parsing of the graphs is real; test_tensorrt_rtx_plan.py builds the plans
             patch.setattr("stages.engines.tensorrt.build.build", lambda *_: b"plan")
             out = make_plans(onnx_bundle, root / f"{name}_plans", BY_NAME[name], max_batch=BATCH, max_tokens=TOKENS)
         pairs[name] = Pair(onnx_bundle, out)
@@ -56,7 +56,7 @@ def pairs(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def held(engine: PlanEngine | OnnxEngine, handles: list[int]) -> dict[str, list[bytes]]:
-    """The bytes of every token that sequences hold in all arrays of pages, and of their exact buffers in use."""
+    """Return the bytes of every token that sequences hold in all page arrays, and of their used exact buffers."""
     pool = engine.pool
     found: dict[str, list[bytes]] = {}
     sinks, recent = pool.policy.sink_tokens, pool.policy.recent_tokens
@@ -78,8 +78,11 @@ def held(engine: PlanEngine | OnnxEngine, handles: list[int]) -> dict[str, list[
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_steps_and_chunks_store_and_answer_what_the_embedded_engine_does(name: str, pairs: dict[str, Pair]) -> None:
-    """Chunks that begin within pages, windows that move within a run, tails that join later runs, rows and columns of padding;
-    then with corrupted scales, launched and replayed."""
+    """Compare with the ONNX engine.
+
+    Covers chunks that begin within pages, windows that move within a run, tails that join later runs, padded rows and
+    columns, and then corrupted scales, launched and replayed.
+    """
     rng = np.random.default_rng(0)
     (engine, _, fakes), expected = pairs[name].tensorrt(), pairs[name].onnx()
     engine.prefill_chunk = expected.prefill_chunk = 100
@@ -134,9 +137,9 @@ def test_each_decode_shape_is_captured_once_and_then_replayed(pairs: dict[str, P
     for _ in range(10):
         engine.decode(handles, [1, 2])
     assert (len(fakes["decode"].contexts), device.captured, device.replayed) == (1, 1, 9)
-    for _ in range(70):  # the second page, then the third: padded to four
+    for _ in range(70):  # the second page, then the third, which is padded to four
         engine.decode(handles[:1], [3])
-    assert len(fakes["decode"].contexts) == 3  # one row of one page, then of two
+    assert len(fakes["decode"].contexts) == 3  # one row with one page, then with two
     assert len(fakes["prefill"].contexts) == 2  # 3 tokens, padded to 4, and 5, padded to 8
 
 
@@ -174,7 +177,7 @@ def test_a_refused_step_stores_nothing_and_the_next_one_goes_on(
     name: str, pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, expected = pairs[name].tensorrt()[0], pairs[name].onnx()
-    prompts = [[3] * 192, [2] * 65]  # a page, and in a window of older formats another one, begins with the next token
+    prompts = [[3] * 192, [2] * 65]  # The next token begins a page and, in a window of older formats, another page.
     (handles, _), (others, _) = engine.prefill(prompts), expected.prefill(prompts)
     before, consume = pool_bytes(engine), TorchPool.consume
 

@@ -1,4 +1,4 @@
-"""The graphs with the attention plugin in them: their nodes, which get what the replaced functions compute with."""
+"""Graphs with the attention plugin: its nodes receive the inputs that the replaced functions computed with."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_layers_that_the_kernels_hold_share_a_work_list_and_get_two_plugins_the_
 
 
 def test_no_plan_widens_the_pool_of_a_layer_that_the_kernels_hold(graphs: dict[str, Surgery]) -> None:
-    """Of what such a layer's pools go to nothing but the plugin is left."""
+    """The pools of such a layer are inputs of the plugin only."""
     for surgery in graphs.values():
         for model in (surgery.model, surgery.prefill):
             for layer in surgery.layers.layouts:
@@ -54,7 +54,7 @@ def test_no_plan_widens_the_pool_of_a_layer_that_the_kernels_hold(graphs: dict[s
 
 
 def test_a_policy_that_the_kernels_do_not_hold_keeps_its_graph_and_says_why(decoder: Path, tmp_path: Path) -> None:
-    """tests/unit/test_kernel_policies.py has the other reasons."""
+    """Other reasons: tests/unit/test_kernel_policies.py."""
     policy = BY_NAME["int8_asym"]
     surgery = operate(make_bundle(decoder, tmp_path / policy.name, policy), policy)
     reason = "kv.key.symmetric=false: the CUDA kernels have no zero points"
@@ -84,7 +84,7 @@ def test_the_work_is_divided_for_what_runs_at_once_on_the_gpu_that_builds(
 def test_the_plugin_is_given_what_the_function_that_it_replaces_computes_with(
     name: str, tolerance: float, tokens: int, graphs: dict[str, Surgery], tmp_path: Path
 ) -> None:
-    """The ONNX bundle's attention in ONNX Runtime, against the kernels' reference on the node's tensors and attributes."""
+    """Compare the ONNX bundle's attention in ONNX Runtime with the kernels' reference on the plugin's inputs."""
     surgery, operation = graphs[name], "decode" if tokens == 1 else "context"
     info = surgery.bundle.model
     feeds, activations = forced(surgery, tmp_path, tokens)
@@ -126,4 +126,4 @@ def test_the_plugin_is_given_what_the_function_that_it_replaces_computes_with(
             return float(np.abs(attended.numpy().reshape(expected.shape) - expected).max())
 
         assert error(scaling) <= tolerance
-        assert error(2 * scaling) > 5 * tolerance  # it would be seen
+        assert error(2 * scaling) > 5 * tolerance  # a wrong scaling would be noticed

@@ -1,7 +1,7 @@
 """The TensorRT plugin under NVIDIA's own Python: declarations, shape functions, launch parameters and PTX, without a GPU.
 
-Shapes: B sequences, N pages of a pool, P pages of a sequence, M exact buffers; a triple is the smallest, the likely
-and the largest of an optimization profile.
+Shapes: B sequences, N pages of a pool, P pages of a sequence, M exact buffers; a triple is the smallest, the likely and the
+largest of an optimization profile.
 """
 
 import math
@@ -63,11 +63,11 @@ class Case:
     group: int
     compute: Compute
     programs: int
-    """W of a decode step; splits over the pages of several new tokens."""
+    """W of a decode step, and number of splits over the pages for several new tokens."""
     sm: int
     sizes: dict[str, int | Triple]
     suffix: str
-    """Of the operations that take this layout's tensors."""
+    """Suffix of the operations that take this layout's tensors."""
 
     @property
     def setting(self) -> Setting:
@@ -79,12 +79,12 @@ class Case:
 
     @property
     def rows(self) -> Triple:
-        """Y."""
+        """Size of dimension Y."""
         return tuple(self.programs + (b if self.layout.exact_tokens else 0) for b in self.batch)  # type: ignore[return-value]
 
     @property
     def parts(self) -> Triple:
-        """R."""
+        """Size of dimension R."""
         return tuple(y + b for y, b in zip(self.rows, self.batch, strict=True))  # type: ignore[return-value]
 
     def tensors(self, node: Node) -> dict[str, Tensor]:
@@ -126,7 +126,7 @@ def triple(size: int | Triple) -> Triple:
 
 
 def check_kernel(plan: Plan, node: Node, case: Case, extras: list[Triple]) -> None:
-    """The parts that all three operations have in common."""
+    """Check the properties shared by all three operations."""
     assert plan.parameters == ["u64"] * len(node.inputs) + ["u32"] * len(extras) + ["u64"] * len(node.outputs)
     assert plan.extras == extras
     assert re.search(rf"^\.target sm_{case.sm}a?$", plan.ptx, re.MULTILINE)
@@ -152,7 +152,7 @@ def test_nvidia_reads_every_operation_with_its_inputs_and_attributes(tensorrt: R
 def expected_launches(
     case: Case,
 ) -> dict[Node, tuple[list[tuple[str, tuple[Triple, ...]]], tuple[Triple, ...], list[Triple]]]:
-    """Outputs, grid and integer arguments of every operation."""
+    """Return the outputs, grid and integer arguments of every operation."""
     layout, one = case.layout, triple(1)
     batch, tokens, width = (triple(case.sizes[letter]) for letter in "BXP")
     heads, q_heads, dim, splits = map(triple, (layout.kv_heads, case.setting.q_heads, layout.head_dim, case.programs + 1))

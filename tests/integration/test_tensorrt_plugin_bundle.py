@@ -1,4 +1,4 @@
-"""Bundles of plans with the attention plugin: everything but TensorRT itself."""
+"""Bundles of plans with the attention plugin, with everything but TensorRT itself."""
 
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ TYPES = {"FLOAT16": "HALF", "BFLOAT16": "BF16", "FLOAT8E4M3FN": "FP8"}
 
 
 def stand_in_for_tensorrt(patch: pytest.MonkeyPatch) -> list[onnx.ModelProto]:
-    """Let a bundle with the plugin be built without TensorRT, GPU and kernels. Returns the graphs that are parsed."""
+    """Let a bundle with the plugin be built without TensorRT, GPU and kernels. Returns the list of parsed graphs."""
     parsed: list[onnx.ModelProto] = []
 
     def parse(library: Library, path: Path) -> Parsed:
@@ -39,7 +39,7 @@ def stand_in_for_tensorrt(patch: pytest.MonkeyPatch) -> list[onnx.ModelProto]:
 
 
 def parse_as_tensorrt(library: Library, path: Path) -> Parsed:
-    """The inputs and outputs that TensorRT would read in a graph."""
+    """Return the inputs and outputs that TensorRT would read from a graph."""
     graph = onnx.load(path, load_external_data=False).graph
 
     def described(value: onnx.ValueInfoProto) -> Tensor:

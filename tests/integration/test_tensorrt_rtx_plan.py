@@ -32,13 +32,13 @@ from stages.engines.tensorrt.library import Library, load
 from stages.engines.tensorrt.shapes import Limits
 
 E5M2 = [policy.name for policy in SHIPPED if any(form.dtype == "fp8_e5m2" for _, form in policy.formats)]
-"""TensorRT has no such type: its parser refuses pools of it as inputs."""
+"""Policies with a type that TensorRT lacks: its parser refuses E5M2 pools as inputs."""
 
 TAKEN = [policy for policy in SHIPPED if policy.name not in E5M2]
 
 
 def layer_formats() -> list[tuple[Format, Format]]:
-    """Keys and values of every layer of every shipped policy that is taken, but for how its scales are measured."""
+    """Return the distinct key and value formats of all layers of supported policies, however their scales are measured."""
 
     def structure(form: Format) -> Format:
         return form.model_copy(update={"scale": "calibrated"}) if form.static else form
@@ -49,7 +49,7 @@ def layer_formats() -> list[tuple[Format, Format]]:
 
 
 def two_layers(first: tuple[Format, Format], second: tuple[Format, Format]) -> KVPolicy:
-    """A policy with other formats in each layer of the two: one build proves both."""
+    """Return a policy with different formats in its two layers, so that one build tests two pairs."""
     override = LayerOverride(layers=(1,), key=second[0], value=second[1])
     return KVPolicy(name="pair", key=first[0], value=first[1], overrides=(override,))
 
@@ -59,12 +59,12 @@ PAIRS = [two_layers(FORMATS[i], FORMATS[(i + 1) % len(FORMATS)]) for i in range(
 
 
 BFLOAT16 = [BY_NAME["fp8k_int4v_aged"], *(PAIRS[::4] if STRIDE == 1 else [])]
-"""What is built in bfloat16."""
+"""Policies that are built in bfloat16."""
 
 
 @pytest.fixture(scope="module")
 def plans(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Both plans of fp8k_int4v, beside the ONNX bundle that they came from."""
+    """The plans of fp8k_int4v, and the ONNX bundle that they were built from."""
     root, policy = tmp_path_factory.mktemp("rtx"), BY_NAME["fp8k_int4v"]
     onnx_bundle = make_bundle(decoder, root / "onnx_bundle", policy)
     return onnx_bundle, make_plans(onnx_bundle, root / "plans", policy, targets=[89, 120])
@@ -161,7 +161,7 @@ def test_a_machine_without_a_gpu_is_told_which_one_is_missing(
 def test_a_plan_for_another_gpu_or_version_is_refused_with_both_named(
     plans: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """tests/unit/test_hardware.py has what else may differ."""
+    """Other differences: tests/unit/test_hardware.py."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "H200")

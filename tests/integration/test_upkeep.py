@@ -1,4 +1,4 @@
-"""A work directory of several sweeps with its registry: what stage=status shows, and what a prune removes and leaves usable."""
+"""A work directory of several sweeps with its registry: the output of stage=status, and the effects of stage=prune."""
 
 import json
 import os
@@ -33,7 +33,7 @@ from pipeline.upkeep.registered import read_registered
 MODEL = "model.path=/models/some-llm"
 SWEEPS = {"20260101-000000-1-a": "int8_tensor", "20260102-000000-1-b": "int8", "20260103-000000-1-c": "fp8"}
 LAST = "20260104-000000-1-d"
-"""The sweep of fp8k_int4v, which nobody promoted yet."""
+"""The sweep of fp8k_int4v, which is not promoted yet."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def _no_other_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def judge(work: Path, store: MlflowStore, sweep: str, kv: str) -> None:
-    """Judge and register an engine, as `stage=evaluate` leaves it."""
+    """Judge and register an engine, leaving the same files as `stage=evaluate`."""
     candidate = candidate_of(judged_engine(work / "artifacts", kv=kv)).model_copy(update={"registration": None})
     with store.candidate(sweep, kv, "onnxruntime", {"model": {"path": "/models/some-llm"}}) as run:
         done = store.conclude(run, candidate)
@@ -63,7 +63,7 @@ def write_one(out: Path) -> None:
 
 @dataclass
 class Ground:
-    """A work directory: int8_tensor is of an old sweep, int8 the previous champion, fp8 the champion, fp8k_int4v newer."""
+    """A work directory: int8_tensor is from an old sweep, int8 the previous champion, fp8 the champion, fp8k_int4v newer."""
 
     work: Path
     store: MlflowStore
@@ -101,7 +101,7 @@ def contents(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def broken(artifacts: Path) -> list[str]:
-    """Artifacts that lack a file, or have an altered one."""
+    """Return the artifacts with missing or altered files."""
     found = []
     for manifest in artifacts.glob(f"[!.]*/[!.]*/{MANIFEST}"):
         if tree_files(manifest.parent) != json.loads(manifest.read_text())["files"]:
@@ -148,7 +148,7 @@ def test_baselines_go_first_and_identities_before_what_they_name(ground: Ground)
 
 
 def copy_of(ground: Ground, folder: Path) -> tuple[Path, Location]:
-    """Copy a work directory, and its tracking store out of it: MLflow's store of a copied work directory is refused."""
+    """Copy a work directory and move its tracking store out, because MLflow's store of a copied work directory is refused."""
     work = Path(shutil.copytree(ground.work, folder / "work"))
     shutil.move(work / "mlflow.db", folder)
     return work, locate(Tracking(uri=f"sqlite:///{folder / 'mlflow.db'}", log_bundle=False), work, "some-llm", {})
@@ -236,7 +236,7 @@ def test_a_prune_that_is_killed_leaves_whole_artifacts_and_the_next_one_ends_it(
 
 @contextmanager
 def running(artifacts: Path) -> Iterator[int]:
-    """A process that uses artifacts; yields its number."""
+    """Run a process that uses artifacts; yield its process id."""
     receive, send = FORK.Pipe(duplex=False)
 
     def use() -> None:
@@ -262,7 +262,7 @@ def test_nothing_is_removed_while_a_process_uses_artifacts_and_a_killed_one_hold
     with running(ground.artifacts) as pid, pytest.raises(MissingRequirement, match=f"process {pid} .*nothing was removed"):
         command(ground.work, "stage=prune", "prune.keep_sweeps=0", "prune.apply=true")
     assert contents(ground.artifacts) == before
-    # The other way round: a command that begins while artifacts are removed waits, and says for what.
+    # Conversely, a command that starts while artifacts are removed waits and prints the reason.
     monkeypatch.setenv(LIMIT, "0.2")
     with (
         alone(ground.artifacts),
@@ -324,7 +324,7 @@ def test_pipes_in_the_place_of_evidence_are_told_and_not_waited_for(tmp_path: Pa
 
 
 def test_after_a_prune_everything_that_may_serve_still_can(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
-    """The last test of the module: it removes, promotes and rolls back."""
+    """Run last in the module: it removes, promotes and rolls back."""
     routes = ground.work.parent / "routes.yaml"
     routes.write_text("routes: {copy: {policy: int8}}")
     command(ground.work, "stage=route", f"routing.file={routes}")
