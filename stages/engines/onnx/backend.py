@@ -1,4 +1,4 @@
-"""backend=onnxruntime: builds the graphs of a policy from the exported decoder, and runs them."""
+"""backend=onnxruntime: builds a policy's graphs from the exported decoder, and runs them."""
 
 from pathlib import Path
 
@@ -23,8 +23,7 @@ class OnnxBackend(Backend):
     config: OnnxRuntimeConfig
 
     def check_inputs(self, job: Job) -> None:
-        """Accept every checkpoint, and all policies but those with H2O's eviction or a format that the oracle alone computes;
-        but not attention=native without a compiler, and not bfloat16."""
+        """Refuse bfloat16, H2O's eviction, formats that only the reference engine computes, and native without a compiler."""
         refuse_bfloat16(self.config.compute_dtype)
         refuse_heavy_tokens(job.policy)
         refuse_oracles_own(job.policy)
@@ -36,7 +35,7 @@ class OnnxBackend(Backend):
         return self.config.compute_dtype
 
     def source(self, artifacts: Artifacts, policy: KVPolicy) -> Source:  # noqa: ARG002
-        """Return the exported decoder, whose attention is open: it is the same for every policy over the same weights."""
+        """Return the exported decoder with placeholders for attention, so that all policies over the same weights share it."""
         weights = artifacts.weights()
         dtype = self.config.compute_dtype
         inputs = {"checkpoint": weights.digest_under("checkpoint")}
@@ -60,7 +59,7 @@ class OnnxBackend(Backend):
         return load_engine(bundle, threads=self.config.threads, attention=self.config.attention)
 
     def describe(self, bundle: Path) -> list[str]:
-        """Return what computes attention, and the layers that the kernel does not hold."""
+        """Return lines that name the implementation of attention, and the layers that the kernel does not support."""
         attention = self._attention()
         if attention == "graph":
             return ["attention: standard ONNX operators"]
@@ -73,7 +72,7 @@ class OnnxBackend(Backend):
         return lines + [f"layer {layer}: standard ONNX operators, because {reason}" for layer, reason in refused.items()]
 
     def _attention(self) -> str:
-        """What computes attention here: "graph", or the kernel with the digest of what it is compiled from and by."""
+        """Return "graph", or the kernel with the digest of its sources, flags, compiler and processor."""
         if self.config.attention == "graph":
             return "graph"
         compiler = require_compiler() if self.config.attention == "native" else find_compiler()

@@ -1,4 +1,4 @@
-"""Builds an engine bundle of a decoder skeleton and a KV policy: no torch, a fraction of a second."""
+"""Builds an engine bundle from a decoder skeleton and a KV policy, without torch and in a fraction of a second."""
 
 from pathlib import Path
 
@@ -22,9 +22,9 @@ def build_bundle(decoder: Path, out: Path, *, policy: KVPolicy, scales: Path, pr
     Args:
         decoder: The directory that export_decoder wrote.
         out: An empty directory.
-        policy: How the cache is stored.
+        policy: Storage of the cache.
         scales: The policy's static scales, a kv_scales.json.
-        progress: Called with the graphs that are done.
+        progress: Called with the number of finished graphs.
 
     Raises:
         UserError: The policy does not fit the model, or the scales do not fit the policy.

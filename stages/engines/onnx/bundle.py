@@ -1,4 +1,4 @@
-"""The engine bundle of backend=onnxruntime on disk, and the check that it is still what was built."""
+"""The engine bundle of backend=onnxruntime on disk, and the check that it is unchanged since the build."""
 
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,7 @@ BACKEND = "onnxruntime"
 GRAPHS = ("prefill.onnx", "decode.onnx")
 WEIGHTS_FILE = "weights.bin"
 SKELETON_NODE = "Attention"
-"""Operator of the decoder skeleton in place of one layer's attention."""
+"""Operator that replaces a layer's attention in the decoder skeleton."""
 
 
 class ModelInfo(StrictModel):
@@ -22,7 +22,7 @@ class ModelInfo(StrictModel):
 
     model_type: str
     compute_dtype: Literal["float32", "float16", "bfloat16"]
-    """bfloat16 is for TensorRT alone: ONNX Runtime has no kernels of it for most of a decoder's operators."""
+    """Type of weights and activations. Only TensorRT runs bfloat16: ONNX Runtime lacks bfloat16 kernels for most operators."""
     layers: int
     q_heads: int
     kv_heads: int
@@ -33,11 +33,11 @@ class ModelInfo(StrictModel):
     scaling: float
     """Factor of the attention's scores, the same in all layers."""
     windows: tuple[int | None, ...] = ()
-    """See KVShape."""
+    """Sliding windows by layer; see KVShape."""
     softcap: float | None = None
-    """c of scores that become c * tanh(scores / c) in all layers; None leaves them."""
+    """Cap c in all layers: scores become c * tanh(scores / c). None: no cap."""
     sinks: bool = False
-    """Whether each query head has a learned score that takes its share of the softmax, an input of the attention."""
+    """Whether every query head has a learned score that takes part in the softmax, as an input of the attention."""
 
     @property
     def shape(self) -> KVShape:
@@ -48,7 +48,7 @@ class Bundle(ModelRecord):
     """`bundle.json`."""
 
     graph_digest: str
-    """sha256 of decode.onnx, which evaluations cite."""
+    """sha256 of decode.onnx, quoted in evaluations."""
     model: ModelInfo
 
     @property
@@ -57,7 +57,7 @@ class Bundle(ModelRecord):
 
 
 def open_bundle(directory: Path) -> tuple[Bundle, KVPolicy, KVScales]:
-    """Read and verify a bundle. Raises UserError naming the file that is missing or not the one that was built."""
+    """Read and verify a bundle. Raises UserError, which names the file, if a file is missing or has changed since the build."""
     bundle, policy, scales = bundles.open_bundle(directory, Bundle, BACKEND)
     if bundle.files.get("decode.onnx") != bundle.graph_digest:
         raise UserError(f"{directory / BUNDLE_FILE}: graph_digest is not decode.onnx's: build the engine again")

@@ -1,7 +1,7 @@
 """The embedded engine: ONNX Runtime over a paged, quantized KV cache.
 
-Pools are not copied: a run binds the addresses of the numpy arrays as inputs. The codes of the new tokens are written into
-their pages after the run.
+Pools are not copied: a run binds the addresses of the numpy arrays as inputs. After the run, the engine writes the codes of the
+new tokens into their pages.
 """
 
 from collections.abc import Sequence
@@ -43,17 +43,16 @@ def load_engine(
     Args:
         bundle: The bundle's directory.
         threads: Threads of ONNX Runtime.
-        attention: What computes attention over the cache: `native` is the compiled kernel, in the layers that it holds;
-            `graph` the functions' bodies; `auto` is native where this machine has a C compiler.
-        max_pages: Most pages of the pool, which grows as needed.
-        prefill_chunk: Tokens of one prefill run: a longer prompt attends over the quantized cache of its earlier chunks.
-        prefix_tokens: Most tokens of prompts' beginnings that stay in the cache for later prompts, in whole chunks of
-            `prefill_chunk`; 0 keeps none.
+        attention: Implementation of attention over the cache. `native`: the compiled kernel, in the layers that it supports.
+            `graph`: the functions' bodies. `auto`: native if this machine has a C compiler.
+        max_pages: Maximum pages of the pool, which grows on demand.
+        prefill_chunk: Tokens of one prefill run. A longer prompt attends to its earlier chunks through the quantized cache.
+        prefix_tokens: Maximum tokens of kept prefixes, in whole chunks of `prefill_chunk`; 0 disables prefix caching.
 
     Raises:
-        UserError: A file is missing or was altered, the graphs are in bfloat16, a number is below 1, or no chunk fits into
+        UserError: A file is missing or was changed, the graphs are in bfloat16, a number is below 1, or no chunk fits into
             `prefix_tokens`.
-        MissingRequirement: attention=native and there is no C compiler, or the compiler refuses the kernel.
+        MissingRequirement: attention=native, but there is no C compiler or the compiler refuses the kernel.
 
     Example:
         >>> engine = load_engine(Path("bundle"), threads=2)  # doctest: +SKIP
@@ -73,7 +72,7 @@ def load_engine(
 def _sessions(
     directory: Path, bundle: Bundle, policy: KVPolicy, threads: int, *, native: bool
 ) -> tuple[dict[Mode, GraphSession], str]:
-    """The prefill and the decode graph, and what computes their attention."""
+    """Return the sessions of the prefill and decode graphs, and a description of their attention."""
     info = bundle.model
     paths: dict[Mode, Path] = {"prefill": directory / "prefill.onnx", "decode": directory / "decode.onnx"}
     held = info.layers - len(refusals(info, policy)) if native else 0
@@ -86,21 +85,21 @@ def _sessions(
         widen_rows(model.graph)
     attention = f"native in {held} of {info.layers} layers"
     prefill = GraphSession(paths["prefill"], threads, model=graphs["prefill"], library=library)
-    if _alike(*graphs.values()):  # one session serves both, and holds the weights once
+    if _alike(*graphs.values()):  # one session can run both graphs, with one copy of the weights
         return {"prefill": prefill, "decode": prefill}, attention
     decode = GraphSession(paths["decode"], threads, model=graphs["decode"], library=library)
     return {"prefill": prefill, "decode": decode}, attention
 
 
 def _alike(one: onnx.ModelProto, other: onnx.ModelProto) -> bool:
-    """Whether two models compute the same, but for the shapes that they declare."""
+    """Return whether two models differ at most in their declared shapes."""
     graphs = one.graph, other.graph
     nodes, weights = ([list(getattr(graph, part)) for graph in graphs] for part in ("node", "initializer"))
     return nodes[0] == nodes[1] and weights[0] == weights[1] and list(one.functions) == list(other.functions)
 
 
 class OnnxEngine(PagedEngine):
-    """The engine on ONNX Runtime. Deterministic: the same calls give the same logits."""
+    """The engine on ONNX Runtime. It is deterministic: equal calls return equal logits."""
 
     def __init__(
         self,
@@ -118,7 +117,7 @@ class OnnxEngine(PagedEngine):
         self._float = NUMPY_FLOATS[bundle.model.compute_dtype]
         self._sessions, self.attention = _sessions(directory, bundle, pool.policy, threads, native=native)
         self._bound: dict[GraphSession, Spans] = {}
-        """The spans of the pool's arrays that are bound to each session's inputs."""
+        """Spans of the pool's arrays that are bound to inputs, by session."""
         for session in set(self._sessions.values()):
             for name, values in self._constants.items():
                 session.bind_input(name, values)

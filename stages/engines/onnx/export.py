@@ -1,7 +1,7 @@
-"""Exports a Hugging Face checkpoint as a decoder skeleton: ONNX with one node of domain `kv` per layer in place of attention.
+"""Exports a Hugging Face checkpoint as a decoder skeleton: ONNX with one placeholder node of domain `kv` per attention layer.
 
-The skeleton does not depend on the KV policy, so that one export (seconds of torch.export) serves every policy.
-stages.engines.onnx.build replaces the nodes by the attention over a quantized cache.
+The skeleton does not depend on the KV policy, so one export (seconds of torch.export) serves every policy.
+stages.engines.onnx.build replaces the placeholders by attention over a quantized cache.
 """
 
 import json
@@ -34,24 +34,24 @@ _ATTENTION = "kvgate_skeleton"
 def export_decoder(checkpoint: Path, out: Path, *, compute_dtype: ComputeDType, progress: Progress) -> None:
     """Write `decoder.onnx`, `weights.bin`, `model.json` and the tokenizer's files.
 
-    Graph: input_ids, position_ids (B, S) and last (B,) int64 -> logits (B, vocab_size) of row `last` of each sequence.
-    Each layer's node kv.Attention(query (B, Hq, S, D), key, value (B, H, S, D)) -> (B, S, Hq, D) has the attributes
-    `layer`, `scaling`, `window`: the latest tokens that the layer attends to, 0 for all; and `softcap`, 0 for none. A fourth
-    input are learned sinks (Hq,), where the model has them.
+    Graph: input_ids, position_ids (B, S) and last (B,) int64 -> logits (B, vocab_size) of every sequence's row `last`.
+    Every layer has a node kv.Attention(query (B, Hq, S, D), key, value (B, H, S, D)) -> (B, S, Hq, D). A fourth input holds
+    the learned sinks (Hq,), if the model has sinks. Attributes: `layer`, `scaling`, `window` (number of latest tokens that the
+    layer attends to, 0 for all) and `softcap` (0 for none).
 
     Args:
         checkpoint: A Hugging Face checkpoint.
         out: An empty directory.
-        compute_dtype: Type of weights and activations; `weights.bin` may hold the weights in fewer bits, and is the
-            checkpoint's own file where the weights are that file's.
-        progress: Called with what is being done.
+        compute_dtype: Type of weights and activations. `weights.bin` may store the weights in fewer bits. It is the
+            checkpoint's own file if that file contains all weights.
+        progress: Called with the current step.
 
     Raises:
         UserError: inspect_checkpoint refuses the checkpoint.
     """
     info = inspect_checkpoint(checkpoint)
     _translate(checkpoint, out / "decoder.onnx", compute_dtype, progress)
-    give_back()  # the model, and what was traced of it
+    give_back()  # the model and its trace
     progress("writing weights", 0, 1)
     graph = _write_graph(out, [checkpoint / name for name in info.weight_files])
     nodes = [node for node in graph.node if (node.domain, node.op_type) == (DOMAIN, SKELETON_NODE)]
@@ -71,7 +71,7 @@ def _attention_node(
     scaling: float,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: one symbolic node, shape (B, S, Hq, D)."""
+    """Implement transformers' attention interface as one symbolic node of shape (B, S, Hq, D)."""
     asked = asked_of(module, key.shape[1], options)
     batch, heads, length, head_dim = query.shape
     layer: Any = module.layer_idx
@@ -89,7 +89,7 @@ def _attention_node(
 
 
 class _Decoder(torch.nn.Module):
-    """The decoder with logits of one row per sequence: lm_head over all rows would be most of a small model's prefill."""
+    """The decoder with logits of one row per sequence. lm_head over all rows would dominate a small model's prefill."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class _Decoder(torch.nn.Module):
 
 
 def _translate(checkpoint: Path, graph: Path, compute_dtype: ComputeDType, progress: Progress) -> None:
-    """Write a checkpoint's decoder as ONNX, with its weights in a file beside it."""
+    """Write a checkpoint's decoder as ONNX, with the weights in a second file."""
     progress("loading the checkpoint", 0, 1)
     model = load_causal_lm(checkpoint, dtype=getattr(torch, compute_dtype))
     model.eval()
@@ -110,9 +110,9 @@ def _translate(checkpoint: Path, graph: Path, compute_dtype: ComputeDType, progr
     AttentionInterface.register(_ATTENTION, _attention_node)
     AttentionMaskInterface.register(_ATTENTION, no_mask)
     model.config._attn_implementation = _ATTENTION
-    model.config._experts_implementation = "batched_mm"  # the loop over the experts that tokens chose cannot be traced
+    model.config._experts_implementation = "batched_mm"  # the default, a loop over the chosen experts, cannot be traced
     batch, length = torch.export.Dim("B", min=1), torch.export.Dim("S", min=1)
-    # Sizes 2 and 3, because torch.export would make a size of 1 a constant.
+    # Sizes 2 and 3, because torch.export would treat a size of 1 as a constant.
     example = (torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, dtype=torch.long))
     rows = {0: batch, 1: length}
     shapes = {"input_ids": rows, "position_ids": rows, "last": {0: batch}}
@@ -125,7 +125,7 @@ def _translate(checkpoint: Path, graph: Path, compute_dtype: ComputeDType, progr
         program = torch.onnx.export(exported, dynamo=True, output_names=["logits"], verbose=False)
     assert program is not None
     program.save(graph, external_data=True)
-    # The exporter keeps the graph for as long as the process runs: its weights go, folded ones and the model's.
+    # The exporter keeps the graph until the process ends. Free its weights: the folded weights and the model's.
     for value in program.model.graph.initializers.values():
         value.const_value = None
     for parameter in model.parameters():
@@ -137,7 +137,7 @@ def _write_graph(out: Path, files: list[Path]) -> onnx.GraphProto:
     graph = out / "decoder.onnx"
     model = onnx.load(graph, load_external_data=False)
     store_weights(model.graph, out / "decoder.onnx.data", out, files[0] if len(files) == 1 else None)
-    # Stack traces and paths of this machine would make the digest differ from machine to machine.
+    # Stack traces and local paths would make the digest differ between machines.
     for node in model.graph.node:
         del node.metadata_props[:]
     for value in [*model.graph.value_info, *model.graph.input, *model.graph.output]:
@@ -151,7 +151,7 @@ def _write_graph(out: Path, files: list[Path]) -> onnx.GraphProto:
 
 
 def _divide(graph: onnx.GraphProto) -> None:
-    """x * Reciprocal(y) as x / y, in place: the form in which ONNX Runtime knows an RMSNorm and runs it as one node."""
+    """Replace x * Reciprocal(y) by x / y, in place, so that ONNX Runtime recognizes RMSNorm and runs it as one node."""
     reciprocals = {node.output[0]: node for node in graph.node if node.op_type == "Reciprocal"}
     for node in graph.node:
         factor = next((name for name in node.input if name in reciprocals), None)
@@ -166,7 +166,7 @@ def _divide(graph: onnx.GraphProto) -> None:
 
 
 def _describe(info: CheckpointInfo, out: Path, compute_dtype: str, nodes: list[onnx.NodeProto]) -> dict[str, Any]:
-    """The fields of ModelInfo. The layers of the supported families differ in their windows alone."""
+    """Return the fields of ModelInfo. In the supported families, layers differ only in their windows."""
     ((scaling, softcap, sinks),) = {
         (get_node_attr_value(node, "scaling"), get_node_attr_value(node, "softcap"), len(node.input) > 3) for node in nodes
     }

@@ -1,7 +1,7 @@
-"""The nodes of a cache format in a graph: new tokens to codes, and attention's scores and weighted sums over pages of codes.
+"""Graph nodes of the cache formats: quantization of new tokens, and attention's scores and weighted sums over pages of codes.
 
-The arithmetics are the formats' own (pipeline/formats), after a rotation. Scales and offsets are folded into the queries, the
-scores or the sums where that is possible; only elsewhere there is a dequantized copy.
+The arithmetic is the formats' own (pipeline/formats), after a rotation. Scales and offsets are folded into the queries, scores
+or sums if possible; otherwise the graph makes a dequantized copy.
 
 Shapes: B sequences, H KV heads, S new tokens, R query rows of a KV head, P pages, T = P * 64 positions, D head_dim, n code
 streams, g scales of a token.
@@ -20,7 +20,7 @@ from pipeline.formats.vllm_turboquant.graph import GRAPH as VLLM_TURBOQUANT
 from stages.engines.paged.layout import StoredSide
 
 OWN: dict[str, Graph] = {graph.spec.name: graph for graph in (NVFP4, VLLM_TURBOQUANT)}
-"""Formats whose nodes are not those of their kind."""
+"""Formats with their own nodes instead of their kind's."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class SideCodec(StoredSide):
 
     @property
     def graph(self) -> Graph:
-        """The format's arithmetic: its own, or else that of its kind."""
+        """The format's arithmetic: its own if it has one, else its kind's."""
         return OWN.get(self.form.code.name) or KINDS[self.form.code.kind](self.form.code)
 
     @property
     def options(self) -> Options:
-        """What the format's arithmetic needs to know of the side."""
+        """Parameters of the side for the format's arithmetic."""
         form, names = self.form, (f"{self.side}_scale", f"{self.side}_zero")
         return Options(self.head_dim, self.groups, form.symmetric, form.static, *names)
 
@@ -43,16 +43,16 @@ class SideCodec(StoredSide):
         return self.graph.write(body, self.rotated(body, x), self.options)
 
     def rotated(self, body: Body, x: str) -> str:
-        """Rotate x (..., D) into the basis of the codes, or back: the matrix is its own inverse."""
+        """Rotate x (..., D) into the basis of the codes or back; the matrix is its own inverse."""
         if self.form.rotation == "none":
             return x
-        from scipy.linalg import hadamard  # here: most policies do without
+        from scipy.linalg import hadamard  # imported here because most policies do not need scipy
 
         return body.op("MatMul", x, body.real(hadamard(self.head_dim) / np.sqrt(self.head_dim)))
 
 
 def read_scores(body: Body, codec: SideCodec, q: str, index: str) -> str:
-    """Write the products of q (B, H, R, D) with the keys of every position of the pages `index` (B, H, P): (B, H, R, T)."""
+    """Write the products of q (B, H, R, D) with the keys of all positions in the pages `index` (B, H, P): (B, H, R, T)."""
     q = codec.rotated(body, q)
     pieces = [body.op("Mul", q, body.to_compute(f"{codec.side}_scale")) if codec.form.static else q]
     parts, rows = _scaled(body, codec, index)
@@ -83,7 +83,7 @@ def read_scores(body: Body, codec: SideCodec, q: str, index: str) -> str:
 
 
 def read_values(body: Body, codec: SideCodec, p: str, index: str) -> str:
-    """Write the sum of the values of every position of the pages `index`, weighted by p (B, H, R, T): (B, H, R, D)."""
+    """Write the sum of the values of all positions in the pages `index`, weighted by p (B, H, R, T): (B, H, R, D)."""
     parts, rows = _scaled(body, codec, index)
     mixing = _mixing(codec, parts)
     weights = [body.op("Mul", p, row) for row in rows] or [p]
@@ -108,10 +108,10 @@ def read_values(body: Body, codec: SideCodec, p: str, index: str) -> str:
 
 
 def _mixing(codec: SideCodec, parts: list[Stream]) -> npt.NDArray[np.float64] | None:
-    """The linear map M from streams to codes, (D, D + one column for each part with an offset); None when they are equal.
+    """Return the linear map M from streams to codes; None if streams and codes are equal.
 
-    codes = (streams, a 1 for each offset) @ M.T. Scores therefore take q @ M, whose last columns are biases, and values
-    multiply (weighted sums of the streams, a sum of the weights for each offset) by M.T.
+    M is (D, D + one column per part with an offset), and codes = (streams, a 1 per offset) @ M.T. Scores therefore use q @ M,
+    whose last columns are biases. Values multiply (weighted sums of the streams, a sum of the weights per offset) by M.T.
     """
     if all((part.gain, part.offset, part.nested) == (1.0, 0.0, False) for part in parts):
         return None
@@ -124,13 +124,13 @@ def _mixing(codec: SideCodec, parts: list[Stream]) -> npt.NDArray[np.float64] | 
 
 
 def _scaled(body: Body, codec: SideCodec, index: str) -> tuple[list[Stream], list[str]]:
-    """Streams, and the stored scales as rows (B, H, 1, T) to fold into scores or weights: none, one for all, or one a part.
+    """Return streams, and stored scales as rows (B, H, 1, T) to fold into scores or weights: no row, one row, or one per part.
 
-    Scales that vary within a part cannot be folded; the streams are multiplied by them.
+    Scales that vary within a part cannot be folded. The streams are multiplied by such scales.
     """
     groups = codec.groups
-    # Nesting saves a pass over the codes, but its sums are of numbers 2 ** bits as large: too large for float16, which has
-    # 11 bits, and for more than two parts.
+    # Nesting saves a pass over the codes, but sums numbers that are 2 ** bits times larger: too large for the 11 bits of
+    # float16, and for more than two parts.
     nested = groups <= 1 and codec.form.code.packed == 2 and body.compute == "float32"
     parts = codec.graph.streams(body, f"{codec.side}_pool", _pages(body, codec, index), codec.options, nested=nested)
     if not groups:
@@ -142,7 +142,7 @@ def _scaled(body: Body, codec: SideCodec, index: str) -> tuple[list[Stream], lis
         rows = body.op("Transpose", scales, perm=[0, 1, 3, 2])
         return parts, body.ops("Split", groups, rows, axis=2, num_outputs=groups)
     if groups % len(parts):
-        # A group may have channels in two parts: count every group as several.
+        # A group may have channels in several parts: split every group into one per part.
         scales = body.op("Gather", scales, body.ints([i // len(parts) for i in range(len(parts) * groups)]), axis=-1)
         groups *= len(parts)
     pieces = [scales] if len(parts) == 1 else body.ops("Split", len(parts), scales, axis=-1, num_outputs=len(parts))
@@ -159,19 +159,19 @@ def _scaled(body: Body, codec: SideCodec, index: str) -> tuple[list[Stream], lis
 
 
 def _stored(body: Body, codec: SideCodec, parameter: str, index: str, rows: bool = False) -> str:
-    """Stored scales or zeros of the pages: (B, H, T, g), or of one group a token as rows (B, H, 1, T)."""
+    """Return the stored scales or zeros of the pages: (B, H, T, g), or as rows (B, H, 1, T) for one group per token."""
     pool = f"{codec.side}_{parameter}_pool"
     blocks = codec.graph.scales(body, pool, _pages(body, codec, index), codec.options)
     return body.to_compute(body.reshape(blocks, 0, 0, 1, -1) if rows else blocks)
 
 
 def _spread(body: Body, codec: SideCodec) -> str:
-    """The membership matrix M (g, D) of channels in groups: x @ M.T sums each group's channels, x @ M repeats per channel."""
+    """Return the membership matrix M (g, D) of channels in groups: x @ M.T sums by group, x @ M repeats by channel."""
     return body.real(np.eye(codec.groups).repeat(codec.head_dim // codec.groups, axis=1))
 
 
 def _pages(body: Body, codec: SideCodec, index: str) -> Gather:
-    """What gathers the pages `index` (B, H, P) of a pool (N, H, 64, width): (B, H, P * 64, width), without a transpose."""
+    """Return a function that gathers the pages `index` (B, H, P) of a pool (N, H, 64, width): (B, H, P * 64, width)."""
 
     def gather(pool: str, width: int) -> str:
         blocks = body.reshape(pool, -1, PAGE_TOKENS * width)

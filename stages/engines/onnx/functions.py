@@ -1,18 +1,19 @@
 """Bodies of the `kv` functions for any KV policy: paged attention and the quantization of new tokens.
 
-Shapes: B sequences, S new tokens each, Hq query heads on H KV heads (G = Hq / H), R = G * S query rows of a KV head, D
+Shapes: B sequences, S new tokens per sequence, Hq query heads on H KV heads (G = Hq / H), R = G * S query rows of a KV head, D
 head_dim, P pages of a sequence, T = 64 * P pool positions, E = sink_tokens + recent_tokens exact slots, M exact buffers.
-With a window: P pages before it and Y pages in it, of which a side may have a second copy.
+With a window: P pages before the window and Y pages in the window. A side may have second copies of the Y pages.
 
-A query attends to the new tokens exactly (causal), to sinks and the last `recent_tokens` before the chunk in float16 buffers,
-and to everything else in the quantized pool. Every token is in the pool too; there, positions that are read from the
-buffers are masked. A sink's slot is its position; slot sink + position % recent holds the newest token of that residue.
+A query attends to the new tokens exactly (causal), to the sinks and the last `recent_tokens` before the chunk in float16
+buffers, and to all other tokens in the quantized pool. The pool contains every token, so positions that are read from the
+buffers are masked in the pool. A sink's slot is its position. Slot sink + position % recent holds the newest token with that
+residue.
 
-A layer of the model may attend to its latest tokens alone (KVShape.windows; the policy's window of finer formats is another
-thing): what lies before a row's first such token is masked in all of these places. Where pages are lost, positions count from
-the first one that is kept, new tokens' too, so that distances are those of the sequence.
+A sliding-window layer of the model attends only to its latest tokens (KVShape.windows; not the policy's window of finer
+formats). Earlier tokens are masked everywhere. If pages were evicted, all positions count from the first kept page. Distances
+between tokens are then still correct.
 
-Where the decoder's activations are bfloat16, the functions cast theirs to float32 and compute in that (graph.cache_arithmetic).
+If the decoder's activations are bfloat16, the functions cast them to float32 and compute in float32 (`cache_arithmetic`).
 """
 
 from dataclasses import dataclass
@@ -50,17 +51,17 @@ class AttentionSpec:
 
     @classmethod
     def of(cls, info: ModelInfo, policy: KVPolicy, layer: int, mode: Mode) -> Self:
-        """Return the parameters of a layer of a bundle's model."""
+        """Return the parameters of one layer of a bundle's model."""
         return cls(policy, info.shape, layer, info.q_heads, info.scaling, info.compute_dtype, mode, info.softcap, info.sinks)
 
     @property
     def sides(self) -> dict[Side, SideCodec]:
-        """Every stored copy of the layer's keys and values."""
+        """Stored copies of the layer's keys and values."""
         return SideCodec.of_layer(self.policy, self.shape, self.layer)
 
     @property
     def tables(self) -> dict[str, tuple[str, ...]]:
-        """The int32 inputs that all layers share: input -> its named dimensions."""
+        """Named dimensions of the int32 inputs that all layers share, by input."""
         tables: dict[str, tuple[str, ...]] = {"page_table": ("B", "P"), "lengths": ("B",)}
         if self.policy.window is not None:
             tables |= {"window_base_table": ("B", "Y"), "window_table": ("B", "Y"), "window_starts": ("B",)}
@@ -68,12 +69,12 @@ class AttentionSpec:
 
     @property
     def inputs(self) -> list[str]:
-        """Names of the function's inputs, in their order."""
+        """Names of the function's inputs, in order."""
         return ["query", "key", "value", *(["sinks"] if self.sinks else []), *self.tables, *self.cache]
 
     @property
     def cache(self) -> list[str]:
-        """Names of the inputs that only this layer has, without the layer's number."""
+        """Names of the layer's own inputs, without the layer's number."""
         names = [name for codec in self.sides.values() for name in (*codec.arrays, *codec.constants)]
         return [*names, *(["key_exact", "value_exact"] if self.policy.exact_tokens else [])]
 
@@ -81,7 +82,7 @@ class AttentionSpec:
 def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
     """Return kv.PagedAttention: query (B, Hq, S, D), key and value (B, H, S, D), sinks (Hq,) -> (B, S, Hq, D).
 
-    The tables and the cache are its other inputs.
+    Further inputs are the tables and the cache.
     """
     body, heads, dim = Body(spec.compute), spec.shape.kv_heads, spec.shape.head_dim
     group = spec.q_heads // heads
@@ -100,7 +101,7 @@ def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
         parts.append(body.op("Where", _exact_mask(body, spec.policy, low), scores, masked))
     parts.append(_new_scores(body, spec, q, key, group, masked))
 
-    if spec.sinks:  # a column that no piece of the probabilities below has
+    if spec.sinks:  # a column of the softmax that no slice below reads
         parts.insert(0, _sink_scores(body, spec, group))
     p = body.op("Softmax", _join(body, parts), axis=-1)
     sizes = [_positions_of(body, index) for _, index in values] + ([body.ints([exact])] if exact else [])
@@ -123,21 +124,21 @@ def attention_function(spec: AttentionSpec) -> onnx.FunctionProto:
 
 
 def quantize_function(layer: int, codec: SideCodec, compute: str) -> onnx.FunctionProto:
-    """Return kv.Quantize<Side>: x (B, H, S, D), its static parameters -> codes and float16 parameters, as `codec.arrays`."""
+    """Return kv.Quantize<Side>: x (B, H, S, D) and static parameters -> the arrays of `codec.arrays`, in order."""
     body = Body(compute)
     encoded = codec.encode(body, body.from_activations("x"))
     return body.function(quantize_name(codec.side), layer, ["x", *codec.constants], encoded)
 
 
 def quantize_name(side: Side) -> str:
-    """Return the function's name without its layer: QuantizeWindowKey, say."""
+    """Return the function's name without the layer, such as QuantizeWindowKey."""
     return "Quantize" + "".join(word.capitalize() for word in side.split("_"))
 
 
 def _regions(body: Body, spec: AttentionSpec, side: Side) -> list[tuple[SideCodec, str]]:
-    """The copies that keys or values are read from, oldest pages first, with the blocks (page, head) of each.
+    """Return (codec, blocks) of the copies that keys or values are read from, oldest pages first.
 
-    Blocks are int32 (B, H, pages).
+    Blocks are indices of (page, head), int32 (B, H, pages).
     """
     base, window = spec.sides[side], spec.sides.get(side.window)
     if spec.policy.window is None:
@@ -152,18 +153,18 @@ def _regions(body: Body, spec: AttentionSpec, side: Side) -> list[tuple[SideCode
 
 
 def _page_index(body: Body, table: str, heads: int) -> str:
-    """Blocks (page, head) of a table of pages (B, pages)."""
+    """Return the blocks (page, head) of a page table (B, pages)."""
     pages = body.op("Mul", body.op("Unsqueeze", table, body.ints([1])), body.const(heads, "int32"))
     return body.op("Add", pages, body.const([[[h] for h in range(heads)]], "int32"))
 
 
 def _positions_of(body: Body, pages: str) -> str:
-    """Pool positions of a table or an index (..., pages), int64 (1,)."""
+    """Return the number of pool positions of a table or index (..., pages), int64 (1,)."""
     return body.op("Mul", body.op("Shape", pages, start=-1), body.ints([PAGE_TOKENS]))
 
 
 def _first_positions(body: Body, spec: AttentionSpec, group: int) -> str | None:
-    """The first position that each row attends to in a layer that slides, int32 (B, 1, 1, 1) or (B, 1, R, 1)."""
+    """Return the first position that a row attends to, int32 (B, 1, 1, 1) or (B, 1, R, 1); None without a sliding window."""
     window = spec.shape.window(spec.layer)
     if window is None:
         return None
@@ -175,9 +176,9 @@ def _first_positions(body: Body, spec: AttentionSpec, group: int) -> str | None:
 
 
 def _pool_masks(body: Body, spec: AttentionSpec, low: str | None) -> list[str]:
-    """Whether a position is attended to in the pool, bool (B, 1, 1, T): of all pages, or of those before and in the window.
+    """Return masks of the pool positions to attend to, bool (B, 1, 1, T): one, or two for pages before and in the window.
 
-    In a layer that slides it depends on the row, (B, 1, R, T), where `low` is what `_first_positions` returns.
+    `low` is the result of `_first_positions`. In a sliding-window layer the masks depend on the row: (B, 1, R, T).
     """
     end = _per_sequence(body, "lengths")
     if spec.policy.recent_tokens:
@@ -200,7 +201,7 @@ def _pool_masks(body: Body, spec: AttentionSpec, low: str | None) -> list[str]:
 
 
 def _exact_mask(body: Body, policy: KVPolicy, low: str | None) -> str:
-    """Whether an exact slot holds a position that is read from it, bool (B, 1, 1, E), or by row as in `_pool_masks`."""
+    """Return the mask of the exact slots to attend to, bool (B, 1, 1, E), or (B, 1, R, E) in a sliding-window layer."""
     sink, recent = policy.sink_tokens, policy.recent_tokens
     lengths = _per_sequence(body, "lengths")
     parts = []
@@ -219,17 +220,17 @@ def _exact_mask(body: Body, policy: KVPolicy, low: str | None) -> str:
 
 
 def _not_before(body: Body, mask: str, positions: str, low: str | None) -> str:
-    """A mask without the positions before those that a row attends to."""
+    """Remove the positions before `low` from a mask."""
     return mask if low is None else body.op("And", mask, body.op("GreaterOrEqual", positions, low))
 
 
 def _exact_rows(body: Body, name: str) -> str:
-    """The batch's rows of exact buffers (M, H, E, D) float16: (B, H, E, D) in the compute dtype."""
+    """Gather the batch's rows from exact buffers (M, H, E, D) float16: (B, H, E, D) in the compute dtype."""
     return body.to_compute(body.op("Gather", name, "exact_slots", axis=0))
 
 
 def _new_scores(body: Body, spec: AttentionSpec, q: str, key: str, group: int, masked: str) -> str:
-    """Scores of the new tokens among themselves, (B, H, R, S), causal and within the layer's window."""
+    """Return the scores among the new tokens, (B, H, R, S), causal and within the layer's window."""
     scores = _capped(body, spec, _dot(body, q, key))
     if spec.mode == "decode":
         return scores
@@ -245,7 +246,7 @@ def _new_scores(body: Body, spec: AttentionSpec, q: str, key: str, group: int, m
 
 
 def _capped(body: Body, spec: AttentionSpec, scores: str) -> str:
-    """Scores within the model's softcap, where it has one."""
+    """Apply the model's softcap, if any, to scores."""
     if spec.softcap is None:
         return scores
     cap = body.real(spec.softcap)
@@ -253,7 +254,7 @@ def _capped(body: Body, spec: AttentionSpec, scores: str) -> str:
 
 
 def _sink_scores(body: Body, spec: AttentionSpec, group: int) -> str:
-    """The learned score of each query row, (B, H, R, 1)."""
+    """Return the learned sink score of every query row, (B, H, R, 1)."""
     heads = spec.shape.kv_heads
     by_head = body.reshape(body.from_activations("sinks"), 1, heads, group, 1)
     batch = body.op("Shape", "query", start=0, end=1)
@@ -266,18 +267,18 @@ def _new_tokens(body: Body) -> str:
 
 
 def _shape(body: Body, *dims: int | str) -> str:
-    """A shape in which "S" stands for the number of new tokens."""
+    """Return a shape; "S" stands for the number of new tokens."""
     return body.op("Concat", *(_new_tokens(body) if d == "S" else body.ints([int(d)]) for d in dims), axis=0)
 
 
 def _steps(body: Body, count: str) -> str:
-    """The numbers 0 to count - 1, int32."""
+    """Return the numbers 0 to count - 1, int32."""
     end = body.op("Cast", body.op("Squeeze", count, body.ints([0])), to=INT32)
     return body.op("Range", body.const(0, "int32"), end, body.const(1, "int32"))
 
 
 def _per_sequence(body: Body, name: str) -> str:
-    """Reshape an input (B,) to (B, 1, 1, 1), which broadcasts against scores."""
+    """Reshape an input (B,) to (B, 1, 1, 1) to broadcast against scores."""
     return body.reshape(name, -1, 1, 1, 1)
 
 

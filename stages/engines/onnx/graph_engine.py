@@ -1,4 +1,4 @@
-"""The base class of engines that run the prefill and decode graphs over a paged pool."""
+"""The base class of all engines that run prefill and decode graphs over a paged pool."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -19,27 +19,27 @@ from stages.engines.paged.waiting import PooledEngine
 
 
 class PagedEngine(ChunkedEngine, PooledEngine):
-    """An engine but for the execution of a graph, which is the subclass's."""
+    """An engine over a paged pool. A subclass executes the graphs."""
 
     def __init__(self, vocab_size: int, scales: KVScales, pool: PagedPool, *, prefill_chunk: int) -> None:
         super().__init__(pool.policy, pool.shape, vocab_size, prefill_chunk)
         self.pool = pool
         self._constants: dict[str, Any] = {}
-        """Static scales and zeros as attention reads them, float32 arrays by graph input."""
+        """Static scales and zeros that attention reads, float32 arrays by graph input."""
         self._faults: dict[str, Factor] = {}
-        """Factors of `corrupt_scale` on what is written to arrays of the pool, by array."""
+        """Factors of `corrupt_scale` on numbers that are written to the pool, by array."""
         for layer in range(self.shape.layers):
             for stored in StoredSide.of_layer(self.policy, self.shape, layer).values():
                 for name, values in stored.constant_values(scales, layer).items():
                     self._constants[f"{name}.{layer}"] = self._constant(values)
 
     def _constant(self, values: npt.NDArray[np.float32]) -> Any:
-        """An array as the graphs read it; a subclass on another device returns its tensor. It is multiplied in place."""
+        """Return an array for the graphs, which `corrupt_scale` multiplies in place. A GPU's subclass returns a tensor."""
         return values
 
     @abstractmethod
     def _run(self, mode: Mode, handles: Sequence[int], ids: npt.NDArray[np.int64]) -> Logits:
-        """Append tokens `ids` (B, S) to sequences with pages for them; return the logits (B, V) of each one's last token."""
+        """Append tokens `ids` (B, S) to sequences with reserved pages; return the logits (B, V) of the last tokens."""
 
     def _start(self) -> int:
         return self.pool.start()
@@ -58,7 +58,7 @@ class PagedEngine(ChunkedEngine, PooledEngine):
             pass
 
     def _reserve(self, handles: Sequence[int], tokens: int) -> None:
-        """As the pool's `reserve`. Where it has no room, kept prefixes go first."""
+        """Reserve pages as `pool.reserve` does, and evict kept prefixes if the pool is full."""
         while True:
             try:
                 return self.pool.reserve(handles, tokens)
@@ -69,7 +69,7 @@ class PagedEngine(ChunkedEngine, PooledEngine):
     def _prefill(self, sequence: int, prompt: Sequence[int]) -> Logits:
         self._reserve([sequence], len(prompt))
         for chunk in self._chunks(prompt):
-            self._reserve([sequence], len(chunk))  # with eviction, an earlier chunk frees pages that this one takes
+            self._reserve([sequence], len(chunk))  # with eviction, earlier chunks free pages that later chunks need
             logits = self._run("prefill", [sequence], np.array([chunk], np.int64))
         last: Logits = logits[0]
         return last
@@ -82,26 +82,26 @@ class PagedEngine(ChunkedEngine, PooledEngine):
         self.pool.release(sequence)
 
     def fork(self, sequence: int) -> int:
-        """Start a sequence with the same tokens, which shares the full pages of the first, and return its handle."""
+        """Start a sequence with the same tokens, which shares the full pages, and return its handle."""
         return self.pool.fork(sequence)
 
     def extend(self, sequence: int, tokens: Sequence[int]) -> Logits:
         """Append tokens of a prompt to a live sequence.
 
-        They attend to each other exactly and to what the sequence holds through the quantized cache, as a chunk of a prefill
-        does that ended where this sequence ends.
+        The tokens attend to each other exactly, and to the sequence's earlier tokens through the quantized cache, like the next
+        chunk of a prefill.
 
         Returns:
             Logits (vocab_size,) of the last token.
 
         Raises:
-            UserError: The tokens are none, or outside the vocabulary, or the engine cannot hold them.
+            UserError: `tokens` is empty, a token is outside the vocabulary, or the engine has no room for the tokens.
         """
         check_tokens(tokens, self.vocab_size)
         return self._prefill(sequence, tokens)
 
     def stored(self, sequence: int) -> list[dict[Side, StoredCopy]]:
-        """Return what a sequence's pages hold, and the static scales that attention reads it with."""
+        """Return a sequence's stored codes by layer, with the static scales that attention uses."""
         held = self.pool.stored(sequence)
         lost = self.policy.evicted_pages(self.pool.length(sequence), self.shape)
         evicted = (lost.start * PAGE_TOKENS, lost.stop * PAGE_TOKENS)
@@ -123,7 +123,7 @@ class PagedEngine(ChunkedEngine, PooledEngine):
         return [{side: copy(side, layer) for side in self.policy.sides(layer)} for layer in range(self.shape.layers)]
 
     def _host(self, constant: Any) -> npt.NDArray[np.float32]:
-        """Return a copy of what `_constant` made, as numpy's."""
+        """Return a result of `_constant` as a numpy copy."""
         return np.array(constant)
 
     def memory(self) -> MemoryReport:
@@ -146,7 +146,7 @@ class PagedEngine(ChunkedEngine, PooledEngine):
     def _refuse(self, sums: npt.NDArray[np.floating], handles: Sequence[int]) -> None:
         """Raise UserError for the first key or value that is not finite; `sums` are the graph's output NOT_FINITE.
 
-        The lowest layer comes first: what is not finite there makes the layers above not finite either.
+        The lowest layer is reported, because its infinite or NaN values spread to all higher layers.
         """
         head, token, row = (int(i) for i in min((h, s, b) for b, h, s, _ in np.argwhere(sums != 0).tolist()))
         layer, side = divmod(head // self.shape.kv_heads, 2)

@@ -1,6 +1,6 @@
-"""Policies that the ONNX graphs do not hold, and a type that ONNX Runtime does not run, refused before any work.
+"""Refusals, before any work, of policies that the ONNX graphs do not support, and of the type that ONNX Runtime cannot run.
 
-Plans are built from the same graphs.
+They also apply to TensorRT plans, which are built from the same graphs.
 """
 
 from pipeline.checkpoint.exports import holder
@@ -9,7 +9,7 @@ from pipeline.core.kv import KVPolicy
 
 
 def refuse_oracles_own(policy: KVPolicy) -> None:
-    """Raise UserError for a format that the oracle alone computes."""
+    """Raise UserError for a format that only the reference engine computes."""
     for key, form in policy.formats:
         if form.code.oracle_only:
             named, instead = ("dtype", []) if form.arithmetic == "kvgate" else ("arithmetic", ["arithmetic=kvgate"])
@@ -33,7 +33,7 @@ def refuse_heavy_tokens(policy: KVPolicy) -> None:
 
 
 def refuse_bfloat16(compute_dtype: str) -> None:
-    """Raise UserError for graphs in bfloat16, which are made for TensorRT."""
+    """Raise UserError for bfloat16, which only TensorRT runs."""
     if compute_dtype == "bfloat16":
         raise UserError(
             "backend.compute_dtype=bfloat16: ONNX Runtime has no kernels of it for most of a decoder's operators; set "

@@ -1,4 +1,4 @@
-"""One graph in ONNX Runtime. Inputs and outputs are bound by address, and bound again only when the address changes."""
+"""One graph in ONNX Runtime. Inputs and outputs are bound by address, and rebound only if the address changes."""
 
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,17 @@ class GraphSession:
         """Load a graph.
 
         Args:
-            path: Its file.
+            path: File of the graph.
             threads: Threads of ONNX Runtime.
-            model: What to run in place of the file's graph; its weights are in the file's folder.
-            library: A library of operators that the graph has nodes of.
+            model: Graph to run instead of the file's; its weights are in the file's folder.
+            library: Library of the graph's custom operators.
         """
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = LOGGER_ERROR
-        # Dynamic shapes change at every step: reusing a memory plan per shape would only collect plans.
+        # Shapes change at every step, so memory plans per shape would only accumulate.
         options.enable_mem_pattern = False
-        # Otherwise ONNX Runtime quantizes and dequantizes a dequantized pool again before the gather.
+        # Otherwise ONNX Runtime inserts another quantize-dequantize pair between a dequantized pool and the gather.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         if library is not None:
             options.register_custom_ops_library(str(library))
@@ -41,10 +41,10 @@ class GraphSession:
         self._types = {value.name: _element_type(value.type) for value in values}
         self._buffers: dict[str, npt.NDArray[Any]] = {}
         self.shrinks = False
-        """Whether a run gives the memory of its intermediate results back, which a next run asks for again."""
+        """Whether a run frees the memory of its intermediate results, which the next run must then allocate again."""
 
     def bind_input(self, name: str, array: npt.NDArray[Any]) -> None:
-        """Bind a contiguous array to an input. The caller keeps it alive."""
+        """Bind a contiguous array to an input. The caller must keep the array alive."""
         self._binding.bind_input(name, "cpu", 0, self._types[name], array.shape, array.ctypes.data)
 
     def put(self, name: str, values: npt.NDArray[Any]) -> None:
@@ -56,7 +56,7 @@ class GraphSession:
         buffer[...] = values
 
     def output(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Return the array that the next run writes an output of this shape to; later runs overwrite it."""
+        """Return the array for an output of the next run. Later runs overwrite it."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != shape:
             buffer = self._buffers[name] = np.empty(shape, dtype)
@@ -64,7 +64,7 @@ class GraphSession:
         return buffer
 
     def run(self) -> None:
-        """Run the graph."""
+        """Run the graph on the bound arrays."""
         options = ort.RunOptions()
         if self.shrinks:
             options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
@@ -72,6 +72,6 @@ class GraphSession:
 
 
 def _element_type(described: str) -> int:
-    """ONNX's number of an element type that ONNX Runtime writes as `tensor(float16)`."""
+    """Return ONNX's number of an element type in ONNX Runtime's notation, such as `tensor(float16)`."""
     kind: int = onnx.TensorProto.DataType.Value(described.removeprefix("tensor(").removesuffix(")").upper())
     return kind

@@ -1,7 +1,7 @@
-"""Turns the decoder skeleton into the prefill or decode graph of a KV policy: graph surgery, no torch.
+"""Turns the decoder skeleton into a KV policy's prefill or decode graph, without torch.
 
-Every skeleton attention node becomes kv.PagedAttention over the cache's inputs, and kv.Quantize<Side> quantizes the new tokens.
-Its results are outputs, `new_<array>`: the graph is pure, and the engine writes them into the pools.
+Every placeholder node becomes kv.PagedAttention over the cache's inputs, and kv.Quantize<Side> quantizes the new tokens. The
+codes are outputs named `new_<array>`. The graph has no side effects: the engine writes the codes into the pools.
 """
 
 import numpy as np
@@ -22,22 +22,22 @@ IR_VERSION = 10
 INT32, FLOAT = onnx.TensorProto.INT32, onnx.TensorProto.FLOAT
 
 NOT_FINITE = "not_finite"
-"""Output (B, L * 2 * H, S, 1): not 0 where a new key or value (layer, key before value, head; token) is not finite as a
-float16, the type of exact copies, stored scales and zeros."""
+"""Name of the output (B, L * 2 * H, S, 1) that is nonzero if a new key or value is not finite as float16, the type of exact
+copies, stored scales and zeros. The second dimension is ordered by layer, then key before value, then head."""
 
 Dims = list[int | str]
-"""B sequences, S new tokens, N pages of a pool, NW of a window pool, M exact buffers."""
+"""Dimensions: B sequences, S new tokens, N pages of a pool, NW pages of a window pool, M exact buffers."""
 
 
 def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static: KVScales, mode: Mode) -> None:
     """Turn the skeleton into the prefill or the decode graph, in place.
 
     Args:
-        model: What export_decoder wrote as decoder.onnx.
-        info: What it wrote as model.json.
-        policy: How the cache is stored.
+        model: The skeleton, decoder.onnx of export_decoder.
+        info: The skeleton's model.json.
+        policy: Storage of the cache.
         static: The policy's static scales.
-        mode: Which of the two graphs.
+        mode: Graph to make.
     """
     graph = model.graph
     skeleton = [node for node in graph.node if (node.domain, node.op_type) == (DOMAIN, SKELETON_NODE)]
@@ -54,7 +54,7 @@ def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static
         sources += [key, value]
         for codec in spec.sides.values():
             graph.input.extend(_side_inputs(codec, layer))
-            # Constants of quantization. Those of attention are inputs, since the must-fail control corrupts only these.
+            # Quantization reads constants and attention reads inputs, because the must-fail control corrupts only attention's.
             written = codec.constant_values(static, layer).items()
             graph.initializer.extend(numpy_helper.from_array(values, f"write_{name}.{layer}") for name, values in written)
         if policy.exact_tokens:
@@ -88,7 +88,7 @@ def specialise(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, static
 
 
 def _rename_dims(graph: onnx.GraphProto, length: int | str) -> None:
-    """Name the dynamic dimensions B and S and fix S where it is known; stale inferred shapes are dropped."""
+    """Name the dynamic dimensions B and S, set S if it is known, and drop stale inferred shapes."""
     del graph.value_info[:]
     names: Dims = ["B", length]
     for value in [*graph.input, *graph.output]:
@@ -101,7 +101,7 @@ def _rename_dims(graph: onnx.GraphProto, length: int | str) -> None:
 
 
 def _side_inputs(codec: SideCodec, layer: int) -> list[onnx.ValueInfoProto]:
-    """Pools and static parameters that attention reads of one side of one layer."""
+    """Return the pools and static parameters that attention reads for one side of one layer."""
     pages = "NW" if codec.side.in_window else "N"
     pools = [
         helper.make_tensor_value_info(f"{name}.{layer}", onnx_type(storage), [pages, codec.kv_heads, PAGE_TOKENS, width])
@@ -111,7 +111,7 @@ def _side_inputs(codec: SideCodec, layer: int) -> list[onnx.ValueInfoProto]:
 
 
 def _append_quantize(graph: onnx.GraphProto, codec: SideCodec, layer: int, source: str, length: int | str) -> None:
-    """Append the quantization of the new tokens of one side of one layer; its results are outputs."""
+    """Append the quantization of one side's new tokens in one layer, with its results as outputs."""
     function = layer_function(quantize_name(codec.side), layer)
     inputs = [source, *(f"write_{name}.{layer}" for name in codec.constants)]
     outputs = [f"new_{name}.{layer}" for name in codec.arrays]
@@ -122,9 +122,9 @@ def _append_quantize(graph: onnx.GraphProto, codec: SideCodec, layer: int, sourc
 
 
 def _append_check(graph: onnx.GraphProto, info: ModelInfo, sources: list[str], length: int | str) -> None:
-    """Append the output NOT_FINITE over the new keys and values `sources`.
+    """Append the output NOT_FINITE for the new keys and values `sources`.
 
-    It is the sum of 0 * x over channels, which is NaN unless x is finite.
+    The output is the sum of 0 * x over channels, which is NaN unless x is finite.
     """
     compute = cache_arithmetic(info.compute_dtype)
     dtype = NUMPY_FLOATS[compute]

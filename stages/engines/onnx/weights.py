@@ -1,5 +1,6 @@
-"""Stores a graph's weights once: in the checkpoint's own file where its bytes are theirs, else in a file in 16 bits where that
-loses nothing.
+"""Stores a graph's weights without duplicates: in the checkpoint's own file if it contains them, else in a new file.
+
+The new file has 16 bits per weight if that is lossless.
 """
 
 import hashlib
@@ -17,34 +18,34 @@ from pipeline.checkpoint.files import safetensors_header
 from stages.engines.onnx.bundle import WEIGHTS_FILE
 
 ALIGNMENT = 4096
-"""Of each tensor in a file of its own, in bytes: what ONNX asks for so that a tensor can be mapped into memory."""
+"""Alignment of the tensors in a new file, in bytes. ONNX requires it for memory mapping."""
 INLINE = 1 << 16
-"""Bytes up to which a tensor that the checkpoint does not hold is part of the graph."""
+"""Maximum bytes of a tensor that is stored in the graph if the checkpoint's file lacks it."""
 
 SIXTEEN_BITS = (
     (onnx.TensorProto.FLOAT16, np.dtype(np.float16)),
     (onnx.TensorProto.BFLOAT16, np.dtype(ml_dtypes.bfloat16)),
 )
 STORED = {"F32": onnx.TensorProto.FLOAT, "F16": onnx.TensorProto.FLOAT16, "BF16": onnx.TensorProto.BFLOAT16}
-"""ONNX's numbers of the types of a safetensors file."""
+"""ONNX's type numbers by safetensors' type names."""
 
 Bytes = npt.NDArray[np.uint8]
 Key = tuple[int, str]
-"""ONNX's number of a tensor's type, and the sha256 of its bytes."""
+"""ONNX's type number of a tensor, and the sha256 of its bytes."""
 
 
 def store_weights(graph: onnx.GraphProto, source: Path, out: Path, checkpoint: Path | None) -> None:
     """Move the external tensors of a graph from `source` to `out/weights.bin`, in place.
 
-    A float32 tensor whose values are all exact as float16 or bfloat16, as those of a 16-bit checkpoint are, is stored as such
-    and cast to float32 by the graph; one that the checkpoint holds the other way round is transposed by the graph. ONNX Runtime
-    does both once, when it loads the graph; the logits do not change by a bit.
+    A float32 tensor whose values are all exact in float16 or bfloat16 (as from a 16-bit checkpoint) is stored in that type, and
+    the graph casts it to float32. If the checkpoint stores the transpose of a tensor, the graph transposes it back. ONNX
+    Runtime does both once, when it loads the graph; logits are bit-identical.
 
     Args:
-        graph: The graph, which names its external tensors' places in `source`.
-        source: The file that holds them now; it is removed.
-        out: Directory of the new file, which is the checkpoint's own where that holds all of them: once on disk in a store.
-        checkpoint: The checkpoint's only safetensors file; None where it has several.
+        graph: The graph. Its external tensors refer to `source`.
+        source: The current file of the tensors; it is removed.
+        out: Directory of the new file. If the checkpoint's file contains all tensors, the new file is a link to it or a copy.
+        checkpoint: The checkpoint's only safetensors file; None if it has several.
     """
     data: Bytes = np.memmap(source, np.uint8, "r")
     external = [tensor for tensor in graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
@@ -61,14 +62,14 @@ def store_weights(graph: onnx.GraphProto, source: Path, out: Path, checkpoint: P
 
 
 def makers(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
-    """Return the nodes that turn stored weights into those that the graph computes with, by what each is made from."""
+    """Return the nodes that convert stored weights to the weights that the graph uses, by the node's input."""
     return {node.input[0]: node for node in graph.node if node.name == f"{node.output[0]}.{node.op_type}"}
 
 
 def widen_rows(graph: onnx.GraphProto) -> None:
-    """Let the embedding look up rows of 16 bits and widen these, in place: its table is not held in 32 bits as well.
+    """Make the embedding gather 16-bit rows and widen only those rows, in place. Results are bit-identical.
 
-    The same weights in the output layer are: they are multiplied with. The rows do not change by a bit.
+    This avoids a 32-bit copy of the embedding table. Tied weights of the output layer are still widened, for its product.
     """
     stored = {made.output[0]: name for name, made in makers(graph).items() if made.op_type == "Cast"}
     for number, node in enumerate(graph.node):
@@ -87,7 +88,7 @@ def _values(tensor: onnx.TensorProto, data: Bytes) -> Bytes:
 def _in_checkpoint(
     external: list[onnx.TensorProto], values: Mapping[str, Bytes], checkpoint: Path
 ) -> list[onnx.NodeProto] | None:
-    """Let tensors name their places in the checkpoint's file, and return what makes them; None where the file lacks them."""
+    """Point tensors to the checkpoint's file, and return the nodes that convert them; None if the file lacks a large tensor."""
     places = _places(checkpoint)
     found = {tensor.name: _found(tensor, values[tensor.name], places) for tensor in external}
     if not any(found.values()) or any(place is None and values[name].nbytes > INLINE for name, place in found.items()):
@@ -108,7 +109,7 @@ def _in_checkpoint(
 
 
 def _places(checkpoint: Path) -> dict[Key, int]:
-    """Return the first byte of each tensor of a safetensors file that can be read in place."""
+    """Return the byte offsets of all tensors of a safetensors file that can be read in place."""
     data: Bytes = np.memmap(checkpoint, np.uint8, "r")
     begin, header = safetensors_header(checkpoint)
     places: dict[Key, int] = {}
@@ -123,7 +124,7 @@ def _places(checkpoint: Path) -> dict[Key, int]:
 
 
 def _found(tensor: onnx.TensorProto, values: Bytes, places: Mapping[Key, int]) -> tuple[int, int, bool] | None:
-    """Return the type and the place of a tensor's bytes in the checkpoint, and whether they are those of its transpose."""
+    """Return type, offset and whether transposed of a tensor's bytes in the checkpoint; None if they are not there."""
     for kind, stored in _forms(tensor, values):
         for transposed in (False, True) if len(tensor.dims) == 2 else (False,):
             items = stored.view(helper.tensor_dtype_to_np_dtype(kind)).reshape(tuple(tensor.dims))
@@ -135,7 +136,7 @@ def _found(tensor: onnx.TensorProto, values: Bytes, places: Mapping[Key, int]) -
 
 
 def _in_own_file(external: list[onnx.TensorProto], values: Mapping[str, Bytes], path: Path) -> list[onnx.NodeProto]:
-    """Write tensors into a file, matrices in 16 bits where that loses nothing, and return the nodes that widen them."""
+    """Write tensors to a file, matrices in 16 bits if that is lossless, and return the nodes that widen them."""
     made: list[onnx.NodeProto] = []
     with path.open("wb") as file:
         for tensor in external:
@@ -150,7 +151,7 @@ def _in_own_file(external: list[onnx.TensorProto], values: Mapping[str, Bytes], 
 
 
 def _forms(tensor: onnx.TensorProto, values: Bytes) -> Iterator[tuple[int, Bytes]]:
-    """Yield the types that hold a tensor's values exactly, the narrow ones first, and the values as such."""
+    """Yield (type, values in that type) for all types that represent a tensor exactly, 16-bit types first."""
     if tensor.data_type == onnx.TensorProto.FLOAT:
         floats = values.view(np.float32)
         for kind, dtype in SIXTEEN_BITS:
@@ -162,20 +163,20 @@ def _forms(tensor: onnx.TensorProto, values: Bytes) -> Iterator[tuple[int, Bytes
 
 
 def _put(tensor: onnx.TensorProto, offset: int, length: int) -> None:
-    """Let a tensor name its place in the weights' file."""
+    """Point a tensor to its place in the weights' file."""
     del tensor.external_data[:]
     for key, value in {"location": WEIGHTS_FILE, "offset": offset, "length": length}.items():
         tensor.external_data.add(key=key, value=str(value))
 
 
 def _make(tensor: onnx.TensorProto, kind: int, *, transposed: bool = False) -> list[onnx.NodeProto]:
-    """Give a tensor the name, type and shape that it is stored with, and return the nodes that make what it was."""
+    """Change a tensor to its stored name, type and shape, and return the nodes that restore the original tensor."""
     name, wide = tensor.name, tensor.data_type
     nodes: list[onnx.NodeProto] = []
     if kind != wide:
         tensor.name, tensor.data_type = f"{name}.stored", kind
         nodes.append(helper.make_node("Cast", [tensor.name], [name], name=f"{name}.Cast", to=wide))
-    if transposed:  # before the cast, of half as many bytes
+    if transposed:  # before the cast, on half the bytes
         tensor.name, result = f"{name}.rows", tensor.name
         tensor.dims[:] = reversed(tensor.dims)
         nodes.insert(0, helper.make_node("Transpose", [tensor.name], [result], name=f"{result}.Transpose", perm=[1, 0]))

@@ -1,1 +1,1 @@
-"""Decode attention as a kernel that is compiled on the machine that runs it."""
+"""Attention over the cache as a C kernel, compiled on the machine that runs it."""

@@ -1,7 +1,7 @@
-"""Compiles the attention kernel for this machine and a model's heads, once, into a cache that only its user may write to.
+"""Compiles the attention kernel for this machine and a model's heads, once, into a cache that only its user can write to.
 
-A library is loaded from that cache alone, and compiled from this package's own sources alone: bundles and checkpoints are data.
-Its file's name ends with the sha256 of its bytes, which is checked before each load: a truncated library would end the process.
+Libraries are loaded only from that cache, and compiled only from this package's sources: bundles and checkpoints are data. A
+library's file name ends with the sha256 of its bytes. Loading checks it, because a truncated library would crash the process.
 """
 
 import hashlib
@@ -23,15 +23,15 @@ from pipeline.core.errors import MissingRequirement, UserError
 from pipeline.core.redaction import child_environment
 
 SOURCES = ("operator.c", "prefill.c", "attention.c", "pages.h", "codes.h", "ort_abi.h")
-"""The kernel. The first one includes the others."""
+"""The kernel's sources. The first file includes the others."""
 
 FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno")
 
 FEATURES = {"avx2", "f16c", "fma"}
-"""What the kernel needs of an x86-64 processor at least; with AVX-512 it is faster."""
+"""Minimum features of the x86-64 processor. With AVX-512 the kernel is faster."""
 
 SECONDS = 300
-"""A compilation takes some seconds; a machine that is busy takes longer."""
+"""Time limit of a compilation, which takes a few seconds on an idle machine."""
 
 HINT = "install a C compiler (Debian: gcc and libc6-dev) or `pip install 'kvgate[native]'`, or set backend.attention=graph"
 
@@ -46,7 +46,7 @@ class Compiler:
 
 @cache
 def find_compiler() -> Compiler | None:
-    """Return the system's `cc`, else the one of the wheel `ziglang`; None without either, or for another processor."""
+    """Return the system's `cc`, else the wheel `ziglang`'s compiler; None if both are missing or the CPU is unsupported."""
     if not _processor()[1] >= FEATURES:
         return None
     commands: list[tuple[str, ...]] = []
@@ -54,7 +54,7 @@ def find_compiler() -> Compiler | None:
     if system is not None:
         commands.append((system,))
     if importlib.util.find_spec("ziglang") is not None:
-        # -P: a folder in the working directory may be called ziglang, too.
+        # -P ignores a folder named ziglang in the working directory.
         commands.append((sys.executable, "-P", "-m", "ziglang", "cc"))
     for command in commands:
         try:
@@ -67,7 +67,7 @@ def find_compiler() -> Compiler | None:
 
 
 def require_compiler() -> Compiler:
-    """Return the compiler. Raises MissingRequirement when this machine has none."""
+    """Return the compiler. Raises MissingRequirement if there is no compiler or the CPU is unsupported."""
     compiler = find_compiler()
     if compiler is None:
         if not _processor()[1] >= FEATURES:
@@ -77,7 +77,7 @@ def require_compiler() -> Compiler:
 
 
 def kernel_digest(compiler: Compiler) -> str:
-    """Return the digest of all that decides the kernel's code on this machine but the model's heads."""
+    """Return the digest of everything that determines the kernel's machine code, except the model's heads."""
     digest = hashlib.sha256()
     name, features = _processor()
     for part in (*FLAGS, compiler.version, name, *sorted(features)):
@@ -88,14 +88,14 @@ def kernel_digest(compiler: Compiler) -> str:
 
 
 def compiled_kernel(head_dim: int, group: int) -> Path:
-    """Return the library of the kernel for heads of `head_dim` channels, `group` query heads on a KV head; compile it once.
+    """Return the kernel's library for heads of `head_dim` channels and `group` query heads per KV head; compile it if needed.
 
-    A file whose bytes are not those that its name says is removed and compiled again. Processes that compile the same kernel at
-    the same time each write a file of their own.
+    A file whose bytes do not match the digest in its name is removed and compiled again. Concurrent processes compile to
+    separate files.
 
     Raises:
-        MissingRequirement: There is no C compiler, or it refuses the sources.
-        UserError: The cache's folder is not this user's own.
+        MissingRequirement: There is no C compiler, or the compiler refuses the sources.
+        UserError: The cache's folder is not private to this user.
     """
     compiler = require_compiler()
     folder = cache_folder()
@@ -125,19 +125,19 @@ def compiled_kernel(head_dim: int, group: int) -> Path:
 
 
 def _named_by_bytes(file: Path, folder: Path, name: str) -> Path:
-    """Return the path in the cache of a library with the bytes of `file`."""
+    """Return the path in the cache for a library with the bytes of `file`."""
     return folder / f"{name}-{file_digest(file)}.so"
 
 
 def cache_folder() -> Path:
-    """Return the folder of compiled kernels, `kvgate/native` in $XDG_CACHE_HOME or ~/.cache; create it for this user alone.
+    """Return the private folder of compiled kernels, `kvgate/native` in $XDG_CACHE_HOME or ~/.cache; create it if needed.
 
     Raises:
-        UserError: It is somebody else's, others may write to it, or it cannot be created.
+        UserError: The folder belongs to another user, is accessible to others, or cannot be created.
     """
     fix = "set XDG_CACHE_HOME to a folder of your own, or backend.attention=graph"
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    home = given if given.is_absolute() else Path.home() / ".cache"  # a relative one counts as none, says its specification
+    home = given if given.is_absolute() else Path.home() / ".cache"  # the XDG specification says to ignore a relative path
     folder = home / "kvgate" / "native"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ def _source(name: str) -> Path:
 
 @cache
 def _processor() -> tuple[str, frozenset[str]]:
-    """The processor's model and features, which -march=native compiles for; no features where Linux does not tell them."""
+    """Return the processor's model and features, the target of -march=native; no features outside Linux on x86-64."""
     cpuinfo = Path("/proc/cpuinfo")
     if platform.machine() != "x86_64" or not cpuinfo.exists():
         return "", frozenset()

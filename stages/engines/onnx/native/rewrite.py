@@ -1,8 +1,8 @@
-"""A graph whose attention over the cache is the compiled kernel's: kv.PagedAttention_N becomes one node.
+"""Replaces attention over the cache by the compiled kernel: kv.PagedAttention_N becomes one custom operator.
 
-The graph on disk keeps its function bodies, which every other runtime executes; this is done to the copy in memory that a
-session loads. ONNX Runtime would take a registered operator in place of a function of the same name, but every layer's function
-has a name of its own (for TensorRT), and the operator needs the layer's layout as attributes.
+Only the session's copy in memory changes. The graph on disk keeps its function bodies for other runtimes. ONNX Runtime would
+prefer a registered operator to a function of the same name, but every layer's function has a different name (for TensorRT), and
+the operator needs the layer's layout as attributes.
 """
 
 from typing import Any
@@ -25,35 +25,32 @@ OPERATORS = {"float32": "PagedAttention", "float16": "PagedAttentionHalf"}
 """The kernel's operators by compute dtype."""
 
 LANES = 16
-"""Channels of a vector. A head has a whole number of them, and so has each half of one whose codes of four bits share bytes."""
+"""Channels of a vector. head_dim must be a multiple; if two 4-bit codes share a byte, half of head_dim must be a multiple."""
 
 TABLES = ("page_table", "lengths", "window_base_table", "window_table", "window_starts", "exact_slots", "sinks")
 ABSENT = -1
-"""Number of an input that there is none of."""
+"""Index that marks an absent optional input."""
 
 
 def refusals(info: ModelInfo, policy: KVPolicy) -> dict[int, str]:
-    """Return the layers that the kernel does not hold, and why.
-
-    Raises UserError for a bundle that does not record the attention's scaling.
-    """
+    """Return the reason for every layer that the kernel does not support, by layer."""
     return {layer: reason for layer in range(info.layers) if (reason := _refusal(_spec(info, policy, layer))) is not None}
 
 
 def use_kernel(model: onnx.ModelProto, info: ModelInfo, policy: KVPolicy, mode: Mode) -> None:
-    """Replace the attention of every layer that the kernel holds by its operator, in place.
+    """Replace attention by the kernel's operator in every layer that the kernel supports, in place.
 
     Args:
         model: The prefill or decode graph of a bundle.
         info: The bundle's model.
         policy: The bundle's policy.
-        mode: Which graph.
+        mode: Mode of the graph.
 
-    Raises UserError for a graph that is not of this model and policy.
+    Raises UserError if the graph does not match the model and policy.
     """
     refused = refusals(info, policy)
     if NATIVE_DOMAIN.encode() in model.SerializeToString():
-        # The kernel trusts the attributes of its operators, because no other place than this one writes any.
+        # The kernel trusts the attributes of its operators, so only this function may write them.
         raise UserError(f"{mode}.onnx: it names {NATIVE_DOMAIN}, which no bundle does: build the engine again")
     nodes = {node.op_type: node for node in model.graph.node if node.domain == DOMAIN}
     bodies = {body.name: body for body in model.functions}
@@ -80,7 +77,7 @@ def _spec(info: ModelInfo, policy: KVPolicy, layer: int) -> AttentionSpec:
 
 
 def _refusal(spec: AttentionSpec) -> str | None:
-    """Why the kernel does not hold a layer, None when it does."""
+    """Return the reason why the kernel does not support a layer; None if it does."""
     for side, codec in spec.sides.items():
         form = codec.form
         if form.code.native[not form.symmetric] is None:
@@ -92,7 +89,7 @@ def _refusal(spec: AttentionSpec) -> str | None:
 
 
 def attributes(spec: AttentionSpec) -> dict[str, Any]:
-    """Return the operator's attributes, as `create` in operator.c reads them."""
+    """Return the operator's attributes in the format that `create` in operator.c reads."""
     place = {name: number for number, name in enumerate(spec.inputs)}
     policy, shape = spec.policy, spec.shape
     exact = (FP16.native[0], 0, 0, 0, 1, 1, 0)
@@ -119,7 +116,7 @@ def attributes(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def _side(codec: SideCodec) -> tuple[int | None, ...]:
-    """Kind, groups, asymmetric, static, heads and channels of a static scale, rotated."""
+    """Return kind, groups, asymmetric, static, heads of a static scale, channels of a static scale, rotated."""
     form = codec.form
     _, heads, _, channels = next(iter(codec.constants.values()), (1, 1, 1, 1))
     return (
