@@ -178,7 +178,7 @@ class FreeAnswers(Record):
 
 
 class ReusedPrefixes(Record):
-    """Answers over prefixes that earlier requests left in the cache, compared with answers over an empty cache."""
+    """Answers over prefixes that earlier requests left in the cache, compared with answers without reuse."""
 
     samples: int
     tokens: int
@@ -231,7 +231,7 @@ class Deviation(Record):
 
 
 class Pressure(Record):
-    """Requests in a pool with room for only a third of all pages, compared with the same requests in a large pool."""
+    """Requests in a pool with room for a third of all requests, compared with the same requests in a large pool."""
 
     asked: int
     """Number of requests per play."""

@@ -116,4 +116,4 @@ class Gate:
     figures: Callable[[Evidence, Gates], Iterable[Figure]] | None = None
     """Yields the figures that are tested after every round."""
     check: Callable[[Evidence, Gates], Iterable[Check]] | None = None
-    """Yields the checks of the complete report, without a statistical test."""
+    """Yields the checks of the complete report, once after all rounds that ran."""

@@ -268,7 +268,7 @@ class EvaluationReport(Record):
     """Planned workload, even if it did not run yet -> whether its samples have answers."""
     slices: list[Slice]
     noise: Fidelity | None
-    """Distance of the baseline from itself in smaller batches; null if no sample is repeated."""
+    """Distance of the baseline from itself in another batch composition; null if no sample is repeated."""
     canary: Canary
     system: SystemMetrics
     baseline_system: SystemMetrics
@@ -276,7 +276,7 @@ class EvaluationReport(Record):
     conformance: Conformance | None = None
     """Comparison of the engines with their reference engines; null without reference engines."""
     candidate_noise: Fidelity | None = None
-    """Distance of the candidate from itself in smaller batches."""
+    """Distance of the candidate from itself in another batch composition."""
     coverage: Exercised | None = None
     """Lengths and batches of the samples on the decode path."""
     probes: EngineProbes
