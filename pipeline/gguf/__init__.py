@@ -1,1 +1,1 @@
-"""GGUF files: the header, read strictly and without trust, and what it says of the model and its tokenizer."""
+"""GGUF files: strict reading of untrusted headers, and the model and tokenizer that a header describes."""

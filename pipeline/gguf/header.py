@@ -1,6 +1,6 @@
-"""The header of a GGUF file: metadata and where each tensor lies. Reads no weights.
+"""The header of a GGUF file: metadata, and the location of every tensor. Weights are not read.
 
-A file may come from anyone: every count, length and offset is held against the file's size before anything is allocated.
+Files are untrusted: every count, length and offset is checked against the file's size before memory is allocated.
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -19,13 +19,14 @@ VERSIONS = (2, 3)
 ALIGNMENT = 32
 
 MAX_VALUES = 4_000_000
-"""Metadata values in all, array elements included; the largest vocabularies have 262,144 tokens and about as many merges."""
+"""Maximum metadata values of a file, including array elements. The largest vocabularies have 262,144 tokens and a similar
+number of merges."""
 MAX_TENSORS = 65_536
 MAX_NAME_BYTES = 256
 MAX_DIMS = 4
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Number of a metadata type -> its struct format."""
+"""Number of a metadata type -> struct format."""
 STRING, ARRAY = 8, 9
 LENGTH = struct.Struct("<Q")
 
@@ -57,32 +58,32 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     39: ("MXFP4", 32, 17),
     40: ("NVFP4", 64, 36),
 }
-"""Number of a tensor type that the package gguf dequantizes -> name, values in a block, bytes of a block."""
+"""Number of a tensor type that the gguf package can dequantize -> (name, values per block, bytes per block)."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a tensor lies in the file, and as what."""
+    """Location, type and shape of a tensor in the file."""
 
     kind: str
-    """Name of its type in TENSOR_TYPES."""
+    """Name of the type in TENSOR_TYPES."""
     shape: tuple[int, ...]
-    """As PyTorch counts: rows before columns. GGUF writes them the other way round."""
+    """Shape in PyTorch's order, rows before columns; GGUF files use the reverse order."""
     offset: int
-    """From the beginning of the file, in bytes."""
+    """Offset from the start of the file in bytes."""
     nbytes: int
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file says of itself."""
+    """The header of a GGUF file."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]
 
     def error(self, problem: str) -> UserError:
-        """Return the error that names this file and the problem."""
+        """Return the error for a problem of this file."""
         return _error(self.path, problem)
 
     def floats(self, name: str) -> tuple[float, ...]:
@@ -95,11 +96,11 @@ class Header:
 
 
 class _Unreadable(Exception):
-    """The header ends too early, or says what no GGUF says."""
+    """The header is truncated or invalid."""
 
 
 class _Cursor:
-    """Reads little-endian values from where it stands."""
+    """Reader of little-endian values at a current position."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -152,7 +153,7 @@ def read_header(path: Path) -> Header:
     """Read and check the header of a GGUF file.
 
     Raises:
-        UserError: naming `model.path`, what is wrong and what to do.
+        UserError: The message names `model.path`, the problem and the fix.
     """
     try:
         with path.open("rb") as stream:
@@ -168,7 +169,7 @@ def read_header(path: Path) -> Header:
 
 
 def _error(path: Path, problem: str) -> UserError:
-    """The problem may quote the file, which could hold line breaks and what moves a terminal's cursor."""
+    """Return the error for a file. The problem may quote the file, so unprintable characters are replaced."""
     return UserError(f"model.path={path}: {printable(problem)}")
 
 
@@ -183,7 +184,7 @@ def _read(path: Path, cursor: _Cursor, size: int) -> Header:
     if tensor_count > MAX_TENSORS:
         raise _Unreadable(f"{tensor_count:,} tensors, of which no supported model has more than {MAX_TENSORS:,}")
     metadata: dict[str, Any] = {}
-    for _ in range(key_count):  # ends with the file, or with the budget of values
+    for _ in range(key_count):  # ends at the latest with the file or the limit of values
         key = cursor.string(MAX_NAME_BYTES)
         if key in metadata:
             raise _Unreadable(f"{key} appears twice")
@@ -206,7 +207,7 @@ def _read(path: Path, cursor: _Cursor, size: int) -> Header:
 
 
 def _refuse_overlap(tensors: dict[str, Tensor]) -> None:
-    """Refuse tensors that share bytes: one of them at least would be another's weights."""
+    """Refuse tensors that share bytes, since at least one tensor would have another tensor's weights."""
     end, before = 0, ""
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
         if tensor.offset < end:
@@ -215,7 +216,7 @@ def _refuse_overlap(tensors: dict[str, Tensor]) -> None:
 
 
 def _refuse_part(metadata: dict[str, Any]) -> None:
-    """Refuse a file that holds only a part of a model."""
+    """Refuse a file with only a part of a model."""
     shards = metadata.get("split.count", 0)
     if shards not in (0, 1):
         raise _Unreadable(f"one of {shards} shards; join them with llama-gguf-split --merge")
@@ -225,7 +226,7 @@ def _refuse_part(metadata: dict[str, Any]) -> None:
 
 
 def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Return name, shape, number of the type and offset of the next tensor."""
+    """Return the name, shape, type number and offset of the next tensor."""
     name = cursor.string(MAX_NAME_BYTES)
     dims = cursor.integer("I")
     if not 1 <= dims <= MAX_DIMS:

@@ -1,6 +1,6 @@
-"""What a GGUF's metadata and tensors say of its model, as a Hugging Face checkpoint says it. Reads no weights.
+"""Conversion of a GGUF's metadata and tensor list to the description of a Hugging Face checkpoint. Weights are not read.
 
-llama.cpp writes Mistral as `general.architecture=llama`, because the two compute the same; such a file becomes a Llama.
+llama.cpp writes Mistral as `general.architecture=llama`, because both compute the same. Such a file becomes a Llama.
 """
 
 import math
@@ -17,7 +17,7 @@ from pipeline.gguf.header import Header, read_header
 from pipeline.gguf.vocabulary import Vocabulary, read_vocabulary
 
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
-"""general.architecture -> the model_type of transformers that computes the same."""
+"""general.architecture -> the equivalent model_type of transformers."""
 
 SIZES = {
     "block_count": "num_hidden_layers",
@@ -40,7 +40,7 @@ READ = {
     "vocab_size",
 }
 WINDOWED = {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"}
-"""What of Gemma 3 alone is read besides."""
+"""Additional keys that are read only for Gemma 3."""
 NEUTRAL: dict[str, Any] = {
     "attention.causal": True,
     "attention.sliding_window": 0,
@@ -50,40 +50,40 @@ NEUTRAL: dict[str, Any] = {
     "rope.scaling.finetuned": None,
     "tensor_data_layout": "Meta AI original pth",
 }
-"""Keys that change nothing with this value (None: with any)."""
+"""Keys without effect at this value (None: at any value)."""
 
 GEMMA3_27B = 62
-"""Layers of the one Gemma 3 whose queries are scaled by their share of the hidden size instead of by their own width. A GGUF
-does not say it, and llama.cpp tells it in this way."""
+"""Number of layers of Gemma 3 27B, whose queries are scaled by hidden_size / num_attention_heads instead of head_dim. A GGUF
+does not store the scale; llama.cpp also recognizes the model by its layers."""
 
 LARGEST = 2**40
-"""No size or frequency of a model comes near it."""
+"""Limit of sizes and frequencies, far above any model."""
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""What llama.cpp divides the frequencies of Llama 3.1 and later by: head_dim / 2 floats."""
+"""Tensor with the divisors of the rotary frequencies of Llama 3.1 and later: head_dim / 2 floats."""
 LLAMA3_ROPE: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What all these models have; a GGUF holds what follows of it."""
+"""Rotary parameters of Llama 3.1 and later. A GGUF stores only the resulting divisors."""
 
 
 @dataclass(frozen=True)
 class GGUFModel:
-    """A GGUF that can be converted."""
+    """A GGUF that can be converted to a checkpoint."""
 
     header: Header
     config: dict[str, Any]
-    """Content of config.json, but for the type of the weights."""
+    """Content of config.json, without the type of the weights."""
     names: dict[str, str]
-    """Name of each tensor that is converted -> its name in the checkpoint."""
+    """Name of a converted tensor -> its name in the checkpoint."""
     vocabulary: Vocabulary
     info: CheckpointInfo
-    """The checkpoint that it becomes; `path` is the GGUF itself."""
+    """Description of the resulting checkpoint, with the path of the GGUF."""
 
 
 def inspect_gguf(path: Path) -> GGUFModel:
-    """Read and check a GGUF: cheap, reads its header alone.
+    """Read and check the header of a GGUF, which is cheap.
 
     Raises:
-        UserError: naming `model.path`, what is wrong and what to do.
+        UserError: The message names `model.path`, the problem and the fix.
     """
     header = read_header(path)
     architecture = header.metadata.get("general.architecture")
@@ -103,12 +103,12 @@ def inspect_gguf(path: Path) -> GGUFModel:
 
 
 def pairs_neighbours(model_type: str) -> bool:
-    """Whether rotary embedding pairs neighbouring channels of a GGUF's queries and keys, where transformers pairs halves."""
+    """Return whether a GGUF's rotary embedding pairs adjacent channels of queries and keys; transformers pairs halves."""
     return model_type == "llama"
 
 
 def _refuse_unread(header: Header, architecture: str) -> None:
-    """Refuse what would change the model's numbers and would be lost."""
+    """Refuse metadata that affects the model's numbers and would be lost in the conversion."""
     for key, value in header.metadata.items():
         name = key.removeprefix(f"{architecture}.")
         if name == key or name in READ or (architecture == "gemma3" and name in WINDOWED):
@@ -162,7 +162,7 @@ def _config(header: Header, architecture: str, vocabulary: Vocabulary) -> dict[s
 
 
 def _gemma3(value: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Return what transformers is told of a Gemma 3 besides."""
+    """Return the additional keys of config.json for Gemma 3."""
     layers, period = config["num_hidden_layers"], value("attention.sliding_window_pattern", int, 6)
     share = config["hidden_size"] // config["num_attention_heads"]
     return {
@@ -191,10 +191,10 @@ def _rope_scaling(header: Header, architecture: str, value: Any, config: dict[st
 
 
 def _llama3_scaling(header: Header, config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the scaling whose factors the file holds.
+    """Return the rotary scaling that yields the factors in the file; None if all factors are 1.
 
     Raises:
-        UserError: for factors that are not those of Llama 3.
+        UserError: The factors do not belong to Llama 3's rotary scaling.
     """
     tensor = header.tensors[ROPE_FACTORS]
     half = config["head_dim"] // 2
@@ -211,7 +211,7 @@ def _llama3_scaling(header: Header, config: dict[str, Any]) -> dict[str, Any] | 
 
 
 def _llama3_factors(half: int, theta: float, scaling: dict[str, Any]) -> list[float]:
-    """Return what the frequency of each of `half` pairs is divided by (transformers: `_compute_llama3_parameters`)."""
+    """Return the divisors of the frequencies of `half` pairs (in transformers: `_compute_llama3_parameters`)."""
     low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
     factors = []
     for pair in range(half):
@@ -222,7 +222,7 @@ def _llama3_factors(half: int, theta: float, scaling: dict[str, Any]) -> list[fl
 
 
 def _tensor_names(header: Header, architecture: str, config: dict[str, Any]) -> dict[str, str]:
-    """Check that exactly the model's tensors are there, in their shapes; return GGUF's name -> transformers' name."""
+    """Check that the file has exactly the model's tensors, and return a mapping from GGUF's names to transformers' names."""
     expected = _expected_tensors(architecture, config)
     for name, (_, shape) in expected.items():
         tensor = header.tensors.get(name)
@@ -236,7 +236,7 @@ def _tensor_names(header: Header, architecture: str, config: dict[str, Any]) -> 
 
 
 def _expected_tensors(architecture: str, config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """GGUF's name of each tensor -> transformers' name and shape."""
+    """Return a mapping from GGUF's tensor names to transformers' names and shapes."""
     hidden, inner, head_dim, vocab = (config[k] for k in ("hidden_size", "intermediate_size", "head_dim", "vocab_size"))
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     layer = {
@@ -272,6 +272,6 @@ def _expected_tensors(architecture: str, config: dict[str, Any]) -> dict[str, tu
 
 
 def _shortest(value: float) -> float:
-    """Return the number with the fewest digits that is this float32: 1e-05, which a GGUF holds as 9.999999747378752e-06."""
+    """Return the shortest decimal number that rounds to this float32, for example 1e-05 for 9.999999747378752e-06."""
     texts = (f"{value:.{digits}g}" for digits in range(1, 10))
     return next(float(text) for text in texts if struct.pack("<f", float(text)) == struct.pack("<f", value))

@@ -1,6 +1,6 @@
-"""What a GGUF's metadata says of its tokenizer, checked: `tokenizer.*`.
+"""The tokenizer in a GGUF's metadata (`tokenizer.*`), checked.
 
-What the names mean is llama.cpp's: src/llama-vocab.cpp, and convert_hf_to_gguf.py, which writes them.
+llama.cpp defines the keys in src/llama-vocab.cpp; its convert_hf_to_gguf.py writes them.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.gguf.header import Header
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""tokenizer.ggml.token_type: control tokens are special; user-defined ones are matched whole, before any text is split."""
+"""Values of tokenizer.ggml.token_type. Control tokens are special; user-defined tokens are matched before text is split."""
 
 CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 GPT2 = rf"{CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
@@ -17,7 +17,7 @@ UPPER, LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
 def _split(words: str, digits: str, after_symbols: str = r"[\r\n]*") -> str:
-    """The expression that Llama 3, Qwen 2 and Tekken share: words, runs of digits, symbols, blank lines, blanks."""
+    """Return the regular expression of Llama 3, Qwen 2 and Tekken: words, digits, symbols, blank lines, spaces."""
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{after_symbols}|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
@@ -27,16 +27,16 @@ CASED_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]*[{LOWER}]+|[^\r\n\p{{L}}\p{{N}}
 
 @dataclass(frozen=True)
 class Splitter:
-    """How a byte-level BPE cuts text into the words that it merges within."""
+    """Rules of a byte-level BPE for splitting text into words, within which it merges."""
 
     patterns: tuple[str, ...]
-    """Each cuts what the ones before it left."""
+    """Regular expressions in order; every pattern splits the pieces of the previous pattern."""
     nfc: bool = False
-    """Whether text is normalized to NFC first."""
+    """Whether text is first normalized to NFC."""
     whole_words: bool = False
-    """Whether a word that is a token is that token, whatever the merges would make of it."""
+    """Whether a word that is in the vocabulary becomes that token without merges."""
     adds_bos: bool = False
-    """Whether texts begin with BOS where tokenizer.ggml.add_bos_token is not given."""
+    """Whether texts begin with BOS if tokenizer.ggml.add_bos_token is missing."""
 
 
 DIGIT_BY_DIGIT = Splitter((r"\p{N}", GPT2))
@@ -54,12 +54,12 @@ SPLITTERS = {
     "tekken": Splitter((_split(CASED_WORDS, r"\p{N}", r"[\r\n/]*"),), whole_words=True, adds_bos=True),
     "default": Splitter((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
-"""tokenizer.ggml.pre -> how text is cut. The expressions are those of the models' own tokenizer.json, which llama.cpp cites;
-Qwen 2's NFC is its tokenizer.json's too. `default` is what llama.cpp reads it as."""
+"""tokenizer.ggml.pre -> splitter. The regular expressions and Qwen 2's NFC come from the models' own tokenizer.json, which
+llama.cpp cites. `default` follows llama.cpp."""
 
 
 ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
-"""Tokens that llama.cpp takes as ends whether or not the file names them, of the families that are read here."""
+"""Tokens of the supported families that llama.cpp always treats as ends of an answer."""
 
 
 @dataclass(frozen=True)
@@ -67,30 +67,30 @@ class Vocabulary:
     """A tokenizer that can be written as tokenizer.json."""
 
     splitter: Splitter | None
-    """Of a byte-level BPE (`tokenizer.ggml.model=gpt2`); None for a BPE of SentencePiece (`llama`)."""
+    """Splitter of a byte-level BPE (`tokenizer.ggml.model=gpt2`); None for SentencePiece's BPE (`llama`)."""
     tokens: tuple[str, ...]
     types: tuple[int, ...]
     merges: tuple[tuple[str, str], ...]
-    """The first one is applied first."""
+    """Merges in descending priority."""
     bos: int | None
     eos: int
     ends: tuple[int, ...]
-    """Tokens that end an answer, the eos first."""
+    """Tokens that end an answer, starting with eos."""
     pad: int | None
     unknown: int | None
     add_bos: bool
     add_eos: bool
     space_prefix: bool
-    """Whether a text of SentencePiece begins with a space of its own."""
+    """Whether SentencePiece adds a space before a text."""
     chat_template: str | None
-    """A Jinja template: data, rendered by transformers' sandbox alone."""
+    """Untrusted Jinja template, which only transformers' sandbox renders."""
 
 
 def read_vocabulary(header: Header) -> Vocabulary:
-    """Check and return the tokenizer of a GGUF.
+    """Return the tokenizer of a GGUF after checks.
 
     Raises:
-        UserError: for a tokenizer that could not be made right.
+        UserError: The tokenizer could not be reproduced correctly.
     """
     kind = header.metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
@@ -150,7 +150,7 @@ def _byte_level(header: Header, tokens: tuple[str, ...]) -> tuple[Splitter, tupl
 
 
 def _by_score(header: Header, tokens: tuple[str, ...], types: tuple[int, ...]) -> tuple[tuple[str, str], ...]:
-    """Return the merges of SentencePiece's BPE, which merges the neighbours whose union has the highest score."""
+    """Return the merges of SentencePiece's BPE, which merges the adjacent pieces whose union has the highest score."""
     if _flag(header, "remove_extra_whitespaces", False) or header.metadata.get("tokenizer.ggml.precompiled_charsmap"):
         raise header.error("its SentencePiece tokenizer rewrites text before it is cut; use the Hugging Face checkpoint")
     scores = _array(header, "tokenizer.ggml.scores", float)
@@ -175,7 +175,7 @@ def _array(header: Header, key: str, kind: type) -> list[Any]:
 
 
 def _ends(header: Header, eos: int, tokens: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the tokens that end an answer in llama.cpp: those that the file names, and those that it knows by their text."""
+    """Return the tokens that end an answer in llama.cpp: the tokens that the file names, and the tokens of ENDS."""
     named = (_token_id(header, name, len(tokens), None) for name in ("eot", "eom"))
     known = (i for i, token in enumerate(tokens) if token in ENDS)
     return tuple(dict.fromkeys([eos, *(token for token in named if token is not None), *known]))
